@@ -1,0 +1,146 @@
+# Everything a developer runs, on a machine with python3, a C++ compiler, make and nothing else. `make` lists it.
+# The first target that needs an environment makes it, once: .venv and its stamps say what is done already.
+
+PYTHON ?= python3
+VENV ?= .venv
+# The release we are tested with. It is installed only if PYTHON has no torch that is new enough; see TORCH_CHECK.
+TORCH ?= 2.13.0
+OWN_TORCH ?=
+DIR ?=
+KILLS ?= 500
+SECONDS ?= 60
+SEED ?= $(shell date +%s)
+
+BIN := $(VENV)/bin
+ENVIRONMENT := $(VENV)/environment.stamp
+BUILT := $(VENV)/built.stamp
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
+JOBS := $(shell nproc)
+
+HEADERS := $(sort $(wildcard csrc/*/*.h))
+SOURCES := $(sort $(wildcard csrc/*/*.cc))
+TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc))
+WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
+TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
+
+.PHONY: help setup build check test test-oldest san crash fuzz bench demo wheel warnings tidy
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo                  train, save, kill and resume a small GPT, and time it against torch.save'
+	@echo 'make test                  all tests, but those that take many minutes'
+	@echo 'make check                 formatters, linters, type checker, house rules'
+	@echo 'make setup                 only the environment, in $(VENV)/ (PYTHON=… chooses the interpreter)'
+	@echo 'make build                 only the native module (FASTPERSIST_DEBUG=1, FASTPERSIST_SANITIZE=… as in setup.py)'
+	@echo 'make test-oldest           the tests with the oldest torch supported, in .venv-oldest/'
+	@echo 'make san                   the C++ tests under ASan and UBSan, then under TSan'
+	@echo 'make crash                 the crash tests with $(KILLS) kills (KILLS=…)'
+	@echo 'make fuzz                  every fuzzer for $(SECONDS) s (SECONDS=…, SEED=…)'
+	@echo 'make bench DIR=…           save and load against fio and others, in a directory on the disk to measure'
+	@echo 'make wheel                 a wheel in dist/, tried in a clean environment outside the repository'
+
+# --- environment ---
+
+# Exit with 0 if torch is there, works and is new enough.
+TORCH_CHECK := import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7))
+# Where installed packages are. Written to a .pth file they become visible in a virtual environment, which
+# --system-site-packages does for a system's Python, but not for one that is itself a virtual environment.
+PACKAGE_DIRS := import sys; print(*(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))), sep="\n")
+
+# Tools whose version is fixed are installed even if PYTHON has the same: their programs must be in $(BIN).
+PINNED = $(shell sed -n 's/^ *"\([a-z0-9-]*==[^"]*\)",$$/\1/p' pyproject.toml)
+
+$(ENVIRONMENT): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo 'make: $(PYTHON) is missing or older than 3.10; choose another with PYTHON=…'; exit 1; }
+	@command -v $(CXX) > /dev/null || { echo 'make: no C++ compiler ($(CXX)); on Debian: apt install g++'; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@if ! $(BIN)/python -c '$(TORCH_CHECK)' 2> /dev/null; then \
+	  if test -z '$(OWN_TORCH)' && $(PYTHON) -c '$(TORCH_CHECK)' 2> /dev/null; then \
+	    echo 'Using the torch of $(PYTHON).'; \
+	    $(PYTHON) -c '$(PACKAGE_DIRS)' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch_of_base.pth"; \
+	  else \
+	    echo 'Installing torch $(TORCH) from the package index: with its CUDA libraries some 3 GB to download and'; \
+	    echo '6 GB on disk, which takes several minutes. (With a torch >= 2.7 in PYTHON=…, that one is used instead.)'; \
+	    $(PIP_INSTALL) torch==$(TORCH); \
+	  fi; \
+	fi
+	$(PIP_INSTALL) --quiet --force-reinstall --no-deps $(PINNED)
+	$(PIP_INSTALL) --quiet --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(BUILT): $(ENVIRONMENT) setup.py $(SOURCES) $(HEADERS)
+	$(PIP_INSTALL) --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+setup: $(BUILT)
+
+# Always runs, since its two switches leave no trace that make could compare; what is up to date is not compiled again.
+build: $(ENVIRONMENT)
+	$(PIP_INSTALL) --quiet --no-deps --no-build-isolation --editable .
+	@touch $(BUILT)
+
+# --- checks ---
+
+check: $(BUILT)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(HEADERS) $(TEST_SOURCES)
+	$(MAKE) --no-print-directory -j$(JOBS) warnings tidy
+	$(BIN)/pytest tests/test_house.py
+
+warnings: $(WARNED)
+tidy: $(TIDIED)
+
+# What csrc needs beside itself; only the binding uses it. -isystem: their warnings are not ours.
+FOREIGN_INCLUDES = $(shell $(BIN)/python -c '$(INCLUDE_FLAGS)')
+INCLUDE_FLAGS := import pybind11, sysconfig; \
+  print("-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include"))
+
+# The compiler's own warnings, optimised, because some need data flow. $(BUILT) is no prerequisite: it is newer than
+# any object after each build, and whatever decides a warning is in the sources.
+build/check/%.warned: %.cc $(HEADERS) Makefile | $(BUILT)
+	@mkdir -p $(@D)
+	@echo '$(CXX) -Werror $<'
+	@$(CXX) -std=c++20 -O1 -g0 -Wall -Wextra -Wconversion -Werror -Icsrc $(FOREIGN_INCLUDES) -fPIC -c $< -o $@
+
+build/check/%.tidied: %.cc $(HEADERS) .clang-tidy Makefile | $(BUILT)
+	@mkdir -p $(@D)
+	@echo 'clang-tidy $<'
+	@$(BIN)/clang-tidy --quiet --warnings-as-errors='*' $< -- -std=c++20 -Icsrc $(FOREIGN_INCLUDES)
+	@touch $@
+
+# --- tests ---
+
+test: $(BUILT)
+	$(BIN)/pytest
+
+test-oldest:
+	$(MAKE) --no-print-directory test VENV=.venv-oldest TORCH=2.7.0 OWN_TORCH=1
+
+san: $(BUILT)
+	$(BIN)/pytest tests/csrc --native-variant=address
+	$(BIN)/pytest tests/csrc --native-variant=thread
+
+crash: $(BUILT)
+	$(BIN)/pytest tests/crash -m '' --kills=$(KILLS) --timeout=0
+
+fuzz: $(BUILT)
+	@set -e; for fuzzer in tests/fuzz/fuzz_*.py; do \
+	  echo "$$fuzzer --seconds $(SECONDS) --seed $(SEED)"; \
+	  PYTHONPATH=tests $(BIN)/python "$$fuzzer" --seconds $(SECONDS) --seed $(SEED); \
+	done
+
+# --- use ---
+
+demo: $(BUILT)
+	$(BIN)/fastpersist demo
+
+bench: $(BUILT)
+	@test -d '$(DIR)' || { echo 'make: bench DIR=…: an existing directory on the disk to measure'; exit 1; }
+	$(BIN)/fastpersist bench save '$(DIR)'
+	$(BIN)/fastpersist bench load '$(DIR)'
+
+wheel: $(BUILT)
+	$(BIN)/python tests/support/check_wheel.py

@@ -1,0 +1,415 @@
+// The only room that sees Python: the native module fastpersist._native. Tensor memory crosses as address and length;
+// the Python side keeps it alive. The GIL is released while bytes move and taken back only to run a hook.
+// Signatures and semantics for users of the module: fastpersist/_native.pyi.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "binding/errors.h"
+#include "core/buffer_pool.h"
+#include "core/crc32.h"
+#include "core/file.h"
+#include "core/fork.h"
+#include "core/memory.h"
+#include "engine/engine.h"
+#include "engine/fault_engine.h"
+#include "transfer/file_reader.h"
+#include "transfer/file_writer.h"
+
+namespace py = pybind11;
+
+namespace fastpersist {
+namespace {
+
+// ---------------------------------------------------------------------------------------------------- the ring
+
+// One ring for the process, made at first use. A forked child forgets the parent's (its pages did not come along) and
+// makes its own. The pointer is leaked on purpose: transfers of other threads may outlive the interpreter's shutdown.
+std::mutex* g_ring_mutex = new std::mutex;
+BufferPool* g_ring = nullptr;
+uint64_t g_ring_generation = 0;
+
+BufferPool& Ring(size_t ring_bytes, size_t chunk_bytes) {
+  if (g_ring_generation != ForkGeneration()) {
+    g_ring_mutex = new std::mutex;  // the parent's may have been held while it forked; the child has one thread now
+    g_ring = nullptr;
+    g_ring_generation = ForkGeneration();
+  }
+  const std::lock_guard lock(*g_ring_mutex);
+  if (g_ring == nullptr) {
+    Result<std::unique_ptr<BufferPool>> made = BufferPool::Create(ring_bytes / chunk_bytes, chunk_bytes);
+    if (!made.ok()) Throw(made.status(), "");
+    g_ring = std::move(made).value().release();
+  }
+  return *g_ring;
+}
+
+size_t RingFreeCount() { return g_ring == nullptr || g_ring_generation != ForkGeneration() ? 0 : g_ring->free_count(); }
+size_t RingBufferCount() {
+  return g_ring == nullptr || g_ring_generation != ForkGeneration() ? 0 : g_ring->buffer_count();
+}
+
+// ---------------------------------------------------------------------------------------------------- hooks
+
+// A hook that raised leaves its exception in `error`; the transfer stops with kCancelled and the binding raises it.
+struct HookError {
+  std::unique_ptr<py::error_already_set> error;
+
+  Status Keep(py::error_already_set& raised) {
+    if (error == nullptr) error = std::make_unique<py::error_already_set>(std::move(raised));
+    return Status::Error(StatusCode::kCancelled, "stopped by an exception");
+  }
+  void Rethrow() {
+    if (error == nullptr) return;
+    const std::unique_ptr<py::error_already_set> raised = std::move(error);
+    throw std::move(*raised);
+  }
+};
+
+// Runs `call` with the GIL; used from transfers, which run without it.
+template <class Call>
+Status WithGil(HookError& hook_error, Call call) {
+  const py::gil_scoped_acquire gil;
+  try {
+    call();
+    return Status::Ok();
+  } catch (py::error_already_set& raised) {
+    return hook_error.Keep(raised);
+  }
+}
+
+// `pull` and `push` are called as (id, offset_bytes, address, size_bytes), `poll` as (done_bytes) or None. Signals are
+// looked at on every poll, so Ctrl-C ends a transfer that runs on the main thread.
+TransferHooks MakeHooks(const std::shared_ptr<HookError>& hook_error, const py::object& pull, const py::object& push,
+                        const py::object& poll) {
+  TransferHooks hooks;
+  // The hooks live as long as the transfer, which the Python object owns; their destruction holds the GIL.
+  if (!pull.is_none()) {
+    hooks.pull = [hook_error, pull](uint64_t id, uint64_t offset_bytes, std::byte* target, uint64_t size_bytes) {
+      return WithGil(*hook_error, [&] { pull(id, offset_bytes, reinterpret_cast<uintptr_t>(target), size_bytes); });
+    };
+  }
+  if (!push.is_none()) {
+    hooks.push = [hook_error, push](uint64_t id, uint64_t offset_bytes, const std::byte* source, uint64_t size_bytes) {
+      return WithGil(*hook_error, [&] { push(id, offset_bytes, reinterpret_cast<uintptr_t>(source), size_bytes); });
+    };
+  }
+  hooks.poll = [hook_error, poll](uint64_t done_bytes) {
+    return WithGil(*hook_error, [&] {
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      if (!poll.is_none()) poll(done_bytes);
+    });
+  };
+  return hooks;
+}
+
+// ---------------------------------------------------------------------------------------------------- transfers
+
+struct TransferOptions {
+  int fd;
+  std::string path;
+  std::vector<std::string> engines;
+  size_t ring_bytes;
+  size_t chunk_bytes;
+};
+
+PumpOptions MakePumpOptions(const TransferOptions& options) {
+  PumpOptions pump;
+  pump.engines = options.engines;
+  pump.queue_depth = static_cast<uint32_t>(options.ring_bytes / options.chunk_bytes);
+  return pump;
+}
+
+// Runs `call` (which returns a Status) without the GIL, then raises what went wrong, a hook's own exception first.
+template <class Call>
+void RunTransfer(HookError& hook_error, const std::string& path, Call call) {
+  Status status;
+  {
+    const py::gil_scoped_release release;
+    status = call();
+  }
+  hook_error.Rethrow();
+  ThrowIfError(status, path);
+}
+
+class PyWriter {
+ public:
+  PyWriter(TransferOptions options, const py::object& pull, const py::object& poll)
+      : path_(options.path), hook_error_(std::make_shared<HookError>()) {
+    BufferPool& ring = Ring(options.ring_bytes, options.chunk_bytes);
+    TransferHooks hooks = MakeHooks(hook_error_, pull, py::none(), poll);
+    RunTransfer(*hook_error_, path_, [&] {
+      Result<std::unique_ptr<FileWriter>> opened =
+          FileWriter::Open(options.fd, path_, MakePumpOptions(options), ring, std::move(hooks));
+      if (!opened.ok()) return opened.status();
+      writer_ = std::move(opened).value();
+      return Status::Ok();
+    });
+  }
+
+  void Append(const PieceList& pieces) {
+    RunTransfer(*hook_error_, path_, [&] { return writer().Append(pieces); });
+  }
+  void Seek(uint64_t offset_bytes) {
+    RunTransfer(*hook_error_, path_, [&] { return writer().Seek(offset_bytes); });
+  }
+  void Finish() {
+    RunTransfer(*hook_error_, path_, [&] { return writer().Finish(); });
+  }
+  // Waits for the kernel and gives everything back. Without Finish, what was written is of no use.
+  void Close() {
+    if (writer_ == nullptr) return;
+    engine_name_ = writer_->pump().engine_name();
+    demotions_ = writer_->pump().demotions();
+    writer_.reset();
+  }
+
+  uint64_t position() { return writer().position(); }
+  uint32_t crc(uint32_t slot) { return writer().crc(slot); }
+  std::vector<uint32_t> crcs(uint32_t count) {
+    std::vector<uint32_t> values(count);
+    for (uint32_t slot = 0; slot < count; ++slot) values[slot] = writer().crc(slot);
+    return values;
+  }
+  std::string engine_name() const { return writer_ == nullptr ? engine_name_ : writer_->pump().engine_name(); }
+  std::vector<std::string> demotions() const { return writer_ == nullptr ? demotions_ : writer_->pump().demotions(); }
+
+ private:
+  FileWriter& writer() {
+    if (writer_ == nullptr) {
+      Throw(Status::Error(StatusCode::kInvalidArgument, "the writer of " + path_ + " is closed"), path_);
+    }
+    return *writer_;
+  }
+
+  const std::string path_;
+  const std::shared_ptr<HookError> hook_error_;
+  std::unique_ptr<FileWriter> writer_;
+  std::string engine_name_;
+  std::vector<std::string> demotions_;
+};
+
+struct ExtentList {
+  std::vector<ReadExtent> extents;
+
+  void AddMemory(uint64_t offset_bytes, uint64_t size_bytes, uintptr_t address, bool with_crc) {
+    extents.push_back(
+        {offset_bytes, size_bytes, ReadExtent::Target::kMemory, reinterpret_cast<std::byte*>(address), 0, with_crc});
+  }
+  void AddPushed(uint64_t offset_bytes, uint64_t size_bytes, uint64_t id, bool with_crc) {
+    extents.push_back({offset_bytes, size_bytes, ReadExtent::Target::kPush, nullptr, id, with_crc});
+  }
+  void AddChecked(uint64_t offset_bytes, uint64_t size_bytes) {
+    extents.push_back({offset_bytes, size_bytes, ReadExtent::Target::kNone, nullptr, 0, true});
+  }
+};
+
+struct ReadReport {
+  std::vector<uint32_t> crcs;
+  std::string engine;
+  std::vector<std::string> demotions;
+};
+
+ReadReport ReadExtents(TransferOptions options, const ExtentList& list, const py::object& push,
+                       const py::object& poll) {
+  const auto hook_error = std::make_shared<HookError>();
+  BufferPool& ring = Ring(options.ring_bytes, options.chunk_bytes);
+  TransferHooks hooks = MakeHooks(hook_error, py::none(), push, poll);
+  ReadReport report;
+  std::unique_ptr<FileReader> reader;  // destroyed with the GIL: it owns the hooks
+  RunTransfer(*hook_error, options.path, [&] {
+    Result<std::unique_ptr<FileReader>> opened =
+        FileReader::Open(options.fd, options.path, MakePumpOptions(options), ring, std::move(hooks));
+    if (!opened.ok()) return opened.status();
+    reader = std::move(opened).value();
+    Result<std::vector<uint32_t>> crcs = reader->Read(list.extents);
+    if (!crcs.ok()) return crcs.status();
+    report.crcs = std::move(crcs).value();
+    report.engine = reader->pump().engine_name();
+    report.demotions = reader->pump().demotions();
+    return Status::Ok();
+  });
+  return report;
+}
+
+// Many independent requests, straight from and to memory: what probes, benchmarks and tests of the engines run on.
+// A request is (write, offset_bytes, address, size_bytes).
+void RunRequests(int fd, const std::string& path, const std::vector<std::string>& engines,
+                 const std::vector<std::tuple<bool, uint64_t, uintptr_t, uint32_t>>& requests, uint32_t queue_depth,
+                 uint32_t thread_count) {
+  const auto hook_error = std::make_shared<HookError>();
+  TransferHooks hooks = MakeHooks(hook_error, py::none(), py::none(), py::none());
+  std::unique_ptr<IoPump> pump;
+  RunTransfer(*hook_error, path, [&] {
+    Result<std::unique_ptr<IoPump>> opened = IoPump::Open(
+        fd, path,
+        {.engines = engines, .queue_depth = queue_depth, .thread_count = thread_count, .poll = std::move(hooks.poll)});
+    if (!opened.ok()) return opened.status();
+    pump = std::move(opened).value();
+    std::vector<uint64_t> finished;
+    size_t next = 0;
+    while (next < requests.size() || pump->in_flight() > 0) {
+      while (next < requests.size() && pump->in_flight() < queue_depth) {
+        const auto& [write, offset_bytes, address, size_bytes] = requests[next];
+        FP_RETURN_IF_ERROR(pump->Start({.op = write ? IoOp::kWrite : IoOp::kRead,
+                                        .buffer = reinterpret_cast<std::byte*>(address),
+                                        .size_bytes = size_bytes,
+                                        .needed_bytes = size_bytes,
+                                        .offset_bytes = offset_bytes,
+                                        .tag = next++}));
+      }
+      finished.clear();
+      FP_RETURN_IF_ERROR(pump->Collect(/*wait=*/true, finished));
+    }
+    return Status::Ok();
+  });
+}
+
+uint32_t CrcOfBuffer(const py::buffer& data, uint32_t crc) {
+  const py::buffer_info info = data.request();
+  if (PyBuffer_IsContiguous(info.view(), 'C') == 0) throw py::value_error("crc32 needs a contiguous buffer");
+  return Crc32(crc, static_cast<const std::byte*>(info.ptr), static_cast<size_t>(info.size * info.itemsize));
+}
+
+}  // namespace
+}  // namespace fastpersist
+
+PYBIND11_MODULE(_native, m) {
+  using namespace fastpersist;
+  m.doc() = "The native core of fastpersist: engines, ring and transfers. Not public; see fastpersist/_native.pyi.";
+
+  py::class_<TransferOptions>(m, "TransferOptions")
+      .def(py::init<int, std::string, std::vector<std::string>, size_t, size_t>(), py::kw_only(), py::arg("fd"),
+           py::arg("path"), py::arg("engines"), py::arg("ring_bytes"), py::arg("chunk_bytes"));
+
+  py::class_<PieceList>(m, "PieceList")
+      .def(py::init<>())
+      .def("add_bytes", [](PieceList& self, const py::bytes& data) { self.AddBytes(std::string(data)); })
+      .def(
+          "add_memory",
+          [](PieceList& self, uintptr_t address, uint64_t size_bytes, uint32_t crc_slot) {
+            self.AddMemory(reinterpret_cast<const std::byte*>(address), size_bytes, crc_slot);
+          },
+          py::arg("address"), py::arg("size_bytes"), py::arg("crc_slot") = PieceList::kNoCrc)
+      .def("add_pulled", &PieceList::AddPulled, py::arg("id"), py::arg("size_bytes"),
+           py::arg("crc_slot") = PieceList::kNoCrc)
+      .def("add_crc", &PieceList::AddCrc, py::arg("crc_slot"))
+      .def_property_readonly("size_bytes", &PieceList::size_bytes);
+
+  py::class_<PyWriter>(m, "FileWriter")
+      .def(py::init<TransferOptions, py::object, py::object>(), py::arg("options"), py::kw_only(),
+           py::arg("pull") = py::none(), py::arg("poll") = py::none())
+      .def("append", &PyWriter::Append, py::arg("pieces"))
+      .def("seek", &PyWriter::Seek, py::arg("offset_bytes"))
+      .def("finish", &PyWriter::Finish)
+      .def("close", &PyWriter::Close)
+      .def("crc", &PyWriter::crc, py::arg("slot"))
+      .def("crcs", &PyWriter::crcs, py::arg("count"))
+      .def_property_readonly("position", &PyWriter::position)
+      .def_property_readonly("engine", &PyWriter::engine_name)
+      .def_property_readonly("demotions", &PyWriter::demotions);
+
+  py::class_<ExtentList>(m, "ExtentList")
+      .def(py::init<>())
+      .def("add_memory", &ExtentList::AddMemory, py::arg("offset_bytes"), py::arg("size_bytes"), py::arg("address"),
+           py::arg("with_crc") = false)
+      .def("add_pushed", &ExtentList::AddPushed, py::arg("offset_bytes"), py::arg("size_bytes"), py::arg("id"),
+           py::arg("with_crc") = false)
+      .def("add_checked", &ExtentList::AddChecked, py::arg("offset_bytes"), py::arg("size_bytes"))
+      .def("__len__", [](const ExtentList& self) { return self.extents.size(); });
+
+  py::class_<ReadReport>(m, "ReadReport")
+      .def_readonly("crcs", &ReadReport::crcs)
+      .def_readonly("engine", &ReadReport::engine)
+      .def_readonly("demotions", &ReadReport::demotions);
+
+  m.def("read_extents", &ReadExtents, py::arg("options"), py::arg("extents"), py::kw_only(),
+        py::arg("push") = py::none(), py::arg("poll") = py::none());
+  m.def("run_requests", &RunRequests, py::arg("fd"), py::arg("path"), py::arg("engines"), py::arg("requests"),
+        py::arg("queue_depth") = 8, py::arg("thread_count") = 0);
+
+  m.def(
+      "allocate",
+      [](int fd, uint64_t size_bytes, const std::string& path) {
+        Status status;
+        {
+          const py::gil_scoped_release release;
+          status = Allocate(fd, size_bytes, path);
+        }
+        ThrowIfError(status, path);
+      },
+      py::arg("fd"), py::arg("size_bytes"), py::arg("path"));
+  m.def(
+      "advise_huge_pages",
+      [](uintptr_t address, size_t size_bytes) { AdviseHugePages(reinterpret_cast<std::byte*>(address), size_bytes); },
+      py::arg("address"), py::arg("size_bytes"));
+  m.def("is_mount_point", &IsMountPoint, py::arg("path"));
+  m.def("filesystem_type", &FilesystemTypeOf, py::arg("fd"));
+  m.def("cached_bytes", &CachedBytesOf, py::arg("fd"));
+  m.def(
+      "direct_io_limits",
+      [](int fd) {
+        const DirectIoLimits limits = DirectIoLimitsOf(fd);
+        return py::make_tuple(limits.supported, limits.memory_alignment_bytes, limits.offset_alignment_bytes,
+                              limits.why_not);
+      },
+      py::arg("fd"));
+  m.def("close_in_forked_child", &CloseInForkedChild, py::arg("fd"));
+  m.def("forget_descriptor", &ForgetDescriptor, py::arg("fd"));
+
+  m.def("crc32", &CrcOfBuffer, py::arg("data"), py::arg("crc") = 0);
+  m.def("combine_crc32", &CombineCrc32, py::arg("first"), py::arg("second"), py::arg("second_size_bytes"));
+  m.def("crc32_implementation", &Crc32Implementation);
+
+  m.attr("NO_CRC") = PieceList::kNoCrc;
+  m.def("engine_names", &EngineNames);
+  m.def("ring_buffer_count", &RingBufferCount);
+  m.def("ring_free_count", &RingFreeCount);
+
+  py::class_<FaultPlan>(m, "FaultPlan")
+      .def(py::init([](const std::string& op, uint64_t nth, uint64_t count, const std::string& kind, int sys_errno,
+                       uint32_t short_bytes, uint32_t delay_ms) {
+             FaultPlan plan;
+             if (op == "read") {
+               plan.op = IoOp::kRead;
+             } else if (op == "write") {
+               plan.op = IoOp::kWrite;
+             } else if (op != "any") {
+               throw py::value_error("op is read, write or any, not " + op);
+             }
+             plan.nth = nth;
+             plan.count = count;
+             if (kind == "errno") {
+               plan.kind = FaultPlan::Kind::kErrno;
+             } else if (kind == "short") {
+               plan.kind = FaultPlan::Kind::kShort;
+             } else if (kind == "zero") {
+               plan.kind = FaultPlan::Kind::kZero;
+             } else if (kind == "delay") {
+               plan.kind = FaultPlan::Kind::kDelay;
+             } else {
+               throw py::value_error("kind is errno, short, zero or delay, not " + kind);
+             }
+             plan.sys_errno = sys_errno;
+             plan.short_bytes = short_bytes;
+             plan.delay_ms = delay_ms;
+             return plan;
+           }),
+           py::kw_only(), py::arg("op") = "any", py::arg("nth") = 1, py::arg("count") = 1, py::arg("kind") = "errno",
+           py::arg("sys_errno") = 5, py::arg("short_bytes") = 512, py::arg("delay_ms") = 0);
+  m.def("set_fault_plan", &SetFaultPlan, py::arg("plan"));
+  m.def("clear_fault_plan", &ClearFaultPlan);
+  m.def("set_write_recording", &SetWriteRecording, py::arg("on"));
+  m.def("take_recorded_writes", [] {
+    py::list writes;
+    for (const RecordedWrite& write : TakeRecordedWrites()) {
+      writes.append(py::make_tuple(write.offset_bytes, py::bytes(write.data)));
+    }
+    return writes;
+  });
+}

@@ -1,0 +1,123 @@
+#include "core/file.h"
+
+#include <fcntl.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <fstream>
+
+#ifndef STATX_DIOALIGN
+#define STATX_DIOALIGN 0x00002000U
+#endif
+#ifndef STATX_ATTR_MOUNT_ROOT
+#define STATX_ATTR_MOUNT_ROOT 0x00002000
+#endif
+
+namespace fastpersist {
+namespace {
+
+constexpr uint32_t kDefaultAlignment = 4096;
+
+// struct statx of a C library older than Linux 6.1 lacks these two fields; the kernel's layout is fixed, and the area
+// behind stx_mnt_id is reserved in every older header. Offsets: include/uapi/linux/stat.h.
+constexpr size_t kDioMemAlignOffset = 0x98;
+constexpr size_t kDioOffsetAlignOffset = 0x9c;
+
+uint32_t FieldAt(const struct statx& answer, size_t offset) {
+  uint32_t value = 0;
+  __builtin_memcpy(&value, reinterpret_cast<const char*>(&answer) + offset, sizeof(value));
+  return value;
+}
+
+// /sys knows the logical block size of a device without permission to open it; for a partition it is in the parent.
+uint32_t LogicalBlockSize(uint32_t major, uint32_t minor) {
+  for (const char* suffix : {"", "/.."}) {
+    const std::string device = std::to_string(major) + ":" + std::to_string(minor);
+    uint32_t value = 0;
+    std::ifstream("/sys/dev/block/" + device + suffix + "/queue/logical_block_size") >> value;
+    if (value >= 512) return value;
+  }
+  return 0;
+}
+
+}  // namespace
+
+DirectIoLimits DirectIoLimitsOf(int fd) {
+  DirectIoLimits limits;
+  const int flags = fcntl(fd, F_GETFL);
+  if (flags < 0 || fcntl(fd, F_SETFL, flags | O_DIRECT) != 0) {
+    limits.why_not = "the file system does not take O_DIRECT";
+    return limits;
+  }
+  fcntl(fd, F_SETFL, flags & ~O_DIRECT);
+  struct statx answer = {};
+  if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) == 0) {
+    if ((answer.stx_mask & STATX_DIOALIGN) != 0) {
+      limits.memory_alignment_bytes = FieldAt(answer, kDioMemAlignOffset);
+      limits.offset_alignment_bytes = FieldAt(answer, kDioOffsetAlignOffset);
+      limits.supported = limits.offset_alignment_bytes != 0;
+      if (!limits.supported) limits.why_not = "the file system says that this file takes no direct I/O";
+      return limits;
+    }
+    limits.offset_alignment_bytes = LogicalBlockSize(answer.stx_dev_major, answer.stx_dev_minor);
+  }
+  if (limits.offset_alignment_bytes == 0) limits.offset_alignment_bytes = kDefaultAlignment;
+  limits.memory_alignment_bytes = limits.offset_alignment_bytes;
+  limits.supported = true;
+  return limits;
+}
+
+Status SetDirect(int fd, bool direct, std::string_view path) {
+  const int flags = fcntl(fd, F_GETFL);
+  if (flags < 0) return Status::FromErrno(errno, "fcntl(F_GETFL) of", path);
+  const int wanted = direct ? flags | O_DIRECT : flags & ~O_DIRECT;
+  if (wanted != flags && fcntl(fd, F_SETFL, wanted) != 0) {
+    return Status::FromErrno(errno, direct ? "setting O_DIRECT on" : "clearing O_DIRECT on", path);
+  }
+  return Status::Ok();
+}
+
+Status Allocate(int fd, uint64_t size_bytes, std::string_view path) {
+  if (size_bytes == 0) return Status::Ok();
+  int result = 0;
+  do {
+    result = fallocate(fd, 0, 0, static_cast<off_t>(size_bytes));
+  } while (result != 0 && errno == EINTR);
+  if (result == 0) return Status::Ok();
+  if (errno != EOPNOTSUPP && errno != ENOSYS) {
+    return Status::FromErrno(errno, "reserving " + std::to_string(size_bytes) + " bytes for", path);
+  }
+  if (ftruncate(fd, static_cast<off_t>(size_bytes)) != 0) return Status::FromErrno(errno, "ftruncate of", path);
+  return Status::Ok();
+}
+
+uint64_t FilesystemTypeOf(int fd) {
+  struct statfs answer = {};
+  return fstatfs(fd, &answer) == 0 ? static_cast<uint32_t>(answer.f_type) : 0;
+}
+
+uint64_t CachedBytesOf(int fd) {
+  // The ABI of cachestat(2), which C libraries of 2023 and before do not wrap; the number is the same everywhere.
+  constexpr long kCachestat = 451;
+  struct {
+    uint64_t offset_bytes = 0;
+    uint64_t size_bytes = 0;  // 0: to the end of the file
+  } range;
+  struct {
+    uint64_t cached_pages, dirty_pages, writeback_pages, evicted_pages, recently_evicted_pages;
+  } answer = {};
+  if (syscall(kCachestat, fd, &range, &answer, 0U) != 0) return 0;
+  return answer.cached_pages * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
+bool IsMountPoint(const std::string& path) {
+  struct statx answer = {};
+  if (statx(AT_FDCWD, path.c_str(), AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS, &answer) != 0) return false;
+  return (answer.stx_attributes_mask & answer.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0;
+}
+
+}  // namespace fastpersist

@@ -1,0 +1,41 @@
+// What a file allows: the alignment that direct I/O needs, and space for all of it before a byte is written. Opening,
+// naming, truncating and syncing belong to fastpersist/filesystem.py, which owns the descriptor.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "core/status.h"
+
+namespace fastpersist {
+
+struct DirectIoLimits {
+  bool supported = false;
+  uint32_t memory_alignment_bytes = 0;
+  uint32_t offset_alignment_bytes = 0;  // of offset and length
+  std::string why_not;                  // when not supported
+};
+
+// From statx(STATX_DIOALIGN) where the kernel (6.1) and the file system answer, else the logical block size of the
+// device, else 4096; whether the file system takes O_DIRECT at all is asked by setting the flag. Leaves the flag clear.
+DirectIoLimits DirectIoLimitsOf(int fd);
+
+// Set or clear O_DIRECT on the open file description.
+Status SetDirect(int fd, bool direct, std::string_view path);
+
+// Reserve size_bytes and make that the file's size: ENOSPC comes now, and direct writes inside the file run in
+// parallel, since none of them allocates or extends. Where the file system has no fallocate, only the size is set.
+Status Allocate(int fd, uint64_t size_bytes, std::string_view path);
+
+// The statfs type number of the file system that a file lies on, or 0 where it cannot be had.
+uint64_t FilesystemTypeOf(int fd);
+
+// How many bytes of the file are in the page cache (cachestat, Linux 6.5), or 0 where the kernel cannot tell.
+uint64_t CachedBytesOf(int fd);
+
+// True when something is mounted on this very path (a bind-mounted file): a rename over it fails with EBUSY.
+// False also where the kernel (before 5.8) cannot tell.
+bool IsMountPoint(const std::string& path);
+
+}  // namespace fastpersist

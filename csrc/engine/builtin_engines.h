@@ -1,0 +1,36 @@
+// The engines of this folder, one function each; only registry.cc, which knows their names, and the tests include this.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "core/check.h"
+#include "core/status.h"
+#include "engine/engine.h"
+
+namespace fastpersist {
+
+// Old kernels and bare machines are rare where tests run, so tests ask for their code paths by these.
+enum class UringAbi : uint8_t {
+  kNewest,   // whatever the kernel offers
+  kLinux54,  // as on Linux 5.4: readv and writev only, no timeout argument, no cooperative task work
+};
+enum class AioCalls : uint8_t {
+  kLibrary,  // libaio when it can be loaded, else the system calls
+  kSystem,   // the system calls
+};
+
+// `options` are checked by CreateEngine; options.name becomes name() and `direct` becomes limits().direct.
+Result<std::unique_ptr<IoEngine>> CreateUringEngine(const EngineOptions& options, bool direct, UringAbi abi);
+Result<std::unique_ptr<IoEngine>> CreateLibaioEngine(const EngineOptions& options, bool direct, AioCalls calls);
+Result<std::unique_ptr<IoEngine>> CreateThreadsEngine(const EngineOptions& options, bool direct);
+Result<std::unique_ptr<IoEngine>> CreateNullEngine(const EngineOptions& options, bool direct);
+
+// What no caller may ask of any engine. The offset matters most: io_uring takes UINT64_MAX as "the file's position".
+inline void CheckRequest(const IoRequest& request) {
+  FP_CHECK(request.buffer != nullptr);
+  FP_CHECK(request.size_bytes > 0);
+  FP_CHECK(request.offset_bytes <= INT64_MAX);
+}
+
+}  // namespace fastpersist

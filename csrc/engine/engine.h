@@ -1,0 +1,91 @@
+// The one interface to the kernel: three verbs. An engine queues requests, submits them, and reaps completions; it
+// never splits, retries, pads or finishes anything short: transfer/io_pump does that, once, for all engines.
+//
+// How to add an engine: csrc/engine/ENGINES.md.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/status.h"
+
+namespace fastpersist {
+
+enum class IoOp : uint8_t { kRead, kWrite };
+
+// The memory stays valid and untouched until the request's completion has been reaped.
+struct IoRequest {
+  IoOp op = IoOp::kRead;
+  int fd = -1;
+  std::byte* buffer = nullptr;
+  uint32_t size_bytes = 0;  // > 0; for a direct engine buffer, size and offset keep the file's direct I/O alignment
+  uint64_t offset_bytes = 0;
+  uint64_t tag = 0;  // comes back in the completion; means nothing to the engine
+};
+
+// sys_errno == 0: done_bytes were moved; fewer than asked is short, not an error; 0 on a read is the end of the file.
+// sys_errno  > 0: the request failed and moved nothing that may be relied on.
+struct IoCompletion {
+  uint64_t tag = 0;
+  uint32_t done_bytes = 0;
+  int sys_errno = 0;
+};
+
+enum class QueueResult : uint8_t { kQueued, kFull };
+
+struct EngineLimits {
+  uint32_t queue_depth = 0;  // requests queued or in flight at once
+  bool direct = false;       // the file's descriptor must have O_DIRECT set (direct) or clear (buffered)
+};
+
+// One owner thread at a time: no method may be called from two threads at once.
+class IoEngine {
+ public:
+  IoEngine() = default;
+  IoEngine(const IoEngine&) = delete;
+  IoEngine& operator=(const IoEngine&) = delete;
+  // Blocks until the kernel has let go of every buffer, and frees all descriptors, threads and mappings. In a forked
+  // child (core/fork.h) it touches nothing: what the parent had is the parent's.
+  virtual ~IoEngine() = default;
+
+  virtual std::string_view name() const = 0;  // as in CreateEngine
+  virtual const EngineLimits& limits() const = 0;
+
+  // Take one request. Never blocks, never enters the kernel. kFull: queue_depth requests are queued or in flight.
+  virtual QueueResult Queue(const IoRequest& request) = 0;
+
+  // Hand everything queued to the kernel. A request that the kernel refuses at submission becomes a completion with
+  // its errno; what the kernel has no room for now (EAGAIN, EBUSY, partial io_submit) stays queued and is tried again
+  // by the next Submit or Reap. An error means the engine itself is broken: queued requests were not started.
+  virtual Status Submit() = 0;
+
+  // Take completions, waiting until min_count of them are there or the timeout is over. Returns how many were written
+  // to `out`; fewer than min_count only after the timeout or when fewer are in flight. EINTR is not an error here.
+  // REQUIRES: min_count <= out.size().
+  virtual Result<size_t> Reap(std::span<IoCompletion> out, size_t min_count, std::chrono::milliseconds timeout) = 0;
+
+  // Requests queued, in the kernel, or completed and not yet reaped.
+  virtual size_t in_flight() const = 0;
+};
+
+struct EngineOptions {
+  // "uring", "libaio", "threads" (direct), each also with "-buffered"; "null" (moves nothing, says it did);
+  // "fault:<engine>" wraps another and applies the FaultPlan (engine/fault_engine.h).
+  std::string name;
+  uint32_t queue_depth = 8;   // 1 … 4096
+  uint32_t thread_count = 0;  // threads engine only; 0: min(queue_depth, 16)
+};
+
+// Every name that CreateEngine knows, without "fault:", best first.
+std::vector<std::string> EngineNames();
+
+// kInvalidArgument for an unknown name, kUnsupported (with the reason) where this kernel or sandbox refuses it.
+Result<std::unique_ptr<IoEngine>> CreateEngine(const EngineOptions& options);
+
+}  // namespace fastpersist

@@ -1,0 +1,143 @@
+#include "transfer/file_reader.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/alignment.h"
+#include "core/crc32.h"
+
+namespace fastpersist {
+
+Result<std::unique_ptr<FileReader>> FileReader::Open(int fd, std::string path, PumpOptions options, BufferPool& pool,
+                                                     TransferHooks hooks) {
+  options.poll = hooks.poll;
+  Result<std::unique_ptr<IoPump>> pump = IoPump::Open(fd, std::move(path), std::move(options));
+  if (!pump.ok()) return pump.status();
+  const auto poll_while_waiting = [&hooks] { return hooks.poll ? hooks.poll(0) : Status::Ok(); };
+  Result<BufferShare> share = BufferShare::Join(pool, poll_while_waiting);
+  if (!share.ok()) return share.status();
+  return std::unique_ptr<FileReader>(
+      new FileReader(std::move(pump).value(), std::move(share).value(), std::move(hooks), pool.buffer_bytes()));
+}
+
+FileReader::FileReader(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes)
+    : pump_(std::move(pump)), share_(std::move(share)), hooks_(std::move(hooks)), chunk_bytes_(chunk_bytes) {
+  in_flight_.resize(pump_->queue_depth());
+  chunk_of_tag_.resize(pump_->queue_depth());
+}
+
+FileReader::~FileReader() {
+  pump_->Abandon();
+  for (std::byte*& buffer : in_flight_) {
+    if (buffer != nullptr) share_.Put(std::exchange(buffer, nullptr));
+  }
+}
+
+// Chunks end on multiples of the chunk size in the file. Example with 8 MiB chunks: extents [5 MiB, 20 MiB) and
+// [20 MiB + 100, 21 MiB) become [5, 8), [8, 16) and [16, 21) MiB; the last one serves both. An extent that starts
+// before the last chunk (inside an earlier extent) gets chunks of its own: those bytes are read twice.
+std::vector<FileReader::Chunk> FileReader::Cut(std::span<const ReadExtent> extents) const {
+  std::vector<Chunk> chunks;
+  for (size_t i = 0; i < extents.size(); ++i) {
+    uint64_t from = extents[i].offset_bytes;
+    const uint64_t extent_end = from + extents[i].size_bytes;
+    if (!chunks.empty() && from < extent_end) {
+      Chunk& last = chunks.back();
+      const uint64_t limit = AlignDown(last.offset_bytes, chunk_bytes_) + chunk_bytes_;
+      if (from >= last.offset_bytes && from < limit && from <= last.offset_bytes + last.needed_bytes + kGapBytes) {
+        last.last_extent = i + 1;
+        from = std::min(extent_end, limit);
+        last.needed_bytes = std::max(last.needed_bytes, from - last.offset_bytes);
+      }
+    }
+    while (from < extent_end) {
+      const uint64_t start = AlignDown(from, kBlockBytes);
+      from = std::min(extent_end, AlignDown(from, chunk_bytes_) + chunk_bytes_);
+      chunks.push_back({start, from - start, i, i + 1});
+    }
+  }
+  return chunks;
+}
+
+Result<std::vector<uint32_t>> FileReader::Read(std::span<const ReadExtent> extents) {
+  FP_CHECK(std::is_sorted(extents.begin(), extents.end(),
+                          [](const auto& a, const auto& b) { return a.offset_bytes < b.offset_bytes; }));
+  crc_parts_.assign(extents.size(), {});
+  const std::vector<Chunk> chunks = Cut(extents);
+  Status status = Run(extents, chunks);
+  if (!status.ok()) {
+    pump_->Abandon();
+    for (std::byte*& buffer : in_flight_) {
+      if (buffer != nullptr) share_.Put(std::exchange(buffer, nullptr));
+    }
+    return status;
+  }
+  std::vector<uint32_t> crcs(extents.size(), 0);
+  for (size_t i = 0; i < extents.size(); ++i) {
+    std::vector<CrcPart>& parts = crc_parts_[i];
+    std::sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.offset_bytes < b.offset_bytes; });
+    for (const CrcPart& part : parts) crcs[i] = CombineCrc32(crcs[i], part.crc, part.size_bytes);
+  }
+  return crcs;
+}
+
+Status FileReader::Run(std::span<const ReadExtent> extents, std::span<const Chunk> chunks) {
+  std::vector<uint64_t> finished_tags;
+  size_t next = 0;
+  while (next < chunks.size() || pump_->in_flight() > 0) {
+    while (next < chunks.size() && pump_->in_flight() < pump_->queue_depth()) {
+      std::byte* buffer = share_.Take();
+      if (buffer == nullptr) break;  // ours are all in flight
+      const Chunk& chunk = chunks[next];
+      const auto free_tag = std::find(in_flight_.begin(), in_flight_.end(), nullptr);
+      FP_CHECK(free_tag != in_flight_.end());
+      const auto tag = static_cast<size_t>(free_tag - in_flight_.begin());
+      in_flight_[tag] = buffer;
+      chunk_of_tag_[tag] = next++;
+      FP_RETURN_IF_ERROR(pump_->Start({.op = IoOp::kRead,
+                                       .buffer = buffer,
+                                       .size_bytes = static_cast<uint32_t>(AlignUp(chunk.needed_bytes, kBlockBytes)),
+                                       .needed_bytes = static_cast<uint32_t>(chunk.needed_bytes),
+                                       .offset_bytes = chunk.offset_bytes,
+                                       .tag = tag}));
+    }
+    finished_tags.clear();
+    FP_RETURN_IF_ERROR(pump_->Collect(/*wait=*/true, finished_tags));
+    for (const uint64_t tag : finished_tags) {
+      const Status status = Deliver(extents, chunks[chunk_of_tag_[tag]], in_flight_[tag]);
+      share_.Put(std::exchange(in_flight_[tag], nullptr));
+      FP_RETURN_IF_ERROR(status);
+    }
+  }
+  return Status::Ok();
+}
+
+Status FileReader::Deliver(std::span<const ReadExtent> extents, const Chunk& chunk, const std::byte* buffer) {
+  const uint64_t chunk_end = chunk.offset_bytes + chunk.needed_bytes;
+  for (size_t i = chunk.first_extent; i < chunk.last_extent; ++i) {
+    const ReadExtent& extent = extents[i];
+    const uint64_t from = std::max(extent.offset_bytes, chunk.offset_bytes);
+    const uint64_t until = std::min(extent.offset_bytes + extent.size_bytes, chunk_end);
+    if (from >= until) continue;
+    const std::byte* source = buffer + (from - chunk.offset_bytes);
+    const uint64_t offset_in_extent = from - extent.offset_bytes;
+    const uint64_t size_bytes = until - from;
+    uint32_t crc = 0;
+    if (extent.target == ReadExtent::Target::kMemory) {
+      if (extent.with_crc) {
+        crc = CopyWithCrc32(0, extent.address + offset_in_extent, source, size_bytes);
+      } else {
+        std::memcpy(extent.address + offset_in_extent, source, size_bytes);
+      }
+    } else {
+      if (extent.with_crc) crc = Crc32(0, source, size_bytes);
+      if (extent.target == ReadExtent::Target::kPush) {
+        FP_RETURN_IF_ERROR(hooks_.push(extent.id, offset_in_extent, source, size_bytes));
+      }
+    }
+    if (extent.with_crc) crc_parts_[i].push_back({offset_in_extent, size_bytes, crc});
+  }
+  return Status::Ok();
+}
+
+}  // namespace fastpersist

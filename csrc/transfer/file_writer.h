@@ -1,0 +1,99 @@
+// Bytes to a file, through the ring: fills one buffer after the other in file order, with the CRC computed while the
+// bytes are in the cache, and keeps the engine's queue full. The only place that cuts, coalesces and pads what is
+// written. Small pieces cost a memcpy, not an I/O: ten thousand of them lie in the same few chunks.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/buffer_pool.h"
+#include "transfer/hooks.h"
+#include "transfer/io_pump.h"
+
+namespace fastpersist {
+
+// What to write next, in order. Memory pieces are read when they are written: the caller keeps them alive and
+// unchanged until Append has returned.
+class PieceList {
+ public:
+  static constexpr uint32_t kNoCrc = UINT32_MAX;
+
+  void AddBytes(std::string bytes);
+  // crc_slot: the CRC of this piece is continued in that slot; kNoCrc: none is computed.
+  void AddMemory(const std::byte* address, uint64_t size_bytes, uint32_t crc_slot);
+  // From the `pull` hook, in pieces of at most one chunk.
+  void AddPulled(uint64_t id, uint64_t size_bytes, uint32_t crc_slot);
+  // The four little-endian bytes of a slot's CRC as it is when this piece is reached.
+  void AddCrc(uint32_t crc_slot);
+
+  uint64_t size_bytes() const { return size_bytes_; }
+
+ private:
+  friend class FileWriter;
+  enum class Kind : uint8_t { kMemory, kPulled, kCrc };
+  struct Piece {
+    Kind kind;
+    uint32_t crc_slot;
+    uint64_t size_bytes;
+    const std::byte* address;
+    uint64_t id;
+  };
+
+  std::vector<Piece> pieces_;
+  std::deque<std::string> owned_;  // a deque: addresses stay
+  uint64_t size_bytes_ = 0;
+};
+
+// One owner thread at a time. The descriptor, its size, sync and name are the caller's.
+class FileWriter {
+ public:
+  // Padding and every Seek are in multiples of this; direct I/O wants 512 or 4096 on all common devices.
+  static constexpr uint64_t kBlockBytes = 4096;
+
+  static Result<std::unique_ptr<FileWriter>> Open(int fd, std::string path, PumpOptions options, BufferPool& pool,
+                                                  TransferHooks hooks);
+  ~FileWriter();
+  FileWriter(const FileWriter&) = delete;
+  FileWriter& operator=(const FileWriter&) = delete;
+
+  // Write pieces from the current position on. Returns when the last byte has been copied into the ring, not when it
+  // has been written. The first error sticks: nothing of ours is in flight any more when it is returned.
+  Status Append(const PieceList& pieces);
+
+  // Go on at another block. What stands before is padded with zeros to a whole block, so nothing may have been
+  // written between the old position and the next multiple of kBlockBytes.
+  Status Seek(uint64_t offset_bytes);
+
+  // Pad the last block and wait for every write. The file may now be up to a block longer than position().
+  Status Finish();
+
+  uint64_t position() const { return chunk_offset_ + fill_bytes_; }
+  uint32_t crc(uint32_t slot) const { return slot < crcs_.size() ? crcs_[slot] : 0; }
+  const IoPump& pump() const { return *pump_; }
+
+ private:
+  FileWriter(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes);
+
+  Status EnsureBuffer();
+  Status StartChunk();
+  Status Collect(bool wait);
+  Status Fill(const PieceList::Piece& piece);
+  Status Abort(Status status);
+
+  std::unique_ptr<IoPump> pump_;
+  BufferShare share_;
+  const TransferHooks hooks_;
+  const size_t chunk_bytes_;
+  std::vector<uint32_t> crcs_;
+  std::vector<std::byte*> in_flight_;  // by tag; null: that tag is free
+  std::vector<uint64_t> finished_tags_;
+  std::byte* buffer_ = nullptr;  // the chunk being filled
+  uint64_t chunk_offset_ = 0;
+  size_t fill_bytes_ = 0;
+  Status failed_;
+};
+
+}  // namespace fastpersist

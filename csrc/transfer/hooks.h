@@ -1,0 +1,21 @@
+// What a transfer asks of the world outside csrc: tensors that are not host memory, and whether to go on.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#include "core/status.h"
+
+namespace fastpersist {
+
+struct TransferHooks {
+  // Copy bytes [offset_bytes, offset_bytes + size_bytes) of source `id` to `target`.
+  std::function<Status(uint64_t id, uint64_t offset_bytes, std::byte* target, uint64_t size_bytes)> pull;
+  // Take bytes [offset_bytes, offset_bytes + size_bytes) of destination `id` from `source`.
+  std::function<Status(uint64_t id, uint64_t offset_bytes, const std::byte* source, uint64_t size_bytes)> push;
+  // Asked about every 50 ms with the bytes done so far; its error stops the transfer.
+  std::function<Status(uint64_t done_bytes)> poll;
+};
+
+}  // namespace fastpersist

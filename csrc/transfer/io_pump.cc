@@ -1,0 +1,206 @@
+#include "transfer/io_pump.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <thread>
+
+#include "core/alignment.h"
+
+namespace fastpersist {
+namespace {
+
+constexpr auto kPollInterval = std::chrono::milliseconds(50);
+// A kernel that is out of resources for this long will not find them any more.
+constexpr auto kRefusedLimit = std::chrono::seconds(30);
+constexpr auto kRefusedPause = std::chrono::milliseconds(1);
+
+// What says "this engine cannot do this to this file", not "the disk is broken". EINVAL is what direct I/O answers
+// where a file system takes the flag but not the request; EPERM what a sandbox answers.
+bool SaysNotSupported(int sys_errno) {
+  return sys_errno == EOPNOTSUPP || sys_errno == ENOSYS || sys_errno == EINVAL || sys_errno == EPERM;
+}
+
+const char* Name(IoOp op) { return op == IoOp::kRead ? "read of" : "write to"; }
+
+}  // namespace
+
+IoPump::IoPump(int fd, std::string path, PumpOptions options)
+    : fd_(fd), path_(std::move(path)), options_(std::move(options)), limits_(DirectIoLimitsOf(fd)) {
+  slots_.resize(options_.queue_depth);
+  completions_.resize(options_.queue_depth);
+  for (size_t i = options_.queue_depth; i > 0; --i) free_slots_.push_back(i - 1);
+  last_poll_ = std::chrono::steady_clock::now();
+}
+
+IoPump::~IoPump() = default;
+
+Result<std::unique_ptr<IoPump>> IoPump::Open(int fd, std::string path, PumpOptions options) {
+  if (options.engines.empty() || options.queue_depth == 0) {
+    return Status::Error(StatusCode::kInvalidArgument, "a transfer needs an engine and a queue depth of at least 1");
+  }
+  std::unique_ptr<IoPump> pump(new IoPump(fd, std::move(path), std::move(options)));
+  FP_RETURN_IF_ERROR(pump->UseEngine(0, Status::Ok()));
+  return pump;
+}
+
+// Take the first engine from `index` on that can be created and whose descriptor flag can be set.
+Status IoPump::UseEngine(size_t index, Status why_left) {
+  for (; index < options_.engines.size(); ++index) {
+    const std::string& name = options_.engines[index];
+    Result<std::unique_ptr<IoEngine>> created =
+        CreateEngine({.name = name, .queue_depth = options_.queue_depth, .thread_count = options_.thread_count});
+    Status status = created.status();
+    if (created.ok()) {
+      const bool direct = created.value()->limits().direct;
+      status = direct && !limits_.supported
+                   ? Status::Error(StatusCode::kUnsupported, name + " on " + path_ + ": " + limits_.why_not)
+                   : SetDirect(fd_, direct, path_);
+      if (status.ok()) {
+        engine_ = std::move(created).value();
+        engine_name_ = name;
+        engine_index_ = index;
+        return Status::Ok();
+      }
+    }
+    why_left = status;
+    demotions_.push_back(name + ": " + status.message());
+  }
+  FP_CHECK(!why_left.ok());
+  return why_left;
+}
+
+Status IoPump::Fail(Status status) {
+  if (failed_.ok()) failed_ = std::move(status);
+  return failed_;
+}
+
+std::string IoPump::Describe(const Slot& slot) const {
+  return std::string(Name(slot.request.op)) + " " + std::to_string(slot.request.size_bytes) + " bytes, " + path_;
+}
+
+void IoPump::Queue(size_t slot_index) {
+  Slot& slot = slots_[slot_index];
+  const QueueResult result = engine_->Queue({
+      .op = slot.request.op,
+      .fd = fd_,
+      .buffer = slot.request.buffer + slot.done_bytes,
+      .size_bytes = slot.request.size_bytes - slot.done_bytes,
+      .offset_bytes = slot.request.offset_bytes + slot.done_bytes,
+      .tag = slot_index,
+  });
+  FP_CHECK(result == QueueResult::kQueued);  // there are as many slots as the engine has room for
+}
+
+Status IoPump::Start(const Request& request) {
+  if (!failed_.ok()) return failed_;
+  FP_CHECK(!free_slots_.empty());
+  const size_t index = free_slots_.back();
+  free_slots_.pop_back();
+  slots_[index] = Slot{.request = request, .done_bytes = 0, .attempt_count = 0, .first_refused = {}};
+  ++in_flight_count_;
+  if (!demote_because_.ok()) {
+    waiting_slots_.push_back(index);
+    return Status::Ok();
+  }
+  Queue(index);
+  Status status = engine_->Submit();
+  return status.ok() ? status : Fail(std::move(status));
+}
+
+Status IoPump::Poll() {
+  const auto now = std::chrono::steady_clock::now();
+  if (!options_.poll || now - last_poll_ < kPollInterval) return Status::Ok();
+  last_poll_ = now;
+  return options_.poll(done_bytes_);
+}
+
+Status IoPump::Collect(bool wait, std::vector<uint64_t>& finished_tags) {
+  while (failed_.ok() && in_flight_count_ > 0) {
+    if (!demote_because_.ok() && engine_->in_flight() == 0) {
+      if (Status status = Demote(); !status.ok()) return Fail(std::move(status));
+    }
+    if (demote_because_.ok()) {
+      std::vector<size_t> again = std::move(waiting_slots_);
+      waiting_slots_.clear();
+      for (const size_t index : again) Queue(index);
+    }
+    if (Status status = engine_->Submit(); !status.ok()) return Fail(std::move(status));
+    Result<size_t> reaped = engine_->Reap(completions_, wait ? 1 : 0, wait ? kPollInterval : kPollInterval * 0);
+    if (!reaped.ok()) return Fail(reaped.status());
+    for (size_t i = 0; i < reaped.value(); ++i) {
+      Status status = Complete(completions_[i], finished_tags);
+      if (!status.ok()) return Fail(std::move(status));
+    }
+    if (Status status = Poll(); !status.ok()) return Fail(std::move(status));
+    if (!wait || !finished_tags.empty()) break;
+  }
+  return failed_;
+}
+
+Status IoPump::Complete(const IoCompletion& completion, std::vector<uint64_t>& finished_tags) {
+  const auto index = static_cast<size_t>(completion.tag);
+  Slot& slot = slots_[index];
+  const Request& request = slot.request;
+  const uint64_t place = request.offset_bytes + slot.done_bytes;
+
+  if (completion.sys_errno == EINTR || completion.sys_errno == EAGAIN) {
+    const auto now = std::chrono::steady_clock::now();
+    if (slot.attempt_count++ == 0) slot.first_refused = now;
+    if (now - slot.first_refused > kRefusedLimit) {
+      return Status::FromErrno(completion.sys_errno, Name(request.op), path_, place);
+    }
+    if (slot.attempt_count > 1) std::this_thread::sleep_for(kRefusedPause);
+    waiting_slots_.push_back(index);
+    return Status::Ok();
+  }
+  if (completion.sys_errno != 0) {
+    Status status = Status::FromErrno(completion.sys_errno, Name(request.op), path_, place);
+    const bool another = engine_index_ + 1 < options_.engines.size();
+    if (!SaysNotSupported(completion.sys_errno) || !another) return status;
+    if (demote_because_.ok()) demote_because_ = std::move(status);
+    waiting_slots_.push_back(index);
+    return Status::Ok();
+  }
+
+  slot.attempt_count = 0;
+  const uint32_t needed_bytes = request.op == IoOp::kWrite ? request.size_bytes : request.needed_bytes;
+  const uint32_t total_bytes = slot.done_bytes + completion.done_bytes;
+  if (total_bytes >= needed_bytes) {
+    done_bytes_ += needed_bytes;
+    finished_tags.push_back(request.tag);
+    free_slots_.push_back(index);
+    --in_flight_count_;
+    return Status::Ok();
+  }
+  // Short. Direct I/O resumes on an aligned place only: 8 KiB asked, 5,000 bytes done, alignment 512 → resume at 4,608.
+  const uint32_t resume_bytes = engine_->limits().direct
+                                    ? static_cast<uint32_t>(AlignDown(total_bytes, limits_.offset_alignment_bytes))
+                                    : total_bytes;
+  if (resume_bytes <= slot.done_bytes) {
+    const std::string asked = Describe(slot) + " at offset " + std::to_string(place);
+    return request.op == IoOp::kRead
+               ? Status::Error(StatusCode::kEndOfFile, asked + ": the file ends before them")
+               : Status::Error(StatusCode::kIoError, asked + ": the kernel wrote " +
+                                                         std::to_string(completion.done_bytes) + " bytes and no more");
+  }
+  slot.done_bytes = resume_bytes;
+  waiting_slots_.push_back(index);
+  return Status::Ok();
+}
+
+// REQUIRES: nothing is in flight in the old engine.
+Status IoPump::Demote() {
+  demotions_.push_back(engine_name_ + ": " + demote_because_.message());
+  Status why_left = std::move(demote_because_);
+  demote_because_ = Status::Ok();
+  engine_.reset();
+  return UseEngine(engine_index_ + 1, std::move(why_left));
+}
+
+void IoPump::Abandon() noexcept {
+  if (failed_.ok()) failed_ = Status::Error(StatusCode::kCancelled, "the transfer of " + path_ + " was abandoned");
+  engine_.reset();  // blocks until the kernel has let go
+  in_flight_count_ = 0;
+}
+
+}  // namespace fastpersist

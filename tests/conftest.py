@@ -1,0 +1,80 @@
+"""What every test shares: the options, the check that fastpersist is installed, and the facts in the header.
+
+A test writes to `tmp_path`, which is on a real disk when `--fp-dir` names one, and asks for `leak_check` when
+it must leave no descriptor, thread or pending file behind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fastpersist")
+    group.addoption("--fp-dir", metavar="DIR", help="write test files below DIR, such as a directory on an NVMe disk")
+    group.addoption("--kills", type=int, default=20, metavar="N", help="rounds of the kill -9 harness (default: 20)")
+    group.addoption(
+        "--native-variant",
+        choices=("plain", "address", "thread"),
+        default="plain",
+        help="how to build the C++ test programs: plain, with ASan and UBSan, or with TSan (default: plain)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    try:
+        importlib.import_module("fastpersist._native")
+        importlib.import_module("fastpersist.integrations")  # found when installed, not from the source tree
+    except ImportError as error:
+        pytest.exit(
+            f"fastpersist cannot be imported ({error}): run `make setup`, then .venv/bin/pytest",
+            returncode=4,
+        )
+    directory = config.getoption("--fp-dir")
+    if directory is not None:
+        if not Path(directory).is_dir():
+            raise pytest.UsageError(f"--fp-dir={directory} is not a directory")
+        # pytest's own switch for the place of tmp_path; unlike --basetemp it does not empty the directory.
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(Path(directory).resolve())
+
+
+def filesystem_type(directory: Path) -> str:
+    """Return the name of the directory's file system as stat(1) gives it, such as "ext2/ext3" or "tmpfs"."""
+    result = subprocess.run(
+        ["stat", "--file-system", "--format=%T", str(directory)], capture_output=True, text=True, check=False
+    )
+    return result.stdout.strip() or "unknown"
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    import torch
+
+    import fastpersist
+
+    directory = Path(os.environ.get("PYTEST_DEBUG_TEMPROOT") or tempfile.gettempdir())
+    kind = filesystem_type(directory)
+    advice = (
+        " (memory, where direct I/O may differ from a disk's: --fp-dir names another place)" if kind == "tmpfs" else ""
+    )
+    return [
+        f"fastpersist: {Path(fastpersist.__file__).parent}, torch {torch.__version__}",
+        f"machine: Linux {platform.release()} {platform.machine()}, {len(os.sched_getaffinity(0))} CPUs",
+        f"test files: {directory}, {kind}{advice}",
+    ]
+
+
+@pytest.fixture
+def leak_check(tmp_path: Path) -> Iterator[None]:
+    """Fail the test if it leaves a descriptor, a thread or a pending file (below tmp_path) behind."""
+    from support.leaks import no_leaks
+
+    with no_leaks(tmp_path):
+        yield
