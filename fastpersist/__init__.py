@@ -1,0 +1,55 @@
+"""FastPersist: PyTorch training state saved and restored at the speed of the disk, in files that stock tools read."""
+
+from __future__ import annotations
+
+try:
+    import fastpersist._native  # noqa: F401 - first, so that its absence is explained here
+except ImportError as error:
+    raise ImportError(
+        f"the native module fastpersist._native cannot be imported ({error}). If you are in the source tree: run "
+        "`make setup`, which builds it, and use .venv/bin/python; else reinstall the package"
+    ) from error
+
+from fastpersist.api import SaveReport, inspect, load, save, verify
+from fastpersist.errors import (
+    CheckpointNotFoundError,
+    ChecksumError,
+    ConfigError,
+    CorruptionError,
+    FastPersistError,
+    FormatError,
+    InternalError,
+    NoSpaceError,
+    StorageError,
+    UnsupportedError,
+)
+from fastpersist.filling import load_into
+from fastpersist.inspection import Damage, Manifest, TensorEntry, VerifyReport
+from fastpersist.pipeline import EngineProbe, engines
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointNotFoundError",
+    "ChecksumError",
+    "ConfigError",
+    "CorruptionError",
+    "Damage",
+    "EngineProbe",
+    "FastPersistError",
+    "FormatError",
+    "InternalError",
+    "Manifest",
+    "NoSpaceError",
+    "SaveReport",
+    "StorageError",
+    "TensorEntry",
+    "UnsupportedError",
+    "VerifyReport",
+    "engines",
+    "inspect",
+    "load",
+    "load_into",
+    "save",
+    "verify",
+]

@@ -1,0 +1,250 @@
+"""save and load: each wires the rooms together in one screen."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any, TypeAlias
+
+import torch
+
+from fastpersist import inspection
+from fastpersist.commit import PendingFile, resolve_target
+from fastpersist.errors import UnsupportedError
+from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.inspection import Manifest, VerifyReport
+from fastpersist.loading import MapLocation, load_checkpoint
+from fastpersist.pipeline import Poll, Writer
+from fastpersist.saving import Container, container_for
+from fastpersist.source import CheckpointSource
+
+__all__ = ["SaveReport", "inspect", "load", "save", "verify"]
+
+_log = logging.getLogger("fastpersist")
+
+PathLike: TypeAlias = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did.
+
+    Attributes:
+        path: The file that was written, as it was asked for.
+        size_bytes: Its length.
+        engine: The engine that wrote it; "torch.save" where the target could not be replaced by a rename.
+        plan_s: Seconds until every offset was known: pickling and layout.
+        write_s: Seconds from the first byte to the last.
+        sync_s: Seconds until the bytes and the name were durable; 0.0 with durable=False.
+        total_s: Seconds of the whole call.
+    """
+
+    path: str
+    size_bytes: int
+    engine: str
+    plan_s: float
+    write_s: float
+    sync_s: float
+    total_s: float
+
+
+def save(
+    obj: object,
+    path: PathLike | IO[bytes],
+    *,
+    durable: bool = True,
+    checksum: bool = True,
+    progress: bool = False,
+    engine: str = "auto",
+    metadata: Mapping[str, str] | None = None,
+) -> SaveReport:
+    """Save an object to one file, which stock tools read.
+
+    When this returns the file is complete, visible under its name, and durable. Until then the name is what it was:
+    nobody sees half a file, whatever fails. Open and memory-mapped readers of a file that is replaced keep theirs.
+
+    Args:
+        obj: Whatever torch.save takes: tensors of any dtype, layout and device inside any picklable object. For a path
+            that ends in `.safetensors`: a dict of str to contiguous, dense tensors that share no memory.
+        path: Where to; symbolic links are followed. What no rename can replace (a FIFO, a device, a file with several
+            hard links) is written by torch.save itself, and the log says so. A file object is passed to torch.save.
+        durable: Survive power loss once this has returned. Without it, only the page cache and the drive's memory do.
+        checksum: Compute and record CRC-32s; without it they are zero, as torch.save writes them when told so.
+        progress: Show bytes, rate and remaining time on standard error.
+        engine: "auto", or an engine's name (`fastpersist.engines` lists them), which then never falls back.
+        metadata: Text to text, kept in the header; `.safetensors` only.
+
+    Returns:
+        What was written, by which engine, in what time.
+
+    Raises:
+        ConfigError: Unknown engine, or an object that the format cannot hold.
+        UnsupportedError: The named engine cannot be used here; the message says why not.
+        NoSpaceError: The file system is full. Found before a byte is written, where it can reserve space.
+        StorageError: Any other error of the disk: errno, operation, path, offset.
+        RuntimeError, TypeError, …: What torch.save or the object's own pickling raises, before any file is touched.
+
+    Thread safety: any thread, any number at once; of saves to one path, the one that finishes last stays.
+    """
+    started_s = time.monotonic()
+    if not isinstance(path, str | os.PathLike):
+        torch.save(obj, path)
+        return SaveReport("", 0, "torch.save", 0.0, 0.0, 0.0, time.monotonic() - started_s)
+    name = os.fspath(path)
+    target = resolve_target(name)
+    if target.why_not_replaceable is not None:
+        return _save_in_place(obj, name, target.why_not_replaceable, durable, started_s)
+    container = container_for(obj, name, checksum=checksum, metadata=metadata)
+    planned_s = time.monotonic()
+    pending = PendingFile.create(target)
+    if pending is None:
+        return _save_in_place(obj, name, "its directory takes no new file", durable, started_s)
+    try:
+        with _progress(name, container.size_bytes, progress) as poll:
+            used_engine = write_container(container, pending, engine=engine, poll=poll)
+        written_s = time.monotonic()
+        pending.publish(container.size_bytes, durable=durable)
+    except BaseException:
+        pending.abort()
+        raise
+    return SaveReport(
+        path=name,
+        size_bytes=container.size_bytes,
+        engine=used_engine,
+        plan_s=planned_s - started_s,
+        write_s=written_s - planned_s,
+        sync_s=pending.sync_s,
+        total_s=time.monotonic() - started_s,
+    )
+
+
+def write_container(container: Container, pending: PendingFile, *, engine: str, poll: Poll | None) -> str:
+    """Write a planned file into its pending file; return the engine that did it."""
+    pending.allocate(container.padded_bytes)
+    with Writer(pending.fd, pending.target.path, engine=engine, poll=poll) as writer:
+        container.write(writer)
+        return writer.finish()
+
+
+def _save_in_place(obj: object, path: str, why: str, durable: bool, started_s: float) -> SaveReport:
+    """Let torch write what a rename cannot replace: not atomic, as torch.save never is."""
+    if path.endswith(".safetensors"):
+        raise UnsupportedError(f"cannot write a safetensors file to {path}: {why}; choose another path")
+    _log.warning("torch.save itself writes %s, in place and without our guarantees: %s", path, why)
+    torch.save(obj, path)
+    written_s = time.monotonic()
+    size_bytes = 0
+    if os.path.isfile(path):
+        size_bytes = os.path.getsize(path)
+        if durable:
+            with storage_errors("opening", path):
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                filesystem().sync(fd, path)
+            finally:
+                os.close(fd)
+    ended_s = time.monotonic()
+    return SaveReport(
+        path, size_bytes, "torch.save", 0.0, written_s - started_s, ended_s - written_s, ended_s - started_s
+    )
+
+
+def load(
+    path: PathLike | IO[bytes],
+    *,
+    map_location: MapLocation = None,
+    weights_only: bool = True,
+    verify: bool = False,
+    progress: bool = False,
+    engine: str = "auto",
+) -> Any:
+    """Load what a file holds; the same object that torch.load or safetensors would return.
+
+    The bytes are read first, straight to where they belong, then stock torch.load builds the object around them. The
+    format is told from the first bytes, not from the name. Files that need it (legacy formats, TorchScript, a callable
+    map_location …) are read by stock torch.load, and the log says why.
+
+    Args:
+        path: A file written by fastpersist, torch.save or safetensors. A file object is passed to torch.load.
+        map_location: As in torch.load: None, a device or its name, a dict of locations, or a callable.
+        weights_only: Only build tensors and plain containers. Set it to False only for files that you trust.
+        verify: Check every CRC while reading, before anything is unpickled.
+        progress: Show bytes, rate and remaining time on standard error.
+        engine: "auto", or an engine's name, which then never falls back.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file.
+        FormatError: It is no whole checkpoint: truncated, damaged, or never finished.
+        ChecksumError: With verify: the bytes of the tensors that are named changed since they were written.
+        UnsupportedError: The named engine cannot be used; or verify, and the file has no checksums.
+        StorageError: An error of the disk.
+        pickle.UnpicklingError: With weights_only: torch's own refusal of an unsafe file.
+
+    Thread safety: any thread, any number at once.
+    """
+    if not isinstance(path, str | os.PathLike):
+        return torch.load(path, map_location=map_location, weights_only=weights_only)
+    with CheckpointSource(os.fspath(path)) as source:
+        with _progress(source.path, source.size_bytes, progress) as poll:
+            return load_checkpoint(
+                source,
+                map_location=map_location,
+                weights_only=weights_only,
+                verify=verify,
+                engine=engine,
+                poll=poll,
+            )
+
+
+def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> VerifyReport:
+    """Read a whole file and say whether it is what its writer wrote, and if not, which tensors are damaged where.
+
+    Reads only, keeps nothing, runs no code of the file.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file.
+        StorageError: An error of the disk; damage that can be read is in the report, not an exception.
+
+    Thread safety: any thread.
+    """
+    with CheckpointSource(os.fspath(path)) as source:
+        with _progress(source.path, source.size_bytes, progress) as poll:
+            return inspection.verify_source(source, engine=engine, poll=poll)
+
+
+def inspect(path: PathLike) -> Manifest:
+    """Say what a file holds without loading it and without running any of its code.
+
+    Lists names, dtypes, shapes, places and CRCs of the tensors, and the globals that the pickle names.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file.
+        FormatError: It cannot be parsed.
+        UnsupportedError: It is no torch zip and no safetensors file.
+        StorageError: An error of the disk.
+
+    Thread safety: any thread.
+    """
+    with CheckpointSource(os.fspath(path)) as source:
+        return inspection.inspect_source(source)
+
+
+@contextmanager
+def _progress(path: str, size_bytes: int, wanted: bool) -> Iterator[Poll | None]:
+    """Show a progress bar while the block runs, and give it the bytes done so far."""
+    if not wanted:
+        yield None
+        return
+    from tqdm import tqdm  # here: most saves show none, and importing fastpersist shall be quick
+
+    with tqdm(total=size_bytes, unit="B", unit_scale=True, desc=os.path.basename(path)) as bar:
+
+        def poll(done_bytes: int) -> None:
+            bar.update(min(done_bytes, size_bytes) - bar.n)
+
+        yield poll
+        bar.update(size_bytes - bar.n)

@@ -1,0 +1,316 @@
+"""Make a finished file visible, all of it or none of it.
+
+`<directory>/.<name>.pending-<token>` is being written; `<directory>/<name>` is committed and never changes again: it is
+only ever replaced by another file, so readers that have it open or mapped keep what they had.
+
+1. Remove leftovers: pending files of this name whose writer is dead.
+2. Create the pending file exclusively and lock it (F_SETLK). A sweeper may have come between the two and removed it:
+   then begin again with a new token.
+3. Reserve all of its space, so that a full disk is found before a byte is written.
+4. Write every byte, cut the padding off, sync the file.
+5. Rename the pending file to its final name.                       <- the commit point
+6. Sync the directory. Only now has the save returned durable.
+
+Power lost before 5: the old file, and perhaps a pending file, which the next save of this name removes. After 5 and
+before 6: the old or the new file, each of them whole, since 4 came first. An error before 5 removes the pending file.
+
+A pending file is live while its writer holds a record lock on it. Record locks end with their process however it dies,
+and are not inherited by fork; flock() locks are, and would outlive their owner in data-loading workers. A record lock
+is also dropped when the process closes *any* descriptor of that file, so nobody in this process may open a pending
+file of ours: `_live` lists them. Where a file system has no locks, leftovers are reported, and removed when a day old.
+
+Not supported: targets that a rename cannot replace (`why_not_replaceable` says which); callers write those torch's way.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import stat
+import threading
+import time
+from dataclasses import dataclass
+
+from fastpersist import _native
+from fastpersist.errors import InternalError, StorageError
+from fastpersist.filesystem import filesystem, storage_errors
+
+__all__ = ["PendingFile", "Target", "find_leftovers", "resolve_target"]
+
+_log = logging.getLogger("fastpersist")
+
+_NAME_LIMIT_BYTES = 255
+_TOKEN_BYTES = 8
+_LEFTOVER_AGE_S = 24 * 3600.0
+_LOCK_HELD = (errno.EACCES, errno.EAGAIN)
+_LOCK_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_CREATE_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+_live: set[str] = set()
+_live_guard = threading.Lock()
+
+
+def _forget_live_files() -> None:
+    """In a forked child: what was being written is the parent's."""
+    global _live_guard
+    _live.clear()
+    _live_guard = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_live_files)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a save goes.
+
+    Attributes:
+        path: The path with symbolic links followed: the file that is replaced.
+        mode: Permission bits that the new file gets, None where nothing is replaced (as open() would give).
+        owner: User and group of the file that is replaced.
+        why_not_replaceable: Why a rename cannot put a new file there; None where it can.
+    """
+
+    path: str
+    mode: int | None = None
+    owner: tuple[int, int] | None = None
+    why_not_replaceable: str | None = None
+
+    @property
+    def directory(self) -> str:
+        """The directory that holds the file, its pending file and leftovers."""
+        return os.path.dirname(self.path)
+
+
+def resolve_target(path: str) -> Target:
+    """Find out what a save to `path` replaces, following symbolic links.
+
+    Raises:
+        StorageError: The path is a directory, or cannot be looked up.
+    """
+    parent = os.path.realpath(os.path.dirname(os.path.abspath(path)))
+    if parent == "/dev" or parent.startswith(("/proc/", "/dev/fd")):
+        return Target(path, why_not_replaceable="it names a device or an open descriptor, not a file")
+    real = os.path.realpath(path)
+    try:
+        with storage_errors("looking up", path):
+            status = os.stat(path)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return Target(real)
+    if stat.S_ISDIR(status.st_mode):
+        raise StorageError(errno.EISDIR, f"cannot save to {path}: it is a directory", path)
+    mode, owner = stat.S_IMODE(status.st_mode) & 0o777, (status.st_uid, status.st_gid)
+    return Target(real, mode, owner, _why_not_replaceable(real, status))
+
+
+def _why_not_replaceable(path: str, status: os.stat_result) -> str | None:
+    if not stat.S_ISREG(status.st_mode):
+        return "it is no regular file"
+    if status.st_nlink > 1:
+        return f"it has {status.st_nlink} hard links, which a rename would split"
+    if _native.is_mount_point(path):
+        return "something is mounted on it"
+    directory = os.stat(os.path.dirname(path))
+    user = os.geteuid()
+    if directory.st_mode & stat.S_ISVTX and user not in (0, status.st_uid, directory.st_uid):
+        return "it belongs to somebody else in a directory with the sticky bit"
+    return None
+
+
+class PendingFile:
+    """A file being written under a hidden name. One owner thread.
+
+    Use `create`, write through `fd`, then `publish` or `abort`; both close it.
+    """
+
+    def __init__(self, target: Target, path: str, fd: int) -> None:
+        self.target = target
+        self.path = path
+        self.fd = fd
+        self.sync_s = 0.0
+        _native.close_in_forked_child(fd)
+
+    @classmethod
+    def create(cls, target: Target) -> PendingFile | None:
+        """Steps 1 and 2 of the protocol.
+
+        Returns:
+            The pending file; None where the directory takes no new file but the target itself can be written.
+
+        Raises:
+            StorageError: It could not be created.
+        """
+        sweep(target)
+        for _ in range(100):
+            path = os.path.join(target.directory, _pending_prefix(target.path) + secrets.token_hex(_TOKEN_BYTES))
+            with _live_guard:
+                _live.add(path)
+            try:
+                fd = filesystem().create(path)
+            except StorageError as error:
+                _discard_live(path)
+                if error.errno in _CREATE_REFUSED and target.mode is not None and os.access(target.path, os.W_OK):
+                    return None
+                raise
+            try:
+                ours = _lock(fd, path) and os.fstat(fd).st_nlink == 1
+                if ours:
+                    return cls(target, path, fd)
+            except BaseException:
+                _unlink_quietly(path)
+                ours = False
+                raise
+            finally:
+                if not ours:
+                    os.close(fd)
+                    _discard_live(path)
+        raise InternalError(f"no pending file for {target.path} could be kept in 100 attempts")
+
+    def allocate(self, size_bytes: int) -> None:
+        """Step 3. Raises NoSpaceError before a byte is written."""
+        filesystem().allocate(self.fd, size_bytes, self.path)
+
+    def publish(self, size_bytes: int, *, durable: bool) -> None:
+        """Steps 4 (from the truncation on) to 6, and close.
+
+        Args:
+            size_bytes: Exact length of the finished file.
+            durable: Sync file and directory; without it, the file is complete for readers but may be lost or torn by
+                a power failure.
+
+        Raises:
+            StorageError: Nothing was published, unless the message says that only the directory could not be synced.
+        """
+        try:
+            if self.target.mode is not None:
+                self._take_over_permissions()
+            filesystem().truncate(self.fd, size_bytes, self.path)
+            if durable:
+                started_s = time.monotonic()
+                filesystem().sync(self.fd, self.path)
+                self.sync_s = time.monotonic() - started_s
+            filesystem().rename(self.path, self.target.path)
+        except BaseException:
+            self.abort()
+            raise
+        self._close()
+        if durable:
+            started_s = time.monotonic()
+            filesystem().sync_directory(self.target.directory)
+            self.sync_s += time.monotonic() - started_s
+
+    def abort(self) -> None:
+        """Remove the pending file and close it; the target stays as it was. May be called again."""
+        if self.fd >= 0:
+            _unlink_quietly(self.path)
+            self._close()
+
+    def _take_over_permissions(self) -> None:
+        """Give the new file the mode of the one it replaces, and its owner where that is allowed, as open() keeps."""
+        mode, owner = self.target.mode, self.target.owner
+        status = os.fstat(self.fd)
+        if owner is not None and owner != (status.st_uid, status.st_gid):
+            try:
+                os.fchown(self.fd, *owner)
+            except PermissionError:
+                _log.debug("%s: only root may keep the owner of the file that is replaced", self.target.path)
+        if mode is not None and mode != stat.S_IMODE(status.st_mode):
+            with storage_errors("setting the mode of", self.path):
+                os.fchmod(self.fd, mode)
+
+    def _close(self) -> None:
+        fd, self.fd = self.fd, -1
+        _native.forget_descriptor(fd)
+        os.close(fd)
+        _discard_live(self.path)
+
+
+def _discard_live(path: str) -> None:
+    with _live_guard:
+        _live.discard(path)
+
+
+def _pending_prefix(path: str) -> str:
+    """Return what the names of all pending files of this target start with.
+
+    A long final name is shortened to a digest, so that the pending name fits wherever the final one does.
+    """
+    name = os.path.basename(path)
+    suffix = ".pending-"
+    if len(os.fsencode(name)) + len(suffix) + 1 + 2 * _TOKEN_BYTES > _NAME_LIMIT_BYTES:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+    return f".{name}{suffix}"
+
+
+def _lock(fd: int, path: str) -> bool:
+    """Take the record lock; False when somebody else has it. Without lock support: True, and leftovers age out."""
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _LOCK_HELD:
+            return False
+        if error.errno not in _LOCK_UNSUPPORTED:
+            raise StorageError(error.errno, f"locking {path}: {error.strerror}", path) from error
+        _log.debug("%s: the file system has no record locks", path)
+    return True
+
+
+def _unlink_quietly(path: str) -> None:
+    """Remove a pending file while another error is being reported; what is left, the next save removes."""
+    try:
+        filesystem().unlink(path)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            _log.warning("a pending file is left behind: %s", error)
+
+
+def find_leftovers(target: Target) -> list[str]:
+    """List the pending files of a target that this process is not writing; their writers may live elsewhere."""
+    prefix = _pending_prefix(target.path)
+    try:
+        with os.scandir(target.directory) as entries:
+            paths = [entry.path for entry in entries if entry.name.startswith(prefix)]
+    except OSError:
+        return []  # a directory that can be written but not listed; creation will say what is wrong, if anything
+    with _live_guard:
+        return [path for path in paths if path not in _live]
+
+
+def sweep(target: Target) -> list[str]:
+    """Step 1: remove the pending files of dead saves to this target, never those of live ones.
+
+    Returns:
+        The paths that were removed.
+    """
+    removed = []
+    for path in find_leftovers(target):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue  # gone meanwhile, or somebody else's: not ours to remove
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            dead = True
+        except OSError as error:
+            dead = False
+            if error.errno not in _LOCK_HELD:
+                age_s = time.time() - os.fstat(fd).st_mtime
+                dead = age_s > _LEFTOVER_AGE_S
+                if not dead:
+                    _log.warning("%s may be a leftover; without file locks it is removed when a day old", path)
+        try:
+            if dead:
+                filesystem().unlink(path)
+                removed.append(path)
+                _log.info("removed %s, left by a save that died", path)
+        except StorageError as error:
+            _log.warning("a leftover stays: %s", error)
+        finally:
+            os.close(fd)
+    return removed

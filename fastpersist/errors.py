@@ -1,0 +1,97 @@
+"""Every error that FastPersist raises on purpose, and nothing else.
+
+An operating error (the disk, the file, the caller's options) is one of these classes; a broken invariant of ours is
+`InternalError`. Errors say what failed, where, and what to do next where there is something to do. Families that the
+standard library already names are also instances of it, so `except OSError` and `except FileNotFoundError` work.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointNotFoundError",
+    "ChecksumError",
+    "ConfigError",
+    "CorruptionError",
+    "FastPersistError",
+    "FormatError",
+    "InternalError",
+    "NoSpaceError",
+    "StorageError",
+    "UnsupportedError",
+]
+
+
+class FastPersistError(Exception):
+    """The base of all errors that FastPersist raises on purpose."""
+
+
+class ConfigError(FastPersistError, ValueError):
+    """Options or arguments make no sense; raised before any I/O."""
+
+
+class UnsupportedError(FastPersistError):
+    """This engine, object, kernel or file system cannot do what was asked; the message says why not."""
+
+
+class StorageError(FastPersistError, OSError):
+    """The kernel refused an operation on a file: `errno`, `strerror` and `filename` as in OSError.
+
+    Args:
+        sys_errno: The errno, or None when no system call failed (a file that ends too early).
+        message: Operation, path, offset and reason, in one line.
+        path: The file that was asked for.
+        offset_bytes: Where in the file, from its start; None when the operation has no place.
+    """
+
+    def __init__(
+        self, sys_errno: int | None, message: str, path: str | None = None, offset_bytes: int | None = None
+    ) -> None:
+        super().__init__(sys_errno, message)
+        self.filename = path
+        self.offset_bytes = offset_bytes
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+class NoSpaceError(StorageError):
+    """The file system has no room for the file (ENOSPC, EDQUOT)."""
+
+
+class CheckpointNotFoundError(FastPersistError, FileNotFoundError):
+    """There is no checkpoint at this path."""
+
+    def __str__(self) -> str:
+        return str(self.args[-1]) if self.args else ""
+
+
+class CorruptionError(FastPersistError):
+    """The bytes of a file are not what its writer wrote.
+
+    Args:
+        message: What is wrong, in one line, without the path.
+        path: The file; put in front of the message when given.
+        offset_bytes: Where in the file (or in the record the message names), from its start.
+    """
+
+    def __init__(self, message: str, *, path: str | None = None, offset_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = path
+        self.offset_bytes = offset_bytes
+
+    def __str__(self) -> str:
+        place = "" if self.offset_bytes is None else f" (at offset {self.offset_bytes})"
+        return (f"{self.path}: " if self.path else "") + self.message + place
+
+
+class FormatError(CorruptionError):
+    """A file cannot be parsed as what it claims to be."""
+
+
+class ChecksumError(CorruptionError):
+    """A file parses, but its bytes do not have the checksum that was recorded for them."""
+
+
+class InternalError(FastPersistError):
+    """An invariant of FastPersist itself broke: a bug, please report it."""

@@ -1,0 +1,96 @@
+"""Names on disk: create, size, sync, rename, remove. The one seam between the commit protocol and the kernel.
+
+Every operation whose order matters for power loss goes through `filesystem`, so a test can record all of them, make
+one fail, and replay any prefix. Data bytes go through the engines; they are ordered against these by `sync` alone.
+Errors are `StorageError` with operation, path and errno.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastpersist import _native
+from fastpersist.errors import NoSpaceError, StorageError
+
+__all__ = ["Filesystem", "filesystem", "storage_errors", "using"]
+
+
+@contextmanager
+def storage_errors(operation: str, path: str) -> Iterator[None]:
+    """Turn an OSError of the block into StorageError (NoSpaceError), naming operation and path."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
+        raise kind(error.errno, f"{operation} {path}: {error.strerror}", path) from error
+
+
+class Filesystem:
+    """The real file system. Thread-safe: it has no state."""
+
+    def create(self, path: str) -> int:
+        """Create a file exclusively, with the mode that open() would give it; return its descriptor."""
+        with storage_errors("creating", path):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
+        """Reserve `size_bytes` of space and make that the size of the file."""
+        _native.allocate(fd, size_bytes, path)
+
+    def truncate(self, fd: int, size_bytes: int, path: str) -> None:
+        """Cut the file to `size_bytes`."""
+        with storage_errors("truncating", path):
+            os.ftruncate(fd, size_bytes)
+
+    def sync(self, fd: int, path: str) -> None:
+        """Make the file's bytes and size durable."""
+        with storage_errors("syncing", path):
+            os.fdatasync(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        """Give the file its new name, replacing what had it, in one step."""
+        with storage_errors(f"renaming {source} to", target):
+            os.rename(source, target)
+
+    def sync_directory(self, path: str) -> None:
+        """Make the names in a directory durable."""
+        with storage_errors("syncing directory", path):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                # Some network file systems order names themselves and refuse to sync a directory; there is nothing
+                # further that a program could do there.
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+            finally:
+                os.close(fd)
+
+    def unlink(self, path: str) -> None:
+        """Remove a name."""
+        with storage_errors("removing", path):
+            os.unlink(path)
+
+
+_current = Filesystem()
+
+
+def filesystem() -> Filesystem:
+    """Return the file system that saves go to: the real one, unless a test has put its own in place."""
+    return _current
+
+
+@contextmanager
+def using(replacement: Filesystem) -> Iterator[None]:
+    """Send the saves of the whole process through `replacement` while the block runs. For tests; not thread-safe."""
+    global _current
+    previous, _current = _current, replacement
+    try:
+        yield
+    finally:
+        _current = previous

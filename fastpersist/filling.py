@@ -1,0 +1,419 @@
+"""Fill tensors that exist already from a file: no second copy of the state, nothing changed before all is checked.
+
+The file's structure comes from stock torch.load run over storages on the meta device, so every name, shape, dtype and
+stride is known without a byte of data. Contiguous host tensors of the same dtype are filled straight from the ring;
+others (strided, converted, on a device) through torch, in pieces or, where strides differ, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastpersist.errors import (
+    ChecksumError,
+    ConfigError,
+    FormatError,
+    StorageError,
+    UnsupportedError,
+)
+from fastpersist.formats import safetensors as safetensors_format
+from fastpersist.loading import (
+    check_records,
+    check_small_records,
+    new_storage,
+    require_checksums,
+    torch_dtype,
+    unpickle_with,
+)
+from fastpersist.pipeline import Extents, read_extents
+from fastpersist.source import CheckpointSource
+
+__all__ = ["load_into"]
+
+_SHOWN_COUNT = 10
+_EXTRA_STATE_SUFFIX = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in the file: its place and how its elements lie there."""
+
+    offset_bytes: int  # of its first element, from the file's start
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first element to the end of the last."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    def is_contiguous(self) -> bool:
+        """Row-major without gaps; the stride of a dimension of size 1 does not matter."""
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and step != expected:
+                return False
+            expected *= size
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """What is filled from what."""
+
+    name: str
+    target: torch.Tensor
+    stored: _Stored
+
+
+def load_into(
+    path: str | os.PathLike[str],
+    target: object,
+    *,
+    strict: bool = True,
+    verify: bool = False,
+    engine: str = "auto",
+) -> None:
+    """Fill existing tensors from a file, in place, without a second copy of the state.
+
+    Everything is checked first: names, shapes, dtypes and the structure of the file. If anything is wrong, nothing has
+    been changed. Values are converted where dtypes differ, as load_state_dict does.
+
+    Args:
+        path: A file written by fastpersist, torch.save or safetensors.
+        target: A Module, filled as its load_state_dict would be from the state_dict in the file; or dicts, lists and
+            tuples, nested, of tensors and Modules, with the structure of the object in the file. Values of the target
+            that are neither are left alone.
+        strict: Demand that both sides have the same names. Without it, what is only on one side is passed over;
+            shapes must still agree.
+        verify: Check the CRCs of the whole file before the first byte of the target changes. The file is read twice.
+        engine: "auto", or an engine's name, which then never falls back.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file.
+        ConfigError: Names or shapes do not agree; the message lists them. Nothing was changed.
+        FormatError, ChecksumError, UnsupportedError: As in load; nothing was changed.
+        StorageError: An error of the disk. If the message says *target partly overwritten*, the tensors it lists have
+            unknown contents: load again, or from another checkpoint.
+
+    Thread safety: any thread; nobody else may use the target's tensors meanwhile.
+    """
+    with CheckpointSource(os.fspath(path)) as source:
+        stored, extra_states = _stored_tensors(source, target)
+        pairs = _match(source.path, stored, target, strict)
+        if verify:
+            _verify_all(source, engine)
+        filled: list[str] = []
+        try:
+            _fill(source, pairs, engine, filled)
+        except StorageError as error:
+            raise _partly_overwritten(error, filled) from error
+        for set_extra_state, state in extra_states:
+            set_extra_state(state)
+
+
+# --------------------------------------------------------------------------------------------- what the file holds
+
+
+def _stored_tensors(source: CheckpointSource, target: object) -> tuple[Any, list[tuple[Callable[[Any], None], Any]]]:
+    """Return the file's object with a _Stored in place of each tensor, and the extra states that modules want."""
+    if source.kind == "safetensors":
+        return {entry.name: _stored_entry(entry, source.path) for entry in source.header.entries}, []
+    if source.kind != "torch_zip":
+        raise UnsupportedError(
+            f"{source.path}: {source.explain_unknown()}; use fastpersist.load and load_state_dict instead"
+        )
+    if source.is_byte_swapped():
+        raise UnsupportedError(f"{source.path} has the other byte order; use torch.load and load_state_dict instead")
+    skeleton, storages = _meta_object(source)
+    keys = {id(storage): key for key, storage in storages.items()}
+    keys_by_cdata = {storage._cdata: keys[id(storage)] for storage in storages.values()}
+
+    def describe(tensor: torch.Tensor) -> _Stored:
+        if tensor.layout != torch.strided or tensor.is_quantized or type(tensor) not in _PLAIN:
+            raise UnsupportedError(
+                f"{source.path} holds a {type(tensor).__name__} of layout {tensor.layout}; load_into fills plain dense "
+                "tensors only: use fastpersist.load and load_state_dict"
+            )
+        if tensor.is_conj() or tensor.is_neg():
+            raise UnsupportedError(
+                f"{source.path} holds a conjugate or negative view; use fastpersist.load and load_state_dict"
+            )
+        key = keys_by_cdata.get(tensor.untyped_storage()._cdata)
+        if key is None:
+            raise UnsupportedError(f"{source.path} holds a tensor without data (meta)")
+        entry = source.directory.entries[f"data/{key}"]
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        found = _Stored(entry.data_offset_bytes + start, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        if any(step < 0 for step in found.stride) or start + found.span_bytes > entry.size_bytes:
+            raise FormatError(f"a tensor reaches beyond its storage {key}", path=source.path)
+        return found
+
+    extra: list[tuple[Callable[[Any], None], Any]] = []
+    return _described(skeleton, describe), _extra_states(skeleton, target, extra)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _stored_entry(entry: safetensors_format.Entry, path: str) -> _Stored:
+    stride = []
+    step = 1
+    for size in reversed(entry.shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return _Stored(entry.offset_bytes, torch_dtype(entry, path), entry.shape, tuple(reversed(stride)))
+
+
+def _meta_object(source: CheckpointSource) -> tuple[Any, dict[str, torch.UntypedStorage]]:
+    """Unpickle over storages without data, sizes checked against the directory."""
+    storages: dict[str, torch.UntypedStorage] = {}
+    for reference in source.references:
+        entry = source.directory.entries.get(f"data/{reference.key}")
+        if entry is None or entry.size_bytes != reference.size_bytes:
+            raise FormatError(f"pickle and directory disagree on storage {reference.key}", path=source.path)
+        if reference.key not in storages:
+            storages[reference.key] = new_storage(entry.size_bytes, torch.device("meta"))
+    try:
+        return unpickle_with(source, storages, map_location=None, weights_only=True), storages
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"{source.path} holds tensors that cannot be described without their data ({error}); use fastpersist.load "
+            "and load_state_dict"
+        ) from error
+
+
+def _described(value: Any, describe: Callable[[torch.Tensor], _Stored]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return describe(value)
+    if isinstance(value, Mapping):
+        return {key: _described(item, describe) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_described(item, describe) for item in value]
+    return None
+
+
+def _extra_states(
+    value: Any, target: object, into: list[tuple[Callable[[Any], None], Any]]
+) -> list[tuple[Callable[[Any], None], Any]]:
+    """Find the get_extra_state values that modules of the target want back."""
+    if isinstance(target, torch.nn.Module) and isinstance(value, Mapping):
+        for prefix, module in target.named_modules():
+            name = f"{prefix}.{_EXTRA_STATE_SUFFIX}" if prefix else _EXTRA_STATE_SUFFIX
+            if name in value and _has_extra_state(module):
+                into.append((module.set_extra_state, value[name]))
+    elif isinstance(target, Mapping) and isinstance(value, Mapping):
+        for key, item in target.items():
+            if key in value:
+                _extra_states(value[key], item, into)
+    elif isinstance(target, (list, tuple)) and isinstance(value, (list, tuple)):
+        for item, stored in zip(target, value, strict=False):
+            _extra_states(stored, item, into)
+    return into
+
+
+def _has_extra_state(module: torch.nn.Module) -> bool:
+    return type(module).set_extra_state is not torch.nn.Module.set_extra_state
+
+
+# --------------------------------------------------------------------------------------------- matching
+
+
+def _match(path: str, stored: Any, target: object, strict: bool) -> list[_Pair]:
+    """Pair the target's tensors with the file's; nothing is touched.
+
+    Raises:
+        ConfigError: They do not fit; all differences are listed.
+    """
+    pairs: list[_Pair] = []
+    problems: list[str] = []
+    for name, tensor, found in _walk("", target, stored):
+        if tensor is None:
+            problems.extend([f"{name} is in the file, but not in the target"] if strict else [])
+        elif found is None:
+            problems.extend([f"{name} is in the target, but not in the file"] if strict else [])
+        elif not isinstance(found, _Stored):
+            problems.append(f"{name} is a tensor in the target, but not in the file")
+        elif tuple(tensor.shape) != found.shape:
+            problems.append(f"{name} has shape {tuple(tensor.shape)} in the target, {found.shape} in the file")
+        else:
+            problems.extend(_why_not_fillable(name, tensor, found))
+            pairs.append(_Pair(name, tensor, found))
+    if problems:
+        more = [f"… and {len(problems) - _SHOWN_COUNT} more"] if len(problems) > _SHOWN_COUNT else []
+        raise ConfigError(
+            f"{path} does not fit the target, which was not changed: " + "; ".join(problems[:_SHOWN_COUNT] + more)
+        )
+    return pairs
+
+
+def _why_not_fillable(name: str, tensor: torch.Tensor, found: _Stored) -> list[str]:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        return [f"{name} is not a dense tensor with memory"]
+    if type(tensor) not in _PLAIN:
+        return [f"{name} is a {type(tensor).__name__}, whose memory cannot be filled from outside"]
+    if tensor.is_conj() or tensor.is_neg():
+        return [f"{name} is a conjugate or negative view"]
+    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        return [f"{name} is an expanded tensor: several of its elements share memory"]
+    if found.dtype.is_complex and not tensor.dtype.is_complex:
+        return [f"{name} is {found.dtype} in the file and {tensor.dtype} in the target"]
+    return []
+
+
+def _walk(name: str, target: object, stored: Any) -> Iterator[tuple[str, torch.Tensor | None, Any]]:
+    """Yield (name, target tensor or None, what the file has there or None)."""
+    if isinstance(target, torch.nn.Module):
+        target = _module_tensors(target)
+        if isinstance(stored, dict):
+            stored = {key: item for key, item in stored.items() if item is not None}
+    if isinstance(target, torch.Tensor):
+        yield name or "the tensor", target, stored
+    elif isinstance(target, Mapping):
+        found = stored if isinstance(stored, dict) else {}
+        for key, item in target.items():
+            yield from _walk(_joined(name, key), item, found.get(key))
+        for key in found.keys() - target.keys():
+            for inner, _ in _leaves(_joined(name, key), found[key]):
+                yield inner, None, found[key]
+    elif isinstance(target, (list, tuple)):
+        items = stored if isinstance(stored, list) else []
+        for index in range(max(len(target), len(items))):
+            inner_name = f"{name}[{index}]"
+            if index < len(target):
+                yield from _walk(inner_name, target[index], items[index] if index < len(items) else None)
+            else:
+                for inner, _ in _leaves(inner_name, items[index]):
+                    yield inner, None, items[index]
+
+
+def _joined(name: str, key: object) -> str:
+    if isinstance(key, str):
+        return f"{name}.{key}" if name else key
+    return f"{name}[{key!r}]"
+
+
+def _leaves(name: str, stored: Any) -> Iterator[tuple[str, _Stored]]:
+    if isinstance(stored, _Stored):
+        yield name, stored
+    elif isinstance(stored, dict):
+        for key, item in stored.items():
+            yield from _leaves(_joined(name, key), item)
+    elif isinstance(stored, list):
+        for index, item in enumerate(stored):
+            yield from _leaves(f"{name}[{index}]", item)
+
+
+def _module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The module's own tensors by their state_dict names; extra state is handled apart."""
+    state = module.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+# --------------------------------------------------------------------------------------------- filling
+
+
+def _verify_all(source: CheckpointSource, engine: str) -> None:
+    require_checksums(source)
+    if source.kind == "safetensors":
+        extents = Extents()
+        for entry in source.header.entries:
+            extents.add_checked(entry.offset_bytes, entry.size_bytes)
+        crcs = read_extents(source.fd, source.path, extents, engine=engine).crcs
+        for entry, crc in zip(source.header.entries, crcs, strict=True):
+            if crc != entry.crc:
+                raise ChecksumError(
+                    f"the bytes of {entry.name} are damaged: their CRC is {crc:08x}, not {entry.crc or 0:08x}",
+                    path=source.path,
+                    offset_bytes=entry.offset_bytes,
+                )
+        return
+    check_small_records(source)
+    storages = [name for name in source.directory.entries if name.startswith("data/")]
+    check_records(source, storages, engine=engine, poll=None)
+
+
+def _fill(source: CheckpointSource, pairs: Sequence[_Pair], engine: str, filled: list[str]) -> None:
+    """Fill all targets; `filled` gets the names that may have been touched, before they are."""
+    extents = Extents()
+    one_by_one = []
+    seen: set[tuple[int, int, torch.dtype]] = set()
+    with torch.no_grad():
+        for pair in pairs:
+            identity = (pair.target.data_ptr(), pair.stored.offset_bytes, pair.target.dtype)
+            if not pair.target.numel() or identity in seen:
+                continue  # tied tensors are one memory and one place in the file: once is enough
+            seen.add(identity)
+            if not pair.stored.is_contiguous():
+                one_by_one.append(pair)
+                continue
+            filled.append(pair.name)
+            _add_contiguous(extents, pair)
+        try:
+            read_extents(source.fd, source.path, extents, engine=engine)
+            for pair in one_by_one:
+                filled.append(pair.name)
+                pair.target.copy_(_read_strided(source, pair.stored, engine))
+        finally:
+            # autograd shall notice that the values changed, also where only the native side wrote them
+            torch.autograd.graph.increment_version([pair.target for pair in pairs])
+
+
+def _add_contiguous(extents: Extents, pair: _Pair) -> None:
+    target, stored = pair.target, pair.stored
+    size_bytes = stored.span_bytes
+    if target.device.type == "cpu" and target.dtype == stored.dtype and target.is_contiguous():
+        extents.add_memory(stored.offset_bytes, size_bytes, target.data_ptr(), target, with_crc=False)
+        return
+    flat = target.detach().view(-1) if target.is_contiguous() else None
+    itemsize = stored.dtype.itemsize
+    if flat is None or stored.offset_bytes % itemsize:
+        # A strided target, or elements that chunk borders could cut in two: gathered first, one tensor at a time.
+        whole = torch.empty(size_bytes, dtype=torch.uint8)
+        missing_bytes = size_bytes
+
+        def gather(offset_bytes: int, source: torch.Tensor) -> None:
+            nonlocal missing_bytes
+            whole[offset_bytes : offset_bytes + source.numel()] = source
+            missing_bytes -= source.numel()
+            if not missing_bytes:
+                target.detach().copy_(whole.view(stored.dtype).view(stored.shape))
+
+        extents.add_pushed(stored.offset_bytes, size_bytes, gather, with_crc=False)
+        return
+
+    def convert(offset_bytes: int, source: torch.Tensor) -> None:
+        first = offset_bytes // itemsize
+        flat[first : first + source.numel() // itemsize].copy_(source.view(stored.dtype))
+
+    extents.add_pushed(stored.offset_bytes, size_bytes, convert, with_crc=False)
+
+
+def _read_strided(source: CheckpointSource, stored: _Stored, engine: str) -> torch.Tensor:
+    """Read a tensor that is a view with gaps: its span, then the view."""
+    span = new_storage(stored.span_bytes, torch.device("cpu"))
+    extents = Extents()
+    extents.add_storage(stored.offset_bytes, span, with_crc=False)
+    read_extents(source.fd, source.path, extents, engine=engine)
+    return torch.empty(0, dtype=stored.dtype).set_(span, 0, stored.shape, stored.stride)
+
+
+def _partly_overwritten(error: StorageError, filled: list[str]) -> StorageError:
+    shown = ", ".join(filled[:_SHOWN_COUNT]) + (
+        f" and {len(filled) - _SHOWN_COUNT} more" if len(filled) > _SHOWN_COUNT else ""
+    )
+    return type(error)(
+        error.errno,
+        f"{error}; target partly overwritten, the contents of these tensors are unknown: {shown}",
+        error.filename,
+        error.offset_bytes,
+    )

@@ -1,0 +1,523 @@
+"""The torch zip, byte for byte: layout ⇄ bytes. Pure: no I/O of its own, no torch, hostile input expected.
+
+Writing: `plan_archive` places every record of an archive whose pickle and storages have given sizes; the encoders give
+the bytes between the storages. Together they equal what torch.save writes with `storage_alignment=4096`, but for the
+digits of `.data/serialization_id`.
+
+Reading: `read_directory` proves a central directory (bounds, overlaps, duplicates, method) before anybody acts on it.
+
+FORMAT.md beside this file describes the bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fastpersist.config import BLOCK_BYTES
+from fastpersist.errors import FormatError, UnsupportedError
+from fastpersist.layout import (
+    LOCAL_HEADER_BYTES,
+    ZIP32_LIMIT,
+    Record,
+    place_record,
+    place_records,
+    zip64_extra_bytes,
+)
+
+__all__ = [
+    "LOCAL_HEADER_MAGIC",
+    "ArchivePlan",
+    "Directory",
+    "DirectoryEntry",
+    "archive_prefix",
+    "central_directory",
+    "descriptor",
+    "descriptor_head",
+    "descriptor_tail",
+    "leading_header",
+    "local_header",
+    "plan_archive",
+    "read_directory",
+    "serialization_id",
+]
+
+LOCAL_HEADER_MAGIC = b"PK\x03\x04"
+_CENTRAL_MAGIC = b"PK\x01\x02"
+_END_MAGIC = b"PK\x05\x06"
+_ZIP64_END_MAGIC = b"PK\x06\x06"
+_ZIP64_LOCATOR_MAGIC = b"PK\x06\x07"
+_DESCRIPTOR_MAGIC = b"PK\x07\x08"
+
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END = struct.Struct("<4sHHHHIIH")
+_ZIP64_END = struct.Struct("<4sQHHIIQQQQ")
+_ZIP64_LOCATOR = struct.Struct("<4sIQI")
+
+_FLAG_ENCRYPTED = 0x0001
+_FLAG_DESCRIPTOR = 0x0008
+_FLAG_UTF8 = 0x0800
+_ZIP64_FIELD = 0x0001
+_PADDING_FIELD = b"FB"
+_COMMENT_LIMIT_BYTES = 0xFFFF
+_UNIX_MADE_BY = 0x031E
+_ZIP64_VERSION = 45
+
+FORMAT_VERSION = b"1"
+"""`.format_version` 1: storages are contiguous and in numeric order, so a reader may compute their offsets."""
+
+ARCHIVE_VERSION = b"3\n"
+SERIALIZATION_ID_DIGITS = 40
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivePlan:
+    """Where everything of one archive lies.
+
+    Attributes:
+        records: All records in file order: pickle, three small ones, the storages, two small ones.
+        small_records: The contents of the small records, by their index in `records`; without the serialization id.
+        first_storage: Index in `records` of `data/0`.
+        storage_count: How many storages follow from there.
+        directory_offset_bytes: Where the central directory starts.
+        size_bytes: Length of the whole file.
+    """
+
+    records: list[Record]
+    small_records: dict[int, bytes]
+    first_storage: int
+    storage_count: int
+    directory_offset_bytes: int
+    size_bytes: int
+
+
+def archive_prefix(path: str) -> str:
+    """Return the archive name that torch.save takes from a path: the file name without its last suffix.
+
+    Names that are not ASCII go through a Python file object in torch, which calls every such archive "archive".
+
+    An empty stem (".pt") is returned as ""; torch.save refuses it.
+    """
+    if not path.isascii():
+        return "archive"
+    name = path.rpartition("/")[2]
+    stem, dot, _ = name.rpartition(".")
+    return stem if dot else name
+
+
+def plan_archive(
+    prefix: str, pickle_bytes: int, storage_sizes: Sequence[int], alignment: int = BLOCK_BYTES
+) -> ArchivePlan:
+    """Place all records of an archive.
+
+    Args:
+        prefix: Archive name, as `archive_prefix` gives it.
+        pickle_bytes: Length of data.pkl.
+        storage_sizes: Length in bytes of each storage, in the order of their keys 0, 1, 2 …
+        alignment: Every record's data starts on a multiple of it, 1 … 32768.
+    """
+    start = f"{prefix}/".encode()
+    head = [FORMAT_VERSION, str(alignment).encode(), sys.byteorder.encode()]
+    names_and_sizes = [
+        (start + b"data.pkl", pickle_bytes),
+        (start + b".format_version", len(head[0])),
+        (start + b".storage_alignment", len(head[1])),
+        (start + b"byteorder", len(head[2])),
+    ]
+    first_storage = len(names_and_sizes)
+    data = start + b"data/"
+    names_and_sizes += [(data + str(key).encode(), size) for key, size in enumerate(storage_sizes)]
+    version_index = len(names_and_sizes)
+    names_and_sizes += [
+        (start + b"version", len(ARCHIVE_VERSION)),
+        (start + b".data/serialization_id", SERIALIZATION_ID_DIGITS),
+    ]
+    records = place_records(names_and_sizes, alignment)
+    directory_offset_bytes = records[-1].end_offset_bytes
+    size_bytes = directory_offset_bytes + sum(map(_central_entry_bytes, records))
+    size_bytes += _ZIP64_END.size + _ZIP64_LOCATOR.size + _END.size
+    small = {1: head[0], 2: head[1], 3: head[2], version_index: ARCHIVE_VERSION}
+    return ArchivePlan(records, small, first_storage, len(storage_sizes), directory_offset_bytes, size_bytes)
+
+
+def local_header(record: Record) -> bytes:
+    """Encode everything from a record's header offset to its data: header, name, zip64 field, padding field."""
+    zip64 = b""
+    zip64_bytes = zip64_extra_bytes(record.size_bytes, record.header_offset_bytes)
+    if zip64_bytes:
+        zip64 = struct.pack("<HH", _ZIP64_FIELD, zip64_bytes - 4)
+        if record.size_bytes >= ZIP32_LIMIT:
+            zip64 += struct.pack("<QQ", record.size_bytes, 0)
+        if record.header_offset_bytes >= ZIP32_LIMIT:
+            zip64 += struct.pack("<Q", record.header_offset_bytes)
+    before_padding = record.header_offset_bytes + LOCAL_HEADER_BYTES + len(record.name) + len(zip64) + 4
+    padding_bytes = record.data_offset_bytes - before_padding
+    extra_bytes = len(zip64) + 4 + padding_bytes
+    flags = _FLAG_UTF8 | (_FLAG_DESCRIPTOR if record.size_bytes else 0)
+    fixed = _LOCAL.pack(LOCAL_HEADER_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, len(record.name), extra_bytes)
+    padding = _PADDING_FIELD + padding_bytes.to_bytes(2, "little") + b"Z" * padding_bytes
+    return fixed + record.name + zip64 + padding
+
+
+def descriptor_head(record: Record) -> bytes:
+    """Encode the part of the data descriptor before its CRC."""
+    return _DESCRIPTOR_MAGIC if record.descriptor_bytes else b""
+
+
+def descriptor_tail(record: Record) -> bytes:
+    """Encode the part of the data descriptor behind its CRC: the size, twice."""
+    if not record.descriptor_bytes:
+        return b""
+    return struct.pack("<QQ" if record.descriptor_bytes == 24 else "<II", record.size_bytes, record.size_bytes)
+
+
+def descriptor(record: Record, crc: int) -> bytes:
+    """Encode the whole data descriptor of a record whose CRC is known; empty for an empty record."""
+    if not record.descriptor_bytes:
+        return b""
+    return descriptor_head(record) + crc.to_bytes(4, "little") + descriptor_tail(record)
+
+
+def _central_zip64(record: Record) -> bytes:
+    fields = b""
+    if record.size_bytes >= ZIP32_LIMIT:
+        fields += struct.pack("<QQ", record.size_bytes, record.size_bytes)
+    if record.header_offset_bytes >= ZIP32_LIMIT:
+        fields += struct.pack("<Q", record.header_offset_bytes)
+    return struct.pack("<HH", _ZIP64_FIELD, len(fields)) + fields if fields else b""
+
+
+def _central_entry_bytes(record: Record) -> int:
+    return _CENTRAL.size + len(record.name) + zip64_extra_bytes(record.size_bytes, record.header_offset_bytes)
+
+
+def central_directory(records: Sequence[Record], crcs: Sequence[int]) -> bytes:
+    """Encode the central directory and the end records: the commit mark inside the file, written last.
+
+    Args:
+        records: All records, in file order.
+        crcs: The CRC-32 of each record's data (0 without checksums), in the same order.
+    """
+    parts = []
+    for record, crc in zip(records, crcs, strict=True):
+        zip64 = _central_zip64(record)
+        size = min(record.size_bytes, ZIP32_LIMIT)
+        flags = _FLAG_UTF8 | (_FLAG_DESCRIPTOR if record.size_bytes else 0)
+        offset = min(record.header_offset_bytes, ZIP32_LIMIT)
+        parts.append(
+            _CENTRAL.pack(
+                _CENTRAL_MAGIC,
+                0,
+                0,
+                flags,
+                0,
+                0,
+                0,
+                crc,
+                size,
+                size,
+                len(record.name),
+                len(zip64),
+                0,
+                0,
+                0,
+                0,
+                offset,
+            )
+            + record.name
+            + zip64
+        )
+    directory = b"".join(parts)
+    offset = records[-1].end_offset_bytes
+    count = len(records)
+    zip64_end = _ZIP64_END.pack(
+        _ZIP64_END_MAGIC,
+        _ZIP64_END.size - 12,
+        _UNIX_MADE_BY,
+        _ZIP64_VERSION,
+        0,
+        0,
+        count,
+        count,
+        len(directory),
+        offset,
+    )
+    locator = _ZIP64_LOCATOR.pack(_ZIP64_LOCATOR_MAGIC, 0, offset + len(directory), 1)
+    count16 = min(count, 0xFFFF)
+    end = _END.pack(_END_MAGIC, 0, 0, count16, count16, min(len(directory), ZIP32_LIMIT), min(offset, ZIP32_LIMIT), 0)
+    return directory + zip64_end + locator + end
+
+
+def serialization_id(records: Sequence[Record], crcs: Sequence[int]) -> bytes:
+    """Return the 40 digits of `.data/serialization_id`: the same for the same names, sizes and CRCs.
+
+    torch only logs this value; ours is a digest, torch's a hash of names and a combined CRC.
+    """
+    digest = hashlib.sha256()
+    for record, crc in zip(records, crcs, strict=True):
+        digest.update(b"%s %d %d\n" % (record.name, record.size_bytes, crc))
+    return b"%040d" % (int.from_bytes(digest.digest(), "big") % 10**SERIALIZATION_ID_DIGITS)
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryEntry:
+    """One record as the central directory describes it, proven to lie inside the file and to overlap no other.
+
+    Attributes:
+        name: Name without the archive's prefix, such as `data/0`.
+        size_bytes: Length of the data.
+        crc: Recorded CRC-32; 0 also where the writer computed none.
+        header_offset_bytes: Where the local header starts.
+        data_offset_bytes: Where the data starts.
+    """
+
+    name: str
+    size_bytes: int
+    crc: int
+    header_offset_bytes: int
+    data_offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """A proven central directory: the archive's prefix and its entries by name, in directory order."""
+
+    prefix: str
+    entries: dict[str, DirectoryEntry]
+    offset_bytes: int
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the writer computed CRCs: with them, hardly every non-empty record has CRC 0."""
+        return any(entry.crc for entry in self.entries.values() if entry.size_bytes)
+
+
+def leading_header(entry: DirectoryEntry) -> bytes:
+    """Encode the fixed part of a local header that leads from `entry`'s header offset to its data.
+
+    Readers need nothing else of a local header: sizes and CRC come from the directory. How the distance is shared out
+    between name and extra fields does not matter to them.
+    """
+    distance_bytes = entry.data_offset_bytes - entry.header_offset_bytes - LOCAL_HEADER_BYTES
+    name_bytes = min(distance_bytes, 0xFFFF)
+    return _LOCAL.pack(LOCAL_HEADER_MAGIC, 0, 0, 0, 0, 0, 0, 0, 0, name_bytes, distance_bytes - name_bytes)
+
+
+ReadAt = Callable[[int, int], bytes]
+"""read_at(offset_bytes, size_bytes): exactly these bytes of the file, which the caller has proven to be inside it."""
+
+
+def read_directory(read_at: ReadAt, file_bytes: int, *, path: str) -> Directory:
+    """Parse and prove the central directory of a torch zip.
+
+    Local headers are read only where a record's place does not follow from the directory alone (a writer other than
+    torch), so that opening a file of ten thousand storages is not ten thousand reads.
+
+    Args:
+        read_at: Reads from the file.
+        file_bytes: Length of the file.
+        path: For messages.
+
+    Raises:
+        FormatError: No whole zip archive, or one whose records lie outside the file, overlap, or share a name.
+        UnsupportedError: A legal zip that torch.save did not write (compressed, encrypted, several disks): stock
+            torch.load may know what to do with it.
+    """
+    count, directory_bytes, directory_offset = _read_end(read_at, file_bytes, path)
+    if directory_offset + directory_bytes > file_bytes or count * _CENTRAL.size > directory_bytes:
+        raise FormatError("the central directory does not fit into the file", path=path, offset_bytes=directory_offset)
+    raw = _parse_entries(read_at(directory_offset, directory_bytes), count, directory_offset, path)
+    if not raw:
+        raise FormatError("the archive has no records", path=path)
+    prefix = raw[0].name.partition(b"/")[0]
+    _check_order(raw, directory_offset, path)
+    alignment = _storage_alignment(raw, prefix, read_at, directory_offset, path)
+    entries: dict[str, DirectoryEntry] = {}
+    ends = _ends(raw, directory_offset)
+    for entry in raw:
+        head, slash, name = entry.name.partition(b"/")
+        if not slash or head != prefix:
+            raise UnsupportedError(f"{path}: record {entry.name!r} is outside the archive folder {prefix!r}")
+        data_offset = _data_offset(entry, ends[entry.header_offset], alignment, read_at, path)
+        text = name.decode("utf-8", "surrogateescape")
+        if text in entries:
+            raise FormatError(f"record {text!r} occurs twice", path=path, offset_bytes=entry.header_offset)
+        entries[text] = DirectoryEntry(text, entry.size, entry.crc, entry.header_offset, data_offset)
+    return Directory(prefix.decode("utf-8", "surrogateescape"), entries, directory_offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _RawEntry:
+    name: bytes
+    size: int
+    crc: int
+    header_offset: int
+    has_descriptor: bool
+
+
+def _read_end(read_at: ReadAt, file_bytes: int, path: str) -> tuple[int, int, int]:
+    """Find the end records; return entry count, directory length and directory offset."""
+    tail_bytes = min(file_bytes, _END.size + _COMMENT_LIMIT_BYTES + _ZIP64_LOCATOR.size)
+    tail = read_at(file_bytes - tail_bytes, tail_bytes)
+    place = tail.rfind(_END_MAGIC)
+    while place >= 0:
+        end = tail[place : place + _END.size]
+        if len(end) == _END.size and place + _END.size + _END.unpack(end)[7] == tail_bytes:
+            break
+        place = tail.rfind(_END_MAGIC, 0, place)
+    if place < 0:
+        raise FormatError(
+            "there is no central directory at the end: the file is truncated, or its save never finished",
+            path=path,
+            offset_bytes=file_bytes,
+        )
+    _, disk, directory_disk, _, count, directory_bytes, directory_offset, _ = _END.unpack(end)
+    if disk or directory_disk:
+        raise UnsupportedError(f"{path}: a zip archive over several disks")
+    locator = tail[place - _ZIP64_LOCATOR.size : place] if place >= _ZIP64_LOCATOR.size else b""
+    if not locator.startswith(_ZIP64_LOCATOR_MAGIC):
+        return count, directory_bytes, directory_offset
+    zip64_offset = _ZIP64_LOCATOR.unpack(locator)[2]
+    if zip64_offset + _ZIP64_END.size > file_bytes:
+        raise FormatError("the zip64 end record lies outside the file", path=path, offset_bytes=zip64_offset)
+    magic, _, _, _, disk, directory_disk, _, count, directory_bytes, directory_offset = _ZIP64_END.unpack(
+        read_at(zip64_offset, _ZIP64_END.size)
+    )
+    if magic != _ZIP64_END_MAGIC:
+        raise FormatError("the zip64 end record is damaged", path=path, offset_bytes=zip64_offset)
+    if disk or directory_disk:
+        raise UnsupportedError(f"{path}: a zip archive over several disks")
+    return count, directory_bytes, directory_offset
+
+
+def _parse_entries(directory: bytes, count: int, directory_offset: int, path: str) -> list[_RawEntry]:
+    entries = []
+    cursor = 0
+    for _ in range(count):
+        if cursor + _CENTRAL.size > len(directory):
+            raise FormatError("the central directory is cut off", path=path, offset_bytes=directory_offset + cursor)
+        fields = _CENTRAL.unpack_from(directory, cursor)
+        (
+            magic,
+            _,
+            _,
+            flags,
+            method,
+            _,
+            _,
+            crc,
+            packed,
+            size,
+            name_len,
+            extra_len,
+            comment_len,
+            disk,
+            _,
+            _,
+            offset,
+        ) = fields
+        name_start = cursor + _CENTRAL.size
+        extra_start = name_start + name_len
+        end = extra_start + extra_len + comment_len
+        if magic != _CENTRAL_MAGIC or end > len(directory):
+            raise FormatError("the central directory is damaged", path=path, offset_bytes=directory_offset + cursor)
+        name = directory[name_start:extra_start]
+        if ZIP32_LIMIT in (packed, size, offset):
+            extra = directory[extra_start : extra_start + extra_len]
+            size, packed, offset = _zip64_values(extra, size, packed, offset, name, path, directory_offset + cursor)
+        if method != 0 or packed != size or flags & _FLAG_ENCRYPTED or disk:
+            raise UnsupportedError(f"{path}: record {name!r} is compressed, encrypted or on another disk")
+        entries.append(_RawEntry(name, size, crc, offset, bool(flags & _FLAG_DESCRIPTOR)))
+        cursor = end
+    return entries
+
+
+def _zip64_values(
+    extra: bytes, size: int, packed: int, offset: int, name: bytes, path: str, place: int
+) -> tuple[int, int, int]:
+    """Replace the values that say 0xFFFFFFFF by those of the zip64 extra field, which holds just these, in order."""
+    cursor = 0
+    while cursor + 4 <= len(extra):
+        field, length = struct.unpack_from("<HH", extra, cursor)
+        body = extra[cursor + 4 : cursor + 4 + length]
+        cursor += 4 + length
+        if field != _ZIP64_FIELD:
+            continue
+        values = [size, packed, offset]
+        at = 0
+        for i, value in enumerate(values):
+            if value != ZIP32_LIMIT:
+                continue
+            if at + 8 > len(body):
+                break
+            values[i] = int.from_bytes(body[at : at + 8], "little")
+            at += 8
+        else:
+            return values[0], values[1], values[2]
+        break
+    raise FormatError(f"record {name!r} lacks its 64-bit sizes", path=path, offset_bytes=place)
+
+
+def _check_order(entries: list[_RawEntry], directory_offset: int, path: str) -> None:
+    """Prove that records neither overlap nor reach into the directory."""
+    end = 0
+    for entry in sorted(entries, key=lambda entry: entry.header_offset):
+        least_end = entry.header_offset + LOCAL_HEADER_BYTES + len(entry.name) + entry.size
+        if entry.header_offset < end:
+            raise FormatError(f"record {entry.name!r} overlaps another", path=path, offset_bytes=entry.header_offset)
+        if least_end > directory_offset:
+            raise FormatError(
+                f"record {entry.name!r} reaches beyond the data", path=path, offset_bytes=entry.header_offset
+            )
+        end = least_end
+
+
+def _ends(entries: list[_RawEntry], directory_offset: int) -> dict[int, int]:
+    """For each record, by its header's offset: where the next header or the directory starts."""
+    offsets = sorted(entry.header_offset for entry in entries)
+    return dict(zip(offsets, [*offsets[1:], directory_offset], strict=True))
+
+
+def _storage_alignment(
+    entries: list[_RawEntry], prefix: bytes, read_at: ReadAt, directory_offset: int, path: str
+) -> int:
+    """Read the alignment that the writer recorded; torch's default where it recorded none."""
+    for entry in entries:
+        if entry.name == prefix + b"/.storage_alignment" and 0 < entry.size <= 5:
+            data_offset = _data_offset_from_header(entry, directory_offset, read_at, path)
+            text = read_at(data_offset, entry.size)
+            if text.isdigit() and 0 < int(text) <= 1 << 15:
+                return int(text)
+    return 64
+
+
+def _data_offset(entry: _RawEntry, end: int, alignment: int, read_at: ReadAt, path: str) -> int:
+    """Return where a record's data starts.
+
+    torch's writer leaves no freedom: with its alignment, the data starts at one place and the descriptor ends exactly
+    where the next header starts. When both hold, nothing needs to be read.
+    """
+    expected = place_record(entry.name, entry.size, entry.header_offset, alignment)
+    if expected.end_offset_bytes == end and entry.has_descriptor == bool(expected.descriptor_bytes):
+        return expected.data_offset_bytes
+    return _data_offset_from_header(entry, end, read_at, path)
+
+
+def _data_offset_from_header(entry: _RawEntry, end: int, read_at: ReadAt, path: str) -> int:
+    magic, *_, name_len, extra_len = _LOCAL.unpack(read_at(entry.header_offset, LOCAL_HEADER_BYTES))
+    data_offset: int = entry.header_offset + LOCAL_HEADER_BYTES + name_len + extra_len
+    if magic != LOCAL_HEADER_MAGIC:
+        raise FormatError(f"record {entry.name!r} has no local header", path=path, offset_bytes=entry.header_offset)
+    if data_offset + entry.size > end:
+        raise FormatError(f"record {entry.name!r} runs into the next one", path=path, offset_bytes=entry.header_offset)
+    return data_offset

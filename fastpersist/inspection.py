@@ -1,0 +1,237 @@
+"""What a checkpoint file holds and whether it is whole, without loading it and without running any of its code."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from fastpersist.errors import CorruptionError, UnsupportedError
+from fastpersist.formats.pickle_scan import DTYPE_ITEMSIZE_BYTES, iter_tensors
+from fastpersist.formats.safetensors import TORCH_NAMES
+from fastpersist.pipeline import Extents, Poll, read_extents
+from fastpersist.source import CheckpointSource
+
+__all__ = ["Damage", "Manifest", "TensorEntry", "VerifyReport", "inspect_source", "verify_source"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file.
+
+    Attributes:
+        name: Where it is in the object: `model.layer.weight`, `optimizer.state[0].exp_avg`.
+        dtype: torch's name of its dtype, such as "bfloat16".
+        shape: Its dimensions.
+        size_bytes: Bytes of its elements (a view of a larger storage counts only its own); 0 for an unknown dtype.
+        offset_bytes: Where its first element lies, from the file's start; None for one without data (meta).
+        record: The record that holds its storage, such as "data/0"; for safetensors its own name.
+        crc32: Recorded CRC-32 of that record, None without checksums.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    offset_bytes: int | None
+    record: str
+    crc32: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a file holds.
+
+    Attributes:
+        path: The file.
+        format: "torch_zip" or "safetensors".
+        size_bytes: Its length.
+        has_checksums: Whether CRCs were recorded.
+        tensors: Every tensor by name; one storage may hold several.
+        globals: What the pickle would import when loaded, as "module.name"; empty for safetensors.
+        metadata: The metadata of a safetensors header.
+    """
+
+    path: str
+    format: str
+    size_bytes: int
+    has_checksums: bool
+    tensors: tuple[TensorEntry, ...]
+    globals: tuple[str, ...] = ()
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is wrong with a file.
+
+    Attributes:
+        message: What, in one line.
+        tensors: The names of the tensors that it touches.
+        record: The record it is in, "" when the file's structure is damaged.
+        offset_bytes: Where, from the file's start; None when it has no place.
+    """
+
+    message: str
+    tensors: tuple[str, ...] = ()
+    record: str = ""
+    offset_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The result of reading a whole file.
+
+    Attributes:
+        path: The file.
+        damages: All that is wrong, empty when nothing is.
+        checked_bytes: Bytes whose CRC was compared.
+        has_checksums: False: the structure was checked, but there is nothing to compare the bytes with.
+    """
+
+    path: str
+    damages: tuple[Damage, ...]
+    checked_bytes: int
+    has_checksums: bool
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong with what could be checked."""
+        return not self.damages
+
+
+def inspect_source(source: CheckpointSource) -> Manifest:
+    """See `fastpersist.inspect`."""
+    if source.kind == "safetensors":
+        return _inspect_safetensors(source)
+    if source.kind == "torch_zip":
+        return _inspect_torch_zip(source)
+    raise UnsupportedError(f"{source.path}: {source.explain_unknown()}; there is nothing that could be listed")
+
+
+def _inspect_safetensors(source: CheckpointSource) -> Manifest:
+    header = source.header
+    tensors = tuple(
+        TensorEntry(
+            entry.name,
+            TORCH_NAMES.get(entry.dtype, entry.dtype),
+            entry.shape,
+            entry.size_bytes,
+            entry.offset_bytes,
+            entry.name,
+            entry.crc,
+        )
+        for entry in header.entries
+    )
+    has_checksums = bool(tensors) and all(tensor.crc32 is not None for tensor in tensors)
+    return Manifest(
+        source.path, "safetensors", source.size_bytes, has_checksums, tensors, metadata=dict(header.metadata)
+    )
+
+
+def _inspect_torch_zip(source: CheckpointSource) -> Manifest:
+    entries = source.directory.entries
+    has_checksums = source.directory.has_checksums
+    tensors = []
+    for name, tensor in iter_tensors(source.scan.root):
+        storage = tensor.storage
+        record = "" if storage is None else f"data/{storage.key}"
+        entry = entries.get(record)
+        itemsize = DTYPE_ITEMSIZE_BYTES.get(tensor.dtype, 0)  # a dtype that is newer than this table
+        size_bytes = math.prod(tensor.shape) * itemsize
+        offset_bytes = crc = None
+        if entry is not None:
+            offset_bytes = entry.data_offset_bytes + tensor.storage_offset * itemsize
+            crc = entry.crc if has_checksums else None
+        tensors.append(TensorEntry(name, tensor.dtype, tensor.shape, size_bytes, offset_bytes, record, crc))
+    return Manifest(
+        source.path,
+        "torch_zip",
+        source.size_bytes,
+        has_checksums,
+        tuple(tensors),
+        globals=source.scan.globals,
+    )
+
+
+def verify_source(source: CheckpointSource, *, engine: str, poll: Poll | None) -> VerifyReport:
+    """See `fastpersist.verify`."""
+    try:
+        if source.kind == "safetensors":
+            return _verify_safetensors(source, engine, poll)
+        if source.kind == "torch_zip":
+            return _verify_torch_zip(source, engine, poll)
+    except CorruptionError as error:
+        return VerifyReport(source.path, (Damage(error.message, offset_bytes=error.offset_bytes),), 0, False)
+    except UnsupportedError as error:
+        return VerifyReport(source.path, (Damage(f"it cannot be checked: {error}"),), 0, False)
+    return VerifyReport(source.path, (Damage(source.explain_unknown(), offset_bytes=0),), 0, False)
+
+
+def _verify_safetensors(source: CheckpointSource, engine: str, poll: Poll | None) -> VerifyReport:
+    entries = [entry for entry in source.header.entries if entry.crc is not None]
+    extents = Extents()
+    for entry in entries:
+        extents.add_checked(entry.offset_bytes, entry.size_bytes)
+    crcs = read_extents(source.fd, source.path, extents, engine=engine, poll=poll).crcs
+    damages = tuple(
+        Damage(_mismatch(entry.name, crc, entry.crc or 0), (entry.name,), entry.name, entry.offset_bytes)
+        for entry, crc in zip(entries, crcs, strict=True)
+        if crc != entry.crc
+    )
+    checked_bytes = sum(entry.size_bytes for entry in entries)
+    return VerifyReport(source.path, damages, checked_bytes, bool(entries))
+
+
+def _verify_torch_zip(source: CheckpointSource, engine: str, poll: Poll | None) -> VerifyReport:
+    damages = []
+    try:
+        # Also proves that every storage that the pickle asks for is there in full.
+        for reference in {reference.key: reference for reference in source.references}.values():
+            entry = source.directory.entries.get(f"data/{reference.key}")
+            if entry is None or entry.size_bytes != reference.size_bytes:
+                names = tuple(source.tensor_names([reference.key])[reference.key])
+                found = "missing" if entry is None else f"{entry.size_bytes} bytes long, not {reference.size_bytes}"
+                damages.append(Damage(f"storage {reference.key} is {found}", names, f"data/{reference.key}"))
+    except CorruptionError as error:
+        damages.append(Damage(error.message, record="data.pkl", offset_bytes=error.offset_bytes))
+    except UnsupportedError:
+        pass  # a pickle that only its own loader understands; its bytes are checked all the same
+    if not source.directory.has_checksums:
+        return VerifyReport(source.path, tuple(damages), 0, False)
+
+    entries = list(source.directory.entries.values())
+    extents = Extents()
+    for entry in entries:
+        extents.add_checked(entry.data_offset_bytes, entry.size_bytes)
+    crcs = read_extents(source.fd, source.path, extents, engine=engine, poll=poll).crcs
+    bad = {entry.name: (entry, crc) for entry, crc in zip(entries, crcs, strict=True) if crc != entry.crc}
+    names_by_key: dict[str, list[str]] = {}
+    if bad and "data.pkl" not in bad:
+        try:
+            names_by_key = source.tensor_names([name.removeprefix("data/") for name in bad])
+        except (CorruptionError, UnsupportedError):
+            pass  # the damage is reported by record instead
+    for name, (entry, crc) in bad.items():
+        tensors = tuple(names_by_key.get(name.removeprefix("data/"), ()))
+        message = _mismatch(", ".join(tensors) or f"record {name}", crc, entry.crc)
+        damages.append(Damage(message, tensors, name, entry.data_offset_bytes))
+    # Nothing else in the file is covered by a CRC: headers and padding. What they say was proven with the directory.
+    _check_local_headers(source, damages)
+    return VerifyReport(source.path, tuple(damages), sum(entry.size_bytes for entry in entries), True)
+
+
+def _check_local_headers(source: CheckpointSource, damages: list[Damage]) -> None:
+    """Other readers find records through their local headers: each must lead to the same bytes."""
+    for entry in source.directory.entries.values():
+        header = source.read_at(entry.header_offset_bytes, 30)
+        name_bytes = int.from_bytes(header[26:28], "little")
+        extra_bytes = int.from_bytes(header[28:30], "little")
+        leads_to = entry.header_offset_bytes + 30 + name_bytes + extra_bytes
+        if not header.startswith(b"PK\x03\x04") or leads_to != entry.data_offset_bytes:
+            damages.append(
+                Damage(f"the header of record {entry.name} is damaged", (), entry.name, entry.header_offset_bytes)
+            )
+
+
+def _mismatch(what: str, found: int, expected: int) -> str:
+    return f"the bytes of {what} are damaged: their CRC is {found:08x}, not {expected:08x}"

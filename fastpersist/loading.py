@@ -1,0 +1,434 @@
+"""Fill first, unpickle last: a file → the object that was saved.
+
+1. Prove the directory, scan the pickle: which storages, how large, where, on which device.
+2. Allocate every destination and let the reader fill all of them, CRCs in the same pass where asked for.
+3. Let stock torch.load build the object. Its `map_location` is a dictionary of ours whose answer for the n-th storage
+   is a name that only our registered deserializer knows; it hands out the filled storage. torch's own reads of
+   storage bytes meet a file object that passes over them. So all code that runs while unpickling sees true bytes, and
+   a torch.load that such code calls itself is not touched: it neither has our dictionary nor our file.
+
+What this way cannot do goes to stock torch.load as it stands, and the log says why: callable map_location, meta and
+fake loads, byte-swapped, legacy and TorchScript files, and whenever pickle and directory disagree.
+"""
+
+from __future__ import annotations
+
+import _compat_pickle
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import IO, Any, TypeAlias, cast
+
+import torch
+
+from fastpersist import _native
+from fastpersist.errors import ChecksumError, FormatError, InternalError, UnsupportedError
+from fastpersist.formats import safetensors as safetensors_format
+from fastpersist.formats.pickle_scan import StorageReference
+from fastpersist.pipeline import Extents, Poll, read_extents
+from fastpersist.source import CheckpointSource, SkippingFile
+
+__all__ = ["MapLocation", "load_checkpoint", "read_safetensors", "unpickle_with"]
+
+_log = logging.getLogger("fastpersist")
+
+MapLocation: TypeAlias = Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None
+
+# --------------------------------------------------------------------------------------------- stock torch.load
+
+_LOAD_PRIORITY = -7_310_000
+"""Of our deserializer in torch's registry: before all others, since it answers only to names of ours."""
+
+_TOKEN_PREFIX = "fastpersist-storage:"
+_running: dict[str, _StorageSupply] = {}
+_load_numbers = itertools.count()
+_register_guard = threading.Lock()
+_registered = False
+
+
+class _StorageSupply(dict[str, str]):
+    """The map_location of one load of ours: hands out filled storages in the order in which torch asks.
+
+    A dict, because torch asks a dict once per storage and passes everything else on. Its `get` is called with a
+    location (text) for a storage, and with a torch.device for a wrapper subclass that has no storage of its own.
+    """
+
+    def __init__(
+        self,
+        asks: list[tuple[StorageReference, torch.UntypedStorage, int]],
+        wanted: MapLocation,
+        file: SkippingFile,
+    ) -> None:
+        super().__init__()
+        self._asks = iter(asks)
+        self._wanted = wanted
+        self._file = file
+        self._token = f"{_TOKEN_PREFIX}{next(_load_numbers)}"
+        self._next: torch.UntypedStorage | None = None
+
+    def get(self, location: Any, default: Any = None) -> Any:
+        if not isinstance(location, str):
+            return mapped_location(self._wanted, location)
+        reference, storage, offset_bytes = next(self._asks, (None, None, -1))
+        if reference is None or reference.location != location:
+            raise InternalError("torch.load asked for a storage that the scan of the pickle did not find")
+        if storage is not None and storage.nbytes() and self._file.skipped_offset_bytes != offset_bytes:
+            raise FormatError(
+                f"the directory and the header of storage {reference.key} disagree on where it lies",
+                path=self._file.path,
+                offset_bytes=offset_bytes,
+            )
+        self._next = storage
+        return self._token
+
+    def take(self) -> torch.UntypedStorage:
+        storage, self._next = self._next, None
+        if storage is None:
+            raise InternalError("torch.load asked twice for one storage")
+        return storage
+
+    def __enter__(self) -> _StorageSupply:
+        _register()
+        _running[self._token] = self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        del _running[self._token]
+
+
+def _tag(storage: object) -> None:
+    """Tag nothing: our entry in the registry is for loading only."""
+
+
+def _hand_out(storage: object, location: str) -> torch.UntypedStorage | None:
+    supply = _running.get(location) if location.startswith(_TOKEN_PREFIX) else None
+    return None if supply is None else supply.take()
+
+
+def _register() -> None:
+    global _registered
+    with _register_guard:
+        if not _registered:
+            torch.serialization.register_package(_LOAD_PRIORITY, _tag, _hand_out)
+            _registered = True
+
+
+def mapped_location(wanted: MapLocation, location: Any) -> Any:
+    """Apply a map_location that is no callable to a location, as torch does."""
+    if wanted is None:
+        return location
+    if isinstance(wanted, dict):
+        return wanted.get(location, location)
+    return str(wanted) if isinstance(wanted, torch.device) else wanted
+
+
+def unpickle_with(
+    source: CheckpointSource,
+    storages: Mapping[str, torch.UntypedStorage],
+    *,
+    map_location: MapLocation,
+    weights_only: bool,
+) -> Any:
+    """Build the object of a torch zip around storages that are there already.
+
+    Args:
+        source: The file; its small records are read, its storages are not.
+        storages: By key: what the object's tensors shall view.
+        map_location: What wrapper subclasses without storage of their own are told; not a callable.
+        weights_only: As in torch.load.
+
+    Raises:
+        Exception: What torch.load raises.
+    """
+    entries = source.directory.entries
+    offsets = {key: entries[f"data/{key}"].data_offset_bytes for key in storages}
+    file = SkippingFile(source, (entries[f"data/{key}"] for key in storages))
+    asks: list[tuple[StorageReference, torch.UntypedStorage, int]] = []
+    seen: set[str] = set()
+    for reference in source.references:
+        storage = storages[reference.key]
+        # torch remembers a storage by its key unless it has no address, and then asks again at every use.
+        if reference.key not in seen:
+            asks.append((reference, storage, offsets[reference.key]))
+            if storage.data_ptr() if storage.device.type != "meta" else 0:
+                seen.add(reference.key)
+    with _StorageSupply(asks, map_location, file) as supply:
+        opened = cast(IO[bytes], file)  # a raw reader has all that torch.load calls
+        return torch.load(opened, map_location=supply, weights_only=weights_only, mmap=False)
+
+
+# --------------------------------------------------------------------------------------------- which way
+
+
+@dataclass(frozen=True, slots=True)
+class _StorageToFill:
+    entry_offset_bytes: int
+    size_bytes: int
+    crc: int
+    device: torch.device
+
+
+def _why_stock(source: CheckpointSource, map_location: MapLocation, weights_only: bool) -> str | None:
+    """Say why a torch zip must be loaded by stock torch.load, None when it need not be."""
+    if callable(map_location):
+        return "map_location is a callable"
+    if torch._guards.detect_fake_mode(None) is not None:
+        return "a FakeTensorMode is active"
+    if torch.serialization._serialization_tls.skip_data:
+        return "skip_data() is active"
+    if "constants.pkl" in source.directory.entries:
+        return "it is a TorchScript archive"
+    if source.is_byte_swapped():
+        return "it was written on a machine of the other byte order"
+    if "torch._utils._rebuild_device_tensor_from_numpy" in source.scan.globals:
+        return "it holds tensors of a device whose bytes are inside the pickle"
+    if weights_only and not _all_allowed(source.scan.globals):
+        return "it names globals that weights_only=True does not allow"
+    return None
+
+
+def _all_allowed(global_names: tuple[str, ...]) -> bool:
+    """Tell whether weights_only=True would go on past every global; if not, torch's own error is wanted, and soon.
+
+    Only an early look: torch checks for itself when it unpickles.
+    """
+    unpickler = torch._weights_only_unpickler
+    allowed = {*unpickler._get_allowed_globals(), *unpickler._get_user_allowed_globals()}
+    return all(name in allowed or "Storage" in name or _python3_name(name) in allowed for name in global_names)
+
+
+def _python3_name(name: str) -> str:
+    """Translate the Python 2 spelling that protocol 2 uses, such as __builtin__.set."""
+    module, _, attribute = name.rpartition(".")
+    module, attribute = _compat_pickle.NAME_MAPPING.get(
+        (module, attribute), (_compat_pickle.IMPORT_MAPPING.get(module, module), attribute)
+    )
+    return f"{module}.{attribute}"
+
+
+def _device_for(location: str) -> torch.device | None:
+    """Return the device that torch would restore to, None where stock torch.load shall decide or complain."""
+    if location == "cpu":
+        return torch.device("cpu")
+    try:
+        device = torch.device(location)
+    except RuntimeError:
+        return None
+    if device.type == "cpu" or not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return None
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return torch.device(device.type, index) if index < torch.accelerator.device_count() else None
+
+
+def _storages_to_fill(source: CheckpointSource, map_location: MapLocation) -> dict[str, _StorageToFill] | str:
+    """Say which storages there are and where they go; or, in a sentence, why stock torch.load must do it."""
+    wanted: dict[str, _StorageToFill] = {}
+    devices: dict[str, torch.device | None] = {}
+    entries = source.directory.entries
+    for reference in source.references:
+        entry = entries.get(f"data/{reference.key}")
+        if entry is None or entry.size_bytes != reference.size_bytes:
+            return f"pickle and directory disagree on storage {reference.key}"
+        if reference.location not in devices:
+            location = mapped_location(map_location, reference.location)
+            devices[reference.location] = _device_for(location.decode() if isinstance(location, bytes) else location)
+        device = devices[reference.location]
+        if device is None:
+            return f"storage {reference.key} goes from {reference.location!r} to a device that is torch's to judge"
+        known = wanted.setdefault(
+            reference.key, _StorageToFill(entry.data_offset_bytes, entry.size_bytes, entry.crc, device)
+        )
+        if known.device != device:
+            return f"storage {reference.key} has two locations"
+    return wanted
+
+
+# --------------------------------------------------------------------------------------------- loading
+
+
+def load_checkpoint(
+    source: CheckpointSource,
+    *,
+    map_location: MapLocation,
+    weights_only: bool,
+    verify: bool,
+    engine: str,
+    poll: Poll | None,
+) -> Any:
+    """Load what a checkpoint file holds; see `fastpersist.load`."""
+    if source.kind == "safetensors":
+        return read_safetensors(source, map_location=map_location, verify=verify, engine=engine, poll=poll)
+    if source.kind != "torch_zip":
+        if verify:
+            raise UnsupportedError(f"{source.path}: {source.explain_unknown()}, so there are no checksums to verify")
+        if source.is_regular and (source.size_bytes == 0 or "zeros" in source.explain_unknown()):
+            raise FormatError(source.explain_unknown(), path=source.path)
+        return _load_stock(source, source.explain_unknown(), map_location, weights_only)
+    try:
+        why_stock = _why_stock(source, map_location, weights_only)
+        wanted = why_stock or _storages_to_fill(source, map_location)
+    except UnsupportedError as error:
+        wanted = str(error)
+    if isinstance(wanted, str):
+        if verify:
+            require_checksums(source)
+            check_records(source, list(source.directory.entries), engine=engine, poll=poll)
+        return _load_stock(source, wanted, map_location, weights_only)
+
+    storages = {key: new_storage(item.size_bytes, item.device) for key, item in wanted.items()}
+    _fill(source, wanted, storages, verify=verify, engine=engine, poll=poll)
+    return unpickle_with(source, storages, map_location=map_location, weights_only=weights_only)
+
+
+def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Allocate a storage whose bytes are about to be filled."""
+    storage: torch.UntypedStorage = torch.UntypedStorage(size_bytes, device=device)
+    if device.type == "cpu":
+        _native.advise_huge_pages(storage.data_ptr(), size_bytes)
+    return storage
+
+
+def _load_stock(source: CheckpointSource, why: str, map_location: MapLocation, weights_only: bool) -> Any:
+    _log.info("stock torch.load reads %s: %s", source.path, why)
+    with open(source.path, "rb") as file:
+        return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+
+
+def _fill(
+    source: CheckpointSource,
+    wanted: dict[str, _StorageToFill],
+    storages: dict[str, torch.UntypedStorage],
+    *,
+    verify: bool,
+    engine: str,
+    poll: Poll | None,
+) -> None:
+    if verify:
+        require_checksums(source)
+        check_small_records(source)
+    extents = Extents()
+    indexes = {}
+    for key, item in wanted.items():
+        indexes[key] = extents.add_storage(item.entry_offset_bytes, storages[key], with_crc=verify)
+    crcs = read_extents(source.fd, source.path, extents, engine=engine, poll=poll).crcs
+    if verify:
+        damaged = [key for key, item in wanted.items() if crcs[indexes[key]] != item.crc]
+        if damaged:
+            first = damaged[0]
+            raise checksum_error(source, first, wanted[first].crc, crcs[indexes[first]], len(damaged))
+
+
+def read_safetensors(
+    source: CheckpointSource, *, map_location: MapLocation, verify: bool, engine: str, poll: Poll | None
+) -> dict[str, torch.Tensor]:
+    """Load a safetensors file: a dict of contiguous tensors, in the order of the data."""
+    if callable(map_location) or isinstance(map_location, dict):
+        raise UnsupportedError(
+            f"{source.path}: a safetensors file records no devices; map_location must be a device, not "
+            f"{type(map_location).__name__}"
+        )
+    device = torch.device("cpu" if map_location is None else map_location)
+    header = source.header
+    if verify:
+        require_checksums(source)
+    extents = Extents()
+    tensors = {}
+    for entry in header.entries:
+        tensor = torch.empty(entry.shape, dtype=torch_dtype(entry, source.path), device=device)
+        tensors[entry.name] = tensor
+        if device.type == "cpu":
+            _native.advise_huge_pages(tensor.data_ptr(), entry.size_bytes)
+        if device.type != "meta":
+            extents.add_storage(entry.offset_bytes, tensor.untyped_storage(), with_crc=verify)
+    crcs = read_extents(source.fd, source.path, extents, engine=engine, poll=poll).crcs
+    if verify:
+        for entry, crc in zip(header.entries, crcs, strict=True):
+            if crc != entry.crc:
+                raise _damaged(source, [entry.name], entry.offset_bytes, entry.crc or 0, crc, 1)
+    return tensors
+
+
+def torch_dtype(entry: safetensors_format.Entry, path: str) -> torch.dtype:
+    """Return the torch dtype of a safetensors entry.
+
+    Raises:
+        UnsupportedError: This torch has none.
+    """
+    dtype = getattr(torch, safetensors_format.TORCH_NAMES.get(entry.dtype, ""), None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(f"{path}: tensor {entry.name!r} has dtype {entry.dtype}, which this torch lacks")
+    return dtype
+
+
+# --------------------------------------------------------------------------------------------- checksums
+
+
+def require_checksums(source: CheckpointSource) -> None:
+    """Refuse to verify what was saved without checksums: silence would look like success."""
+    if source.kind == "safetensors":
+        has_checksums = all(entry.crc is not None for entry in source.header.entries)
+    else:
+        has_checksums = source.directory.has_checksums
+    if not has_checksums:
+        raise UnsupportedError(f"{source.path} was saved without checksums: there is nothing to verify it against")
+
+
+def check_small_records(source: CheckpointSource) -> None:
+    """Check the CRC of every record of a torch zip that is no storage.
+
+    Raises:
+        ChecksumError: One differs.
+    """
+    for entry in source.directory.entries.values():
+        if not entry.name.startswith("data/"):
+            crc = _native.crc32(source.read_at(entry.data_offset_bytes, entry.size_bytes))
+            if crc != entry.crc:
+                raise ChecksumError(
+                    f"record {entry.name} is damaged: its CRC is {crc:08x}, not {entry.crc:08x}",
+                    path=source.path,
+                    offset_bytes=entry.data_offset_bytes,
+                )
+
+
+def check_records(source: CheckpointSource, names: list[str], *, engine: str, poll: Poll | None) -> None:
+    """Check the CRCs of records of a torch zip without keeping their bytes.
+
+    Raises:
+        ChecksumError: One differs.
+    """
+    entries = [source.directory.entries[name] for name in names]
+    extents = Extents()
+    for entry in entries:
+        extents.add_checked(entry.data_offset_bytes, entry.size_bytes)
+    crcs = read_extents(source.fd, source.path, extents, engine=engine, poll=poll).crcs
+    for entry, crc in zip(entries, crcs, strict=True):
+        if crc != entry.crc:
+            raise checksum_error(source, entry.name.removeprefix("data/"), entry.crc, crc, 1)
+
+
+def checksum_error(source: CheckpointSource, key: str, expected: int, found: int, count: int) -> ChecksumError:
+    """Say which tensors a damaged storage holds and where it lies."""
+    entry = source.directory.entries.get(f"data/{key}") or source.directory.entries[key]
+    try:
+        names = source.tensor_names([key])[key]
+    except (FormatError, UnsupportedError):
+        names = []
+    return _damaged(source, names or [entry.name], entry.data_offset_bytes, expected, found, count)
+
+
+def _damaged(
+    source: CheckpointSource, names: list[str], offset_bytes: int, expected: int, found: int, count: int
+) -> ChecksumError:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    others = f"; {count - 1} more damaged storages" if count > 1 else ""
+    return ChecksumError(
+        f"the bytes of {shown} are damaged: their CRC is {found:08x}, not {expected:08x}{others}",
+        path=os.fspath(source.path),
+        offset_bytes=offset_bytes,
+    )

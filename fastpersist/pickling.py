@@ -1,0 +1,112 @@
+"""Object → skeleton + storages. The only room that pickles.
+
+The pickler is the standard one with torch's persistent ids: a storage becomes ("storage", class, key, location, numel)
+and its bytes are left out, everything else takes its own `__reduce__`. So parameters, views, quantized, sparse and
+nested tensors, subclasses and DTensors come out as torch.save writes them, and the bytes of the pickle are the same.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["PICKLE_PROTOCOL", "Skeleton", "pickle_skeleton"]
+
+PICKLE_PROTOCOL = 2
+"""What torch.save writes and torch.load(weights_only=True) reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """An object without the bytes of its storages.
+
+    Attributes:
+        pickle: The pickle, protocol 2, with persistent ids in place of storages.
+        storages: Each storage once, in the order the pickler met them; its index is its key in the file.
+    """
+
+    pickle: bytes
+    storages: list[torch.UntypedStorage]
+
+
+class _SkeletonPickler(pickle.Pickler):
+    """Replaces storages by persistent ids and collects them."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=PICKLE_PROTOCOL)
+        self.storages: list[torch.UntypedStorage] = []
+        self._keys: dict[int, str] = {}
+        self._dtype_at: dict[int, torch.dtype] = {}
+        self._class_by_dtype: dict[torch.dtype, type] = {}
+        # Unless somebody registered a tagger that comes before torch's own (10 and up), host memory is tagged "cpu".
+        registry = torch.serialization._package_registry
+        self._cpu_is_plain = all(entry[0] >= 10 or entry[1].__module__ == "fastpersist.loading" for entry in registry)
+        # Called for every object in the tree, so the answer "no storage" must be one dictionary look-up.
+        self._is_storage: dict[type, bool] = {}
+
+    def persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
+        kind = type(obj)
+        is_storage = self._is_storage.get(kind)
+        if is_storage is None:
+            is_storage = issubclass(kind, torch.storage.TypedStorage) or torch.is_storage(obj)
+            self._is_storage[kind] = is_storage
+        return self._storage_id(obj) if is_storage else None
+
+    def _storage_id(self, obj: object) -> tuple[str, type, str, str, int]:
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage = obj._untyped_storage
+            dtype = obj.dtype
+            storage_class = self._class_of(obj)
+            numel = storage.nbytes() // dtype.itemsize
+        else:
+            storage = obj  # type: ignore[assignment]
+            dtype = torch.uint8
+            storage_class = torch.serialization.normalize_storage_type(type(obj))
+            numel = storage.nbytes()
+        self._check_dtype(storage, dtype)
+        key = self._keys.get(storage._cdata)
+        if key is None:
+            key = self._keys[storage._cdata] = str(len(self.storages))
+            self.storages.append(storage)
+        fake_device = getattr(obj, "_fake_device", None)
+        location = self._location_of(storage) if fake_device is None else str(fake_device)
+        return ("storage", storage_class, key, location, numel)
+
+    def _class_of(self, typed: torch.storage.TypedStorage) -> type:
+        """Return the class that stands for a dtype in the pickle, such as torch.FloatStorage."""
+        found = self._class_by_dtype.get(typed.dtype)
+        if found is None:
+            found = self._class_by_dtype[typed.dtype] = getattr(torch, typed._pickle_storage_type())
+        return found
+
+    def _location_of(self, storage: torch.UntypedStorage) -> str:
+        if self._cpu_is_plain and storage.device.type == "cpu":
+            return "cpu"
+        return str(torch.serialization.location_tag(storage))
+
+    def _check_dtype(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        """Refuse one memory under two dtypes, with torch's words: its readers could not tell them apart."""
+        if storage.device.type == "meta":
+            return
+        address = storage.data_ptr()
+        if address and self._dtype_at.setdefault(address, dtype) != dtype:
+            raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
+
+
+def pickle_skeleton(obj: object) -> Skeleton:
+    """Pickle an object as torch.save does, without the bytes of its storages.
+
+    Returns:
+        The pickle and the storages it names. The storages are the live ones, not copies.
+
+    Raises:
+        RuntimeError: Tensors view the same data as different dtypes; torch.save refuses that too.
+        Exception: What a `__reduce__` of the object raises goes through.
+    """
+    file = io.BytesIO()
+    pickler = _SkeletonPickler(file)
+    pickler.dump(obj)
+    return Skeleton(file.getvalue(), pickler.storages)

@@ -1,0 +1,399 @@
+"""The Python face of the native writer, reader and engines: open them, feed them, probe them, say which one ran.
+
+Tensor memory crosses into the native module as address and length; the objects here keep the tensors alive for as long
+as the native side may look. What is not host memory is copied in ring-sized pieces by torch, through hooks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fastpersist import _native
+from fastpersist.config import BLOCK_BYTES, config
+from fastpersist.errors import ConfigError, FastPersistError, StorageError
+from fastpersist.filesystem import storage_errors
+
+__all__ = [
+    "EngineProbe",
+    "Extents",
+    "Pieces",
+    "Writer",
+    "byte_tensor",
+    "engine_ladder",
+    "engines",
+    "read_extents",
+]
+
+_log = logging.getLogger("fastpersist")
+
+AUTO_LADDER = ("uring", "libaio", "threads", "threads-buffered")
+"""What engine="auto" tries, best first."""
+
+Poll = Callable[[int], None]
+"""Called about every 50 ms with the bytes done so far; what it raises stops the transfer."""
+
+# Where direct I/O is refused, pointless or slower than the page cache, by the type number that statfs gives.
+_BUFFERED_FILESYSTEMS = {
+    0x01021994: "tmpfs",
+    0x858458F6: "ramfs",
+    0x6969: "nfs",
+    0xFF534D42: "cifs",
+    0xFE534D42: "smb",
+    0x0BD00BD0: "lustre",
+    0x47504653: "gpfs",
+    0x00C36400: "ceph",
+    0x19830326: "beegfs",
+    0x65735546: "fuse",
+    0x01021997: "9p",
+}
+
+# ------------------------------------------------------------------------------------------------------- engines
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProbe:
+    """Whether an engine works in a directory, found by doing one real write and read there.
+
+    Attributes:
+        name: Engine name, as the `engine=` arguments take it.
+        usable: It wrote a block and read the same bytes back.
+        why_not: The reason in one sentence when not usable, else an empty string.
+    """
+
+    name: str
+    usable: bool
+    why_not: str
+
+
+def engines(directory: str | os.PathLike[str] = ".") -> list[EngineProbe]:
+    """Probe every engine by one real write and read of a block in `directory`.
+
+    Args:
+        directory: An existing directory on the file system in question.
+
+    Returns:
+        One probe per engine that moves data, best first.
+
+    Raises:
+        StorageError: No file could be made in the directory, so nothing can be said of any engine.
+
+    Thread safety: any thread.
+    """
+    path = os.path.join(os.fspath(directory), f".fastpersist-probe-{secrets.token_hex(8)}")
+    with storage_errors("creating", path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.unlink(path)
+        return [_probe(fd, path, name) for name in _native.engine_names() if name != "null"]
+    finally:
+        os.close(fd)
+
+
+def _probe(fd: int, path: str, name: str) -> EngineProbe:
+    with mmap.mmap(-1, 2 * BLOCK_BYTES) as memory:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        pattern = secrets.token_bytes(BLOCK_BYTES)
+        memory[:BLOCK_BYTES] = pattern
+        try:
+            for write, target in ((True, address), (False, address + BLOCK_BYTES)):
+                _native.run_requests(fd, path, [name], [(write, 0, target, BLOCK_BYTES)], queue_depth=1)
+        except FastPersistError as error:
+            return EngineProbe(name, False, str(error))
+        if memory[BLOCK_BYTES:] != pattern:
+            return EngineProbe(name, False, "it read back other bytes than it wrote")
+        return EngineProbe(name, True, "")
+
+
+def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[str]:
+    """Return the engines to try for a file, best first; one name alone never falls back.
+
+    Args:
+        engine: What the caller asked for; "auto" is what FASTPERSIST_ENGINE says, by default the ladder.
+        fd: The open file, whose file system decides whether direct I/O is tried.
+        for_reading: A file that is mostly in the page cache is then read from there.
+
+    Raises:
+        ConfigError: Unknown engine name.
+    """
+    if engine == "auto":
+        engine = config().engine
+    if engine != "auto":
+        known = _native.engine_names()
+        if engine.removeprefix("fault:") not in known:
+            raise ConfigError(f"there is no engine {engine!r}; known are auto, {', '.join(known)}")
+        return [engine]
+    if _native.filesystem_type(fd) in _BUFFERED_FILESYSTEMS:
+        return ["threads-buffered"]
+    if for_reading and 2 * _native.cached_bytes(fd) > os.fstat(fd).st_size:
+        return ["threads-buffered"]
+    return list(AUTO_LADDER)
+
+
+_announced: set[tuple[str, str]] = set()
+_announce_guard = threading.Lock()
+
+
+def announce_engine(path: str, wanted: str, used: str, left: Sequence[str]) -> None:
+    """Log which rung of the ladder a transfer took and why not the others: once per engine and reasons."""
+    key = (used, "; ".join(left))
+    with _announce_guard:
+        if wanted != "auto" or key in _announced:
+            return
+        _announced.add(key)
+    reasons = "".join(f"; not {reason}" for reason in left)
+    _log.log(logging.WARNING if left else logging.INFO, "engine %s for %s%s", used, path, reasons)
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+def byte_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
+    """View a storage as a uint8 tensor of shape [nbytes], on its own device, without a copy."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def host_tensor(address: int, size_bytes: int) -> torch.Tensor:
+    """View host memory that somebody else owns as a uint8 tensor of shape [size_bytes]."""
+    return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
+
+
+def is_host_memory(storage: torch.UntypedStorage) -> bool:
+    """Tell whether the native side can read the storage's bytes at its address."""
+    return storage.device.type == "cpu"
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+class Pieces:
+    """What to write next, in order. Keeps the storages alive until it is dropped."""
+
+    def __init__(self) -> None:
+        self.native = _native.PieceList()
+        self.pulled: list[torch.Tensor] = []
+        self._kept: list[torch.UntypedStorage] = []
+
+    def add_bytes(self, data: bytes) -> None:
+        """Add literal bytes."""
+        self.native.add_bytes(data)
+
+    def add_crc(self, crc_slot: int) -> None:
+        """Add the four little-endian bytes of a slot's CRC, as it is when they are reached."""
+        self.native.add_crc(crc_slot)
+
+    def add_storage(
+        self,
+        storage: torch.UntypedStorage,
+        crc_slot: int | None,
+        *,
+        offset_bytes: int = 0,
+        size_bytes: int | None = None,
+    ) -> None:
+        """Add bytes of a storage on any device.
+
+        Args:
+            storage: Kept alive until this object is dropped.
+            crc_slot: Where the CRC of these bytes goes; None for no CRC.
+            offset_bytes: First byte, in the storage.
+            size_bytes: How many; None for all from there.
+        """
+        if size_bytes is None:
+            size_bytes = storage.nbytes() - offset_bytes
+        slot = _native.NO_CRC if crc_slot is None else crc_slot
+        if is_host_memory(storage):
+            self._kept.append(storage)
+            self.native.add_memory(storage.data_ptr() + offset_bytes, size_bytes, slot)
+        else:
+            self.native.add_pulled(len(self.pulled), size_bytes, slot)
+            self.pulled.append(byte_tensor(storage)[offset_bytes : offset_bytes + size_bytes])
+
+
+class Writer:
+    """Writes pieces to an open file. One owner thread; a context manager that gives everything back.
+
+    Args:
+        fd: Open for reading and writing; stays the caller's.
+        path: For messages.
+        engine: Engine name or "auto".
+        poll: See `Poll`.
+
+    Raises:
+        ConfigError, UnsupportedError: Unknown or unusable engine.
+        StorageError: No memory for the ring.
+    """
+
+    def __init__(self, fd: int, path: str, *, engine: str = "auto", poll: Poll | None = None) -> None:
+        self._path = path
+        self._wanted = engine
+        self._pulled: list[torch.Tensor] = []
+        self._native = _native.FileWriter(_options(fd, path, engine_ladder(engine, fd)), pull=self._pull, poll=poll)
+
+    def append(self, pieces: Pieces) -> None:
+        """Write pieces behind what is there; returns when their bytes have been copied, not when they are on disk."""
+        self._pulled = pieces.pulled
+        self._native.append(pieces.native)
+
+    def seek(self, offset_bytes: int) -> None:
+        """Go on at another block; the block that is left is padded with zeros."""
+        self._native.seek(offset_bytes)
+
+    def crcs(self, count: int) -> list[int]:
+        """Return the CRCs of slots 0 … count - 1."""
+        return self._native.crcs(count)
+
+    def finish(self) -> str:
+        """Wait for every write; return the name of the engine that did them."""
+        self._native.finish()
+        announce_engine(self._path, self._wanted, self._native.engine, self._native.demotions)
+        return self._native.engine
+
+    def close(self) -> None:
+        """Wait for the kernel and give buffers and engine back. May be called again."""
+        self._native.close()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _pull(self, index: int, offset_bytes: int, address: int, size_bytes: int) -> None:
+        source = self._pulled[index][offset_bytes : offset_bytes + size_bytes]
+        host_tensor(address, size_bytes).copy_(source)
+
+
+def _options(fd: int, path: str, ladder: list[str]) -> _native.TransferOptions:
+    limits = config()
+    return _native.TransferOptions(
+        fd=fd, path=path, engines=ladder, ring_bytes=limits.ring_bytes, chunk_bytes=limits.chunk_bytes
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+Push = Callable[[int, torch.Tensor], None]
+"""push(offset_bytes, bytes): take a uint8 host tensor that holds the extent's bytes from that offset on."""
+
+
+class Extents:
+    """What to read, in any order. Keeps the destinations alive until it is dropped."""
+
+    def __init__(self) -> None:
+        self._wanted: list[tuple[int, int, int | None, int, bool]] = []
+        self._pushes: list[Push] = []
+        self._kept: list[object] = []
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def add_memory(self, offset_bytes: int, size_bytes: int, address: int, owner: object, *, with_crc: bool) -> int:
+        """Read to host memory at `address`, which `owner` keeps alive; return the index of the extent."""
+        self._kept.append(owner)
+        return self._add((offset_bytes, size_bytes, address, -1, with_crc))
+
+    def add_pushed(self, offset_bytes: int, size_bytes: int, push: Push, *, with_crc: bool) -> int:
+        """Read and hand the bytes to `push`, at most a chunk at a time, in no particular order."""
+        self._pushes.append(push)
+        return self._add((offset_bytes, size_bytes, None, len(self._pushes) - 1, with_crc))
+
+    def add_storage(self, offset_bytes: int, storage: torch.UntypedStorage, *, with_crc: bool) -> int:
+        """Read all bytes of a storage on any device; return the index of the extent."""
+        if is_host_memory(storage):
+            size_bytes = storage.nbytes()
+            return self.add_memory(offset_bytes, size_bytes, storage.data_ptr(), storage, with_crc=with_crc)
+        target = byte_tensor(storage)
+
+        def push(offset: int, source: torch.Tensor) -> None:
+            target[offset : offset + source.numel()].copy_(source)
+
+        return self.add_pushed(offset_bytes, storage.nbytes(), push, with_crc=with_crc)
+
+    def add_checked(self, offset_bytes: int, size_bytes: int) -> int:
+        """Read for the CRC alone; return the index of the extent."""
+        return self._add((offset_bytes, size_bytes, None, -1, True))
+
+    def _add(self, extent: tuple[int, int, int | None, int, bool]) -> int:
+        self._wanted.append(extent)
+        return len(self._wanted) - 1
+
+    def read(self, fd: int, path: str, *, engine: str, poll: Poll | None) -> ReadResult:
+        """Read everything; see `read_extents`."""
+        order = sorted(range(len(self._wanted)), key=lambda index: self._wanted[index][0])
+        native = _native.ExtentList()
+        for index in order:
+            offset_bytes, size_bytes, address, push_index, with_crc = self._wanted[index]
+            if address is not None:
+                native.add_memory(offset_bytes, size_bytes, address, with_crc)
+            elif push_index >= 0:
+                native.add_pushed(offset_bytes, size_bytes, push_index, with_crc)
+            else:
+                native.add_checked(offset_bytes, size_bytes)
+        ladder = engine_ladder(engine, fd, for_reading=True)
+        report = _native.read_extents(_options(fd, path, ladder), native, push=self._push, poll=poll)
+        crcs = [0] * len(order)
+        for index, crc in zip(order, report.crcs, strict=True):
+            crcs[index] = crc
+        announce_engine(path, engine, report.engine, report.demotions)
+        return ReadResult(crcs, report.engine)
+
+    def _push(self, index: int, offset_bytes: int, address: int, size_bytes: int) -> None:
+        self._pushes[index](offset_bytes, host_tensor(address, size_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """What a read found: the CRC of each extent by index (0 where none was asked for) and the engine that read."""
+
+    crcs: list[int]
+    engine: str
+
+
+def read_extents(fd: int, path: str, extents: Extents, *, engine: str = "auto", poll: Poll | None = None) -> ReadResult:
+    """Read extents of a file to where they belong, whatever the alignment of file and memory.
+
+    Args:
+        fd: Open for reading; stays the caller's. Its O_DIRECT flag may be changed: read small things through another.
+        path: For messages.
+        extents: What to read and where to.
+        engine: Engine name or "auto".
+        poll: See `Poll`.
+
+    Raises:
+        ConfigError, UnsupportedError: Unknown or unusable engine.
+        StorageError: An error of the disk, or the file ends before an extent does; destinations may be partly filled.
+    """
+    if not len(extents):
+        return ReadResult([], "")
+    return extents.read(fd, path, engine=engine, poll=poll)
+
+
+def read_exactly(fd: int, offset_bytes: int, size_bytes: int, path: str) -> bytes:
+    """Read small things (directories, headers) by pread, whole.
+
+    Raises:
+        StorageError: An error of the disk, or the file ends first.
+    """
+    parts = []
+    done_bytes = 0
+    while done_bytes < size_bytes:
+        with storage_errors(f"reading at offset {offset_bytes + done_bytes} of", path):
+            part = os.pread(fd, size_bytes - done_bytes, offset_bytes + done_bytes)
+        if not part:
+            raise StorageError(
+                None,
+                f"{path} ends at {offset_bytes + done_bytes}, in the middle of a record",
+                path,
+                offset_bytes,
+            )
+        parts.append(part)
+        done_bytes += len(part)
+    return b"".join(parts)

@@ -1,0 +1,235 @@
+"""Object → the bytes of a file, in the order they are written. Each container knows its size before a byte moves.
+
+A container plans (pickle or header, storages, places) when it is made, and writes itself through a `pipeline.Writer`.
+It leaves names, durability and visibility to `commit`, and encoding to `formats`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from fastpersist import _native
+from fastpersist.config import BLOCK_BYTES
+from fastpersist.errors import ConfigError
+from fastpersist.formats import safetensors as safetensors_format
+from fastpersist.formats import torch_zip
+from fastpersist.layout import align_up
+from fastpersist.pickling import pickle_skeleton
+from fastpersist.pipeline import Pieces, Writer
+
+__all__ = ["Container", "SafetensorsContainer", "TorchZipContainer", "container_for"]
+
+
+class Container(Protocol):
+    """A file about to be written."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Exact length of the finished file."""
+
+    @property
+    def padded_bytes(self) -> int:
+        """Length while it is being written: whole blocks."""
+
+    def write(self, writer: Writer) -> None:
+        """Write every byte; returns when all of them have been handed to the writer."""
+
+
+def container_for(obj: object, path: str, *, checksum: bool, metadata: Mapping[str, str] | None = None) -> Container:
+    """Plan the file for an object: `.safetensors` paths get that format, all others a torch zip.
+
+    Args:
+        obj: Any object for a torch zip, a dict of str to tensors for safetensors.
+        path: Its suffix decides the format, its name the archive's.
+        checksum: Compute and record CRCs.
+        metadata: Text to text, for safetensors only.
+
+    Raises:
+        ConfigError, UnsupportedError: The object cannot be saved in this format; the message says how it can.
+        RuntimeError: What torch.save refuses.
+    """
+    if path.endswith(".safetensors"):
+        return SafetensorsContainer(obj, checksum=checksum, metadata=metadata or {})
+    if metadata is not None:
+        raise ConfigError("metadata= is for .safetensors files; put it into the object that you save")
+    return TorchZipContainer(obj, torch_zip.archive_prefix(path), checksum=checksum)
+
+
+class TorchZipContainer:
+    """A torch zip: pickle, storages, central directory, in file order, in one pass.
+
+    A storage's CRC is complete when its last byte has been copied, which is just before its descriptor is written; so
+    nothing is written twice and nothing waits.
+    """
+
+    def __init__(self, obj: object, prefix: str, *, checksum: bool) -> None:
+        if not prefix:
+            raise RuntimeError("invalid file name: an archive needs a name before its suffix")
+        self._skeleton = pickle_skeleton(obj)
+        # Storages without host memory behind them (meta, fake) are refused by torch here, before any file is touched.
+        self._storages = [
+            storage.cpu() if storage.device.type == "meta" else storage for storage in self._skeleton.storages
+        ]
+        sizes = [storage.nbytes() for storage in self._storages]
+        self._plan = torch_zip.plan_archive(prefix, len(self._skeleton.pickle), sizes)
+        self._checksum = checksum
+
+    @property
+    def size_bytes(self) -> int:
+        """Exact length of the finished file."""
+        return self._plan.size_bytes
+
+    @property
+    def padded_bytes(self) -> int:
+        """Length while it is being written: whole blocks."""
+        return align_up(self._plan.size_bytes, BLOCK_BYTES)
+
+    def write(self, writer: Writer) -> None:
+        """Write every byte; returns when all of them have been handed to the writer."""
+        plan, records = self._plan, self._plan.records
+        # CRC slot k belongs to storage k; the small records' CRCs are known at once.
+        crcs = [0] * len(records)
+        pieces = Pieces()
+        pending = b""  # literal bytes between two storages, added as one piece
+        for index, record in enumerate(records[:-1]):
+            pending += torch_zip.local_header(record)
+            slot = index - plan.first_storage
+            if 0 <= slot < plan.storage_count:
+                pieces.add_bytes(pending)
+                pieces.add_storage(self._storages[slot], slot if self._checksum else None)
+                pending = torch_zip.descriptor_head(record)
+                if pending and self._checksum:
+                    pieces.add_bytes(pending)
+                    pieces.add_crc(slot)
+                    pending = torch_zip.descriptor_tail(record)
+                elif pending:
+                    pending += bytes(4) + torch_zip.descriptor_tail(record)
+            else:
+                data = self._skeleton.pickle if index == 0 else plan.small_records[index]
+                crcs[index] = self._crc(data)
+                pending += data + torch_zip.descriptor(record, crcs[index])
+        pieces.add_bytes(pending)
+        writer.append(pieces)
+
+        first = plan.first_storage
+        crcs[first : first + plan.storage_count] = writer.crcs(plan.storage_count)
+        identity = torch_zip.serialization_id(records[:-1], crcs[:-1])
+        crcs[-1] = self._crc(identity)
+        tail = Pieces()
+        tail.add_bytes(
+            torch_zip.local_header(records[-1])
+            + identity
+            + torch_zip.descriptor(records[-1], crcs[-1])
+            + torch_zip.central_directory(records, crcs)
+        )
+        writer.append(tail)
+
+    def _crc(self, data: bytes) -> int:
+        return _native.crc32(data) if self._checksum else 0
+
+
+class SafetensorsContainer:
+    """A safetensors file: the tensors first, the header that makes the file readable last."""
+
+    def __init__(self, obj: object, *, checksum: bool, metadata: Mapping[str, str]) -> None:
+        tensors = _savable_tensors(obj)
+        described = [
+            (name, safetensors_format.DTYPE_NAMES[_dtype_name(tensor.dtype)], tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        ]
+        self._header = safetensors_format.place_tensors(described, metadata, checksum=checksum)
+        self._tensors = tensors
+        self._checksum = checksum
+
+    @property
+    def size_bytes(self) -> int:
+        """Exact length of the finished file."""
+        return self._header.size_bytes + sum(entry.size_bytes for entry in self._header.entries)
+
+    @property
+    def padded_bytes(self) -> int:
+        """Length while it is being written: whole blocks."""
+        return align_up(self.size_bytes, BLOCK_BYTES)
+
+    def write(self, writer: Writer) -> None:
+        """Write every byte; returns when all of them have been handed to the writer."""
+        header = self._header
+        pieces = Pieces()
+        for slot, entry in enumerate(header.entries):
+            tensor = self._tensors[entry.name]
+            pieces.add_storage(
+                tensor.untyped_storage(),
+                slot if self._checksum else None,
+                offset_bytes=int(tensor.storage_offset()) * tensor.element_size(),
+                size_bytes=entry.size_bytes,
+            )
+        writer.seek(header.size_bytes)
+        writer.append(pieces)
+        crcs = writer.crcs(len(header.entries)) if self._checksum else None
+        head = Pieces()
+        head.add_bytes(safetensors_format.encode_header(header, crcs))
+        writer.seek(0)
+        writer.append(head)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _savable_tensors(obj: object) -> dict[str, torch.Tensor]:
+    """Check that an object is what safetensors can hold; conjugate and negative views are resolved.
+
+    Raises:
+        ConfigError: It is not; the message names the tensor and the way out.
+    """
+    if not isinstance(obj, Mapping):
+        raise ConfigError(
+            f"a .safetensors file holds a dict of str to tensors, not {type(obj).__name__}; "
+            "save a state_dict(), or choose a .pt path for any other object"
+        )
+    tensors = {}
+    for name, tensor in obj.items():
+        problem = _why_not_savable(name, tensor)
+        if problem:
+            raise ConfigError(f"{name!r} cannot go into a .safetensors file: {problem}")
+        tensors[name] = tensor.detach().resolve_conj().resolve_neg()
+    _refuse_shared_memory(tensors)
+    return tensors
+
+
+def _why_not_savable(name: object, tensor: object) -> str | None:
+    if not isinstance(name, str) or name == "__metadata__":
+        return "names are text, and '__metadata__' is taken: pass metadata="
+    if not isinstance(tensor, torch.Tensor):
+        return f"it is {type(tensor).__name__}, not a tensor; choose a .pt path, or leave it out"
+    if tensor.layout != torch.strided:
+        return "it is sparse; save tensor.to_dense(), or choose a .pt path"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"it is a {type(tensor).__name__}; save a plain tensor made of it, or choose a .pt path"
+    if tensor.device.type == "meta":
+        return "it is on the meta device and has no data"
+    if _dtype_name(tensor.dtype) not in safetensors_format.DTYPE_NAMES:
+        return f"the format has no dtype for {tensor.dtype}; convert it, or choose a .pt path"
+    if not tensor.is_contiguous():
+        return "it is not contiguous; save tensor.contiguous(), or choose a .pt path, which keeps strides"
+    return None
+
+
+def _refuse_shared_memory(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that overlap in memory: they would be stored twice and come back apart."""
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    )
+    for (device, _, end, name), (next_device, start, _, next_name) in itertools.pairwise(spans):
+        if device == next_device and start < end:
+            raise ConfigError(
+                f"{name!r} and {next_name!r} share memory, which a .safetensors file cannot express; leave one of "
+                "them out (tied weights come back by tying them again), save .clone() of one, or choose a .pt path, "
+                "which stores shared memory once"
+            )

@@ -1,0 +1,224 @@
+"""An opened checkpoint file: which container it is, and what lies where in it, proven before anybody acts on it.
+
+Opens the file once for small reads and once for the transfers, whose O_DIRECT flag comes and goes; both are the same
+inode, so a file that is replaced meanwhile does not matter. Moves no data and makes no tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+import sys
+from collections.abc import Iterable
+from functools import cached_property
+
+from fastpersist.errors import CheckpointNotFoundError, FormatError, StorageError, UnsupportedError
+from fastpersist.filesystem import storage_errors
+from fastpersist.formats import safetensors as safetensors_format
+from fastpersist.formats import torch_zip
+from fastpersist.formats.pickle_scan import (
+    PickleScan,
+    StorageReference,
+    iter_tensors,
+    scan_pickle,
+    storage_references,
+)
+from fastpersist.layout import LOCAL_HEADER_BYTES
+from fastpersist.pipeline import read_exactly
+
+__all__ = ["CheckpointSource"]
+
+_SNIFF_BYTES = 9
+_PICKLE_LIMIT_BYTES = 1 << 30
+
+
+class CheckpointSource:
+    """One checkpoint file, open for reading. A context manager; one owner thread.
+
+    Args:
+        path: A file that torch.save, safetensors or we wrote.
+
+    Attributes:
+        kind: "torch_zip", "safetensors", or "other" (legacy pickles, anything unknown), by the first bytes.
+        size_bytes: Length of the file.
+        fd: For transfers.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file.
+        StorageError: It is a directory or cannot be read.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.fd = _open(path)
+        try:
+            status = os.fstat(self.fd)
+            self.is_regular = stat.S_ISREG(status.st_mode)
+            self.size_bytes = status.st_size
+            # Through /proc the same inode is opened again, whatever has the name by now.
+            self._small_fd = _open(f"/proc/self/fd/{self.fd}" if os.path.exists("/proc/self/fd") else path)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        try:
+            self.kind = self._sniff() if self.is_regular else "other"
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> CheckpointSource:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        os.close(self.fd)
+        os.close(self._small_fd)
+
+    def _sniff(self) -> str:
+        first = self.read_at(0, min(_SNIFF_BYTES, self.size_bytes))
+        if first.startswith(torch_zip.LOCAL_HEADER_MAGIC):
+            return "torch_zip"
+        if safetensors_format.is_safetensors(first):
+            return "safetensors"
+        return "other"
+
+    def read_at(self, offset_bytes: int, size_bytes: int) -> bytes:
+        """Read small things, whole; they must lie inside the file.
+
+        Raises:
+            FormatError: They do not.
+            StorageError: An error of the disk.
+        """
+        if offset_bytes < 0 or offset_bytes + size_bytes > self.size_bytes:
+            raise FormatError("a structure points outside the file", path=self.path, offset_bytes=offset_bytes)
+        return read_exactly(self._small_fd, offset_bytes, size_bytes, self.path)
+
+    def explain_unknown(self) -> str:
+        """Say what is known of a file of kind "other"."""
+        if self.size_bytes == 0:
+            return "the file is empty"
+        first = self.read_at(0, min(_SNIFF_BYTES, self.size_bytes)) if self.is_regular else b""
+        if first and not any(first):
+            return "the file begins with zeros: its save never finished"
+        return "it is neither a torch zip nor a safetensors file"
+
+    # --- torch zip
+
+    @cached_property
+    def directory(self) -> torch_zip.Directory:
+        """The proven central directory. Raises FormatError or UnsupportedError."""
+        return torch_zip.read_directory(self.read_at, self.size_bytes, path=self.path)
+
+    @cached_property
+    def pickle(self) -> bytes:
+        """The bytes of data.pkl. Raises FormatError when there is none."""
+        entry = self.directory.entries.get("data.pkl")
+        if entry is None:
+            raise FormatError("the archive has no data.pkl: no file of torch.save", path=self.path)
+        if entry.size_bytes > _PICKLE_LIMIT_BYTES:
+            raise UnsupportedError(f"{self.path}: a data.pkl of {entry.size_bytes} bytes is over our limit")
+        return self.read_at(entry.data_offset_bytes, entry.size_bytes)
+
+    @cached_property
+    def scan(self) -> PickleScan:
+        """What data.pkl holds, symbolically. Raises FormatError or UnsupportedError."""
+        try:
+            return scan_pickle(self.pickle)
+        except FormatError as error:
+            raise FormatError(
+                f"data.pkl is damaged: {error.message}", path=self.path, offset_bytes=error.offset_bytes
+            ) from None
+
+    @cached_property
+    def references(self) -> list[StorageReference]:
+        """The storages that unpickling asks for, one for each time it does. Raises FormatError, UnsupportedError."""
+        try:
+            return storage_references(self.scan)
+        except FormatError as error:
+            raise FormatError(f"data.pkl: {error.message}", path=self.path, offset_bytes=error.offset_bytes) from None
+
+    def is_byte_swapped(self) -> bool:
+        """Whether the storages were written on a machine of the other byte order."""
+        entry = self.directory.entries.get("byteorder")
+        if entry is None:
+            return sys.byteorder != "little"
+        return self.read_at(entry.data_offset_bytes, min(entry.size_bytes, 16)) != sys.byteorder.encode()
+
+    def tensor_names(self, keys: Iterable[str]) -> dict[str, list[str]]:
+        """Return the names of the tensors that lie in the given storages, by storage key."""
+        names: dict[str, list[str]] = {key: [] for key in keys}
+        for name, tensor in iter_tensors(self.scan.root):
+            if tensor.storage is not None and tensor.storage.key in names:
+                names[tensor.storage.key].append(name)
+        return names
+
+    # --- safetensors
+
+    @cached_property
+    def header(self) -> safetensors_format.Header:
+        """The proven safetensors header. Raises FormatError."""
+        return safetensors_format.read_header(self.read_at, self.size_bytes, path=self.path)
+
+
+def _open(path: str) -> int:
+    try:
+        with storage_errors("opening", path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint at {path}", path) from None
+        raise
+    if stat.S_ISDIR(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StorageError(errno.EISDIR, f"cannot read {path}: it is a directory, not a checkpoint file", path)
+    return fd
+
+
+class SkippingFile(io.RawIOBase):
+    """A file object that reads everything but given extents, which it passes over without touching the buffer.
+
+    stock torch.load reads each storage into memory of its own before it asks where the storage belongs; ours are
+    filled by then, so those reads move nothing. Whether torch looked for a storage where we found it is known
+    afterwards: `skipped_offset_bytes` is the last extent that was passed over. torch also reads the fixed part of
+    every local header; what it says is known from the directory, so ten thousand of them are not ten thousand reads.
+    """
+
+    def __init__(self, source: CheckpointSource, entries: Iterable[torch_zip.DirectoryEntry]) -> None:
+        super().__init__()
+        entries = list(entries)
+        self._extents = {entry.data_offset_bytes: entry.size_bytes for entry in entries}
+        self._headers = {entry.header_offset_bytes: torch_zip.leading_header(entry) for entry in entries}
+        self.path = source.path
+        self._source = source
+        self._position = 0
+        self.skipped_offset_bytes = -1
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._source.size_bytes}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        size_bytes = min(len(buffer), max(0, self._source.size_bytes - self._position))
+        if size_bytes == LOCAL_HEADER_BYTES and self._position in self._headers:
+            buffer[:] = self._headers[self._position]
+        elif size_bytes and self._extents.get(self._position) == size_bytes:
+            self.skipped_offset_bytes = self._position
+        else:
+            buffer[:size_bytes] = self._source.read_at(self._position, size_bytes)
+        self._position += size_bytes
+        return size_bytes

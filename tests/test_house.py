@@ -1,0 +1,466 @@
+"""The rules of the house, checked on our own source; a rule that is not here is a wish.
+
+Each rule is a function from one file (or the import graph) to the violations in it, and has a test of its own
+that shows it a violation, so that no rule rots into one that finds nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Who may import whom: a room imports from its own layer and those below it, never from one above. Files of a
+# folder (formats/, cli/) go by the folder's name.
+LAYERS = (
+    {"_native", "errors", "config"},
+    {"formats", "layout", "partition", "pipeline", "filesystem"},
+    {"pickling", "capture", "commit", "coordination", "source", "tensor_file"},
+    {"filling", "inspection", "loading", "saving"},
+    {"api", "directory_save"},
+    {"checkpointer"},
+    {"cli", "integrations", "examples"},
+    {"__main__"},
+)
+LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+# Bytes and integers: these never see a tensor, so they are tested and fuzzed without torch.
+PURE_ROOMS = {"errors", "config", "layout", "partition", "formats"}
+
+# Integrations use public names. This one writes files that torch's DCP reads, and needs the parts of a file.
+INTEGRATION_EXCEPTIONS = {"torch_dcp": {"formats", "layout", "pipeline"}}
+
+# What a folder of csrc may include from csrc.
+NATIVE_LAYERS = {
+    "core": {"core"},
+    "engine": {"core", "engine"},
+    "device": {"core", "device"},
+    "transfer": {"core", "engine", "device", "transfer"},
+    "binding": {"core", "engine", "device", "transfer", "binding"},
+}
+FOREIGN_HEADER = re.compile(r"Python\.h|pybind11/|torch/|ATen/|c10/|cuda|cufile|nccl|liburing|libaio")
+
+FILE_LINES_MAX = 600
+COLUMNS_MAX = 120
+UNFINISHED_WORDS = ("TO" + "DO", "FIX" + "ME", "XX" + "X")  # in pieces, or this file would break its own rule
+UNFINISHED_MARK = re.compile(rf"\b({'|'.join(UNFINISHED_WORDS)})\b")
+
+
+# --- what is checked ---
+
+
+def files_below(*patterns: str) -> list[Path]:
+    """Return our files that match, as paths from the root; .venv and build are outside every pattern."""
+    return sorted(path.relative_to(ROOT) for pattern in patterns for path in ROOT.glob(pattern) if path.is_file())
+
+
+PACKAGE_FILES = files_below("fastpersist/**/*.py", "integrations/**/*.py")
+EXAMPLE_FILES = files_below("examples/**/*.py")
+PYTHON_FILES = [
+    *PACKAGE_FILES,
+    *EXAMPLE_FILES,
+    *files_below("setup.py", "tests/**/*.py", "benchmarks/**/*.py", "fastpersist/**/*.pyi"),
+]
+NATIVE_FILES = files_below("csrc/**/*.cc", "csrc/**/*.h", "tests/csrc/*.cc", "tests/csrc/*.h")
+
+
+def room_of(path: Path) -> str:
+    """Return the room of a file: its module, or the folder it is in below the package."""
+    inside = path.with_suffix("").parts
+    return inside[0] if inside[0] != "fastpersist" else inside[1]
+
+
+def imported_modules(path: Path, tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield the absolute name of each module that is imported, wherever in the file, and the line."""
+    package = list(path.with_suffix("").parts)
+    if package[0] == "integrations":
+        package.insert(0, "fastpersist")
+    package.pop()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            for alias in node.names:
+                # `from fastpersist import layout` imports a module, `from fastpersist import save` does not.
+                submodule = f"{source}.{alias.name}"
+                yield (submodule if is_our_module(submodule) else source), node.lineno
+
+
+def is_our_module(name: str) -> bool:
+    """Tell whether `fastpersist.x` is a module of the package, not a name inside one."""
+    first, *rest = name.split(".")
+    if first != "fastpersist" or not rest:
+        return False
+    return rest[0] in LAYER_OF and (len(rest) == 1 or (ROOT / "fastpersist" / Path(*rest)).with_suffix(".py").is_file())
+
+
+def rooms_imported(path: Path, tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield the rooms of the package that a file imports; "fastpersist" stands for its public names."""
+    for name, line in imported_modules(path, tree):
+        if name == "fastpersist":
+            yield name, line
+        elif name.startswith("fastpersist."):
+            yield name.split(".")[1], line
+
+
+# --- rules on imports ---
+
+
+def imports_run_downwards(path: Path, tree: ast.Module) -> list[str]:
+    room = room_of(path)
+    if room == "__init__":  # of the package itself: it stands above all rooms
+        return []
+    if room not in LAYER_OF:
+        return [f"{path}: {room} is not in LAYERS of tests/test_house.py; decide whom it may import"]
+    found = []
+    for imported, line in rooms_imported(path, tree):
+        if imported == "fastpersist":
+            if LAYER_OF[room] < LAYER_OF["cli"]:
+                found.append(f"{path}:{line}: imports the public names, which are made from {room}")
+        elif imported not in LAYER_OF:
+            found.append(f"{path}:{line}: imports fastpersist.{imported}, which LAYERS does not know")
+        elif LAYER_OF[imported] > LAYER_OF[room]:
+            found.append(f"{path}:{line}: {room} imports {imported}, which is above it")
+        elif LAYER_OF[imported] == LAYER_OF["cli"] == LAYER_OF[room] and imported != room:
+            found.append(f"{path}:{line}: {room} imports {imported}; what stands on top stands alone")
+    return found
+
+
+def rooms_have_no_cycle(edges: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return [f"rooms import each other: {' -> '.join(error.args[1])}"]
+    return []
+
+
+def outsiders_use_public_names(path: Path, tree: ast.Module) -> list[str]:
+    allowed = {"fastpersist", "integrations"} | INTEGRATION_EXCEPTIONS.get(path.stem, set())
+    return [
+        f"{path}:{line}: imports fastpersist.{room}; only public names may be used here"
+        for room, line in rooms_imported(path, tree)
+        if room not in allowed
+    ]
+
+
+def pure_rooms_do_without_torch(path: Path, tree: ast.Module) -> list[str]:
+    if room_of(path) not in PURE_ROOMS:
+        return []
+    return [
+        f"{path}:{line}: imports {name}, but {room_of(path)} deals in bytes and integers only"
+        for name, line in imported_modules(path, tree)
+        if name.split(".")[0] in ("torch", "numpy")
+    ]
+
+
+def integrations_have_one_name(path: Path, tree: ast.Module) -> list[str]:
+    return [
+        f"{path}:{line}: say fastpersist.integrations; `integrations` would be a second copy of it"
+        for name, line in imported_modules(path, tree)
+        if name.split(".")[0] == "integrations"
+    ]
+
+
+def native_includes_run_downwards(path: Path, text: str) -> list[str]:
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        match = re.match(r'\s*#\s*include\s+[<"]([^">]+)[">]', line)
+        if match is None:
+            continue
+        header = match[1]
+        folder = path.parts[1]
+        if folder != "binding" and FOREIGN_HEADER.match(header):
+            found.append(f"{path}:{number}: includes {header}; only binding/ may see it")
+        target = header.split("/")[0]
+        if path.parts[0] == "csrc" and target in NATIVE_LAYERS and target not in NATIVE_LAYERS[folder]:
+            found.append(f"{path}:{number}: {folder}/ includes {header}, which is above it")
+    return found
+
+
+# --- rules on text ---
+
+
+def file_is_short(path: Path, text: str) -> list[str]:
+    count = len(text.splitlines())
+    return [f"{path}: {count} lines, more than {FILE_LINES_MAX}"] if count > FILE_LINES_MAX else []
+
+
+def lines_are_short(path: Path, text: str) -> list[str]:
+    return [
+        f"{path}:{number}: {len(line)} columns, more than {COLUMNS_MAX}"
+        for number, line in enumerate(text.splitlines(), 1)
+        if len(line) > COLUMNS_MAX
+    ]
+
+
+def nothing_is_left_unfinished(path: Path, text: str) -> list[str]:
+    return [
+        f"{path}:{number}: {match[0]}: finish it, or leave it out"
+        for number, line in enumerate(text.splitlines(), 1)
+        if (match := UNFINISHED_MARK.search(line))
+    ]
+
+
+def file_says_what_it_is_for(path: Path, text: str) -> list[str]:
+    if path.suffix in (".cc", ".h"):
+        if path.suffix == ".cc" and (ROOT / path.with_suffix(".h")).is_file():
+            return []  # its header says it
+        return [] if text.startswith("//") else [f"{path}: does not open with a comment that states its job"]
+    return [] if ast.get_docstring(ast.parse(text)) else [f"{path}: has no docstring that states its job"]
+
+
+# --- rules on Python code ---
+
+
+def nothing_is_printed(path: Path, tree: ast.Module) -> list[str]:
+    if room_of(path) in ("cli", "examples"):
+        return []
+    return [
+        f"{path}:{node.lineno}: print(); a library logs or raises"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+
+
+def no_except_is_bare(path: Path, tree: ast.Module) -> list[str]:
+    return [
+        f"{path}:{node.lineno}: bare except, which swallows KeyboardInterrupt too"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    ]
+
+
+def no_assert_guards_run_time(path: Path, tree: ast.Module) -> list[str]:
+    return [
+        f"{path}:{node.lineno}: assert, which python -O removes; raise InternalError"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+    ]
+
+
+def public_names_are_documented(module: types.ModuleType) -> list[str]:
+    found = []
+    for name in module.__all__:
+        value = getattr(module, name, None)
+        if value is None:
+            found.append(f"{module.__name__}.{name}: is in __all__ and does not exist")
+        elif (callable(value) or isinstance(value, types.ModuleType)) and not (value.__doc__ or "").strip():
+            found.append(f"{module.__name__}.{name}: has no docstring")
+    return found
+
+
+def public_names_are_no_modules(module: types.ModuleType, module_names: set[str]) -> list[str]:
+    return [
+        f"{module.__name__}.{name}: is a module too; which of the two one gets depends on the imports so far"
+        for name in sorted(set(module.__all__) & module_names)
+    ]
+
+
+# --- the rules on our source ---
+
+TextRule = Callable[[Path, str], list[str]]
+TreeRule = Callable[[Path, ast.Module], list[str]]
+
+TEXT_RULES: list[tuple[TextRule, list[Path]]] = [
+    (file_is_short, [*PYTHON_FILES, *NATIVE_FILES]),
+    (lines_are_short, [*PYTHON_FILES, *NATIVE_FILES]),
+    (nothing_is_left_unfinished, [*PYTHON_FILES, *NATIVE_FILES]),
+    (file_says_what_it_is_for, [*PYTHON_FILES, *NATIVE_FILES]),
+    (native_includes_run_downwards, NATIVE_FILES),
+]
+TREE_RULES: list[tuple[TreeRule, list[Path]]] = [
+    (imports_run_downwards, [*PACKAGE_FILES, *EXAMPLE_FILES]),
+    (
+        outsiders_use_public_names,
+        [p for p in [*PACKAGE_FILES, *EXAMPLE_FILES] if p.parts[0] != "fastpersist"],
+    ),
+    (pure_rooms_do_without_torch, PACKAGE_FILES),
+    (integrations_have_one_name, [p for p in PYTHON_FILES if p.suffix == ".py"]),
+    (nothing_is_printed, PACKAGE_FILES),
+    (no_except_is_bare, [p for p in PYTHON_FILES if p.suffix == ".py"]),
+    (no_assert_guards_run_time, PACKAGE_FILES),
+]
+
+
+def expect_none(violations: Iterable[str]) -> None:
+    if found := list(violations):
+        pytest.fail("\n".join(found), pytrace=False)
+
+
+@pytest.mark.parametrize(("rule", "paths"), TEXT_RULES, ids=[r.__name__ for r, _ in TEXT_RULES])
+def test_text_follows(rule: TextRule, paths: list[Path]) -> None:
+    expect_none(violation for path in paths for violation in rule(path, (ROOT / path).read_text()))
+
+
+@pytest.mark.parametrize(("rule", "paths"), TREE_RULES, ids=[r.__name__ for r, _ in TREE_RULES])
+def test_code_follows(rule: TreeRule, paths: list[Path]) -> None:
+    expect_none(v for path in paths for v in rule(path, ast.parse((ROOT / path).read_text())))
+
+
+def test_rooms_have_no_cycle() -> None:
+    edges: dict[str, set[str]] = {}
+    for path in PACKAGE_FILES:
+        room = room_of(path)
+        imported = {other for other, _ in rooms_imported(path, ast.parse((ROOT / path).read_text()))}
+        edges.setdefault(room, set()).update(imported - {room, "fastpersist"})
+    expect_none(rooms_have_no_cycle(edges))
+
+
+def test_public_names_are_documented() -> None:
+    import fastpersist
+
+    expect_none(public_names_are_documented(fastpersist))
+
+
+def test_public_names_are_no_modules() -> None:
+    import fastpersist
+
+    module_names = {path.stem for path in (ROOT / "fastpersist").iterdir()}
+    expect_none(public_names_are_no_modules(fastpersist, module_names))
+
+
+def test_versions_agree() -> None:
+    import fastpersist
+
+    declared = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert declared is not None
+    assert fastpersist.__version__ == declared[1]
+
+
+def test_all_kinds_of_files_are_looked_at() -> None:
+    assert Path("fastpersist/errors.py") in PACKAGE_FILES
+    assert Path("integrations/__init__.py") in PACKAGE_FILES
+    assert Path("csrc/core/status.h") in NATIVE_FILES
+    assert not [path for path in [*PYTHON_FILES, *NATIVE_FILES] if path.parts[0] in (".venv", "build")]
+
+
+# --- the rules on source that breaks them ---
+
+LAYOUT = Path("fastpersist/layout.py")
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source", "count"),
+    [
+        (imports_run_downwards, LAYOUT, "from fastpersist.commit import sweep", 1),
+        (imports_run_downwards, LAYOUT, "from fastpersist import commit", 1),
+        (imports_run_downwards, LAYOUT, "from . import commit", 1),
+        (imports_run_downwards, LAYOUT, "from .commit import sweep", 1),
+        (imports_run_downwards, LAYOUT, "def f():\n    import fastpersist.api", 1),
+        (imports_run_downwards, LAYOUT, "from fastpersist import save", 1),
+        (imports_run_downwards, LAYOUT, "import fastpersist.unheard_of", 1),
+        (imports_run_downwards, Path("fastpersist/unheard_of.py"), "", 1),
+        (imports_run_downwards, Path("fastpersist/formats/torch_zip.py"), "from ..pickling import scan", 1),
+        (imports_run_downwards, Path("fastpersist/checkpointer.py"), "from fastpersist.cli import main", 1),
+        (imports_run_downwards, Path("fastpersist/cli/info.py"), "import fastpersist.integrations", 1),
+        (
+            imports_run_downwards,
+            Path("fastpersist/cli/info.py"),
+            "from fastpersist import api, layout, save",
+            0,
+        ),
+        (imports_run_downwards, Path("fastpersist/__main__.py"), "from fastpersist.cli import main", 0),
+        (imports_run_downwards, LAYOUT, "import os\nfrom fastpersist.errors import ConfigError", 0),
+        (outsiders_use_public_names, Path("integrations/lightning.py"), "from fastpersist import layout", 1),
+        (outsiders_use_public_names, Path("integrations/lightning.py"), "import fastpersist.commit", 1),
+        (
+            outsiders_use_public_names,
+            Path("integrations/lightning.py"),
+            "from fastpersist import save\nfrom . import x",
+            0,
+        ),
+        (
+            outsiders_use_public_names,
+            Path("integrations/torch_dcp.py"),
+            "from fastpersist.formats import torch_zip",
+            0,
+        ),
+        (outsiders_use_public_names, Path("examples/quickstart.py"), "from fastpersist.api import save", 1),
+        (pure_rooms_do_without_torch, LAYOUT, "import torch", 1),
+        (pure_rooms_do_without_torch, LAYOUT, "from torch.serialization import load", 1),
+        (pure_rooms_do_without_torch, Path("fastpersist/formats/safetensors.py"), "import numpy as np", 1),
+        (pure_rooms_do_without_torch, Path("fastpersist/pickling.py"), "import torch", 0),
+        (integrations_have_one_name, Path("tests/unit/test_x.py"), "import integrations", 1),
+        (integrations_have_one_name, Path("tests/unit/test_x.py"), "from integrations.lightning import X", 1),
+        (integrations_have_one_name, Path("tests/unit/test_x.py"), "import fastpersist.integrations", 0),
+        (nothing_is_printed, LAYOUT, "print(1)", 1),
+        (nothing_is_printed, Path("fastpersist/cli/info.py"), "print(1)", 0),
+        (no_except_is_bare, LAYOUT, "try:\n    pass\nexcept:\n    pass", 1),
+        (no_except_is_bare, LAYOUT, "try:\n    pass\nexcept OSError:\n    pass", 0),
+        (no_assert_guards_run_time, LAYOUT, "assert 1", 1),
+    ],
+)
+def test_code_rule_finds(rule: TreeRule, path: Path, source: str, count: int) -> None:
+    assert len(rule(path, ast.parse(source))) == count
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source", "count"),
+    [
+        (native_includes_run_downwards, Path("csrc/core/file.cc"), '#include "engine/engine.h"', 1),
+        (
+            native_includes_run_downwards,
+            Path("csrc/engine/uring_engine.cc"),
+            '#include "transfer/hooks.h"',
+            1,
+        ),
+        (native_includes_run_downwards, Path("csrc/engine/uring_engine.cc"), '#include "device/device.h"', 1),
+        (
+            native_includes_run_downwards,
+            Path("csrc/transfer/io_pump.cc"),
+            "#include <pybind11/pybind11.h>",
+            1,
+        ),
+        (native_includes_run_downwards, Path("csrc/transfer/io_pump.cc"), "# include <cuda_runtime.h>", 1),
+        (native_includes_run_downwards, Path("csrc/engine/uring_engine.cc"), "#include <liburing.h>", 1),
+        (native_includes_run_downwards, Path("tests/csrc/status_test.cc"), "#include <Python.h>", 1),
+        (native_includes_run_downwards, Path("tests/csrc/status_test.cc"), '#include "core/status.h"', 0),
+        (native_includes_run_downwards, Path("csrc/binding/module.cc"), "#include <pybind11/pybind11.h>", 0),
+        (native_includes_run_downwards, Path("csrc/transfer/io_pump.cc"), '#include "engine/engine.h"', 0),
+        (file_is_short, LAYOUT, "\n" * (FILE_LINES_MAX + 1), 1),
+        (file_is_short, LAYOUT, "\n" * FILE_LINES_MAX, 0),
+        (lines_are_short, LAYOUT, "x" * (COLUMNS_MAX + 1), 1),
+        (lines_are_short, LAYOUT, "x" * COLUMNS_MAX, 0),
+        (nothing_is_left_unfinished, LAYOUT, f"# {UNFINISHED_WORDS[0]}: later", 1),
+        (nothing_is_left_unfinished, Path("csrc/core/file.cc"), f"// {UNFINISHED_WORDS[1]}", 1),
+        (nothing_is_left_unfinished, LAYOUT, "todos = []", 0),
+        (file_says_what_it_is_for, LAYOUT, "import os", 1),
+        (file_says_what_it_is_for, LAYOUT, '"""Turns storages into extents."""', 0),
+        (file_says_what_it_is_for, Path("csrc/core/file.h"), "#pragma once", 1),
+        (file_says_what_it_is_for, Path("csrc/binding/module.cc"), "#include <cstdio>", 1),
+        (file_says_what_it_is_for, Path("csrc/core/status.cc"), '#include "core/status.h"', 0),
+        (file_says_what_it_is_for, Path("csrc/core/file.h"), "// One file descriptor.", 0),
+    ],
+)
+def test_text_rule_finds(rule: TextRule, path: Path, source: str, count: int) -> None:
+    assert len(rule(path, source)) == count
+
+
+def test_cycle_is_found() -> None:
+    assert rooms_have_no_cycle({"layout": {"partition"}, "partition": {"layout"}})
+    assert not rooms_have_no_cycle({"commit": {"layout"}, "layout": set()})
+
+
+def test_undocumented_public_names_are_found() -> None:
+    module = types.ModuleType("module")
+    module.__dict__.update({"__all__": ["bare", "missing", "LIMIT_BYTES"], "bare": lambda: None, "LIMIT_BYTES": 1})
+    assert public_names_are_documented(module) == [
+        "module.bare: has no docstring",
+        "module.missing: is in __all__ and does not exist",
+    ]
+
+
+def test_public_name_of_a_module_is_found() -> None:
+    module = types.ModuleType("module")
+    module.__dict__["__all__"] = ["load", "layout"]
+    assert len(public_names_are_no_modules(module, {"layout", "loading"})) == 1
