@@ -14,7 +14,7 @@ import torch
 
 from fastpersist import inspection
 from fastpersist.commit import PendingFile, resolve_target
-from fastpersist.errors import UnsupportedError
+from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.inspection import Manifest, VerifyReport
 from fastpersist.loading import MapLocation, load_checkpoint
@@ -71,7 +71,8 @@ def save(
         obj: Whatever torch.save takes: tensors of any dtype, layout and device inside any picklable object. For a path
             that ends in `.safetensors`: a dict of str to contiguous, dense tensors that share no memory.
         path: Where to; symbolic links are followed. What no rename can replace (a FIFO, a device, a file with several
-            hard links) is written by torch.save itself, and the log says so. A file object is passed to torch.save.
+            hard links) is written by torch.save itself, and the log says so. A file object is passed to torch.save;
+            flushing and syncing it is its owner's.
         durable: Survive power loss once this has returned. Without it, only the page cache and the drive's memory do.
         checksum: Compute and record CRC-32s; without it they are zero, as torch.save writes them when told so.
         progress: Show bytes, rate and remaining time on standard error.
@@ -92,6 +93,8 @@ def save(
     """
     started_s = time.monotonic()
     if not isinstance(path, str | os.PathLike):
+        if metadata is not None:
+            raise ConfigError("a file object goes to torch.save, which keeps no metadata; pass a .safetensors path")
         torch.save(obj, path)
         return SaveReport("", 0, "torch.save", 0.0, 0.0, 0.0, time.monotonic() - started_s)
     name = os.fspath(path)
@@ -187,6 +190,8 @@ def load(
     Thread safety: any thread, any number at once.
     """
     if not isinstance(path, str | os.PathLike):
+        if verify:
+            raise UnsupportedError("a file object goes to torch.load, which cannot verify it; pass its path instead")
         return torch.load(path, map_location=map_location, weights_only=weights_only)
     with CheckpointSource(os.fspath(path)) as source:
         with _progress(source.path, source.size_bytes, progress) as poll:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -36,7 +36,7 @@ from fastpersist.source import CheckpointSource
 __all__ = ["load_into"]
 
 _SHOWN_COUNT = 10
-_EXTRA_STATE_SUFFIX = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+_EXTRA_STATE_KEY = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class _Stored:
         return True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Pair:
     """What is filled from what."""
 
@@ -108,10 +108,11 @@ def load_into(
     Thread safety: any thread; nobody else may use the target's tensors meanwhile.
     """
     with CheckpointSource(os.fspath(path)) as source:
-        stored, extra_states = _stored_tensors(source, target)
-        pairs = _match(source.path, stored, target, strict)
+        structure = _read_structure(source)
+        pairs = _match(source.path, structure.stored, target, strict)
         if verify:
             _verify_all(source, engine)
+        extra_states = _load_extra_states(source, structure, target, engine)
         filled: list[str] = []
         try:
             _fill(source, pairs, engine, filled)
@@ -124,10 +125,25 @@ def load_into(
 # --------------------------------------------------------------------------------------------- what the file holds
 
 
-def _stored_tensors(source: CheckpointSource, target: object) -> tuple[Any, list[tuple[Callable[[Any], None], Any]]]:
-    """Return the file's object with a _Stored in place of each tensor, and the extra states that modules want."""
+@dataclass(frozen=True, slots=True)
+class _Structure:
+    """What a file holds, without its data.
+
+    Attributes:
+        stored: Its object with a _Stored in place of each tensor, lists for tuples, None for everything else.
+        skeleton: Its object, with tensors on the meta device; None for safetensors.
+        storages: The storages of those tensors, by key.
+    """
+
+    stored: Any
+    skeleton: Any
+    storages: dict[str, torch.UntypedStorage]
+
+
+def _read_structure(source: CheckpointSource) -> _Structure:
     if source.kind == "safetensors":
-        return {entry.name: _stored_entry(entry, source.path) for entry in source.header.entries}, []
+        entries = {entry.name: _stored_entry(entry, source.path) for entry in source.header.entries}
+        return _Structure(entries, None, {})
     if source.kind != "torch_zip":
         raise UnsupportedError(
             f"{source.path}: {source.explain_unknown()}; use fastpersist.load and load_state_dict instead"
@@ -135,8 +151,7 @@ def _stored_tensors(source: CheckpointSource, target: object) -> tuple[Any, list
     if source.is_byte_swapped():
         raise UnsupportedError(f"{source.path} has the other byte order; use torch.load and load_state_dict instead")
     skeleton, storages = _meta_object(source)
-    keys = {id(storage): key for key, storage in storages.items()}
-    keys_by_cdata = {storage._cdata: keys[id(storage)] for storage in storages.values()}
+    key_of = {storage._cdata: key for key, storage in storages.items()}
 
     def describe(tensor: torch.Tensor) -> _Stored:
         if tensor.layout != torch.strided or tensor.is_quantized or type(tensor) not in _PLAIN:
@@ -148,7 +163,7 @@ def _stored_tensors(source: CheckpointSource, target: object) -> tuple[Any, list
             raise UnsupportedError(
                 f"{source.path} holds a conjugate or negative view; use fastpersist.load and load_state_dict"
             )
-        key = keys_by_cdata.get(tensor.untyped_storage()._cdata)
+        key = key_of.get(tensor.untyped_storage()._cdata)
         if key is None:
             raise UnsupportedError(f"{source.path} holds a tensor without data (meta)")
         entry = source.directory.entries[f"data/{key}"]
@@ -158,8 +173,7 @@ def _stored_tensors(source: CheckpointSource, target: object) -> tuple[Any, list
             raise FormatError(f"a tensor reaches beyond its storage {key}", path=source.path)
         return found
 
-    extra: list[tuple[Callable[[Any], None], Any]] = []
-    return _described(skeleton, describe), _extra_states(skeleton, target, extra)
+    return _Structure(_described(skeleton, describe), skeleton, storages)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -196,33 +210,72 @@ def _described(value: Any, describe: Callable[[torch.Tensor], _Stored]) -> Any:
     if isinstance(value, torch.Tensor):
         return describe(value)
     if isinstance(value, Mapping):
-        return {key: _described(item, describe) for key, item in value.items()}
+        return {key: _described(item, describe) for key, item in value.items() if not _is_extra_state(key)}
     if isinstance(value, (list, tuple)):
         return [_described(item, describe) for item in value]
     return None
 
 
-def _extra_states(
-    value: Any, target: object, into: list[tuple[Callable[[Any], None], Any]]
-) -> list[tuple[Callable[[Any], None], Any]]:
-    """Find the get_extra_state values that modules of the target want back."""
+# --------------------------------------------------------------------------------------------- extra state
+
+_SetExtraState: TypeAlias = Callable[[Any], None]
+
+
+def _is_extra_state(key: object) -> bool:
+    """Tell whether a state_dict key is that of a module's get_extra_state."""
+    return isinstance(key, str) and key.rpartition(".")[2] == _EXTRA_STATE_KEY
+
+
+def _load_extra_states(
+    source: CheckpointSource, structure: _Structure, target: object, engine: str
+) -> list[tuple[_SetExtraState, Any]]:
+    """Load what the target's modules once returned from get_extra_state, before anything of the target changes.
+
+    An extra state may hold tensors. No tensor of the target takes them, so they get storages of their own, and the
+    object is built once more around those.
+    """
+    wanted = list(_extra_states(structure.skeleton, target))
+    own = {tensor.untyped_storage()._cdata for _, state in wanted for tensor in _tensors_in(state)}
+    if not own:
+        return wanted
+    storages = dict(structure.storages)
+    extents = Extents()
+    for key, storage in structure.storages.items():
+        if storage._cdata in own:
+            storages[key] = new_storage(storage.nbytes(), torch.device("cpu"))
+            extents.add_storage(
+                source.directory.entries[f"data/{key}"].data_offset_bytes, storages[key], with_crc=False
+            )
+    read_extents(source.fd, source.path, extents, engine=engine)
+    loaded = unpickle_with(source, storages, map_location=None, weights_only=True)
+    return list(_extra_states(loaded, target))
+
+
+def _extra_states(value: Any, target: object) -> Iterator[tuple[_SetExtraState, Any]]:
+    """Find the extra states in a file's object that modules of the target take."""
     if isinstance(target, torch.nn.Module) and isinstance(value, Mapping):
         for prefix, module in target.named_modules():
-            name = f"{prefix}.{_EXTRA_STATE_SUFFIX}" if prefix else _EXTRA_STATE_SUFFIX
-            if name in value and _has_extra_state(module):
-                into.append((module.set_extra_state, value[name]))
+            name = f"{prefix}.{_EXTRA_STATE_KEY}" if prefix else _EXTRA_STATE_KEY
+            if name in value and type(module).set_extra_state is not torch.nn.Module.set_extra_state:
+                yield module.set_extra_state, value[name]
     elif isinstance(target, Mapping) and isinstance(value, Mapping):
         for key, item in target.items():
             if key in value:
-                _extra_states(value[key], item, into)
+                yield from _extra_states(value[key], item)
     elif isinstance(target, (list, tuple)) and isinstance(value, (list, tuple)):
         for item, stored in zip(target, value, strict=False):
-            _extra_states(stored, item, into)
-    return into
+            yield from _extra_states(stored, item)
 
 
-def _has_extra_state(module: torch.nn.Module) -> bool:
-    return type(module).set_extra_state is not torch.nn.Module.set_extra_state
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _tensors_in(item)
 
 
 # --------------------------------------------------------------------------------------------- matching
@@ -243,6 +296,8 @@ def _match(path: str, stored: Any, target: object, strict: bool) -> list[_Pair]:
             problems.extend([f"{name} is in the target, but not in the file"] if strict else [])
         elif not isinstance(found, _Stored):
             problems.append(f"{name} is a tensor in the target, but not in the file")
+        elif torch.nn.parameter.is_lazy(tensor):
+            problems.append(f"{name} has no shape yet (a lazy module); run the module once, then load")
         elif tuple(tensor.shape) != found.shape:
             problems.append(f"{name} has shape {tuple(tensor.shape)} in the target, {found.shape} in the file")
         else:
@@ -316,7 +371,9 @@ def _leaves(name: str, stored: Any) -> Iterator[tuple[str, _Stored]]:
 def _module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The module's own tensors by their state_dict names; extra state is handled apart."""
     state = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {
+        name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra_state(name)
+    }
 
 
 # --------------------------------------------------------------------------------------------- filling
@@ -345,14 +402,12 @@ def _verify_all(source: CheckpointSource, engine: str) -> None:
 def _fill(source: CheckpointSource, pairs: Sequence[_Pair], engine: str, filled: list[str]) -> None:
     """Fill all targets; `filled` gets the names that may have been touched, before they are."""
     extents = Extents()
-    one_by_one = []
-    seen: set[tuple[int, int, torch.dtype]] = set()
+    one_by_one = _overlapping(pairs)
+    last = {_memory_of(pair.target): pair for pair in pairs}  # of tied targets the last wins, as in load_state_dict
     with torch.no_grad():
-        for pair in pairs:
-            identity = (pair.target.data_ptr(), pair.stored.offset_bytes, pair.target.dtype)
-            if not pair.target.numel() or identity in seen:
-                continue  # tied tensors are one memory and one place in the file: once is enough
-            seen.add(identity)
+        for pair in last.values():
+            if not pair.target.numel() or pair in one_by_one:
+                continue
             if not pair.stored.is_contiguous():
                 one_by_one.append(pair)
                 continue
@@ -368,6 +423,31 @@ def _fill(source: CheckpointSource, pairs: Sequence[_Pair], engine: str, filled:
             torch.autograd.graph.increment_version([pair.target for pair in pairs])
 
 
+def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _overlapping(pairs: Sequence[_Pair]) -> list[_Pair]:
+    """Find targets that share memory without being the same tensor: they are filled one by one, in order."""
+
+    def span(pair: _Pair) -> tuple[str, int, int]:
+        target = pair.target
+        last = sum((size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True))
+        return str(target.device), target.data_ptr(), target.data_ptr() + (last + 1) * target.element_size()
+
+    ordered = sorted((pair for pair in pairs if pair.target.numel()), key=span)
+    found: set[int] = set()
+    reach: _Pair | None = None  # of those before on the same device, the one that ends last
+    for pair in ordered:
+        if reach is not None and span(reach)[0] == span(pair)[0] and span(pair)[1] < span(reach)[2]:
+            if _memory_of(reach.target) != _memory_of(pair.target):
+                found |= {id(reach), id(pair)}
+            if span(pair)[2] <= span(reach)[2]:
+                continue
+        reach = pair
+    return [pair for pair in pairs if id(pair) in found]
+
+
 def _add_contiguous(extents: Extents, pair: _Pair) -> None:
     target, stored = pair.target, pair.stored
     size_bytes = stored.span_bytes
@@ -378,7 +458,7 @@ def _add_contiguous(extents: Extents, pair: _Pair) -> None:
     itemsize = stored.dtype.itemsize
     if flat is None or stored.offset_bytes % itemsize:
         # A strided target, or elements that chunk borders could cut in two: gathered first, one tensor at a time.
-        whole = torch.empty(size_bytes, dtype=torch.uint8)
+        whole = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         missing_bytes = size_bytes
 
         def gather(offset_bytes: int, source: torch.Tensor) -> None:
@@ -404,7 +484,7 @@ def _read_strided(source: CheckpointSource, stored: _Stored, engine: str) -> tor
     extents = Extents()
     extents.add_storage(stored.offset_bytes, span, with_crc=False)
     read_extents(source.fd, source.path, extents, engine=engine)
-    return torch.empty(0, dtype=stored.dtype).set_(span, 0, stored.shape, stored.stride)
+    return torch.empty(0, dtype=stored.dtype, device="cpu").set_(span, 0, stored.shape, stored.stride)
 
 
 def _partly_overwritten(error: StorageError, filled: list[str]) -> StorageError:

@@ -107,7 +107,7 @@ def archive_prefix(path: str) -> str:
     """
     if not path.isascii():
         return "archive"
-    name = path.rpartition("/")[2]
+    name = path.replace("\\", "/").rpartition("/")[2]  # torch splits at both on every system
     stem, dot, _ = name.rpartition(".")
     return stem if dot else name
 
