@@ -310,7 +310,8 @@ def sweep(target: Target) -> list[str]:
                 removed.append(path)
                 _log.info("removed %s, left by a save that died", path)
         except StorageError as error:
-            _log.warning("a leftover stays: %s", error)
+            if error.errno != errno.ENOENT:  # else its writer has just published it
+                _log.warning("a leftover stays: %s", error)
         finally:
             os.close(fd)
     return removed

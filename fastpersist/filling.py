@@ -191,7 +191,7 @@ def _stored_entry(entry: safetensors_format.Entry, path: str) -> _Stored:
 def _meta_object(source: CheckpointSource) -> tuple[Any, dict[str, torch.UntypedStorage]]:
     """Unpickle over storages without data, sizes checked against the directory."""
     storages: dict[str, torch.UntypedStorage] = {}
-    for reference in source.references:
+    for reference in source.summary.references:
         entry = source.directory.entries.get(f"data/{reference.key}")
         if entry is None or entry.size_bytes != reference.size_bytes:
             raise FormatError(f"pickle and directory disagree on storage {reference.key}", path=source.path)

@@ -131,8 +131,9 @@ def _inspect_safetensors(source: CheckpointSource) -> Manifest:
 def _inspect_torch_zip(source: CheckpointSource) -> Manifest:
     entries = source.directory.entries
     has_checksums = source.directory.has_checksums
+    scan = source.scan()
     tensors = []
-    for name, tensor in iter_tensors(source.scan.root):
+    for name, tensor in iter_tensors(scan.root):
         storage = tensor.storage
         record = "" if storage is None else f"data/{storage.key}"
         entry = entries.get(record)
@@ -149,7 +150,7 @@ def _inspect_torch_zip(source: CheckpointSource) -> Manifest:
         source.size_bytes,
         has_checksums,
         tuple(tensors),
-        globals=source.scan.globals,
+        globals=scan.globals,
     )
 
 
@@ -186,7 +187,7 @@ def _verify_torch_zip(source: CheckpointSource, engine: str, poll: Poll | None) 
     damages = []
     try:
         # Also proves that every storage that the pickle asks for is there in full.
-        for reference in {reference.key: reference for reference in source.references}.values():
+        for reference in {reference.key: reference for reference in source.summary.references}.values():
             entry = source.directory.entries.get(f"data/{reference.key}")
             if entry is None or entry.size_bytes != reference.size_bytes:
                 names = tuple(source.tensor_names([reference.key])[reference.key])

@@ -148,7 +148,7 @@ def unpickle_with(
     file = SkippingFile(source, (entries[f"data/{key}"] for key in storages))
     asks: list[tuple[StorageReference, torch.UntypedStorage, int]] = []
     seen: set[str] = set()
-    for reference in source.references:
+    for reference in source.summary.references:
         storage = storages[reference.key]
         # torch remembers a storage by its key unless it has no address, and then asks again at every use.
         if reference.key not in seen:
@@ -183,9 +183,9 @@ def _why_stock(source: CheckpointSource, map_location: MapLocation, weights_only
         return "it is a TorchScript archive"
     if source.is_byte_swapped():
         return "it was written on a machine of the other byte order"
-    if "torch._utils._rebuild_device_tensor_from_numpy" in source.scan.globals:
+    if "torch._utils._rebuild_device_tensor_from_numpy" in source.summary.globals:
         return "it holds tensors of a device whose bytes are inside the pickle"
-    if weights_only and not _all_allowed(source.scan.globals):
+    if weights_only and not _all_allowed(source.summary.globals):
         return "it names globals that weights_only=True does not allow"
     return None
 
@@ -231,7 +231,7 @@ def _storages_to_fill(source: CheckpointSource, map_location: MapLocation) -> di
     wanted: dict[str, _StorageToFill] = {}
     devices: dict[str, torch.device | None] = {}
     entries = source.directory.entries
-    for reference in source.references:
+    for reference in source.summary.references:
         entry = entries.get(f"data/{reference.key}")
         if entry is None or entry.size_bytes != reference.size_bytes:
             return f"pickle and directory disagree on storage {reference.key}"

@@ -388,12 +388,8 @@ def read_exactly(fd: int, offset_bytes: int, size_bytes: int, path: str) -> byte
         with storage_errors(f"reading at offset {offset_bytes + done_bytes} of", path):
             part = os.pread(fd, size_bytes - done_bytes, offset_bytes + done_bytes)
         if not part:
-            raise StorageError(
-                None,
-                f"{path} ends at {offset_bytes + done_bytes}, in the middle of a record",
-                path,
-                offset_bytes,
-            )
+            end_bytes = offset_bytes + done_bytes
+            raise StorageError(None, f"{path} ends at offset {end_bytes}, in the middle of a record", path, end_bytes)
         parts.append(part)
         done_bytes += len(part)
     return b"".join(parts)

@@ -59,6 +59,10 @@ def container_for(obj: object, path: str, *, checksum: bool, metadata: Mapping[s
     return TorchZipContainer(obj, torch_zip.archive_prefix(path), checksum=checksum)
 
 
+_BATCH_COUNT = 512
+"""Records handed to the writer at a time: headers of up to a block each are not all held in memory."""
+
+
 class TorchZipContainer:
     """A torch zip: pickle, storages, central directory, in file order, in one pass.
 
@@ -96,6 +100,9 @@ class TorchZipContainer:
         pieces = Pieces()
         pending = b""  # literal bytes between two storages, added as one piece
         for index, record in enumerate(records[:-1]):
+            if index % _BATCH_COUNT == 0:
+                writer.append(pieces)
+                pieces = Pieces()
             pending += torch_zip.local_header(record)
             slot = index - plan.first_storage
             if 0 <= slot < plan.storage_count:
@@ -141,14 +148,14 @@ class SafetensorsContainer:
             (name, safetensors_format.DTYPE_NAMES[_dtype_name(tensor.dtype)], tuple(tensor.shape))
             for name, tensor in tensors.items()
         ]
-        self._header = safetensors_format.place_tensors(described, metadata, checksum=checksum)
+        self._plan = safetensors_format.place_tensors(described, metadata, checksum=checksum)
         self._tensors = tensors
         self._checksum = checksum
 
     @property
     def size_bytes(self) -> int:
         """Exact length of the finished file."""
-        return self._header.size_bytes + sum(entry.size_bytes for entry in self._header.entries)
+        return self._plan.header.size_bytes + sum(entry.size_bytes for entry in self._plan.header.entries)
 
     @property
     def padded_bytes(self) -> int:
@@ -157,7 +164,7 @@ class SafetensorsContainer:
 
     def write(self, writer: Writer) -> None:
         """Write every byte; returns when all of them have been handed to the writer."""
-        header = self._header
+        header = self._plan.header
         pieces = Pieces()
         for slot, entry in enumerate(header.entries):
             tensor = self._tensors[entry.name]
@@ -171,7 +178,7 @@ class SafetensorsContainer:
         writer.append(pieces)
         crcs = writer.crcs(len(header.entries)) if self._checksum else None
         head = Pieces()
-        head.add_bytes(safetensors_format.encode_header(header, crcs))
+        head.add_bytes(safetensors_format.encode_header(self._plan, crcs))
         writer.seek(0)
         writer.append(head)
 
@@ -196,7 +203,9 @@ def _savable_tensors(obj: object) -> dict[str, torch.Tensor]:
         problem = _why_not_savable(name, tensor)
         if problem:
             raise ConfigError(f"{name!r} cannot go into a .safetensors file: {problem}")
-        tensors[name] = tensor.detach().resolve_conj().resolve_neg()
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        tensors[name] = tensor
     _refuse_shared_memory(tensors)
     return tensors
 

@@ -12,6 +12,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 
 from fastpersist.errors import CheckpointNotFoundError, FormatError, StorageError, UnsupportedError
@@ -32,6 +33,19 @@ __all__ = ["CheckpointSource"]
 
 _SNIFF_BYTES = 9
 _PICKLE_LIMIT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PickleSummary:
+    """What loading needs to know of a pickle.
+
+    Attributes:
+        references: The storages that unpickling asks for, one for each time it does, in that order.
+        globals: What it would import, as "module.name".
+    """
+
+    references: list[StorageReference]
+    globals: tuple[str, ...]
 
 
 class CheckpointSource:
@@ -124,9 +138,13 @@ class CheckpointSource:
             raise UnsupportedError(f"{self.path}: a data.pkl of {entry.size_bytes} bytes is over our limit")
         return self.read_at(entry.data_offset_bytes, entry.size_bytes)
 
-    @cached_property
     def scan(self) -> PickleScan:
-        """What data.pkl holds, symbolically. Raises FormatError or UnsupportedError."""
+        """Scan data.pkl, symbolically. Not kept: the tree of a large state takes many times its pickle.
+
+        Raises:
+            FormatError: It is no well-formed pickle.
+            UnsupportedError: It cannot be described without running code.
+        """
         try:
             return scan_pickle(self.pickle)
         except FormatError as error:
@@ -135,10 +153,11 @@ class CheckpointSource:
             ) from None
 
     @cached_property
-    def references(self) -> list[StorageReference]:
-        """The storages that unpickling asks for, one for each time it does. Raises FormatError, UnsupportedError."""
+    def summary(self) -> PickleSummary:
+        """What loading needs to know of data.pkl. Raises FormatError, UnsupportedError."""
+        scan = self.scan()
         try:
-            return storage_references(self.scan)
+            return PickleSummary(storage_references(scan), scan.globals)
         except FormatError as error:
             raise FormatError(f"data.pkl: {error.message}", path=self.path, offset_bytes=error.offset_bytes) from None
 
@@ -152,7 +171,7 @@ class CheckpointSource:
     def tensor_names(self, keys: Iterable[str]) -> dict[str, list[str]]:
         """Return the names of the tensors that lie in the given storages, by storage key."""
         names: dict[str, list[str]] = {key: [] for key in keys}
-        for name, tensor in iter_tensors(self.scan.root):
+        for name, tensor in iter_tensors(self.scan().root):
             if tensor.storage is not None and tensor.storage.key in names:
                 names[tensor.storage.key].append(name)
         return names

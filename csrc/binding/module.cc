@@ -166,7 +166,11 @@ class PyWriter {
     if (writer_ == nullptr) return;
     engine_name_ = writer_->pump().engine_name();
     demotions_ = writer_->pump().demotions();
-    writer_.reset();
+    {
+      const py::gil_scoped_release release;
+      writer_->Abandon();
+    }
+    writer_.reset();  // with the GIL: it owns the hooks
   }
 
   uint64_t position() { return writer().position(); }

@@ -28,9 +28,8 @@ Status Status::FromErrno(int sys_errno, std::string_view operation, std::string_
   message.append(" ").append(path);
   if (offset_bytes != kNoOffset) message.append(" at offset ").append(std::to_string(offset_bytes));
   message.append(": ").append(std::generic_category().message(sys_errno));
-  Status status = Error(CodeOf(sys_errno), std::move(message));
+  Status status = Error(CodeOf(sys_errno), std::move(message), offset_bytes);
   status.sys_errno_ = sys_errno;
-  status.offset_bytes_ = offset_bytes;
   return status;
 }
 

@@ -31,10 +31,11 @@ class [[nodiscard]] Status {
 
   Status() = default;
   static Status Ok() { return {}; }
-  static Status Error(StatusCode code, std::string message) {
+  static Status Error(StatusCode code, std::string message, uint64_t offset_bytes = kNoOffset) {
     FP_CHECK(code != StatusCode::kOk);
     Status status;
     status.code_ = code;
+    status.offset_bytes_ = offset_bytes;
     status.message_ = std::move(message);
     return status;
   }

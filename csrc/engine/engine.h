@@ -44,7 +44,8 @@ struct EngineLimits {
   bool direct = false;       // the file's descriptor must have O_DIRECT set (direct) or clear (buffered)
 };
 
-// One owner thread at a time: no method may be called from two threads at once.
+// One owner thread at a time: no method may be called from two threads at once. A thread that hands an engine over with
+// requests in flight must outlive them: the kernel cancels some kinds when the thread that submitted them ends.
 class IoEngine {
  public:
   IoEngine() = default;

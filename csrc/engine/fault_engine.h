@@ -15,13 +15,13 @@ namespace fastpersist {
 
 struct FaultPlan {
   enum class Kind : uint8_t { kErrno, kShort, kZero, kDelay };
-  std::optional<IoOp> op;   // count only reads or only writes; none: both
-  uint64_t nth = 1;         // the n-th counted request since the plan was set is hit, 1-based
-  uint64_t count = 1;       // and so are the count - 1 after it; UINT64_MAX: all from there on
+  std::optional<IoOp> op;  // count only reads or only writes; none: both
+  uint64_t nth = 1;        // the n-th counted request since the plan was set is hit, 1-based
+  uint64_t count = 1;      // and so are the count - 1 after it; UINT64_MAX: all from there on
   Kind kind = Kind::kErrno;
-  int sys_errno = 5;        // kErrno
+  int sys_errno = 5;           // kErrno
   uint32_t short_bytes = 512;  // kShort: bytes that are really done (the wrapped engine is asked for only these)
-  uint32_t delay_ms = 0;    // kDelay
+  uint32_t delay_ms = 0;       // kDelay
 };
 
 struct RecordedWrite {

@@ -61,8 +61,10 @@ void* Work(void* argument) {
   Pool& pool = *static_cast<Pool*>(argument);
   pthread_setname_np(pthread_self(), "fastpersist-io");
   std::unique_lock lock(pool.mutex);
+  bool owner_waits = false;  // for a completion that is there now
   for (;;) {
     while (pool.taken_count == pool.submitted_count && !pool.stopping) {
+      if (std::exchange(owner_waits, false)) pool.enough_completed.notify_one();
       ++pool.idle_count;
       pool.work_arrived.wait(lock);
       --pool.idle_count;
@@ -70,12 +72,14 @@ void* Work(void* argument) {
     if (pool.stopping) return nullptr;
     const IoRequest request = pool.submitted[pool.taken_count++ % pool.submitted.size()];
     lock.unlock();
+    // Only now: an owner woken before would run into the locked mutex and sleep again.
+    if (std::exchange(owner_waits, false)) pool.enough_completed.notify_one();
     const IoCompletion completion = Perform(request);
     lock.lock();
     pool.completed.push_back(completion);
     if (pool.completed.size() >= pool.wanted_count) {
       pool.wanted_count = kNobodyWaits;
-      pool.enough_completed.notify_one();
+      owner_waits = true;
     }
   }
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/alignment.h"
 #include "core/crc32.h"
@@ -23,13 +24,16 @@ Result<std::unique_ptr<FileReader>> FileReader::Open(int fd, std::string path, P
 FileReader::FileReader(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes)
     : pump_(std::move(pump)), share_(std::move(share)), hooks_(std::move(hooks)), chunk_bytes_(chunk_bytes) {
   in_flight_.resize(pump_->queue_depth());
-  chunk_of_tag_.resize(pump_->queue_depth());
 }
 
-FileReader::~FileReader() {
+FileReader::~FileReader() { Abandon(); }
+
+// The kernel lets go of the buffers first; only then do they go back to the share.
+void FileReader::Abandon() {
   pump_->Abandon();
-  for (std::byte*& buffer : in_flight_) {
-    if (buffer != nullptr) share_.Put(std::exchange(buffer, nullptr));
+  for (InFlight& slot : in_flight_) {
+    if (slot.buffer != nullptr) share_.Put(slot.buffer);
+    slot = {};
   }
 }
 
@@ -37,11 +41,22 @@ FileReader::~FileReader() {
 // [20 MiB + 100, 21 MiB) become [5, 8), [8, 16) and [16, 21) MiB; the last one serves both. An extent that starts
 // before the last chunk (inside an earlier extent) gets chunks of its own: those bytes are read twice.
 std::vector<FileReader::Chunk> FileReader::Cut(std::span<const ReadExtent> extents) const {
+  // Direct I/O may have to be given up in mid-file, but a buffered engine is never replaced by a direct one.
+  const bool may_go_straight = !pump_->direct();
   std::vector<Chunk> chunks;
   for (size_t i = 0; i < extents.size(); ++i) {
     uint64_t from = extents[i].offset_bytes;
     const uint64_t extent_end = from + extents[i].size_bytes;
-    if (!chunks.empty() && from < extent_end) {
+    if (may_go_straight && extents[i].target == ReadExtent::Target::kMemory &&
+        extents[i].size_bytes >= kStraightBytes) {
+      while (from < extent_end) {
+        const uint64_t size_bytes = std::min<uint64_t>(extent_end - from, chunk_bytes_);
+        chunks.push_back({from, size_bytes, i, i + 1, extents[i].address + (from - extents[i].offset_bytes)});
+        from += size_bytes;
+      }
+      continue;
+    }
+    if (!chunks.empty() && chunks.back().straight == nullptr && from < extent_end) {
       Chunk& last = chunks.back();
       const uint64_t limit = AlignDown(last.offset_bytes, chunk_bytes_) + chunk_bytes_;
       if (from >= last.offset_bytes && from < limit && from <= last.offset_bytes + last.needed_bytes + kGapBytes) {
@@ -53,7 +68,7 @@ std::vector<FileReader::Chunk> FileReader::Cut(std::span<const ReadExtent> exten
     while (from < extent_end) {
       const uint64_t start = AlignDown(from, kBlockBytes);
       from = std::min(extent_end, AlignDown(from, chunk_bytes_) + chunk_bytes_);
-      chunks.push_back({start, from - start, i, i + 1});
+      chunks.push_back({start, from - start, i, i + 1, nullptr});
     }
   }
   return chunks;
@@ -66,10 +81,7 @@ Result<std::vector<uint32_t>> FileReader::Read(std::span<const ReadExtent> exten
   const std::vector<Chunk> chunks = Cut(extents);
   Status status = Run(extents, chunks);
   if (!status.ok()) {
-    pump_->Abandon();
-    for (std::byte*& buffer : in_flight_) {
-      if (buffer != nullptr) share_.Put(std::exchange(buffer, nullptr));
-    }
+    Abandon();
     return status;
   }
   std::vector<uint32_t> crcs(extents.size(), 0);
@@ -86,28 +98,39 @@ Status FileReader::Run(std::span<const ReadExtent> extents, std::span<const Chun
   size_t next = 0;
   while (next < chunks.size() || pump_->in_flight() > 0) {
     while (next < chunks.size() && pump_->in_flight() < pump_->queue_depth()) {
-      std::byte* buffer = share_.Take();
-      if (buffer == nullptr) break;  // ours are all in flight
       const Chunk& chunk = chunks[next];
-      const auto free_tag = std::find(in_flight_.begin(), in_flight_.end(), nullptr);
-      FP_CHECK(free_tag != in_flight_.end());
-      const auto tag = static_cast<size_t>(free_tag - in_flight_.begin());
-      in_flight_[tag] = buffer;
-      chunk_of_tag_[tag] = next++;
+      std::byte* const buffer = chunk.straight == nullptr ? share_.Take() : nullptr;
+      if (chunk.straight == nullptr && buffer == nullptr) break;  // ours are all in flight
+      const auto slot = std::find_if(in_flight_.begin(), in_flight_.end(), [](const auto& one) { return !one.used; });
+      FP_CHECK(slot != in_flight_.end());
+      *slot = {.used = true, .buffer = buffer, .chunk = next++};
+      const uint64_t size_bytes = buffer == nullptr ? chunk.needed_bytes : AlignUp(chunk.needed_bytes, kBlockBytes);
       FP_RETURN_IF_ERROR(pump_->Start({.op = IoOp::kRead,
-                                       .buffer = buffer,
-                                       .size_bytes = static_cast<uint32_t>(AlignUp(chunk.needed_bytes, kBlockBytes)),
+                                       .buffer = buffer == nullptr ? chunk.straight : buffer,
+                                       .size_bytes = static_cast<uint32_t>(size_bytes),
                                        .needed_bytes = static_cast<uint32_t>(chunk.needed_bytes),
                                        .offset_bytes = chunk.offset_bytes,
-                                       .tag = tag}));
+                                       .tag = static_cast<uint64_t>(slot - in_flight_.begin())}));
     }
     finished_tags.clear();
     FP_RETURN_IF_ERROR(pump_->Collect(/*wait=*/true, finished_tags));
-    for (const uint64_t tag : finished_tags) {
-      const Status status = Deliver(extents, chunks[chunk_of_tag_[tag]], in_flight_[tag]);
-      share_.Put(std::exchange(in_flight_[tag], nullptr));
-      FP_RETURN_IF_ERROR(status);
-    }
+    for (const uint64_t tag : finished_tags) FP_RETURN_IF_ERROR(Finish(extents, chunks, tag));
+  }
+  return Status::Ok();
+}
+
+Status FileReader::Finish(std::span<const ReadExtent> extents, std::span<const Chunk> chunks, size_t tag) {
+  const InFlight slot = std::exchange(in_flight_[tag], {});
+  const Chunk& chunk = chunks[slot.chunk];
+  if (slot.buffer != nullptr) {
+    Status status = Deliver(extents, chunk, slot.buffer);
+    share_.Put(slot.buffer);
+    return status;
+  }
+  const ReadExtent& extent = extents[chunk.first_extent];
+  if (extent.with_crc) {
+    crc_parts_[chunk.first_extent].push_back(
+        {chunk.offset_bytes - extent.offset_bytes, chunk.needed_bytes, Crc32(0, chunk.straight, chunk.needed_bytes)});
   }
   return Status::Ok();
 }

@@ -45,7 +45,7 @@ FileWriter::FileWriter(std::unique_ptr<IoPump> pump, BufferShare share, Transfer
   in_flight_.resize(pump_->queue_depth());
 }
 
-FileWriter::~FileWriter() { (void)Abort(Status::Error(StatusCode::kCancelled, "the writer was closed")); }
+FileWriter::~FileWriter() { Abandon(); }
 
 // The kernel lets go of the buffers first; only then do they go back to the share.
 Status FileWriter::Abort(Status status) {

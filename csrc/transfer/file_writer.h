@@ -70,6 +70,9 @@ class FileWriter {
   // Pad the last block and wait for every write. The file may now be up to a block longer than position().
   Status Finish();
 
+  // Wait until the kernel has let go of every buffer and give them back. The writer is of no use after.
+  void Abandon() { (void)Abort(Status::Error(StatusCode::kCancelled, "the writer was closed")); }
+
   uint64_t position() const { return chunk_offset_ + fill_bytes_; }
   uint32_t crc(uint32_t slot) const { return slot < crcs_.size() ? crcs_[slot] : 0; }
   const IoPump& pump() const { return *pump_; }

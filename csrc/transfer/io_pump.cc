@@ -74,8 +74,18 @@ Status IoPump::Fail(Status status) {
   return failed_;
 }
 
-std::string IoPump::Describe(const Slot& slot) const {
-  return std::string(Name(slot.request.op)) + " " + std::to_string(slot.request.size_bytes) + " bytes, " + path_;
+// A request that gets no further although the kernel reports no error.
+Status IoPump::Stopped(const Slot& slot, uint32_t last_done_bytes) const {
+  const uint64_t place = slot.request.offset_bytes + slot.done_bytes;
+  const std::string asked = std::to_string(slot.request.size_bytes) + " bytes at offset " + std::to_string(place);
+  if (slot.request.op == IoOp::kRead) {
+    return Status::Error(StatusCode::kEndOfFile, "read of " + asked + " of " + path_ + ": the file ends before them",
+                         place);
+  }
+  return Status::Error(StatusCode::kIoError,
+                       "write of " + asked + " to " + path_ + ": the kernel wrote " + std::to_string(last_done_bytes) +
+                           " bytes and no more",
+                       place);
 }
 
 void IoPump::Queue(size_t slot_index) {
@@ -143,7 +153,8 @@ Status IoPump::Complete(const IoCompletion& completion, std::vector<uint64_t>& f
   const Request& request = slot.request;
   const uint64_t place = request.offset_bytes + slot.done_bytes;
 
-  if (completion.sys_errno == EINTR || completion.sys_errno == EAGAIN) {
+  // ECANCELED: the kernel gave the request up before it started, because the thread that submitted it went away.
+  if (completion.sys_errno == EINTR || completion.sys_errno == EAGAIN || completion.sys_errno == ECANCELED) {
     const auto now = std::chrono::steady_clock::now();
     if (slot.attempt_count++ == 0) slot.first_refused = now;
     if (now - slot.first_refused > kRefusedLimit) {
@@ -177,11 +188,7 @@ Status IoPump::Complete(const IoCompletion& completion, std::vector<uint64_t>& f
                                     ? static_cast<uint32_t>(AlignDown(total_bytes, limits_.offset_alignment_bytes))
                                     : total_bytes;
   if (resume_bytes <= slot.done_bytes) {
-    const std::string asked = Describe(slot) + " at offset " + std::to_string(place);
-    return request.op == IoOp::kRead
-               ? Status::Error(StatusCode::kEndOfFile, asked + ": the file ends before them")
-               : Status::Error(StatusCode::kIoError, asked + ": the kernel wrote " +
-                                                         std::to_string(completion.done_bytes) + " bytes and no more");
+    return Stopped(slot, completion.done_bytes);
   }
   slot.done_bytes = resume_bytes;
   waiting_slots_.push_back(index);

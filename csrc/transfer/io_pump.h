@@ -60,6 +60,7 @@ class IoPump {
   size_t in_flight() const { return in_flight_count_; }
   uint32_t queue_depth() const { return options_.queue_depth; }
   const std::string& engine_name() const { return engine_name_; }
+  bool direct() const { return engine_ != nullptr && engine_->limits().direct; }
   uint64_t done_bytes() const { return done_bytes_; }
   // Why each engine of the list that is not in use any more was left, one sentence each.
   const std::vector<std::string>& demotions() const { return demotions_; }
@@ -80,7 +81,7 @@ class IoPump {
   Status Complete(const IoCompletion& completion, std::vector<uint64_t>& finished_tags);
   Status Poll();
   Status Fail(Status status);
-  std::string Describe(const Slot& slot) const;
+  Status Stopped(const Slot& slot, uint32_t last_done_bytes) const;
 
   const int fd_;
   const std::string path_;

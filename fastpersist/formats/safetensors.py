@@ -18,7 +18,16 @@ from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import ConfigError, FormatError
 from fastpersist.layout import align_up
 
-__all__ = ["CRC_KEY", "Entry", "Header", "encode_header", "is_safetensors", "place_tensors", "read_header"]
+__all__ = [
+    "CRC_KEY",
+    "Entry",
+    "Header",
+    "HeaderPlan",
+    "encode_header",
+    "is_safetensors",
+    "place_tensors",
+    "read_header",
+]
 
 CRC_KEY = "fastpersist.crc32"
 """Metadata key: eight hexadecimal digits per tensor, in the order of the data."""
@@ -66,11 +75,30 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A proven header: its length with the 8 bytes before it, the tensors in the order of the data, the metadata."""
+    """A header.
+
+    Attributes:
+        size_bytes: Its length, with the 8 bytes before it: where the data starts.
+        entries: The tensors in the order of the data.
+        metadata: Without our checksums.
+    """
 
     size_bytes: int
     entries: tuple[Entry, ...]
     metadata: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderPlan:
+    """A header that is complete but for the checksums.
+
+    Attributes:
+        header: Where everything lies.
+        text: Its JSON, with zeros for the checksums.
+    """
+
+    header: Header
+    text: bytes
 
 
 # ------------------------------------------------------------------------------------------------------- writing
@@ -78,7 +106,7 @@ class Header:
 
 def place_tensors(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], *, checksum: bool
-) -> Header:
+) -> HeaderPlan:
     """Order and place tensors: whole pages first, then by falling item size, so that each keeps its natural alignment.
 
     Args:
@@ -96,50 +124,46 @@ def place_tensors(
             raise ConfigError(f"the metadata key {CRC_KEY!r} is where checksums are kept; choose another")
     sized = [(name, dtype, shape, math.prod(shape) * _DTYPE_BITS[dtype] // 8) for name, dtype, shape in tensors]
     sized.sort(key=lambda item: (item[3] % BLOCK_BYTES != 0, -_DTYPE_BITS[item[1]], item[0]))
-
-    def place(start_bytes: int) -> tuple[Entry, ...]:
-        entries = []
-        for name, dtype, shape, size_bytes in sized:
-            entries.append(Entry(name, dtype, shape, start_bytes, size_bytes, 0 if checksum else None))
-            start_bytes += size_bytes
-        return tuple(entries)
-
-    # Offsets in the header count from its end, so they do not depend on its length.
-    draft = Header(0, place(0), dict(metadata))
-    size_bytes = align_up(_LENGTH_BYTES + len(_header_text(draft)), BLOCK_BYTES)
+    text = _header_text(sized, metadata, checksum)
+    size_bytes = align_up(_LENGTH_BYTES + len(text), BLOCK_BYTES)
     if size_bytes - _LENGTH_BYTES > _HEADER_LIMIT_BYTES:
         raise ConfigError(
             f"a header of {size_bytes} bytes for {len(sized)} tensors is over the {_HEADER_LIMIT_BYTES} bytes that "
             "safetensors allows; save to a .pt path instead"
         )
-    return Header(size_bytes, place(size_bytes), dict(metadata))
+    entries = []
+    offset_bytes = size_bytes
+    for name, dtype, shape, tensor_bytes in sized:
+        entries.append(Entry(name, dtype, shape, offset_bytes, tensor_bytes))
+        offset_bytes += tensor_bytes
+    return HeaderPlan(Header(size_bytes, tuple(entries), dict(metadata)), text)
 
 
-def encode_header(header: Header, crcs: Sequence[int] | None) -> bytes:
-    """Encode length and header, padded to `header.size_bytes`.
+def encode_header(plan: HeaderPlan, crcs: Sequence[int] | None) -> bytes:
+    """Encode length and header, padded to whole blocks.
 
     Args:
-        header: From `place_tensors`.
+        plan: From `place_tensors`.
         crcs: The CRC of each entry, in order; None exactly when it was placed without checksums.
     """
-    text = _header_text(header, crcs)
-    padded_bytes = header.size_bytes - _LENGTH_BYTES
+    text = plan.text
+    if crcs:
+        # The first run of zeros that long is ours: the metadata stands first, and our key first in it.
+        digits = "".join(f"{crc:08x}" for crc in crcs).encode()
+        text = text.replace(b"0" * len(digits), digits, 1)
+    padded_bytes = plan.header.size_bytes - _LENGTH_BYTES
     return padded_bytes.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded_bytes, b" ")
 
 
-def _header_text(header: Header, crcs: Sequence[int] | None = None) -> bytes:
-    start_bytes = header.size_bytes
-    metadata = dict(header.metadata)
-    if header.entries and header.entries[0].crc is not None:
-        metadata[CRC_KEY] = "".join(f"{crc:08x}" for crc in crcs or [0] * len(header.entries))
-    content: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    for entry in header.entries:
-        offset = entry.offset_bytes - start_bytes
-        content[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.size_bytes],
-        }
+def _header_text(
+    sized: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str], checksum: bool
+) -> bytes:
+    all_metadata = {CRC_KEY: "0" * 8 * len(sized), **metadata} if checksum and sized else dict(metadata)
+    content: dict[str, object] = {"__metadata__": all_metadata} if all_metadata else {}
+    start = 0  # offsets count from the header's end, so they do not depend on its length
+    for name, dtype, shape, size_bytes in sized:
+        content[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, start + size_bytes)}
+        start += size_bytes
     return json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
 
 

@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -21,6 +22,7 @@
 #include <vector>
 
 #include "core/status.h"
+#include "engine/fault_engine.h"
 
 namespace fastpersist {
 
@@ -43,9 +45,9 @@ inline bool Expect(bool holds, const char* what, const std::string& detail, cons
 
 #define EXPECT(condition) ::fastpersist::Expect((condition), #condition, "", __FILE__, __LINE__)
 #define EXPECT_WITH(condition, detail) ::fastpersist::Expect((condition), #condition, (detail), __FILE__, __LINE__)
-#define EXPECT_OK(expression)                                                                         \
-  do {                                                                                                \
-    const ::fastpersist::Status expected_ok = (expression);                                           \
+#define EXPECT_OK(expression)                                                                        \
+  do {                                                                                               \
+    const ::fastpersist::Status expected_ok = (expression);                                          \
     ::fastpersist::Expect(expected_ok.ok(), #expression, expected_ok.message(), __FILE__, __LINE__); \
   } while (false)
 
@@ -125,6 +127,44 @@ class ScratchFile {
 
   std::string path_;
   int fd_ = -1;
+};
+
+// The plan of the fault engines (engine/fault_engine.h) while this lives. Requests from the nth on are hit, count of
+// them.
+class Fault {
+ public:
+  static constexpr uint64_t kAll = UINT64_MAX;
+
+  explicit Fault(const FaultPlan& plan) { SetFaultPlan(plan); }
+  Fault(const Fault&) = delete;
+  Fault& operator=(const Fault&) = delete;
+  ~Fault() { ClearFaultPlan(); }
+
+  static FaultPlan Errno(int sys_errno, uint64_t nth, uint64_t count) {
+    FaultPlan plan = Plan(FaultPlan::Kind::kErrno, nth, count);
+    plan.sys_errno = sys_errno;
+    return plan;
+  }
+  static FaultPlan Short(uint32_t short_bytes, uint64_t nth, uint64_t count) {
+    FaultPlan plan = Plan(FaultPlan::Kind::kShort, nth, count);
+    plan.short_bytes = short_bytes;
+    return plan;
+  }
+  static FaultPlan Zero(uint64_t nth, uint64_t count) { return Plan(FaultPlan::Kind::kZero, nth, count); }
+  static FaultPlan Delay(uint32_t delay_ms) {
+    FaultPlan plan = Plan(FaultPlan::Kind::kDelay, 1, kAll);
+    plan.delay_ms = delay_ms;
+    return plan;
+  }
+
+ private:
+  static FaultPlan Plan(FaultPlan::Kind kind, uint64_t nth, uint64_t count) {
+    FaultPlan plan;
+    plan.kind = kind;
+    plan.nth = nth;
+    plan.count = count;
+    return plan;
+  }
 };
 
 struct Test {

@@ -1,0 +1,46 @@
+"""The command `fastpersist`: one module per subcommand, each with `add_parser(subparsers)` and `run(arguments)`.
+
+Here they are only put together. What they share (exit codes, error lines, text for people) is in `terminal`. Command
+modules import what is slow to import inside `run`, so that `--help` does not wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from fastpersist.cli import bench, demo, info, inspect, verify
+from fastpersist.cli.terminal import run_command
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Its words, without the program's name; None for those the process was started with.
+
+    Returns:
+        The exit code: 0 good, 1 damaged, 2 usage or not found, 130 interrupted, 141 when the reader of our output left.
+
+    Raises:
+        SystemExit: From argparse: 0 after --help and --version, 2 for words that make no command.
+    """
+    arguments = _parser().parse_args(argv)
+    return run_command(lambda: int(arguments.run(arguments)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    from fastpersist import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="fastpersist",
+        description="Save and load PyTorch training state at the speed of the disk.",
+        epilog="Exit codes: 0 good, 1 damaged, 2 usage or not found.",
+    )
+    parser.add_argument("--version", action="version", version=f"fastpersist {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (demo, info, bench, inspect, verify):
+        command.add_parser(subparsers)
+    return parser

@@ -1,0 +1,341 @@
+"""`fastpersist bench save DIR` and `bench load DIR`: how close to the disk's speed, and how others do.
+
+Runs the rows of the other bench files in one scratch directory inside DIR, which is removed in any case, and reports.
+Nothing here fails because a machine is slow: the exit code is 0 unless a row of fastpersist itself fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import errno
+import gc
+import json
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable
+
+import fastpersist
+from fastpersist.cli.bench_fio import fio_read_row, fio_write_row
+from fastpersist.cli.bench_load_rows import PageCache, own_load_rows, peer_load_rows
+from fastpersist.cli.bench_report import StateResult, machine_facts, report_json, report_text
+from fastpersist.cli.bench_rows import Measured, Row, Sample, measure
+from fastpersist.cli.bench_save_rows import own_save_rows, peer_save_rows, sync_path, usable_engines
+from fastpersist.cli.bench_states import STATE_NAMES, StateRecipe, flatten
+from fastpersist.cli.bench_worker import Job, Worker
+from fastpersist.errors import ConfigError, NoSpaceError, UnsupportedError
+from fastpersist.filesystem import storage_errors
+
+__all__ = ["add_parser", "run"]
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `bench` and what it can measure."""
+    bench = subparsers.add_parser(
+        "bench",
+        help="measure saving and loading against fio and others, in a directory on the disk in question",
+    )
+    commands = bench.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    save = commands.add_parser("save", help="time until a state is durable in a fresh file")
+    load = commands.add_parser("load", help="time until a state is in memory, read from the disk")
+    for parser in (save, load):
+        parser.add_argument("directory", metavar="DIR", help="existing directory; a scratch directory in it is removed")
+        parser.add_argument(
+            "--state",
+            action="append",
+            choices=STATE_NAMES,
+            help="what is saved (default: gpt2-124m); may be repeated",
+        )
+        parser.add_argument("--repeat", type=_positive, metavar="N", help="rounds (default: 7, with --quick 1)")
+        parser.add_argument(
+            "--size-mb",
+            type=_positive,
+            default=1024,
+            metavar="N",
+            help="MiB of the state one-tensor (default: 1024)",
+        )
+        parser.add_argument(
+            "--all-engines", action="store_true", help="rows for the engines through the page cache, too"
+        )
+        parser.add_argument("--quick", action="store_true", help="small states, one round: to try it out")
+        parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+        parser.set_defaults(run=run)
+    load.add_argument("--warm", action="store_true", help="read files that are in the page cache")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the table, write the JSON.
+
+    Returns:
+        0, or 1 if a row of fastpersist failed.
+
+    Raises:
+        ConfigError: DIR is no directory.
+        StorageError: DIR has no room or takes no files; or the JSON file cannot be written.
+    """
+    if not os.path.isdir(arguments.directory):
+        raise ConfigError(f"{arguments.directory} is no directory; name one on the disk that shall be measured")
+    if arguments.json:
+        with storage_errors("creating", arguments.json), open(arguments.json, "w"):
+            pass  # better refused now than after an hour
+    facts = machine_facts(arguments.directory)
+    notes, states = _measure_all(arguments)
+    command_line = _command_line(arguments)
+    print(report_text(arguments.command, command_line, facts, notes, states))
+    if arguments.json:
+        with storage_errors("writing", arguments.json), open(arguments.json, "w") as file:
+            json.dump(report_json(arguments.command, command_line, facts, notes, states), file, indent=2)
+            file.write("\n")
+    rows = [row for state in states for row in state.rows]
+    return int(any(row.row.kind == "fastpersist" and row.note.startswith("failed") for row in rows))
+
+
+def _command_line(arguments: argparse.Namespace) -> str:
+    """Spell out the command, as it would be typed to run the same again."""
+    words = [
+        "fastpersist",
+        "bench",
+        arguments.command,
+        arguments.directory,
+        "--repeat",
+        str(_rounds(arguments)),
+    ]
+    for state in _state_names(arguments):
+        words += ["--state", state]
+    if "one-tensor" in _state_names(arguments) and not arguments.quick:
+        words += ["--size-mb", str(arguments.size_mb)]
+    for name in ("all_engines", "quick", "warm"):
+        if getattr(arguments, name, False):
+            words.append(f"--{name.replace('_', '-')}")
+    return shlex.join(words)
+
+
+def _rounds(arguments: argparse.Namespace) -> int:
+    return arguments.repeat or (1 if arguments.quick else 7)
+
+
+def _state_names(arguments: argparse.Namespace) -> list[str]:
+    return arguments.state or ["gpt2-124m"]
+
+
+def _measure_all(arguments: argparse.Namespace) -> tuple[list[str], list[StateResult]]:
+    """Measure every state; return the notes and the results."""
+    measure_state = _measure_saves if arguments.command == "save" else _measure_loads
+    results, notes = [], []
+    with storage_errors("creating a directory in", arguments.directory):
+        scratch_directory = tempfile.TemporaryDirectory(prefix=".fastpersist-bench-", dir=arguments.directory)
+    # Any exception removes it, Ctrl-C included; only a SIGKILL leaves it behind.
+    with scratch_directory as scratch:
+        for name in _state_names(arguments):
+            recipe = StateRecipe(name, quick=arguments.quick, one_tensor_bytes=arguments.size_mb * _MIB)
+            result, state_notes = measure_state(arguments, recipe, scratch)
+            results.append(result)
+            notes += [note for note in state_notes if note not in notes]
+            gc.collect()
+    return notes, results
+
+
+def _measure_saves(arguments: argparse.Namespace, recipe: StateRecipe, scratch: str) -> tuple[StateResult, list[str]]:
+    payload_bytes = recipe.payload_bytes()
+    _require_space(scratch, payload_bytes, file_count=1)
+    engines = usable_engines(scratch, buffered=arguments.all_engines)
+    job = Job("save", recipe, payload_bytes, engines)
+
+    def before(suffix: str) -> str:
+        return os.path.join(scratch, f"run{suffix}")
+
+    def after() -> None:
+        _empty(scratch)
+
+    # Every process has the state once; there are never more than two at a time.
+    with _Denied(job, needed_bytes=2 * payload_bytes + _GIB) as denied:
+        peaks = _peaks(job, before, after)
+        state = recipe.build()
+        rows = [
+            fio_write_row(payload_bytes),
+            *own_save_rows(state, engines),
+            denied.row("fp.save"),
+            *peer_save_rows(state),
+        ]
+        measured = measure(rows, _rounds(arguments), before=before, after=after)
+    notes = [
+        "seconds run from the call until file and name are durable: who does not sync is followed by fsync of the file "
+        "and of its directory; every run writes a fresh file, and its removal is synced before the next run",
+        *_COMMON_NOTES,
+        "fio: --rw=write --direct=1 --ioengine=io_uring --bs=8M --iodepth=8 --numjobs=1 --fallocate=native "
+        "--end_fsync=1, the state's size rounded up to whole blocks; from the first request to the end of the fsync",
+    ]
+    return _result(recipe, state.payload_bytes, state.tensor_count, measured, peaks | denied.peaks), notes
+
+
+def _measure_loads(arguments: argparse.Namespace, recipe: StateRecipe, scratch: str) -> tuple[StateResult, list[str]]:
+    payload_bytes = recipe.payload_bytes()
+    _require_space(scratch, payload_bytes, file_count=2)
+    engines = usable_engines(scratch, buffered=arguments.all_engines)
+    job = Job("load", recipe, payload_bytes, engines)
+    # --quick is for tests: it leaves the rest of the machine its caches.
+    cache = PageCache(warm=arguments.warm, whole_machine=not arguments.quick)
+    tensor_count = _write_files(recipe, scratch)
+
+    def before(suffix: str) -> str:
+        path = os.path.join(scratch, f"state{suffix}")
+        cache.prepare(path)
+        return path
+
+    def after() -> None:
+        """Leave the file for the next row."""
+
+    with _Denied(job, needed_bytes=2 * payload_bytes + _GIB) as denied:
+        peaks = _peaks(job, before, after)
+        rows = [
+            fio_read_row(".pt"),
+            *own_load_rows(recipe, payload_bytes, engines),
+            denied.row("fp.load"),
+            *peer_load_rows(payload_bytes),
+        ]
+        measured = measure(rows, _rounds(arguments), before=before, after=after)
+    _empty(scratch)
+    notes = [
+        cache.describe(),
+        "what the drive itself or the host of a virtual disk caches is out of our reach",
+        "seconds run from the call until all bytes are in memory; mapped files have every page touched; all rows but "
+        "those of safetensors read one file, which fio reads as well",
+        *_COMMON_NOTES,
+        "fio: --rw=read --direct=1 --ioengine=io_uring --bs=8M --iodepth=8 --numjobs=1, whole blocks of the file",
+    ]
+    return _result(recipe, payload_bytes, tensor_count, measured, peaks | denied.peaks), notes
+
+
+_COMMON_NOTES = (
+    "GB/s are 10^9 bytes of tensors per second of the median; the rows took turns, each round in another order",
+    "peak: the highest VmHWM of a process of its own, above what state or result take themselves",
+    "io_uring denied: a process of its own under a seccomp filter that answers EPERM to every io_uring system call",
+)
+
+
+def _write_files(recipe: StateRecipe, scratch: str) -> int:
+    """Write the files that are loaded, both with page-aligned data; return the number of tensors."""
+    state = recipe.build()
+    fastpersist.save(state.tree, os.path.join(scratch, "state.pt"))
+    fastpersist.save(flatten(state.tree), os.path.join(scratch, "state.safetensors"))
+    return state.tensor_count
+
+
+class _Denied:
+    """The row that runs without io_uring, in a worker for the whole run. A context manager.
+
+    Attributes:
+        peaks: Peak of memory by row, there once it has run.
+    """
+
+    def __init__(self, job: Job, *, needed_bytes: int) -> None:
+        self.peaks: dict[str, int | None] = {}
+        self._worker: Worker | None = None
+        self._needed_bytes = needed_bytes
+        if needed_bytes <= _available_bytes():
+            self._worker = Worker(dataclasses.replace(job, deny_io_uring=True))
+
+    def row(self, of_row: str) -> Row:
+        """Return the form without io_uring of another row; waits until the worker is ready."""
+        name = f"{of_row}, io_uring denied"
+        worker = self._worker
+        if worker is None:
+            why_not = f"a second process needs {self._needed_bytes / 1e9:.1f} GB of memory, more than is available"
+            return Row(name, "fastpersist", None, why_not=why_not)
+        try:
+            worker.rows()
+        except UnsupportedError as error:
+            return Row(name, "fastpersist", None, why_not=str(error))
+
+        def run(path: str) -> Sample:
+            sample, peak_bytes = worker.run(of_row, path)
+            self.peaks.setdefault(name, peak_bytes)  # of the first run, which makes the ring
+            return sample
+
+        return Row(name, "fastpersist", run)
+
+    def __enter__(self) -> _Denied:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._worker is not None:
+            self._worker.end()
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+
+
+def _peaks(job: Job, before: Callable[[str], str], after: Callable[[], None]) -> dict[str, int | None]:
+    """Run each row once in a process that does nothing else; return the peaks of its memory by row."""
+    peaks: dict[str, int | None] = {}
+    with Worker(dataclasses.replace(job, apart=True)) as worker:
+        for name, suffix in worker.rows().items():
+            path = before(suffix)
+            try:
+                peaks[name] = worker.run(name, path)[1]
+            except UnsupportedError:  # the row will fail in its turn as well, and say why
+                peaks[name] = None
+            finally:
+                after()
+    return peaks
+
+
+def _result(
+    recipe: StateRecipe,
+    payload_bytes: int,
+    tensor_count: int,
+    measured: list[Measured],
+    peaks: dict[str, int | None],
+) -> StateResult:
+    auto_engine = ""
+    for result in measured:
+        result.peak_bytes = peaks.get(result.row.name)
+        if result.row.name in ("fp.save", "fp.load") and result.samples:
+            auto_engine = result.samples[0].engine
+    name = f"{recipe.name} (quick)" if recipe.quick else recipe.name
+    return StateResult(name, payload_bytes, tensor_count, auto_engine, measured)
+
+
+def _require_space(directory: str, payload_bytes: int, *, file_count: int) -> None:
+    """Refuse to fill a disk.
+
+    Raises:
+        NoSpaceError: There is not room for so many files of the size, and a tenth more.
+    """
+    needed_bytes = int(1.1 * file_count * payload_bytes) + 64 * _MIB
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < needed_bytes:
+        raise NoSpaceError(
+            errno.ENOSPC,
+            f"{directory} has {free_bytes / 1e9:.1f} GB free, and this needs {needed_bytes / 1e9:.1f} GB: choose "
+            "another directory, or a smaller --state",
+            directory,
+        )
+
+
+def _empty(directory: str) -> None:
+    """Remove what is in a directory, pending files of failed rows too, and wait until that is on disk.
+
+    Else the blocks would be freed in the next row's time.
+    """
+    with os.scandir(directory) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+    sync_path(directory)

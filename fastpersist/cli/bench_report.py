@@ -1,0 +1,198 @@
+"""What `bench` says: the facts without which a number means nothing, the table, and the same as JSON."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+import fastpersist
+from fastpersist.cli.bench_fio import CEILING_NAMES, fio_version
+from fastpersist.cli.bench_rows import Measured
+
+__all__ = ["StateResult", "machine_facts", "report_json", "report_text"]
+
+_FORMAT = 1
+_COLUMNS = 118
+_GIB, _MIB = 1 << 30, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StateResult:
+    """All rows of one state.
+
+    Attributes:
+        name: Of the state.
+        payload_bytes: Bytes of its tensors.
+        tensor_count: How many tensors.
+        auto_engine: What engine="auto" took; empty if that row failed.
+        rows: In the order of the table.
+    """
+
+    name: str
+    payload_bytes: int
+    tensor_count: int
+    auto_engine: str
+    rows: list[Measured]
+
+
+def machine_facts(directory: str) -> dict[str, Any]:
+    """Say what was measured on: device, file system, kernel, processors, versions, date."""
+    source, kind, options = _mount_of(directory)
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "directory": os.path.realpath(directory),
+        "device": source,
+        "device_model": _device_model(source),
+        "file_system": kind,
+        "mount_options": options,
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+        "cpu_model": _cpu_model(),
+        "cpu_count": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fastpersist": fastpersist.__version__,
+        "fio": fio_version(),
+    }
+
+
+def _mount_of(directory: str) -> tuple[str, str, str]:
+    """Return device, type and options of the file system that a directory is on."""
+    path = os.path.realpath(directory)
+    best = ("", "unknown", "unknown", "")
+    with open("/proc/self/mountinfo") as mounts:
+        for line in mounts:
+            before, after = line.split(" - ", 1)
+            # Blanks in names are written \040 and the like.
+            point = before.split()[4].encode().decode("unicode_escape")
+            kind, source = after.split()[:2]
+            # Of two at one place the later one hides the earlier.
+            if os.path.commonpath([path, point]) == point and len(point) >= len(best[0]):
+                best = (point, source, kind, before.split()[5])
+    return best[1:]
+
+
+def _device_model(source: str) -> str:
+    """Return the model that a block device or the disk around a partition gives; virtual disks give none."""
+    device = os.path.realpath(os.path.join("/sys/class/block", os.path.basename(os.path.realpath(source))))
+    for place in (device, os.path.dirname(device)):
+        try:
+            with open(os.path.join(place, "device", "model")) as file:
+                return file.read().strip()
+        except OSError:
+            continue
+    return ""
+
+
+def _cpu_model() -> str:
+    with open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return ""
+
+
+def report_json(
+    command: str, command_line: str, facts: dict[str, Any], notes: list[str], states: list[StateResult]
+) -> dict[str, Any]:
+    """Return everything as plain values."""
+    return {
+        "format": _FORMAT,
+        "command": command,
+        "command_line": command_line,
+        "machine": facts,
+        "notes": notes,
+        "states": [
+            {
+                "name": state.name,
+                "payload_bytes": state.payload_bytes,
+                "tensor_count": state.tensor_count,
+                "auto_engine": state.auto_engine,
+                "rows": [_row_json(row, _ceiling(command, state)) for row in state.rows],
+            }
+            for state in states
+        ],
+    }
+
+
+def _ceiling(command: str, state: StateResult) -> float | None:
+    """Return fio's bytes per second."""
+    for measured in state.rows:
+        if measured.row.name == CEILING_NAMES[command] and measured.samples:
+            return measured.bytes_per_s
+    return None
+
+
+def _row_json(measured: Measured, ceiling: float | None) -> dict[str, Any]:
+    row = {"name": measured.row.name, "kind": measured.row.kind, "note": measured.note}
+    if not measured.samples:
+        return row
+    seconds = [sample.seconds for sample in measured.samples]
+    return row | {
+        "engine": measured.samples[0].engine,
+        "size_bytes": measured.samples[0].size_bytes,
+        "seconds": seconds,
+        "median_s": measured.median_s,
+        "min_s": min(seconds),
+        "max_s": max(seconds),
+        "bytes_per_s": measured.bytes_per_s,
+        "ratio_to_fio": measured.bytes_per_s / ceiling if ceiling else None,
+        "peak_bytes": measured.peak_bytes,
+    }
+
+
+def report_text(
+    command: str, command_line: str, facts: dict[str, Any], notes: list[str], states: list[StateResult]
+) -> str:
+    """Return facts, one table per state, and how it was measured."""
+    device = " ".join(filter(None, (facts["device"], facts["device_model"])))
+    lines = [
+        command_line,
+        f"{facts['date']}, {device}, {facts['file_system']} ({facts['mount_options']}), {facts['directory']}",
+        f"Linux {facts['kernel']} {facts['architecture']}, {facts['cpu_count']} CPUs {facts['cpu_model']}, "
+        f"{facts['memory_bytes'] / _GIB:.0f} GiB, load {facts['load_average']:.1f}",
+        f"fastpersist {facts['fastpersist']}, torch {facts['torch']}, Python {facts['python']}, "
+        f"{facts['fio'] or 'no fio'}",
+    ]
+    above = "state" if command == "save" else "result"
+    headers = [command, "engine", "median s", "min – max s", "GB/s", "of fio", f"peak MiB above the {above}"]
+    for state in states:
+        lines += [
+            "",
+            f"{state.name}: {state.payload_bytes / 1e9:.3f} GB in {state.tensor_count} tensors; "
+            f'engine="auto" took {state.auto_engine or "none"}',
+            "",
+            tabulate(
+                [_cells(row, _ceiling(command, state)) for row in state.rows],
+                headers=headers,
+                disable_numparse=True,
+                colalign=("left", "left", "right", "right", "right", "right", "right"),
+            ),
+        ]
+        lines += [f"{row.row.name}: {row.note}" for row in state.rows if row.note]
+    lines += ["", *(textwrap.fill(f"- {note}", _COLUMNS, subsequent_indent="  ") for note in notes)]
+    return "\n".join(lines)
+
+
+def _cells(measured: Measured, ceiling: float | None) -> list[str]:
+    if not measured.samples:
+        return [measured.row.name, "", "–", "", "", "", ""]
+    seconds = [sample.seconds for sample in measured.samples]
+    return [
+        measured.row.name,
+        measured.samples[0].engine,
+        f"{measured.median_s:.3f}",
+        f"{min(seconds):.3f} – {max(seconds):.3f}",
+        f"{measured.bytes_per_s / 1e9:.2f}",
+        f"{100 * measured.bytes_per_s / ceiling:.0f} %" if ceiling else "",
+        "" if measured.peak_bytes is None else f"{measured.peak_bytes / _MIB:.0f}",
+    ]

@@ -1,0 +1,205 @@
+"""A second process that runs fastpersist's rows: to measure its memory, or without io_uring.
+
+The parent starts `main` in a fresh interpreter, sends a job and then rows to run, each a line of JSON, and gets a line
+of JSON for each: first the rows there are, then a sample or an error. It is a process of its own, because a peak of
+memory belongs to a process, and a system call that was denied cannot be allowed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fastpersist.cli.bench_load_rows import own_load_rows
+from fastpersist.cli.bench_rows import Row, Sample
+from fastpersist.cli.bench_sandbox import deny_io_uring
+from fastpersist.cli.bench_save_rows import own_save_rows
+from fastpersist.cli.bench_states import StateRecipe
+from fastpersist.errors import FastPersistError, UnsupportedError
+
+__all__ = ["Job", "Worker", "main"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """What a worker is for.
+
+    Attributes:
+        command: "save" or "load".
+        recipe: Of the state.
+        payload_bytes: Its bytes.
+        engines: Names for the rows that name one.
+        deny_io_uring: Give up io_uring before anything else.
+        apart: Run each row in a forked child, so that none finds memory that another has left: neither the ring, nor
+            what the allocator keeps.
+    """
+
+    command: str
+    recipe: StateRecipe
+    payload_bytes: int
+    engines: list[str]
+    deny_io_uring: bool = False
+    apart: bool = False
+
+
+class Worker:
+    """The parent's end: a context manager around the process. One owner thread.
+
+    It prepares (builds its state) at once, while the parent goes on until it asks for `rows`.
+
+    Args:
+        job: What it shall be able to run.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from fastpersist.cli.bench_worker import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the parent alone; and `end` reaches forked children, too
+        )
+        self._send(dataclasses.asdict(job))
+        self._rows: dict[str, str] = {}
+
+    def rows(self) -> dict[str, str]:
+        """Wait until the worker is ready; return the suffixes of its rows by name.
+
+        Raises:
+            UnsupportedError: It could not get ready; the message says why.
+        """
+        if not self._rows:
+            self._rows = self._receive()["rows"]
+        return self._rows
+
+    def run(self, row_name: str, path: str) -> tuple[Sample, int | None]:
+        """Run a row once; return the sample, and the peak of memory above what the state itself takes.
+
+        Raises:
+            UnsupportedError: The worker could not do it, or is dead; the message says why.
+        """
+        self.rows()
+        self._send({"row": row_name, "path": path})
+        answer = self._receive()
+        return Sample(**answer["sample"]), answer["peak_bytes"]
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._process.stdin is None or self._process.poll() is not None:
+            raise UnsupportedError(f"the second process has ended (exit status {self._process.poll()})")
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+
+    def _receive(self) -> dict[str, Any]:
+        line = self._process.stdout.readline() if self._process.stdout is not None else ""
+        if not line:
+            raise UnsupportedError(f"the second process has ended (exit status {self._process.wait()})")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise UnsupportedError(answer["error"])
+        return answer
+
+    def end(self) -> None:
+        """End the process and wait for it; it owns nothing that outlives it, as its files are in our directory."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()  # until the last one that could answer is gone
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
+
+def main() -> None:
+    """Serve one parent until it closes its end."""
+    requests = sys.stdin
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whoever prints cannot come between the answers
+    description = json.loads(requests.readline())
+    job = Job(**{**description, "recipe": StateRecipe(**description["recipe"])})
+
+    def answer(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    if job.apart:
+        torch.set_num_threads(1)  # a forked child cannot use OpenMP where its parent has
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # from Python 3.12 on, of forking beside numpy's idle threads
+    try:
+        if job.deny_io_uring:
+            deny_io_uring()
+            # That auto takes another engine then is the very point, and no warning to anybody.
+            logging.getLogger("fastpersist").setLevel(logging.ERROR)
+        rows = {row.name: row for row in _rows(job)}
+    except FastPersistError as error:
+        answer({"error": str(error)})
+        return
+    answer({"rows": {row.name: row.suffix for row in rows.values()}})
+    for line in requests:
+        request = json.loads(line)
+        child = os.fork() if job.apart else 0
+        if child:
+            # A child that dies without an answer would leave the parent waiting.
+            if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
+                answer({"error": "the process that ran it died"})
+            continue
+        try:
+            answer(_run(job, rows[request["row"]], request["path"]))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the row's result
+            answer({"error": f"{type(error).__name__}: {error}"})
+        if job.apart:
+            os._exit(0)
+
+
+def _rows(job: Job) -> list[Row]:
+    if job.command == "save":
+        return own_save_rows(job.recipe.build(), job.engines)
+    return own_load_rows(job.recipe, job.payload_bytes, job.engines)
+
+
+def _run(job: Job, row: Row, path: str) -> dict[str, Any]:
+    if row.run is None:
+        raise UnsupportedError(row.why_not)
+    gc.collect()
+    peak_is_known = _forget_peak()
+    # What the state itself takes: it is here already (saves), or part of what is about to be read (loads).
+    state_bytes = _resident_bytes("VmRSS") + (job.payload_bytes if job.command == "load" else 0)
+    sample = row.run(path)
+    peak_bytes = _resident_bytes("VmHWM") - state_bytes if peak_is_known else None
+    return {"sample": dataclasses.asdict(sample), "peak_bytes": peak_bytes}
+
+
+def _resident_bytes(name: str) -> int:
+    """Read VmRSS, what is resident now, or VmHWM, the most that ever was."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{name}:"))
+
+
+def _forget_peak() -> bool:
+    """Set VmHWM to what is resident now; False where the kernel does not allow it."""
+    try:
+        with open("/proc/self/clear_refs", "w") as control:
+            control.write("5\n")
+    except OSError:
+        return False
+    return True

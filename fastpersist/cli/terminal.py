@@ -1,0 +1,77 @@
+"""What the commands share: how they end (exit codes, error lines) and how they write for people.
+
+A FastPersistError is an answer, not a crash: one line on standard error and an exit code. Anything else is a bug and
+keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+
+from fastpersist.errors import CorruptionError, FastPersistError
+
+__all__ = [
+    "EXIT_DAMAGED",
+    "EXIT_GOOD",
+    "EXIT_USAGE",
+    "print_error",
+    "printable",
+    "run_command",
+    "size_text",
+]
+
+EXIT_GOOD = 0
+EXIT_DAMAGED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+EXIT_READER_LEFT = 141  # 128 + SIGPIPE
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code; what it raises as an answer becomes a line and a code.
+
+    Args:
+        command: Prints its result and returns its exit code.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # no name may be unprintable, whatever the locale
+    try:
+        code = command()
+        sys.stdout.flush()
+    except FastPersistError as error:
+        print_error(str(error))
+        return EXIT_DAMAGED if isinstance(error, CorruptionError) else EXIT_USAGE
+    except BrokenPipeError:
+        # As in `fastpersist inspect FILE | head`. The interpreter flushes once more at exit: give it a place.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_READER_LEFT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return code
+
+
+def print_error(message: str) -> None:
+    """Print one line that says what went wrong."""
+    print(f"fastpersist: error: {printable(message)}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal would obey or could not show; names in files are chosen by strangers."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
+
+
+def size_text(size_bytes: int) -> str:
+    """Say a size in decimal units, three digits or so: "38.4 MB"."""
+    size: float = size_bytes
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.2f} GB"

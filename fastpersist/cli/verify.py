@@ -1,0 +1,119 @@
+"""`fastpersist verify FILE…`: read files whole and say which of their tensors are damaged, and where."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from fastpersist.cli.terminal import (
+    EXIT_DAMAGED,
+    EXIT_GOOD,
+    EXIT_USAGE,
+    print_error,
+    printable,
+    size_text,
+)
+
+if TYPE_CHECKING:
+    from fastpersist import VerifyReport
+
+__all__ = ["add_parser", "run"]
+
+_EPILOG = """\
+--json prints a list with one object per FILE, in their order:
+  path
+  ok                    nothing is wrong with what could be checked
+  has_checksums         false: only the structure could be checked
+  checked_bytes         bytes that were compared with a CRC-32
+  damages               list of {message, tensors, record, offset_bytes}: tensors are
+                        the names that it touches, offset_bytes is from the file's
+                        start and null for what has no place
+  error                 why the file could not be read, else null
+
+Exit codes: 0 all good, 1 some are damaged, 2 some could not be read at all.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's options."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="read files whole and say which tensors are damaged",
+        description="Read files whole and compare them with their checksums. Nothing of them is run.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", help="written by fastpersist, torch.save, safetensors")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--quiet", action="store_true", help="print only what is wrong, and no progress bar")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check every file, even when one before it is bad."""
+    from fastpersist import FastPersistError, verify
+
+    progress = sys.stderr.isatty() and not arguments.quiet
+    code = EXIT_GOOD
+    results = []
+    for path in arguments.files:
+        try:
+            report = verify(path, progress=progress)
+        except FastPersistError as error:
+            print_error(str(error))
+            results.append(_unread_as_json(path, str(error)))
+            code = EXIT_USAGE
+            continue
+        if not report.ok:
+            code = max(code, EXIT_DAMAGED)
+        results.append(_as_json(report))
+        if not arguments.json and not (arguments.quiet and report.ok):
+            _print_text(report)
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+    return code
+
+
+def _print_text(report: VerifyReport) -> None:
+    path = printable(report.path)
+    if not report.ok:
+        print(f"{path}: DAMAGED")
+        for damage in report.damages:
+            place = "" if damage.offset_bytes is None else f"at offset {damage.offset_bytes}: "
+            print(f"  {place}{printable(damage.message)}")
+    elif report.has_checksums:
+        print(f"{path}: ok, {size_text(report.checked_bytes)} compared with their CRC-32s")
+    else:
+        print(f"{path}: ok as far as can be told: it has no checksums, so only its structure was checked")
+
+
+def _as_json(report: VerifyReport) -> dict[str, object]:
+    return {
+        "path": report.path,
+        "ok": report.ok,
+        "has_checksums": report.has_checksums,
+        "checked_bytes": report.checked_bytes,
+        "damages": [
+            {
+                "message": damage.message,
+                "tensors": list(damage.tensors),
+                "record": damage.record,
+                "offset_bytes": damage.offset_bytes,
+            }
+            for damage in report.damages
+        ],
+        "error": None,
+    }
+
+
+def _unread_as_json(path: str, error: str) -> dict[str, object]:
+    return {
+        "path": path,
+        "ok": False,
+        "has_checksums": False,
+        "checked_bytes": 0,
+        "damages": [],
+        "error": error,
+    }

@@ -1,0 +1,71 @@
+"""How commands end, and what of a stranger's text reaches the terminal."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from fastpersist import (
+    CheckpointNotFoundError,
+    ChecksumError,
+    ConfigError,
+    FastPersistError,
+    FormatError,
+    InternalError,
+    StorageError,
+    UnsupportedError,
+)
+from fastpersist.cli.terminal import printable, run_command, size_text
+
+
+def raising(error: BaseException) -> int:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (FormatError("it ends too early", path="model.pt"), 1),
+        (ChecksumError("changed", path="model.pt", offset_bytes=4096), 1),
+        (CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint at model.pt", "model.pt"), 2),
+        (StorageError(errno.EIO, "reading model.pt: Input/output error", "model.pt"), 2),
+        (UnsupportedError("no io_uring here"), 2),
+        (ConfigError("FASTPERSIST_RING_BYTES must be …"), 2),
+        (InternalError("an invariant broke"), 2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_our_errors_become_a_line_and_a_code(
+    error: FastPersistError, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(lambda: raising(error)) == code
+    assert capsys.readouterr().err == f"fastpersist: error: {error}\n"
+
+
+def test_bugs_keep_their_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: raising(ZeroDivisionError()))
+
+
+def test_interrupt_ends_as_the_shell_expects(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda: raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_error_line_stays_one_line_whatever_a_path_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    run_command(lambda: raising(StorageError(None, "reading a\nb\x1b[2J", "a\nb\x1b[2J")))
+    assert capsys.readouterr().err == "fastpersist: error: reading a\\nb\\x1b[2J\n"
+
+
+def test_printable_escapes_only_what_a_terminal_cannot_show() -> None:
+    assert printable("blöcke.0 重み") == "blöcke.0 重み"
+    assert printable("\x1b]0;\x07\r\u202e\udc80") == "\\x1b]0;\\x07\\r\\u202e\\udc80"
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 kB"), (38_400_000, "38.4 MB"), (5 << 40, "5497.56 GB")],
+)
+def test_size_text(size_bytes: int, text: str) -> None:
+    assert size_text(size_bytes) == text

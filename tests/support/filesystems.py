@@ -1,0 +1,107 @@
+"""Doubles of the seam between the commit protocol and the kernel.
+
+They see every operation before and after it, make one fail, or kill the process there. The rest is real.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from fastpersist.filesystem import Filesystem, storage_errors
+
+OPERATIONS = ("create", "allocate", "truncate", "sync", "rename", "sync_directory", "unlink")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of the commit protocol."""
+
+    name: str
+    path: str
+    target: str = ""  # rename: the new name
+    size_bytes: int = 0  # allocate, truncate
+    offset_bytes: int = 0  # write: a request of an engine, which is not seen here but recorded there
+    data: bytes = b""
+
+
+class WatchedFilesystem(Filesystem):
+    """The real file system, each operation wrapped in `around`."""
+
+    def around(self, operation: Operation) -> AbstractContextManager[None]:
+        """Run around an operation: behind the yield only if it succeeded."""
+        raise NotImplementedError
+
+    def create(self, path: str) -> int:
+        with self.around(Operation("create", path)):
+            return super().create(path)
+
+    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
+        with self.around(Operation("allocate", path, size_bytes=size_bytes)):
+            super().allocate(fd, size_bytes, path)
+
+    def truncate(self, fd: int, size_bytes: int, path: str) -> None:
+        with self.around(Operation("truncate", path, size_bytes=size_bytes)):
+            super().truncate(fd, size_bytes, path)
+
+    def sync(self, fd: int, path: str) -> None:
+        with self.around(Operation("sync", path)):
+            super().sync(fd, path)
+
+    def rename(self, source: str, target: str) -> None:
+        with self.around(Operation("rename", source, target=target)):
+            super().rename(source, target)
+
+    def sync_directory(self, path: str) -> None:
+        with self.around(Operation("sync_directory", path)):
+            super().sync_directory(path)
+
+    def unlink(self, path: str) -> None:
+        with self.around(Operation("unlink", path)):
+            super().unlink(path)
+
+
+class FailingFilesystem(WatchedFilesystem):
+    """The n-th operation fails with an errno instead of being done; with `lasting`, so do all that follow."""
+
+    def __init__(self, nth: int, sys_errno: int, *, lasting: bool = False) -> None:
+        self.names: list[str] = []  # of all operations so far
+        self._nth = nth
+        self._errno = sys_errno
+        self._lasting = lasting
+
+    @property
+    def failed(self) -> str:
+        """The operation that failed, the first of them; empty when there were not that many."""
+        return self.names[self._nth - 1] if len(self.names) >= self._nth else ""
+
+    @contextmanager
+    def around(self, operation: Operation) -> Iterator[None]:
+        self.names.append(operation.name)
+        count = len(self.names)
+        if count == self._nth or (self._lasting and count > self._nth):
+            with storage_errors(f"{operation.name} (made to fail) of", operation.path):
+                raise OSError(self._errno, os.strerror(self._errno))
+        yield
+
+
+class KillingFilesystem(WatchedFilesystem):
+    """This process dies by SIGKILL right before or right after the first operation of a name."""
+
+    def __init__(self, name: str, when: Literal["before", "after"]) -> None:
+        self._name = name
+        self._when = when
+
+    @contextmanager
+    def around(self, operation: Operation) -> Iterator[None]:
+        self._die_at(operation, "before")
+        yield
+        self._die_at(operation, "after")
+
+    def _die_at(self, operation: Operation, when: str) -> None:
+        if (operation.name, when) == (self._name, self._when):
+            os.kill(os.getpid(), signal.SIGKILL)
