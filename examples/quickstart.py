@@ -1,6 +1,6 @@
 """Train a little, save, lose the model, resume: the whole of FastPersist in one page.
 
-    python examples/quickstart.py [checkpoint.pt]
+python examples/quickstart.py [checkpoint.pt]
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
 def main(path: Path) -> None:
     """Show save, verify, load, load_into, and that resuming gives the same loss bit for bit."""
     model, optimizer = build()
-    train(model, optimizer, range(0, 50))
+    train(model, optimizer, range(50))
     report = fp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 50}, path)
     print(f"saved {report.size_bytes / 1e6:.1f} MB by {report.engine} in {report.total_s * 1e3:.1f} ms, durable")
     uninterrupted = train(model, optimizer, range(50, 100))

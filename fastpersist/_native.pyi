@@ -1,7 +1,8 @@
 """The typed face of the native module (csrc/binding/module.cc). Not public.
 
 Addresses are plain integers; whoever passes one keeps the memory alive and unchanged until the call has returned
-(FileWriter.append: no longer than that). Every call that moves bytes releases the GIL and takes it back only
+(FileWriter.append: no longer than that). Paths are bytes, as os.fsencode gives
+them. Every call that moves bytes releases the GIL and takes it back only
 for hooks. Errors are raised as the classes of fastpersist.errors; what a hook raises goes through as it is.
 """
 
@@ -12,7 +13,7 @@ from typing_extensions import Buffer
 NO_CRC: int
 
 class TransferOptions:
-    def __init__(self, *, fd: int, path: str, engines: Sequence[str], ring_bytes: int, chunk_bytes: int) -> None: ...
+    def __init__(self, *, fd: int, path: bytes, engines: Sequence[str], ring_bytes: int, chunk_bytes: int) -> None: ...
 
 class PieceList:
     """What to write next, in order."""
@@ -74,7 +75,7 @@ def read_extents(
 ) -> ReadReport: ...
 def run_requests(
     fd: int,
-    path: str,
+    path: bytes,
     engines: Sequence[str],
     requests: Sequence[tuple[bool, int, int, int]],
     queue_depth: int = 8,
@@ -82,13 +83,13 @@ def run_requests(
 ) -> None:
     """Run requests (write, offset_bytes, address, size_bytes), each whole, in no particular order."""
 
-def allocate(fd: int, size_bytes: int, path: str) -> None: ...
+def allocate(fd: int, size_bytes: int, path: bytes) -> None: ...
 def filesystem_type(fd: int) -> int: ...
 def cached_bytes(fd: int) -> int: ...
 def direct_io_limits(fd: int) -> tuple[bool, int, int, str]:
     """Return (supported, memory_alignment_bytes, offset_alignment_bytes, why_not)."""
 
-def is_mount_point(path: str) -> bool: ...
+def is_mount_point(path: bytes) -> bool: ...
 def advise_huge_pages(address: int, size_bytes: int) -> None: ...
 def close_in_forked_child(fd: int) -> None: ...
 def forget_descriptor(fd: int) -> None: ...

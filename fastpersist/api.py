@@ -18,7 +18,7 @@ from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.inspection import Manifest, VerifyReport
 from fastpersist.loading import MapLocation, load_checkpoint
-from fastpersist.pipeline import Poll, Writer
+from fastpersist.pipeline import Poll, Writer, refuse_null_engine
 from fastpersist.saving import Container, container_for
 from fastpersist.source import CheckpointSource
 
@@ -101,18 +101,22 @@ def save(
     target = resolve_target(name)
     if target.why_not_replaceable is not None:
         return _save_in_place(obj, name, target.why_not_replaceable, durable, started_s)
+    if torch.serialization._serialization_tls.skip_data:
+        return _save_in_place(obj, name, "torch's skip_data() is active", durable, started_s)
     container = container_for(obj, name, checksum=checksum, metadata=metadata)
     planned_s = time.monotonic()
-    pending = PendingFile.create(target)
-    if pending is None:
-        return _save_in_place(obj, name, "its directory takes no new file", durable, started_s)
+    pending = None
     try:
+        pending = PendingFile.create(target)
+        if pending is None:
+            return _save_in_place(obj, name, "its directory takes no new file", durable, started_s)
         with _progress(name, container.size_bytes, progress) as poll:
             used_engine = write_container(container, pending, engine=engine, poll=poll)
         written_s = time.monotonic()
         pending.publish(container.size_bytes, durable=durable)
     except BaseException:
-        pending.abort()
+        if pending is not None:
+            pending.abort()
         raise
     return SaveReport(
         path=name,
@@ -130,7 +134,9 @@ def write_container(container: Container, pending: PendingFile, *, engine: str, 
     pending.allocate(container.padded_bytes)
     with Writer(pending.fd, pending.target.path, engine=engine, poll=poll) as writer:
         container.write(writer)
-        return writer.finish()
+        used_engine = writer.finish()
+    refuse_null_engine(used_engine)
+    return used_engine
 
 
 def _save_in_place(obj: object, path: str, why: str, durable: bool, started_s: float) -> SaveReport:
@@ -246,7 +252,10 @@ def _progress(path: str, size_bytes: int, wanted: bool) -> Iterator[Poll | None]
         return
     from tqdm import tqdm  # here: most saves show none, and importing fastpersist shall be quick
 
-    with tqdm(total=size_bytes, unit="B", unit_scale=True, desc=os.path.basename(path)) as bar:
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0  # no thread of tqdm's that outlives the bar
+
+    with Bar(total=size_bytes, unit="B", unit_scale=True, desc=os.path.basename(path)) as bar:
 
         def poll(done_bytes: int) -> None:
             bar.update(min(done_bytes, size_bytes) - bar.n)

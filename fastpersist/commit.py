@@ -4,8 +4,8 @@
 only ever replaced by another file, so readers that have it open or mapped keep what they had.
 
 1. Remove leftovers: pending files of this name whose writer is dead.
-2. Create the pending file exclusively and lock it (F_SETLK). A sweeper may have come between the two and removed it:
-   then begin again with a new token.
+2. Create the pending file exclusively, readable by nobody who may not read the file that it replaces, and lock it
+   (F_SETLK). A sweeper may have come between the two and removed it: then begin again with a new token.
 3. Reserve all of its space, so that a full disk is found before a byte is written.
 4. Write every byte, cut the padding off, sync the file.
 5. Rename the pending file to its final name.                       <- the commit point
@@ -17,7 +17,8 @@ before 6: the old or the new file, each of them whole, since 4 came first. An er
 A pending file is live while its writer holds a record lock on it. Record locks end with their process however it dies,
 and are not inherited by fork; flock() locks are, and would outlive their owner in data-loading workers. A record lock
 is also dropped when the process closes *any* descriptor of that file, so nobody in this process may open a pending
-file of ours: `_live` lists them. Where a file system has no locks, leftovers are reported, and removed when a day old.
+file of ours: `_live` knows them, and `_live_guard` is held from creation to lock, and while a leftover is looked at.
+Where a file system has no locks, leftovers are reported, and removed when a day old.
 
 Not supported: targets that a rename cannot replace (`why_not_replaceable` says which); callers write those torch's way.
 """
@@ -29,10 +30,13 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import secrets
 import stat
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fastpersist import _native
@@ -50,7 +54,7 @@ _LOCK_HELD = (errno.EACCES, errno.EAGAIN)
 _LOCK_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _CREATE_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
-_live: set[str] = set()
+_live: set[tuple[int, int]] = set()  # device and inode: a directory can be reached by several paths
 _live_guard = threading.Lock()
 
 
@@ -114,7 +118,7 @@ def _why_not_replaceable(path: str, status: os.stat_result) -> str | None:
         return "it is no regular file"
     if status.st_nlink > 1:
         return f"it has {status.st_nlink} hard links, which a rename would split"
-    if _native.is_mount_point(path):
+    if _native.is_mount_point(os.fsencode(path)):
         return "something is mounted on it"
     directory = os.stat(os.path.dirname(path))
     user = os.geteuid()
@@ -134,6 +138,9 @@ class PendingFile:
         self.path = path
         self.fd = fd
         self.sync_s = 0.0
+        self._process = os.getpid()
+        self._identity = _identity(os.fstat(fd))
+        _live.add(self._identity)
         _native.close_in_forked_child(fd)
 
     @classmethod
@@ -149,32 +156,29 @@ class PendingFile:
         sweep(target)
         for _ in range(100):
             path = os.path.join(target.directory, _pending_prefix(target.path) + secrets.token_hex(_TOKEN_BYTES))
-            with _live_guard:
-                _live.add(path)
-            try:
-                fd = filesystem().create(path)
-            except StorageError as error:
-                _discard_live(path)
-                if error.errno in _CREATE_REFUSED and target.mode is not None and os.access(target.path, os.W_OK):
-                    return None
-                raise
-            try:
-                ours = _lock(fd, path) and os.fstat(fd).st_nlink == 1
-                if ours:
-                    return cls(target, path, fd)
-            except BaseException:
-                _unlink_quietly(path)
-                ours = False
-                raise
-            finally:
-                if not ours:
-                    os.close(fd)
-                    _discard_live(path)
+            with _live_guard, _saving(target):
+                try:
+                    fd = filesystem().create(path, 0o666 if target.mode is None else target.mode & 0o600)
+                except StorageError as error:
+                    refused = error.errno in _CREATE_REFUSED
+                    if refused and target.mode is not None and os.access(target.path, os.W_OK):
+                        return None
+                    raise
+                pending = None
+                try:
+                    if _lock(fd, path) and os.fstat(fd).st_nlink == 1:
+                        pending = cls(target, path, fd)
+                        return pending
+                finally:
+                    if pending is None:
+                        _unlink_quietly(path)
+                        os.close(fd)
         raise InternalError(f"no pending file for {target.path} could be kept in 100 attempts")
 
     def allocate(self, size_bytes: int) -> None:
         """Step 3. Raises NoSpaceError before a byte is written."""
-        filesystem().allocate(self.fd, size_bytes, self.path)
+        with _saving(self.target):
+            filesystem().allocate(self.fd, size_bytes, self.path)
 
     def publish(self, size_bytes: int, *, durable: bool) -> None:
         """Steps 4 (from the truncation on) to 6, and close.
@@ -206,8 +210,11 @@ class PendingFile:
             self.sync_s += time.monotonic() - started_s
 
     def abort(self) -> None:
-        """Remove the pending file and close it; the target stays as it was. May be called again."""
-        if self.fd >= 0:
+        """Remove the pending file and close it; the target stays as it was. May be called again.
+
+        In a forked child this does nothing: the file is the parent's, and the descriptor is closed already.
+        """
+        if self.fd >= 0 and self._process == os.getpid():
             _unlink_quietly(self.path)
             self._close()
 
@@ -227,13 +234,22 @@ class PendingFile:
     def _close(self) -> None:
         fd, self.fd = self.fd, -1
         _native.forget_descriptor(fd)
-        os.close(fd)
-        _discard_live(self.path)
+        with _live_guard:
+            os.close(fd)
+            _live.discard(self._identity)
 
 
-def _discard_live(path: str) -> None:
-    with _live_guard:
-        _live.discard(path)
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+@contextmanager
+def _saving(target: Target) -> Iterator[None]:
+    """Let errors name the file that the caller asked for; the pending file's name would tell nobody anything."""
+    try:
+        yield
+    except StorageError as error:
+        raise type(error)(error.errno, f"cannot save {target.path}: {error}", target.path) from error
 
 
 def _pending_prefix(path: str) -> str:
@@ -271,15 +287,13 @@ def _unlink_quietly(path: str) -> None:
 
 
 def find_leftovers(target: Target) -> list[str]:
-    """List the pending files of a target that this process is not writing; their writers may live elsewhere."""
-    prefix = _pending_prefix(target.path)
+    """List the pending files of a target, those that are being written by this or another process included."""
+    name = re.compile(re.escape(_pending_prefix(target.path)) + f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
     try:
         with os.scandir(target.directory) as entries:
-            paths = [entry.path for entry in entries if entry.name.startswith(prefix)]
+            return [entry.path for entry in entries if name.fullmatch(entry.name)]
     except OSError:
         return []  # a directory that can be written but not listed; creation will say what is wrong, if anything
-    with _live_guard:
-        return [path for path in paths if path not in _live]
 
 
 def sweep(target: Target) -> list[str]:
@@ -290,28 +304,35 @@ def sweep(target: Target) -> list[str]:
     """
     removed = []
     for path in find_leftovers(target):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            continue  # gone meanwhile, or somebody else's: not ours to remove
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            dead = True
-        except OSError as error:
-            dead = False
-            if error.errno not in _LOCK_HELD:
-                age_s = time.time() - os.fstat(fd).st_mtime
-                dead = age_s > _LEFTOVER_AGE_S
-                if not dead:
-                    _log.warning("%s may be a leftover; without file locks it is removed when a day old", path)
-        try:
-            if dead:
-                filesystem().unlink(path)
-                removed.append(path)
-                _log.info("removed %s, left by a save that died", path)
-        except StorageError as error:
-            if error.errno != errno.ENOENT:  # else its writer has just published it
-                _log.warning("a leftover stays: %s", error)
-        finally:
-            os.close(fd)
+        with _live_guard:
+            try:
+                if _identity(os.lstat(path)) in _live:
+                    continue
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except OSError:
+                continue  # gone meanwhile, or somebody else's: not ours to remove
+            try:
+                if _is_dead(fd, path):
+                    filesystem().unlink(path)
+                    removed.append(path)
+                    _log.info("removed %s, left by a save that died", path)
+            except StorageError as error:
+                if error.errno != errno.ENOENT:  # else its writer has just published it
+                    _log.warning("a leftover stays: %s", error)
+            finally:
+                os.close(fd)
     return removed
+
+
+def _is_dead(fd: int, path: str) -> bool:
+    """Tell whether nobody holds the writer's lock. A shared lock is enough to know, and needs no right to write."""
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _LOCK_HELD:
+            return False
+        if time.time() - os.fstat(fd).st_mtime > _LEFTOVER_AGE_S:
+            return True
+        _log.warning("%s may be a leftover; without file locks it is removed when a day old", path)
+        return False
+    return stat.S_ISREG(os.fstat(fd).st_mode)

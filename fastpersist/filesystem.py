@@ -33,14 +33,14 @@ def storage_errors(operation: str, path: str) -> Iterator[None]:
 class Filesystem:
     """The real file system. Thread-safe: it has no state."""
 
-    def create(self, path: str) -> int:
-        """Create a file exclusively, with the mode that open() would give it; return its descriptor."""
+    def create(self, path: str, mode: int = 0o666) -> int:
+        """Create a file exclusively, with `mode` as open() takes it (less the umask); return its descriptor."""
         with storage_errors("creating", path):
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
 
     def allocate(self, fd: int, size_bytes: int, path: str) -> None:
         """Reserve `size_bytes` of space and make that the size of the file."""
-        _native.allocate(fd, size_bytes, path)
+        _native.allocate(fd, size_bytes, os.fsencode(path))
 
     def truncate(self, fd: int, size_bytes: int, path: str) -> None:
         """Cut the file to `size_bytes`."""

@@ -105,6 +105,7 @@ def inspect_source(source: CheckpointSource) -> Manifest:
         return _inspect_safetensors(source)
     if source.kind == "torch_zip":
         return _inspect_torch_zip(source)
+    source.refuse_incomplete()
     raise UnsupportedError(f"{source.path}: {source.explain_unknown()}; there is nothing that could be listed")
 
 

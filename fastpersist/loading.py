@@ -17,7 +17,6 @@ import _compat_pickle
 import itertools
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, TypeAlias, cast
@@ -45,8 +44,6 @@ _LOAD_PRIORITY = -7_310_000
 _TOKEN_PREFIX = "fastpersist-storage:"
 _running: dict[str, _StorageSupply] = {}
 _load_numbers = itertools.count()
-_register_guard = threading.Lock()
-_registered = False
 
 
 class _StorageSupply(dict[str, str]):
@@ -76,11 +73,7 @@ class _StorageSupply(dict[str, str]):
         if reference is None or reference.location != location:
             raise InternalError("torch.load asked for a storage that the scan of the pickle did not find")
         if storage is not None and storage.nbytes() and self._file.skipped_offset_bytes != offset_bytes:
-            raise FormatError(
-                f"the directory and the header of storage {reference.key} disagree on where it lies",
-                path=self._file.path,
-                offset_bytes=offset_bytes,
-            )
+            raise InternalError(f"{self._file.path}: torch.load did not look for storage {reference.key} where it lies")
         self._next = storage
         return self._token
 
@@ -91,7 +84,6 @@ class _StorageSupply(dict[str, str]):
         return storage
 
     def __enter__(self) -> _StorageSupply:
-        _register()
         _running[self._token] = self
         return self
 
@@ -108,12 +100,7 @@ def _hand_out(storage: object, location: str) -> torch.UntypedStorage | None:
     return None if supply is None else supply.take()
 
 
-def _register() -> None:
-    global _registered
-    with _register_guard:
-        if not _registered:
-            torch.serialization.register_package(_LOAD_PRIORITY, _tag, _hand_out)
-            _registered = True
+torch.serialization.register_package(_LOAD_PRIORITY, _tag, _hand_out)
 
 
 def mapped_location(wanted: MapLocation, location: Any) -> Any:
@@ -233,7 +220,10 @@ def _storages_to_fill(source: CheckpointSource, map_location: MapLocation) -> di
     entries = source.directory.entries
     for reference in source.summary.references:
         entry = entries.get(f"data/{reference.key}")
-        if entry is None or entry.size_bytes != reference.size_bytes:
+        if entry is None or entry.size_bytes < reference.size_bytes:
+            # Not left to torch: older versions trust the pickle and read beyond the record.
+            raise FormatError(f"storage {reference.key} is missing or too short", path=source.path)
+        if entry.size_bytes != reference.size_bytes:
             return f"pickle and directory disagree on storage {reference.key}"
         if reference.location not in devices:
             location = mapped_location(map_location, reference.location)
@@ -265,10 +255,9 @@ def load_checkpoint(
     if source.kind == "safetensors":
         return read_safetensors(source, map_location=map_location, verify=verify, engine=engine, poll=poll)
     if source.kind != "torch_zip":
+        source.refuse_incomplete()
         if verify:
             raise UnsupportedError(f"{source.path}: {source.explain_unknown()}, so there are no checksums to verify")
-        if source.is_regular and (source.size_bytes == 0 or "zeros" in source.explain_unknown()):
-            raise FormatError(source.explain_unknown(), path=source.path)
         return _load_stock(source, source.explain_unknown(), map_location, weights_only)
     try:
         why_stock = _why_stock(source, map_location, weights_only)

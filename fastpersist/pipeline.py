@@ -11,7 +11,6 @@ import logging
 import mmap
 import os
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -105,7 +104,7 @@ def _probe(fd: int, path: str, name: str) -> EngineProbe:
         memory[:BLOCK_BYTES] = pattern
         try:
             for write, target in ((True, address), (False, address + BLOCK_BYTES)):
-                _native.run_requests(fd, path, [name], [(write, 0, target, BLOCK_BYTES)], queue_depth=1)
+                _native.run_requests(fd, os.fsencode(path), [name], [(write, 0, target, BLOCK_BYTES)], queue_depth=1)
         except FastPersistError as error:
             return EngineProbe(name, False, str(error))
         if memory[BLOCK_BYTES:] != pattern:
@@ -138,17 +137,25 @@ def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[st
     return list(AUTO_LADDER)
 
 
+def refuse_null_engine(used: str) -> None:
+    """Keep the engine that moves nothing away from files that somebody wants: it is for measurements alone.
+
+    Raises:
+        ConfigError: It is the one that was used.
+    """
+    if used.removeprefix("fault:") == "null":
+        raise ConfigError("the null engine moves nothing, so this file would hold nothing; choose another engine")
+
+
 _announced: set[tuple[str, str]] = set()
-_announce_guard = threading.Lock()
 
 
 def announce_engine(path: str, wanted: str, used: str, left: Sequence[str]) -> None:
-    """Log which rung of the ladder a transfer took and why not the others: once per engine and reasons."""
-    key = (used, "; ".join(left))
-    with _announce_guard:
-        if wanted != "auto" or key in _announced:
-            return
-        _announced.add(key)
+    """Log which rung of the ladder a transfer took and why not the others: once for each way down."""
+    key = (used, "; ".join(reason.partition(": ")[0] for reason in left))
+    if wanted != "auto" or key in _announced:
+        return
+    _announced.add(key)
     reasons = "".join(f"; not {reason}" for reason in left)
     _log.log(logging.WARNING if left else logging.INFO, "engine %s for %s%s", used, path, reasons)
 
@@ -274,7 +281,7 @@ class Writer:
 def _options(fd: int, path: str, ladder: list[str]) -> _native.TransferOptions:
     limits = config()
     return _native.TransferOptions(
-        fd=fd, path=path, engines=ladder, ring_bytes=limits.ring_bytes, chunk_bytes=limits.chunk_bytes
+        fd=fd, path=os.fsencode(path), engines=ladder, ring_bytes=limits.ring_bytes, chunk_bytes=limits.chunk_bytes
     )
 
 
@@ -373,7 +380,9 @@ def read_extents(fd: int, path: str, extents: Extents, *, engine: str = "auto", 
     """
     if not len(extents):
         return ReadResult([], "")
-    return extents.read(fd, path, engine=engine, poll=poll)
+    result = extents.read(fd, path, engine=engine, poll=poll)
+    refuse_null_engine(result.engine)
+    return result
 
 
 def read_exactly(fd: int, offset_bytes: int, size_bytes: int, path: str) -> bytes:

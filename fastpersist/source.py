@@ -66,13 +66,14 @@ class CheckpointSource:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.fd = _open(path)
+        self.fd = _open(path, path)
         try:
             status = os.fstat(self.fd)
             self.is_regular = stat.S_ISREG(status.st_mode)
             self.size_bytes = status.st_size
-            # Through /proc the same inode is opened again, whatever has the name by now.
-            self._small_fd = _open(f"/proc/self/fd/{self.fd}" if os.path.exists("/proc/self/fd") else path)
+            # Through /proc the same inode is opened again, whatever has the name by now. A FIFO is not opened twice.
+            again = f"/proc/self/fd/{self.fd}" if os.path.exists("/proc/self/fd") else path
+            self._small_fd = _open(again, path) if self.is_regular else os.dup(self.fd)
         except BaseException:
             os.close(self.fd)
             raise
@@ -112,12 +113,24 @@ class CheckpointSource:
             raise FormatError("a structure points outside the file", path=self.path, offset_bytes=offset_bytes)
         return read_exactly(self._small_fd, offset_bytes, size_bytes, self.path)
 
+    def refuse_incomplete(self) -> None:
+        """Refuse a file of kind "other" that no reader can make sense of.
+
+        Raises:
+            FormatError: It is empty, a few bytes long, or begins with zeros.
+        """
+        if self.is_regular and (self.size_bytes < _SNIFF_BYTES or not any(self.read_at(0, _SNIFF_BYTES))):
+            raise FormatError(self.explain_unknown(), path=self.path)
+
     def explain_unknown(self) -> str:
         """Say what is known of a file of kind "other"."""
+        if not self.is_regular:
+            return "it is no regular file"
         if self.size_bytes == 0:
             return "the file is empty"
-        first = self.read_at(0, min(_SNIFF_BYTES, self.size_bytes)) if self.is_regular else b""
-        if first and not any(first):
+        if self.size_bytes < _SNIFF_BYTES:
+            return f"{self.size_bytes} bytes are too few for any checkpoint: it was cut off, or its save never finished"
+        if not any(self.read_at(0, _SNIFF_BYTES)):
             return "the file begins with zeros: its save never finished"
         return "it is neither a torch zip nor a safetensors file"
 
@@ -184,10 +197,11 @@ class CheckpointSource:
         return safetensors_format.read_header(self.read_at, self.size_bytes, path=self.path)
 
 
-def _open(path: str) -> int:
+def _open(name: str, path: str) -> int:
+    """Open `name`, which stands for `path`."""
     try:
         with storage_errors("opening", path):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
     except StorageError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint at {path}", path) from None

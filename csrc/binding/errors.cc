@@ -10,14 +10,13 @@ namespace fastpersist {
 namespace {
 
 py::object OptionalPath(const std::string& path) {
-  return path.empty() ? py::object(py::none())
-                      : py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(path.c_str()));
+  return path.empty() ? py::object(py::none()) : py::object(FileSystemText(path));
 }
 
 void SetException(const Status& status, const std::string& path) {
   const py::module_ errors = py::module_::import("fastpersist.errors");
   const auto raise = [](const py::object& type, const py::object& value) { PyErr_SetObject(type.ptr(), value.ptr()); };
-  const py::str message(status.message());
+  const py::str message = FileSystemText(status.message());
   const auto storage_error = [&](const char* name, int sys_errno) {
     const py::object type = errors.attr(name);
     const py::object number = sys_errno == 0 ? py::object(py::none()) : py::object(py::int_(sys_errno));
@@ -45,6 +44,12 @@ void SetException(const Status& status, const std::string& path) {
 }
 
 }  // namespace
+
+py::str FileSystemText(const std::string& bytes) {
+  PyObject* const text = PyUnicode_DecodeFSDefaultAndSize(bytes.data(), static_cast<Py_ssize_t>(bytes.size()));
+  if (text == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(text);
+}
 
 void Throw(const Status& status, const std::string& path) {
   if (PyErr_Occurred() == nullptr) SetException(status, path);

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -26,6 +27,14 @@ namespace py = pybind11;
 namespace fastpersist {
 namespace {
 
+struct TransferOptions {
+  int fd;
+  std::string path;
+  std::vector<std::string> engines;
+  size_t ring_bytes;
+  size_t chunk_bytes;
+};
+
 // ---------------------------------------------------------------------------------------------------- the ring
 
 // One ring for the process, made at first use. A forked child forgets the parent's (its pages did not come along) and
@@ -43,7 +52,11 @@ BufferPool& Ring(size_t ring_bytes, size_t chunk_bytes) {
   const std::lock_guard lock(*g_ring_mutex);
   if (g_ring == nullptr) {
     Result<std::unique_ptr<BufferPool>> made = BufferPool::Create(ring_bytes / chunk_bytes, chunk_bytes);
-    if (!made.ok()) Throw(made.status(), "");
+    if (!made.ok()) {
+      Throw(Status::Error(made.status().code(),
+                          made.status().message() + "; a smaller one is had by setting FASTPERSIST_RING_BYTES"),
+            "");
+    }
     g_ring = std::move(made).value().release();
   }
   return *g_ring;
@@ -52,6 +65,44 @@ BufferPool& Ring(size_t ring_bytes, size_t chunk_bytes) {
 size_t RingFreeCount() { return g_ring == nullptr || g_ring_generation != ForkGeneration() ? 0 : g_ring->free_count(); }
 size_t RingBufferCount() {
   return g_ring == nullptr || g_ring_generation != ForkGeneration() ? 0 : g_ring->buffer_count();
+}
+
+// The transfers that a thread has open. A transfer that is started while another of the same thread is open (a signal
+// handler or a hook that saves) must not wait for buffers that the outer one cannot give back: it gets two of its own.
+// Shared with each transfer, which may be closed on another thread.
+class OpenTransfer {
+ public:
+  explicit OpenTransfer(const TransferOptions& options) : open_count_(OfThisThread()) {
+    if (*open_count_ > 0) {
+      Result<std::unique_ptr<BufferPool>> made =
+          BufferPool::Create(BufferPool::kBuffersPerTransfer, options.chunk_bytes);
+      if (!made.ok()) Throw(made.status(), "");
+      own_buffers_ = std::move(made).value();
+    }
+    buffers_ = own_buffers_ != nullptr ? own_buffers_.get() : &Ring(options.ring_bytes, options.chunk_bytes);
+    ++*open_count_;
+  }
+  ~OpenTransfer() { --*open_count_; }
+  OpenTransfer(const OpenTransfer&) = delete;
+  OpenTransfer& operator=(const OpenTransfer&) = delete;
+
+  BufferPool& buffers() { return *buffers_; }
+
+ private:
+  static const std::shared_ptr<std::atomic<int>>& OfThisThread() {
+    thread_local const auto count = std::make_shared<std::atomic<int>>(0);
+    return count;
+  }
+
+  const std::shared_ptr<std::atomic<int>> open_count_;
+  std::unique_ptr<BufferPool> own_buffers_;
+  BufferPool* buffers_ = nullptr;
+};
+
+py::list TextList(const std::vector<std::string>& texts) {
+  py::list list;
+  for (const std::string& text : texts) list.append(FileSystemText(text));
+  return list;
 }
 
 // ---------------------------------------------------------------------------------------------------- hooks
@@ -110,14 +161,6 @@ TransferHooks MakeHooks(const std::shared_ptr<HookError>& hook_error, const py::
 
 // ---------------------------------------------------------------------------------------------------- transfers
 
-struct TransferOptions {
-  int fd;
-  std::string path;
-  std::vector<std::string> engines;
-  size_t ring_bytes;
-  size_t chunk_bytes;
-};
-
 PumpOptions MakePumpOptions(const TransferOptions& options) {
   PumpOptions pump;
   pump.engines = options.engines;
@@ -140,8 +183,10 @@ void RunTransfer(HookError& hook_error, const std::string& path, Call call) {
 class PyWriter {
  public:
   PyWriter(TransferOptions options, const py::object& pull, const py::object& poll)
-      : path_(options.path), hook_error_(std::make_shared<HookError>()) {
-    BufferPool& ring = Ring(options.ring_bytes, options.chunk_bytes);
+      : path_(options.path),
+        hook_error_(std::make_shared<HookError>()),
+        open_transfer_(std::make_unique<OpenTransfer>(options)) {
+    BufferPool& ring = open_transfer_->buffers();
     TransferHooks hooks = MakeHooks(hook_error_, pull, py::none(), poll);
     RunTransfer(*hook_error_, path_, [&] {
       Result<std::unique_ptr<FileWriter>> opened =
@@ -153,13 +198,16 @@ class PyWriter {
   }
 
   void Append(const PieceList& pieces) {
-    RunTransfer(*hook_error_, path_, [&] { return writer().Append(pieces); });
+    FileWriter& open = writer();
+    RunTransfer(*hook_error_, path_, [&] { return open.Append(pieces); });
   }
   void Seek(uint64_t offset_bytes) {
-    RunTransfer(*hook_error_, path_, [&] { return writer().Seek(offset_bytes); });
+    FileWriter& open = writer();
+    RunTransfer(*hook_error_, path_, [&] { return open.Seek(offset_bytes); });
   }
   void Finish() {
-    RunTransfer(*hook_error_, path_, [&] { return writer().Finish(); });
+    FileWriter& open = writer();
+    RunTransfer(*hook_error_, path_, [&] { return open.Finish(); });
   }
   // Waits for the kernel and gives everything back. Without Finish, what was written is of no use.
   void Close() {
@@ -171,6 +219,7 @@ class PyWriter {
       writer_->Abandon();
     }
     writer_.reset();  // with the GIL: it owns the hooks
+    open_transfer_.reset();
   }
 
   uint64_t position() { return writer().position(); }
@@ -184,6 +233,7 @@ class PyWriter {
   std::vector<std::string> demotions() const { return writer_ == nullptr ? demotions_ : writer_->pump().demotions(); }
 
  private:
+  // Raises when closed, so call it with the GIL.
   FileWriter& writer() {
     if (writer_ == nullptr) {
       Throw(Status::Error(StatusCode::kInvalidArgument, "the writer of " + path_ + " is closed"), path_);
@@ -193,6 +243,7 @@ class PyWriter {
 
   const std::string path_;
   const std::shared_ptr<HookError> hook_error_;
+  std::unique_ptr<OpenTransfer> open_transfer_;  // outlives the writer, which returns its buffers to it
   std::unique_ptr<FileWriter> writer_;
   std::string engine_name_;
   std::vector<std::string> demotions_;
@@ -222,7 +273,8 @@ struct ReadReport {
 ReadReport ReadExtents(TransferOptions options, const ExtentList& list, const py::object& push,
                        const py::object& poll) {
   const auto hook_error = std::make_shared<HookError>();
-  BufferPool& ring = Ring(options.ring_bytes, options.chunk_bytes);
+  OpenTransfer open_transfer(options);
+  BufferPool& ring = open_transfer.buffers();
   TransferHooks hooks = MakeHooks(hook_error, py::none(), push, poll);
   ReadReport report;
   std::unique_ptr<FileReader> reader;  // destroyed with the GIL: it owns the hooks
@@ -316,7 +368,7 @@ PYBIND11_MODULE(_native, m) {
       .def("crcs", &PyWriter::crcs, py::arg("count"))
       .def_property_readonly("position", &PyWriter::position)
       .def_property_readonly("engine", &PyWriter::engine_name)
-      .def_property_readonly("demotions", &PyWriter::demotions);
+      .def_property_readonly("demotions", [](const PyWriter& self) { return TextList(self.demotions()); });
 
   py::class_<ExtentList>(m, "ExtentList")
       .def(py::init<>())
@@ -330,7 +382,7 @@ PYBIND11_MODULE(_native, m) {
   py::class_<ReadReport>(m, "ReadReport")
       .def_readonly("crcs", &ReadReport::crcs)
       .def_readonly("engine", &ReadReport::engine)
-      .def_readonly("demotions", &ReadReport::demotions);
+      .def_property_readonly("demotions", [](const ReadReport& self) { return TextList(self.demotions); });
 
   m.def("read_extents", &ReadExtents, py::arg("options"), py::arg("extents"), py::kw_only(),
         py::arg("push") = py::none(), py::arg("poll") = py::none());

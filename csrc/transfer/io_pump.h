@@ -50,7 +50,7 @@ class IoPump {
   // Give a request to the kernel. REQUIRES: in_flight() < queue_depth().
   Status Start(const Request& request);
 
-  // Take the tags of finished requests. wait: until there is at least one (or none is in flight).
+  // Add the tags of finished requests. wait: until `finished_tags` is not empty, or nothing is in flight.
   // The first error is returned here, and by every later call.
   Status Collect(bool wait, std::vector<uint64_t>& finished_tags);
 

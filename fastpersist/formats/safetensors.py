@@ -115,13 +115,19 @@ def place_tensors(
         checksum: Leave room for a CRC per tensor.
 
     Raises:
-        ConfigError: Metadata is not str → str, or the header would be longer than the format allows.
+        ConfigError: Metadata is not str → str, a name cannot be encoded, or the header would be longer than the
+            format allows.
     """
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise ConfigError(f"safetensors metadata maps str to str, but {key!r} maps to {type(value).__name__}")
+        if not _is_text(key) or not _is_text(value):
+            raise ConfigError(f"the metadata {key!r} is no text that UTF-8 can hold")
         if key == CRC_KEY:
             raise ConfigError(f"the metadata key {CRC_KEY!r} is where checksums are kept; choose another")
+    for name, _, _ in tensors:
+        if not _is_text(name):
+            raise ConfigError(f"the name {name!r} is no text that UTF-8 can hold")
     sized = [(name, dtype, shape, math.prod(shape) * _DTYPE_BITS[dtype] // 8) for name, dtype, shape in tensors]
     sized.sort(key=lambda item: (item[3] % BLOCK_BYTES != 0, -_DTYPE_BITS[item[1]], item[0]))
     text = _header_text(sized, metadata, checksum)
@@ -153,6 +159,15 @@ def encode_header(plan: HeaderPlan, crcs: Sequence[int] | None) -> bytes:
         text = text.replace(b"0" * len(digits), digits, 1)
     padded_bytes = plan.header.size_bytes - _LENGTH_BYTES
     return padded_bytes.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded_bytes, b" ")
+
+
+def _is_text(value: str) -> bool:
+    """Tell whether a str can be encoded: Python allows half a surrogate pair, UTF-8 does not."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _header_text(
@@ -195,7 +210,8 @@ def read_header(read_at: Callable[[int, int], bytes], file_bytes: int, *, path: 
     if length > min(_HEADER_LIMIT_BYTES, file_bytes - _LENGTH_BYTES):
         raise FormatError(f"a header of {length} bytes does not fit", path=path, offset_bytes=0)
     try:
-        content = json.loads(read_at(_LENGTH_BYTES, length), object_pairs_hook=_unique_keys)
+        # Decoded here: json.loads would also take UTF-16, which the format does not.
+        content = json.loads(read_at(_LENGTH_BYTES, length).decode(), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the header is no JSON: {error}", path=path, offset_bytes=_LENGTH_BYTES) from None
     if not isinstance(content, dict):
@@ -227,6 +243,10 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     content = dict(pairs)
     if len(content) != len(pairs):
         raise ValueError("a name occurs twice")
+    for name, value in pairs:
+        name.encode()  # escapes can spell half a surrogate pair, which is no text
+        if isinstance(value, str):
+            value.encode()
     return content
 
 
@@ -247,9 +267,11 @@ def _entry(name: str, value: object, start: int, path: str) -> Entry:
     if not (_is_size(begin) and _is_size(end) and all(_is_size(size) for size in shape)):
         raise FormatError(f"tensor {name!r} has an impossible shape or offset", path=path)
     bits = _DTYPE_BITS[dtype]
+    strides = 1  # also a tensor without elements has strides, which must be numbers that a machine can hold
     for size in shape:
         bits *= size
-        if bits >= 1 << 70 and 0 not in shape:
+        strides *= max(size, 1)
+        if strides * _DTYPE_BITS[dtype] >= 1 << 66:
             raise FormatError(f"tensor {name!r} has an impossible shape", path=path)
     if bits % 8 or bits // 8 != end - begin:
         raise FormatError(

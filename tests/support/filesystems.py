@@ -36,9 +36,9 @@ class WatchedFilesystem(Filesystem):
         """Run around an operation: behind the yield only if it succeeded."""
         raise NotImplementedError
 
-    def create(self, path: str) -> int:
+    def create(self, path: str, mode: int = 0o666) -> int:
         with self.around(Operation("create", path)):
-            return super().create(path)
+            return super().create(path, mode)
 
     def allocate(self, fd: int, size_bytes: int, path: str) -> None:
         with self.around(Operation("allocate", path, size_bytes=size_bytes)):

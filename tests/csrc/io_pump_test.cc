@@ -1,0 +1,380 @@
+// The pump finishes every request (transfer/io_pump.h): what is short is resumed, what is refused for now is repeated,
+// an engine that turns out not to be supported is replaced, and everything else is an error that says where.
+#include "transfer/io_pump.h"
+
+#include <map>
+#include <thread>
+
+#include "core/file.h"
+#include "testing.h"
+
+namespace fastpersist {
+namespace {
+
+constexpr uint32_t kPieceBytes = 64 << 10;
+constexpr size_t kPieceCount = 16;
+constexpr uint64_t kAll = Fault::kAll;
+
+// Aligned as direct I/O wants it.
+class Memory {
+ public:
+  explicit Memory(size_t size_bytes) : size_bytes_(size_bytes) {
+    data_ = static_cast<std::byte*>(std::aligned_alloc(4096, size_bytes));
+    std::memset(data_, 0, size_bytes);
+  }
+  explicit Memory(const Bytes& content) : Memory(content.size()) { std::memcpy(data_, content.data(), content.size()); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory() { std::free(data_); }
+  std::byte* at(size_t offset) { return data_ + offset; }
+  bool Holds(const Bytes& content) const {
+    return content.size() <= size_bytes_ && std::memcmp(data_, content.data(), content.size()) == 0;
+  }
+
+ private:
+  size_t size_bytes_;
+  std::byte* data_;
+};
+
+Result<std::unique_ptr<IoPump>> Open(const ScratchFile& file, std::vector<std::string> engines,
+                                     std::function<Status(uint64_t)> poll = {}, uint32_t queue_depth = 4) {
+  return IoPump::Open(file.fd(), file.path(),
+                      {.engines = std::move(engines), .queue_depth = queue_depth, .poll = std::move(poll)});
+}
+
+// kPieceCount requests with the queue kept full. Each tag must come back once.
+Status Transfer(IoPump& pump, IoOp op, Memory& memory) {
+  std::map<uint64_t, int> finished_count;
+  std::vector<uint64_t> finished;
+  size_t next = 0;
+  while (next < kPieceCount || pump.in_flight() > 0) {
+    while (next < kPieceCount && pump.in_flight() < pump.queue_depth()) {
+      FP_RETURN_IF_ERROR(pump.Start({.op = op,
+                                     .buffer = memory.at(next * kPieceBytes),
+                                     .size_bytes = kPieceBytes,
+                                     .needed_bytes = kPieceBytes,
+                                     .offset_bytes = next * kPieceBytes,
+                                     .tag = next}));
+      ++next;
+    }
+    finished.clear();
+    FP_RETURN_IF_ERROR(pump.Collect(/*wait=*/true, finished));
+    for (const uint64_t tag : finished) ++finished_count[tag];
+  }
+  EXPECT(finished_count.size() == kPieceCount);
+  for (const auto& [tag, count] : finished_count) EXPECT_WITH(count == 1, std::to_string(tag));
+  EXPECT(pump.done_bytes() == uint64_t{kPieceBytes} * kPieceCount);
+  return Status::Ok();
+}
+
+// A faulty write: the file must hold all the same what was written.
+void ExpectWriteSucceeds(const FaultPlan& plan, const std::vector<std::string>& engines, const std::string& last_engine,
+                         size_t demotion_count) {
+  const ScratchFile file("pump");
+  const Bytes content = RandomBytes(kPieceBytes * kPieceCount, 1);
+  Memory memory(content);
+  const Fault fault(plan);
+  const auto pump = Must(Open(file, engines));
+  EXPECT_OK(Transfer(*pump, IoOp::kWrite, memory));
+  EXPECT_WITH(file.Content() == content, engines.front());
+  EXPECT_WITH(pump->engine_name() == last_engine, pump->engine_name());
+  EXPECT_WITH(pump->demotions().size() == demotion_count, std::to_string(pump->demotions().size()));
+  EXPECT(ClearFaultPlan() > 0);  // else the test has shown nothing
+}
+
+Status ReadWithFault(const FaultPlan& plan, const std::vector<std::string>& engines, Memory& memory,
+                     const ScratchFile& file) {
+  const Fault fault(plan);
+  const auto pump = Must(Open(file, engines));
+  Status status = Transfer(*pump, IoOp::kRead, memory);
+  EXPECT(ClearFaultPlan() > 0);
+  return status;
+}
+
+bool TakesDirect() {
+  const ScratchFile file("direct");
+  return DirectIoLimitsOf(file.fd()).supported;
+}
+
+// --- Opening
+
+void ATransferWithoutEngineOrDepthIsRefused() {
+  const ScratchFile file("pump");
+  EXPECT(Open(file, {}).status().code() == StatusCode::kInvalidArgument);
+  EXPECT(Open(file, {"null"}, {}, 0).status().code() == StatusCode::kInvalidArgument);
+  EXPECT(Open(file, {"abacus"}).status().code() == StatusCode::kInvalidArgument);
+}
+
+void TheFirstUsableEngineIsTakenAndTheOthersAreNamed() {
+  const ScratchFile file("pump");
+  const auto pump = Must(Open(file, {"abacus", "threads-buffered", "null"}));
+  EXPECT(pump->engine_name() == "threads-buffered");
+  EXPECT(pump->demotions().size() == 1);
+  EXPECT_WITH(pump->demotions()[0].starts_with("abacus: "), pump->demotions()[0]);
+}
+
+void DirectEnginesAreRefusedWhereTheFileTakesNoDirectIo() {
+  // A directory can be opened, but takes no direct I/O on any file system.
+  const int fd = open(g_directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (!DirectIoLimitsOf(fd).supported) {
+    const auto pump = IoPump::Open(fd, "the directory", {.engines = {"threads"}, .poll = {}});
+    EXPECT(!pump.ok() && pump.status().code() == StatusCode::kUnsupported);
+    EXPECT_WITH(Contains(pump.status().message(), "threads on the directory: "), pump.status().message());
+  }
+  close(fd);
+}
+
+// --- Short, and refused for now
+
+void ShortTransfersAreResumed() {
+  const FaultPlan plan = Fault::Short(5000, 1, kAll);
+  ExpectWriteSucceeds(plan, {"fault:threads-buffered"}, "fault:threads-buffered", 0);
+  const Bytes content = RandomBytes(kPieceBytes * kPieceCount, 2);
+  const ScratchFile file("pump", content);
+  Memory memory(content.size());
+  EXPECT_OK(ReadWithFault(plan, {"fault:threads-buffered"}, memory, file));
+  EXPECT(memory.Holds(content));
+}
+
+void ShortDirectTransfersAreResumedOnAnAlignedPlace() {
+  if (!TakesDirect()) return;
+  // 4096 bytes more than half a piece: aligned, so the engine does all of it, but only that.
+  const FaultPlan plan = Fault::Short(36864, 1, kAll);
+  ExpectWriteSucceeds(plan, {"fault:threads"}, "fault:threads", 0);
+}
+
+void NothingDoneIsAnErrorNotALoop() {
+  const FaultPlan plan = Fault::Zero(3, kAll);
+  const Bytes content = RandomBytes(kPieceBytes * kPieceCount, 3);
+  const ScratchFile file("pump", content);
+  Memory memory(content);
+  const Status read = ReadWithFault(plan, {"fault:threads-buffered"}, memory, file);
+  EXPECT_WITH(read.code() == StatusCode::kEndOfFile, read.message());
+  EXPECT_WITH(Contains(read.message(), file.path()) && Contains(read.message(), "at offset 131072"), read.message());
+
+  const Fault fault(plan);
+  const auto pump = Must(Open(file, {"fault:threads-buffered"}));
+  const Status write = Transfer(*pump, IoOp::kWrite, memory);
+  EXPECT_WITH(write.code() == StatusCode::kIoError, write.message());
+  EXPECT_WITH(Contains(write.message(), file.path()) && Contains(write.message(), "at offset 131072"), write.message());
+}
+
+void InterruptedAndPostponedRequestsAreRepeated() {
+  for (const int sys_errno : {EINTR, EAGAIN, ECANCELED}) {
+    ExpectWriteSucceeds(Fault::Errno(sys_errno, 2, 10), {"fault:threads-buffered"}, "fault:threads-buffered", 0);
+  }
+}
+
+void AReadMayEndWithTheFile() {
+  const ScratchFile file("pump", RandomBytes(5000, 4));
+  Memory memory(8192);
+  for (const char* engine : {"threads-buffered", "threads"}) {
+    if (std::string(engine) == "threads" && !TakesDirect()) continue;
+    std::vector<uint64_t> finished;
+    const auto pump = Must(Open(file, {engine}));
+    IoPump::Request request{.op = IoOp::kRead, .buffer = memory.at(0), .size_bytes = 8192, .needed_bytes = 5000};
+    EXPECT_OK(pump->Start(request));
+    EXPECT_OK(pump->Collect(/*wait=*/true, finished));
+    EXPECT(finished.size() == 1 && pump->done_bytes() == 5000);
+    EXPECT(memory.Holds(file.Content()));
+
+    finished.clear();
+    request.needed_bytes = 5001;
+    EXPECT_OK(pump->Start(request));
+    const Status status = pump->Collect(/*wait=*/true, finished);
+    EXPECT_WITH(status.code() == StatusCode::kEndOfFile, status.message());
+  }
+}
+
+// --- Demotion
+
+void AnEngineThatIsNotSupportedInMidFileIsReplaced() {
+  for (const int sys_errno : {EOPNOTSUPP, ENOSYS, EINVAL, EPERM}) {
+    for (const uint64_t nth : {1, 7, 16}) {
+      ExpectWriteSucceeds(Fault::Errno(sys_errno, nth, 1), {"fault:threads-buffered", "threads-buffered"},
+                          "threads-buffered", 1);
+    }
+    ExpectWriteSucceeds(Fault::Errno(sys_errno, 5, kAll), {"fault:threads-buffered", "threads-buffered"},
+                        "threads-buffered", 1);
+  }
+}
+
+void ADirectEngineIsReplacedByABufferedOne() {
+  if (!TakesDirect()) return;
+  ExpectWriteSucceeds(Fault::Errno(EINVAL, 6, kAll), {"fault:threads", "threads-buffered"}, "threads-buffered", 1);
+  ExpectWriteSucceeds(Fault::Errno(EOPNOTSUPP, 6, kAll),
+                      {"fault:uring", "fault:libaio", "fault:threads", "threads-buffered"}, "threads-buffered", 3);
+}
+
+void AReadingEngineIsReplacedToo() {
+  const Bytes content = RandomBytes(kPieceBytes * kPieceCount, 5);
+  const ScratchFile file("pump", content);
+  Memory memory(content.size());
+  EXPECT_OK(
+      ReadWithFault(Fault::Errno(EOPNOTSUPP, 6, 1), {"fault:threads-buffered", "threads-buffered"}, memory, file));
+  EXPECT(memory.Holds(content));
+}
+
+void OneEngineAfterTheOtherIsReplaced() {
+  ExpectWriteSucceeds(Fault::Errno(EOPNOTSUPP, 3, kAll),
+                      {"fault:threads-buffered", "fault:threads-buffered", "abacus", "threads-buffered"},
+                      "threads-buffered", 3);
+}
+
+void WhyAnEngineWasLeftIsTold() {
+  const ScratchFile file("pump");
+  Memory memory(kPieceBytes * kPieceCount);
+  const Fault fault(Fault::Errno(EOPNOTSUPP, 2, 1));
+  const auto pump = Must(Open(file, {"fault:threads-buffered", "threads-buffered"}));
+  EXPECT_OK(Transfer(*pump, IoOp::kWrite, memory));
+  EXPECT(pump->demotions().size() == 1);
+  const std::string& why = pump->demotions()[0];
+  EXPECT_WITH(why.starts_with("fault:threads-buffered: ") && Contains(why, std::strerror(EOPNOTSUPP)), why);
+}
+
+void TheLastEngineIsNotReplaced() {
+  const ScratchFile file("pump");
+  Memory memory(kPieceBytes * kPieceCount);
+  const std::vector<std::vector<std::string>> ladders = {{"fault:threads-buffered"},
+                                                         {"fault:threads-buffered", "fault:threads-buffered"}};
+  for (const auto& engines : ladders) {
+    const Fault fault(Fault::Errno(EOPNOTSUPP, 3, kAll));
+    const auto pump = Must(Open(file, engines));
+    const Status status = Transfer(*pump, IoOp::kWrite, memory);
+    EXPECT_WITH(status.code() == StatusCode::kUnsupported && status.sys_errno() == EOPNOTSUPP, status.message());
+  }
+}
+
+void AnErrorOfTheDiskReplacesNoEngine() {
+  const ScratchFile file("pump");
+  Memory memory(kPieceBytes * kPieceCount);
+  for (const int sys_errno : {EIO, ENOSPC, EBADF}) {
+    const Fault fault(Fault::Errno(sys_errno, 4, 1));
+    const auto pump = Must(Open(file, {"fault:threads-buffered", "threads-buffered"}));
+    const Status status = Transfer(*pump, IoOp::kWrite, memory);
+    EXPECT_WITH(status.sys_errno() == sys_errno && pump->demotions().empty(), status.message());
+    EXPECT(status.code() == (sys_errno == ENOSPC ? StatusCode::kNoSpace : StatusCode::kIoError));
+  }
+}
+
+// --- Errors
+
+void AnErrorSaysWhatWhereAndWhichFile() {
+  const ScratchFile file("pump");
+  Memory memory(kPieceBytes * kPieceCount);
+  const Fault fault(Fault::Errno(EIO, 5, 1));
+  const auto pump = Must(Open(file, {"fault:threads-buffered"}));
+  const Status status = Transfer(*pump, IoOp::kWrite, memory);
+  EXPECT(status.offset_bytes() == 4 * kPieceBytes);
+  EXPECT_WITH(status.message() == "write to " + file.path() + " at offset 262144: " + std::strerror(EIO),
+              status.message());
+}
+
+void TheFirstErrorStays() {
+  const ScratchFile file("pump");
+  Memory memory(kPieceBytes * kPieceCount);
+  const Fault fault(Fault::Errno(EIO, 2, 1));
+  const auto pump = Must(Open(file, {"fault:threads-buffered"}));
+  EXPECT(!Transfer(*pump, IoOp::kWrite, memory).ok());
+  std::vector<uint64_t> finished;
+  EXPECT(pump->Collect(/*wait=*/false, finished).sys_errno() == EIO);
+  EXPECT(pump->Start({.op = IoOp::kWrite, .buffer = memory.at(0), .size_bytes = kPieceBytes}).sys_errno() == EIO);
+  pump->Abandon();
+  EXPECT(pump->Collect(/*wait=*/true, finished).sys_errno() == EIO);
+}
+
+// --- Polling and giving up
+
+void PollIsAskedWhileIoIsInFlight() {
+  const ScratchFile file("pump");
+  Memory memory(kPieceBytes * kPieceCount);
+  const Fault fault(Fault::Delay(120));
+  std::vector<uint64_t> seen;
+  const auto pump = Must(Open(file, {"fault:threads-buffered"}, [&seen](uint64_t done_bytes) {
+    seen.push_back(done_bytes);
+    return Status::Ok();
+  }));
+  EXPECT_OK(Transfer(*pump, IoOp::kWrite, memory));
+  // Four rounds of four requests, 120 ms each: 480 ms, so some nine polls.
+  EXPECT_WITH(seen.size() >= 4 && seen.size() <= 20, std::to_string(seen.size()));
+  EXPECT(std::is_sorted(seen.begin(), seen.end()) && seen.back() > 0);
+}
+
+void AnErrorOfPollStopsAtOnceWithIoInFlight() {
+  for (const char* engine : {"fault:threads-buffered", "fault:uring-buffered", "fault:libaio-buffered"}) {
+    const ScratchFile file("pump");
+    Memory memory(kPieceBytes * kPieceCount);
+    const Fault fault(Fault::Delay(10000));
+    auto pump = Open(file, {engine}, [](uint64_t) { return Status::Error(StatusCode::kCancelled, "enough"); });
+    if (!pump.ok()) continue;  // an engine that this machine does not have
+    const auto start = Clock::now();
+    const Status status = Transfer(*pump.value(), IoOp::kWrite, memory);
+    EXPECT_WITH(status.code() == StatusCode::kCancelled, status.message());
+    pump.value()->Abandon();
+    EXPECT_WITH(SecondsSince(start) < 2, std::to_string(SecondsSince(start)));
+    EXPECT(pump.value()->in_flight() == 0);
+  }
+}
+
+void AfterAbandonTheKernelWritesNoMore() {
+  const Bytes content = RandomBytes(kPieceBytes * kPieceCount, 6);
+  const ScratchFile file("pump", content);
+  for (const char* engine : {"threads-buffered", "uring-buffered", "libaio-buffered"}) {
+    for (int round = 0; round < 20; ++round) {
+      auto pump = Open(file, {engine}, {}, kPieceCount);
+      if (!pump.ok()) break;
+      Memory memory(content.size());
+      for (size_t piece = 0; piece < kPieceCount; ++piece) {
+        EXPECT_OK(pump.value()->Start({.op = IoOp::kRead,
+                                       .buffer = memory.at(piece * kPieceBytes),
+                                       .size_bytes = kPieceBytes,
+                                       .needed_bytes = kPieceBytes,
+                                       .offset_bytes = piece * kPieceBytes,
+                                       .tag = piece}));
+      }
+      pump.value()->Abandon();
+      std::memset(memory.at(0), 0xA5, content.size());
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      EXPECT_WITH(memory.Holds(Bytes(content.size(), std::byte{0xA5})), engine);
+      std::vector<uint64_t> finished;
+      EXPECT(pump.value()->Collect(/*wait=*/true, finished).code() == StatusCode::kCancelled);
+    }
+  }
+}
+
+void CollectWithNothingInFlightReturnsAtOnce() {
+  const ScratchFile file("pump");
+  const auto pump = Must(Open(file, {"threads-buffered"}));
+  std::vector<uint64_t> finished;
+  EXPECT_OK(pump->Collect(/*wait=*/true, finished));
+  EXPECT(finished.empty());
+}
+
+}  // namespace
+}  // namespace fastpersist
+
+int main(int argc, char** argv) {
+  using namespace fastpersist;
+  return Run(argc, argv,
+             {TEST(ATransferWithoutEngineOrDepthIsRefused),
+              TEST(TheFirstUsableEngineIsTakenAndTheOthersAreNamed),
+              TEST(DirectEnginesAreRefusedWhereTheFileTakesNoDirectIo),
+              TEST(ShortTransfersAreResumed),
+              TEST(ShortDirectTransfersAreResumedOnAnAlignedPlace),
+              TEST(NothingDoneIsAnErrorNotALoop),
+              TEST(InterruptedAndPostponedRequestsAreRepeated),
+              TEST(AReadMayEndWithTheFile),
+              TEST(AnEngineThatIsNotSupportedInMidFileIsReplaced),
+              TEST(ADirectEngineIsReplacedByABufferedOne),
+              TEST(AReadingEngineIsReplacedToo),
+              TEST(OneEngineAfterTheOtherIsReplaced),
+              TEST(WhyAnEngineWasLeftIsTold),
+              TEST(TheLastEngineIsNotReplaced),
+              TEST(AnErrorOfTheDiskReplacesNoEngine),
+              TEST(AnErrorSaysWhatWhereAndWhichFile),
+              TEST(TheFirstErrorStays),
+              TEST(PollIsAskedWhileIoIsInFlight),
+              TEST(AnErrorOfPollStopsAtOnceWithIoInFlight),
+              TEST(AfterAbandonTheKernelWritesNoMore),
+              TEST(CollectWithNothingInFlightReturnsAtOnce)});
+}

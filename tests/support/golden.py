@@ -1,0 +1,77 @@
+"""The golden files of format version 1: small files that this and every later version must load and write alike.
+
+    python tests/support/golden.py      # writes those that are missing, and never touches one that is there
+
+Everything in them is exact and typed out here, so that no random generator or rounding can change it.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DIRECTORY = Path(__file__).resolve().parents[1] / "data" / "format-v1"
+
+
+def training() -> Any:
+    weight = torch.arange(12, dtype=torch.float32).view(3, 4) / 4
+    moment = torch.arange(12, dtype=torch.float32).view(3, 4).t()
+    return {
+        "model": collections.OrderedDict([("weight", weight), ("tied", weight), ("row", weight[1])]),
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(7.0), "exp_avg": moment, "exp_avg_sq": moment[1:, ::2]}},
+            "param_groups": [{"lr": 0.001, "betas": (0.9, 0.999), "params": [0]}],
+        },
+        "parameter": torch.nn.Parameter(torch.tensor([1.5, -2.0])),
+        "step": 7,
+        "name": "golden é",
+    }
+
+
+def dtypes() -> Any:
+    codes = torch.arange(16, dtype=torch.uint8)
+    names = ["bool", "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+    names += ["complex64", "complex128", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2"]
+    tensors: dict[str, Any] = {name: (codes % 2).clone().view(getattr(torch, name)) for name in names}
+    tensors |= {"scalar": torch.tensor(3), "empty": torch.empty(0, 2), "meta": torch.empty(5, device="meta")}
+    tensors["conj"] = torch.tensor([1 + 2j]).conj()
+    tensors["sparse"] = torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), is_coalesced=True, check_invariants=True)
+    return tensors
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {
+        "pages": torch.arange(2048, dtype=torch.int32),
+        "bias": torch.tensor([0.5, -1.5], dtype=torch.bfloat16),
+        "scalar": torch.tensor(2.0),
+        "empty": torch.empty(0, 4),
+    }
+
+
+# File name, object, and how it is saved.
+GOLDEN: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "training.pt": (training, {}),
+    "dtypes.pt": (dtypes, {}),
+    "no-checksums.pt": (training, {"checksum": False}),
+    "nothing.pt": (lambda: None, {}),
+    "weights.safetensors": (weights, {"metadata": {"format": "pt"}}),
+    "no-checksums.safetensors": (weights, {"checksum": False}),
+}
+
+
+def main() -> None:
+    import fastpersist
+
+    DIRECTORY.mkdir(parents=True, exist_ok=True)
+    for name, (make, options) in GOLDEN.items():
+        if not (DIRECTORY / name).exists():
+            fastpersist.save(make(), DIRECTORY / name, **options)
+            print(f"wrote {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Files of format version 1 load for ever, and are written again byte for byte."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.golden import DIRECTORY, GOLDEN
+from support.sameness import assert_same
+
+import fastpersist as fp
+from fastpersist.formats import safetensors, torch_zip
+from fastpersist.pickling import pickle_skeleton
+from fastpersist.source import CheckpointSource
+
+pytestmark = pytest.mark.skipif(sys.byteorder == "big", reason="the golden files are of a little-endian machine")
+
+ZIPS = [name for name in GOLDEN if name.endswith(".pt")]
+HEADERS = [name for name in GOLDEN if name.endswith(".safetensors")]
+
+
+def test_all_golden_files_are_there() -> None:
+    assert sorted(path.name for path in DIRECTORY.iterdir()) == sorted(GOLDEN)
+
+
+@pytest.mark.parametrize("name", ZIPS)
+def test_zip_holds_what_was_saved(name: str) -> None:
+    make, options = GOLDEN[name]
+    for loaded in (
+        fp.load(DIRECTORY / name, verify="checksum" not in options),
+        torch.load(DIRECTORY / name),
+    ):
+        assert_same(loaded, make())
+    assert fp.verify(DIRECTORY / name).ok
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_safetensors_hold_what_was_saved(name: str) -> None:
+    make, options = GOLDEN[name]
+    for loaded in (fp.load(DIRECTORY / name, verify="checksum" not in options), load_file(DIRECTORY / name)):
+        assert_same(dict(sorted(loaded.items())), dict(sorted(make().items())))
+    manifest = fp.inspect(DIRECTORY / name)
+    assert manifest.metadata == options.get("metadata", {})
+    assert manifest.has_checksums == ("checksum" not in options)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_same_object_is_written_byte_for_byte(name: str, tmp_path: Path) -> None:
+    make, options = GOLDEN[name]
+    if name in ZIPS:
+        with CheckpointSource(str(DIRECTORY / name)) as source:
+            if pickle_skeleton(make()).pickle != source.pickle:
+                pytest.skip(f"torch {torch.__version__} on this Python pickles in another way")
+    fp.save(make(), tmp_path / name, **options)
+    assert (tmp_path / name).read_bytes() == (DIRECTORY / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ZIPS)
+def test_zip_is_encoded_byte_for_byte_from_its_records(name: str) -> None:
+    """Unlike the test above, whatever the installed torch makes of a tensor."""
+    data = (DIRECTORY / name).read_bytes()
+    with CheckpointSource(str(DIRECTORY / name)) as source:
+        entries = list(source.directory.entries.values())
+        contents = [source.read_at(entry.data_offset_bytes, entry.size_bytes) for entry in entries]
+        prefix = source.directory.prefix
+    sizes = [entry.size_bytes for entry in entries if entry.name.startswith("data/")]
+    plan = torch_zip.plan_archive(prefix, entries[0].size_bytes, sizes)
+    crcs = [entry.crc for entry in entries]
+    encoded = b"".join(
+        torch_zip.local_header(record) + content + torch_zip.descriptor(record, crc)
+        for record, content, crc in zip(plan.records, contents, crcs, strict=True)
+    )
+    assert contents[-1] == torch_zip.serialization_id(plan.records[:-1], crcs[:-1])
+    assert encoded + torch_zip.central_directory(plan.records, crcs) == data
+    assert plan.size_bytes == len(data)
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_header_is_encoded_byte_for_byte_from_its_tensors(name: str) -> None:
+    data = (DIRECTORY / name).read_bytes()
+    with CheckpointSource(str(DIRECTORY / name)) as source:
+        header = source.header
+    described = [(entry.name, entry.dtype, entry.shape) for entry in sorted(header.entries, key=lambda e: e.name)]
+    crcs = [entry.crc for entry in header.entries if entry.crc is not None]
+    placed = safetensors.place_tensors(described, header.metadata, checksum=bool(crcs))
+    assert [entry.offset_bytes for entry in placed.header.entries] == [entry.offset_bytes for entry in header.entries]
+    assert data.startswith(safetensors.encode_header(placed, crcs or None))

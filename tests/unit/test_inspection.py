@@ -1,0 +1,245 @@
+"""inspect lists what a file holds, verify finds every damaged byte; neither runs anything of the file."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.archives import flip_bit, read_records, record_places, save_aligned, with_pickle, write_records
+from support.leaks import no_leaks
+from support.sameness import storage_bytes
+from support.specimens import SPECIMENS, Network
+
+import fastpersist as fp
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*Sparse (CSR|CSC|BSR|BSC)|The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with no_leaks(tmp_path_factory.getbasetemp()):
+        yield
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.pt"
+
+
+# --------------------------------------------------------------------------------------------- inspect
+
+
+def test_tensors_are_listed_with_their_places(path: Path) -> None:
+    base = torch.arange(100, dtype=torch.int16)
+    fp.save({"all": base, "view": base[10:20], "layer": {"weights": [torch.ones(2, 3).double()]}}, path)
+    data = path.read_bytes()
+    manifest = fp.inspect(path)
+    assert (manifest.path, manifest.format, manifest.size_bytes) == (str(path), "torch_zip", len(data))
+    assert manifest.has_checksums
+    everything, view, weights = manifest.tensors
+    assert (everything.name, view.name, weights.name) == ("all", "view", "layer.weights[0]")
+    assert (view.dtype, view.shape, view.size_bytes, view.record) == ("int16", (10,), 20, "data/0")
+    assert (weights.dtype, weights.shape, weights.size_bytes, weights.record) == ("float64", (2, 3), 48, "data/1")
+    assert view.offset_bytes == everything.offset_bytes + 20
+    assert data[view.offset_bytes : view.offset_bytes + 20] == base[10:20].numpy().tobytes()
+    assert view.crc32 == everything.crc32 == zlib.crc32(storage_bytes(base.untyped_storage()))
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_bytes_at_the_listed_places_are_the_tensors(name: str, path: Path) -> None:
+    with SPECIMENS[name].made() as obj:
+        fp.save(obj, path, durable=False)
+        data = path.read_bytes()
+        manifest = fp.inspect(path)
+    places = record_places(data)
+    for tensor in manifest.tensors:
+        if tensor.record:
+            start, size = places[tensor.record]
+            assert tensor.offset_bytes is not None
+            assert start <= tensor.offset_bytes <= start + size
+            assert tensor.crc32 == zlib.crc32(data[start : start + size])
+        else:
+            assert tensor.offset_bytes is None
+            assert tensor.crc32 is None
+
+
+def test_names_of_a_model_are_those_of_its_state(path: Path) -> None:
+    network = Network()
+    fp.save(network.state_dict(), path)
+    assert [t.name for t in fp.inspect(path).tensors] == list(network.state_dict())
+    fp.save(network, path)
+    names = {t.name for t in fp.inspect(path).tensors}
+    assert names >= {name for name, _ in network.named_parameters()}
+
+
+def test_globals_are_listed_and_not_imported(path: Path) -> None:
+    fp.save({"t": torch.ones(1)}, path)
+    pkl = b"\x80\x02cno_such_module_anywhere\nharm\n)R."
+    with_pickle(path, pkl)
+    assert fp.inspect(path).globals == ("no_such_module_anywhere.harm",)
+    assert fp.verify(path).ok
+
+
+def test_file_without_checksums_says_so(path: Path) -> None:
+    fp.save({"t": torch.ones(3)}, path, checksum=False)
+    manifest = fp.inspect(path)
+    assert not manifest.has_checksums
+    assert manifest.tensors[0].crc32 is None
+    report = fp.verify(path)
+    assert report.ok
+    assert not report.has_checksums
+    assert report.checked_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", ["foo", "bcomplex32", "uint128"])
+def test_dtype_that_this_torch_lacks_is_listed(dtype: str, path: Path) -> None:
+    fp.save({"t": torch.ones(1)}, path)
+    with_pickle(
+        path,
+        b"\x80\x02ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\n%b\nK\x01\x85K\x01\x85\x89tR."
+        % dtype.encode(),
+    )
+    (tensor,) = fp.inspect(path).tensors
+    assert (tensor.dtype, tensor.shape, tensor.record) == (dtype, (1,), "")
+    assert fp.verify(path).ok
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    torch.save({"t": torch.ones(1)}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "text.txt").write_text("hello, this is no checkpoint")
+    for name in ("legacy.pt", "text.txt"):
+        with pytest.raises(fp.UnsupportedError, match="neither"):
+            fp.inspect(tmp_path / name)
+        assert not fp.verify(tmp_path / name).ok
+    for look in (fp.inspect, fp.verify):
+        with pytest.raises(fp.CheckpointNotFoundError):
+            look(tmp_path / "nothing.pt")
+        with pytest.raises(fp.StorageError, match="directory"):
+            look(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------- verify
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_good_files_are_good(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"model.{suffix}"
+    state = {f"layer.{i}": torch.full((i * 1000,), float(i)) for i in range(20)}
+    fp.save(state, path)
+    report = fp.verify(path)
+    assert report.ok
+    assert report.has_checksums
+    assert report.damages == ()
+    assert report.checked_bytes >= sum(tensor.nbytes for tensor in state.values())
+
+
+@pytest.mark.parametrize("alignment", [64, 4096])
+def test_files_of_torch_save_are_verified(alignment: int, path: Path) -> None:
+    save_aligned({"a": torch.ones(10), "b": torch.zeros(100)}, path, alignment=alignment)
+    assert fp.verify(path).ok
+    assert fp.verify(path).has_checksums
+    flip_bit(path, record_places(path.read_bytes())["data/1"][0])
+    (damage,) = fp.verify(path).damages
+    assert damage.tensors == ("b",)
+
+
+def test_every_damaged_record_is_reported_with_its_tensors(path: Path) -> None:
+    base = torch.arange(50.0)
+    fp.save({"one": base, "view": base[3:], "good": torch.ones(3), "two": torch.zeros(9)}, path)
+    places = record_places(path.read_bytes())
+    for name in ("data/0", "data/2", "version"):
+        flip_bit(path, places[name][0])
+    damages = {damage.record: damage for damage in fp.verify(path).damages}
+    assert set(damages) == {"data/0", "data/2", "version"}
+    assert damages["data/0"].tensors == ("one", "view")
+    assert damages["data/0"].offset_bytes == places["data/0"][0]
+    assert "one, view" in damages["data/0"].message
+    assert damages["version"].tensors == ()
+
+
+def test_no_flipped_bit_is_missed(path: Path) -> None:
+    """Every byte of the file but padding and fields that no reader looks at."""
+    fp.save({"w": torch.arange(300, dtype=torch.uint8)}, path)
+    good = path.read_bytes()
+    covered = {at for offset, size in record_places(good).values() for at in range(offset, offset + size)}
+    for at in sorted(covered):
+        bad = bytearray(good)
+        bad[at] ^= 1 << (at % 8)
+        path.write_bytes(bad)
+        assert not fp.verify(path).ok, f"a flipped bit at {at} was missed"
+
+
+def test_damaged_directory_is_reported_where_it_is(path: Path) -> None:
+    fp.save({"w": torch.ones(3)}, path)
+    good = path.read_bytes()
+    directory = good.index(b"PK\x01\x02")
+    for at in range(directory, len(good)):
+        bad = bytearray(good)
+        bad[at] ^= 0xFF
+        path.write_bytes(bad)
+        report = fp.verify(path)  # some fields nobody reads; but nothing else than a report may come out
+        assert all(damage.message for damage in report.damages)
+    path.write_bytes(good[:directory])
+    (damage,) = fp.verify(path).damages
+    assert "never finished" in damage.message
+
+
+def test_every_truncation_is_reported(path: Path) -> None:
+    fp.save({"w": torch.ones(3)}, path)
+    good = path.read_bytes()
+    for length in [*range(0, len(good), 97), *range(len(good) - 130, len(good))]:
+        os.truncate(path, 0)
+        path.write_bytes(good[:length])
+        assert not fp.verify(path).ok
+
+
+def test_storage_that_is_missing_or_short_is_reported(path: Path) -> None:
+    fp.save({"a": torch.ones(4), "b": torch.ones(5)}, path)
+    records = read_records(path)
+    missing = {name: data for name, data in records.items() if name != "model/data/1"}
+    write_records(path, missing)
+    (damage,) = fp.verify(path).damages
+    assert damage.tensors == ("b",)
+    assert "missing" in damage.message
+    write_records(path, records | {"model/data/0": b"x" * 15})
+    (damage,) = fp.verify(path).damages
+    assert damage.tensors == ("a",)
+    assert "15 bytes" in damage.message
+
+
+def test_pickle_that_is_no_pickle_is_reported(path: Path) -> None:
+    fp.save({"a": torch.ones(4)}, path)
+    for data in (b"", b"\x80\x02", b"garbage", b"\x80\x02]q\x00"):
+        with_pickle(path, data)
+        (damage,) = fp.verify(path).damages
+        assert damage.record == "data.pkl"
+        for look in (fp.load, fp.inspect):
+            with pytest.raises(fp.FormatError, match=r"data\.pkl"):
+                look(path)
+
+
+class Harm:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_nothing_of_the_file_is_run(tmp_path: Path) -> None:
+    fp.save({"harm": Harm(str(tmp_path / "harm")), "t": torch.ones(2)}, tmp_path / "model.pt")
+    assert fp.verify(tmp_path / "model.pt").ok
+    assert [tensor.name for tensor in fp.inspect(tmp_path / "model.pt").tensors] == ["t"]
+    flip_bit(tmp_path / "model.pt", record_places((tmp_path / "model.pt").read_bytes())["data/0"][0])
+    (damage,) = fp.verify(tmp_path / "model.pt").damages
+    assert damage.tensors == ("t",)
+    assert not (tmp_path / "harm").exists()

@@ -1,0 +1,456 @@
+"""fp.load returns what torch.load returns, from every file that torch.load reads, whatever map_location says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.archives import read_records, record_places, save_aligned, with_pickle, write_records
+from support.leaks import no_leaks
+from support.sameness import assert_same, portrait
+from support.specimens import SPECIMENS, Wrapper
+
+import fastpersist as fp
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*Sparse (CSR|CSC|BSR|BSC)|The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with no_leaks(tmp_path_factory.getbasetemp()):
+        yield
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.DEBUG, logger="fastpersist")
+    return caplog
+
+
+def went_the_stock_way(log: pytest.LogCaptureFixture) -> bool:
+    return "stock torch.load reads" in log.text
+
+
+# --------------------------------------------------------------------------------------------- every object
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_object_is_the_one_that_torch_load_gives(
+    name: str, writer: str, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    path, specimen = tmp_path / "model.pt", SPECIMENS[name]
+    with specimen.made() as obj:
+        if writer == "ours":
+            fp.save(obj, path, durable=False)
+        else:
+            save_aligned(obj, path, alignment=64)  # torch's default, unaligned for direct I/O
+        expected = torch.load(path, weights_only=specimen.weights_only)
+        loaded = fp.load(path, weights_only=specimen.weights_only, verify=True)
+        assert_same(loaded, expected)
+    assert not went_the_stock_way(log)
+
+
+@pytest.mark.parametrize("alignment", [1, 2, 64, 512, 32768])
+def test_any_alignment_is_read(alignment: int, tmp_path: Path) -> None:
+    with SPECIMENS["adam_state"].made() as obj:
+        save_aligned(obj, tmp_path / "model.pt", alignment=alignment)
+        assert_same(fp.load(tmp_path / "model.pt", verify=True), obj)
+
+
+def test_records_in_any_order_are_read(tmp_path: Path) -> None:
+    fp.save({"a": torch.arange(500), "b": torch.ones(3)}, tmp_path / "model.pt")
+    records = read_records(tmp_path / "model.pt")
+    write_records(tmp_path / "reversed.pt", dict(reversed(records.items())))
+    assert_same(fp.load(tmp_path / "reversed.pt", verify=True), torch.load(tmp_path / "reversed.pt"))
+
+
+def test_loaded_tensors_can_be_changed_and_resized(tmp_path: Path) -> None:
+    fp.save({"w": torch.zeros(4)}, tmp_path / "model.pt")
+    tensor = fp.load(tmp_path / "model.pt")["w"]
+    tensor += 1
+    tensor.untyped_storage().resize_(64)
+    tensor.resize_(16)
+    assert tensor[:4].tolist() == [1.0] * 4
+    assert_same(fp.load(tmp_path / "model.pt"), {"w": torch.zeros(4)})
+
+
+def test_file_of_a_shared_memory_tensor_is_read(tmp_path: Path) -> None:
+    shared = torch.arange(10.0).share_memory_()
+    fp.save(shared, tmp_path / "model.pt")
+    assert fp.load(tmp_path / "model.pt").tolist() == shared.tolist()
+
+
+# --------------------------------------------------------------------------------------------- map_location
+
+
+def keep(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    return storage
+
+
+MAP_LOCATIONS: dict[str, Any] = {
+    "none": None,
+    "name": "cpu",
+    "device": torch.device("cpu"),
+    "dict": {"cpu": "cpu"},
+    "empty dict": {},
+    "dict of another device": {"cuda:0": "cpu"},
+    "dict to meta": {"cpu": "meta"},
+    "callable": keep,
+    "callable without an opinion": lambda storage, location: None,
+    "callable to meta": lambda storage, location: storage.to(device="meta"),
+    "meta": "meta",
+    "meta device": torch.device("meta"),
+    "unavailable": "cuda",
+    "unavailable with an index": "cuda:7",
+    "unavailable device": torch.device("cuda", 1),
+    "dict to unavailable": {"cpu": "cuda:0"},
+    "nonsense": "nonsense",
+    "empty name": "",
+    "cpu with an index": "cpu:0",
+    "number": 5,
+    "dict of devices": {"cpu": torch.device("cpu")},
+}
+
+
+def outcome(load: Callable[[], Any]) -> Any:
+    """Return the portrait of what was loaded, or the class of the error."""
+    try:
+        return portrait(load())
+    except Exception as error:  # noqa: BLE001 - any class of error is a result here
+        return type(error)
+
+
+@pytest.mark.parametrize("name", MAP_LOCATIONS)
+@pytest.mark.parametrize("obj", ["adam_state", "wrapper_subclass", "quantized", "raw_storages"])
+def test_map_location_means_what_it_means_to_torch(name: str, obj: str, tmp_path: Path) -> None:
+    if torch.cuda.is_available() and "unavailable" in name:
+        pytest.skip("there is a CUDA device")
+    path, wanted = tmp_path / "model.pt", MAP_LOCATIONS[name]
+    with SPECIMENS[obj].made() as saved:
+        fp.save(saved, path)
+    expected = outcome(lambda: torch.load(path, map_location=wanted, weights_only=False))
+    assert outcome(lambda: fp.load(path, map_location=wanted, weights_only=False)) == expected
+
+
+def test_map_location_of_bytes_names_a_device(tmp_path: Path) -> None:
+    fp.save(torch.ones(3), tmp_path / "model.pt")
+    assert fp.load(tmp_path / "model.pt", map_location=b"cpu").tolist() == [1, 1, 1]
+
+
+def test_unavailable_device_has_torchs_own_words(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    fp.save(torch.ones(3), tmp_path / "model.pt")
+    with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA device"):
+        fp.load(tmp_path / "model.pt", map_location="cuda")
+
+
+def test_location_in_the_file_decides_without_a_map_location(tmp_path: Path) -> None:
+    fp.save(torch.ones(3), tmp_path / "cpu.pt")
+    pkl = read_records(tmp_path / "cpu.pt")["cpu/data.pkl"].replace(b"cpu", b"xla")
+    with_pickle(tmp_path / "cpu.pt", pkl)
+    for load in (torch.load, fp.load):
+        with pytest.raises((RuntimeError, ModuleNotFoundError)):
+            load(tmp_path / "cpu.pt")
+        assert load(tmp_path / "cpu.pt", map_location="cpu").tolist() == [1, 1, 1]
+        assert load(tmp_path / "cpu.pt", map_location={"xla": "cpu"}).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("mode", ["fake", "skip_data", "default_device", "inference"])
+def test_surroundings_mean_what_they_mean_to_torch(mode: str, tmp_path: Path) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    surroundings: dict[str, Callable[[], Any]] = {
+        "fake": FakeTensorMode,
+        "skip_data": torch.serialization.skip_data,
+        "default_device": lambda: torch.device("meta"),
+        "inference": torch.inference_mode,
+    }
+    path = tmp_path / "model.pt"
+    fp.save({"a": torch.ones(3), "b": torch.arange(9)[1:]}, path)
+    with surroundings[mode]():
+        expected, loaded = torch.load(path), fp.load(path)
+    for name, tensor in expected.items():
+        other = loaded[name]
+        assert (type(other), other.device, other.dtype, other.shape) == (
+            type(tensor),
+            tensor.device,
+            tensor.dtype,
+            tensor.shape,
+        )
+        assert other.is_inference() == tensor.is_inference()
+        if mode == "fake":
+            storages = other.untyped_storage(), tensor.untyped_storage()
+            assert storages[0]._checkpoint_offset == storages[1]._checkpoint_offset
+
+
+# --------------------------------------------------------------------------------------------- other files
+
+
+def test_legacy_file_is_left_to_torch(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    with SPECIMENS["adam_state"].made() as obj:
+        torch.save(obj, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+        assert_same(fp.load(tmp_path / "old.pt"), obj)
+    assert went_the_stock_way(log)
+    with pytest.raises(fp.UnsupportedError, match="no checksums"):
+        fp.load(tmp_path / "old.pt", verify=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*looks like a TorchScript archive:UserWarning")
+def test_torchscript_archive_is_left_to_torch(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    module = torch.nn.Linear(3, 2)
+    torch.jit.save(torch.jit.script(module), tmp_path / "script.pt")
+    loaded = fp.load(tmp_path / "script.pt", weights_only=False)
+    assert torch.equal(loaded.weight, module.weight)
+    assert went_the_stock_way(log)
+    with pytest.raises(RuntimeError, match="TorchScript"):
+        fp.load(tmp_path / "script.pt")
+
+
+def test_file_of_the_other_byte_order_is_left_to_torch(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "model.pt"
+    fp.save({"words": torch.arange(5, dtype=torch.int32)}, path)
+    records = read_records(path)
+    assert records["model/byteorder"] == b"little"
+    records["model/byteorder"] = b"big"
+    records["model/data/0"] = torch.arange(5, dtype=torch.int32).numpy().byteswap().tobytes()
+    write_records(path, records)
+    assert fp.load(path)["words"].tolist() == [0, 1, 2, 3, 4]
+    assert went_the_stock_way(log)
+    assert fp.load(path, verify=True)["words"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("record", [".format_version", ".storage_alignment", "byteorder", "version"])
+def test_small_record_that_is_missing_means_what_it_means_to_torch(record: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    fp.save({"a": torch.ones(3), "b": torch.arange(9)[1:]}, path)
+    write_records(path, {n: d for n, d in read_records(path).items() if n != f"model/{record}"})
+    assert outcome(lambda: fp.load(path)) == outcome(lambda: torch.load(path))
+
+
+def test_file_object_is_torchs(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    with path.open("wb") as file:
+        report = fp.save({"a": torch.ones(3)}, file)
+    assert report.engine == "torch.save"
+    with path.open("rb") as file:
+        assert_same(fp.load(file), {"a": torch.ones(3)})
+
+
+def test_file_object_is_not_silently_left_unverified(tmp_path: Path) -> None:
+    fp.save({"a": torch.ones(3)}, tmp_path / "model.pt")
+    with (tmp_path / "model.pt").open("rb") as file, pytest.raises(fp.FastPersistError, match="verify"):
+        fp.load(file, verify=True)
+
+
+# --------------------------------------------------------------------------------------------- safety
+
+
+class Malicious:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_code_in_a_file_is_not_run(verify: bool, tmp_path: Path) -> None:
+    path, harm = tmp_path / "model.pt", tmp_path / "harm"
+    fp.save({"weight": torch.ones(3), "evil": Malicious(harm)}, path)
+    with pytest.raises(pickle.UnpicklingError) as of_torch:
+        torch.load(path)
+    with pytest.raises(pickle.UnpicklingError) as of_ours:
+        fp.load(path, verify=verify)
+    assert str(of_ours.value) == str(of_torch.value)
+    assert "posix.mkdir" in str(of_ours.value)
+    assert fp.verify(path).ok
+    assert "posix.mkdir" in fp.inspect(path).globals
+    with pytest.raises(pickle.UnpicklingError):
+        fp.load_into(path, {"weight": torch.zeros(3)}, strict=False)
+    assert not harm.exists()
+    fp.load(path, weights_only=False)
+    assert harm.exists()
+
+
+def test_allowed_globals_go_the_fast_way(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "model.pt"
+    with SPECIMENS["wrapper_subclass"].made() as obj:
+        fp.save(obj, path)
+        with pytest.raises(pickle.UnpicklingError):
+            fp.load(path)
+        log.clear()
+        with torch.serialization.safe_globals([Wrapper]):
+            assert_same(fp.load(path), obj)
+    assert not went_the_stock_way(log)
+
+
+# --------------------------------------------------------------------------------------------- code while loading
+
+
+class LoadsAnother:
+    """Loads another file while it is being unpickled itself."""
+
+    def __init__(self, path: str, loader: str) -> None:
+        self.path, self.loader = path, loader
+
+    def __reduce__(self) -> Any:
+        return load_another, (self.path, self.loader), {"path": self.path, "loader": self.loader}
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.path, self.loader = state["path"], state["loader"]
+        self.again = load_another(self.path, self.loader).loaded
+
+
+def load_another(path: str, loader: str) -> LoadsAnother:
+    made = LoadsAnother(path, loader)
+    made.loaded = (fp.load if loader == "ours" else torch.load)(path)
+    return made
+
+
+@pytest.mark.parametrize("loader", ["ours", "stock"])
+def test_load_inside_a_load(loader: str, tmp_path: Path) -> None:
+    inner, path = tmp_path / "inner.pt", tmp_path / "outer.pt"
+    fp.save({"inner": torch.arange(7), "empty": torch.empty(0)}, inner)
+    before, after = torch.arange(3), torch.full((5,), 2.0)
+    fp.save([before, LoadsAnother(str(inner), loader), after, torch.empty(0), before], path)
+    loaded = fp.load(path, weights_only=False, verify=True)
+    assert_same(loaded[1].loaded, torch.load(inner))
+    assert_same(loaded[1].again, torch.load(inner))
+    assert_same([loaded[0], *loaded[2:]], [before, after, torch.empty(0), before])
+
+
+class Explodes:
+    def __reduce__(self) -> Any:
+        return explode, ()
+
+
+def explode() -> None:
+    raise LookupError("on purpose")
+
+
+def test_exception_while_unpickling_goes_through_and_leaves_nothing(tmp_path: Path) -> None:
+    fp.save([torch.ones(3), Explodes(), torch.ones(4)], tmp_path / "model.pt")
+    with pytest.raises(LookupError, match="on purpose"):
+        fp.load(tmp_path / "model.pt", weights_only=False)
+    fp.save(torch.ones(3), tmp_path / "good.pt")
+    assert fp.load(tmp_path / "good.pt").tolist() == [1, 1, 1]
+    assert torch.load(tmp_path / "good.pt").tolist() == [1, 1, 1]
+
+
+def test_many_threads_load_at_once(tmp_path: Path) -> None:
+    for index in range(4):
+        fp.save({"n": torch.full((300_000,), index), "empty": torch.empty(0)}, tmp_path / f"{index}.pt")
+    failures: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            for round_number in range(8):
+                load = torch.load if (index + round_number) % 4 == 0 else fp.load
+                loaded = load(tmp_path / f"{index}.pt")
+                assert loaded["n"].unique().tolist() == [index]
+        except BaseException as error:  # noqa: BLE001 - handed to the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+# --------------------------------------------------------------------------------------------- damage
+
+
+def test_flipped_bit_in_any_record_is_found_before_anything_is_unpickled(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    fp.save({"first": torch.ones(5), "second": {"inner": torch.arange(2000)}, "spy": Spy()}, path)
+    good = path.read_bytes()
+    for name, (offset, size) in record_places(good).items():
+        for at in {offset, offset + size // 2, offset + size - 1}:
+            bad = bytearray(good)
+            bad[at] ^= 0x10
+            path.write_bytes(bad)
+            Spy.unpickled = 0
+            with pytest.raises(fp.CorruptionError) as raised:
+                fp.load(path, weights_only=False, verify=True)
+            assert Spy.unpickled == 0
+            message = str(raised.value)
+            if name.startswith("data/"):
+                assert isinstance(raised.value, fp.ChecksumError)
+                assert ("first" if name == "data/0" else "second.inner") in message
+                assert raised.value.offset_bytes == offset
+            elif isinstance(raised.value, fp.ChecksumError):
+                assert name in message
+            assert str(path) in message
+
+
+class Spy:
+    unpickled = 0
+
+    def __reduce__(self) -> Any:
+        return spied, ()
+
+
+def spied() -> Spy:
+    Spy.unpickled += 1
+    return Spy()
+
+
+def test_all_damaged_storages_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    fp.save({str(index): torch.full((10,), index) for index in range(5)}, path)
+    data = bytearray(path.read_bytes())
+    for name, (offset, _) in record_places(bytes(data)).items():
+        if name in ("data/1", "data/3", "data/4"):
+            data[offset] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(fp.ChecksumError, match="2 more damaged storages"):
+        fp.load(path, verify=True)
+    assert fp.load(path)["0"].tolist() == [0] * 10
+
+
+def test_damage_is_found_by_verify_on_the_stock_way_too(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    fp.save({"weight": torch.ones(5)}, path)
+    data = bytearray(path.read_bytes())
+    data[record_places(bytes(data))["data/0"][0]] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(fp.ChecksumError, match="weight"):
+        fp.load(path, map_location=keep, verify=True)
+
+
+def test_file_without_checksums_says_so(tmp_path: Path) -> None:
+    fp.save({"weight": torch.ones(5)}, tmp_path / "model.pt", checksum=False)
+    for wanted in (None, keep):
+        with pytest.raises(fp.UnsupportedError, match="without checksums"):
+            fp.load(tmp_path / "model.pt", verify=True, map_location=wanted)
+
+
+def test_header_that_leads_elsewhere_does_not_mislead(tmp_path: Path) -> None:
+    """Local headers that disagree with the directory: we go by the directory, and verify tells of other readers."""
+    path = tmp_path / "model.pt"
+    fp.save({"weight": torch.arange(5)}, path)
+    data = bytearray(path.read_bytes())
+    place = record_places(bytes(data))["data/0"][0]
+    header = data.rfind(b"PK\x03\x04", 0, place)
+    extra = int.from_bytes(data[header + 28 : header + 30], "little")
+    data[header + 28 : header + 30] = (extra - 8).to_bytes(2, "little")
+    path.write_bytes(data)
+    assert torch.load(path)["weight"].tolist() != [0, 1, 2, 3, 4]
+    assert fp.load(path, verify=True)["weight"].tolist() == [0, 1, 2, 3, 4]
+    assert [damage.record for damage in fp.verify(path).damages] == ["data/0"]

@@ -1,0 +1,520 @@
+"""The Python face of the native side: which engine is taken and what is said of it, pieces and extents of any place,
+memory that only torch can copy, and what an error of disk or hook leaves behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import random
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.forking import SMALL_RING, in_child
+from support.leaks import no_leaks
+from support.states import differences, load_step, make_state, pending_files
+
+import fastpersist as fp
+from fastpersist import _native, pipeline
+from fastpersist.errors import ConfigError, InternalError, StorageError, UnsupportedError
+from fastpersist.pipeline import (
+    Extents,
+    Pieces,
+    Writer,
+    byte_tensor,
+    engine_ladder,
+    engines,
+    read_extents,
+)
+
+EVERY = 2**64 - 1
+CHUNK_BYTES = 64 << 10  # of the small ring
+
+
+@pytest.fixture
+def fault() -> Iterator[Callable[..., None]]:
+    """Set the plan of the engines named "fault:…"; it ends with the test."""
+
+    def set_plan(**plan: Any) -> None:
+        _native.set_fault_plan(_native.FaultPlan(**plan))
+
+    yield set_plan
+    _native.clear_fault_plan()
+
+
+@pytest.fixture
+def open_file(tmp_path: Path, leak_check: None) -> Iterator[Callable[..., int]]:
+    """Open a file in tmp_path, with this content; closed at the end, and then nothing else may be open."""
+    fds = []
+
+    def opened(name: str = "file.bin", content: bytes = b"") -> int:
+        fds.append(os.open(tmp_path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))
+        os.pwrite(fds[-1], content, 0)
+        return fds[-1]
+
+    yield opened
+    for fd in fds:
+        os.close(fd)
+
+
+def assert_ring_is_free() -> None:
+    assert _native.ring_free_count() == _native.ring_buffer_count()
+
+
+# --- engines
+
+
+def test_each_engine_is_probed_once_and_nothing_is_left(tmp_path: Path, leak_check: None) -> None:
+    probes = engines(tmp_path)
+    assert [probe.name for probe in probes] == [name for name in _native.engine_names() if name != "null"]
+    assert os.listdir(tmp_path) == []
+    for probe in probes:
+        assert probe.usable == (probe.why_not == "")
+    assert next(probe for probe in probes if probe.name == "threads-buffered").usable
+
+
+def test_engine_that_a_probe_calls_usable_saves_and_loads(tmp_path: Path) -> None:
+    for step, probe in enumerate(engines(tmp_path)):
+        path = tmp_path / f"{probe.name}.pt"
+        if probe.usable:
+            assert fp.save(make_state(step), path, engine=probe.name).engine == probe.name
+            assert differences(fp.load(path, engine=probe.name), make_state(step)) == []
+        else:
+            with pytest.raises((UnsupportedError, StorageError)) as caught:
+                fp.save(make_state(step), path, engine=probe.name)
+            assert str(caught.value)
+
+
+def test_probe_of_the_working_directory_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [probe.name for probe in engines()] == [probe.name for probe in engines(tmp_path)]
+
+
+@pytest.mark.parametrize(("name", "number"), [("missing", errno.ENOENT), ("file", errno.ENOTDIR)])
+def test_place_where_nothing_can_be_probed_is_a_clear_error(name: str, number: int, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError) as caught:
+        engines(tmp_path / name)
+    assert caught.value.errno == number
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def test_engine_that_reads_back_other_bytes_is_not_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "engine_names", lambda: ["fault:null"])
+    (probe,) = engines(tmp_path)
+    assert not probe.usable
+    assert "other bytes" in probe.why_not
+
+
+def test_engine_that_fails_its_probe_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(_native, "engine_names", lambda: ["fault:threads-buffered"])
+    fault(op="read", sys_errno=errno.EIO)
+    (probe,) = engines(tmp_path)
+    assert not probe.usable
+    assert os.strerror(errno.EIO) in probe.why_not
+    assert os.listdir(tmp_path) == []
+
+
+# --- the ladder
+
+
+def test_named_engine_stands_alone(open_file: Callable[..., int]) -> None:
+    fd = open_file()
+    for name in [*_native.engine_names(), "fault:uring"]:
+        assert engine_ladder(name, fd) == [name]
+
+
+@pytest.mark.parametrize("name", ["", "abacus", "URING", "fault:", "fault:auto", "fault:fault:null"])
+def test_unknown_engine_is_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no engine") as caught:
+        fp.save(make_state(1), tmp_path / "model.pt", engine=name)
+    assert "threads-buffered" in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_environment_says_what_auto_means(
+    tmp_path: Path, open_file: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fd = open_file()
+    monkeypatch.setenv("FASTPERSIST_ENGINE", "threads-buffered")
+    assert engine_ladder("auto", fd) == ["threads-buffered"]
+    assert engine_ladder("uring", fd) == ["uring"]
+    assert fp.save(make_state(1), tmp_path / "model.pt").engine == "threads-buffered"
+    monkeypatch.setenv("FASTPERSIST_ENGINE", "abacus")
+    with pytest.raises(ConfigError, match="'abacus'"):
+        fp.save(make_state(2), tmp_path / "model.pt")
+    assert pending_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", [0x01021994, 0x6969, 0x65735546], ids=["tmpfs", "nfs", "fuse"])
+def test_file_systems_without_use_for_direct_io_are_buffered(
+    kind: int, open_file: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "filesystem_type", lambda fd: kind)
+    assert engine_ladder("auto", open_file()) == ["threads-buffered"]
+
+
+def test_cached_file_is_read_from_the_cache(open_file: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = open_file(content=bytes(100_000))
+    monkeypatch.setattr(_native, "filesystem_type", lambda fd: 0xEF53)
+    ladder = list(pipeline.AUTO_LADDER)
+    for cached_bytes, expected in ((100_000, ["threads-buffered"]), (50_000, ladder), (0, ladder)):
+        monkeypatch.setattr(_native, "cached_bytes", lambda fd, answer=cached_bytes: answer)
+        assert engine_ladder("auto", fd, for_reading=True) == expected
+        assert engine_ladder("auto", fd) == ladder
+
+
+@pytest.fixture
+def messages(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """What is said about engines, as if nothing had been said before."""
+    monkeypatch.setattr(pipeline, "_announced", set())
+    caplog.set_level(logging.INFO, logger="fastpersist")
+    return lambda: [r.getMessage() for r in caplog.records if r.getMessage().startswith("engine ")]
+
+
+def test_choice_of_auto_is_logged_once(tmp_path: Path, messages: Callable[[], list[str]]) -> None:
+    for step in range(3):
+        used = fp.save(make_state(step), tmp_path / f"model-{step}.pt").engine
+    (message,) = messages()
+    assert message.startswith(f"engine {used} for ")
+    assert str(tmp_path / "model-0.pt") in message
+
+
+def test_named_engine_is_not_logged(tmp_path: Path, messages: Callable[[], list[str]]) -> None:
+    fp.save(make_state(1), tmp_path / "model.pt", engine="threads")
+    fp.load(tmp_path / "model.pt", engine="threads")
+    assert messages() == []
+
+
+# --- demotion
+
+
+@pytest.fixture
+def faulty_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rung of "auto" is one that faults can be injected into."""
+    monkeypatch.setattr(_native, "filesystem_type", lambda fd: 0xEF53)
+    monkeypatch.setattr(_native, "cached_bytes", lambda fd: 0)
+    monkeypatch.setattr(pipeline, "AUTO_LADDER", ("fault:threads", "threads-buffered"))
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM])
+def test_engine_that_fails_in_mid_file_is_replaced_and_nothing_lost(
+    number: int,
+    tmp_path: Path,
+    fault: Callable[..., None],
+    faulty_ladder: None,
+    messages: Callable[[], list[str]],
+) -> None:
+    @in_child(SMALL_RING)
+    def test() -> None:
+        path = tmp_path / "model.pt"
+        fault(op="write", nth=3, count=EVERY, sys_errno=number)
+        assert fp.save(make_state(1), path).engine == "threads-buffered"
+        fault(op="read", nth=3, count=EVERY, sys_errno=number)
+        assert differences(fp.load(path, verify=True), make_state(1)) == []
+        for message in messages():
+            assert message.startswith("engine threads-buffered for ")
+            assert "; not fault:threads: " in message
+            assert os.strerror(number) in message
+        assert len(messages()) in (1, 2)  # the reason may differ between writing and reading
+
+    test()
+    assert load_step(tmp_path / "model.pt") == 1
+
+
+def test_same_reason_is_logged_once_for_any_number_of_files(
+    tmp_path: Path, fault: Callable[..., None], faulty_ladder: None, messages: Callable[[], list[str]]
+) -> None:
+    for step in range(3):
+        fault(op="write", count=EVERY, sys_errno=errno.EOPNOTSUPP)
+        fp.save(make_state(step), tmp_path / f"model-{step}.pt")
+    assert len(messages()) == 1
+
+
+def test_named_engine_that_fails_in_mid_file_is_not_replaced(
+    tmp_path: Path, fault: Callable[..., None], leak_check: None
+) -> None:
+    path = tmp_path / "model.pt"
+    fp.save(make_state(1), path)
+    fault(op="write", sys_errno=errno.EOPNOTSUPP)
+    with pytest.raises(UnsupportedError, match=os.strerror(errno.EOPNOTSUPP)):
+        fp.save(make_state(2), path, engine="fault:threads-buffered")
+    fault(op="write", sys_errno=errno.EINVAL)
+    with pytest.raises(StorageError) as caught:
+        fp.save(make_state(2), path, engine="fault:threads-buffered")
+    assert caught.value.errno == errno.EINVAL
+    assert load_step(path) == 1
+    assert pending_files(tmp_path) == []
+
+
+# --- errors of the disk
+
+
+@pytest.mark.parametrize("engine", ["uring", "libaio", "threads", "threads-buffered"])
+def test_io_error_says_what_where_and_which_file(
+    engine: str, tmp_path: Path, fault: Callable[..., None], leak_check: None
+) -> None:
+    path = tmp_path / "model.pt"
+    fp.save(make_state(1), path)
+    fault(op="write", sys_errno=errno.EIO)
+    with pytest.raises(StorageError, match=r"write to .*model\.pt at offset 0: ") as caught:
+        fp.save(make_state(2), path, engine=f"fault:{engine}")
+    assert (caught.value.errno, caught.value.offset_bytes) == (errno.EIO, 0)
+    assert caught.value.filename == str(path)
+    assert pending_files(tmp_path) == []
+    fault(op="read", sys_errno=errno.EIO)
+    with pytest.raises(StorageError, match=r"read of .*model\.pt at offset ") as caught:
+        fp.load(path, engine=f"fault:{engine}")
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+    assert caught.value.offset_bytes is not None
+    _native.clear_fault_plan()
+    assert_ring_is_free()
+    assert load_step(path) == 1
+    fp.save(make_state(2), path, engine=f"fault:{engine}")
+    assert load_step(path) == 2
+
+
+# --- writing
+
+
+def test_pieces_lie_one_behind_the_other(tmp_path: Path, open_file: Callable[..., int]) -> None:
+    storage = torch.arange(50_000, dtype=torch.int32).untyped_storage()
+    memory = bytes(storage)
+    fd = open_file()
+    with Writer(fd, "file.bin") as writer:
+        pieces = Pieces()
+        pieces.add_bytes(b"head")
+        pieces.add_storage(storage, 0)
+        pieces.add_crc(0)
+        pieces.add_storage(storage, 1, offset_bytes=4, size_bytes=1000)
+        pieces.add_storage(storage, None, offset_bytes=199_990)
+        pieces.add_storage(torch.empty(0).untyped_storage(), 2)
+        writer.append(pieces)
+        writer.seek(409_600)
+        tail = Pieces()
+        tail.add_bytes(b"tail")
+        writer.append(tail)
+        assert writer.crcs(4) == [zlib.crc32(memory), zlib.crc32(memory[4:1004]), 0, 0]
+        writer.finish()
+    expected = b"head" + memory + zlib.crc32(memory).to_bytes(4, "little") + memory[4:1004] + memory[199_990:]
+    content = (tmp_path / "file.bin").read_bytes()
+    assert content[: len(expected)] == expected
+    assert content[409_600:409_604] == b"tail"
+    assert not any(content[409_604:])
+    assert len(content) == 409_600 + 4096
+
+
+@in_child({})
+def test_writer_may_be_closed_again_but_not_used(open_file: Callable[..., int]) -> None:
+    writer = Writer(open_file(), "file.bin")
+    pieces = Pieces()
+    pieces.add_bytes(bytes(10_000_000))
+    writer.append(pieces)
+    writer.close()
+    writer.close()
+    assert_ring_is_free()
+    for use in (lambda: writer.crcs(1), lambda: writer.append(pieces), lambda: writer.seek(0), writer.finish):
+        with pytest.raises(ConfigError, match=r"the writer of file\.bin is closed"):
+            use()
+
+
+def test_seek_between_blocks_is_refused(open_file: Callable[..., int]) -> None:
+    with Writer(open_file(), "file.bin") as writer, pytest.raises(ConfigError, match="no multiple of 4096"):
+        writer.seek(512)
+
+
+def test_pieces_keep_storages_alive_and_let_them_go() -> None:
+    storage = torch.zeros(10).untyped_storage()
+    gone = weakref.ref(storage)
+    pieces = Pieces()
+    pieces.add_storage(storage, None)
+    del storage
+    gc.collect()
+    assert gone() is not None
+    del pieces
+    gc.collect()
+    assert gone() is None
+
+
+# --- reading
+
+
+def test_extents_of_any_place_and_order_are_right(tmp_path: Path, open_file: Callable[..., int]) -> None:
+    content = random.Random(1).randbytes(1_000_003)
+    fd = open_file(content=content)
+    places = [(500_000, 70_000), (0, 10), (999_000, 1003), (500_100, 5), (12_345, 0), (4095, 200_002), (0, 10)]
+    storages = [torch.UntypedStorage(size) for _, size in places]
+    extents = Extents()
+    for number, ((offset, _), storage) in enumerate(zip(places, storages, strict=True)):
+        assert extents.add_storage(offset, storage, with_crc=number != 1) == number
+    checked = extents.add_checked(0, len(content))
+    received = bytearray(3000)
+
+    def push(offset: int, data: torch.Tensor) -> None:
+        received[offset : offset + data.numel()] = data.numpy().tobytes()
+
+    pushed = extents.add_pushed(7, len(received), push, with_crc=True)
+    assert len(extents) == 9
+    result = read_extents(fd, "file.bin", extents)
+    for (offset, size), storage in zip(places, storages, strict=True):
+        assert bytes(storage) == content[offset : offset + size]
+    expected = [zlib.crc32(content[offset : offset + size]) for offset, size in places]
+    expected[1] = 0
+    assert result.crcs[:7] == expected
+    assert result.crcs[checked] == zlib.crc32(content)
+    assert bytes(received) == content[7:3007]
+    assert result.crcs[pushed] == zlib.crc32(content[7:3007])
+    assert result.engine in _native.engine_names()
+
+
+def test_no_extents_are_no_transfer() -> None:
+    assert read_extents(-1, "file.bin", Extents()).crcs == []
+
+
+def test_extent_beyond_the_end_is_an_error(open_file: Callable[..., int]) -> None:
+    extents = Extents()
+    extents.add_checked(90, 11)
+    with pytest.raises(StorageError, match=r"file\.bin.*the file ends before") as caught:
+        read_extents(open_file(content=bytes(100)), "file.bin", extents)
+    assert caught.value.errno is None
+
+
+@pytest.mark.parametrize("hook", ["pull", "push", "poll-writing", "poll-reading"])
+def test_exception_in_a_hook_comes_out_as_it_is(
+    hook: str, tmp_path: Path, open_file: Callable[..., int], fault: Callable[..., None]
+) -> None:
+    class HookError(Exception):
+        pass
+
+    raised = HookError("from the hook")
+
+    def fail(*arguments: object) -> None:
+        raise raised
+
+    fd = open_file(content=bytes(1_000_000))
+    fault(kind="delay", count=EVERY, delay_ms=120)
+    options = pipeline._options(fd, "file.bin", ["fault:threads-buffered"])
+    extents = _native.ExtentList()
+    extents.add_pushed(0, 1_000_000, 0)
+    pieces = _native.PieceList()
+    pieces.add_pulled(0, 1_000_000)
+    with pytest.raises(HookError) as caught:
+        if hook == "push":
+            _native.read_extents(options, extents, push=fail)
+        elif hook == "poll-reading":
+            _native.read_extents(options, extents, push=lambda *arguments: None, poll=fail)
+        else:
+            writer = (
+                _native.FileWriter(options, pull=fail)
+                if hook == "pull"
+                else _native.FileWriter(options, pull=lambda *arguments: None, poll=fail)
+            )
+            writer.append(pieces)
+            writer.finish()
+    assert caught.value is raised
+    if hook in ("pull", "poll-writing"):
+        with pytest.raises(InternalError, match="stopped by an exception"):
+            writer.append(pieces)
+        del writer
+    caught = None
+    raised.__traceback__ = None
+    gc.collect()
+    assert_ring_is_free()
+
+
+def test_poll_hears_how_much_is_done(open_file: Callable[..., int], fault: Callable[..., None]) -> None:
+    done = []
+    fault(kind="delay", count=EVERY, delay_ms=120)
+    extents = Extents()
+    extents.add_checked(0, 100_000)
+    fd = open_file(content=bytes(100_000))
+    read_extents(fd, "file.bin", extents, engine="fault:threads-buffered", poll=done.append)
+    assert done
+    assert done == sorted(done)
+    assert done[-1] <= 100_000
+
+
+def test_read_exactly_reads_whole_or_says_where_the_file_ends(open_file: Callable[..., int]) -> None:
+    fd = open_file(content=b"0123456789")
+    assert pipeline.read_exactly(fd, 2, 5, "file.bin") == b"23456"
+    assert pipeline.read_exactly(fd, 10, 0, "file.bin") == b""
+    with pytest.raises(StorageError, match=r"file\.bin ends at (offset )?10"):
+        pipeline.read_exactly(fd, 8, 3, "file.bin")
+
+
+# --- memory that only torch can copy
+
+
+@pytest.fixture
+def far_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """No storage counts as host memory; returns the sizes of the pieces that torch was asked to copy."""
+    sizes: list[int] = []
+    real = pipeline.host_tensor
+
+    def host_tensor(address: int, size_bytes: int) -> torch.Tensor:
+        sizes.append(size_bytes)
+        return real(address, size_bytes)
+
+    monkeypatch.setattr(pipeline, "is_host_memory", lambda storage: False)
+    monkeypatch.setattr(pipeline, "host_tensor", host_tensor)
+    return sizes
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_far_memory_round_trips_in_pieces_of_a_chunk(suffix: str, tmp_path: Path, far_memory: list[int]) -> None:
+    @in_child(SMALL_RING)
+    def test() -> None:
+        path = tmp_path / f"model{suffix}"
+        state = make_state(1)
+        with no_leaks(tmp_path):
+            fp.save(state, path)
+            assert sum(far_memory) == sum(tensor.nbytes for tensor in state.values())
+            assert max(far_memory) <= CHUNK_BYTES
+            far_memory.clear()
+            assert differences(fp.load(path, verify=True), state) == []
+            assert sum(far_memory) == sum(tensor.nbytes for tensor in state.values())
+            assert max(far_memory) <= CHUNK_BYTES
+            target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            fp.load_into(path, target, verify=True)
+            assert differences(target, state) == []
+        assert_ring_is_free()
+
+    test()
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_far_memory_gives_the_same_file(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / f"model{suffix}"
+    fp.save(make_state(1), path)
+    near = path.read_bytes()
+    monkeypatch.setattr(pipeline, "is_host_memory", lambda storage: False)
+    fp.save(make_state(1), path)
+    assert path.read_bytes() == near
+    assert load_step(path) == 1
+
+
+def test_far_views_of_one_storage_are_copied_once(tmp_path: Path, far_memory: list[int]) -> None:
+    whole = torch.arange(30_000)
+    fp.save({"whole": whole, "part": whole[100:200], "strided": whole[::2]}, tmp_path / "model.pt")
+    assert sum(far_memory) == whole.nbytes
+    loaded = fp.load(tmp_path / "model.pt")
+    assert torch.equal(loaded["strided"], whole[::2])
+    assert loaded["part"].data_ptr() == loaded["whole"].data_ptr() + 800
+
+
+def test_byte_view_shares_the_storage() -> None:
+    tensor = torch.arange(6, dtype=torch.int16)[2:].view(2, 2)
+    view = byte_tensor(tensor.untyped_storage())
+    assert view.shape == (12,)
+    assert view.dtype == torch.uint8
+    view[4] = 77
+    assert tensor[0, 0] == 77
