@@ -19,6 +19,7 @@ from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.inspection import Manifest, VerifyReport
 from fastpersist.loading import MapLocation, load_checkpoint
 from fastpersist.pipeline import Poll, Writer, refuse_null_engine
+from fastpersist.progress import progress_bar
 from fastpersist.saving import Container, container_for
 from fastpersist.source import CheckpointSource
 
@@ -250,12 +251,7 @@ def _progress(path: str, size_bytes: int, wanted: bool) -> Iterator[Poll | None]
     if not wanted:
         yield None
         return
-    from tqdm import tqdm  # here: most saves show none, and importing fastpersist shall be quick
-
-    class Bar(tqdm):  # type: ignore[type-arg]
-        monitor_interval = 0  # no thread of tqdm's that outlives the bar
-
-    with Bar(total=size_bytes, unit="B", unit_scale=True, desc=os.path.basename(path)) as bar:
+    with progress_bar(total=size_bytes, unit="B", unit_scale=True, desc=os.path.basename(path)) as bar:
 
         def poll(done_bytes: int) -> None:
             bar.update(min(done_bytes, size_bytes) - bar.n)

@@ -338,9 +338,10 @@ def _walk(name: str, target: object, stored: Any) -> Iterator[tuple[str, torch.T
         found = stored if isinstance(stored, dict) else {}
         for key, item in target.items():
             yield from _walk(_joined(name, key), item, found.get(key))
-        for key in found.keys() - target.keys():
-            for inner, _ in _leaves(_joined(name, key), found[key]):
-                yield inner, None, found[key]
+        for key, item in found.items():
+            if key not in target:
+                for inner, _ in _leaves(_joined(name, key), item):
+                    yield inner, None, item
     elif isinstance(target, (list, tuple)):
         items = stored if isinstance(stored, list) else []
         for index in range(max(len(target), len(items))):

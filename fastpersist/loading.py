@@ -73,7 +73,11 @@ class _StorageSupply(dict[str, str]):
         if reference is None or reference.location != location:
             raise InternalError("torch.load asked for a storage that the scan of the pickle did not find")
         if storage is not None and storage.nbytes() and self._file.skipped_offset_bytes != offset_bytes:
-            raise InternalError(f"{self._file.path}: torch.load did not look for storage {reference.key} where it lies")
+            raise FormatError(
+                f"torch does not find storage {reference.key} where the directory has it",
+                path=self._file.path,
+                offset_bytes=offset_bytes,
+            )
         self._next = storage
         return self._token
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # folder (formats/, cli/) go by the folder's name.
 LAYERS = (
     {"_native", "errors", "config"},
-    {"formats", "layout", "partition", "pipeline", "filesystem"},
+    {"formats", "layout", "partition", "pipeline", "filesystem", "progress"},
     {"pickling", "capture", "commit", "coordination", "source", "tensor_file"},
     {"filling", "inspection", "loading", "saving"},
     {"api", "directory_save"},

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tqdm import tqdm
+from fastpersist.progress import progress_bar
 
 __all__ = ["Measured", "Row", "Sample", "measure"]
 
@@ -94,7 +94,7 @@ def measure(
     """
     results = [Measured(row, row.why_not) for row in rows]
     order = random.Random(0)
-    with tqdm(total=len(rows) * round_count, desc="bench", unit="run", leave=False, disable=None) as progress:
+    with progress_bar(total=len(rows) * round_count, desc="bench", unit="run", leave=False, disable=None) as progress:
         for _ in range(round_count):
             for result in order.sample(results, len(results)):
                 progress.set_postfix_str(result.row.name)

@@ -123,14 +123,16 @@ def test_file_without_tensors_has_no_table(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"), [(b"", "empty"), (b"just text, and enough of it", "neither a torch zip nor")]
+    ("content", "reason", "exit_code"),
+    [(b"", "empty", 1), (b"just text, and enough of it", "neither a torch zip nor", 2)],
+    ids=["empty is damaged", "text is no checkpoint"],
 )
-def test_no_checkpoint_ends_with_2(
-    content: bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_no_checkpoint_is_refused(
+    content: bytes, reason: str, exit_code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(content)
-    assert main(["inspect", str(path)]) == 2
+    assert main(["inspect", str(path)]) == exit_code
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith(f"fastpersist: error: {path}")

@@ -252,10 +252,15 @@ def test_interrupt_reaches_a_transfer_that_waits_for_buffers(tmp_path: Path) -> 
         fd = os.open(tmp_path / "large.bin", os.O_RDWR | os.O_CREAT)
         pieces = Pieces()
         pieces.add_bytes(bytes(5 * CHUNK_BYTES))  # one more than there are buffers
-        with slow_io(1500), Writer(fd, "large.bin", engine="fault:null") as writer:
-            holder = threading.Thread(target=writer.append, args=(pieces,))
+
+        def hold_all_buffers() -> None:
+            with Writer(fd, "large.bin", engine="fault:null") as writer:
+                writer.append(pieces)
+
+        with slow_io(1500):
+            holder = threading.Thread(target=hold_all_buffers)
             holder.start()
-            while _native.ring_free_count() > 0:
+            while _native.ring_buffer_count() == 0 or _native.ring_free_count() > 0:
                 time.sleep(0.001)
             report(1)
             with pytest.raises(KeyboardInterrupt):
