@@ -282,8 +282,6 @@ def load_checkpoint(
 def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
     """Allocate a storage whose bytes are about to be filled."""
     storage: torch.UntypedStorage = torch.UntypedStorage(size_bytes, device=device)
-    if device.type == "cpu":
-        _native.advise_huge_pages(storage.data_ptr(), size_bytes)
     return storage
 
 
@@ -308,7 +306,7 @@ def _fill(
     extents = Extents()
     indexes = {}
     for key, item in wanted.items():
-        indexes[key] = extents.add_storage(item.entry_offset_bytes, storages[key], with_crc=verify)
+        indexes[key] = extents.add_storage(item.entry_offset_bytes, storages[key], with_crc=verify, fresh=True)
     crcs = read_extents(source.fd, source.path, extents, engine=engine, poll=poll).crcs
     if verify:
         damaged = [key for key, item in wanted.items() if crcs[indexes[key]] != item.crc]
@@ -335,10 +333,8 @@ def read_safetensors(
     for entry in header.entries:
         tensor = torch.empty(entry.shape, dtype=torch_dtype(entry, source.path), device=device)
         tensors[entry.name] = tensor
-        if device.type == "cpu":
-            _native.advise_huge_pages(tensor.data_ptr(), entry.size_bytes)
         if device.type != "meta":
-            extents.add_storage(entry.offset_bytes, tensor.untyped_storage(), with_crc=verify)
+            extents.add_storage(entry.offset_bytes, tensor.untyped_storage(), with_crc=verify, fresh=True)
     crcs = read_extents(source.fd, source.path, extents, engine=engine, poll=poll).crcs
     if verify:
         for entry, crc in zip(header.entries, crcs, strict=True):

@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -291,11 +292,22 @@ Push = Callable[[int, torch.Tensor], None]
 """push(offset_bytes, bytes): take a uint8 host tensor that holds the extent's bytes from that offset on."""
 
 
+class _Extent(NamedTuple):
+    """One extent and where its bytes go: to host memory, to a push, or nowhere but into a CRC."""
+
+    offset_bytes: int
+    size_bytes: int
+    with_crc: bool
+    address: int | None = None
+    push_index: int | None = None
+    fresh: bool = False
+
+
 class Extents:
     """What to read, in any order. Keeps the destinations alive until it is dropped."""
 
     def __init__(self) -> None:
-        self._wanted: list[tuple[int, int, int | None, int, bool]] = []
+        self._wanted: list[_Extent] = []
         self._pushes: list[Push] = []
         self._kept: list[object] = []
 
@@ -305,45 +317,55 @@ class Extents:
     def add_memory(self, offset_bytes: int, size_bytes: int, address: int, owner: object, *, with_crc: bool) -> int:
         """Read to host memory at `address`, which `owner` keeps alive; return the index of the extent."""
         self._kept.append(owner)
-        return self._add((offset_bytes, size_bytes, address, -1, with_crc))
+        return self._add(_Extent(offset_bytes, size_bytes, with_crc, address=address))
 
     def add_pushed(self, offset_bytes: int, size_bytes: int, push: Push, *, with_crc: bool) -> int:
         """Read and hand the bytes to `push`, at most a chunk at a time, in no particular order."""
         self._pushes.append(push)
-        return self._add((offset_bytes, size_bytes, None, len(self._pushes) - 1, with_crc))
+        return self._add(_Extent(offset_bytes, size_bytes, with_crc, push_index=len(self._pushes) - 1))
 
-    def add_storage(self, offset_bytes: int, storage: torch.UntypedStorage, *, with_crc: bool) -> int:
-        """Read all bytes of a storage on any device; return the index of the extent."""
+    def add_storage(
+        self, offset_bytes: int, storage: torch.UntypedStorage, *, with_crc: bool, fresh: bool = False
+    ) -> int:
+        """Read all bytes of a storage on any device; return the index of the extent.
+
+        Args:
+            offset_bytes: Where they lie in the file.
+            storage: Kept alive until this object is dropped.
+            with_crc: Compute their CRC.
+            fresh: Nobody has touched the storage since it was allocated, so its pages may be prepared ahead.
+        """
+        size_bytes = storage.nbytes()
         if is_host_memory(storage):
-            size_bytes = storage.nbytes()
-            return self.add_memory(offset_bytes, size_bytes, storage.data_ptr(), storage, with_crc=with_crc)
+            self._kept.append(storage)
+            return self._add(_Extent(offset_bytes, size_bytes, with_crc, address=storage.data_ptr(), fresh=fresh))
         target = byte_tensor(storage)
 
         def push(offset: int, source: torch.Tensor) -> None:
             target[offset : offset + source.numel()].copy_(source)
 
-        return self.add_pushed(offset_bytes, storage.nbytes(), push, with_crc=with_crc)
+        return self.add_pushed(offset_bytes, size_bytes, push, with_crc=with_crc)
 
     def add_checked(self, offset_bytes: int, size_bytes: int) -> int:
         """Read for the CRC alone; return the index of the extent."""
-        return self._add((offset_bytes, size_bytes, None, -1, True))
+        return self._add(_Extent(offset_bytes, size_bytes, True))
 
-    def _add(self, extent: tuple[int, int, int | None, int, bool]) -> int:
+    def _add(self, extent: _Extent) -> int:
         self._wanted.append(extent)
         return len(self._wanted) - 1
 
     def read(self, fd: int, path: str, *, engine: str, poll: Poll | None) -> ReadResult:
         """Read everything; see `read_extents`."""
-        order = sorted(range(len(self._wanted)), key=lambda index: self._wanted[index][0])
+        order = sorted(range(len(self._wanted)), key=lambda index: self._wanted[index].offset_bytes)
         native = _native.ExtentList()
         for index in order:
-            offset_bytes, size_bytes, address, push_index, with_crc = self._wanted[index]
-            if address is not None:
-                native.add_memory(offset_bytes, size_bytes, address, with_crc)
-            elif push_index >= 0:
-                native.add_pushed(offset_bytes, size_bytes, push_index, with_crc)
+            extent = self._wanted[index]
+            if extent.address is not None:
+                native.add_memory(extent.offset_bytes, extent.size_bytes, extent.address, extent.with_crc, extent.fresh)
+            elif extent.push_index is not None:
+                native.add_pushed(extent.offset_bytes, extent.size_bytes, extent.push_index, extent.with_crc)
             else:
-                native.add_checked(offset_bytes, size_bytes)
+                native.add_checked(extent.offset_bytes, extent.size_bytes)
         ladder = engine_ladder(engine, fd, for_reading=True)
         report = _native.read_extents(_options(fd, path, ladder), native, push=self._push, poll=poll)
         crcs = [0] * len(order)

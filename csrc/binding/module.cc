@@ -16,7 +16,6 @@
 #include "core/crc32.h"
 #include "core/file.h"
 #include "core/fork.h"
-#include "core/memory.h"
 #include "engine/engine.h"
 #include "engine/fault_engine.h"
 #include "transfer/file_reader.h"
@@ -252,15 +251,23 @@ class PyWriter {
 struct ExtentList {
   std::vector<ReadExtent> extents;
 
-  void AddMemory(uint64_t offset_bytes, uint64_t size_bytes, uintptr_t address, bool with_crc) {
-    extents.push_back(
-        {offset_bytes, size_bytes, ReadExtent::Target::kMemory, reinterpret_cast<std::byte*>(address), 0, with_crc});
+  void AddMemory(uint64_t offset_bytes, uint64_t size_bytes, uintptr_t address, bool with_crc, bool fresh) {
+    extents.push_back({.offset_bytes = offset_bytes,
+                       .size_bytes = size_bytes,
+                       .target = ReadExtent::Target::kMemory,
+                       .address = reinterpret_cast<std::byte*>(address),
+                       .with_crc = with_crc,
+                       .fresh = fresh});
   }
   void AddPushed(uint64_t offset_bytes, uint64_t size_bytes, uint64_t id, bool with_crc) {
-    extents.push_back({offset_bytes, size_bytes, ReadExtent::Target::kPush, nullptr, id, with_crc});
+    extents.push_back({.offset_bytes = offset_bytes,
+                       .size_bytes = size_bytes,
+                       .target = ReadExtent::Target::kPush,
+                       .id = id,
+                       .with_crc = with_crc});
   }
   void AddChecked(uint64_t offset_bytes, uint64_t size_bytes) {
-    extents.push_back({offset_bytes, size_bytes, ReadExtent::Target::kNone, nullptr, 0, true});
+    extents.push_back({.offset_bytes = offset_bytes, .size_bytes = size_bytes, .with_crc = true});
   }
 };
 
@@ -373,7 +380,7 @@ PYBIND11_MODULE(_native, m) {
   py::class_<ExtentList>(m, "ExtentList")
       .def(py::init<>())
       .def("add_memory", &ExtentList::AddMemory, py::arg("offset_bytes"), py::arg("size_bytes"), py::arg("address"),
-           py::arg("with_crc") = false)
+           py::arg("with_crc") = false, py::arg("fresh") = false)
       .def("add_pushed", &ExtentList::AddPushed, py::arg("offset_bytes"), py::arg("size_bytes"), py::arg("id"),
            py::arg("with_crc") = false)
       .def("add_checked", &ExtentList::AddChecked, py::arg("offset_bytes"), py::arg("size_bytes"))
@@ -400,10 +407,6 @@ PYBIND11_MODULE(_native, m) {
         ThrowIfError(status, path);
       },
       py::arg("fd"), py::arg("size_bytes"), py::arg("path"));
-  m.def(
-      "advise_huge_pages",
-      [](uintptr_t address, size_t size_bytes) { AdviseHugePages(reinterpret_cast<std::byte*>(address), size_bytes); },
-      py::arg("address"), py::arg("size_bytes"));
   m.def("is_mount_point", &IsMountPoint, py::arg("path"));
   m.def("filesystem_type", &FilesystemTypeOf, py::arg("fd"));
   m.def("cached_bytes", &CachedBytesOf, py::arg("fd"));

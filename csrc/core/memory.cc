@@ -1,19 +1,71 @@
 #include "core/memory.h"
 
+#include <signal.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "core/alignment.h"
 
-namespace fastpersist {
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
 
-void AdviseHugePages(std::byte* address, size_t size_bytes) {
-  constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
-  const auto start = reinterpret_cast<uintptr_t>(address);
-  const uint64_t first = AlignUp(start, kHugePageBytes);
-  const uint64_t last = AlignDown(start + size_bytes, kHugePageBytes);
+namespace fastpersist {
+namespace {
+
+constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
+constexpr uint64_t kPageBytes = 4096;
+constexpr uint64_t kStepBytes = uint64_t{4} << 20;         // how long a stop may have to wait: about 1 ms
+constexpr uint64_t kWorthwhileBytes = uint64_t{64} << 20;  // below, starting a thread costs more than it gains
+
+// The whole units inside a range.
+std::pair<uint64_t, uint64_t> Inside(std::span<std::byte> range, uint64_t unit_bytes) {
+  const auto start = reinterpret_cast<uintptr_t>(range.data());
+  return {AlignUp(start, unit_bytes), AlignDown(start + range.size(), unit_bytes)};
+}
+
+}  // namespace
+
+void AdviseHugePages(std::span<std::byte> range) {
+  const auto [first, last] = Inside(range, kHugePageBytes);
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
+Prefault::Prefault(std::vector<std::span<std::byte>> ranges) : ranges_(std::move(ranges)) {
+  uint64_t total_bytes = 0;
+  for (const auto& range : ranges_) total_bytes += range.size();
+  if (total_bytes < kWorthwhileBytes || sysconf(_SC_NPROCESSORS_ONLN) < 2) return;
+  // The application's signals are for its own threads.
+  sigset_t all_signals;
+  sigset_t before;
+  sigfillset(&all_signals);
+  pthread_sigmask(SIG_SETMASK, &all_signals, &before);
+  started_ = pthread_create(&thread_, nullptr, Run, this) == 0;
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Prefault::~Prefault() {
+  stopping_.store(true, std::memory_order_relaxed);
+  if (started_) pthread_join(thread_, nullptr);
+}
+
+void* Prefault::Run(void* self) {
+  const Prefault& prefault = *static_cast<const Prefault*>(self);
+  pthread_setname_np(pthread_self(), "fastpersist-mem");
+  for (const auto& range : prefault.ranges_) {
+    const auto [first, last] = Inside(range, kPageBytes);
+    for (uint64_t at = first; at < last; at += kStepBytes) {
+      if (prefault.stopping_.load(std::memory_order_relaxed)) return nullptr;
+      const uint64_t size_bytes = std::min(kStepBytes, last - at);
+      // Refused: an older kernel, or no memory, which the thread that fills will hear of.
+      if (madvise(reinterpret_cast<void*>(at), size_bytes, MADV_POPULATE_WRITE) != 0) return nullptr;
+    }
+  }
+  return nullptr;
 }
 
 }  // namespace fastpersist

@@ -1,13 +1,39 @@
-// Advice to the kernel about memory that is about to be filled.
+// Fresh memory that is about to be filled: fewer faults, and taken by another core than the one that fills.
 #pragma once
 
+#include <pthread.h>
+
+#include <atomic>
 #include <cstddef>
+#include <span>
+#include <vector>
 
 namespace fastpersist {
 
-// Ask for huge pages under the whole huge pages inside [address, address + size_bytes): filling fresh memory then takes
-// one fault per 2 MiB instead of 512. Only advice: nothing changes where it is refused, and no page is added at the
-// ends.
-void AdviseHugePages(std::byte* address, size_t size_bytes);
+// Ask for huge pages under the whole huge pages inside the range: filling it then takes one fault per 2 MiB instead of
+// 512. Only advice: nothing changes where it is refused, and no page is added at the ends.
+void AdviseHugePages(std::span<std::byte> range);
+
+// Makes the kernel find and clear the pages of fresh memory ahead of the thread that fills it. Clearing is a third of
+// the work of a load; done in line, it keeps the disk waiting. Changes no byte, so it may run beside the filling.
+//
+// Does nothing where it cannot help: one CPU, little memory, a kernel before 5.14, no thread to be had.
+class Prefault {
+ public:
+  // Starts at once, in the order given. The ranges stay mapped until destruction.
+  explicit Prefault(std::vector<std::span<std::byte>> ranges);
+  // Stops after the piece that is being done, and waits for that.
+  ~Prefault();
+  Prefault(const Prefault&) = delete;
+  Prefault& operator=(const Prefault&) = delete;
+
+ private:
+  static void* Run(void* self);
+
+  const std::vector<std::span<std::byte>> ranges_;
+  std::atomic<bool> stopping_{false};
+  bool started_ = false;
+  pthread_t thread_{};
+};
 
 }  // namespace fastpersist

@@ -6,6 +6,7 @@
 
 #include "core/alignment.h"
 #include "core/crc32.h"
+#include "core/memory.h"
 
 namespace fastpersist {
 
@@ -79,7 +80,17 @@ Result<std::vector<uint32_t>> FileReader::Read(std::span<const ReadExtent> exten
                           [](const auto& a, const auto& b) { return a.offset_bytes < b.offset_bytes; }));
   crc_parts_.assign(extents.size(), {});
   const std::vector<Chunk> chunks = Cut(extents);
-  Status status = Run(extents, chunks);
+  std::vector<std::span<std::byte>> fresh;
+  for (const ReadExtent& extent : extents) {
+    if (!extent.fresh) continue;
+    fresh.emplace_back(extent.address, extent.size_bytes);
+    AdviseHugePages(fresh.back());
+  }
+  Status status;
+  {
+    const Prefault prefault(std::move(fresh));
+    status = Run(extents, chunks);
+  }
   if (!status.ok()) {
     Abandon();
     return status;

@@ -29,6 +29,7 @@ struct ReadExtent {
   std::byte* address = nullptr;
   uint64_t id = 0;
   bool with_crc = false;
+  bool fresh = false;  // kMemory: nothing has touched this memory yet, so its pages may be prepared ahead
 };
 
 // One owner thread at a time.
