@@ -135,7 +135,6 @@ def unpickle_with(
         Exception: What torch.load raises.
     """
     entries = source.directory.entries
-    offsets = {key: entries[f"data/{key}"].data_offset_bytes for key in storages}
     file = SkippingFile(source, (entries[f"data/{key}"] for key in storages))
     asks: list[tuple[StorageReference, torch.UntypedStorage, int]] = []
     seen: set[str] = set()
@@ -143,9 +142,10 @@ def unpickle_with(
         storage = storages[reference.key]
         # torch remembers a storage by its key unless it has no address, and then asks again at every use.
         if reference.key not in seen:
-            asks.append((reference, storage, offsets[reference.key]))
+            asks.append((reference, storage, entries[f"data/{reference.key}"].data_offset_bytes))
             if storage.data_ptr() if storage.device.type != "meta" else 0:
                 seen.add(reference.key)
+    source.forget_pickle()  # torch reads its own: of ten thousand tensors, megabytes
     with _StorageSupply(asks, map_location, file) as supply:
         opened = cast(IO[bytes], file)  # a raw reader has all that torch.load calls
         return torch.load(opened, map_location=supply, weights_only=weights_only, mmap=False)
@@ -276,6 +276,7 @@ def load_checkpoint(
 
     storages = {key: new_storage(item.size_bytes, item.device) for key, item in wanted.items()}
     _fill(source, wanted, storages, verify=verify, engine=engine, poll=poll)
+    del wanted  # of ten thousand storages some megabytes, which unpickling can use
     return unpickle_with(source, storages, map_location=map_location, weights_only=weights_only)
 
 

@@ -174,6 +174,11 @@ class CheckpointSource:
         except FormatError as error:
             raise FormatError(f"data.pkl: {error.message}", path=self.path, offset_bytes=error.offset_bytes) from None
 
+    def forget_pickle(self) -> None:
+        """Drop what was read and learnt of data.pkl; whoever asks again reads it again."""
+        for name in ("pickle", "summary"):
+            self.__dict__.pop(name, None)
+
     def is_byte_swapped(self) -> bool:
         """Whether the storages were written on a machine of the other byte order."""
         entry = self.directory.entries.get("byteorder")
@@ -225,7 +230,7 @@ class SkippingFile(io.RawIOBase):
         super().__init__()
         entries = list(entries)
         self._extents = {entry.data_offset_bytes: entry.size_bytes for entry in entries}
-        self._headers = {entry.header_offset_bytes: torch_zip.leading_header(entry) for entry in entries}
+        self._entries = {entry.header_offset_bytes: entry for entry in entries}
         self.path = source.path
         self._source = source
         self._position = 0
@@ -247,8 +252,9 @@ class SkippingFile(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         size_bytes = min(len(buffer), max(0, self._source.size_bytes - self._position))
-        if size_bytes == LOCAL_HEADER_BYTES and self._position in self._headers:
-            buffer[:] = self._headers[self._position]
+        entry = self._entries.get(self._position)
+        if size_bytes == LOCAL_HEADER_BYTES and entry is not None:
+            buffer[:] = torch_zip.leading_header(entry)
         elif size_bytes and self._extents.get(self._position) == size_bytes:
             self.skipped_offset_bytes = self._position
         else:
