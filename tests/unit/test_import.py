@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,10 +10,9 @@ from pathlib import Path
 import fastpersist
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+def run(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run code in a directory, which is the first place that imports look at."""
+    return subprocess.run([sys.executable, "-c", code], cwd=directory, capture_output=True, text=True, check=False)
 
 
 def test_source_tree_without_the_native_module_says_make_setup(tmp_path: Path) -> None:
@@ -22,13 +20,13 @@ def test_source_tree_without_the_native_module_says_make_setup(tmp_path: Path) -
     shutil.copytree(package, tmp_path / "fastpersist", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     # Without the finder of the editable install, which would find the native module of the real package.
     no_finder = "import sys; sys.meta_path = [f for f in sys.meta_path if 'ditable' not in repr(f)]"
-    done = run(f"{no_finder}; import fastpersist", PYTHONPATH=str(tmp_path))
+    done = run(f"{no_finder}; import fastpersist", tmp_path)
     assert done.returncode == 1
     assert "ImportError" in done.stderr
     assert "make setup" in done.stderr
 
 
-def test_import_brings_in_nothing_that_only_some_need() -> None:
-    done = run("import sys, fastpersist; print(*{name.partition('.')[0] for name in sys.modules})")
+def test_import_brings_in_nothing_that_only_some_need(tmp_path: Path) -> None:
+    done = run("import sys, fastpersist; print(*{name.partition('.')[0] for name in sys.modules})", tmp_path)
     assert done.returncode == 0, done.stderr
     assert not {"tabulate", "safetensors"} & set(done.stdout.split())  # tqdm comes with torch
