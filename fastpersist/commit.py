@@ -55,14 +55,14 @@ _LOCK_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _CREATE_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 _live: set[tuple[int, int]] = set()  # device and inode: a directory can be reached by several paths
-_live_guard = threading.Lock()
+_live_guard = threading.RLock()  # re-entrant: a signal handler may save, whatever its thread is doing
 
 
 def _forget_live_files() -> None:
     """In a forked child: what was being written is the parent's."""
     global _live_guard
     _live.clear()
-    _live_guard = threading.Lock()
+    _live_guard = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget_live_files)
@@ -164,15 +164,15 @@ class PendingFile:
                     if refused and target.mode is not None and os.access(target.path, os.W_OK):
                         return None
                     raise
-                pending = None
+                pending = cls(target, path, fd)
+                kept = False
                 try:
-                    if _lock(fd, path) and os.fstat(fd).st_nlink == 1:
-                        pending = cls(target, path, fd)
-                        return pending
+                    kept = _lock(fd, path) and os.fstat(fd).st_nlink == 1
                 finally:
-                    if pending is None:
-                        _unlink_quietly(path)
-                        os.close(fd)
+                    if not kept:
+                        pending.abort()
+                if kept:
+                    return pending
         raise InternalError(f"no pending file for {target.path} could be kept in 100 attempts")
 
     def allocate(self, size_bytes: int) -> None:
@@ -192,14 +192,15 @@ class PendingFile:
             StorageError: Nothing was published, unless the message says that only the directory could not be synced.
         """
         try:
-            if self.target.mode is not None:
-                self._take_over_permissions()
-            filesystem().truncate(self.fd, size_bytes, self.path)
-            if durable:
-                started_s = time.monotonic()
-                filesystem().sync(self.fd, self.path)
-                self.sync_s = time.monotonic() - started_s
-            filesystem().rename(self.path, self.target.path)
+            with _saving(self.target):
+                if self.target.mode is not None:
+                    self._take_over_permissions()
+                filesystem().truncate(self.fd, size_bytes, self.path)
+                if durable:
+                    started_s = time.monotonic()
+                    filesystem().sync(self.fd, self.path)
+                    self.sync_s = time.monotonic() - started_s
+                filesystem().rename(self.path, self.target.path)
         except BaseException:
             self.abort()
             raise
