@@ -115,13 +115,20 @@ def _dcp_row(state: State, *, thread_count: int) -> Row:
     name = f"DCP FileSystemWriter, {thread_count} thread{'s' if thread_count > 1 else ''}"
     if not torch.distributed.is_available():
         return Row(name, "peer", None, why_not="this torch is built without torch.distributed")
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     def write(path: str) -> None:
         # sync_files: it syncs its data files itself; we add its directory, which holds their names.
         writer = FileSystemWriter(path, sync_files=True, thread_count=thread_count)
-        save(state.tree, storage_writer=writer, no_dist=True)
+        try:
+            save(state.tree, storage_writer=writer, no_dist=True)
+        except CheckpointException as error:
+            # It is how DCP reports everything, Ctrl-C included.
+            if any(isinstance(failure[0], KeyboardInterrupt) for failure in error.failures.values()):
+                raise KeyboardInterrupt from error
+            raise RuntimeError(f"DCP: {error}") from error
 
     return _peer(state, name, write, ".dcp")
 

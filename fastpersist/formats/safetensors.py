@@ -211,7 +211,8 @@ def read_header(read_at: Callable[[int, int], bytes], file_bytes: int, *, path: 
         raise FormatError(f"a header of {length} bytes does not fit", path=path, offset_bytes=0)
     try:
         # Decoded here: json.loads would also take UTF-16, which the format does not.
-        content = json.loads(read_at(_LENGTH_BYTES, length).decode(), object_pairs_hook=_unique_keys)
+        text = read_at(_LENGTH_BYTES, length).decode()
+        content = json.loads(text, object_pairs_hook=_unique_keys, parse_int=_whole_number)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the header is no JSON: {error}", path=path, offset_bytes=_LENGTH_BYTES) from None
     if not isinstance(content, dict):
@@ -237,6 +238,13 @@ def read_header(read_at: Callable[[int, int], bytes], file_bytes: int, *, path: 
 
 def _data_order(entry: Entry) -> tuple[int, int]:
     return entry.offset_bytes, entry.size_bytes
+
+
+def _whole_number(digits: str) -> int:
+    """Read a number of a header; none is negative, and "-0" is none of the official parser's."""
+    if digits.startswith("-"):
+        raise ValueError(f"{digits[:20]} is negative")
+    return int(digits)
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

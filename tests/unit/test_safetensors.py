@@ -329,6 +329,7 @@ BAD_FILES: dict[str, bytes] = {
     "size too small for the shape": file_of({"t": tensor(shape=[3])}),
     "negative shape": file_of({"t": tensor(shape=[-2])}),
     "negative offset": file_of({"t": tensor(begin=-8, end=0)}),
+    "negative zero": file_of({"t": tensor()}).replace(b'"data_offsets": [0', b'"data_offsets":[-0'),
     "float shape": file_of({"t": tensor(shape=[2.0])}),
     "float offset": file_of({"t": tensor(begin=0.0, end=8.0)}),
     "bool in the shape": file_of({"t": tensor(shape=[True, 2])}),
