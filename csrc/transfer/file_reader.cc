@@ -86,6 +86,7 @@ Result<std::vector<uint32_t>> FileReader::Read(std::span<const ReadExtent> exten
     fresh.emplace_back(extent.address, extent.size_bytes);
     AdviseHugePages(fresh.back());
   }
+  if (!pump_->direct()) fresh.clear();  // its threads fill the memory themselves, and clear pages side by side
   Status status;
   {
     const Prefault prefault(std::move(fresh));
