@@ -10,7 +10,8 @@ except ImportError as error:
         "`make setup`, which builds it, and use .venv/bin/python; else reinstall the package"
     ) from error
 
-from fastpersist.api import SaveReport, inspect, load, save, verify
+from fastpersist.api import SaveReport, inspect, load, save, save_async, verify
+from fastpersist.background import PendingSave, SaveStats
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ChecksumError,
@@ -20,7 +21,9 @@ from fastpersist.errors import (
     FormatError,
     InternalError,
     NoSpaceError,
+    SkippedError,
     StorageError,
+    TornStateError,
     UnsupportedError,
 )
 from fastpersist.filling import load_into
@@ -41,9 +44,13 @@ __all__ = [
     "InternalError",
     "Manifest",
     "NoSpaceError",
+    "PendingSave",
     "SaveReport",
+    "SaveStats",
+    "SkippedError",
     "StorageError",
     "TensorEntry",
+    "TornStateError",
     "UnsupportedError",
     "VerifyReport",
     "engines",
@@ -51,5 +58,6 @@ __all__ = [
     "load",
     "load_into",
     "save",
+    "save_async",
     "verify",
 ]

@@ -1,9 +1,10 @@
-"""save and load: each wires the rooms together in one screen."""
+"""save, save_async and load: each wires the rooms together in one screen."""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,17 +14,19 @@ from typing import IO, Any, TypeAlias
 import torch
 
 from fastpersist import inspection
+from fastpersist.background import Lane, PendingSave, SaveStats
+from fastpersist.capture import Arena, Capture, Owners
 from fastpersist.commit import PendingFile, resolve_target
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.inspection import Manifest, VerifyReport
 from fastpersist.loading import MapLocation, load_checkpoint
-from fastpersist.pipeline import Poll, Writer, refuse_null_engine
+from fastpersist.pipeline import Poll
 from fastpersist.progress import progress_bar
-from fastpersist.saving import Container, container_for
+from fastpersist.saving import container_for, write_container
 from fastpersist.source import CheckpointSource
 
-__all__ = ["SaveReport", "inspect", "load", "save", "verify"]
+__all__ = ["SaveReport", "inspect", "load", "save", "save_async", "verify"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -111,8 +114,9 @@ def save(
         pending = PendingFile.create(target)
         if pending is None:
             return _save_in_place(obj, name, "its directory takes no new file", durable, started_s)
+        pending.allocate(container.padded_bytes)
         with _progress(name, container.size_bytes, progress) as poll:
-            used_engine = write_container(container, pending, engine=engine, poll=poll)
+            written = write_container(container, pending.fd, target.path, engine=engine, poll=poll)
         written_s = time.monotonic()
         pending.publish(container.size_bytes, durable=durable)
     except BaseException:
@@ -122,7 +126,7 @@ def save(
     return SaveReport(
         path=name,
         size_bytes=container.size_bytes,
-        engine=used_engine,
+        engine=written.engine,
         plan_s=planned_s - started_s,
         write_s=written_s - planned_s,
         sync_s=pending.sync_s,
@@ -130,14 +134,97 @@ def save(
     )
 
 
-def write_container(container: Container, pending: PendingFile, *, engine: str, poll: Poll | None) -> str:
-    """Write a planned file into its pending file; return the engine that did it."""
-    pending.allocate(container.padded_bytes)
-    with Writer(pending.fd, pending.target.path, engine=engine, poll=poll) as writer:
-        container.write(writer)
-        used_engine = writer.finish()
-    refuse_null_engine(used_engine)
-    return used_engine
+_async_arena = Arena()
+_lanes: dict[str, Lane] = {}
+_lanes_lock = threading.Lock()
+
+
+def save_async(
+    obj: object,
+    path: PathLike,
+    *,
+    optimizer: object = None,
+    constant: object = (),
+    gate: str = "optimizer",
+    durable: bool = True,
+    checksum: bool = True,
+    engine: str = "auto",
+) -> PendingSave:
+    """Save an object to one file while training goes on; the file is what `save` would have written.
+
+    Returns when everything that may change before the optimizer's next step is copied. The tensors of the optimizer are
+    written from where they are; its next step waits until what is not written by then is copied. The name stays what it
+    was until the new file is complete and durable. Saves to the same path are written in order.
+
+    Args:
+        obj: Whatever torch.save takes; pickled before this returns.
+        path: Where to. What no rename can replace is saved before this returns, as `save` does it.
+        optimizer: Whose parameters and state are in `obj`: an optimizer, something that wraps one as `.optimizer`, or a
+            list. Without it everything is copied before this returns.
+        constant: What never changes (frozen weights): modules, tensors, lists and dicts of them. Never copied.
+        gate: "optimizer": steps wait by themselves. "manual": you call `wait_captured()` before anything changes.
+        durable: Survive power loss once done.
+        checksum: Compute and record CRC-32s.
+        engine: "auto", or an engine's name, which then never falls back.
+
+    Returns:
+        The save: done(), result(), captured(), wait_captured().
+
+    Raises:
+        ConfigError, UnsupportedError, RuntimeError, TypeError, …: As in `save`, before any file is touched.
+        StorageError: The file cannot be created. Later errors are raised by result().
+
+    Thread safety: any thread. Nobody else may change the object while this runs.
+    """
+    started_s = time.monotonic()
+    name = os.fspath(path)
+    owners = Owners(optimizer, constant, gate)
+    target = resolve_target(name)
+    stats = SaveStats(path=name)
+    file = None
+    if target.why_not_replaceable is None and not torch.serialization._serialization_tls.skip_data:
+        container = container_for(obj, name, checksum=checksum)
+        capture = Capture(owners, _async_arena, on_gate=stats.add_stall)
+        file = PendingFile.create(target)
+    if file is None:
+        report = save(obj, path, durable=durable, checksum=checksum, engine=engine)
+        stats.bytes, stats.engine, stats.stall_s = report.size_bytes, report.engine, report.total_s
+        done = PendingSave(name, None, stats)
+        done.succeed()
+        return done
+    pending = PendingSave(name, capture, stats)
+    pending.when_failed(file.abort)
+    try:
+        snapshot = capture.add(container)
+        stats.plan_s = time.monotonic() - started_s
+        stats.bytes = container.size_bytes
+    except BaseException as error:
+        pending.fail(error)
+        raise
+
+    def write() -> None:
+        begun_s = time.monotonic()
+        file.allocate(container.padded_bytes)
+        stats.engine = write_container(
+            container, file.fd, target.path, engine=engine, poll=pending.poll, snapshot=snapshot
+        ).engine
+        stats.write_s = time.monotonic() - begun_s
+        pending.check()
+        file.publish(container.size_bytes, durable=durable)
+        stats.sync_s = file.sync_s
+        pending.succeed()
+
+    pending.begin(lambda: _lane_of(target.path).submit(lambda: pending.run(write)))
+    stats.stall_s += time.monotonic() - started_s
+    return pending
+
+
+def _lane_of(path: str) -> Lane:
+    """Return the line in which saves to this path wait for each other."""
+    with _lanes_lock:
+        for idle in [known for known, lane in _lanes.items() if known != path and lane.is_idle()]:
+            del _lanes[idle]
+        return _lanes.setdefault(path, Lane("fastpersist-save"))
 
 
 def _save_in_place(obj: object, path: str, why: str, durable: bool, started_s: float) -> SaveReport:

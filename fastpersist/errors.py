@@ -16,7 +16,9 @@ __all__ = [
     "FormatError",
     "InternalError",
     "NoSpaceError",
+    "SkippedError",
     "StorageError",
+    "TornStateError",
     "UnsupportedError",
 ]
 
@@ -91,6 +93,14 @@ class FormatError(CorruptionError):
 
 class ChecksumError(CorruptionError):
     """A file parses, but its bytes do not have the checksum that was recorded for them."""
+
+
+class TornStateError(FastPersistError):
+    """State was changed between save() and its capture, so what was written may mix two steps; nothing was published."""
+
+
+class SkippedError(FastPersistError):
+    """This save was left out because another one was still being written (busy="skip" or "latest")."""
 
 
 class InternalError(FastPersistError):

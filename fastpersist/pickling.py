@@ -7,6 +7,7 @@ nested tensors, subclasses and DTensors come out as torch.save writes them, and 
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 from dataclasses import dataclass
@@ -26,10 +27,23 @@ class Skeleton:
     Attributes:
         pickle: The pickle, protocol 2, with persistent ids in place of storages.
         storages: Each storage once, in the order the pickler met them; its index is its key in the file.
+        tensors: For each storage the tensors through which the pickler came to it, the outermost first.
+        wrappers: Tensors of a subclass (a DTensor, say), whose own storages lie inside other tensors.
     """
 
     pickle: bytes
     storages: list[torch.UntypedStorage]
+    tensors: list[list[torch.Tensor]]
+    wrappers: list[torch.Tensor]
+
+
+class _Kind(enum.Enum):
+    """What the pickler has to do with an object of some type, asked for every object in the tree."""
+
+    OTHER = enum.auto()
+    TENSOR = enum.auto()
+    WRAPPER = enum.auto()
+    STORAGE = enum.auto()
 
 
 class _SkeletonPickler(pickle.Pickler):
@@ -44,16 +58,24 @@ class _SkeletonPickler(pickle.Pickler):
         # Unless somebody registered a tagger that comes before torch's own (10 and up), host memory is tagged "cpu".
         registry = torch.serialization._package_registry
         self._cpu_is_plain = all(entry[0] >= 10 or entry[1].__module__ == "fastpersist.loading" for entry in registry)
-        # Called for every object in the tree, so the answer "no storage" must be one dictionary look-up.
-        self._is_storage: dict[type, bool] = {}
+        self.tensors: list[list[torch.Tensor]] = []
+        self.wrappers: list[torch.Tensor] = []
+        self._on_the_way: list[torch.Tensor] = []  # tensors met since the last storage
+        self._kind_of: dict[type, _Kind] = {}
 
     def persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
-        kind = type(obj)
-        is_storage = self._is_storage.get(kind)
-        if is_storage is None:
-            is_storage = issubclass(kind, torch.storage.TypedStorage) or torch.is_storage(obj)
-            self._is_storage[kind] = is_storage
-        return self._storage_id(obj) if is_storage else None
+        kind = self._kind_of.get(type(obj))
+        if kind is _Kind.OTHER:
+            return None
+        if kind is None:
+            kind = self._kind_of[type(obj)] = _kind(obj)
+            return self.persistent_id(obj)
+        if kind is _Kind.STORAGE:
+            return self._storage_id(obj)
+        self._on_the_way.append(obj)  # type: ignore[arg-type]
+        if kind is _Kind.WRAPPER:
+            self.wrappers.append(obj)  # type: ignore[arg-type]
+        return None
 
     def _storage_id(self, obj: object) -> tuple[str, type, str, str, int]:
         if isinstance(obj, torch.storage.TypedStorage):
@@ -71,6 +93,10 @@ class _SkeletonPickler(pickle.Pickler):
         if key is None:
             key = self._keys[storage._cdata] = str(len(self.storages))
             self.storages.append(storage)
+            self.tensors.append(self._on_the_way)
+        else:
+            self.tensors[int(key)].extend(self._on_the_way)
+        self._on_the_way = []
         fake_device = getattr(obj, "_fake_device", None)
         location = self._location_of(storage) if fake_device is None else str(fake_device)
         return ("storage", storage_class, key, location, numel)
@@ -96,6 +122,13 @@ class _SkeletonPickler(pickle.Pickler):
             raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
 
 
+def _kind(obj: object) -> _Kind:
+    if isinstance(obj, torch.Tensor):
+        return _Kind.TENSOR if type(obj) in (torch.Tensor, torch.nn.Parameter) else _Kind.WRAPPER
+    is_storage = isinstance(obj, torch.storage.TypedStorage) or torch.is_storage(obj)
+    return _Kind.STORAGE if is_storage else _Kind.OTHER
+
+
 def pickle_skeleton(obj: object) -> Skeleton:
     """Pickle an object as torch.save does, without the bytes of its storages.
 
@@ -109,4 +142,4 @@ def pickle_skeleton(obj: object) -> Skeleton:
     file = io.BytesIO()
     pickler = _SkeletonPickler(file)
     pickler.dump(obj)
-    return Skeleton(file.getvalue(), pickler.storages)
+    return Skeleton(file.getvalue(), pickler.storages, pickler.tensors, pickler.wrappers)

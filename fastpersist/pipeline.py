@@ -224,6 +224,10 @@ class Pieces:
             self.native.add_pulled(len(self.pulled), size_bytes, slot)
             self.pulled.append(byte_tensor(storage)[offset_bytes : offset_bytes + size_bytes])
 
+    def add_captured(self, snapshot: _native.Snapshot, source: int, size_bytes: int, crc_slot: int | None) -> None:
+        """Add a whole source of a snapshot, wherever its bytes are by then."""
+        self.native.add_captured(snapshot, source, size_bytes, _native.NO_CRC if crc_slot is None else crc_slot)
+
 
 class Writer:
     """Writes pieces to an open file. One owner thread; a context manager that gives everything back.
@@ -257,6 +261,10 @@ class Writer:
     def crcs(self, count: int) -> list[int]:
         """Return the CRCs of slots 0 … count - 1."""
         return self._native.crcs(count)
+
+    def file_crc(self, size_bytes: int) -> int | None:
+        """Return the CRC of the whole file, made of those of its pieces; None if some piece has none."""
+        return self._native.file_crc(size_bytes)
 
     def finish(self) -> str:
         """Wait for every write; return the name of the engine that did them."""

@@ -7,7 +7,8 @@ It leaves names, durability and visibility to `commit`, and encoding to `formats
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,15 +18,54 @@ from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import ConfigError
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
+from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
 from fastpersist.layout import align_up
 from fastpersist.pickling import pickle_skeleton
-from fastpersist.pipeline import Pieces, Writer
+from fastpersist.pipeline import Pieces, Poll, Writer, refuse_null_engine
 
-__all__ = ["Container", "SafetensorsContainer", "TorchZipContainer", "container_for"]
+__all__ = [
+    "Container",
+    "SafetensorsContainer",
+    "Source",
+    "TorchZipContainer",
+    "WrittenFile",
+    "container_for",
+    "write_container",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Bytes of a tensor that go into a file.
+
+    Attributes:
+        storage: Where they are.
+        offset_bytes: The first, in the storage.
+        size_bytes: How many.
+    """
+
+    storage: torch.UntypedStorage
+    offset_bytes: int
+    size_bytes: int
 
 
 class Container(Protocol):
     """A file about to be written."""
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """The bytes of its tensors, in the order in which `write` takes them."""
+
+    @property
+    def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
+        """For each source the tensors by which the object holds it."""
+
+    @property
+    def wrappers(self) -> Sequence[torch.Tensor]:
+        """Tensors of a subclass in the object, whose storages lie inside other tensors."""
+
+    def names_of(self, source: int) -> list[str]:
+        """Return the names of the tensors in a source, as messages give them."""
 
     @property
     def size_bytes(self) -> int:
@@ -35,8 +75,22 @@ class Container(Protocol):
     def padded_bytes(self) -> int:
         """Length while it is being written: whole blocks."""
 
-    def write(self, writer: Writer) -> None:
-        """Write every byte; returns when all of them have been handed to the writer."""
+    def write(self, writer: Writer, snapshot: _native.Snapshot | None = None) -> None:
+        """Write every byte; returns when all of them have been handed to the writer.
+
+        Args:
+            writer: Where to.
+            snapshot: Holds `sources`, by index; without it they are read from where they are.
+        """
+
+
+def _add_source(
+    pieces: Pieces, source: Source, index: int, crc_slot: int | None, snapshot: _native.Snapshot | None
+) -> None:
+    if snapshot is not None:
+        pieces.add_captured(snapshot, index, source.size_bytes, crc_slot)
+    else:
+        pieces.add_storage(source.storage, crc_slot, offset_bytes=source.offset_bytes, size_bytes=source.size_bytes)
 
 
 def container_for(obj: object, path: str, *, checksum: bool, metadata: Mapping[str, str] | None = None) -> Container:
@@ -59,6 +113,50 @@ def container_for(obj: object, path: str, *, checksum: bool, metadata: Mapping[s
     return TorchZipContainer(obj, torch_zip.archive_prefix(path), checksum=checksum)
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """What became of a container.
+
+    Attributes:
+        engine: The engine that wrote it.
+        crc32: CRC-32 of the whole file; None when it was written without checksums.
+    """
+
+    engine: str
+    crc32: int | None
+
+
+def write_container(
+    container: Container,
+    fd: int,
+    path: str,
+    *,
+    engine: str,
+    poll: Poll | None = None,
+    snapshot: _native.Snapshot | None = None,
+) -> WrittenFile:
+    """Write a planned file to a descriptor whose space is reserved; its end is still padded to a whole block then.
+
+    Args:
+        container: What to write.
+        fd: Open for reading and writing; stays the caller's.
+        path: For messages: the final name.
+        engine: Engine name or "auto".
+        poll: See `pipeline.Poll`.
+        snapshot: Holds the container's sources; without it they are read from where they are.
+
+    Raises:
+        ConfigError, UnsupportedError: Unknown or unusable engine.
+        StorageError: An error of the disk.
+    """
+    with Writer(fd, path, engine=engine, poll=poll) as writer:
+        container.write(writer, snapshot)
+        used_engine = writer.finish()
+        crc = writer.file_crc(container.size_bytes)
+    refuse_null_engine(used_engine)
+    return WrittenFile(used_engine, crc)
+
+
 _BATCH_COUNT = 512
 """Records handed to the writer at a time: headers of up to a block each are not all held in memory."""
 
@@ -73,14 +171,34 @@ class TorchZipContainer:
     def __init__(self, obj: object, prefix: str, *, checksum: bool) -> None:
         if not prefix:
             raise RuntimeError("invalid file name: an archive needs a name before its suffix")
-        self._skeleton = pickle_skeleton(obj)
+        self.skeleton = pickle_skeleton(obj)
         # Storages without host memory behind them (meta, fake) are refused by torch here, before any file is touched.
-        self._storages = [
-            storage.cpu() if storage.device.type == "meta" else storage for storage in self._skeleton.storages
+        self.sources = [
+            Source(storage.cpu() if storage.device.type == "meta" else storage, 0, storage.nbytes())
+            for storage in self.skeleton.storages
         ]
-        sizes = [storage.nbytes() for storage in self._storages]
-        self._plan = torch_zip.plan_archive(prefix, len(self._skeleton.pickle), sizes)
+        sizes = [source.size_bytes for source in self.sources]
+        self._plan = torch_zip.plan_archive(prefix, len(self.skeleton.pickle), sizes)
         self._checksum = checksum
+
+    @property
+    def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
+        """For each source the tensors by which the object holds it."""
+        return self.skeleton.tensors
+
+    @property
+    def wrappers(self) -> Sequence[torch.Tensor]:
+        """Tensors of a subclass in the object, whose storages lie inside other tensors."""
+        return self.skeleton.wrappers
+
+    def names_of(self, source: int) -> list[str]:
+        """Return the names of the tensors in a source, as messages give them."""
+        key = str(source)
+        return [
+            name
+            for name, tensor in iter_tensors(scan_pickle(self.skeleton.pickle).root)
+            if tensor.storage is not None and tensor.storage.key == key
+        ]
 
     @property
     def size_bytes(self) -> int:
@@ -92,8 +210,8 @@ class TorchZipContainer:
         """Length while it is being written: whole blocks."""
         return align_up(self._plan.size_bytes, BLOCK_BYTES)
 
-    def write(self, writer: Writer) -> None:
-        """Write every byte; returns when all of them have been handed to the writer."""
+    def write(self, writer: Writer, snapshot: _native.Snapshot | None = None) -> None:
+        """Write every byte; see `Container.write`."""
         plan, records = self._plan, self._plan.records
         # CRC slot k belongs to storage k; the small records' CRCs are known at once.
         crcs = [0] * len(records)
@@ -107,7 +225,7 @@ class TorchZipContainer:
             slot = index - plan.first_storage
             if 0 <= slot < plan.storage_count:
                 pieces.add_bytes(pending)
-                pieces.add_storage(self._storages[slot], slot if self._checksum else None)
+                _add_source(pieces, self.sources[slot], slot, slot if self._checksum else None, snapshot)
                 pending = torch_zip.descriptor_head(record)
                 if pending and self._checksum:
                     pieces.add_bytes(pending)
@@ -116,7 +234,7 @@ class TorchZipContainer:
                 elif pending:
                     pending += bytes(4) + torch_zip.descriptor_tail(record)
             else:
-                data = self._skeleton.pickle if index == 0 else plan.small_records[index]
+                data = self.skeleton.pickle if index == 0 else plan.small_records[index]
                 crcs[index] = self._crc(data)
                 pending += data + torch_zip.descriptor(record, crcs[index])
         pieces.add_bytes(pending)
@@ -149,8 +267,21 @@ class SafetensorsContainer:
             for name, tensor in tensors.items()
         ]
         self._plan = safetensors_format.place_tensors(described, metadata, checksum=checksum)
-        self._tensors = tensors
+        self.sources = [
+            Source(
+                tensors[entry.name].untyped_storage(),
+                int(tensors[entry.name].storage_offset()) * tensors[entry.name].element_size(),
+                entry.size_bytes,
+            )
+            for entry in self._plan.header.entries
+        ]
+        self.tensors = [[tensors[entry.name]] for entry in self._plan.header.entries]
+        self.wrappers: Sequence[torch.Tensor] = ()
         self._checksum = checksum
+
+    def names_of(self, source: int) -> list[str]:
+        """Return the names of the tensors in a source, as messages give them."""
+        return [self._plan.header.entries[source].name]
 
     @property
     def size_bytes(self) -> int:
@@ -162,18 +293,12 @@ class SafetensorsContainer:
         """Length while it is being written: whole blocks."""
         return align_up(self.size_bytes, BLOCK_BYTES)
 
-    def write(self, writer: Writer) -> None:
-        """Write every byte; returns when all of them have been handed to the writer."""
+    def write(self, writer: Writer, snapshot: _native.Snapshot | None = None) -> None:
+        """Write every byte; see `Container.write`."""
         header = self._plan.header
         pieces = Pieces()
-        for slot, entry in enumerate(header.entries):
-            tensor = self._tensors[entry.name]
-            pieces.add_storage(
-                tensor.untyped_storage(),
-                slot if self._checksum else None,
-                offset_bytes=int(tensor.storage_offset()) * tensor.element_size(),
-                size_bytes=entry.size_bytes,
-            )
+        for slot, source in enumerate(self.sources):
+            _add_source(pieces, source, slot, slot if self._checksum else None, snapshot)
         writer.seek(header.size_bytes)
         writer.append(pieces)
         crcs = writer.crcs(len(header.entries)) if self._checksum else None

@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # folder (formats/, cli/) go by the folder's name.
 LAYERS = (
     {"_native", "errors", "config"},
-    {"formats", "layout", "partition", "pipeline", "filesystem", "progress"},
-    {"pickling", "capture", "commit", "coordination", "source", "tensor_file"},
-    {"filling", "inspection", "loading", "saving"},
+    {"formats", "layout", "partition", "pipeline", "filesystem", "progress", "retention"},
+    {"pickling", "capture", "commit", "coordination", "directory_commit", "source", "tensor_file"},
+    {"background", "directory_inspection", "filling", "inspection", "loading", "resuming", "saving"},
     {"api", "directory_save"},
     {"checkpointer"},
     {"cli", "integrations", "examples"},

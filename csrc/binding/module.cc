@@ -20,6 +20,7 @@
 #include "engine/fault_engine.h"
 #include "transfer/file_reader.h"
 #include "transfer/file_writer.h"
+#include "transfer/snapshot.h"
 
 namespace py = pybind11;
 
@@ -228,6 +229,10 @@ class PyWriter {
     for (uint32_t slot = 0; slot < count; ++slot) values[slot] = writer().crc(slot);
     return values;
   }
+  py::object file_crc(uint64_t size_bytes) {
+    const std::optional<uint32_t> crc = writer().FileCrc(size_bytes);
+    return crc.has_value() ? py::object(py::int_(*crc)) : py::none();
+  }
   std::string engine_name() const { return writer_ == nullptr ? engine_name_ : writer_->pump().engine_name(); }
   std::vector<std::string> demotions() const { return writer_ == nullptr ? demotions_ : writer_->pump().demotions(); }
 
@@ -247,6 +252,27 @@ class PyWriter {
   std::string engine_name_;
   std::vector<std::string> demotions_;
 };
+
+// Waits as Snapshot::Capture does, without the GIL; signals are looked at while it waits.
+void CaptureSnapshot(Snapshot& snapshot, SourceKind kind, bool wait) {
+  const auto hook_error = std::make_shared<HookError>();
+  const TransferHooks hooks = MakeHooks(hook_error, py::none(), py::none(), py::none());
+  RunTransfer(*hook_error, "", [&] { return snapshot.Capture(kind, wait, [&hooks] { return hooks.poll(0); }); });
+}
+
+py::dict CountsOf(Snapshot& snapshot) {
+  const Snapshot::Counts counts = snapshot.counts();
+  const auto of = [](const std::array<uint64_t, kSourceKindCount>& values, SourceKind kind) {
+    return values[static_cast<size_t>(kind)];
+  };
+  py::dict found;
+  found["stable_remaining_bytes"] = of(counts.remaining_bytes, SourceKind::kStable);
+  found["volatile_remaining_bytes"] = of(counts.remaining_bytes, SourceKind::kVolatile);
+  found["stable_copied_bytes"] = of(counts.copied_bytes, SourceKind::kStable);
+  found["volatile_copied_bytes"] = of(counts.copied_bytes, SourceKind::kVolatile);
+  found["taken_bytes"] = counts.taken_bytes;
+  return found;
+}
 
 struct ExtentList {
   std::vector<ReadExtent> extents;
@@ -350,6 +376,40 @@ PYBIND11_MODULE(_native, m) {
       .def(py::init<int, std::string, std::vector<std::string>, size_t, size_t>(), py::kw_only(), py::arg("fd"),
            py::arg("path"), py::arg("engines"), py::arg("ring_bytes"), py::arg("chunk_bytes"));
 
+  py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
+      .def(py::init<uint64_t>(), py::arg("limit_bytes"))
+      .def("grow", &Arena::Grow, py::arg("limit_bytes"))
+      .def_property_readonly("used_bytes",
+                             [](Arena& self) {
+                               const std::lock_guard lock(self.mutex());
+                               return self.used_bytes();
+                             })
+      .def_property_readonly("mapped_bytes", [](Arena& self) {
+        const std::lock_guard lock(self.mutex());
+        return self.mapped_bytes();
+      });
+
+  py::enum_<SourceKind>(m, "SourceKind")
+      .value("STABLE", SourceKind::kStable)
+      .value("VOLATILE", SourceKind::kVolatile)
+      .value("CONSTANT", SourceKind::kConstant);
+
+  py::class_<Snapshot, std::shared_ptr<Snapshot>>(m, "Snapshot")
+      .def(py::init<std::shared_ptr<Arena>>(), py::arg("arena"))
+      .def(
+          "add",
+          [](Snapshot& self, uintptr_t address, uint64_t size_bytes, SourceKind kind) {
+            return self.Add(reinterpret_cast<const std::byte*>(address), size_bytes, kind);
+          },
+          py::arg("address"), py::arg("size_bytes"), py::arg("kind"))
+      .def("capture", &CaptureSnapshot, py::arg("kind"), py::arg("wait"))
+      .def(
+          "pace", [](Snapshot& self, double seconds) { self.Pace(std::chrono::nanoseconds(int64_t(seconds * 1e9))); },
+          py::arg("seconds"))
+      .def("hurry", &Snapshot::Hurry)
+      .def("close", &Snapshot::Close, py::call_guard<py::gil_scoped_release>())
+      .def("counts", &CountsOf);
+
   py::class_<PieceList>(m, "PieceList")
       .def(py::init<>())
       .def("add_bytes", [](PieceList& self, const py::bytes& data) { self.AddBytes(std::string(data)); })
@@ -359,6 +419,8 @@ PYBIND11_MODULE(_native, m) {
             self.AddMemory(reinterpret_cast<const std::byte*>(address), size_bytes, crc_slot);
           },
           py::arg("address"), py::arg("size_bytes"), py::arg("crc_slot") = PieceList::kNoCrc)
+      .def("add_captured", &PieceList::AddCaptured, py::arg("snapshot"), py::arg("source"), py::arg("size_bytes"),
+           py::arg("crc_slot") = PieceList::kNoCrc)
       .def("add_pulled", &PieceList::AddPulled, py::arg("id"), py::arg("size_bytes"),
            py::arg("crc_slot") = PieceList::kNoCrc)
       .def("add_crc", &PieceList::AddCrc, py::arg("crc_slot"))
@@ -372,6 +434,7 @@ PYBIND11_MODULE(_native, m) {
       .def("finish", &PyWriter::Finish)
       .def("close", &PyWriter::Close)
       .def("crc", &PyWriter::crc, py::arg("slot"))
+      .def("file_crc", &PyWriter::file_crc, py::arg("size_bytes"))
       .def("crcs", &PyWriter::crcs, py::arg("count"))
       .def_property_readonly("position", &PyWriter::position)
       .def_property_readonly("engine", &PyWriter::engine_name)
@@ -408,6 +471,28 @@ PYBIND11_MODULE(_native, m) {
       },
       py::arg("fd"), py::arg("size_bytes"), py::arg("path"));
   m.def("is_mount_point", &IsMountPoint, py::arg("path"));
+  m.def(
+      "exchange_names",
+      [](const std::string& first, const std::string& second) {
+        Status status;
+        {
+          const py::gil_scoped_release release;
+          status = ExchangeNames(first, second);
+        }
+        ThrowIfError(status, second);
+      },
+      py::arg("first"), py::arg("second"));
+  m.def(
+      "rename_to_free_name",
+      [](const std::string& source, const std::string& target) {
+        Status status;
+        {
+          const py::gil_scoped_release release;
+          status = RenameToFreeName(source, target);
+        }
+        ThrowIfError(status, target);
+      },
+      py::arg("source"), py::arg("target"));
   m.def("filesystem_type", &FilesystemTypeOf, py::arg("fd"));
   m.def("cached_bytes", &CachedBytesOf, py::arg("fd"));
   m.def(

@@ -450,6 +450,7 @@ uint32_t CopyWithCrc32(uint32_t crc, std::byte* target, const std::byte* source,
 
 // The inversions of the two CRCs and of their concatenation cancel out, so states and CRCs join alike.
 uint32_t CombineCrc32(uint32_t first, uint32_t second, uint64_t second_size_bytes) {
+  if (first == 0) return second;  // zero times anything
   return Multiply(first, PowerOfX(second_size_bytes, kBitsPerByteLog2)) ^ second;
 }
 

@@ -44,6 +44,20 @@ uint32_t LogicalBlockSize(uint32_t major, uint32_t minor) {
   return 0;
 }
 
+// By number, for C libraries before glibc 2.28. The flags are those of include/uapi/linux/fs.h.
+constexpr unsigned kRenameNoReplace = 1U << 0;
+constexpr unsigned kRenameExchange = 1U << 1;
+
+Status RenameWith(unsigned flags, const std::string& source, const std::string& target, std::string_view operation) {
+  if (syscall(SYS_renameat2, AT_FDCWD, source.c_str(), AT_FDCWD, target.c_str(), flags) == 0) return Status::Ok();
+  const int sys_errno = errno;
+  Status status = Status::FromErrno(sys_errno, operation, target);
+  // EINVAL: the file system does not know the flag. EPERM: a sandbox that filters system calls, or a right that is
+  // missing; then the plain renames that come instead fail as well, and say so.
+  if (sys_errno == EINVAL || sys_errno == EPERM) return Status::Error(StatusCode::kUnsupported, status.message());
+  return status;
+}
+
 }  // namespace
 
 DirectIoLimits DirectIoLimitsOf(int fd) {
@@ -118,6 +132,14 @@ bool IsMountPoint(const std::string& path) {
   struct statx answer = {};
   if (statx(AT_FDCWD, path.c_str(), AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS, &answer) != 0) return false;
   return (answer.stx_attributes_mask & answer.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0;
+}
+
+Status ExchangeNames(const std::string& first, const std::string& second) {
+  return RenameWith(kRenameExchange, first, second, "exchanging " + first + " with");
+}
+
+Status RenameToFreeName(const std::string& source, const std::string& target) {
+  return RenameWith(kRenameNoReplace, source, target, "renaming " + source + " to");
 }
 
 }  // namespace fastpersist

@@ -1,5 +1,6 @@
-// What a file allows: the alignment that direct I/O needs, and space for all of it before a byte is written. Opening,
-// naming, truncating and syncing belong to fastpersist/filesystem.py, which owns the descriptor.
+// What a file allows: the alignment that direct I/O needs, and space for all of it before a byte is written; and the
+// two renames that Python does not have. Opening, naming, truncating and syncing belong to fastpersist/filesystem.py,
+// which owns the descriptor.
 #pragma once
 
 #include <cstdint>
@@ -37,5 +38,13 @@ uint64_t CachedBytesOf(int fd);
 // True when something is mounted on this very path (a bind-mounted file): a rename over it fails with EBUSY.
 // False also where the kernel (before 5.8) cannot tell.
 bool IsMountPoint(const std::string& path);
+
+// Let two names on one file system change places, in one step: whoever looks sees both, before or after. kUnsupported
+// where the kernel, the file system or a sandbox has no such rename.
+Status ExchangeNames(const std::string& first, const std::string& second);
+
+// Rename, unless something has the new name already (EEXIST), be it an empty directory, which rename() would replace.
+// kUnsupported as above.
+Status RenameToFreeName(const std::string& source, const std::string& target);
 
 }  // namespace fastpersist

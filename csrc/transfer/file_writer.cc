@@ -10,23 +10,30 @@ namespace fastpersist {
 
 void PieceList::AddBytes(std::string bytes) {
   owned_.push_back(std::move(bytes));
-  AddMemory(reinterpret_cast<const std::byte*>(owned_.back().data()), owned_.back().size(), kNoCrc);
+  Add(Kind::kBytes, owned_.back().size(), kNoCrc, reinterpret_cast<const std::byte*>(owned_.back().data()), 0);
+}
+
+void PieceList::Add(Kind kind, uint64_t size_bytes, uint32_t crc_slot, const std::byte* address, uint64_t id) {
+  pieces_.push_back({kind, crc_slot, size_bytes, address, id, nullptr});
+  size_bytes_ += size_bytes;
 }
 
 void PieceList::AddMemory(const std::byte* address, uint64_t size_bytes, uint32_t crc_slot) {
-  pieces_.push_back({Kind::kMemory, crc_slot, size_bytes, address, 0});
-  size_bytes_ += size_bytes;
+  Add(Kind::kMemory, size_bytes, crc_slot, address, 0);
+}
+
+void PieceList::AddCaptured(std::shared_ptr<Snapshot> snapshot, uint32_t source, uint64_t size_bytes,
+                            uint32_t crc_slot) {
+  Add(Kind::kCaptured, size_bytes, crc_slot, nullptr, source);
+  pieces_.back().snapshot = snapshot.get();
+  if (snapshots_.empty() || snapshots_.back() != snapshot) snapshots_.push_back(std::move(snapshot));
 }
 
 void PieceList::AddPulled(uint64_t id, uint64_t size_bytes, uint32_t crc_slot) {
-  pieces_.push_back({Kind::kPulled, crc_slot, size_bytes, nullptr, id});
-  size_bytes_ += size_bytes;
+  Add(Kind::kPulled, size_bytes, crc_slot, nullptr, id);
 }
 
-void PieceList::AddCrc(uint32_t crc_slot) {
-  pieces_.push_back({Kind::kCrc, crc_slot, sizeof(uint32_t), nullptr, 0});
-  size_bytes_ += sizeof(uint32_t);
-}
+void PieceList::AddCrc(uint32_t crc_slot) { Add(Kind::kCrc, sizeof(uint32_t), crc_slot, nullptr, 0); }
 
 Result<std::unique_ptr<FileWriter>> FileWriter::Open(int fd, std::string path, PumpOptions options, BufferPool& pool,
                                                      TransferHooks hooks) {
@@ -97,38 +104,90 @@ Status FileWriter::StartChunk() {
   return Collect(/*wait=*/false);
 }
 
-Status FileWriter::Fill(const PieceList::Piece& piece) {
-  std::byte crc_bytes[sizeof(uint32_t)];
-  const std::byte* source = piece.address;
-  if (piece.kind == PieceList::Kind::kCrc) {
-    for (size_t i = 0; i < sizeof(crc_bytes); ++i) {
-      crc_bytes[i] = static_cast<std::byte>(crc(piece.crc_slot) >> (8 * i));
+// Copy at most size_bytes of a piece to where the chunk is filled up to, and continue `crc` with them. Sets size_bytes
+// to what was copied.
+Status FileWriter::CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, size_t& size_bytes, uint32_t& crc) {
+  std::byte* const target = buffer_ + fill_bytes_;
+  const bool with_crc = piece.kind == PieceList::Kind::kBytes || piece.crc_slot != PieceList::kNoCrc;
+  const auto copy = [&](const std::byte* source) {
+    if (with_crc) {
+      crc = CopyWithCrc32(crc, target, source, size_bytes);
+    } else {
+      std::memcpy(target, source, size_bytes);
     }
-    source = crc_bytes;
+  };
+  switch (piece.kind) {
+    case PieceList::Kind::kBytes:
+    case PieceList::Kind::kMemory:
+      copy(piece.address + done_bytes);
+      break;
+    case PieceList::Kind::kCaptured: {
+      const auto poll = [this] { return hooks_.poll ? hooks_.poll(pump_->done_bytes()) : Status::Ok(); };
+      auto taken = piece.snapshot->Take(static_cast<uint32_t>(piece.id), done_bytes, size_bytes, poll);
+      if (!taken.ok()) return taken.status();
+      size_bytes = taken.value().size();
+      copy(taken.value().data());
+      piece.snapshot->Done();
+      break;
+    }
+    case PieceList::Kind::kPulled:
+      FP_RETURN_IF_ERROR(hooks_.pull(piece.id, done_bytes, target, size_bytes));
+      if (with_crc) crc = Crc32(crc, target, size_bytes);
+      break;
+    case PieceList::Kind::kCrc: {
+      std::byte crc_bytes[sizeof(uint32_t)];
+      for (size_t i = 0; i < sizeof(crc_bytes); ++i) {
+        crc_bytes[i] = static_cast<std::byte>(this->crc(piece.crc_slot) >> (8 * i));
+      }
+      copy(crc_bytes + done_bytes);
+      break;
+    }
   }
-  const bool with_crc = piece.kind != PieceList::Kind::kCrc && piece.crc_slot != PieceList::kNoCrc;
-  if (with_crc && piece.crc_slot >= crcs_.size()) crcs_.resize(size_t{piece.crc_slot} + 1);
+  return Status::Ok();
+}
 
+Status FileWriter::Fill(const PieceList::Piece& piece) {
+  const bool in_slot = piece.kind != PieceList::Kind::kCrc && piece.crc_slot != PieceList::kNoCrc;
+  Run& run = runs_.back();
+  // The CRC of a piece in a slot is wanted by itself; others just go on with the file's.
+  uint32_t crc = in_slot ? 0 : run.crc;
   for (uint64_t done_bytes = 0; done_bytes < piece.size_bytes;) {
     FP_RETURN_IF_ERROR(EnsureBuffer());
     // Chunks end on multiples of the chunk size in the file, so every one but the first and the last is a full one.
     const size_t capacity_bytes = chunk_bytes_ - static_cast<size_t>(chunk_offset_ & (chunk_bytes_ - 1));
-    const size_t size_bytes =
+    auto size_bytes =
         static_cast<size_t>(std::min<uint64_t>(capacity_bytes - fill_bytes_, piece.size_bytes - done_bytes));
-    std::byte* target = buffer_ + fill_bytes_;
-    if (piece.kind == PieceList::Kind::kPulled) {
-      FP_RETURN_IF_ERROR(hooks_.pull(piece.id, done_bytes, target, size_bytes));
-      if (with_crc) crcs_[piece.crc_slot] = Crc32(crcs_[piece.crc_slot], target, size_bytes);
-    } else if (with_crc) {
-      crcs_[piece.crc_slot] = CopyWithCrc32(crcs_[piece.crc_slot], target, source + done_bytes, size_bytes);
-    } else {
-      std::memcpy(target, source + done_bytes, size_bytes);
-    }
+    FP_RETURN_IF_ERROR(CopyPart(piece, done_bytes, size_bytes, crc));
     done_bytes += size_bytes;
     fill_bytes_ += size_bytes;
     if (fill_bytes_ == capacity_bytes) FP_RETURN_IF_ERROR(StartChunk());
   }
+
+  if (in_slot) {
+    if (piece.crc_slot >= crcs_.size()) crcs_.resize(size_t{piece.crc_slot} + 1);
+    uint32_t& slot_crc = crcs_[piece.crc_slot];
+    slot_crc = CombineCrc32(slot_crc, crc, piece.size_bytes);
+    crc = CombineCrc32(run.crc, crc, piece.size_bytes);
+  }
+  run.crc = crc;
+  every_piece_has_crc_ &= in_slot || piece.kind == PieceList::Kind::kBytes || piece.kind == PieceList::Kind::kCrc;
+  run.size_bytes += piece.size_bytes;
   return Status::Ok();
+}
+
+std::optional<uint32_t> FileWriter::FileCrc(uint64_t size_bytes) const {
+  if (!every_piece_has_crc_) return std::nullopt;
+  std::vector<Run> runs = runs_;
+  std::erase_if(runs, [](const Run& run) { return run.size_bytes == 0; });
+  std::sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.offset_bytes < b.offset_bytes; });
+  uint64_t covered_bytes = 0;
+  uint32_t crc = 0;
+  for (const Run& run : runs) {
+    if (run.offset_bytes != covered_bytes) return std::nullopt;
+    covered_bytes += run.size_bytes;
+    crc = CombineCrc32(crc, run.crc, run.size_bytes);
+  }
+  return covered_bytes == size_bytes ? std::optional(crc) : std::nullopt;
 }
 
 Status FileWriter::Append(const PieceList& pieces) {
@@ -149,6 +208,7 @@ Status FileWriter::Seek(uint64_t offset_bytes) {
   Status status = StartChunk();
   if (!status.ok()) return Abort(std::move(status));
   chunk_offset_ = offset_bytes;
+  runs_.push_back({.offset_bytes = offset_bytes, .size_bytes = 0, .crc = 0});
   return Status::Ok();
 }
 

@@ -6,12 +6,14 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "core/buffer_pool.h"
 #include "transfer/hooks.h"
 #include "transfer/io_pump.h"
+#include "transfer/snapshot.h"
 
 namespace fastpersist {
 
@@ -24,6 +26,9 @@ class PieceList {
   void AddBytes(std::string bytes);
   // crc_slot: the CRC of this piece is continued in that slot; kNoCrc: none is computed.
   void AddMemory(const std::byte* address, uint64_t size_bytes, uint32_t crc_slot);
+  // A whole source of a snapshot, wherever its bytes are by then. They need not stay unchanged: the snapshot sees to
+  // it.
+  void AddCaptured(std::shared_ptr<Snapshot> snapshot, uint32_t source, uint64_t size_bytes, uint32_t crc_slot);
   // From the `pull` hook, in pieces of at most one chunk.
   void AddPulled(uint64_t id, uint64_t size_bytes, uint32_t crc_slot);
   // The four little-endian bytes of a slot's CRC as it is when this piece is reached.
@@ -33,17 +38,21 @@ class PieceList {
 
  private:
   friend class FileWriter;
-  enum class Kind : uint8_t { kMemory, kPulled, kCrc };
+  enum class Kind : uint8_t { kBytes, kMemory, kCaptured, kPulled, kCrc };
   struct Piece {
     Kind kind;
     uint32_t crc_slot;
     uint64_t size_bytes;
     const std::byte* address;
     uint64_t id;
+    Snapshot* snapshot;
   };
+
+  void Add(Kind kind, uint64_t size_bytes, uint32_t crc_slot, const std::byte* address, uint64_t id);
 
   std::vector<Piece> pieces_;
   std::deque<std::string> owned_;  // a deque: addresses stay
+  std::vector<std::shared_ptr<Snapshot>> snapshots_;
   uint64_t size_bytes_ = 0;
 };
 
@@ -75,6 +84,9 @@ class FileWriter {
 
   uint64_t position() const { return chunk_offset_ + fill_bytes_; }
   uint32_t crc(uint32_t slot) const { return slot < crcs_.size() ? crcs_[slot] : 0; }
+  // The CRC of the first size_bytes of the file, out of the CRCs of what was written. None when some piece had none,
+  // or when the pieces do not cover these bytes exactly once.
+  std::optional<uint32_t> FileCrc(uint64_t size_bytes) const;
   const IoPump& pump() const { return *pump_; }
 
  private:
@@ -84,13 +96,22 @@ class FileWriter {
   Status StartChunk();
   Status Collect(bool wait);
   Status Fill(const PieceList::Piece& piece);
+  Status CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, size_t& size_bytes, uint32_t& crc);
   Status Abort(Status status);
 
   std::unique_ptr<IoPump> pump_;
   BufferShare share_;
   const TransferHooks hooks_;
   const size_t chunk_bytes_;
+  struct Run {  // bytes that were written one after the other
+    uint64_t offset_bytes;
+    uint64_t size_bytes;
+    uint32_t crc;
+  };
+
   std::vector<uint32_t> crcs_;
+  std::vector<Run> runs_{{.offset_bytes = 0, .size_bytes = 0, .crc = 0}};
+  bool every_piece_has_crc_ = true;
   std::vector<std::byte*> in_flight_;  // by tag; null: that tag is free
   std::vector<uint64_t> finished_tags_;
   std::byte* buffer_ = nullptr;  // the chunk being filled

@@ -1,0 +1,58 @@
+// Host memory for captured bytes: blocks of one size, handed out up to a limit and used again. Memory is mapped when it
+// is first needed and kept, so a save that the writer outruns costs none, and the thousandth save maps nothing new.
+// What lies in the blocks is transfer/snapshot's affair.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace fastpersist {
+
+// One mutex and one condition serve the arena and all snapshots that use it, so that one wait covers "a block came
+// back" and "the writer has passed". Both are touched once per megabyte or less.
+class Arena {
+ public:
+  static constexpr size_t kBlockBytes = size_t{2} << 20;  // one huge page
+
+  // At most limit_bytes, rounded down to whole blocks; 0 is legal and gives none.
+  explicit Arena(uint64_t limit_bytes);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  // Raise the limit; a lower one is ignored.
+  void Grow(uint64_t limit_bytes);
+
+  // This process was forked from the one that made the arena: its blocks did not come along, and its mutex may have
+  // been held by a thread that did not.
+  bool forked() const;
+
+  std::mutex& mutex() { return mutex_; }
+  std::condition_variable& changed() { return changed_; }
+
+  // REQUIRES of what follows: mutex() is held.
+  // A block, or nullptr: at the limit, or the kernel has no memory. Recently used blocks come first.
+  std::byte* TryTake();
+  void Return(std::byte* block);
+  uint64_t used_bytes() const { return used_count_ * kBlockBytes; }
+  uint64_t mapped_bytes() const { return mapped_count_ * kBlockBytes; }
+
+ private:
+  static constexpr size_t kBlocksPerMapping = 32;
+
+  bool Map();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  uint64_t limit_count_;
+  uint64_t used_count_ = 0;
+  uint64_t mapped_count_ = 0;
+  std::vector<std::byte*> free_;
+  std::vector<std::byte*> mappings_;
+  const uint64_t fork_generation_;
+};
+
+}  // namespace fastpersist

@@ -1,0 +1,115 @@
+// The bytes of one file between save() and the writer, while training goes on. The writer takes them from the front,
+// in file order, from where they are. Whoever is about to change them copies from the back into the arena what the
+// writer has not reached yet; the two meet in the middle, each at the speed of its own core, and what was copied is
+// then taken from the arena. Nobody waits longer than for the bytes that are neither written nor copied.
+//
+// Which bytes may change when, and who must call Capture before, is decided above (fastpersist/capture.py).
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/status.h"
+
+namespace fastpersist {
+
+enum class SourceKind : uint8_t {
+  kStable,    // may change once Capture(kStable) has returned
+  kVolatile,  // may change once Capture(kVolatile) has returned
+  kConstant,  // does not change before the writer has passed
+};
+constexpr size_t kSourceKindCount = 3;
+
+// Thread-safe: guarded by the arena's mutex, which is not held while bytes are copied. One writer at a time.
+class Snapshot {
+ public:
+  explicit Snapshot(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {}
+  ~Snapshot() { Close(); }
+  Snapshot(const Snapshot&) = delete;
+  Snapshot& operator=(const Snapshot&) = delete;
+
+  // Called before anybody takes or captures. Returns the source's index: 0, 1, 2 … The writer takes sources in this
+  // order. The memory stays where it is, and allocated, until the writer has passed or Close().
+  uint32_t Add(const std::byte* address, uint64_t size_bytes, SourceKind kind);
+
+  using Poll = std::function<Status()>;
+
+  // Make it safe to change the bytes of all sources of a kind. Copies while the arena has room; what does not fit is
+  // waited for: the writer passes it, or blocks come back. wait == false: return when there is no room.
+  // After Close() there is nothing to protect, and it returns at once. `poll` is asked about every 50 ms while waiting;
+  // its error ends the wait, and nothing is safe to change then.
+  Status Capture(SourceKind kind, bool wait, const Poll& poll);
+
+  // For the writer: the next bytes of a source, from `offset_bytes` on, 1 … max_bytes of them; valid and unchanging
+  // until Done(). REQUIRES: offset_bytes is where the last take of this source ended.
+  Result<std::span<const std::byte>> Take(uint32_t source, uint64_t offset_bytes, uint64_t max_bytes, const Poll& poll);
+  void Done();
+
+  // Let the writer spread its work: the last byte is taken no earlier than `duration` from now, unless Hurry() was
+  // called, which Capture(kStable) does when it waits.
+  void Pace(std::chrono::nanoseconds duration);
+  void Hurry();
+
+  // Give the arena's blocks back and let everybody who waits go: the writer has finished, or never will.
+  void Close();
+
+  struct Counts {
+    std::array<uint64_t, kSourceKindCount> remaining_bytes = {};  // by kind: neither written nor copied
+    std::array<uint64_t, kSourceKindCount> copied_bytes = {};     // by kind: copied into the arena
+    uint64_t taken_bytes = 0;
+  };
+  Counts counts();
+
+ private:
+  struct Block {
+    std::byte* memory;
+    uint32_t user_count;  // segments in it, and one while it is being filled
+  };
+  struct Segment {
+    uint64_t from_bytes;  // in the source
+    uint64_t size_bytes;
+    const std::byte* memory;
+    Block* block;
+  };
+  struct Source {
+    const std::byte* address;
+    uint64_t size_bytes;
+    SourceKind kind;
+    uint64_t taken_bytes = 0;            // the writer has passed these,
+    uint64_t leased_bytes = 0;           // and is looking at these behind them
+    uint64_t claimed_bytes;              // from here on it is in the arena, or is being copied there,
+    uint64_t copied_from_bytes;          // and from here on it is in the arena
+    std::vector<Segment> segments = {};  // the lowest is the last: it was copied last, and is taken first
+  };
+
+  bool Wait(std::unique_lock<std::mutex>& lock, std::chrono::nanoseconds timeout, const Poll& poll, Status& stopped);
+  bool EnsureRoom();
+  void Release(Block* block);
+
+  const std::shared_ptr<Arena> arena_;
+  std::vector<Source> sources_;
+  std::deque<Block> blocks_;  // a deque: addresses stay
+  Block* open_block_ = nullptr;
+  size_t open_fill_bytes_ = 0;
+  Counts counts_;
+  uint64_t total_bytes_ = 0;
+  Source* leased_ = nullptr;
+  bool leased_live_ = false;
+  bool capturing_ = false;  // a thread is inside Capture
+  bool copying_ = false;    // and reads a source without the lock
+  bool closed_ = false;
+  bool hurry_ = false;
+  std::chrono::steady_clock::time_point pace_start_;
+  std::chrono::nanoseconds pace_duration_{0};
+};
+
+}  // namespace fastpersist

@@ -1,0 +1,333 @@
+"""Saves that are written while training goes on: what their owner holds, the thread that writes, and their order.
+
+A `Lane` is a line of tasks that one thread runs, one after the other; the thread lives while there is work, and Python
+waits for it before it exits, so a normal end of the program finishes what was begun. A `PendingSave` is one save, made
+of one or several tasks: it says how far it is, and delivers its error exactly once. What the tasks do is their owners'
+affair (`api`, `directory_save`, `checkpointer`), who may change the bytes meanwhile `capture`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastpersist.capture import Capture
+from fastpersist.errors import FastPersistError, SkippedError
+
+__all__ = ["Lane", "PendingSave", "SaveStats"]
+
+_log = logging.getLogger("fastpersist")
+
+
+@dataclass(slots=True)
+class SaveStats:
+    """What a save cost, and where its bytes went.
+
+    Attributes:
+        path: What was written.
+        step: Its step, for a Checkpointer.
+        bytes: Length of its files.
+        stall_s: Seconds that the training thread lost: inside save(), and waiting at the gate.
+        plan_s: Of these, for pickling and layout.
+        capture_s: Seconds from save() until everything could be changed again; most of them beside training.
+        write_s: Seconds from the first byte to the last.
+        sync_s: Seconds until the bytes, and the names, were durable.
+        commit_s: Seconds to make it visible and to remove what is kept no longer, sync_s of names included.
+        bytes_by_writer: Tensor bytes that were written from where they are.
+        bytes_at_gate: Stable bytes that were copied because a step came before the writer.
+        bytes_before_return: Volatile bytes that were copied inside save().
+        engine: The engine that wrote.
+        error: What went wrong, in one line; None if nothing did.
+    """
+
+    path: str
+    step: int | None = None
+    bytes: int = 0
+    stall_s: float = 0.0
+    plan_s: float = 0.0
+    capture_s: float = 0.0
+    write_s: float = 0.0
+    sync_s: float = 0.0
+    commit_s: float = 0.0
+    bytes_by_writer: int = 0
+    bytes_at_gate: int = 0
+    bytes_before_return: int = 0
+    engine: str = ""
+    error: str | None = None
+
+    def add_stall(self, seconds: float) -> None:
+        """The training thread lost more time."""
+        self.stall_s += seconds
+
+
+class Lane:
+    """A line of tasks, run one after the other on a thread of its own. Thread-safe.
+
+    Args:
+        name: The thread's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._busy = False
+        self._process = os.getpid()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run a task when those before it are done. It catches its own exceptions."""
+        if self._process != os.getpid():
+            self._reset()  # forked: the line, and the thread, are the parent's
+        with self._lock:
+            self._tasks.append(task)
+            if self._busy:
+                return
+            self._busy = True
+        try:
+            # Not a daemon: the interpreter waits for it, and so the save that is under way is finished.
+            threading.Thread(target=self._work, name=self._name, daemon=False).start()
+        except RuntimeError:  # the interpreter is going down and takes no threads any more
+            self._work()
+
+    def is_idle(self) -> bool:
+        """Tell whether nothing runs or waits."""
+        with self._lock:
+            return not self._busy
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._tasks:
+                    self._busy = False
+                    return
+                task = self._tasks.popleft()
+            try:
+                task()
+            except BaseException:  # noqa: BLE001 - the tasks behind it belong to other saves
+                _log.exception("a bug in fastpersist: a task did not catch its own error")
+            del task  # it holds the state that was saved
+
+
+class PendingSave:
+    """A save that may still be under way. Thread-safe.
+
+    Everything may be changed again once `captured`; the result is visible and durable once `done`.
+    A failure is raised once, by result() or by its owner (a Checkpointer: in wait, save or close), and is in the log
+    at once; exception() returns it always.
+    """
+
+    def __init__(self, path: str, capture: Capture | None, stats: SaveStats) -> None:
+        self._path = path
+        self._capture = capture
+        self._stats = stats
+        self._finished = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._cancelled: BaseException | None = None
+        self._delivered = False
+        self._skipped = False
+        self._started_s: float | None = None
+        self._process = os.getpid()
+        self._clean_up: list[Callable[[], None]] = []
+        self._when_finished: list[Callable[[], None]] = []
+
+    # --- for everybody
+
+    def captured(self) -> bool:
+        """Tell whether the state may be changed again. Once True, forever."""
+        return self._finished.is_set() or self._capture is None or self._capture.captured()
+
+    def done(self) -> bool:
+        """Tell whether it is over: published, failed or skipped."""
+        return self._finished.is_set()
+
+    def skipped(self) -> bool:
+        """Tell whether it was left out because of another save (busy="skip" or "latest")."""
+        return self._skipped
+
+    def wait_captured(self, timeout: float | None = None) -> None:
+        """Return when the state may be changed: what is not written by now is copied, as far as memory allows.
+
+        Args:
+            timeout: Seconds.
+
+        Raises:
+            TimeoutError: It may not be changed yet.
+        """
+        self._refuse_child()
+        if not self._finished.is_set() and self._capture is not None:
+            self._capture.wait_captured(timeout)
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until the save is published and return where.
+
+        Args:
+            timeout: Seconds.
+
+        Raises:
+            TimeoutError: It is still under way.
+            SkippedError: It was left out.
+            TornStateError: The state was changed before it was captured; nothing was published.
+            StorageError: An error of the disk; nothing was published.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return Path(self._path)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait until the save is over and return its error, or None. Counts as delivery.
+
+        Raises:
+            TimeoutError: It is still under way.
+        """
+        self._refuse_child()
+        if not self._finished.is_set() and self._capture is not None:
+            self._capture.hurry()
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"the save of {self._path} is still under way after {timeout} s")
+        with self._lock:
+            self._delivered = True
+            return self._error
+
+    # --- for owners
+
+    @property
+    def stats(self) -> SaveStats:
+        """What it cost so far."""
+        return self._stats
+
+    def undelivered_error(self) -> BaseException | None:
+        """Return the error if nobody has seen it yet; from now on somebody has."""
+        if not self._finished.is_set():
+            return None
+        with self._lock:
+            if self._delivered or self._skipped:
+                return None
+            self._delivered = True
+            return self._error
+
+    def when_failed(self, clean_up: Callable[[], None]) -> None:
+        """Have something done if the save fails, before that is told."""
+        self._clean_up.append(clean_up)
+
+    def when_finished(self, call: Callable[[], None]) -> None:
+        """Have something done, on the writing thread, when the save is over."""
+        self._when_finished.append(call)
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Do a part of the save on the writing thread, unless it has failed already."""
+        if self._finished.is_set():
+            return
+        try:
+            self._refuse_cancelled()
+            task()
+        except BaseException as error:  # noqa: BLE001 - the owner's thread gets it
+            self.fail(self._cancelled or error)
+
+    def begin(self, submit: Callable[[], None]) -> None:
+        """Make the volatile bytes safe and let the writer begin; returns when save() may return.
+
+        Args:
+            submit: Gives the tasks to a lane.
+
+        Raises:
+            BaseException: What interrupted the wait for room in the arena; the save is cancelled then.
+        """
+        capture = self._capture
+        if capture is None:
+            submit()
+            return
+        all_copied = capture.copy_volatile(wait=False)
+        capture.hold()
+        submit()
+        if not all_copied:
+            try:
+                capture.copy_volatile(wait=True)
+            except BaseException as error:
+                self.cancel(error)
+                raise
+
+    def check(self) -> None:
+        """Before anything is published: raise if it was cancelled, or if the state may be torn.
+
+        Raises:
+            TornStateError: It may be.
+        """
+        self._refuse_cancelled()
+        if self._capture is not None:
+            self._capture.check()
+
+    def poll(self, _done_bytes: int) -> None:
+        """Stop a transfer whose save was cancelled."""
+        self._refuse_cancelled()
+
+    def cancel(self, error: BaseException) -> None:
+        """Make the save fail, from another thread than the one that writes it."""
+        self._cancelled = error
+        if self._capture is not None:
+            self._capture.release()
+
+    def _refuse_cancelled(self) -> None:
+        if self._cancelled is not None:
+            raise self._cancelled
+
+    def succeed(self) -> None:
+        """The last part is done: the result is visible."""
+        self._finish()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing is published; clean up and tell."""
+        if self._finished.is_set():
+            return
+        for clean_up in reversed(self._clean_up):
+            try:
+                clean_up()
+            except Exception:  # noqa: BLE001 - the save's own error matters more
+                _log.exception("cleaning up after a failed save of %s", self._path)
+        self._error = error
+        self._stats.error = f"{type(error).__name__}: {error}"
+        if not self._skipped:
+            _log.error("the save of %s failed: %s", self._path, self._stats.error)
+        self._finish()
+
+    def skip(self, why: str) -> None:
+        """Leave this save out. Before anything of it was written."""
+        self._skipped = True
+        self.fail(SkippedError(f"the save of {self._path} was left out: {why}"))
+
+    def _finish(self) -> None:
+        capture, stats = self._capture, self._stats
+        if capture is not None:
+            capture.seal()
+            stats.capture_s = capture.capture_s
+            stats.bytes_at_gate = capture.count("stable_copied_bytes")
+            stats.bytes_before_return = capture.count("volatile_copied_bytes")
+            stats.bytes_by_writer = max(
+                0, capture.count("taken_bytes") - stats.bytes_at_gate - stats.bytes_before_return
+            )
+            capture.release()
+        self._clean_up.clear()
+        self._finished.set()
+        for call in self._when_finished:
+            try:
+                call()
+            except Exception:  # noqa: BLE001 - the save itself is over
+                _log.exception("after the save of %s", self._path)
+        self._when_finished.clear()
+
+    def _refuse_child(self) -> None:
+        if self._process != os.getpid():
+            raise FastPersistError(f"the save of {self._path} belongs to the process that this one was forked from")
+
+    def __repr__(self) -> str:
+        state = "skipped" if self._skipped else "failed" if self._error else "done" if self.done() else "under way"
+        return f"<PendingSave of {self._path}: {state}>"
