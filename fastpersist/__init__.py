@@ -12,6 +12,8 @@ except ImportError as error:
 
 from fastpersist.api import SaveReport, inspect, load, save, save_async, verify
 from fastpersist.background import PendingSave, SaveStats
+from fastpersist.checkpointer import Checkpointer
+from fastpersist.directory_save import DirectorySave
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ChecksumError,
@@ -34,10 +36,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointNotFoundError",
+    "Checkpointer",
     "ChecksumError",
     "ConfigError",
     "CorruptionError",
     "Damage",
+    "DirectorySave",
     "EngineProbe",
     "FastPersistError",
     "FormatError",

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any, TypeAlias
@@ -14,14 +14,16 @@ from typing import IO, Any, TypeAlias
 import torch
 
 from fastpersist import inspection
+from fastpersist.arena import Arena
 from fastpersist.background import Lane, PendingSave, SaveStats
-from fastpersist.capture import Arena, Capture, Owners
+from fastpersist.capture import Capture
 from fastpersist.commit import PendingFile, resolve_target
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.inspection import Manifest, VerifyReport
 from fastpersist.loading import MapLocation, load_checkpoint
-from fastpersist.pipeline import Poll
+from fastpersist.owners import Owners
+from fastpersist.pipeline import Poll, require_engine
 from fastpersist.progress import progress_bar
 from fastpersist.saving import container_for, write_container
 from fastpersist.source import CheckpointSource
@@ -178,6 +180,7 @@ def save_async(
     """
     started_s = time.monotonic()
     name = os.fspath(path)
+    require_engine(engine)
     owners = Owners(optimizer, constant, gate)
     target = resolve_target(name)
     stats = SaveStats(path=name)
@@ -189,18 +192,18 @@ def save_async(
     if file is None:
         report = save(obj, path, durable=durable, checksum=checksum, engine=engine)
         stats.bytes, stats.engine, stats.stall_s = report.size_bytes, report.engine, report.total_s
-        done = PendingSave(name, None, stats)
+        done = PendingSave(name, stats)
         done.succeed()
         return done
-    pending = PendingSave(name, capture, stats)
+    pending = PendingSave(name, stats)
     pending.when_failed(file.abort)
     try:
         snapshot = capture.add(container)
-        stats.plan_s = time.monotonic() - started_s
-        stats.bytes = container.size_bytes
-    except BaseException as error:
-        pending.fail(error)
+    except BaseException:
+        file.abort()
         raise
+    stats.plan_s = time.monotonic() - started_s
+    stats.bytes = container.size_bytes
 
     def write() -> None:
         begun_s = time.monotonic()
@@ -214,17 +217,27 @@ def save_async(
         stats.sync_s = file.sync_s
         pending.succeed()
 
-    pending.begin(lambda: _lane_of(target.path).submit(lambda: pending.run(write)))
+    pending.begin(capture, lambda: _in_line(target.path, lambda: pending.run(write)))
     stats.stall_s += time.monotonic() - started_s
     return pending
 
 
-def _lane_of(path: str) -> Lane:
-    """Return the line in which saves to this path wait for each other."""
+def _in_line(path: str, task: Callable[[], None]) -> None:
+    """Run a task behind those of earlier saves to the same path."""
     with _lanes_lock:
         for idle in [known for known, lane in _lanes.items() if known != path and lane.is_idle()]:
             del _lanes[idle]
-        return _lanes.setdefault(path, Lane("fastpersist-save"))
+        _lanes.setdefault(path, Lane("fastpersist-save")).submit(task)
+
+
+def _forget_lanes() -> None:
+    """In a forked child: the saves under way are the parent's."""
+    global _lanes_lock
+    _lanes_lock = threading.Lock()
+    _lanes.clear()
+
+
+os.register_at_fork(after_in_child=_forget_lanes)
 
 
 def _save_in_place(obj: object, path: str, why: str, durable: bool, started_s: float) -> SaveReport:

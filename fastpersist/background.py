@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,6 +100,8 @@ class Lane:
 
     def is_idle(self) -> bool:
         """Tell whether nothing runs or waits."""
+        if self._process != os.getpid():
+            return True
         with self._lock:
             return not self._busy
 
@@ -124,9 +127,9 @@ class PendingSave:
     at once; exception() returns it always.
     """
 
-    def __init__(self, path: str, capture: Capture | None, stats: SaveStats) -> None:
+    def __init__(self, path: str, stats: SaveStats) -> None:
         self._path = path
-        self._capture = capture
+        self._captures: list[Capture] = []
         self._stats = stats
         self._finished = threading.Event()
         self._lock = threading.Lock()
@@ -134,7 +137,8 @@ class PendingSave:
         self._cancelled: BaseException | None = None
         self._delivered = False
         self._skipped = False
-        self._started_s: float | None = None
+        self._begun = False
+        self._over = False
         self._process = os.getpid()
         self._clean_up: list[Callable[[], None]] = []
         self._when_finished: list[Callable[[], None]] = []
@@ -143,7 +147,7 @@ class PendingSave:
 
     def captured(self) -> bool:
         """Tell whether the state may be changed again. Once True, forever."""
-        return self._finished.is_set() or self._capture is None or self._capture.captured()
+        return self._finished.is_set() or all(capture.captured() for capture in self._captures)
 
     def done(self) -> bool:
         """Tell whether it is over: published, failed or skipped."""
@@ -163,8 +167,11 @@ class PendingSave:
             TimeoutError: It may not be changed yet.
         """
         self._refuse_child()
-        if not self._finished.is_set() and self._capture is not None:
-            self._capture.wait_captured(timeout)
+        if self._finished.is_set():
+            return
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        for capture in reversed(self._captures):
+            capture.wait_captured(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
 
     def result(self, timeout: float | None = None) -> Path:
         """Wait until the save is published and return where.
@@ -190,15 +197,19 @@ class PendingSave:
             TimeoutError: It is still under way.
         """
         self._refuse_child()
-        if not self._finished.is_set() and self._capture is not None:
-            self._capture.hurry()
-        if not self._finished.wait(timeout):
+        if not self.join(timeout):
             raise TimeoutError(f"the save of {self._path} is still under way after {timeout} s")
         with self._lock:
             self._delivered = True
             return self._error
 
     # --- for owners
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the save is over, however it ended; return whether it is."""
+        for capture in self._captures:
+            capture.hurry()
+        return self._finished.wait(timeout)
 
     @property
     def stats(self) -> SaveStats:
@@ -207,8 +218,6 @@ class PendingSave:
 
     def undelivered_error(self) -> BaseException | None:
         """Return the error if nobody has seen it yet; from now on somebody has."""
-        if not self._finished.is_set():
-            return None
         with self._lock:
             if self._delivered or self._skipped:
                 return None
@@ -220,41 +229,49 @@ class PendingSave:
         self._clean_up.append(clean_up)
 
     def when_finished(self, call: Callable[[], None]) -> None:
-        """Have something done, on the writing thread, when the save is over."""
-        self._when_finished.append(call)
+        """Have something done when the save is over, before anybody who waits is told; now, if it is over already."""
+        with self._lock:
+            if not self._over:
+                self._when_finished.append(call)
+                return
+        call()
 
     def run(self, task: Callable[[], None]) -> None:
         """Do a part of the save on the writing thread, unless it has failed already."""
-        if self._finished.is_set():
-            return
+        with self._lock:
+            if self._skipped or self._finished.is_set():
+                return
+            self._begun = True
         try:
             self._refuse_cancelled()
             task()
         except BaseException as error:  # noqa: BLE001 - the owner's thread gets it
             self.fail(self._cancelled or error)
 
-    def begin(self, submit: Callable[[], None]) -> None:
-        """Make the volatile bytes safe and let the writer begin; returns when save() may return.
+    def begin(self, capture: Capture, submit: Callable[[], None]) -> None:
+        """Make the volatile bytes of a file safe and let its writer begin; returns when save() may return.
 
         Args:
-            submit: Gives the tasks to a lane.
+            capture: Of a file that belongs to this save.
+            submit: Gives the task that writes it to a lane.
 
         Raises:
-            BaseException: What interrupted the wait for room in the arena; the save is cancelled then.
+            BaseException: What interrupted it; the save is cancelled then.
         """
-        capture = self._capture
-        if capture is None:
+        self._captures.append(capture)
+        submitted = False
+        try:
+            all_copied = capture.copy_volatile(wait=False)
+            capture.hold()
+            submitted = True
             submit()
-            return
-        all_copied = capture.copy_volatile(wait=False)
-        capture.hold()
-        submit()
-        if not all_copied:
-            try:
+            if not all_copied:
                 capture.copy_volatile(wait=True)
-            except BaseException as error:
-                self.cancel(error)
-                raise
+        except BaseException as error:
+            self.cancel(error)
+            if not submitted:
+                submit()  # which cleans up, behind what is being written of this save
+            raise
 
     def check(self) -> None:
         """Before anything is published: raise if it was cancelled, or if the state may be torn.
@@ -263,8 +280,8 @@ class PendingSave:
             TornStateError: It may be.
         """
         self._refuse_cancelled()
-        if self._capture is not None:
-            self._capture.check()
+        for capture in self._captures:
+            capture.check()
 
     def poll(self, _done_bytes: int) -> None:
         """Stop a transfer whose save was cancelled."""
@@ -273,8 +290,8 @@ class PendingSave:
     def cancel(self, error: BaseException) -> None:
         """Make the save fail, from another thread than the one that writes it."""
         self._cancelled = error
-        if self._capture is not None:
-            self._capture.release()
+        for capture in self._captures:
+            capture.release()
 
     def _refuse_cancelled(self) -> None:
         if self._cancelled is not None:
@@ -295,34 +312,46 @@ class PendingSave:
                 _log.exception("cleaning up after a failed save of %s", self._path)
         self._error = error
         self._stats.error = f"{type(error).__name__}: {error}"
-        if not self._skipped:
+        if not isinstance(error, SkippedError):
             _log.error("the save of %s failed: %s", self._path, self._stats.error)
         self._finish()
 
-    def skip(self, why: str) -> None:
-        """Leave this save out. Before anything of it was written."""
-        self._skipped = True
+    def skip(self, why: str) -> bool:
+        """Leave this save out; False if it is too late, because it is being written."""
+        with self._lock:
+            if self._begun or self._finished.is_set():
+                return False
+            self._skipped = True
         self.fail(SkippedError(f"the save of {self._path} was left out: {why}"))
+        return True
+
+    def count_bytes(self) -> None:
+        """Bring the counts of bytes, and capture_s, in the stats up to date."""
+        stats, captures = self._stats, self._captures
+        stats.capture_s = max((capture.capture_s for capture in captures), default=0.0)
+        stats.bytes_at_gate = sum(capture.count("stable_copied_bytes") for capture in captures)
+        stats.bytes_before_return = sum(capture.count("volatile_copied_bytes") for capture in captures)
+        taken_bytes = sum(capture.count("taken_bytes") for capture in captures)
+        stats.bytes_by_writer = max(0, taken_bytes - stats.bytes_at_gate - stats.bytes_before_return)
 
     def _finish(self) -> None:
-        capture, stats = self._capture, self._stats
-        if capture is not None:
+        for capture in self._captures:
             capture.seal()
-            stats.capture_s = capture.capture_s
-            stats.bytes_at_gate = capture.count("stable_copied_bytes")
-            stats.bytes_before_return = capture.count("volatile_copied_bytes")
-            stats.bytes_by_writer = max(
-                0, capture.count("taken_bytes") - stats.bytes_at_gate - stats.bytes_before_return
-            )
+        self.count_bytes()
+        for capture in self._captures:
             capture.release()
+        self._captures.clear()
         self._clean_up.clear()
-        self._finished.set()
-        for call in self._when_finished:
+        with self._lock:
+            self._over = True
+            calls = list(self._when_finished)
+            self._when_finished.clear()
+        for call in calls:
             try:
                 call()
             except Exception:  # noqa: BLE001 - the save itself is over
                 _log.exception("after the save of %s", self._path)
-        self._when_finished.clear()
+        self._finished.set()
 
     def _refuse_child(self) -> None:
         if self._process != os.getpid():

@@ -15,7 +15,8 @@ object holds a stable storage, and compared when the gate is passed, or before t
 A change in between means that the bytes may be torn: the save fails, nothing is published, and the storage is volatile
 from then on. What no counter sees (`.data`, a kernel of somebody's own) `paranoid` looks for, by re-reading samples.
 
-This file decides; bytes are copied by csrc/transfer/snapshot. Which save is written when: `background`.
+Who owns which storage: `owners`. Where copies go: `arena`. Who copies: csrc/transfer/snapshot. Which save is written
+when: `background`.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ import os
 import random
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fastpersist import _native
-from fastpersist.errors import ConfigError, TornStateError
+from fastpersist.arena import Arena
+from fastpersist.errors import TornStateError
+from fastpersist.owners import PLAIN, Owners, owns_replays, storage_keys
 from fastpersist.pipeline import is_host_memory
 
-__all__ = ["Arena", "Capture", "Kind", "Owners", "Sources"]
+__all__ = ["Capture", "Kind", "Sources", "watch_steps"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -47,7 +48,6 @@ Kind = _native.SourceKind
 
 _SAMPLE_COUNT = 64
 _SAMPLE_BYTES = 64
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Sources(Protocol):
@@ -78,251 +78,38 @@ class _Source(Protocol):
     def size_bytes(self) -> int: ...
 
 
-# ------------------------------------------------------------------------------------------------------- the arena
-
-
-class Arena:
-    """Host memory for captured bytes, shared by saves that follow each other.
-
-    Args:
-        max_bytes: Its limit; None for the bytes of the state, but at most half of what is available at the first save.
-    """
-
-    def __init__(self, max_bytes: int | None = None) -> None:
-        if max_bytes is not None and max_bytes < 0:
-            raise ConfigError(f"max_host_bytes is a number of bytes, 0 or more, not {max_bytes}")
-        self._max_bytes = max_bytes
-        self._half_bytes: int | None = None
-        self._native: _native.Arena | None = None
-        self._process = 0
-
-    def for_state(self, state_bytes: int) -> _native.Arena:
-        """Return the native arena, with room for a state of this size as far as the limit allows."""
-        if self._native is None or self._process != os.getpid():
-            self._native = _native.Arena(0)
-            self._process = os.getpid()
-        if self._max_bytes is not None:
-            limit_bytes = self._max_bytes
-        else:
-            if self._half_bytes is None:
-                self._half_bytes = available_host_bytes() // 2
-            # Sources start on cache lines and blocks are whole, so a little more than the state itself.
-            limit_bytes = min(state_bytes + state_bytes // 64 + (8 << 20), self._half_bytes)
-        self._native.grow(limit_bytes)
-        return self._native
-
-
-def available_host_bytes() -> int:
-    """Return how much memory this process could still take: MemAvailable, and what its cgroups leave."""
-    available_bytes = 1 << 62
-    try:
-        with open("/proc/meminfo", encoding="ascii") as meminfo:
-            for line in meminfo:
-                if line.startswith("MemAvailable:"):
-                    available_bytes = int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return min([available_bytes, *_cgroup_room_bytes()])
-
-
-def _cgroup_room_bytes() -> Iterator[int]:
-    """Yield what each memory cgroup above this process still has room for."""
-    try:
-        with open("/proc/self/cgroup", encoding="utf-8") as file:
-            lines = file.read().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, limit, usage = "/sys/fs/cgroup", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit, usage = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        while True:
-            limit_bytes = _number_in(f"{root}{path.rstrip('/')}/{limit}")
-            used_bytes = _number_in(f"{root}{path.rstrip('/')}/{usage}")
-            if limit_bytes is not None and used_bytes is not None:
-                yield max(0, limit_bytes - used_bytes)
-            if path in ("", "/"):
-                break
-            path = os.path.dirname(path)
-
-
-def _number_in(path: str) -> int | None:
-    try:
-        with open(path, encoding="ascii") as file:
-            return int(file.read())
-    except (OSError, ValueError):  # not there, or "max"
-        return None
-
-
-# ------------------------------------------------------------------------------------------------- who owns what
-
-_torn: dict[int, StorageWeakRef] = {}  # storages that were caught changing before the gate: volatile for good
-_replayed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose steps are CUDA graphs: no hook runs
-
-
-def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that have the storages: those inside a wrapper subclass (DTensor …), else the tensor itself."""
-    anything: Any = tensor  # else mypy takes a tensor that is a wrapper for impossible
-    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(anything):
-        yield tensor
-    else:
-        for name in anything.__tensor_flatten__()[0]:
-            yield from inner_tensors(getattr(anything, name))
-
-
-def storage_keys(tensor: torch.Tensor) -> list[int]:
-    """Return what identifies the storages of a tensor while they live; none for sparse, meta and the like."""
-    found = []
-    for inner in inner_tensors(tensor):
-        try:
-            found.append(inner.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):
-            continue
-    return found
-
-
-class Owners:
-    """The optimizers whose storages are stable, found by unwrapping what the user gave.
-
-    Args:
-        optimizer: An optimizer, something that wraps one as `.optimizer`, a list of those, or None.
-        constant: Modules, tensors, and iterables or dicts of them, whose storages do not change at all.
-        gate: "optimizer": steps wait by themselves; "manual": the caller calls wait_captured() before anything changes.
-
-    Raises:
-        ConfigError: Unknown gate, or something that is no optimizer or no tensor.
-    """
-
-    def __init__(self, optimizer: object = None, constant: object = (), gate: str = "optimizer") -> None:
-        if gate not in ("optimizer", "manual"):
-            raise ConfigError(f"gate is 'optimizer' or 'manual', not {gate!r}")
-        self.gate = gate
-        self._given = optimizer
-        self._constant = constant
-        self.optimizers()
-        for _ in _tensors_in(constant):
-            pass
-
-    def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers themselves, with the wrappers taken off."""
-        given = self._given
-        if given is None:
-            return []
-        many = given if isinstance(given, list | tuple) else [given]
-        return [_unwrapped(one) for one in many]
-
-    def stable(self) -> tuple[dict[int, list[torch.Tensor]], str]:
-        """Find the storages that only an optimizer's step changes, as they are now.
-
-        Returns:
-            For each storage key the tensors by which an optimizer holds it; and why storages of an optimizer are
-            not among them, "" when all are.
-        """
-        found: dict[int, list[torch.Tensor]] = {}
-        why_not = "" if self._given is not None else "no optimizer was given"
-        for optimizer in self.optimizers():
-            reason = self._why_volatile(optimizer)
-            if reason:
-                why_not = reason
-                continue
-            for tensor in _tensors_of(optimizer):
-                for key in storage_keys(tensor):
-                    found.setdefault(key, []).append(tensor)
-        return found, why_not
-
-    def constant(self) -> dict[int, list[torch.Tensor]]:
-        """Find the storages that were declared constant."""
-        found: dict[int, list[torch.Tensor]] = {}
-        for tensor in _tensors_in(self._constant):
-            for key in storage_keys(tensor):
-                found.setdefault(key, []).append(tensor)
-        return found
-
-    def _why_volatile(self, optimizer: Optimizer) -> str:
-        name = type(optimizer).__name__
-        if optimizer in _replayed:
-            return f"{name} steps inside a CUDA graph, where no hook runs"
-        if self.gate == "manual":
-            return ""
-        if not getattr(type(optimizer).step, "hooked", False):
-            return f"{name}.step() runs no hooks (torch.optim.Optimizer.__init__ was not called, or step was replaced)"
-        if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-            return f"{name} changes parameters in train() and eval(), outside its step; use gate='manual'"
-        return ""
-
-
-def _unwrapped(given: object) -> Optimizer:
-    """Take wrappers off: the innermost `.optimizer` is the one whose step changes parameters."""
-    seen = set()
-    inner = given
-    while id(inner) not in seen:
-        seen.add(id(inner))
-        inner = getattr(inner, "optimizer", inner)
-    if not isinstance(inner, Optimizer):
-        raise ConfigError(
-            f"optimizer= takes a torch.optim.Optimizer, something with one as .optimizer, or a list; "
-            f"not {type(given).__name__}"
-        )
-    return inner
-
-
-def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield what an optimizer's step may change: its parameters, and the tensors anywhere inside its state."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-    for value in optimizer.state.values():
-        yield from _tensors_below(value)
-
-
-def _tensors_below(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors_below(inner)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for inner in value:
-            yield from _tensors_below(inner)
-
-
-def _tensors_in(constant: object) -> Iterator[torch.Tensor]:
-    if isinstance(constant, torch.Tensor):
-        yield constant
-    elif isinstance(constant, torch.nn.Module):
-        yield from constant.parameters()
-        yield from constant.buffers()
-    elif isinstance(constant, Mapping):
-        for value in constant.values():
-            yield from _tensors_in(value)
-    elif isinstance(constant, Iterable) and not isinstance(constant, str | bytes):
-        for value in constant:
-            yield from _tensors_in(value)
-    else:
-        raise ConfigError(
-            f"constant= takes modules, tensors, and lists or dicts of them, not {type(constant).__name__}"
-        )
-
-
 # ------------------------------------------------------------------------------------------------------ the gate
 
+_torn: dict[int, StorageWeakRef] = {}  # storages that were caught changing before the gate: volatile for good
 _pending: list[Capture] = []  # those that a step must pass
 _pending_lock = threading.Lock()
-_hook_is_set = False
+_watching = False
+
+
+def watch_steps() -> None:
+    """From now on every optimizer's step in this process passes the gate. May be called again."""
+    global _watching
+    with _pending_lock:
+        if not _watching:
+            register_optimizer_step_pre_hook(_before_step)
+            register_optimizer_step_post_hook(_after_step)
+            _watching = True
 
 
 def _before_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
-    """Run before every optimizer's step in this process: nothing that it changes may still be uncaptured."""
-    if not _pending:
-        return
+    """Nothing that this step changes may still be uncaptured."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        _replayed.add(optimizer)
+        owns_replays(optimizer)
     for capture in list(_pending):
-        if capture.is_changed_by(optimizer):
+        if not capture.is_manual and capture.is_changed_by(optimizer):
             capture.wait_captured()
+
+
+def _after_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
+    """With gate="manual" the caller should have waited by now; fused optimizers would not give themselves away."""
+    for capture in list(_pending):
+        if capture.is_manual and capture.is_changed_by(optimizer):
+            capture.tear_by_step(type(optimizer).__name__)
 
 
 def _forget_pending() -> None:
@@ -370,7 +157,7 @@ class Capture:
         self._arena = arena
         self._paranoid = paranoid
         self._on_gate = on_gate
-        self._gate = owners.gate
+        self.is_manual = owners.gate == "manual"
         self._optimizers = owners.optimizers()
         self._stable, self.why_volatile = owners.stable()
         self._constant = owners.constant()
@@ -379,14 +166,17 @@ class Capture:
         self._constants_watched: list[_Watched] = []
         self._samples: list[tuple[Sources, int, int, bytes]] = []
         self._stable_keys: set[int] = set()
-        self._kept: list[object] = []
+        self._kept: list[torch.UntypedStorage] = []
         self._lock = threading.Lock()
         self._sealed = False
         self._started_s = time.monotonic()
         self.capture_s = 0.0
         """Seconds from the save's start until everything but constants could be changed again."""
+        self.gate_after_s: float | None = None
+        """Seconds from the save's start until somebody first waited for the capture; None if nobody did."""
         self._error: TornStateError | None = None
-        self.bytes_of = {Kind.STABLE: 0, Kind.CONSTANT: 0, Kind.VOLATILE: 0}
+        self.kinds: list[Kind] = []
+        """What each source is, over all files in the order they were added."""
 
     # --- on the thread that saves
 
@@ -406,7 +196,7 @@ class Capture:
                 kind, watched = Kind.CONSTANT, []
             self._kept.append(storage)
             snapshot.add(storage.data_ptr() + source.offset_bytes, source.size_bytes, kind)
-            self.bytes_of[kind] += source.size_bytes
+            self.kinds.append(kind)
             into = self._watched if kind == Kind.STABLE else self._constants_watched
             into.extend(_Watched(tensor, version, container, index) for tensor, version in watched)
             if kind == Kind.STABLE:
@@ -432,15 +222,10 @@ class Capture:
 
     def hold(self) -> None:
         """From now on the optimizers' steps wait for this capture."""
-        global _hook_is_set
         if not self._stable_keys:
             return
-        if self._gate == "manual":
-            return
+        watch_steps()
         with _pending_lock:
-            if not _hook_is_set:
-                register_optimizer_step_pre_hook(_before_step)
-                _hook_is_set = True
             _pending.append(self)
 
     # --- on any thread
@@ -479,9 +264,11 @@ class Capture:
         Raises:
             TimeoutError: With a timeout: not all is captured.
         """
+        started_s = time.monotonic()
+        if self.gate_after_s is None:
+            self.gate_after_s = started_s - self._started_s
         if self._sealed:
             return
-        started_s = time.monotonic()
         try:
             if self.is_torn():
                 return
@@ -528,6 +315,21 @@ class Capture:
             self.hurry()
             self._let_go()
         return torn
+
+    def tear_by_step(self, optimizer: str) -> None:
+        """An optimizer has stepped, and nobody had waited for the capture: the save has failed."""
+        with self._lock:
+            if self._sealed or self._error is not None:
+                return
+            for storage in self._kept:
+                if storage._cdata in self._stable_keys:
+                    _torn[storage._cdata] = StorageWeakRef(storage)
+            self._error = TornStateError(
+                f"{optimizer} stepped before the state was captured. Nothing was published. With gate='manual', call "
+                "wait_captured() before the optimizer's step"
+            )
+        self.hurry()
+        self._let_go()
 
     def check(self) -> None:
         """Before a file is published: raise if what was written may be torn.
@@ -577,7 +379,7 @@ class Capture:
         reached = []
         for source, tensors in zip(container.sources, container.tensors, strict=True):
             key = source.storage._cdata
-            held = [tensor for tensor in tensors if type(tensor) in _PLAIN and key in storage_keys(tensor)]
+            held = [tensor for tensor in tensors if type(tensor) in PLAIN and key in storage_keys(tensor)]
             reached.append(held + around.get(key, []))
         return reached
 

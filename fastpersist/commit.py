@@ -36,22 +36,41 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from fastpersist import _native
 from fastpersist.errors import InternalError, StorageError
 from fastpersist.filesystem import filesystem, storage_errors
 
-__all__ = ["PendingFile", "Target", "find_leftovers", "resolve_target"]
+__all__ = [
+    "LEFTOVER_AGE_S",
+    "LOCK_HELD",
+    "LOCK_UNSUPPORTED",
+    "TOKEN_BYTES",
+    "PendingFile",
+    "Target",
+    "close_live",
+    "find_leftovers",
+    "hidden_prefix",
+    "is_live",
+    "live_guard",
+    "lock_record",
+    "mark_live",
+    "resolve_target",
+    "saving",
+    "sweep",
+]
 
 _log = logging.getLogger("fastpersist")
 
+# What directory_commit does alike is public here; it is no more public than the module.
+TOKEN_BYTES = 8
+LEFTOVER_AGE_S = 24 * 3600.0
+LOCK_HELD = (errno.EACCES, errno.EAGAIN)
+LOCK_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _NAME_LIMIT_BYTES = 255
-_TOKEN_BYTES = 8
-_LEFTOVER_AGE_S = 24 * 3600.0
-_LOCK_HELD = (errno.EACCES, errno.EAGAIN)
-_LOCK_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _CREATE_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 _live: set[tuple[int, int]] = set()  # device and inode: a directory can be reached by several paths
@@ -66,6 +85,32 @@ def _forget_live_files() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_live_files)
+
+
+def live_guard() -> AbstractContextManager[object]:
+    """Return the lock that is held from creation to lock of a pending file, and while a leftover is looked at."""
+    return _live_guard
+
+
+def mark_live(fd: int) -> tuple[int, int]:
+    """Note an open file as being written by this process; call with the guard held. Returns what `close_live` wants."""
+    identity = _identity(os.fstat(fd))
+    _live.add(identity)
+    _native.close_in_forked_child(fd)
+    return identity
+
+
+def is_live(status: os.stat_result) -> bool:
+    """Tell whether this process is writing the file: then nobody may open it, since closing drops its record lock."""
+    return _identity(status) in _live
+
+
+def close_live(fd: int, identity: tuple[int, int]) -> None:
+    """Close a file that `mark_live` noted, and with it drop its lock."""
+    _native.forget_descriptor(fd)
+    with _live_guard:
+        os.close(fd)
+        _live.discard(identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +184,7 @@ class PendingFile:
         self.fd = fd
         self.sync_s = 0.0
         self._process = os.getpid()
-        self._identity = _identity(os.fstat(fd))
-        _live.add(self._identity)
-        _native.close_in_forked_child(fd)
+        self._identity = mark_live(fd)
 
     @classmethod
     def create(cls, target: Target) -> PendingFile | None:
@@ -155,8 +198,8 @@ class PendingFile:
         """
         sweep(target)
         for _ in range(100):
-            path = os.path.join(target.directory, _pending_prefix(target.path) + secrets.token_hex(_TOKEN_BYTES))
-            with _live_guard, _saving(target):
+            path = os.path.join(target.directory, hidden_prefix(target.path) + secrets.token_hex(TOKEN_BYTES))
+            with _live_guard, saving(target.path):
                 try:
                     fd = filesystem().create(path, 0o666 if target.mode is None else target.mode & 0o600)
                 except StorageError as error:
@@ -167,7 +210,7 @@ class PendingFile:
                 pending = cls(target, path, fd)
                 kept = False
                 try:
-                    kept = _lock(fd, path) and os.fstat(fd).st_nlink == 1
+                    kept = lock_record(fd, path) and os.fstat(fd).st_nlink == 1
                 finally:
                     if not kept:
                         pending.abort()
@@ -177,7 +220,7 @@ class PendingFile:
 
     def allocate(self, size_bytes: int) -> None:
         """Step 3. Raises NoSpaceError before a byte is written."""
-        with _saving(self.target):
+        with saving(self.target.path):
             filesystem().allocate(self.fd, size_bytes, self.path)
 
     def publish(self, size_bytes: int, *, durable: bool) -> None:
@@ -192,7 +235,7 @@ class PendingFile:
             StorageError: Nothing was published, unless the message says that only the directory could not be synced.
         """
         try:
-            with _saving(self.target):
+            with saving(self.target.path):
                 if self.target.mode is not None:
                     self._take_over_permissions()
                 filesystem().truncate(self.fd, size_bytes, self.path)
@@ -234,10 +277,7 @@ class PendingFile:
 
     def _close(self) -> None:
         fd, self.fd = self.fd, -1
-        _native.forget_descriptor(fd)
-        with _live_guard:
-            os.close(fd)
-            _live.discard(self._identity)
+        close_live(fd, self._identity)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -245,34 +285,34 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 @contextmanager
-def _saving(target: Target) -> Iterator[None]:
+def saving(path: str) -> Iterator[None]:
     """Let errors name the file that the caller asked for; the pending file's name would tell nobody anything."""
     try:
         yield
     except StorageError as error:
-        raise type(error)(error.errno, f"cannot save {target.path}: {error}", target.path) from error
+        raise type(error)(error.errno, f"cannot save {path}: {error}", path) from error
 
 
-def _pending_prefix(path: str) -> str:
-    """Return what the names of all pending files of this target start with.
+def hidden_prefix(path: str, kind: Literal["pending", "retired"] = "pending") -> str:
+    """Return what the names of all pending (or retired) files and directories of this target start with.
 
-    A long final name is shortened to a digest, so that the pending name fits wherever the final one does.
+    A long final name is shortened to a digest, so that the hidden name fits wherever the final one does.
     """
     name = os.path.basename(path)
-    suffix = ".pending-"
-    if len(os.fsencode(name)) + len(suffix) + 1 + 2 * _TOKEN_BYTES > _NAME_LIMIT_BYTES:
+    suffix = f".{kind}-"
+    if len(os.fsencode(name)) + len(suffix) + 1 + 2 * TOKEN_BYTES > _NAME_LIMIT_BYTES:
         name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
     return f".{name}{suffix}"
 
 
-def _lock(fd: int, path: str) -> bool:
+def lock_record(fd: int, path: str) -> bool:
     """Take the record lock; False when somebody else has it. Without lock support: True, and leftovers age out."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _LOCK_HELD:
+        if error.errno in LOCK_HELD:
             return False
-        if error.errno not in _LOCK_UNSUPPORTED:
+        if error.errno not in LOCK_UNSUPPORTED:
             raise StorageError(error.errno, f"locking {path}: {error.strerror}", path) from error
         _log.debug("%s: the file system has no record locks", path)
     return True
@@ -289,7 +329,7 @@ def _unlink_quietly(path: str) -> None:
 
 def find_leftovers(target: Target) -> list[str]:
     """List the pending files of a target, those that are being written by this or another process included."""
-    name = re.compile(re.escape(_pending_prefix(target.path)) + f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
+    name = re.compile(re.escape(hidden_prefix(target.path)) + f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
     try:
         with os.scandir(target.directory) as entries:
             return [entry.path for entry in entries if name.fullmatch(entry.name)]
@@ -307,7 +347,7 @@ def sweep(target: Target) -> list[str]:
     for path in find_leftovers(target):
         with _live_guard:
             try:
-                if _identity(os.lstat(path)) in _live:
+                if is_live(os.lstat(path)):
                     continue
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             except OSError:
@@ -330,9 +370,9 @@ def _is_dead(fd: int, path: str) -> bool:
     try:
         fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _LOCK_HELD:
+        if error.errno in LOCK_HELD:
             return False
-        if time.time() - os.fstat(fd).st_mtime > _LEFTOVER_AGE_S:
+        if time.time() - os.fstat(fd).st_mtime > LEFTOVER_AGE_S:
             return True
         _log.warning("%s may be a leftover; without file locks it is removed when a day old", path)
         return False

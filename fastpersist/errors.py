@@ -96,7 +96,7 @@ class ChecksumError(CorruptionError):
 
 
 class TornStateError(FastPersistError):
-    """State was changed between save() and its capture, so what was written may mix two steps; nothing was published."""
+    """State was changed between save() and its capture, what was written may mix two steps. Nothing was published."""
 
 
 class SkippedError(FastPersistError):

@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastpersist import _native
-from fastpersist.errors import NoSpaceError, StorageError
+from fastpersist.errors import NoSpaceError, StorageError, UnsupportedError
 
 __all__ = ["Filesystem", "filesystem", "storage_errors", "using"]
+
+# What rename() answers when a directory with something in it, or a file, has the name.
+_NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 
 
 @contextmanager
@@ -38,9 +41,21 @@ class Filesystem:
         with storage_errors("creating", path):
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
 
+    def make_directory(self, path: str, mode: int = 0o777) -> None:
+        """Create a directory that is not there yet, with `mode` as mkdir() takes it (less the umask)."""
+        with storage_errors("creating directory", path):
+            os.mkdir(path, mode)
+
     def allocate(self, fd: int, size_bytes: int, path: str) -> None:
         """Reserve `size_bytes` of space and make that the size of the file."""
         _native.allocate(fd, size_bytes, os.fsencode(path))
+
+    def write(self, fd: int, data: bytes, path: str) -> None:
+        """Write all of `data` where the descriptor stands. For a few bytes; tensors go through the engines."""
+        with storage_errors("writing", path):
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
 
     def truncate(self, fd: int, size_bytes: int, path: str) -> None:
         """Cut the file to `size_bytes`."""
@@ -56,6 +71,28 @@ class Filesystem:
         """Give the file its new name, replacing what had it, in one step."""
         with storage_errors(f"renaming {source} to", target):
             os.rename(source, target)
+
+    def rename_to_free_name(self, source: str, target: str) -> None:
+        """Give a file or directory a name that nothing has, in one step; EEXIST when it is taken.
+
+        Where the kernel cannot do that in one step, an empty directory that appears in between is replaced.
+        """
+        try:
+            _native.rename_to_free_name(os.fsencode(source), os.fsencode(target))
+        except UnsupportedError:
+            with storage_errors(f"renaming {source} to", target):
+                if os.path.lexists(target):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+                try:
+                    os.rename(source, target)
+                except OSError as error:
+                    if error.errno in _NAME_TAKEN:
+                        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+                    raise
+
+    def exchange(self, first: str, second: str) -> None:
+        """Let two names change places, in one step. UnsupportedError where the kernel or file system cannot."""
+        _native.exchange_names(os.fsencode(first), os.fsencode(second))
 
     def sync_directory(self, path: str) -> None:
         """Make the names in a directory durable."""
@@ -75,6 +112,11 @@ class Filesystem:
         """Remove a name."""
         with storage_errors("removing", path):
             os.unlink(path)
+
+    def remove_directory(self, path: str) -> None:
+        """Remove an empty directory."""
+        with storage_errors("removing directory", path):
+            os.rmdir(path)
 
 
 _current = Filesystem()

@@ -40,7 +40,7 @@ _EXTRA_STATE_KEY = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class StoredTensor:
     """A tensor in the file: its place and how its elements lie there."""
 
     offset_bytes: int  # of its first element, from the file's start
@@ -67,12 +67,12 @@ class _Stored:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pair:
+class Pair:
     """What is filled from what."""
 
     name: str
     target: torch.Tensor
-    stored: _Stored
+    stored: StoredTensor
 
 
 def load_into(
@@ -115,7 +115,7 @@ def load_into(
         extra_states = _load_extra_states(source, structure, target, engine)
         filled: list[str] = []
         try:
-            _fill(source, pairs, engine, filled)
+            fill_pairs(source, pairs, engine, filled)
         except StorageError as error:
             raise _partly_overwritten(error, filled) from error
         for set_extra_state, state in extra_states:
@@ -130,7 +130,7 @@ class _Structure:
     """What a file holds, without its data.
 
     Attributes:
-        stored: Its object with a _Stored in place of each tensor, lists for tuples, None for everything else.
+        stored: Its object with a StoredTensor in place of each tensor, lists for tuples, None for everything else.
         skeleton: Its object, with tensors on the meta device; None for safetensors.
         storages: The storages of those tensors, by key.
     """
@@ -151,46 +151,57 @@ def _read_structure(source: CheckpointSource) -> _Structure:
         )
     if source.is_byte_swapped():
         raise UnsupportedError(f"{source.path} has the other byte order; use torch.load and load_state_dict instead")
-    skeleton, storages = _meta_object(source)
+    skeleton, storages = meta_object(source)
     key_of = {storage._cdata: key for key, storage in storages.items()}
-
-    def describe(tensor: torch.Tensor) -> _Stored:
-        if tensor.layout != torch.strided or tensor.is_quantized or type(tensor) not in _PLAIN:
-            raise UnsupportedError(
-                f"{source.path} holds a {type(tensor).__name__} of layout {tensor.layout}; load_into fills plain dense "
-                "tensors only: use fastpersist.load and load_state_dict"
-            )
-        if tensor.is_conj() or tensor.is_neg():
-            raise UnsupportedError(
-                f"{source.path} holds a conjugate or negative view; use fastpersist.load and load_state_dict"
-            )
-        key = key_of.get(tensor.untyped_storage()._cdata)
-        if key is None:
-            raise UnsupportedError(f"{source.path} holds a tensor without data (meta)")
-        entry = source.directory.entries[f"data/{key}"]
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        found = _Stored(entry.data_offset_bytes + start, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-        if any(step < 0 for step in found.stride) or start + found.span_bytes > entry.size_bytes:
-            raise FormatError(f"a tensor reaches beyond its storage {key}", path=source.path)
-        return found
-
-    return _Structure(_described(skeleton, describe), skeleton, storages)
+    return _Structure(_described(skeleton, lambda tensor: described_tensor(source, key_of, tensor)), skeleton, storages)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+def described_tensor(source: CheckpointSource, key_of: Mapping[int, str], tensor: torch.Tensor) -> StoredTensor:
+    """Say where a tensor on the meta device lies in the file, proven to be inside its storage.
+
+    Args:
+        source: The file.
+        key_of: Keys of the storages that `meta_object` returned, by their `_cdata`.
+        tensor: Of the object that `meta_object` returned.
+
+    Raises:
+        FormatError: It reaches beyond its storage.
+        UnsupportedError: It is not plain and dense.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized or type(tensor) not in PLAIN_TYPES:
+        raise UnsupportedError(
+            f"{source.path} holds a {type(tensor).__name__} of layout {tensor.layout}; load_into fills plain dense "
+            "tensors only: use fastpersist.load and load_state_dict"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise UnsupportedError(
+            f"{source.path} holds a conjugate or negative view; use fastpersist.load and load_state_dict"
+        )
+    key = key_of.get(tensor.untyped_storage()._cdata)
+    if key is None:
+        raise UnsupportedError(f"{source.path} holds a tensor without data (meta)")
+    entry = source.directory.entries[f"data/{key}"]
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    found = StoredTensor(entry.data_offset_bytes + start, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+    if any(step < 0 for step in found.stride) or start + found.span_bytes > entry.size_bytes:
+        raise FormatError(f"a tensor reaches beyond its storage {key}", path=source.path)
+    return found
 
 
-def _stored_entry(entry: safetensors_format.Entry, path: str) -> _Stored:
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def _stored_entry(entry: safetensors_format.Entry, path: str) -> StoredTensor:
     stride = []
     step = 1
     for size in reversed(entry.shape):
         stride.append(step)
         step *= max(size, 1)
-    return _Stored(entry.offset_bytes, torch_dtype(entry, path), entry.shape, tuple(reversed(stride)))
+    return StoredTensor(entry.offset_bytes, torch_dtype(entry, path), entry.shape, tuple(reversed(stride)))
 
 
-def _meta_object(source: CheckpointSource) -> tuple[Any, dict[str, torch.UntypedStorage]]:
-    """Unpickle over storages without data, sizes checked against the directory."""
+def meta_object(source: CheckpointSource, *, weights_only: bool = True) -> tuple[Any, dict[str, torch.UntypedStorage]]:
+    """Unpickle over storages without data, sizes checked against the directory; also return them by key."""
     storages: dict[str, torch.UntypedStorage] = {}
     for reference in source.summary.references:
         entry = source.directory.entries.get(f"data/{reference.key}")
@@ -199,7 +210,7 @@ def _meta_object(source: CheckpointSource) -> tuple[Any, dict[str, torch.Untyped
         if reference.key not in storages:
             storages[reference.key] = new_storage(entry.size_bytes, torch.device("meta"))
     try:
-        return unpickle_with(source, storages, map_location=None, weights_only=True), storages
+        return unpickle_with(source, storages, map_location=None, weights_only=weights_only), storages
     except NotImplementedError as error:
         raise UnsupportedError(
             f"{source.path} holds tensors that cannot be described without their data ({error}); use fastpersist.load "
@@ -207,11 +218,11 @@ def _meta_object(source: CheckpointSource) -> tuple[Any, dict[str, torch.Untyped
         ) from error
 
 
-def _described(value: Any, describe: Callable[[torch.Tensor], _Stored]) -> Any:
+def _described(value: Any, describe: Callable[[torch.Tensor], StoredTensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return describe(value)
     if isinstance(value, Mapping):
-        return {key: _described(item, describe) for key, item in value.items() if not _is_extra_state(key)}
+        return {key: _described(item, describe) for key, item in value.items() if not is_extra_state(key)}
     if isinstance(value, (list, tuple)):
         return [_described(item, describe) for item in value]
     return None
@@ -222,7 +233,7 @@ def _described(value: Any, describe: Callable[[torch.Tensor], _Stored]) -> Any:
 _SetExtraState: TypeAlias = Callable[[Any], None]
 
 
-def _is_extra_state(key: object) -> bool:
+def is_extra_state(key: object) -> bool:
     """Tell whether a state_dict key is that of a module's get_extra_state."""
     return isinstance(key, str) and key.rpartition(".")[2] == _EXTRA_STATE_KEY
 
@@ -282,47 +293,53 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 # --------------------------------------------------------------------------------------------- matching
 
 
-def _match(path: str, stored: Any, target: object, strict: bool) -> list[_Pair]:
+def _match(path: str, stored: Any, target: object, strict: bool) -> list[Pair]:
     """Pair the target's tensors with the file's; nothing is touched.
 
     Raises:
         ConfigError: They do not fit; all differences are listed.
     """
-    pairs: list[_Pair] = []
+    pairs: list[Pair] = []
     problems: list[str] = []
     for name, tensor, found in _walk("", target, stored):
         if tensor is None:
             problems.extend([f"{name} is in the file, but not in the target"] if strict else [])
         elif found is None:
             problems.extend([f"{name} is in the target, but not in the file"] if strict else [])
-        elif not isinstance(found, _Stored):
+        elif not isinstance(found, StoredTensor):
             problems.append(f"{name} is a tensor in the target, but not in the file")
         elif torch.nn.parameter.is_lazy(tensor):
             problems.append(f"{name} has no shape yet (a lazy module); run the module once, then load")
         elif tuple(tensor.shape) != found.shape:
             problems.append(f"{name} has shape {tuple(tensor.shape)} in the target, {found.shape} in the file")
         else:
-            problems.extend(_why_not_fillable(name, tensor, found))
-            pairs.append(_Pair(name, tensor, found))
+            problems.extend(why_not_fillable(name, tensor, found.dtype))
+            pairs.append(Pair(name, tensor, found))
     if problems:
-        more = [f"… and {len(problems) - _SHOWN_COUNT} more"] if len(problems) > _SHOWN_COUNT else []
-        raise ConfigError(
-            f"{path} does not fit the target, which was not changed: " + "; ".join(problems[:_SHOWN_COUNT] + more)
-        )
+        raise misfit(path, problems)
     return pairs
 
 
-def _why_not_fillable(name: str, tensor: torch.Tensor, found: _Stored) -> list[str]:
+def misfit(path: str, problems: Sequence[str]) -> ConfigError:
+    """Say in one error why a file and a target do not fit."""
+    more = [f"… and {len(problems) - _SHOWN_COUNT} more"] if len(problems) > _SHOWN_COUNT else []
+    return ConfigError(
+        f"{path} does not fit the target, which was not changed: " + "; ".join([*problems[:_SHOWN_COUNT], *more])
+    )
+
+
+def why_not_fillable(name: str, tensor: torch.Tensor, stored_dtype: torch.dtype) -> list[str]:
+    """Say what keeps the memory of a target from being filled with values of a dtype; nothing if nothing does."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         return [f"{name} is not a dense tensor with memory"]
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN_TYPES:
         return [f"{name} is a {type(tensor).__name__}, whose memory cannot be filled from outside"]
     if tensor.is_conj() or tensor.is_neg():
         return [f"{name} is a conjugate or negative view"]
     if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return [f"{name} is an expanded tensor: several of its elements share memory"]
-    if found.dtype.is_complex and not tensor.dtype.is_complex:
-        return [f"{name} is {found.dtype} in the file and {tensor.dtype} in the target"]
+    if stored_dtype.is_complex and not tensor.dtype.is_complex:
+        return [f"{name} is {stored_dtype} in the file and {tensor.dtype} in the target"]
     return []
 
 
@@ -337,10 +354,10 @@ def _walk(name: str, target: object, stored: Any) -> Iterator[tuple[str, torch.T
     elif isinstance(target, Mapping):
         found = stored if isinstance(stored, dict) else {}
         for key, item in target.items():
-            yield from _walk(_joined(name, key), item, found.get(key))
+            yield from _walk(joined_name(name, key), item, found.get(key))
         for key, item in found.items():
             if key not in target:
-                for inner, _ in _leaves(_joined(name, key), item):
+                for inner, _ in _leaves(joined_name(name, key), item):
                     yield inner, None, item
     elif isinstance(target, (list, tuple)):
         items = stored if isinstance(stored, list) else []
@@ -353,18 +370,19 @@ def _walk(name: str, target: object, stored: Any) -> Iterator[tuple[str, torch.T
                     yield inner, None, items[index]
 
 
-def _joined(name: str, key: object) -> str:
+def joined_name(name: str, key: object) -> str:
+    """Name what lies under a key: `model.weight`, `state[0]`."""
     if isinstance(key, str):
         return f"{name}.{key}" if name else key
     return f"{name}[{key!r}]"
 
 
-def _leaves(name: str, stored: Any) -> Iterator[tuple[str, _Stored]]:
-    if isinstance(stored, _Stored):
+def _leaves(name: str, stored: Any) -> Iterator[tuple[str, StoredTensor]]:
+    if isinstance(stored, StoredTensor):
         yield name, stored
     elif isinstance(stored, dict):
         for key, item in stored.items():
-            yield from _leaves(_joined(name, key), item)
+            yield from _leaves(joined_name(name, key), item)
     elif isinstance(stored, list):
         for index, item in enumerate(stored):
             yield from _leaves(f"{name}[{index}]", item)
@@ -374,7 +392,7 @@ def _module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The module's own tensors by their state_dict names; extra state is handled apart."""
     state = module.state_dict(keep_vars=True)
     return {
-        name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra_state(name)
+        name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(name)
     }
 
 
@@ -401,11 +419,11 @@ def _verify_all(source: CheckpointSource, engine: str) -> None:
     check_records(source, storages, engine=engine, poll=None)
 
 
-def _fill(source: CheckpointSource, pairs: Sequence[_Pair], engine: str, filled: list[str]) -> None:
+def fill_pairs(source: CheckpointSource, pairs: Sequence[Pair], engine: str, filled: list[str]) -> None:
     """Fill all targets; `filled` gets the names that may have been touched, before they are."""
     extents = Extents()
     one_by_one = _overlapping(pairs)
-    last = {_memory_of(pair.target): pair for pair in pairs}  # of tied targets the last wins, as in load_state_dict
+    last = {memory_of(pair.target): pair for pair in pairs}  # of tied targets the last wins, as in load_state_dict
     with torch.no_grad():
         for pair in last.values():
             if not pair.target.numel() or pair in one_by_one:
@@ -425,24 +443,25 @@ def _fill(source: CheckpointSource, pairs: Sequence[_Pair], engine: str, filled:
             torch.autograd.graph.increment_version([pair.target for pair in pairs])
 
 
-def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what two tensors have in common that show the same elements of the same memory."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
 
 
-def _overlapping(pairs: Sequence[_Pair]) -> list[_Pair]:
+def _overlapping(pairs: Sequence[Pair]) -> list[Pair]:
     """Find targets that share memory without being the same tensor: they are filled one by one, in order."""
 
-    def span(pair: _Pair) -> tuple[str, int, int]:
+    def span(pair: Pair) -> tuple[str, int, int]:
         target = pair.target
         last = sum((size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True))
         return str(target.device), target.data_ptr(), target.data_ptr() + (last + 1) * target.element_size()
 
     ordered = sorted((pair for pair in pairs if pair.target.numel()), key=span)
     found: set[int] = set()
-    reach: _Pair | None = None  # of those before on the same device, the one that ends last
+    reach: Pair | None = None  # of those before on the same device, the one that ends last
     for pair in ordered:
         if reach is not None and span(reach)[0] == span(pair)[0] and span(pair)[1] < span(reach)[2]:
-            if _memory_of(reach.target) != _memory_of(pair.target):
+            if memory_of(reach.target) != memory_of(pair.target):
                 found |= {id(reach), id(pair)}
             if span(pair)[2] <= span(reach)[2]:
                 continue
@@ -450,7 +469,7 @@ def _overlapping(pairs: Sequence[_Pair]) -> list[_Pair]:
     return [pair for pair in pairs if id(pair) in found]
 
 
-def _add_contiguous(extents: Extents, pair: _Pair) -> None:
+def _add_contiguous(extents: Extents, pair: Pair) -> None:
     target, stored = pair.target, pair.stored
     size_bytes = stored.span_bytes
     if target.device.type == "cpu" and target.dtype == stored.dtype and target.is_contiguous():
@@ -480,7 +499,7 @@ def _add_contiguous(extents: Extents, pair: _Pair) -> None:
     extents.add_pushed(stored.offset_bytes, size_bytes, convert, with_crc=False)
 
 
-def _read_strided(source: CheckpointSource, stored: _Stored, engine: str) -> torch.Tensor:
+def _read_strided(source: CheckpointSource, stored: StoredTensor, engine: str) -> torch.Tensor:
     """Read a tensor that is a view with gaps: its span, then the view."""
     span = new_storage(stored.span_bytes, torch.device("cpu"))
     extents = Extents()

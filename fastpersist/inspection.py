@@ -1,4 +1,7 @@
-"""What a checkpoint file holds and whether it is whole, without loading it and without running any of its code."""
+"""What a checkpoint file holds and whether it is whole, without loading it and without running any of its code.
+
+Directories are for directory_inspection, which gives the same kinds of answer.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from fastpersist.errors import CorruptionError, UnsupportedError
+from fastpersist.formats.manifest import FileEntry
 from fastpersist.formats.pickle_scan import DTYPE_ITEMSIZE_BYTES, iter_tensors
 from fastpersist.formats.safetensors import TORCH_NAMES
 from fastpersist.pipeline import Extents, Poll, read_extents
@@ -26,6 +30,7 @@ class TensorEntry:
         offset_bytes: Where its first element lies, from the file's start; None for one without data (meta).
         record: The record that holds its storage, such as "data/0"; for safetensors its own name.
         crc32: Recorded CRC-32 of that record, None without checksums.
+        file: In a checkpoint directory, the file it is in; "" for a file that is looked at by itself.
     """
 
     name: str
@@ -35,20 +40,32 @@ class TensorEntry:
     offset_bytes: int | None
     record: str
     crc32: int | None
+    file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a file holds.
+    """What a file, a checkpoint directory, or a directory of those holds.
 
     Attributes:
-        path: The file.
-        format: "torch_zip" or "safetensors".
-        size_bytes: Its length.
-        has_checksums: Whether CRCs were recorded.
-        tensors: Every tensor by name; one storage may hold several.
-        globals: What the pickle would import when loaded, as "module.name"; empty for safetensors.
+        path: The file or directory.
+        format: "torch_zip", "safetensors", "directory" (a checkpoint directory) or "root" (a directory of those).
+        size_bytes: Length of the file, or of all files together.
+        has_checksums: Whether CRCs were recorded: of every file of a directory, of every checkpoint of a root.
+        tensors: Every tensor by name; one storage may hold several. For a directory those of all its files. Empty for
+            a root and for the checkpoints in it: inspect one of them by itself.
+        globals: What the pickles would import when loaded, as "module.name"; empty for safetensors.
         metadata: The metadata of a safetensors header.
+        files: Directory: what its manifest lists.
+        step: Directory: step of the training, None if it belongs to none.
+        time_s: Directory: when it was written, Unix time.
+        metrics: Directory: values of the training at that step.
+        versions: Directory: name and version of what wrote it.
+        host: Directory: facts of the machine that wrote it.
+        stats: Directory: what the save cost.
+        checkpoints: Root: the committed checkpoints, by step.
+        leftovers: Root: names of what is no committed checkpoint: unfinished or replaced ones, which the next save
+            removes, and damaged ones.
     """
 
     path: str
@@ -58,40 +75,54 @@ class Manifest:
     tensors: tuple[TensorEntry, ...]
     globals: tuple[str, ...] = ()
     metadata: dict[str, str] = field(default_factory=dict)
+    files: tuple[FileEntry, ...] = ()
+    step: int | None = None
+    time_s: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    host: dict[str, str | int] = field(default_factory=dict)
+    stats: dict[str, float | int | str] = field(default_factory=dict)
+    checkpoints: tuple[Manifest, ...] = ()
+    leftovers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is wrong with a file.
+    """One thing that is wrong with a file or a directory.
 
     Attributes:
         message: What, in one line.
         tensors: The names of the tensors that it touches.
         record: The record it is in, "" when the file's structure is damaged.
         offset_bytes: Where, from the file's start; None when it has no place.
+        file: In a directory, the file it is in, named from that directory; the message names it too.
     """
 
     message: str
     tensors: tuple[str, ...] = ()
     record: str = ""
     offset_bytes: int | None = None
+    file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The result of reading a whole file.
+    """The result of reading a whole file, or a whole directory.
 
     Attributes:
-        path: The file.
+        path: The file or directory.
         damages: All that is wrong, empty when nothing is.
         checked_bytes: Bytes whose CRC was compared.
-        has_checksums: False: the structure was checked, but there is nothing to compare the bytes with.
+        has_checksums: False: the structure was checked, but there is nothing to compare the bytes (of some file of a
+            directory) with.
+        leftovers: Of a directory of checkpoints: names of unfinished and replaced ones, which are no damage.
     """
 
     path: str
     damages: tuple[Damage, ...]
     checked_bytes: int
     has_checksums: bool
+    leftovers: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -17,7 +17,7 @@ import _compat_pickle
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, TypeAlias, cast
 
@@ -155,14 +155,16 @@ def unpickle_with(
 
 
 @dataclass(frozen=True, slots=True)
-class _StorageToFill:
+class StorageToFill:
+    """A storage of the file, its recorded CRC, and the device it goes to."""
+
     entry_offset_bytes: int
     size_bytes: int
     crc: int
     device: torch.device
 
 
-def _why_stock(source: CheckpointSource, map_location: MapLocation, weights_only: bool) -> str | None:
+def why_stock(source: CheckpointSource, map_location: MapLocation, weights_only: bool) -> str | None:
     """Say why a torch zip must be loaded by stock torch.load, None when it need not be."""
     if callable(map_location):
         return "map_location is a callable"
@@ -176,19 +178,23 @@ def _why_stock(source: CheckpointSource, map_location: MapLocation, weights_only
         return "it was written on a machine of the other byte order"
     if "torch._utils._rebuild_device_tensor_from_numpy" in source.summary.globals:
         return "it holds tensors of a device whose bytes are inside the pickle"
-    if weights_only and not _all_allowed(source.summary.globals):
+    if weights_only and not_allowed_globals(source.summary.globals):  # torch's own error is wanted, and soon
         return "it names globals that weights_only=True does not allow"
     return None
 
 
-def _all_allowed(global_names: tuple[str, ...]) -> bool:
-    """Tell whether weights_only=True would go on past every global; if not, torch's own error is wanted, and soon.
+def not_allowed_globals(global_names: tuple[str, ...]) -> list[str]:
+    """Return the globals that weights_only=True would not go past.
 
     Only an early look: torch checks for itself when it unpickles.
     """
     unpickler = torch._weights_only_unpickler
     allowed = {*unpickler._get_allowed_globals(), *unpickler._get_user_allowed_globals()}
-    return all(name in allowed or "Storage" in name or _python3_name(name) in allowed for name in global_names)
+    return [
+        name
+        for name in global_names
+        if name not in allowed and "Storage" not in name and _python3_name(name) not in allowed
+    ]
 
 
 def _python3_name(name: str) -> str:
@@ -217,9 +223,14 @@ def _device_for(location: str) -> torch.device | None:
     return torch.device(device.type, index) if index < torch.accelerator.device_count() else None
 
 
-def _storages_to_fill(source: CheckpointSource, map_location: MapLocation) -> dict[str, _StorageToFill] | str:
-    """Say which storages there are and where they go; or, in a sentence, why stock torch.load must do it."""
-    wanted: dict[str, _StorageToFill] = {}
+def storages_to_fill(
+    source: CheckpointSource, map_location: MapLocation, *, passed_over: Container[str] = ()
+) -> dict[str, StorageToFill] | str:
+    """Say which storages there are and where they go; or, in a sentence, why stock torch.load must do it.
+
+    Those whose keys are in `passed_over` are left out: their place is known to the caller.
+    """
+    wanted: dict[str, StorageToFill] = {}
     devices: dict[str, torch.device | None] = {}
     entries = source.directory.entries
     for reference in source.summary.references:
@@ -229,6 +240,8 @@ def _storages_to_fill(source: CheckpointSource, map_location: MapLocation) -> di
             raise FormatError(f"storage {reference.key} is missing or too short", path=source.path)
         if entry.size_bytes != reference.size_bytes:
             return f"pickle and directory disagree on storage {reference.key}"
+        if reference.key in passed_over:
+            continue
         if reference.location not in devices:
             location = mapped_location(map_location, reference.location)
             devices[reference.location] = _device_for(location.decode() if isinstance(location, bytes) else location)
@@ -236,7 +249,7 @@ def _storages_to_fill(source: CheckpointSource, map_location: MapLocation) -> di
         if device is None:
             return f"storage {reference.key} goes from {reference.location!r} to a device that is torch's to judge"
         known = wanted.setdefault(
-            reference.key, _StorageToFill(entry.data_offset_bytes, entry.size_bytes, entry.crc, device)
+            reference.key, StorageToFill(entry.data_offset_bytes, entry.size_bytes, entry.crc, device)
         )
         if known.device != device:
             return f"storage {reference.key} has two locations"
@@ -264,8 +277,7 @@ def load_checkpoint(
             raise UnsupportedError(f"{source.path}: {source.explain_unknown()}, so there are no checksums to verify")
         return _load_stock(source, source.explain_unknown(), map_location, weights_only)
     try:
-        why_stock = _why_stock(source, map_location, weights_only)
-        wanted = why_stock or _storages_to_fill(source, map_location)
+        wanted = why_stock(source, map_location, weights_only) or storages_to_fill(source, map_location)
     except UnsupportedError as error:
         wanted = str(error)
     if isinstance(wanted, str):
@@ -275,7 +287,7 @@ def load_checkpoint(
         return _load_stock(source, wanted, map_location, weights_only)
 
     storages = {key: new_storage(item.size_bytes, item.device) for key, item in wanted.items()}
-    _fill(source, wanted, storages, verify=verify, engine=engine, poll=poll)
+    fill_storages(source, wanted, storages, verify=verify, engine=engine, poll=poll)
     del wanted  # of ten thousand storages some megabytes, which unpickling can use
     return unpickle_with(source, storages, map_location=map_location, weights_only=weights_only)
 
@@ -292,15 +304,16 @@ def _load_stock(source: CheckpointSource, why: str, map_location: MapLocation, w
         return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
 
 
-def _fill(
+def fill_storages(
     source: CheckpointSource,
-    wanted: dict[str, _StorageToFill],
+    wanted: dict[str, StorageToFill],
     storages: dict[str, torch.UntypedStorage],
     *,
     verify: bool,
     engine: str,
     poll: Poll | None,
 ) -> None:
+    """Fill fresh storages, by key; with `verify`, raise ChecksumError if a CRC differs."""
     if verify:
         require_checksums(source)
         check_small_records(source)

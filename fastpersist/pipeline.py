@@ -31,6 +31,7 @@ __all__ = [
     "engine_ladder",
     "engines",
     "read_extents",
+    "require_engine",
 ]
 
 _log = logging.getLogger("fastpersist")
@@ -113,6 +114,20 @@ def _probe(fd: int, path: str, name: str) -> EngineProbe:
         return EngineProbe(name, True, "")
 
 
+def require_engine(engine: str) -> str:
+    """Return what an `engine=` argument means: "auto", or the name of an engine that there is.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if engine == "auto":
+        engine = config().engine
+    known = _native.engine_names()
+    if engine != "auto" and engine.removeprefix("fault:") not in known:
+        raise ConfigError(f"there is no engine {engine!r}; known are auto, {', '.join(known)}")
+    return engine
+
+
 def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[str]:
     """Return the engines to try for a file, best first; one name alone never falls back.
 
@@ -124,12 +139,8 @@ def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[st
     Raises:
         ConfigError: Unknown engine name.
     """
-    if engine == "auto":
-        engine = config().engine
+    engine = require_engine(engine)
     if engine != "auto":
-        known = _native.engine_names()
-        if engine.removeprefix("fault:") not in known:
-            raise ConfigError(f"there is no engine {engine!r}; known are auto, {', '.join(known)}")
         return [engine]
     if _native.filesystem_type(fd) in _BUFFERED_FILESYSTEMS:
         return ["threads-buffered"]

@@ -21,10 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # folder (formats/, cli/) go by the folder's name.
 LAYERS = (
     {"_native", "errors", "config"},
-    {"formats", "layout", "partition", "pipeline", "filesystem", "progress", "retention"},
-    {"pickling", "capture", "commit", "coordination", "directory_commit", "source", "tensor_file"},
-    {"background", "directory_inspection", "filling", "inspection", "loading", "resuming", "saving"},
-    {"api", "directory_save"},
+    {"arena", "filesystem", "formats", "layout", "owners", "partition", "pipeline", "progress", "retention"},
+    {"capture", "commit", "coordination", "pickling", "source", "tensor_file"},
+    {"committed", "directory_commit", "directory_locks", "directory_removal"},
+    {"background", "directory_inspection", "explaining", "filling", "fitting", "inspection", "loading", "resuming"}
+    | {"saving"},
+    {"api", "directory_save", "signal_save"},
     {"checkpointer"},
     {"cli", "integrations", "examples"},
     {"__main__"},

@@ -66,7 +66,8 @@ Status Snapshot::Capture(SourceKind kind, bool wait, const Poll& poll) {
     arena_->changed().notify_all();
   }
   Status stopped;
-  while (capturing_ && !closed_) {  // one at a time copies; a second one waits for the same bytes
+  while (capturing_ && !closed_) {  // one at a time copies; a second one waits for the same bytes, or does not wait
+    if (!wait) return Status::Ok();
     if (!Wait(lock, kPollInterval, poll, stopped)) return stopped;
   }
   if (closed_) return Status::Ok();
@@ -159,7 +160,7 @@ void Snapshot::Done() {
     counts_.remaining_bytes[IndexOf(source.kind)] -= source.leased_bytes;
     arena_->changed().notify_all();
   } else if (const Segment& segment = source.segments.back();
-             source.taken_bytes == segment.from_bytes + segment.size_bytes) {
+             closed_ || source.taken_bytes == segment.from_bytes + segment.size_bytes) {
     Release(segment.block);
     source.segments.pop_back();
   }
@@ -185,8 +186,10 @@ void Snapshot::Close() {
   arena_->changed().notify_all();
   while (copying_) arena_->changed().wait(lock);  // its target is a block of ours
   for (Source& source : sources_) {
-    for (const Segment& segment : source.segments) Release(segment.block);
-    source.segments.clear();
+    // What the writer is looking at stays until it is Done().
+    const auto kept = source.segments.end() - (&source == leased_ && !leased_live_ ? 1 : 0);
+    for (auto segment = source.segments.begin(); segment != kept; ++segment) Release(segment->block);
+    source.segments.erase(source.segments.begin(), kept);
   }
   if (open_block_ != nullptr) Release(std::exchange(open_block_, nullptr));
 }

@@ -59,7 +59,8 @@ class Snapshot {
   void Pace(std::chrono::nanoseconds duration);
   void Hurry();
 
-  // Give the arena's blocks back and let everybody who waits go: the writer has finished, or never will.
+  // Give the arena's blocks back and let everybody who waits go: the writer has finished, or never will. On any thread;
+  // a writer that is between Take() and Done() keeps what it looks at until Done(), and gets no more.
   void Close();
 
   struct Counts {

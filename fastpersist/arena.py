@@ -1,0 +1,88 @@
+"""How much host memory captured bytes may take, and the native arena that holds them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from fastpersist import _native
+from fastpersist.errors import ConfigError
+
+__all__ = ["Arena", "available_host_bytes"]
+
+
+class Arena:
+    """Host memory for captured bytes, shared by saves that follow each other.
+
+    Args:
+        max_bytes: Its limit; None for the bytes of the state, but at most half of what is available at the first save.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        if max_bytes is not None and max_bytes < 0:
+            raise ConfigError(f"max_host_bytes is a number of bytes, 0 or more, not {max_bytes}")
+        self._max_bytes = max_bytes
+        self._half_bytes: int | None = None
+        self._native: _native.Arena | None = None
+        self._process = 0
+
+    def for_state(self, state_bytes: int) -> _native.Arena:
+        """Return the native arena, with room for a state of this size as far as the limit allows."""
+        if self._native is None or self._process != os.getpid():
+            self._native = _native.Arena(0)
+            self._process = os.getpid()
+        if self._max_bytes is not None:
+            limit_bytes = self._max_bytes
+        else:
+            if self._half_bytes is None:
+                self._half_bytes = available_host_bytes() // 2
+            # Sources start on cache lines and blocks are whole, so a little more than the state itself.
+            limit_bytes = min(state_bytes + state_bytes // 64 + (8 << 20), self._half_bytes)
+        self._native.grow(limit_bytes)
+        return self._native
+
+
+def available_host_bytes() -> int:
+    """Return how much memory this process could still take: MemAvailable, and what its cgroups leave."""
+    available_bytes = 1 << 62
+    try:
+        with open("/proc/meminfo", encoding="ascii") as meminfo:
+            for line in meminfo:
+                if line.startswith("MemAvailable:"):
+                    available_bytes = int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return min([available_bytes, *_cgroup_room_bytes()])
+
+
+def _cgroup_room_bytes() -> Iterator[int]:
+    """Yield what each memory cgroup above this process still has room for."""
+    try:
+        with open("/proc/self/cgroup", encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, usage = "/sys/fs/cgroup", "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        while True:
+            limit_bytes = _number_in(f"{root}{path.rstrip('/')}/{limit}")
+            used_bytes = _number_in(f"{root}{path.rstrip('/')}/{usage}")
+            if limit_bytes is not None and used_bytes is not None:
+                yield max(0, limit_bytes - used_bytes)
+            if path in ("", "/"):
+                break
+            path = os.path.dirname(path)
+
+
+def _number_in(path: str) -> int | None:
+    try:
+        with open(path, encoding="ascii") as file:
+            return int(file.read())
+    except (OSError, ValueError):  # not there, or "max"
+        return None

@@ -1,0 +1,582 @@
+"""A directory of checkpoints: one step after the other, saved while training goes on, kept as long as asked, resumed.
+
+    root/step-00000100/{state.pt, rank-00000.pt, MANIFEST.json}     committed, never changes
+    root/.step-00000200.pending-<token>/                            being written
+    root/LATEST                                                     a hint for people and scripts
+    root/.lock                                                      held by the process that saves here
+
+A step is committed when its directory has a manifest that can be read and every file that the manifest names, at its
+length; nothing else is trusted. How a directory becomes visible: `directory_commit`. How its bytes are captured:
+`capture`. Which steps go: `retention`. How they come back: `resuming`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import statistics
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from fastpersist.arena import Arena
+from fastpersist.background import Lane, PendingSave, SaveStats
+from fastpersist.capture import watch_steps
+from fastpersist.committed import candidate_steps, committed_steps, read_committed
+from fastpersist.directory_commit import (
+    RootLock,
+    remove_directory,
+    sweep_directories,
+)
+from fastpersist.directory_save import DirectorySave
+from fastpersist.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    SkippedError,
+    StorageError,
+)
+from fastpersist.explaining import explain, warn_of_globals
+from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.formats.manifest import CheckpointManifest, encode_manifest, step_name
+from fastpersist.loading import MapLocation
+from fastpersist.owners import Owners
+from fastpersist.pipeline import require_engine
+from fastpersist.resuming import load_state
+from fastpersist.retention import RetentionPolicy, steps_to_remove
+from fastpersist.signal_save import SignalSave
+
+__all__ = ["Checkpointer"]
+
+_log = logging.getLogger("fastpersist")
+
+_STATE_NAME = "state.pt"
+_RANK_NAME = "rank-00000.pt"
+_RANK_KEY = "rank_state"
+_LATEST_NAME = "LATEST"
+_STEP_PATTERN = re.compile(r"step-[0-9]{8,19}")
+_STATS_COUNT = 1000
+_PACE_SHARE = 0.8
+"""The writer aims to be through when this share of the time to the gate has passed."""
+
+PathLike = str | os.PathLike[str]
+
+
+class Checkpointer:
+    """Saves, keeps and restores the state of a training run, below one directory.
+
+        ckpt = fp.Checkpointer("runs/a", optimizer=opt, keep=3)
+        ...
+        ckpt.save(step, {"model": model.state_dict(), "optimizer": opt.state_dict()})
+        ...
+        ckpt.close()
+
+    Nothing is touched by making one; the first save makes the directory and takes its lock. One process saves to a
+    root at a time; any number may read.
+
+    Args:
+        root: The directory.
+        optimizer: Whose tensors are in the state: an optimizer, something that wraps one as `.optimizer`, or a list.
+            Its tensors are written while forward and backward run; without it everything is copied inside save().
+        constant: What never changes (frozen weights): modules, tensors, lists and dicts of them.
+        gate: "optimizer": its next step waits by itself for what is neither written nor copied. "manual": you call
+            wait_captured() before anything changes.
+        keep: Keep the last so many steps.
+        keep_every: Keep the steps that are multiples of it.
+        keep_best: (count, metric, "min" or "max"): keep these too. Without any of the three, every step is kept.
+        max_host_bytes: Host memory for copied state. None: the bytes of the state, but at most half of what is
+            available. What does not fit is waited for: slower, never wrong.
+        busy: What save() does while two saves are unfinished: "wait" for the first; "latest": leave out the one that
+            has not begun; "skip": leave out the new one, whenever any is unfinished.
+        on_error: "raise": a failed save is raised by the next save(), wait() or close(). "warn": it is logged and
+            warned of, and training goes on; the save's own result() still raises it.
+        paranoid: Re-read 64 samples per save, to find changes that torch does not count (`.data`).
+        engine: "auto", or an engine's name, which then never falls back.
+
+    Raises:
+        ConfigError: Options that make no sense.
+
+    Thread safety: save, wait_captured and close from the training thread; steps, latest, load and stats from any.
+    """
+
+    def __init__(
+        self,
+        root: PathLike,
+        *,
+        optimizer: object = None,
+        constant: object = (),
+        gate: Literal["optimizer", "manual"] = "optimizer",
+        keep: int | None = None,
+        keep_every: int | None = None,
+        keep_best: tuple[int, str, str] | None = None,
+        max_host_bytes: int | None = None,
+        busy: Literal["wait", "latest", "skip"] = "wait",
+        on_error: Literal["raise", "warn"] = "raise",
+        paranoid: bool = False,
+        engine: str = "auto",
+    ) -> None:
+        if busy not in ("wait", "latest", "skip"):
+            raise ConfigError(f"busy is 'wait', 'latest' or 'skip', not {busy!r}")
+        if on_error not in ("raise", "warn"):
+            raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+        require_engine(engine)
+        self._root = os.path.abspath(root)
+        self._owners = Owners(optimizer, constant, gate)
+        if self._owners.optimizers():
+            watch_steps()
+        self._retention = RetentionPolicy(keep, keep_every, keep_best)
+        self._arena = Arena(max_host_bytes)
+        self._busy = busy
+        self._on_error = on_error
+        self._paranoid = paranoid
+        self._engine = engine
+        self._lane = Lane("fastpersist-save")
+        self._lock: RootLock | None = None
+        self._unfinished: deque[PendingSave] = deque()
+        self._failed: deque[PendingSave] = deque(maxlen=16)
+        self._stats: deque[SaveStats] = deque(maxlen=_STATS_COUNT)
+        self._gate_delays_s: deque[float] = deque(maxlen=5)
+        self._metrics: dict[int, dict[str, float]] | None = None  # of the committed steps, for retention
+        self._known_keys: tuple[str, ...] | None = None
+        self._why_told = ""
+        self._signals = SignalSave(self._owners, self._save_for_signal)
+        self._process = os.getpid()
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------------------ saving
+
+    def save(
+        self,
+        step: int,
+        state: object,
+        *,
+        rank_state: object = None,
+        metrics: Mapping[str, float] | None = None,
+        overwrite: bool = False,
+    ) -> PendingSave:
+        """Save the state of a step; returns when everything that may change before the next step is copied.
+
+        Args:
+            step: 0 or more.
+            state: Whatever torch.save takes, usually a dict; pickled before this returns.
+            rank_state: This process's own object (data position, RNG), kept beside it; load() returns it under
+                "rank_state".
+            metrics: Numbers for the manifest and for keep_best.
+            overwrite: Replace the step if it is there already.
+
+        Returns:
+            The save; nobody needs to look at it.
+
+        Raises:
+            ConfigError: The step exists, another process saves to this root, or an argument makes no sense.
+            StorageError: The directory cannot be made or written.
+            FastPersistError: An earlier save failed (once; with on_error="raise").
+        """
+        self._refuse_unusable()
+        self._deliver()
+        overwrite = overwrite or self._signals.saved_step == step
+        return self._save(step, state, rank_state, _checked_metrics(metrics), overwrite, self._busy)
+
+    def wait_captured(self, timeout: float | None = None) -> None:
+        """Return when the state of every pending save may be changed.
+
+        Args:
+            timeout: Seconds.
+
+        Raises:
+            TimeoutError: It may not be changed yet.
+        """
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        for pending in list(self._unfinished):
+            pending.wait_captured(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when every save is over.
+
+        Args:
+            timeout: Seconds.
+
+        Raises:
+            TimeoutError: One is still under way.
+            FastPersistError: One failed (once; with on_error="raise").
+        """
+        self._join_all(timeout)
+        self._deliver()
+
+    def close(self) -> None:
+        """Finish every save, give up the root, take the signal handlers back. May be called again.
+
+        A signal that was noted and not heeded yet (see `save_on_signal`) is heeded first.
+
+        Raises:
+            FastPersistError: A save failed that nobody was told of (once; with on_error="raise").
+        """
+        try:
+            if not self._closed and self._process == os.getpid():
+                self._signals.poll()
+        finally:
+            self._close()
+        self._deliver()
+
+    def _close(self) -> None:
+        if self._closed or self._process != os.getpid():
+            return
+        self._signals.uninstall()
+        self._join_all(None)
+        self._closed = True
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        self._close()  # a signal that came meanwhile goes on, but the state may be half a step: it is not saved
+        for pending in self._failed:
+            if failure := pending.undelivered_error():
+                _log.error("while another exception was being raised: %s", failure)
+        self._failed.clear()
+
+    def save_on_signal(
+        self, make_state: Callable[[], tuple[int, object]], signals: Iterable[signal.Signals] = (signal.SIGTERM,)
+    ) -> None:
+        """When one of these signals comes: save after the optimizer's next step, or at poll(); then go on as before.
+
+        The handler itself only takes note. After the step, on the training thread, the state is saved and committed,
+        and then what handled the signal before does so (by default the process ends).
+
+        Args:
+            make_state: Called when the time has come; returns the step and the state.
+            signals: Which.
+
+        Raises:
+            ConfigError: Not called on the main thread, which alone may set signal handlers.
+        """
+        self._signals.install(make_state, signals)
+
+    def poll(self) -> None:
+        """Save now if a signal asked for it; for loops without an optimizer that was given to us."""
+        self._signals.poll()
+
+    def stats(self) -> list[SaveStats]:
+        """Return what each save cost, oldest first, the last 1000 at most."""
+        return list(self._stats)
+
+    def explain(self, state: object) -> str:
+        """Print, and return, what would become of a state: bytes that are stable, constant, volatile, key by key."""
+        text = explain(state, self._owners)
+        sys.stdout.write(text + "\n")
+        return text
+
+    # --- inside save()
+
+    def _save(
+        self,
+        step: int,
+        state: object,
+        rank_state: object,
+        metrics: dict[str, float],
+        overwrite: bool,
+        busy: str,
+    ) -> PendingSave:
+        started_s = time.monotonic()
+        stats = SaveStats(path=os.path.join(self._root, step_name(step)), step=step)
+        if rank_state is not None and not (isinstance(state, Mapping) and _RANK_KEY not in state):
+            raise ConfigError(f"with rank_state, the state is a dict without {_RANK_KEY!r}: there load() returns it")
+        if not self._make_room(busy):
+            pending = PendingSave(stats.path, stats)
+            pending.skip("another one was still being written")
+            self._stats.append(stats)
+            return pending
+        try:
+            self._own_root()
+            pending = self._begin(step, state, rank_state, metrics, overwrite, stats)
+        except StorageError as error:
+            if self._on_error == "raise":
+                raise
+            pending = PendingSave(stats.path, stats)
+            pending.fail(error)
+            self._finished(pending, [])
+            self._deliver()
+        stats.stall_s = time.monotonic() - started_s  # what its parts have noted included
+        return pending
+
+    def _begin(
+        self,
+        step: int,
+        state: object,
+        rank_state: object,
+        metrics: dict[str, float],
+        overwrite: bool,
+        stats: SaveStats,
+    ) -> PendingSave:
+        directory = DirectorySave(
+            stats.path,
+            overwrite=overwrite,
+            engine=self._engine,
+            _arena=self._arena,
+            _lane=self._lane,
+            _stats=stats,
+            _paranoid=self._paranoid,
+        )
+        with directory:  # an error below removes it
+            pace_s = statistics.median(self._gate_delays_s) * _PACE_SHARE if self._gate_delays_s else 0.0
+            directory.save(state, _STATE_NAME, owners=self._owners, pace_s=pace_s)
+            if rank_state is not None:
+                directory.save(rank_state, _RANK_NAME, owners=self._owners)
+            pending = directory.publish(step=step, metrics=metrics, after=lambda: self._after_commit(step, metrics))
+        captures = directory.captures
+        self._unfinished.append(pending)
+        pending.when_finished(lambda: self._finished(pending, [capture.gate_after_s for capture in captures]))
+        self._tell_once(state, captures[0].why_volatile)
+        return pending
+
+    def _make_room(self, busy: str) -> bool:
+        """Wait for, or leave out, saves that are unfinished; False if the new one is to be left out."""
+        self._forget_finished()
+        if busy == "skip":
+            return not self._unfinished
+        while len(self._unfinished) >= 2:
+            waiting = self._unfinished[-1]
+            if busy != "latest" or not waiting.skip("a newer one came before it had begun"):
+                self._unfinished[0].join()
+            self._forget_finished()
+        return True
+
+    def _own_root(self) -> None:
+        """Make the root and take its lock, once; again if somebody took the directory away meanwhile."""
+        if self._lock is not None and self._lock.is_held():
+            return
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        with storage_errors("creating", self._root):
+            os.makedirs(self._root, exist_ok=True)
+        self._lock = RootLock.acquire(self._root)
+        sweep_directories(self._root, _STEP_PATTERN)
+        self._metrics = None
+
+    def _tell_once(self, state: object, why_volatile: str) -> None:
+        """Say what makes saves slow, and, at the first save of each structure, what a default load would refuse."""
+        if why_volatile and why_volatile != self._why_told:
+            self._why_told = why_volatile
+            _log.info("%s: the whole state is copied inside save(): %s", self._root, why_volatile)
+        keys = tuple(map(str, state)) if isinstance(state, Mapping) else ()
+        if keys != self._known_keys:
+            self._known_keys = keys
+            warn_of_globals(state)
+
+    # --- on the writing thread
+
+    def _after_commit(self, step: int, metrics: dict[str, float]) -> None:
+        """The step is durable: name it in LATEST, and remove what is kept no longer."""
+        try:
+            self._write_latest(step)
+            if self._metrics is None:
+                self._metrics = {found: manifest.metrics for found, manifest in committed_steps(self._root).items()}
+            self._metrics[step] = metrics
+        except StorageError as error:
+            _log.warning("%s: step %d is saved, but what comes after was not done: %s", self._root, step, error)
+            return
+        for old in steps_to_remove(self._metrics, self._retention):
+            if old != step:  # which may be older than others, after a rewind
+                self._remove_step(old, self._metrics)
+
+    def _remove_step(self, step: int, known: dict[int, dict[str, float]]) -> None:
+        try:
+            if remove_directory(os.path.join(self._root, step_name(step))):
+                del known[step]
+        except CheckpointNotFoundError:  # somebody else has removed it
+            del known[step]
+        except StorageError as error:
+            _log.warning("%s: step %d is kept no longer, but stays: %s", self._root, step, error)
+
+    def _write_latest(self, step: int) -> None:
+        path = os.path.join(self._root, _LATEST_NAME)
+        temporary = os.path.join(self._root, f".{_LATEST_NAME}.new")
+        with storage_errors("creating", temporary):
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            filesystem().write(fd, f"{step_name(step)}\n".encode(), temporary)
+        finally:
+            os.close(fd)
+        filesystem().rename(temporary, path)
+
+    def _finished(self, pending: PendingSave, gates_after_s: list[float | None]) -> None:
+        stats = pending.stats
+        self._stats.append(stats)
+        if stats.error is not None:
+            if not pending.skipped():
+                self._failed.append(pending)
+            return
+        self._gate_delays_s.extend(after_s for after_s in gates_after_s[:1] if after_s is not None)
+        _log.info(
+            "step %s: %.2f GB in %.3f s (%.2f GB/s, %s), training stalled for %.1f ms, synced in %.3f s",
+            stats.step,
+            stats.bytes / 1e9,
+            stats.write_s,
+            stats.bytes / 1e9 / max(stats.write_s, 1e-9),
+            stats.engine,
+            stats.stall_s * 1e3,
+            stats.sync_s,
+        )
+
+    # --- errors
+
+    def _forget_finished(self) -> None:
+        while self._unfinished and self._unfinished[0].done():
+            self._unfinished.popleft()
+        if self._unfinished and self._unfinished[-1].done():  # left out before it had begun
+            self._unfinished.pop()
+
+    def _join_all(self, timeout: float | None) -> None:
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        for pending in list(self._unfinished):
+            if not pending.join(None if deadline_s is None else max(0.0, deadline_s - time.monotonic())):
+                raise TimeoutError(f"a save to {self._root} is still under way after {timeout} s")
+        self._forget_finished()
+
+    def _deliver(self) -> None:
+        """Raise, or warn of, the oldest failure that nobody was told of yet."""
+        while self._failed:
+            pending = self._failed.popleft()
+            error = pending.undelivered_error()
+            if error is None or isinstance(error, SkippedError):
+                continue
+            if self._on_error == "raise":
+                raise error
+            warnings.warn(f"a checkpoint was not saved, training goes on: {error}", RuntimeWarning, stacklevel=3)
+
+    def _refuse_unusable(self) -> None:
+        if self._process != os.getpid():
+            raise ConfigError(f"{self._root} is saved to by the process that this one was forked from")
+        if self._closed:
+            raise ConfigError(f"the Checkpointer of {self._root} is closed")
+
+    def _save_for_signal(self, step: int, state: object) -> None:
+        """Save and commit, whatever became of earlier saves and whatever `busy` says: it may be the last one."""
+        self._refuse_unusable()
+        self._save(step, state, None, {}, overwrite=True, busy="wait").result()
+
+    # ----------------------------------------------------------------------------------------------- resuming
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending. Reads manifests and nothing else."""
+        return sorted(committed_steps(self._root))
+
+    def latest(self) -> int | None:
+        """Return the newest committed step, None if there is none."""
+        return max(committed_steps(self._root), default=None)
+
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        map_location: MapLocation = None,
+        into: Mapping[str, object] | None = None,
+        verify: bool = False,
+        strict: bool = False,
+        weights_only: bool = True,
+    ) -> Any:
+        """Load the state of a step, or of the newest one that is whole.
+
+        Saves of this object that are under way are waited for first.
+
+        Args:
+            step: Which; None for the newest committed one. If that one turns out to be damaged, a warning says so and
+                the one before it is taken; an explicit step is never replaced by another.
+            map_location: As in torch.load.
+            into: From keys of the state to what is filled in place, without a second copy: modules, optimizers,
+                tensors in dicts and lists, anything with load_state_dict.
+            verify: Check every CRC; with `into`, before anything is changed.
+            strict: Raise when the newest is damaged, instead of going back.
+            weights_only: Only build tensors and plain containers. Set it to False only for files that you trust.
+
+        Returns:
+            The state; what was filled is in it under its key. A rank_state is under "rank_state".
+
+        Raises:
+            CheckpointNotFoundError: There is no such step, or no step at all.
+            CorruptionError, StorageError: It is damaged (explicit step, strict, or no step is whole).
+            ConfigError: `into` does not fit the state; nothing was changed.
+        """
+        if self._process == os.getpid():
+            self._join_all(None)
+        if step is not None:
+            return self._load_step(step, map_location, into, verify, weights_only)
+        failures: dict[int, str] = {}
+        # Listed again after each step that could not be loaded: retention may have removed it, and newer ones come.
+        while candidates := candidate_steps(self._root).difference(failures):
+            newest = max(candidates)
+            try:
+                return self._load_step(newest, map_location, into, verify, weights_only)
+            except (CorruptionError, StorageError, CheckpointNotFoundError) as error:
+                if newest not in candidate_steps(self._root):
+                    continue
+                if strict:
+                    raise
+                failures[newest] = f"step {newest}: {error}"
+                warnings.warn(
+                    f"{self._root}: step {newest} cannot be loaded, going back: {error}", RuntimeWarning, stacklevel=2
+                )
+        if not failures:
+            raise CheckpointNotFoundError(f"there is no committed step in {self._root}")
+        unusable = "" if into is None else "; what was to be filled may be partly overwritten and is not usable"
+        raise FormatError(f"no step can be loaded{unusable}: " + "; ".join(failures.values()), path=self._root)
+
+    def _load_step(
+        self,
+        step: int,
+        map_location: MapLocation,
+        into: Mapping[str, object] | None,
+        verify: bool,
+        weights_only: bool,
+    ) -> Any:
+        def read(path: str, manifest: CheckpointManifest) -> Any:
+            state = read_file(path, _STATE_NAME, into)
+            if any(entry.name == _RANK_NAME for entry in manifest.files):
+                state[_RANK_KEY] = read_file(path, _RANK_NAME, None)
+            return state
+
+        def read_file(path: str, name: str, targets: Mapping[str, object] | None) -> Any:
+            return load_state(
+                os.path.join(path, name),
+                into=targets,
+                map_location=map_location,
+                verify=verify,
+                weights_only=weights_only,
+                engine=self._engine,
+            )
+
+        return read_committed(self._root, step, read)
+
+
+def _checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the metrics as numbers that a manifest can hold.
+
+    Raises:
+        ConfigError: They are not.
+    """
+    checked = {}
+    for name, value in (metrics or {}).items():
+        try:
+            checked[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ConfigError(f"metrics are numbers; {name!r} is {type(value).__name__}: {error}") from None
+    encode_manifest(CheckpointManifest((), None, 0.0, checked, {}, {}, {}))
+    return checked

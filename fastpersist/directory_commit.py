@@ -1,0 +1,387 @@
+"""Make a finished directory visible, all of it or none of it.
+
+`<parent>/.<name>.pending-<token>` is being written; `<parent>/<name>` is committed and never changes again. It is only
+ever replaced by another directory or removed as a whole, and then first loses its name in one step.
+
+1. Remove leftovers: pending directories of this name whose writer is dead.
+2. Make the pending directory, with a MANIFEST.json in it, empty, and lock that (F_SETLK). A sweeper may have come in
+   between and removed it: then begin again with a new token.
+3. Write every file, and sync it: the caller.
+4. Sync the files that others put there, write and sync MANIFEST.json, then sync every directory, the deepest first.
+5. Rename the pending directory to its final name, unless something has it. To replace a checkpoint, let the two names
+   change places (RENAME_EXCHANGE): the old one is now the pending one, and nobody's.              <- the commit point
+6. Sync the parent. Only now has the save returned durable.
+7. Remove the directory that was replaced.
+
+Where the kernel or the file system refuses to exchange names, 5 is two steps: the old directory becomes
+`.<name>.retired-<token>`, then the pending one is renamed. In between nothing has the final name, and the retired one
+counts as committed: `committed_path` finds it, and a sweep gives it its name back (then 5 begins again).
+
+Power lost before 5: the old checkpoint, perhaps under its retired name, and perhaps a pending directory, dead, which
+the next save of this name removes, however much of it is there. After 5 and before 6: the old or the new one, each of
+them whole, since 4 came first. After 6: the new one, and perhaps the old one as a leftover. Nothing is deleted before
+the sync of the parent that makes its new name durable, be it by 7, by `remove_directory` or by a sweep: else a power
+failure might keep the deletions and lose the rename. An error before 5 removes the pending directory.
+
+A pending directory is live while its writer holds the record lock on its MANIFEST.json; commit.py says why that kind,
+and keeps the registry of those of this process, which nobody here may open. Who removes a directory deletes
+MANIFEST.json last, and until then holds a lock on it that conflicts with a writer's and with readers'. Where a file
+system has no locks, leftovers are removed when a day old, and readers are not seen. Locks are in directory_locks.py,
+removal and sweep in directory_removal.py.
+
+Not supported: a final name that is a file, a symbolic link, a mount point, or a directory with files and without a
+MANIFEST.json, which is somebody's and no checkpoint. What the manifest says is for its callers.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterator
+
+from fastpersist import _native
+from fastpersist.commit import close_live, live_guard, lock_record, mark_live, saving
+from fastpersist.directory_locks import RootLock, hold_for_reading
+from fastpersist.directory_removal import (
+    committed_path,
+    hidden_path,
+    remove_directory,
+    remove_quietly,
+    remove_replaced,
+    resolve_final_path,
+    sweep_directories,
+)
+from fastpersist.errors import ConfigError, InternalError, StorageError, UnsupportedError
+from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.formats.manifest import MANIFEST_NAME, check_file_name
+
+__all__ = [
+    "PendingDirectory",
+    "RootLock",
+    "committed_path",
+    "files_in",
+    "hold_for_reading",
+    "remove_directory",
+    "sweep_directories",
+]
+
+_log = logging.getLogger("fastpersist")
+
+_ATTEMPT_COUNT = 100
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class PendingDirectory:
+    """A directory being written under a hidden name. One owner thread.
+
+    Use `create`, then `create_file` and `close_file`, then `publish` or `abort`.
+
+    Attributes:
+        path: The hidden name. Others may put files below it, too; they become part of the checkpoint.
+        final_path: The name that `publish` gives it.
+        sync_s: Seconds that `publish` has spent in syncs.
+    """
+
+    def __init__(self, path: str, final_path: str, mode: int | None, fd: int) -> None:
+        self.path = path
+        self.final_path = final_path
+        self.sync_s = 0.0
+        self._mode = mode
+        self._manifest_fd = fd
+        self._identity = mark_live(fd)
+        self._process = os.getpid()
+        self._names: set[str] = set()  # of all files made here
+        self._open_files: dict[int, str] = {}
+        self._directories: set[str] = set()
+
+    @classmethod
+    def create(cls, path: str, *, overwrite: bool) -> PendingDirectory:
+        """Steps 1 and 2 of the protocol.
+
+        Args:
+            path: The final name. Its parent must exist.
+            overwrite: Whether a checkpoint that has this name may be replaced. The new directory gets its permission
+                bits then, and never has more; else those that mkdir() gives.
+
+        Raises:
+            ConfigError: The name is taken, by something that may not be replaced.
+            StorageError: The directory could not be made.
+        """
+        final_path = resolve_final_path(path)
+        parent, name = os.path.split(final_path)
+        sweep_directories(parent, name)  # first: it may give the name back to a directory that was retired
+        mode = _check_name(final_path, overwrite)
+        for _ in range(_ATTEMPT_COUNT):
+            with live_guard(), saving(final_path):
+                pending = cls._make(hidden_path(final_path, "pending"), final_path, mode)
+            if pending is not None:
+                return pending
+        raise InternalError(f"no pending directory for {final_path} could be kept in {_ATTEMPT_COUNT} attempts")
+
+    @classmethod
+    def _make(cls, path: str, final_path: str, mode: int | None) -> PendingDirectory | None:
+        """Step 2, once; None when a sweeper was faster."""
+        manifest_path = os.path.join(path, MANIFEST_NAME)
+        filesystem().make_directory(path, 0o777 if mode is None else 0o700)
+        pending = None
+        kept = False
+        try:
+            fd = filesystem().create(manifest_path)
+            pending = cls(path, final_path, mode, fd)
+            kept = lock_record(fd, manifest_path) and os.fstat(fd).st_nlink == 1
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+        finally:
+            if pending is None:
+                remove_quietly(path)
+            elif not kept:
+                pending.abort()
+        return pending if kept else None
+
+    def create_file(self, name: str) -> int:
+        """Create a file, and the directories above it, for step 3.
+
+        Args:
+            name: Path below the directory, parts separated by "/".
+
+        Returns:
+            A descriptor for reading and writing. Sync the file, and give the descriptor to `close_file`.
+
+        Raises:
+            ConfigError: This is no name of a file in a checkpoint.
+            StorageError: It is there already, or could not be created.
+        """
+        self._check_owner()
+        check_file_name(name)
+        path = os.path.join(self.path, name)
+        with saving(self.final_path):
+            parts = name.split("/")
+            for depth in range(1, len(parts)):
+                self._make_directory("/".join(parts[:depth]))
+            fd = filesystem().create(path)
+        _native.close_in_forked_child(fd)
+        self._open_files[fd] = name
+        self._names.add(name)
+        return fd
+
+    def _make_directory(self, name: str) -> None:
+        if name in self._directories:
+            return
+        path = os.path.join(self.path, name)
+        try:
+            filesystem().make_directory(path)
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            with storage_errors("looking up", path):
+                if not stat.S_ISDIR(os.lstat(path).st_mode):
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from error
+        self._directories.add(name)
+
+    def close_file(self, fd: int) -> None:
+        """Close a file that `create_file` opened."""
+        self._check_owner()
+        if self._open_files.pop(fd, None) is None:
+            raise InternalError(f"descriptor {fd} is no file of {self.path}")
+        _native.forget_descriptor(fd)
+        os.close(fd)
+
+    def publish(self, manifest: bytes, *, durable: bool = True, overwrite: bool = False) -> None:
+        """Steps 4 to 7, and close.
+
+        Args:
+            manifest: What MANIFEST.json is to hold.
+            durable: Sync what steps 4 and 6 say; without it, the directory is complete for readers, but may be lost or
+                torn by a power failure.
+            overwrite: Replace a checkpoint that has the final name by now.
+
+        Raises:
+            ConfigError: Something has the final name that may not be replaced; nothing was published.
+            UnsupportedError: A file below the directory is neither a file nor a directory; nothing was published.
+            StorageError: Nothing was published, unless the message says that a power failure may undo it.
+        """
+        self._check_owner()
+        if self._open_files:
+            raise InternalError(f"{self.path}: {', '.join(self._open_files.values())} must be closed before publishing")
+        try:
+            with saving(self.final_path):
+                self._complete(manifest, durable)
+                replaced = self._make_visible(overwrite)
+        except BaseException:
+            self.abort()
+            raise
+        self._close()
+        if durable:
+            try:
+                self._sync_directory(os.path.dirname(self.final_path))
+            except StorageError as error:  # what was replaced stays: it may be all that a power failure leaves
+                message = f"{self.final_path} is published, but a power failure may undo that: {error}"
+                raise type(error)(error.errno, message, self.final_path) from error
+        if replaced is not None:
+            remove_replaced(replaced)
+
+    def _complete(self, manifest: bytes, durable: bool) -> None:
+        """Step 4."""
+        directories, files = _contents(self.path)
+        if missing := sorted(self._names.difference(files)):
+            message = f"{missing[0]} is gone from {self.path}; somebody has deleted it"
+            raise StorageError(errno.ENOENT, message, self.path)
+        for name in files:
+            if durable and name not in self._names and name != MANIFEST_NAME:
+                self._sync_file(os.path.join(self.path, name))
+        manifest_path = os.path.join(self.path, MANIFEST_NAME)
+        with storage_errors("looking up", manifest_path):
+            ours = os.path.samestat(os.lstat(manifest_path), os.fstat(self._manifest_fd))
+        if not ours or os.fstat(self._manifest_fd).st_size != 0:
+            raise StorageError(errno.EEXIST, f"{manifest_path} was written by somebody else", manifest_path)
+        filesystem().write(self._manifest_fd, manifest, manifest_path)
+        if durable:
+            started_s = time.monotonic()
+            filesystem().sync(self._manifest_fd, manifest_path)
+            self.sync_s += time.monotonic() - started_s
+        if self._mode is not None:
+            with storage_errors("setting the mode of", self.path):
+                os.chmod(self.path, stat.S_IMODE(os.lstat(self.path).st_mode) & ~0o777 | self._mode)
+        if durable:
+            for name in reversed(directories):
+                self._sync_directory(os.path.join(self.path, name) if name else self.path)
+
+    def _sync_file(self, path: str) -> None:
+        with storage_errors("opening", path):
+            fd = os.open(path, _READ_FLAGS)
+        try:
+            started_s = time.monotonic()
+            filesystem().sync(fd, path)
+            self.sync_s += time.monotonic() - started_s
+        finally:
+            os.close(fd)
+
+    def _sync_directory(self, path: str) -> None:
+        started_s = time.monotonic()
+        filesystem().sync_directory(path)
+        self.sync_s += time.monotonic() - started_s
+
+    def _make_visible(self, overwrite: bool) -> str | None:
+        """Step 5. Return where the directory is that was replaced. Others may take or free the name meanwhile."""
+        for _ in range(_ATTEMPT_COUNT):
+            replaces = _check_name(self.final_path, overwrite) is not None
+            try:
+                if not replaces:
+                    filesystem().rename_to_free_name(self.path, self.final_path)
+                    return None
+                try:
+                    filesystem().exchange(self.path, self.final_path)
+                    return self.path
+                except UnsupportedError as refused:
+                    _log.debug("%s is replaced in two steps: %s", self.final_path, refused)
+                    return self._retire_and_rename()
+            except StorageError as error:
+                # ENOENT: of two names, so it may be the pending one that is gone.
+                raced = errno.ENOENT if replaces else errno.EEXIST
+                if error.errno not in (raced, errno.EEXIST) or not os.path.lexists(self.path):
+                    raise
+        raise InternalError(f"{self.final_path} was taken and freed by others {_ATTEMPT_COUNT} times")
+
+    def _retire_and_rename(self) -> str:
+        retired = hidden_path(self.final_path, "retired")
+        filesystem().rename(self.final_path, retired)
+        try:
+            filesystem().rename_to_free_name(self.path, self.final_path)
+        except BaseException as error:
+            if not (isinstance(error, StorageError) and error.errno == errno.EEXIST):
+                try:
+                    filesystem().rename_to_free_name(retired, self.final_path)
+                except StorageError as second:
+                    _log.warning("%s keeps this name until the next save or load: %s", retired, second)
+            raise
+        return retired
+
+    def abort(self) -> None:
+        """Remove the pending directory and close it; the final name stays as it was. May be called again.
+
+        In a forked child this does nothing: the directory is the parent's, and the descriptors are closed already.
+        """
+        if self._manifest_fd < 0 or self._process != os.getpid():
+            return
+        for fd in list(self._open_files):
+            self.close_file(fd)
+        try:
+            status = os.lstat(os.path.join(self.path, MANIFEST_NAME))
+        except OSError:
+            status = None
+        # Another manifest: an exception came right after the exchange, and this is what was replaced.
+        if status is None or os.path.samestat(status, os.fstat(self._manifest_fd)):
+            remove_quietly(self.path)
+        self._close()
+
+    def _close(self) -> None:
+        fd, self._manifest_fd = self._manifest_fd, -1
+        close_live(fd, self._identity)
+
+    def _check_owner(self) -> None:
+        if self._process != os.getpid():
+            raise ConfigError(f"{self.final_path} is being saved by process {self._process}, not by its forked child")
+        if self._manifest_fd < 0:
+            raise InternalError(f"{self.final_path} was published or given up already")
+
+
+def _check_name(path: str, overwrite: bool) -> int | None:
+    """Return the permission bits of the directory that a save to `path` replaces, None when the name is free."""
+    try:
+        with storage_errors("looking up", path):
+            status = os.lstat(path)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return None
+    if not stat.S_ISDIR(status.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "a file"
+        raise ConfigError(f"{path} is {kind}, not a directory: remove it, or save elsewhere")
+    if not overwrite:
+        raise ConfigError(f"{path} exists already: pass overwrite=True to replace it")
+    if _native.is_mount_point(os.fsencode(path)):
+        raise ConfigError(f"something is mounted on {path}, so it cannot be replaced: save below it, or elsewhere")
+    with storage_errors("listing", path):
+        names = os.listdir(path)
+    if names and MANIFEST_NAME not in names:
+        raise ConfigError(
+            f"{path} holds files and no {MANIFEST_NAME}, so it is no checkpoint: remove it, or save elsewhere"
+        )
+    return stat.S_IMODE(status.st_mode) & 0o777
+
+
+def _contents(path: str) -> tuple[list[str], list[str]]:
+    """Return the names of all directories below `path`, each before what is in it, "" first, and of all files, sorted.
+
+    Raises:
+        UnsupportedError: Something is neither: a link would lead out of the checkpoint.
+    """
+    directories = [""]
+    files = []
+    for directory in directories:
+        with storage_errors("listing", os.path.join(path, directory)):
+            with os.scandir(os.path.join(path, directory)) as entries:
+                for entry in entries:
+                    name = f"{directory}/{entry.name}" if directory else entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        directories.append(name)
+                    elif entry.is_file(follow_symlinks=False):
+                        files.append(name)
+                    else:
+                        kind = "a symbolic link" if entry.is_symlink() else "a special file"
+                        raise UnsupportedError(f"{entry.path} is {kind}; a checkpoint has files and directories only")
+    return directories, sorted(files)
+
+
+def files_in(path: str) -> Iterator[str]:
+    """Name all files below a directory but its MANIFEST.json, parts separated by "/", sorted.
+
+    Raises:
+        UnsupportedError: Something is neither a file nor a directory.
+        StorageError: A directory cannot be listed.
+    """
+    return (name for name in _contents(path)[1] if name != MANIFEST_NAME)

@@ -1,0 +1,389 @@
+"""What a checkpoint directory, or a directory of those (a root), holds, and whether it is whole. Changes nothing.
+
+A directory is judged by its MANIFEST.json alone: the files it lists must be there, at their length and with their CRC,
+and nothing else. Files that hold tensors are opened only to list these, or to say which of them are damaged.
+A directory is held while it is looked at, so no retention of another process removes it meanwhile; in a root, what goes
+before it could be held was not there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastpersist.directory_commit import committed_path, files_in, hold_for_reading
+from fastpersist.errors import (
+    CheckpointNotFoundError,
+    CorruptionError,
+    FormatError,
+    StorageError,
+    UnsupportedError,
+)
+from fastpersist.filesystem import storage_errors
+from fastpersist.formats.manifest import (
+    MANIFEST_LIMIT_BYTES,
+    MANIFEST_NAME,
+    CheckpointManifest,
+    FileEntry,
+    parse_manifest,
+    step_of,
+)
+from fastpersist.inspection import Damage, Manifest, VerifyReport, inspect_source, verify_source
+from fastpersist.pipeline import Extents, Poll, read_extents
+from fastpersist.source import CheckpointSource
+
+__all__ = ["directory_bytes", "inspect_directory", "verify_directory"]
+
+_TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>pending|retired)-[0-9a-f]{16}", re.DOTALL)
+_ROOT_MARKS = ("LATEST", ".lock")
+
+
+def inspect_directory(path: str) -> Manifest:
+    """Say what a checkpoint directory or a root holds; see `fastpersist.inspect`.
+
+    Args:
+        path: A directory with a MANIFEST.json, whose tensors are listed too; or one that holds step-* directories.
+
+    Raises:
+        CheckpointNotFoundError: It went away, or is still being written.
+        FormatError: Its manifest, or a file of it that holds tensors, cannot be parsed, or a file is not there in full.
+        StorageError: An error of the disk, or a directory that is neither.
+
+    Thread safety: any thread.
+    """
+    if _is_checkpoint(path):
+        with _held(path) as manifest:
+            found = _summary(path, manifest)
+            for entry in manifest.files:
+                if problem := _size_problem(path, entry):
+                    raise FormatError(problem, path=path)
+            return _with_tensors(found)
+    _require_root(path)
+    checkpoints = []
+    damaged = []
+    for name, step_path in _steps(path):
+        try:
+            with _held(step_path) as manifest:
+                if any(_size_problem(step_path, entry) for entry in manifest.files):
+                    damaged.append(name)
+                else:
+                    checkpoints.append(_summary(step_path, manifest))
+        except CheckpointNotFoundError:
+            damaged += [name] if os.path.lexists(step_path) else []
+        except FormatError:
+            damaged.append(name)
+    return Manifest(
+        path,
+        "root",
+        sum(found.size_bytes for found in checkpoints),
+        bool(checkpoints) and all(found.has_checksums for found in checkpoints),
+        (),
+        checkpoints=tuple(checkpoints),
+        leftovers=tuple(sorted({*damaged, *_leftovers(path)})),
+    )
+
+
+def verify_directory(path: str, *, engine: str, poll: Poll | None) -> VerifyReport:
+    """Read everything in a checkpoint directory or a root and say what is wrong; see `fastpersist.verify`.
+
+    Args:
+        path: A directory with a MANIFEST.json, or one that holds step-* directories.
+        engine: Engine name or "auto".
+        poll: Gets the bytes read so far, of `directory_bytes(path)`.
+
+    Raises:
+        CheckpointNotFoundError: It went away, or is still being written.
+        StorageError: A directory that is neither, or cannot be listed. All else that is wrong is in the report.
+
+    Thread safety: any thread.
+    """
+    done = _Done(poll)
+    if _is_checkpoint(path):
+        return _verify_checkpoint(path, engine, done)
+    _require_root(path)
+    damages: list[Damage] = []
+    checked_bytes = 0
+    steps = _steps(path)
+    has_checksums = bool(steps)
+    for name, step_path in steps:
+        try:
+            report = _verify_checkpoint(step_path, engine, done)
+        except CheckpointNotFoundError as error:
+            if os.path.lexists(step_path):
+                damages.append(Damage(f"{name}: {error}", file=name))
+            continue
+        damages += [
+            dataclasses.replace(
+                damage, message=f"{name}: {damage.message}", file=f"{name}/{damage.file}".removesuffix("/")
+            )
+            for damage in report.damages
+        ]
+        checked_bytes += report.checked_bytes
+        has_checksums = has_checksums and report.has_checksums
+    return VerifyReport(path, tuple(damages), checked_bytes, has_checksums, _leftovers(path))
+
+
+def directory_bytes(path: str) -> int:
+    """Return how many bytes `verify_directory` is going to read, as far as that is known: for a progress bar."""
+    paths = [path] if _is_checkpoint(path) else [step_path for _, step_path in _steps(path)]
+    size_bytes = 0
+    for found in paths:
+        try:
+            size_bytes += sum(entry.size_bytes for entry in _read_manifest(found).files)
+        except (CorruptionError, StorageError, CheckpointNotFoundError):
+            continue
+    return size_bytes
+
+
+# --------------------------------------------------------------------------------------------- what is where
+
+
+def _is_checkpoint(path: str) -> bool:
+    """Tell one checkpoint from a root: by its manifest, or by its name when that is what is missing."""
+    name = os.path.basename(os.path.abspath(path))
+    hidden = _LEFTOVER.fullmatch(name)
+    if step_of(hidden["name"] if hidden else name) is not None:
+        return True
+    return os.path.lexists(os.path.join(path, MANIFEST_NAME))
+
+
+def _require_root(path: str) -> None:
+    with storage_errors("listing", path):
+        names = os.listdir(path)
+    if not any(name in _ROOT_MARKS or step_of(name) is not None or _LEFTOVER.fullmatch(name) for name in names):
+        raise StorageError(
+            errno.EISDIR,
+            f"{path} is a directory that holds neither a {MANIFEST_NAME} nor step-* directories: no checkpoint",
+            path,
+        )
+
+
+def _steps(root: str) -> list[tuple[str, str]]:
+    """List what is, or ought to be, a committed step: its name and where it is now, by step."""
+    with storage_errors("listing", root):
+        names = os.listdir(root)
+    found: dict[int, tuple[str, str]] = {}
+    for name in names:
+        # One that is being replaced without an exchange is committed under its retired name for a moment.
+        match = _LEFTOVER.fullmatch(name)
+        final_name = match["name"] if match and match["kind"] == "retired" else name
+        step = step_of(final_name)
+        if step is not None and step not in found:
+            place = committed_path(root, final_name)
+            if place is not None:
+                found[step] = (os.path.basename(place), place)
+    return [found[step] for step in sorted(found)]
+
+
+def _leftovers(root: str) -> tuple[str, ...]:
+    """List pending and retired directories, less those that stand for a committed step."""
+    committed = {name for name, _ in _steps(root)}
+    with storage_errors("listing", root):
+        return tuple(sorted(name for name in os.listdir(root) if _LEFTOVER.fullmatch(name) and name not in committed))
+
+
+@contextmanager
+def _held(path: str) -> Iterator[CheckpointManifest]:
+    """Give the manifest of a directory, and keep others from removing it while the block runs.
+
+    Raises:
+        CheckpointNotFoundError, FormatError, StorageError: As `_read_manifest`.
+    """
+    manifest_path = os.path.join(path, MANIFEST_NAME)
+    # Looked at first: what is no file could not be held.
+    if os.path.lexists(manifest_path) and not stat.S_ISREG(os.lstat(manifest_path).st_mode):
+        raise FormatError("it is no regular file", path=manifest_path)
+    with hold_for_reading(path):
+        yield _read_manifest(path)
+
+
+def _read_manifest(path: str) -> CheckpointManifest:
+    """Read and parse a directory's manifest.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        FormatError: It cannot be parsed, or is no file.
+        StorageError: An error of the disk.
+    """
+    manifest_path = os.path.join(path, MANIFEST_NAME)
+    try:
+        with storage_errors("opening", manifest_path):
+            # A FIFO that has taken its place must not make us wait for a writer.
+            fd = os.open(manifest_path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise CheckpointNotFoundError(
+                errno.ENOENT, f"{path} holds no {MANIFEST_NAME}: it was never finished, or is no checkpoint", path
+            ) from None
+        raise
+    try:
+        with storage_errors("reading", manifest_path):
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise FormatError("it is no regular file", path=manifest_path)
+            with open(fd, "rb", closefd=False) as file:
+                data = file.read(MANIFEST_LIMIT_BYTES + 1)
+    finally:
+        os.close(fd)
+    return parse_manifest(data, manifest_path)
+
+
+def _size_problem(path: str, entry: FileEntry) -> str | None:
+    """Say what is wrong with a file of a checkpoint as far as that shows without reading it."""
+    file_path = os.path.join(path, entry.name)
+    try:
+        with storage_errors("looking up", file_path):
+            status = os.stat(file_path)
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return f"{entry.name} is missing"
+        raise
+    if not stat.S_ISREG(status.st_mode):
+        return f"{entry.name} is no regular file"
+    if status.st_size != entry.size_bytes:
+        return f"{entry.name} is {status.st_size} bytes long, not {entry.size_bytes}"
+    return None
+
+
+# --------------------------------------------------------------------------------------------- inspect
+
+
+def _summary(path: str, manifest: CheckpointManifest) -> Manifest:
+    """Say what a manifest says, without looking at any file."""
+    return Manifest(
+        path,
+        "directory",
+        sum(entry.size_bytes for entry in manifest.files),
+        bool(manifest.files) and all(entry.crc32 is not None for entry in manifest.files),
+        (),
+        files=manifest.files,
+        step=manifest.step,
+        time_s=manifest.time_s,
+        metrics=manifest.metrics,
+        versions=manifest.versions,
+        host=manifest.host,
+        stats=manifest.stats,
+    )
+
+
+def _with_tensors(found: Manifest) -> Manifest:
+    """Add the tensors in the files of a checkpoint, and what their pickles would import."""
+    tensors = []
+    global_names: dict[str, None] = {}
+    for entry in _tensor_files(found.files):
+        try:
+            with CheckpointSource(os.path.join(found.path, entry.name)) as source:
+                if source.kind == "other":
+                    continue
+                inside = inspect_source(source)
+        except UnsupportedError:
+            continue  # what only its own loader understands is listed as a file
+        tensors += [dataclasses.replace(tensor, file=entry.name) for tensor in inside.tensors]
+        global_names.update(dict.fromkeys(inside.globals))
+    return dataclasses.replace(found, tensors=tuple(tensors), globals=tuple(global_names))
+
+
+def _tensor_files(files: tuple[FileEntry, ...]) -> Iterator[FileEntry]:
+    return (entry for entry in files if entry.name.endswith(_TENSOR_SUFFIXES))
+
+
+# --------------------------------------------------------------------------------------------- verify
+
+
+class _Done:
+    """Adds up the progress of one file after the other. Call it to add a file that is done."""
+
+    def __init__(self, poll: Poll | None) -> None:
+        self._poll = poll
+        self._before_bytes = 0
+
+    def poll(self, done_bytes: int) -> None:
+        """Tell how much of the present file has been read."""
+        if self._poll is not None:
+            self._poll(self._before_bytes + done_bytes)
+
+    def add(self, size_bytes: int) -> None:
+        """Count a file as done."""
+        self._before_bytes += size_bytes
+        self.poll(0)
+
+
+def _verify_checkpoint(path: str, engine: str, done: _Done) -> VerifyReport:
+    try:
+        if os.path.isdir(path) and not os.path.lexists(os.path.join(path, MANIFEST_NAME)):
+            raise FormatError("it is missing: the checkpoint was never finished, or is damaged")
+        with _held(path) as manifest:
+            return _verify_files(path, manifest, engine, done)
+    except FormatError as error:
+        damage = Damage(f"{MANIFEST_NAME}: {error.message}", file=MANIFEST_NAME, offset_bytes=error.offset_bytes)
+        return VerifyReport(path, (damage,), 0, False)
+
+
+def _verify_files(path: str, manifest: CheckpointManifest, engine: str, done: _Done) -> VerifyReport:
+    damages: list[Damage] = []
+    checked_bytes = 0
+    has_checksums = bool(manifest.files)
+    for entry in manifest.files:
+        try:
+            problem = _size_problem(path, entry)
+            if problem is None:
+                report = _verify_file(path, entry, engine, done)
+                damages += report.damages
+                checked_bytes += report.checked_bytes
+                has_checksums = has_checksums and report.has_checksums
+        except (StorageError, CheckpointNotFoundError) as error:
+            problem = f"{entry.name} cannot be read: {error}"
+        if problem is not None:
+            damages.append(Damage(problem, file=entry.name))
+        done.add(entry.size_bytes)
+    damages += _surplus(path, manifest)
+    return VerifyReport(path, tuple(damages), checked_bytes, has_checksums)
+
+
+def _verify_file(path: str, entry: FileEntry, engine: str, done: _Done) -> VerifyReport:
+    """Compare the CRC of a file; if it differs, or there is none, let the file's own CRCs say more."""
+    file_path = os.path.join(path, entry.name)
+    crc = None
+    with CheckpointSource(file_path) as source:
+        if entry.crc32 is not None:
+            extents = Extents()
+            extents.add_checked(0, entry.size_bytes)
+            (crc,) = read_extents(source.fd, file_path, extents, engine=engine, poll=done.poll).crcs
+            if crc == entry.crc32:
+                return VerifyReport(file_path, (), entry.size_bytes, True)
+        own_damages: tuple[Damage, ...] = ()
+        checked_bytes = entry.size_bytes if crc is not None else 0
+        has_checksums = crc is not None
+        if entry.name.endswith(_TENSOR_SUFFIXES) and source.kind != "other":
+            inside = verify_source(source, engine=engine, poll=None if has_checksums else done.poll)
+            own_damages = inside.damages
+            if crc is None:
+                checked_bytes, has_checksums = inside.checked_bytes, inside.has_checksums
+    damages = [
+        dataclasses.replace(damage, message=f"{entry.name}: {damage.message}", file=entry.name)
+        for damage in own_damages
+    ]
+    if crc is not None and not damages:
+        where = " outside of its tensors" if entry.name.endswith(_TENSOR_SUFFIXES) else ""
+        damages.append(
+            Damage(
+                f"the bytes of {entry.name} are damaged{where}: their CRC is {crc:08x}, not {entry.crc32:08x}",
+                file=entry.name,
+            )
+        )
+    return VerifyReport(file_path, tuple(damages), checked_bytes, has_checksums)
+
+
+def _surplus(path: str, manifest: CheckpointManifest) -> list[Damage]:
+    """Find what is in the directory and not in its manifest: somebody put it there, and nothing vouches for it."""
+    listed = {entry.name for entry in manifest.files}
+    try:
+        found = list(files_in(path))
+    except UnsupportedError as error:
+        return [Damage(str(error))]
+    return [Damage(f"{name} is not in the manifest", file=name) for name in found if name not in listed]

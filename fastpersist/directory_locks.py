@@ -1,0 +1,272 @@
+"""Who is in a directory of checkpoints: its writer, readers, a process that removes it; and who owns a root of them.
+
+A writer's lock is a record lock (F_SETLK; commit.py says why, and keeps the registry of those of this process). Readers
+and removers take locks of the open file (F_OFD_SETLK), which conflict with record locks, and which the closing of other
+descriptors does not drop; forked children close theirs. What is done under these locks is for directory_commit.py and
+directory_removal.py.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import fcntl
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from fastpersist import _native
+from fastpersist.commit import LOCK_HELD, LOCK_UNSUPPORTED, close_live, is_live, live_guard, lock_record, mark_live
+from fastpersist.errors import CheckpointNotFoundError, ConfigError, InternalError, StorageError
+from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.formats.manifest import MANIFEST_NAME
+
+__all__ = ["Lock", "RootLock", "claimed", "hold_for_reading"]
+
+_log = logging.getLogger("fastpersist")
+
+_ATTEMPT_COUNT = 100
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_WRITE_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# A committed manifest is locked for moments only: from its rename until its writer closes it, and in a removal until
+# the directory has lost its name. Who waits longer has met a process that was stopped there.
+_READER_PATIENCE_S = 5.0
+_LOCK_NAME = ".lock"
+_HINT_BYTES = 512
+
+
+class Lock(enum.Enum):
+    """What became of the wish to lock a manifest."""
+
+    TAKEN = enum.auto()
+    BUSY = enum.auto()  # somebody else has it, or may
+    UNSUPPORTED = enum.auto()
+    NO_MANIFEST = enum.auto()
+
+
+def _record(kind: int) -> bytes:
+    """Return the struct flock of a whole file."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
+
+
+def _lock_open_file(fd: int, kind: int, path: str) -> Lock:
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _record(kind))
+    except OSError as error:
+        if error.errno in LOCK_HELD:
+            return Lock.BUSY
+        if error.errno not in LOCK_UNSUPPORTED:
+            raise StorageError(error.errno, f"locking {path}: {error.strerror}", path) from error
+        return Lock.UNSUPPORTED
+    return Lock.TAKEN
+
+
+def _lock_for_removal(fd: int, writable: bool, path: str) -> Lock:
+    """Lock out writers and readers. A file that we may only read can be locked against writers, and readers looked for.
+
+    Two sweepers that may only read find each other, and both leave it.
+    """
+    if writable:
+        return _lock_open_file(fd, fcntl.F_WRLCK, path)
+    lock = _lock_open_file(fd, fcntl.F_RDLCK, path)
+    if lock is Lock.TAKEN:
+        conflict = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _record(fcntl.F_WRLCK))
+        if struct.unpack_from("h", conflict)[0] != fcntl.F_UNLCK:
+            return Lock.BUSY
+    return lock
+
+
+@contextmanager
+def claimed(path: str) -> Iterator[Lock]:
+    """Keep writers and readers out of a directory while the block removes or renames it, if the lock is TAKEN."""
+    manifest_path = os.path.join(path, MANIFEST_NAME)
+    fd, process = -1, os.getpid()
+    lock = Lock.BUSY
+    with live_guard():
+        try:
+            if not is_live(os.lstat(manifest_path)):
+                writable = True
+                try:
+                    fd = os.open(manifest_path, _WRITE_FLAGS)
+                except PermissionError:
+                    writable = False
+                    fd = os.open(manifest_path, _READ_FLAGS)
+                _native.close_in_forked_child(fd)
+                lock = _lock_for_removal(fd, writable, manifest_path)
+                if not os.path.samestat(os.lstat(manifest_path), os.fstat(fd)):
+                    lock = Lock.BUSY  # it has got another name, and another directory its name, since it was opened
+        except (FileNotFoundError, NotADirectoryError):
+            lock = Lock.NO_MANIFEST
+        except OSError as error:
+            _log.debug("%s cannot be locked: %s", manifest_path, error)
+    try:
+        yield lock
+    finally:
+        _close_lock(fd, process)
+
+
+def _close_lock(fd: int, process: int) -> None:
+    """Close a descriptor and with it drop its lock; a child that was forked meanwhile has closed it already."""
+    if fd >= 0 and process == os.getpid():
+        _native.forget_descriptor(fd)
+        os.close(fd)
+
+
+@contextmanager
+def hold_for_reading(path: str) -> Iterator[None]:
+    """Keep other processes from removing a committed directory while the block reads it.
+
+    A save that replaces it goes on: what is read then loses its name, and stays until it has been read.
+    A file system that cannot lock, or not for us, gives no such protection, and no error.
+
+    Raises:
+        CheckpointNotFoundError: There is no directory with a MANIFEST.json, or no longer.
+        StorageError: It cannot be opened.
+
+    Thread safety: any thread, any number at once.
+    """
+    manifest_path = os.path.join(path, MANIFEST_NAME)
+    fd, process = _open_locked_for_reading(path, manifest_path), os.getpid()
+    try:
+        yield
+    finally:
+        _close_lock(fd, process)
+
+
+def _open_locked_for_reading(path: str, manifest_path: str) -> int:
+    deadline_s = time.monotonic() + _READER_PATIENCE_S
+    while True:
+        try:
+            with live_guard(), storage_errors("opening", manifest_path):
+                fd = -1 if is_live(os.lstat(manifest_path)) else os.open(manifest_path, _READ_FLAGS)
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise CheckpointNotFoundError(
+                    f"{path} holds no {MANIFEST_NAME}: it is no checkpoint, or removed"
+                ) from error
+            raise
+        if fd < 0:
+            raise CheckpointNotFoundError(f"{path} is still being written")
+        _native.close_in_forked_child(fd)
+        kept = False
+        try:
+            lock = _lock_open_file(fd, fcntl.F_RDLCK, manifest_path)
+            if lock is Lock.BUSY and time.monotonic() > deadline_s:
+                _log.warning("%s is read without a lock: somebody holds one on %s", path, MANIFEST_NAME)
+                lock = Lock.UNSUPPORTED
+            # It may have lost its name, or got a new one, between the opening and the lock.
+            with suppress(OSError):
+                kept = lock is not Lock.BUSY and os.path.samestat(os.lstat(manifest_path), os.fstat(fd))
+        finally:
+            if not kept:
+                _close_lock(fd, os.getpid())
+        if kept:
+            return fd
+        time.sleep(0.002)
+
+
+class RootLock:
+    """The right to save checkpoints below a directory, one process at a time. One owner thread.
+
+    It is a record lock on `<root>/.lock`, so it ends with this process however that ends, and no forked child has it.
+    Nobody in this process may open that file: closing it would drop the lock.
+    """
+
+    def __init__(self, root: str, fd: int) -> None:
+        self.root = root
+        self._fd = fd
+        self._identity = mark_live(fd)
+        self._process = os.getpid()
+
+    @classmethod
+    def acquire(cls, root: str) -> RootLock:
+        """Take the lock.
+
+        Raises:
+            ConfigError: Somebody else has it: the message says which process, and what to do.
+            StorageError: The lock file cannot be made or locked.
+        """
+        root = os.path.realpath(root)
+        path = os.path.join(root, _LOCK_NAME)
+        for _ in range(_ATTEMPT_COUNT):
+            with live_guard(), storage_errors("opening", path):
+                if _lock_file_is_live(path):
+                    owner: str | None = f"this process ({os.getpid()})"
+                    break
+                fd = _open_lock_file(path)
+                lock = cls(root, fd)
+                kept = False
+                try:
+                    locked = lock_record(fd, path)
+                    kept = locked and _lock_file_is_live(path)  # and not a file that was deleted meanwhile
+                    owner = None if locked else _owner_of(fd)
+                finally:
+                    if not kept:
+                        lock.release()
+            if kept:
+                lock._leave_hint(path)
+                return lock
+            if owner is not None:
+                break
+        else:
+            raise InternalError(f"{path} was locked and let go by others {_ATTEMPT_COUNT} times")
+        raise ConfigError(
+            f"{root} is being saved to by {owner}, and only one Checkpointer at a time may do that: "
+            "close it or end that process first, or save to another directory"
+        )
+
+    def _leave_hint(self, path: str) -> None:
+        """Write who has the lock, for people and for processes elsewhere. A full disk takes that from them, no more."""
+        try:
+            filesystem().truncate(self._fd, 0, path)
+            filesystem().write(self._fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), path)
+        except StorageError as error:
+            _log.debug("the owner of the lock is not noted: %s", error)
+
+    def is_held(self) -> bool:
+        """Tell whether the directory still has the file that is locked: somebody may have taken the root away."""
+        try:
+            found = os.lstat(os.path.join(self.root, _LOCK_NAME))
+        except OSError:
+            return False
+        return self._fd >= 0 and (found.st_dev, found.st_ino) == self._identity
+
+    def release(self) -> None:
+        """Give the lock up. May be called again; does nothing in a forked child, which has none."""
+        if self._fd >= 0 and self._process == os.getpid():
+            fd, self._fd = self._fd, -1
+            close_live(fd, self._identity)
+
+
+def _lock_file_is_live(path: str) -> bool:
+    try:
+        return is_live(os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _open_lock_file(path: str) -> int:
+    try:
+        return filesystem().create(path)
+    except StorageError as error:
+        if error.errno != errno.EEXIST:
+            raise
+    return os.open(path, _WRITE_FLAGS)
+
+
+def _owner_of(fd: int) -> str | None:
+    """Name the process that has a record lock; None when it has just let go."""
+    kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(fd, fcntl.F_GETLK, _record(fcntl.F_WRLCK)))
+    if kind == fcntl.F_UNLCK:
+        return None
+    hinted_pid, _, host = os.pread(fd, _HINT_BYTES, 0).decode("utf-8", "replace").partition("\n")[0].partition(" ")
+    # The kernel gives no number, or its own idea of one, for a process in another container or on another machine.
+    if pid <= 0 and hinted_pid.isdecimal():
+        return f"process {hinted_pid} on {host}"
+    if pid <= 0:
+        return "a process elsewhere"
+    return f"process {pid}" + (f" on {host}" if hinted_pid == str(pid) else "")

@@ -1,0 +1,280 @@
+"""Remove directories of checkpoints: committed ones on demand, and what dead saves and removals have left.
+
+A directory is deleted while it has a hidden name only, after a sync of its parent that makes the loss of its final name
+durable, and under a lock that keeps its writer and its readers out; its MANIFEST.json goes last. directory_commit.py
+has the whole protocol, and why.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Literal, NamedTuple
+
+from fastpersist.commit import LEFTOVER_AGE_S, TOKEN_BYTES, hidden_prefix
+from fastpersist.directory_locks import Lock, claimed
+from fastpersist.errors import CheckpointNotFoundError, ConfigError, StorageError
+from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.formats.manifest import MANIFEST_NAME
+
+__all__ = [
+    "committed_path",
+    "hidden_path",
+    "remove_directory",
+    "remove_quietly",
+    "remove_replaced",
+    "resolve_final_path",
+    "sweep_directories",
+]
+
+_log = logging.getLogger("fastpersist")
+
+
+def resolve_final_path(path: str) -> str:
+    """Return the path with the links of its parent followed, so that neither chdir nor a moved link changes it."""
+    parent, name = os.path.split(os.path.abspath(path))
+    if not name:
+        raise ConfigError(f"{path} is no name for a checkpoint")
+    return os.path.join(os.path.realpath(parent), name)
+
+
+def hidden_path(final_path: str, kind: Literal["pending", "retired"]) -> str:
+    """Return a new hidden name beside the final one."""
+    return os.path.join(os.path.dirname(final_path), hidden_prefix(final_path, kind) + secrets.token_hex(TOKEN_BYTES))
+
+
+class _Leftover(NamedTuple):
+    path: str
+    final_path: str
+    kind: str
+
+
+def _leftovers(parent: str, name: re.Pattern[str] | str) -> list[_Leftover]:
+    """List pending and retired directories, those that are being written included; the newest retired one first."""
+    token = f"([0-9a-f]{{{2 * TOKEN_BYTES}}})"
+    found = []
+    try:
+        with os.scandir(parent) as entries:
+            directories = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []  # creation will say what is wrong, if anything
+    kinds: tuple[Literal["pending"], Literal["retired"]] = ("pending", "retired")
+    for kind in kinds:
+        if isinstance(name, str):
+            pattern = re.compile(re.escape(hidden_prefix(os.path.join(parent, name), kind)) + token)
+        else:
+            pattern = re.compile(rf"\.(?P<name>.+)\.{kind}-{token}", re.DOTALL)
+        for entry_name in directories:
+            if match := pattern.fullmatch(entry_name):
+                final_name = name if isinstance(name, str) else match["name"]
+                if isinstance(name, str) or name.fullmatch(final_name):
+                    path = os.path.join(parent, entry_name)
+                    found.append(_Leftover(path, os.path.join(parent, final_name), kind))
+    return sorted(found, key=_published_ns, reverse=True)
+
+
+def _published_ns(leftover: _Leftover) -> int:
+    """Return when a retired directory was published, -1 for one that never was."""
+    try:
+        status = os.lstat(os.path.join(leftover.path, MANIFEST_NAME))
+    except OSError:
+        return -1
+    return status.st_mtime_ns if leftover.kind == "retired" and status.st_size > 0 else -1
+
+
+def committed_path(parent: str, name: str) -> str | None:
+    """Return where the directory that is committed as `name` is, None if there is none.
+
+    That is its final name, or between the two steps of a replacement the newest retired one. Another process may go on
+    meanwhile: ask again when it is gone before it could be opened.
+    """
+    final_path = os.path.join(parent, name)
+    for _ in range(2):  # the second look: what was retired at the first may have got its name back before the listing
+        if os.path.lexists(final_path):
+            return final_path
+        for leftover in _leftovers(parent, name):
+            if _published_ns(leftover) >= 0:
+                return leftover.path
+    return None
+
+
+def sweep_directories(parent: str, name: re.Pattern[str] | str) -> list[str]:
+    """Step 1: remove what dead saves and removals have left, never what a live one has.
+
+    A retired directory whose final name is free gets that back, the newest of them; other retired ones are removed.
+
+    Args:
+        parent: The directory to sweep.
+        name: A final name, or a pattern that whole final names match (names that are not shortened to a digest).
+
+    Returns:
+        The paths that were removed.
+
+    Thread safety: any thread, any process; two sweepers do not hurt each other.
+    """
+    removed: list[str] = []
+    synced = False
+
+    def sync_once() -> None:
+        """What is removed may have been replaced a moment ago, by a save that has yet to sync the exchange."""
+        nonlocal synced
+        if not synced:
+            filesystem().sync_directory(parent)
+            synced = True
+
+    for leftover in _leftovers(parent, name):
+        try:
+            if leftover.kind == "retired" and _give_name_back(leftover):
+                continue
+            if _remove_leftover(leftover.path, prepare=sync_once):
+                removed.append(leftover.path)
+                _log.info("removed %s, left by a save that died", leftover.path)
+        except StorageError as error:
+            _log.warning("a leftover stays: %s", error)
+    return removed
+
+
+def _give_name_back(leftover: _Leftover) -> bool:
+    """Give a retired directory its final name; False if that is not free, or the directory was never published.
+
+    Under the lock, or another sweeper might be deleting it. Where that cannot be had, it stays for the next sweep.
+    """
+    if _published_ns(leftover) < 0:
+        return False
+    with claimed(leftover.path) as lock:
+        if lock is not Lock.BUSY:
+            try:
+                filesystem().rename_to_free_name(leftover.path, leftover.final_path)
+            except StorageError as error:
+                if error.errno == errno.EEXIST:
+                    return False
+                if error.errno != errno.ENOENT:  # else another sweeper has done it
+                    raise
+            else:
+                _log.info("%s has its name back: a save died while it was replacing it", leftover.final_path)
+                filesystem().sync_directory(os.path.dirname(leftover.final_path))
+    return True
+
+
+def _remove_leftover(path: str, *, prepare: Callable[[], None] | None = None) -> bool:
+    """Remove a directory that is not visible; False when somebody writes or reads it, or it is gone already.
+
+    Args:
+        path: Where it is.
+        prepare: Called before anything is deleted. None: the directory is our own, so nobody writes it.
+    """
+    with claimed(path) as lock:
+        if lock is Lock.BUSY:
+            return False
+        if lock is Lock.UNSUPPORTED and prepare is not None and not _is_old(path):
+            _log.warning("%s may be a leftover; without file locks it is removed when a day old", path)
+            return False
+        if lock is Lock.NO_MANIFEST:
+            # Nothing was written yet, or all is removed but the directory, or a power failure has lost the name of
+            # the manifest. In the first case its writer may live, and come to make the manifest right now.
+            try:
+                filesystem().remove_directory(path)
+                return True
+            except StorageError as error:
+                if error.errno == errno.ENOENT:
+                    return False
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            with storage_errors("listing", path):
+                if MANIFEST_NAME in os.listdir(path):
+                    return False
+        if prepare is not None:
+            prepare()
+        _remove_tree(path)
+        return True
+
+
+def _is_old(path: str) -> bool:
+    try:
+        newest_s = max(os.lstat(path).st_mtime, os.lstat(os.path.join(path, MANIFEST_NAME)).st_mtime)
+    except OSError:
+        return False
+    return time.time() - newest_s > LEFTOVER_AGE_S
+
+
+def remove_replaced(path: str) -> None:
+    """Step 7. The save has succeeded, so this fails quietly."""
+    try:
+        if not _remove_leftover(path) and os.path.lexists(path):
+            _log.info("%s was replaced and is being read; a later save removes it", path)
+    except StorageError as error:
+        _log.warning("a replaced checkpoint is left behind: %s", error)
+
+
+def remove_quietly(path: str) -> None:
+    """Remove a pending directory while another error is being reported; what is left, the next save removes."""
+    try:
+        _remove_tree(path)
+    except StorageError as error:
+        _log.warning("a pending directory is left behind: %s", error)
+
+
+def _remove_tree(path: str) -> None:
+    """Delete a directory and all that is in it, links not followed, the manifest last. What is gone already is fine."""
+    directories = [path]
+    for directory in directories:
+        with _gone_is_fine(), storage_errors("listing", directory):
+            with suppress(OSError):
+                if os.lstat(directory).st_mode & 0o700 != 0o700:
+                    os.chmod(directory, 0o700)
+            with os.scandir(directory) as entries:
+                listed = sorted(entries, key=lambda entry: entry.name)
+            for entry in listed:
+                if entry.is_dir(follow_symlinks=False):
+                    directories.append(entry.path)
+                elif directory != path or entry.name != MANIFEST_NAME:
+                    with _gone_is_fine():
+                        filesystem().unlink(entry.path)
+    for directory in reversed(directories[1:]):
+        with _gone_is_fine():
+            filesystem().remove_directory(directory)
+    with _gone_is_fine():
+        filesystem().unlink(os.path.join(path, MANIFEST_NAME))
+    with _gone_is_fine():
+        filesystem().remove_directory(path)
+
+
+@contextmanager
+def _gone_is_fine() -> Iterator[None]:
+    try:
+        yield
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+
+
+def remove_directory(path: str) -> bool:
+    """Remove a committed directory: it loses its name, durably, and only then its files.
+
+    Returns:
+        False if somebody reads it: then it stays as it is.
+
+    Raises:
+        CheckpointNotFoundError: There is no directory with a MANIFEST.json; nothing was removed.
+        StorageError: It could not be renamed, or that not be synced. What is left of it then is swept later.
+    """
+    path = resolve_final_path(path)
+    with claimed(path) as lock:
+        if lock is Lock.BUSY:
+            return False
+        if lock is Lock.NO_MANIFEST or os.path.islink(path):
+            raise CheckpointNotFoundError(f"{path} is no directory with a {MANIFEST_NAME}, so it is not removed")
+        hidden = hidden_path(path, "pending")
+        filesystem().rename(path, hidden)
+        filesystem().sync_directory(os.path.dirname(path))
+        try:
+            _remove_tree(hidden)
+        except StorageError as error:
+            _log.warning("a removed checkpoint is left behind: %s", error)
+    return True

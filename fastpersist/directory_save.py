@@ -1,0 +1,306 @@
+"""Many files, published at once as one directory with a manifest, while training goes on.
+
+For trainers that own their layout: `save` and `add_bytes` put files into a hidden pending directory, other code may
+put its own there too, and `publish` makes all of it visible in one step, or nothing. A `Checkpointer` is this with
+steps, retention and resume on top. The protocol is `directory_commit`'s, the capture of tensors `capture`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+
+import torch
+
+from fastpersist import _native
+from fastpersist.arena import Arena
+from fastpersist.background import Lane, PendingSave, SaveStats
+from fastpersist.capture import Capture
+from fastpersist.directory_commit import PendingDirectory, files_in
+from fastpersist.errors import ConfigError, SkippedError
+from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.formats.manifest import CheckpointManifest, FileEntry, check_file_name, encode_manifest
+from fastpersist.owners import Owners
+from fastpersist.pipeline import Extents, read_extents, require_engine
+from fastpersist.saving import Container, container_for, write_container
+
+__all__ = ["DirectorySave", "version"]
+
+_log = logging.getLogger("fastpersist")
+
+_arena = Arena()  # for those that bring none of their own
+
+
+def version() -> str:
+    """Return the version of this package, as manifests record it."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
+    try:
+        return version_of("fastpersist")
+    except PackageNotFoundError:  # imported from a source tree
+        return "unknown"
+
+
+def _nothing() -> None:
+    """Stand for the part of a save that is not done because the save was cancelled."""
+
+
+class DirectorySave:
+    """A directory that is being put together. One thread uses it; everything is written on another.
+
+    Args:
+        path: Its final name; the parent directory exists.
+        overwrite: Replace a directory of that name. Without it, an existing one is an error, now and at publish().
+        engine: "auto", or an engine's name, which then never falls back.
+
+    Raises:
+        ConfigError: The path exists and overwrite is False.
+        StorageError: The pending directory cannot be made.
+
+    As a context manager it removes everything if publish() was not called in the block.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        engine: str = "auto",
+        _arena: Arena = _arena,
+        _lane: Lane | None = None,
+        _stats: SaveStats | None = None,
+        _paranoid: bool = False,
+    ) -> None:
+        self._closed = True  # until there is something to close
+        require_engine(engine)
+        self._overwrite = overwrite
+        self._engine = engine
+        self._arena = _arena
+        self._lane = _lane or Lane("fastpersist-save")
+        self._paranoid = _paranoid
+        self._directory = PendingDirectory.create(os.path.abspath(path), overwrite=overwrite)
+        self._closed = False
+        self._stats = _stats or SaveStats(path=self._directory.final_path)
+        self._pending = PendingSave(self._directory.final_path, self._stats)
+        self._pending.when_failed(self._directory.abort)
+        self._entries: dict[str, FileEntry | None] = {}
+        self.captures: list[Capture] = []
+
+    @property
+    def path(self) -> str:
+        """The pending directory; what others put there is published with the rest."""
+        return self._directory.path
+
+    def save(
+        self,
+        obj: object,
+        name: str,
+        optimizer: object = None,
+        *,
+        constant: object = (),
+        gate: str = "optimizer",
+        owners: Owners | None = None,
+        pace_s: float = 0.0,
+    ) -> None:
+        """Save an object to a file of the directory; returns when what may change at once is copied.
+
+        Args:
+            obj: Whatever torch.save takes; for a name that ends in `.safetensors`, a dict of str to tensors.
+            name: Relative to the directory, with "/" between its parts.
+            optimizer: Whose tensors are in `obj`, as in `save_async`.
+            constant: What never changes, as in `save_async`.
+            gate: "optimizer" or "manual", as in `save_async`.
+            owners: The three above, for those who have them already.
+            pace_s: Seconds over which the writer may spread its work, as long as nobody waits for it.
+
+        Raises:
+            ConfigError: The name is no relative file name or is taken, or the format cannot hold the object.
+
+        Once a file could not be written, nothing more is done; publish().result() raises the error.
+        """
+        started_s = time.monotonic()
+        self._check_new(name)
+        if self._pending.done():
+            return
+        capture = Capture(
+            owners or Owners(optimizer, constant, gate),
+            self._arena,
+            paranoid=self._paranoid,
+            on_gate=self._stats.add_stall,
+        )
+        container = container_for(obj, os.path.join(self._directory.final_path, name), checksum=True)
+        snapshot = capture.add(container)
+        if pace_s > 0:
+            snapshot.pace(pace_s)
+        self._entries[name] = None
+        self.captures.append(capture)
+        self._stats.plan_s += time.monotonic() - started_s
+        self._submit_file(name, container, capture, snapshot)
+        self._stats.stall_s += time.monotonic() - started_s
+
+    def add_bytes(self, name: str, data: bytes) -> None:
+        """Add a small file with these bytes (configuration, tokenizer …).
+
+        Raises:
+            ConfigError: The name is no relative file name or is taken.
+        """
+        self._check_new(name)
+        self._entries[name] = None
+        kept = bytes(data)
+        self._lane.submit(lambda: self._pending.run(lambda: self._write_bytes(name, kept)))
+
+    def publish(
+        self,
+        *,
+        durable: bool = True,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> PendingSave:
+        """Make everything visible under the final name when all of it is written, with a MANIFEST.json.
+
+        Args:
+            durable: Survive power loss once done.
+            step: For the manifest.
+            metrics: Names to numbers, for the manifest.
+            after: Done on the writing thread when the directory is visible, before the save counts as done.
+
+        Returns:
+            The save; result() returns the final path. Errors of every file are raised there.
+
+        Raises:
+            ConfigError: It was published or aborted before.
+        """
+        self._refuse_closed()
+        self._closed = True
+        kept_metrics = dict(metrics or {})
+        self._lane.submit(lambda: self._pending.run(lambda: self._publish(durable, step, kept_metrics, after)))
+        return self._pending
+
+    def abort(self) -> None:
+        """Remove everything; the final name stays as it was. May be called again, and does nothing after publish()."""
+        if self._give_up():
+            self._pending.join()
+
+    def _give_up(self) -> bool:
+        """Have everything removed, behind what is being written; False if it was published or given up before."""
+        if self._closed:
+            return False
+        self._closed = True
+        self._pending.cancel(SkippedError(f"{self._directory.final_path} was given up before it was published"))
+        self._lane.submit(lambda: self._pending.run(_nothing))
+        return True
+
+    def __enter__(self) -> DirectorySave:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.abort()
+
+    def __del__(self) -> None:
+        # Perhaps on the writing thread itself, which must not wait for what it has to do.
+        if not getattr(self, "_closed", True) and self._give_up():
+            _log.warning("%s was never published and is removed", self._directory.final_path)
+
+    # --- on the writing thread
+
+    def _submit_file(self, name: str, container: Container, capture: Capture, snapshot: _native.Snapshot) -> None:
+        def write() -> None:
+            begun_s = time.monotonic()
+            final_path = os.path.join(self._directory.final_path, name)
+            fd = self._directory.create_file(name)
+            try:
+                filesystem().allocate(fd, container.padded_bytes, final_path)
+                written = write_container(
+                    container, fd, final_path, engine=self._engine, poll=self._pending.poll, snapshot=snapshot
+                )
+                filesystem().truncate(fd, container.size_bytes, final_path)
+                self._stats.write_s += time.monotonic() - begun_s
+                self._sync(fd, final_path)
+            finally:
+                self._directory.close_file(fd)
+            self._stats.engine = written.engine
+            self._note(name, container.size_bytes, written.crc32)
+
+        self._pending.begin(capture, lambda: self._lane.submit(lambda: self._pending.run(write)))
+
+    def _write_bytes(self, name: str, data: bytes) -> None:
+        final_path = os.path.join(self._directory.final_path, name)
+        fd = self._directory.create_file(name)
+        try:
+            filesystem().write(fd, data, final_path)
+            self._sync(fd, final_path)
+        finally:
+            self._directory.close_file(fd)
+        self._note(name, len(data), _native.crc32(data))
+
+    def _sync(self, fd: int, path: str) -> None:
+        started_s = time.monotonic()
+        filesystem().sync(fd, path)
+        self._stats.sync_s += time.monotonic() - started_s
+
+    def _note(self, name: str, size_bytes: int, crc32: int | None) -> None:
+        self._entries[name] = FileEntry(name, size_bytes, crc32)
+        self._stats.bytes += size_bytes
+
+    def _publish(
+        self, durable: bool, step: int | None, metrics: dict[str, float], after: Callable[[], None] | None
+    ) -> None:
+        for name in files_in(self._directory.path):
+            if self._entries.get(name) is None:
+                self._adopt(name)
+        self._pending.check()
+        begun_s = time.monotonic()
+        manifest = CheckpointManifest(
+            files=tuple(entry for entry in self._entries.values() if entry is not None),
+            step=step,
+            time_s=time.time(),
+            metrics=metrics,
+            versions={"fastpersist": version(), "torch": torch.__version__, "python": platform.python_version()},
+            host={"name": socket.gethostname(), "pid": os.getpid(), "kernel": platform.release()},
+            stats=self._stats_so_far(),
+        )
+        self._directory.publish(encode_manifest(manifest), durable=durable, overwrite=self._overwrite)
+        self._stats.sync_s += self._directory.sync_s
+        if after is not None:
+            after()
+        self._stats.commit_s = time.monotonic() - begun_s
+        self._pending.succeed()
+
+    def _adopt(self, name: str) -> None:
+        """Put a file that somebody else wrote into the manifest: sync it, and read its CRC."""
+        path = os.path.join(self._directory.path, name)
+        with storage_errors("opening", path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            self._sync(fd, path)
+            size_bytes = os.fstat(fd).st_size
+            extents = Extents()
+            extents.add_checked(0, size_bytes)
+            crcs = read_extents(fd, path, extents).crcs if size_bytes else [0]
+        finally:
+            os.close(fd)
+        self._note(name, size_bytes, crcs[0])
+
+    def _stats_so_far(self) -> dict[str, float | int | str]:
+        self._pending.count_bytes()
+        found = asdict(self._stats)
+        return {name: found[name] for name in found if name not in ("path", "step", "error", "commit_s")}
+
+    # --- checks
+
+    def _check_new(self, name: str) -> None:
+        self._refuse_closed()
+        check_file_name(name)
+        if name in self._entries:
+            raise ConfigError(f"{name} is in {self._directory.final_path} already")
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ConfigError(f"{self._directory.final_path} was published or aborted already")

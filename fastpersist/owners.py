@@ -1,0 +1,183 @@
+"""Which storages are stable, which constant: whatever the optimizers and the user own, found anew at each save.
+
+An optimizer counts only if its steps announce themselves, since the gate (`capture`) hangs on that. Tensor subclasses
+that wrap others (DTensor …) are looked into, for the storages lie inside.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fastpersist.errors import ConfigError
+
+__all__ = ["PLAIN", "Owners", "owns_replays", "storage_keys"]
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The types whose storage is their own."""
+
+_replayed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose steps are CUDA graphs: no hook runs
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that have the storages: those inside a wrapper subclass (DTensor …), else the tensor itself."""
+    anything: Any = tensor  # else mypy takes a tensor that is a wrapper for impossible
+    if type(tensor) in PLAIN or not is_traceable_wrapper_subclass(anything):
+        yield tensor
+    else:
+        for name in anything.__tensor_flatten__()[0]:
+            inner = getattr(anything, name)
+            if isinstance(inner, torch.Tensor):  # a DTensor also names its mesh
+                yield from inner_tensors(inner)
+
+
+def storage_keys(tensor: torch.Tensor) -> list[int]:
+    """Return what identifies the storages of a tensor while they live; none for sparse, meta and the like."""
+    found = []
+    for inner in inner_tensors(tensor):
+        try:
+            found.append(inner.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            continue
+    return found
+
+
+class Owners:
+    """The optimizers whose storages are stable, found by unwrapping what the user gave.
+
+    Args:
+        optimizer: An optimizer, something that wraps one as `.optimizer`, a list of those, or None.
+        constant: Modules, tensors, and iterables or dicts of them, whose storages do not change at all.
+        gate: "optimizer": steps wait by themselves; "manual": the caller calls wait_captured() before anything changes.
+
+    Raises:
+        ConfigError: Unknown gate, or something that is no optimizer or no tensor.
+    """
+
+    def __init__(self, optimizer: object = None, constant: object = (), gate: str = "optimizer") -> None:
+        if gate not in ("optimizer", "manual"):
+            raise ConfigError(f"gate is 'optimizer' or 'manual', not {gate!r}")
+        self.gate = gate
+        self._given = optimizer
+        self._constant = _kept(constant)
+        self.optimizers()
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers themselves, with the wrappers taken off."""
+        given = self._given
+        if given is None:
+            return []
+        many = given if isinstance(given, list | tuple) else [given]
+        return [_unwrapped(one) for one in many]
+
+    def stable(self) -> tuple[dict[int, list[torch.Tensor]], str]:
+        """Find the storages that only an optimizer's step changes, as they are now.
+
+        Returns:
+            For each storage key the tensors by which an optimizer holds it; and why storages of an optimizer are
+            not among them, "" when all are.
+        """
+        found: dict[int, list[torch.Tensor]] = {}
+        why_not = "" if self._given is not None else "no optimizer was given"
+        for optimizer in self.optimizers():
+            reason = self._why_volatile(optimizer)
+            if reason:
+                why_not = reason
+                continue
+            for tensor in _tensors_of(optimizer):
+                for key in storage_keys(tensor):
+                    found.setdefault(key, []).append(tensor)
+        return found, why_not
+
+    def constant(self) -> dict[int, list[torch.Tensor]]:
+        """Find the storages that were declared constant, less those that an optimizer trains all the same."""
+        trained = {id(tensor) for one in self.optimizers() for tensor in _tensors_of(one) if tensor.requires_grad}
+        found: dict[int, list[torch.Tensor]] = {}
+        for tensor in _tensors_in(self._constant):
+            if id(tensor) in trained:
+                continue
+            for key in storage_keys(tensor):
+                found.setdefault(key, []).append(tensor)
+        return found
+
+    def _why_volatile(self, optimizer: Optimizer) -> str:
+        name = type(optimizer).__name__
+        if optimizer in _replayed:
+            return f"{name} steps inside a CUDA graph, where no hook runs"
+        if self.gate == "manual":
+            return ""
+        if not getattr(type(optimizer).step, "hooked", False):
+            return f"{name}.step() runs no hooks (torch.optim.Optimizer.__init__ was not called, or step was replaced)"
+        if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+            return f"{name} changes parameters in train() and eval(), outside its step; use gate='manual'"
+        return ""
+
+
+def _unwrapped(given: object) -> Optimizer:
+    """Take wrappers off: the innermost `.optimizer` is the one whose step changes parameters."""
+    seen = set()
+    inner = given
+    while id(inner) not in seen:
+        seen.add(id(inner))
+        inner = getattr(inner, "optimizer", inner)
+    if not isinstance(inner, Optimizer):
+        raise ConfigError(
+            f"optimizer= takes a torch.optim.Optimizer, something with one as .optimizer, or a list; "
+            f"not {type(given).__name__}"
+        )
+    return inner
+
+
+def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield what an optimizer's step may change: its parameters, and the tensors anywhere inside its state."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for value in optimizer.state.values():
+        yield from _tensors_below(value)
+
+
+def _tensors_below(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors_below(inner)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for inner in value:
+            yield from _tensors_below(inner)
+
+
+def _kept(constant: object) -> object:
+    """Return the same, with lists in place of iterators, which could be walked once only.
+
+    Raises:
+        ConfigError: Something in it is neither a tensor nor a module.
+    """
+    if isinstance(constant, torch.Tensor | torch.nn.Module):
+        return constant
+    if isinstance(constant, Mapping):
+        return [_kept(value) for value in constant.values()]
+    if isinstance(constant, Iterable) and not isinstance(constant, str | bytes):
+        return [_kept(value) for value in constant]
+    raise ConfigError(f"constant= takes modules, tensors, lists and dicts of them, not {type(constant).__name__}")
+
+
+def _tensors_in(constant: object) -> Iterator[torch.Tensor]:
+    if isinstance(constant, torch.Tensor):
+        yield constant
+    elif isinstance(constant, torch.nn.Module):
+        yield from constant.parameters()
+        yield from constant.buffers()
+    elif isinstance(constant, list):
+        for value in constant:
+            yield from _tensors_in(value)
+
+
+def owns_replays(optimizer: Optimizer) -> None:
+    """Note that an optimizer's steps are replayed by a CUDA graph, which runs no hook: volatile for good."""
+    _replayed.add(optimizer)

@@ -1,0 +1,516 @@
+"""A saved state → a dict, with the modules and optimizers it is for filled in place: no second copy of the state.
+
+1. Prove the file's structure, and the CRCs of everything in it that is no storage.
+2. Load the entries that have no target, as every load does. Unpickle once with storages on the meta device for the
+   others: now every name, shape and dtype of them is known without a byte of data.
+3. Plan: which tensor of the file goes to which tensor of a target. Whatever does not fit is found here.
+4. Load what no memory of a target can take (state that an optimizer does not have yet, schedulers, extra state), and
+   with `verify` check the rest. Unpickle again around all that is loaded. Up to here no target has changed.
+5. Fill the targets' tensors from the file. Then each target's own load_state_dict gets the entry of the file with
+   those very tensors in it: torch copies a tensor onto itself for nothing, an optimizer adopts what has the right
+   dtype and device, and hooks, extra state, groups and numbers take the way they always take.
+
+Where 2 is not possible (a callable map_location, objects that cannot be built without data, …), the state is loaded
+whole and copied into the targets, and the log says why. Directories, steps and falling back are the Checkpointer's.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from fastpersist.errors import (
+    ConfigError,
+    CorruptionError,
+    FastPersistError,
+    FormatError,
+    StorageError,
+    UnsupportedError,
+)
+from fastpersist.filling import Pair, described_tensor, fill_pairs, misfit
+from fastpersist.fitting import Leaf, Path, Plan
+from fastpersist.formats.pickle_scan import Call, Global, PersistentId, SymbolicDict, SymbolicSet
+from fastpersist.formats.torch_zip import LOCAL_HEADER_MAGIC
+from fastpersist.layout import LOCAL_HEADER_BYTES
+from fastpersist.loading import (
+    MapLocation,
+    StorageToFill,
+    check_records,
+    check_small_records,
+    fill_storages,
+    load_checkpoint,
+    new_storage,
+    require_checksums,
+    storages_to_fill,
+    unpickle_with,
+    why_stock,
+)
+from fastpersist.pipeline import engine_ladder, refuse_null_engine
+from fastpersist.source import CheckpointSource
+
+__all__ = ["load_state"]
+
+_log = logging.getLogger("fastpersist")
+
+_SHOWN_COUNT = 10
+_SCALAR_KEYS = (str, int, float, bool, bytes, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What load_state was asked for, all but the file."""
+
+    into: Mapping[str, object]
+    map_location: MapLocation
+    verify: bool
+    weights_only: bool
+    engine: str
+
+
+def load_state(
+    path: str,
+    *,
+    into: Mapping[str, object] | None,
+    map_location: MapLocation,
+    verify: bool,
+    weights_only: bool,
+    engine: str,
+    on_filled: Callable[[str], None] | None = None,
+) -> Any:
+    """Load a saved dict, restoring the entries named in `into` in place.
+
+    Names, shapes, groups and the file's structure are checked first: until all fits, nothing changes. May be called
+    again after any error, with this file or another; every target is then restored as a whole.
+
+    Args:
+        path: A torch zip that holds a dict, such as the `state.pt` of a step.
+        into: By key of that dict, what to restore in place: a Module; an optimizer, bare or wrapped (`.optimizer`);
+            a tensor; dicts and lists, nested, of these (other values in them are set to the file's); or any object
+            with load_state_dict. None for a plain load.
+        map_location: Where tensors go that have no target, as in torch.load.
+        verify: Check every CRC before anything changes; what is filled in place is then read twice.
+        weights_only: As in torch.load. With False, code in the file may run more than once.
+        engine: "auto", or an engine's name, which then never falls back.
+        on_filled: Called with a key of `into` directly before the first change to its target. Whoever keeps these
+            keys knows after an error which targets are no longer what they were.
+
+    Returns:
+        The dict, with the very objects of `into` under their keys. Without `into`, whatever was saved.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file.
+        FormatError, ChecksumError: The file is damaged; no target was changed.
+        StorageError: An error of the disk. If the message says *partly overwritten*, the targets it names are not
+            usable until they have been restored from this or another file.
+        ConfigError: File and targets do not fit, and nothing was changed; or the load_state_dict of a target refused
+            its entry: then the message says what is partly overwritten.
+        UnsupportedError: verify, and the file has no checksums; or the named engine cannot be used.
+        pickle.UnpicklingError: With weights_only: torch's own refusal of an unsafe file.
+
+    Thread safety: any thread; nobody else may use the targets meanwhile.
+    """
+    options = _Options(into or {}, map_location, verify, weights_only, engine)
+    with CheckpointSource(path) as source:
+        for name in engine_ladder(engine, source.fd, for_reading=True):
+            refuse_null_engine(name)
+        _prove(source)
+        if not into:
+            return _load_whole(source, options)
+        ready = why_stock(source, map_location, weights_only) or _planned_in_place(source, options)
+        if isinstance(ready, str):
+            _log.warning("%s is in memory once more while its targets are filled: %s", path, ready)
+            ready = _planned_with_copy(source, options)
+        _change(source, ready, options, on_filled)
+        ready.loaded.update(into)
+        return ready.loaded
+
+
+@contextmanager
+def _torch_errors(path: str, weights_only: bool) -> Iterator[None]:
+    """Give damage that torch itself finds its class: its reader of archives looks at fields that nobody else does."""
+    try:
+        yield
+    except FastPersistError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        # Other RuntimeErrors tell of devices and memory, and ValueErrors may be those of classes in the file.
+        is_reader = any(word in str(error) for word in ("PytorchStreamReader", "inline_container", "hasRecord"))
+        if not (is_reader or isinstance(error, UnicodeDecodeError) or (weights_only and isinstance(error, ValueError))):
+            raise
+        raise FormatError(f"torch cannot read the archive: {error}", path=path) from error
+
+
+def _load_whole(source: CheckpointSource, options: _Options) -> Any:
+    with _torch_errors(source.path, options.weights_only):
+        return load_checkpoint(
+            source,
+            map_location=options.map_location,
+            weights_only=options.weights_only,
+            verify=options.verify,
+            engine=options.engine,
+            poll=None,
+        )
+
+
+def _prove(source: CheckpointSource) -> None:
+    """Check all of the file but its storages, so that later errors are not the file's.
+
+    Raises:
+        FormatError, ChecksumError: It is damaged.
+    """
+    if source.kind != "torch_zip":
+        raise FormatError(f"no state was saved here: {source.explain_unknown()}", path=source.path)
+    try:
+        entries = source.directory.entries
+    except UnsupportedError as error:
+        raise FormatError(f"the directory of the archive is damaged: {error}", path=source.path) from error
+    if source.directory.has_checksums:
+        check_small_records(source)
+    for entry in entries.values():
+        # torch reads these records itself, and finds them through their local headers.
+        if not entry.name.startswith("data/"):
+            header = source.read_at(entry.header_offset_bytes, LOCAL_HEADER_BYTES)
+            lengths_bytes = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            leads_to = entry.header_offset_bytes + LOCAL_HEADER_BYTES + lengths_bytes
+            if not header.startswith(LOCAL_HEADER_MAGIC) or leads_to != entry.data_offset_bytes:
+                raise FormatError(
+                    f"the header of record {entry.name} is damaged",
+                    path=source.path,
+                    offset_bytes=entry.header_offset_bytes,
+                )
+    try:
+        references = source.summary.references
+    except UnsupportedError:
+        return  # only its own loader understands it; stock torch.load will be asked
+    for reference in references:
+        found = entries.get(f"data/{reference.key}")
+        if found is None or found.size_bytes != reference.size_bytes:
+            raise FormatError(f"pickle and directory disagree on storage {reference.key}", path=source.path)
+
+
+def _require_dict(source: CheckpointSource, loaded: object) -> None:
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{source.path} holds a {type(loaded).__name__}; only a dict has entries to restore")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ready:
+    """All that is needed to change the targets: nothing has to be found out any longer.
+
+    Attributes:
+        loaded: The file's dict. Tensors that are filled in place from the file have no data in it.
+        plan: What goes where.
+        pairs: What is filled from the file; empty where the dict has all data, which is then copied.
+    """
+
+    loaded: dict[str, Any]
+    plan: Plan
+    pairs: list[Pair]
+
+
+# --------------------------------------------------------------------------------------------- the usual way
+
+
+def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | str:
+    """Load all that no memory of a target takes, and plan the rest; or say why that cannot be done."""
+    try:
+        root = source.scan().root
+    except UnsupportedError as error:
+        return str(error)
+    others = _Sorted()
+    others.sort(root, dict.fromkeys(options.into, None))
+    keys = {reference.key for reference in source.summary.references}
+    storages: dict[str, torch.UntypedStorage] = {}
+    reason = _load_storages(source, options, storages, _storages_below(others.whole), {})
+    if reason is not None:
+        return reason
+    try:
+        loaded, meta = _unpickled(source, options, storages, keys)
+    except Exception as error:  # noqa: BLE001 - whatever went wrong, stock torch.load says it better, or does it
+        return f"it cannot be described without its data ({type(error).__name__}: {error})"
+    _require_dict(source, loaded)
+
+    key_of = {storage._cdata: key for key, storage in {**meta, **storages}.items()}
+    plan = _plan(source, options, loaded, lambda tensor: tensor.untyped_storage()._cdata in key_of)
+    pairs = [
+        Pair(leaf.name, leaf.target, described_tensor(source, key_of, leaf.value))
+        for leaf in plan.leaves.values()
+        if leaf.target is not None
+    ]
+    found = _Sorted()
+    found.sort(root, _tree(plan.leaves))
+    whole = _storages_below(found.whole)
+    missing = keys - storages.keys() - (found.in_place - found.elsewhere.keys() - whole)
+    devices = {key: device for key, device in found.elsewhere.items() if key not in whole}
+    if options.verify:
+        require_checksums(source)
+        in_place = sorted(keys - storages.keys() - missing, key=lambda key: (len(key), key))
+        check_records(source, [f"data/{key}" for key in in_place], engine=options.engine, poll=None)
+    if missing:
+        del loaded
+        reason = _load_storages(source, options, storages, missing, devices)
+        if reason is not None:
+            return reason
+        loaded, _ = _unpickled(source, options, storages, keys)
+    return _Ready(loaded, plan, pairs)
+
+
+def _plan(
+    source: CheckpointSource, options: _Options, loaded: dict[str, Any], has_data: Callable[[torch.Tensor], bool]
+) -> Plan:
+    plan = Plan(has_data)
+    for key, target in options.into.items():
+        if key in loaded:
+            plan.add((key,), str(key), target, loaded[key])
+        else:
+            held = ", ".join(str(name) for name in list(loaded)[:_SHOWN_COUNT]) or "nothing"
+            plan.problems.append(f"{key} is in the target, but not in the file, which holds {held}")
+    if plan.problems:
+        raise misfit(source.path, plan.problems)
+    plan.follow_file_where_memory_is_shared()
+    return plan
+
+
+def _load_storages(
+    source: CheckpointSource,
+    options: _Options,
+    storages: dict[str, torch.UntypedStorage],
+    wanted_keys: set[str],
+    devices: Mapping[str, torch.device],
+) -> str | None:
+    """Add filled storages: on the device given, else where map_location says. Or say why that is left to torch."""
+    all_keys = {reference.key for reference in source.summary.references}
+    judged = storages_to_fill(source, options.map_location, passed_over=(all_keys - wanted_keys) | devices.keys())
+    if isinstance(judged, str):
+        return judged
+    wanted = dict(judged)
+    for key, device in devices.items():
+        if key in wanted_keys:
+            entry = source.directory.entries[f"data/{key}"]
+            wanted[key] = StorageToFill(entry.data_offset_bytes, entry.size_bytes, entry.crc, device)
+    fresh = {key: new_storage(item.size_bytes, item.device) for key, item in wanted.items()}
+    fill_storages(source, wanted, fresh, verify=options.verify, engine=options.engine, poll=None)
+    storages.update(fresh)
+    return None
+
+
+def _unpickled(
+    source: CheckpointSource, options: _Options, storages: Mapping[str, torch.UntypedStorage], keys: set[str]
+) -> tuple[Any, dict[str, torch.UntypedStorage]]:
+    """Unpickle around the storages there are, and ones without data for the others; return those too."""
+    sizes = {key: source.directory.entries[f"data/{key}"].size_bytes for key in keys - storages.keys()}
+    meta = {key: new_storage(size_bytes, torch.device("meta")) for key, size_bytes in sizes.items()}
+    with _torch_errors(source.path, options.weights_only):
+        loaded = unpickle_with(
+            source, {**meta, **storages}, map_location=options.map_location, weights_only=options.weights_only
+        )
+    return loaded, meta
+
+
+# --------------------------------------------------------------------------------------------- which storages
+
+_Tree: TypeAlias = "dict[Any, _Tree | Leaf | None]"
+"""Leaves by key, one level for each part of their paths. None: everything below may be what it wants."""
+
+
+def _tree(leaves: Mapping[Path, Leaf]) -> _Tree:
+    root: _Tree = {}
+    for path, leaf in leaves.items():
+        level = root
+        for key in path[:-1]:
+            below = level.setdefault(key, {})
+            level = below if isinstance(below, dict) else {}
+        level[path[-1]] = leaf
+    return root
+
+
+class _Sorted:
+    """The storages of a scanned pickle, sorted by what the leaves of a plan say of the tensors in them.
+
+    Attributes:
+        in_place: Keys of those behind tensors that are filled in place.
+        elsewhere: Keys of those behind tensors that get memory of their own on a given device, and the device.
+        whole: Nodes that the plan says nothing about, or that are not understood: all below them is needed.
+    """
+
+    def __init__(self) -> None:
+        self.in_place: set[str] = set()
+        self.elsewhere: dict[str, torch.device] = {}
+        self.whole: list[object] = []
+
+    def sort(self, node: object, tree: _Tree | Leaf | None) -> None:
+        """Sort what is below a node. Goes as deep as the tree, whatever the pickle."""
+        if tree is None:
+            return
+        if isinstance(tree, Leaf):
+            self._sort_leaf(node, tree)
+            return
+        children: Iterable[tuple[object, object]] = ()
+        if isinstance(node, (list, tuple)):
+            children = enumerate(node)
+        elif isinstance(node, SymbolicDict):
+            children = self._entries(node)
+        elif isinstance(node, Call) and isinstance(node.function, Global) and node.function.module == "collections":
+            self.whole += [node.arguments, node.keywords, node.state, node.items]
+            children = () if node.entries is None else self._entries(node.entries)
+        else:
+            self.whole.append(node)
+        for key, child in children:
+            if isinstance(key, _SCALAR_KEYS) and key in tree:
+                self.sort(child, tree[key])
+            else:
+                self.whole.append(child)
+
+    def _entries(self, node: SymbolicDict) -> list[tuple[object, object]]:
+        entries = node.items()
+        if 2 * len(entries) != len(node.flat):
+            self.whole.append(node)  # keys that occur twice: the values that lose are unpickled as well
+        return entries
+
+    def _sort_leaf(self, node: object, leaf: Leaf) -> None:
+        key = _plain_storage_key(node)
+        if key is None:
+            self.whole.append(node)
+        elif leaf.target is not None:
+            self.in_place.add(key)
+        elif leaf.device is not None and self.elsewhere.get(key, leaf.device) == leaf.device:
+            self.elsewhere[key] = leaf.device
+        else:
+            self.whole.append(node)
+
+
+def _plain_storage_key(node: object) -> str | None:
+    """Return the key of the storage behind a plain tensor; None for all else, a tensor with attributes for one."""
+    for _ in range(2):  # a Parameter around a tensor
+        if not isinstance(node, Call) or not isinstance(node.function, Global) or not node.arguments:
+            return None
+        name = node.function.name if node.function.module == "torch._utils" else ""
+        if node.state is not None or _storages_below(node.arguments[1:]):
+            return None
+        if name.startswith("_rebuild_tensor_v"):
+            storage = node.arguments[0]
+            return str(storage.value[2]) if isinstance(storage, PersistentId) else None  # type: ignore[index]
+        if name != "_rebuild_parameter":
+            return None
+        node = node.arguments[0]
+    return None
+
+
+def _storages_below(nodes: Iterable[object]) -> set[str]:
+    """Return the keys of all storages that are reached from nodes of a scanned pickle."""
+    keys: set[str] = set()
+    seen: set[int] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, PersistentId):
+            keys.add(str(node.value[2]))  # type: ignore[index]  # its form was proven with the references
+        elif isinstance(node, (Call, SymbolicDict, SymbolicSet, list, tuple)) and id(node) not in seen:
+            seen.add(id(node))
+            if isinstance(node, Call):
+                stack += [node.function, node.arguments, node.keywords, node.state, node.items, node.entries]
+            elif isinstance(node, SymbolicDict):
+                stack += node.flat
+            else:
+                stack += node.members if isinstance(node, SymbolicSet) else node
+    return keys
+
+
+# --------------------------------------------------------------------------------------------- the way by a copy
+
+
+def _planned_with_copy(source: CheckpointSource, options: _Options) -> _Ready:
+    """Load everything, as if there were no targets."""
+    loaded = _load_whole(source, options)
+    _require_dict(source, loaded)
+    return _Ready(loaded, _plan(source, options, loaded, lambda tensor: not tensor.is_meta), [])
+
+
+# --------------------------------------------------------------------------------------------- change
+
+
+def _change(
+    source: CheckpointSource, ready: _Ready, options: _Options, on_filled: Callable[[str], None] | None
+) -> None:
+    """Fill the targets' tensors, then take the plan's steps. From here on, errors say what they leave behind."""
+    touched: list[str] = []
+
+    def touch(key: str) -> None:
+        if key not in touched:
+            touched.append(key)
+            if on_filled is not None:
+                on_filled(key)
+
+    plan = ready.plan
+    step_name = None
+    try:
+        for path, leaf in plan.leaves.items():
+            if leaf.target is not None:
+                touch(path[0])
+        if ready.pairs:
+            fill_pairs(source, ready.pairs, options.engine, [])
+        else:
+            with torch.no_grad():
+                for path, leaf in plan.leaves.items():
+                    if leaf.target is not None:
+                        leaf.target.copy_(_part(ready.loaded, path))
+        tree = _tree(plan.leaves)
+        for step in sorted(plan.steps, key=lambda step: step.rank):
+            step_name = step.name
+            touch(step.path[0])
+            step.apply(_with_targets(_part(ready.loaded, step.path), _part(tree, step.path)))
+    except (StorageError, CorruptionError) as error:
+        raise _with_touched(error, touched) from error
+    except Exception as error:
+        if step_name is None and isinstance(error, FastPersistError):
+            raise  # the named engine cannot be used here: nothing was read
+        reason = f"{type(error).__name__}: {error}; {_left_behind(touched)}"
+        if step_name is None:
+            raise StorageError(None, f"filling the targets from {source.path} failed: {reason}", source.path) from error
+        raise ConfigError(f"{step_name} refused what {source.path} holds for it: {reason}") from error
+
+
+def _part(value: Any, path: Path) -> Any:
+    """Follow a path as far as it leads."""
+    for key in path:
+        if isinstance(value, dict):
+            value = value.get(key)
+        else:
+            value = value[key] if isinstance(value, (list, tuple)) else None
+    return value
+
+
+def _with_targets(value: Any, tree: _Tree | Leaf | None) -> Any:
+    """Return a part of the file's object in which the filled tensors of targets stand for their values."""
+    if isinstance(tree, Leaf):
+        return value if tree.target is None else tree.target
+    if not tree:
+        return value
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # of an OrderedDict, with its _metadata
+        for key, below in tree.items():
+            copied[key] = _with_targets(value[key], below)
+        return copied
+    items = [_with_targets(item, tree.get(index)) for index, item in enumerate(value)]
+    if isinstance(value, list):
+        return items
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+
+
+def _left_behind(touched: list[str]) -> str:
+    return f"partly overwritten, and not usable until they are restored again: {', '.join(map(str, touched))}"
+
+
+def _with_touched(error: StorageError | CorruptionError, touched: list[str]) -> StorageError | CorruptionError:
+    if not touched:
+        return error
+    if isinstance(error, StorageError):
+        message = f"{error}; {_left_behind(touched)}"
+        return type(error)(error.errno, message, error.filename, error.offset_bytes)
+    return type(error)(f"{error.message}; {_left_behind(touched)}", path=error.path, offset_bytes=error.offset_bytes)
