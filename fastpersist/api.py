@@ -13,7 +13,7 @@ from typing import IO, Any, TypeAlias
 
 import torch
 
-from fastpersist import inspection
+from fastpersist import directory_inspection, inspection
 from fastpersist.arena import Arena
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
@@ -313,35 +313,52 @@ def load(
 
 
 def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> VerifyReport:
-    """Read a whole file and say whether it is what its writer wrote, and if not, which tensors are damaged where.
+    """Read a whole checkpoint and say whether it is what its writer wrote, and if not, which tensors are damaged where.
 
     Reads only, keeps nothing, runs no code of the file.
 
+    Args:
+        path: A file, a checkpoint directory with all its files, or a root with all its steps.
+        progress: Show bytes, rate and remaining time on standard error.
+        engine: "auto", or an engine's name, which then never falls back.
+
     Raises:
-        CheckpointNotFoundError: There is no such file.
-        StorageError: An error of the disk; damage that can be read is in the report, not an exception.
+        CheckpointNotFoundError: There is no such file or directory.
+        StorageError: An error of the disk, or a directory that holds no checkpoints; damage that can be read is in the
+            report, not an exception.
 
     Thread safety: any thread.
     """
-    with CheckpointSource(os.fspath(path)) as source:
+    name = os.fspath(path)
+    if os.path.isdir(name):
+        with _progress(name, directory_inspection.directory_bytes(name) if progress else 0, progress) as poll:
+            return directory_inspection.verify_directory(name, engine=engine, poll=poll)
+    with CheckpointSource(name) as source:
         with _progress(source.path, source.size_bytes, progress) as poll:
             return inspection.verify_source(source, engine=engine, poll=poll)
 
 
 def inspect(path: PathLike) -> Manifest:
-    """Say what a file holds without loading it and without running any of its code.
+    """Say what a checkpoint holds without loading it and without running any of its code.
 
-    Lists names, dtypes, shapes, places and CRCs of the tensors, and the globals that the pickle names.
+    Lists names, dtypes, shapes, places and CRCs of the tensors, and the globals that the pickle names; for a directory
+    also its files, step and metrics; for a root its committed steps.
+
+    Args:
+        path: A file, a checkpoint directory, or a root.
 
     Raises:
-        CheckpointNotFoundError: There is no such file.
+        CheckpointNotFoundError: There is no such file or directory.
         FormatError: It cannot be parsed.
         UnsupportedError: It is no torch zip and no safetensors file.
-        StorageError: An error of the disk.
+        StorageError: An error of the disk, or a directory that holds no checkpoints.
 
     Thread safety: any thread.
     """
-    with CheckpointSource(os.fspath(path)) as source:
+    name = os.fspath(path)
+    if os.path.isdir(name):
+        return directory_inspection.inspect_directory(name)
+    with CheckpointSource(name) as source:
         return inspection.inspect_source(source)
 
 

@@ -5,8 +5,10 @@ Reads names, manifests and lengths, nothing else; what is inside the files `sour
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import stat
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -111,18 +113,29 @@ def read_manifest(path: str) -> CheckpointManifest:
     """Read the manifest of a checkpoint directory.
 
     Raises:
-        CheckpointNotFoundError: There is none: the directory was never finished, or is gone.
-        FormatError: It cannot be parsed.
+        CheckpointNotFoundError: There is none.
+        FormatError: It cannot be parsed, or is no file.
         StorageError: An error of the disk.
     """
     manifest_path = os.path.join(path, MANIFEST_NAME)
     try:
-        with storage_errors("reading", manifest_path), open(manifest_path, "rb") as file:
-            data = file.read(MANIFEST_LIMIT_BYTES + 1)
+        with storage_errors("opening", manifest_path):
+            # A FIFO that has taken its place must not make us wait for a writer.
+            fd = os.open(manifest_path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            raise CheckpointNotFoundError(f"{path} has no {MANIFEST_NAME}: it was never finished") from error
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise CheckpointNotFoundError(
+                errno.ENOENT, f"{path} holds no {MANIFEST_NAME}: it was never finished, or is no checkpoint", path
+            ) from None
         raise
+    try:
+        with storage_errors("reading", manifest_path):
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise FormatError("it is no regular file", path=manifest_path)
+            with open(fd, "rb", closefd=False) as file:
+                data = file.read(MANIFEST_LIMIT_BYTES + 1)
+    finally:
+        os.close(fd)
     return parse_manifest(data, manifest_path)
 
 

@@ -16,6 +16,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fastpersist.committed import read_manifest
 from fastpersist.directory_commit import committed_path, files_in, hold_for_reading
 from fastpersist.errors import (
     CheckpointNotFoundError,
@@ -26,11 +27,9 @@ from fastpersist.errors import (
 )
 from fastpersist.filesystem import storage_errors
 from fastpersist.formats.manifest import (
-    MANIFEST_LIMIT_BYTES,
     MANIFEST_NAME,
     CheckpointManifest,
     FileEntry,
-    parse_manifest,
     step_of,
 )
 from fastpersist.inspection import Damage, Manifest, VerifyReport, inspect_source, verify_source
@@ -135,7 +134,7 @@ def directory_bytes(path: str) -> int:
     size_bytes = 0
     for found in paths:
         try:
-            size_bytes += sum(entry.size_bytes for entry in _read_manifest(found).files)
+            size_bytes += sum(entry.size_bytes for entry in read_manifest(found).files)
         except (CorruptionError, StorageError, CheckpointNotFoundError):
             continue
     return size_bytes
@@ -193,44 +192,14 @@ def _held(path: str) -> Iterator[CheckpointManifest]:
     """Give the manifest of a directory, and keep others from removing it while the block runs.
 
     Raises:
-        CheckpointNotFoundError, FormatError, StorageError: As `_read_manifest`.
+        CheckpointNotFoundError, FormatError, StorageError: As `read_manifest`.
     """
     manifest_path = os.path.join(path, MANIFEST_NAME)
     # Looked at first: what is no file could not be held.
     if os.path.lexists(manifest_path) and not stat.S_ISREG(os.lstat(manifest_path).st_mode):
         raise FormatError("it is no regular file", path=manifest_path)
     with hold_for_reading(path):
-        yield _read_manifest(path)
-
-
-def _read_manifest(path: str) -> CheckpointManifest:
-    """Read and parse a directory's manifest.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
-        FormatError: It cannot be parsed, or is no file.
-        StorageError: An error of the disk.
-    """
-    manifest_path = os.path.join(path, MANIFEST_NAME)
-    try:
-        with storage_errors("opening", manifest_path):
-            # A FIFO that has taken its place must not make us wait for a writer.
-            fd = os.open(manifest_path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise CheckpointNotFoundError(
-                errno.ENOENT, f"{path} holds no {MANIFEST_NAME}: it was never finished, or is no checkpoint", path
-            ) from None
-        raise
-    try:
-        with storage_errors("reading", manifest_path):
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise FormatError("it is no regular file", path=manifest_path)
-            with open(fd, "rb", closefd=False) as file:
-                data = file.read(MANIFEST_LIMIT_BYTES + 1)
-    finally:
-        os.close(fd)
-    return parse_manifest(data, manifest_path)
+        yield read_manifest(path)
 
 
 def _size_problem(path: str, entry: FileEntry) -> str | None:

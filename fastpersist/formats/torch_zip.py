@@ -62,6 +62,7 @@ _FLAG_ENCRYPTED = 0x0001
 _FLAG_DESCRIPTOR = 0x0008
 _FLAG_UTF8 = 0x0800
 _ZIP64_FIELD = 0x0001
+_DIRECTORY_ATTRIBUTE = 0x10
 _PADDING_FIELD = b"FB"
 _COMMENT_LIMIT_BYTES = 0xFFFF
 _UNIX_MADE_BY = 0x031E
@@ -423,7 +424,7 @@ def _parse_entries(directory: bytes, count: int, directory_offset: int, path: st
             comment_len,
             disk,
             _,
-            _,
+            attributes,
             offset,
         ) = fields
         name_start = cursor + _CENTRAL.size
@@ -432,6 +433,10 @@ def _parse_entries(directory: bytes, count: int, directory_offset: int, path: st
         if magic != _CENTRAL_MAGIC or end > len(directory):
             raise FormatError("the central directory is damaged", path=path, offset_bytes=directory_offset + cursor)
         name = directory[name_start:extra_start]
+        if attributes & _DIRECTORY_ATTRIBUTE and size:
+            # torch's reader would return no bytes for it, and torch would take what memory holds.
+            place = directory_offset + cursor
+            raise FormatError(f"record {name!r} claims to be a directory", path=path, offset_bytes=place)
         if ZIP32_LIMIT in (packed, size, offset):
             extra = directory[extra_start : extra_start + extra_len]
             size, packed, offset = _zip64_values(extra, size, packed, offset, name, path, directory_offset + cursor)

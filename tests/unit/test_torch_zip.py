@@ -266,6 +266,8 @@ FORMAT_ERRORS: dict[str, tuple[int, Callable[[Fields], None]]] = {
     "offset beyond the file": (4, lambda fields: fields.update(offset=0x7FFFFFFF)),
     "offset of another record": (6, lambda fields: fields.update(offset=0)),
     "overlap of the next record": (0, both_sizes(200)),
+    # torch reads nothing for such a record, and takes what memory holds for its bytes.
+    "record that claims to be a directory": (4, lambda fields: fields.update(external=0x10)),
     "64-bit size without its field": (4, both_sizes(0xFFFFFFFF)),
     "64-bit offset without its field": (4, lambda fields: fields.update(offset=0xFFFFFFFF)),
     "no local header there": (4, lambda fields: fields.update(offset=int(fields["offset"]) + 1)),

@@ -1,0 +1,536 @@
+"""A state goes back into modules and optimizers as load_state_dict would put it there, but into the same memory."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.leaks import no_leaks
+from support.resumables import load, network, save, storages_of
+from support.sameness import assert_same, portrait
+from support.specimens import Network, PlainSubclass, train
+
+import fastpersist as fp
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*Sparse (CSR|CSC|BSR|BSC):UserWarning"),
+]
+
+DAMAGE = (fp.FormatError, fp.ChecksumError)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with no_leaks(tmp_path_factory.getbasetemp()):
+        yield
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state.pt"
+
+
+# --------------------------------------------------------------------------------------------- without targets
+
+
+def test_without_targets_it_is_a_plain_load(path: Path) -> None:
+    state = {"model": network().state_dict(), "step": 7, "rng": torch.get_rng_state()}
+    save(state, path)
+    assert_same(load(path), state)
+    assert_same(load(path, {}, verify=True), state)
+
+
+def test_map_location_reaches_entries_without_target(path: Path) -> None:
+    source = network()
+    save({"model": source.state_dict(), "other": torch.ones(3)}, path)
+    target = network(9)
+    loaded = load(path, {"model": target}, map_location={"cpu": "cpu"})
+    assert loaded["other"].tolist() == [1, 1, 1]
+    assert_same(target.state_dict(), source.state_dict())
+
+
+# --------------------------------------------------------------------------------------------- optimizers
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "AdamW foreach amsgrad": lambda p: torch.optim.AdamW(p, foreach=True, amsgrad=True),
+    "Adam tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.5),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "two groups": lambda p: torch.optim.AdamW([{"params": (q := list(p))[:2], "lr": 0.5}, {"params": q[2:]}]),
+}
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("steps_before", [0, 1], ids=["new", "with state"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_if_it_had_not_stopped(name: str, steps_before: int, verify: bool, path: Path) -> None:
+    source = network()
+    optimizer = OPTIMIZERS[name](source.parameters())
+    train(source, optimizer, 3)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5
+    save({"model": source.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}, path)
+
+    stock = network(9)
+    stock_optimizer = OPTIMIZERS[name](stock.parameters())
+    target = network(9)
+    target_optimizer = OPTIMIZERS[name](target.parameters())
+    for one, its_optimizer in ((stock, stock_optimizer), (target, target_optimizer)):
+        train(one, its_optimizer, steps_before)
+    state = torch.load(path)
+    stock.load_state_dict(state["model"])
+    stock_optimizer.load_state_dict(state["optimizer"])
+
+    had = {(id(p), k): v for p, s in target_optimizer.state.items() for k, v in s.items() if torch.is_tensor(v)}
+    addresses = storages_of(target)
+    loaded = load(path, {"model": target, "optimizer": target_optimizer}, verify=verify)
+    assert loaded["step"] == 3
+    assert loaded["model"] is target
+    assert loaded["optimizer"] is target_optimizer
+    assert storages_of(target) == addresses
+    assert_same(target.state_dict(), stock.state_dict())
+    assert_same(target_optimizer.state_dict(), stock_optimizer.state_dict())
+    for parameter, entries in target_optimizer.state.items():
+        for key, value in entries.items():
+            if (id(parameter), key) in had:
+                assert value is had[id(parameter), key]
+    for one, its_optimizer in ((source, optimizer), (target, target_optimizer)):
+        train(one, its_optimizer, 2)
+    assert_same(target.state_dict(), source.state_dict())
+    assert_same(target_optimizer.state_dict(), optimizer.state_dict())
+
+
+def lbfgs(model: torch.nn.Module, steps: int, optimizer: torch.optim.LBFGS) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.arange(8)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+def test_lbfgs_with_its_lists_of_tensors(steps_before: int, path: Path) -> None:
+    source = network()
+    optimizer = torch.optim.LBFGS(source.parameters(), max_iter=3, history_size=5)
+    lbfgs(source, 2, optimizer)
+    save({"model": source.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    target = network(9)
+    target_optimizer = torch.optim.LBFGS(target.parameters(), max_iter=3, history_size=5)
+    lbfgs(target, steps_before, target_optimizer)
+    load(path, {"model": target, "optimizer": target_optimizer})
+    for one, its_optimizer in ((source, optimizer), (target, target_optimizer)):
+        lbfgs(one, 1, its_optimizer)
+    assert_same(target.state_dict(), source.state_dict())
+
+
+class Wrapped:
+    """An optimizer inside another object, as trainers have it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.calls = 0
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.calls += 1
+        self.optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_wrapped_optimizers_are_filled_through_the_wrapper(depth: int, path: Path) -> None:
+    source = network()
+    optimizer = torch.optim.Adam(source.parameters())
+    train(source, optimizer, 2)
+    save({"optimizer": optimizer.state_dict()}, path)
+    target = torch.optim.Adam(network(9).parameters())
+    train(network(9), target, 0)
+    inner = network(9)
+    target = torch.optim.Adam(inner.parameters())
+    train(inner, target, 1)
+    addresses = storages_of(target)
+    wrapper: Any = target
+    for _ in range(depth):
+        wrapper = Wrapped(wrapper)
+    load(path, {"optimizer": wrapper})
+    assert wrapper.calls == 1
+    assert storages_of(target) == addresses
+    assert_same(target.state_dict(), optimizer.state_dict())
+
+
+def test_several_optimizers_in_a_list(path: Path) -> None:
+    models = [network(1), network(2)]
+    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, 2)
+    state = {"parts": [(m.state_dict(), o.state_dict()) for m, o in zip(models, optimizers, strict=True)]}
+    save(state, path)
+    others = [network(8), network(9)]
+    targets = [(model, torch.optim.Adam(model.parameters())) for model in others]
+    assert load(path, {"parts": targets})["parts"] is targets
+    assert_same([(m.state_dict(), o.state_dict()) for m, o in targets], state["parts"])
+
+
+def test_tensor_lr_stays_the_tensor_that_schedulers_and_graphs_know(path: Path) -> None:
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = torch.optim.Adam([{"params": [w]} for w in weights], lr=torch.tensor(0.5), foreach=False)
+    save({"shared": optimizer.state_dict()}, path)
+    kept = optimizer.param_groups[0]["lr"]
+    kept.fill_(9)
+    load(path, {"shared": optimizer})
+    assert [group["lr"] is kept for group in optimizer.param_groups] == [True] * 3
+    assert kept.item() == 0.5
+    # In a file where the groups differ, one tensor cannot be the rate of both.
+    state = optimizer.state_dict()
+    state["param_groups"][1]["lr"] = torch.tensor(0.25)
+    save({"shared": state}, path)
+    load(path, {"shared": optimizer})
+    assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 0.25, 0.5]
+
+
+def test_state_that_parameters_share_in_the_target_only_is_not_shared_afterwards(path: Path) -> None:
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    shared = torch.zeros(2)
+    for value, weight in enumerate(weights):
+        optimizer.state[weight]["momentum_buffer"] = torch.full((2,), float(value))
+    save({"optimizer": optimizer.state_dict()}, path)
+    for weight in weights:
+        optimizer.state[weight]["momentum_buffer"] = shared
+    load(path, {"optimizer": optimizer})
+    assert [optimizer.state[weight]["momentum_buffer"].tolist() for weight in weights] == [[0, 0], [1, 1]]
+
+
+def test_state_of_more_precision_than_its_parameters_keeps_it_where_it_is_filled(path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    master = torch.tensor([1.0001, 2.0001])
+    optimizer.state[weight]["momentum_buffer"] = master
+    save({"optimizer": optimizer.state_dict()}, path)
+    wanted = master.clone()
+    master.zero_()
+    load(path, {"optimizer": optimizer})
+    assert optimizer.state[weight]["momentum_buffer"] is master
+    assert torch.equal(master, wanted)
+
+
+def test_state_that_the_file_does_not_have_is_dropped_and_missing_state_is_added(path: Path) -> None:
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    optimizer.state[weights[0]]["momentum_buffer"] = torch.full((2,), 5.0)
+    save({"optimizer": optimizer.state_dict()}, path)
+    optimizer.state.clear()
+    optimizer.state[weights[1]]["momentum_buffer"] = torch.ones(2)
+    load(path, {"optimizer": optimizer})
+    assert {weight: dict(state) for weight, state in optimizer.state.items()}.keys() == {weights[0]}
+    assert optimizer.state[weights[0]]["momentum_buffer"].tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_load_state_dict_of_the_optimizers_own_sees_the_dtypes_of_the_file(dtype: torch.dtype, path: Path) -> None:
+    class Own(torch.optim.SGD):
+        def load_state_dict(self, state_dict: Any) -> None:
+            seen.append(state_dict["state"][0]["momentum_buffer"])
+            self.state[weight]["momentum_buffer"] = seen[0]
+
+    seen: list[torch.Tensor] = []
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = Own([weight], lr=0.1, momentum=0.9)
+    optimizer.state[weight]["momentum_buffer"] = torch.full((2,), 3, dtype=torch.float64)
+    save({"optimizer": optimizer.state_dict()}, path)
+    live = torch.zeros(2, dtype=dtype)
+    optimizer.state[weight]["momentum_buffer"] = live
+    load(path, {"optimizer": optimizer})
+    assert seen[0].dtype == torch.float64
+    assert seen[0].tolist() == [3, 3]
+    assert (seen[0] is live) == (dtype == torch.float64)
+    assert optimizer.state[weight]["momentum_buffer"] is seen[0]
+
+
+def test_hooks_of_the_optimizer_see_loaded_values(path: Path) -> None:
+    source = network()
+    optimizer = torch.optim.Adam(source.parameters())
+    train(source, optimizer, 2)
+    save({"optimizer": optimizer.state_dict()}, path)
+    target = network(9)
+    target_optimizer = torch.optim.Adam(target.parameters())
+    train(target, target_optimizer, 1)
+    called = []
+
+    def before(_: Any, state: dict[str, Any]) -> None:
+        called.append(state["state"][0]["exp_avg"].clone())
+
+    target_optimizer.register_load_state_dict_pre_hook(before)
+    target_optimizer.register_load_state_dict_post_hook(lambda _: called.append("post"))
+    load(path, {"optimizer": target_optimizer})
+    assert torch.equal(called[0], optimizer.state_dict()["state"][0]["exp_avg"])
+    assert called[1:] == ["post"]
+    assert_same(target_optimizer.state_dict(), optimizer.state_dict())
+
+
+# --------------------------------------------------------------------------------------------- modules
+
+
+class Extra(torch.nn.Module):
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2,), 4.0))
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [None, {"scale": 2.0}, torch.arange(4.0), {"amax": [torch.arange(4.0)]}], ids=repr)
+def test_extra_state_is_set(state: Any, path: Path) -> None:
+    source = torch.nn.Sequential(Extra(state), torch.nn.Linear(2, 2))
+    save({"model": source.state_dict()}, path)
+    target = torch.nn.Sequential(Extra("old"), torch.nn.Linear(2, 2))
+    load(path, {"model": target})
+    assert_same(target.state_dict(), source.state_dict())
+
+
+def test_hooks_of_the_module_run(path: Path) -> None:
+    save({"model": network().state_dict()}, path)
+    target = network(9)
+    called: list[str] = []
+    target.register_load_state_dict_pre_hook(lambda *_: called.append("before"))
+    target.register_load_state_dict_post_hook(lambda *_: called.append("after"))
+    load(path, {"model": target})
+    assert called == ["before", "after"]
+
+
+def test_module_whose_state_dict_makes_its_tensors_gets_them_through_load_state_dict(path: Path) -> None:
+    def double(_: Any, state: dict[str, Any], *__: Any) -> None:
+        state["weight"] = state["weight"] * 2
+
+    def halve(_: Any, state: dict[str, Any], *__: Any) -> None:
+        state["weight"] = state["weight"] / 2
+
+    source, target = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    for module in (source, target):
+        module.register_state_dict_post_hook(double)
+        module.register_load_state_dict_pre_hook(halve)
+    save({"model": source.state_dict()}, path)
+    load(path, {"model": target})
+    assert torch.equal(target.weight, source.weight)
+    assert torch.equal(target.bias, source.bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_parameters_of_another_dtype_are_converted(dtype: torch.dtype, path: Path) -> None:
+    source = network()
+    optimizer = torch.optim.Adam(source.parameters())
+    train(source, optimizer, 2)
+    save({"model": source.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    results = []
+    for way in ("stock", "new", "filled"):
+        target = network(9).to(dtype)
+        other = torch.optim.Adam(target.parameters())
+        if way == "stock":
+            state = torch.load(path)
+            target.load_state_dict(state["model"])
+            other.load_state_dict(state["optimizer"])
+        else:
+            if way == "filled":
+                train(target, other, 1)
+            load(path, {"model": target, "optimizer": other})
+        results.append(portrait([target.state_dict(), other.state_dict()]))
+    assert results[0] == results[1] == results[2]
+
+
+def test_tied_parameters_stay_tied(path: Path) -> None:
+    source, target = network(), network(9)
+    save({"model": source.state_dict()}, path)
+    load(path, {"model": target})
+    assert target.head.weight is target.embedding.weight
+    assert torch.equal(target.head.weight, source.head.weight)
+
+
+def test_subclass_parameter_is_copied_into(path: Path) -> None:
+    source, target = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    save({"model": source.state_dict()}, path)
+    target.weight = torch.nn.Parameter(torch.zeros(2, 2).as_subclass(PlainSubclass))
+    weight = target.weight
+    load(path, {"model": target})
+    assert target.weight is weight
+    assert weight.tolist() == source.weight.tolist()
+
+
+def test_autograd_notices_and_requires_grad_stays(path: Path) -> None:
+    save({"w": torch.full((3,), 2.0)}, path)
+    weight = torch.nn.Parameter(torch.ones(3))
+    loss = (weight * weight).sum()
+    load(path, {"w": weight})
+    assert weight.requires_grad
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_ordered_dicts_keep_their_versions(path: Path) -> None:
+    """load_state_dict looks at _metadata: without it a BatchNorm believes that the file is of torch 0.4."""
+    source, seen = network(), []
+
+    class Curious(Network):
+        def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+            seen.append((type(state), metadata))
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    save({"model": source.state_dict()}, path)
+    load(path, {"model": Curious()})
+    assert seen == [(OrderedDict, {"version": 1})]
+
+
+# --------------------------------------------------------------------------------------------- other targets
+
+
+def test_schedulers_and_scalers_get_their_state(path: Path) -> None:
+    def make() -> tuple[Any, ...]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        return optimizer, scheduler, torch.amp.GradScaler("cpu", init_scale=64.0)
+
+    optimizer, scheduler, scaler = make()
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+    names = ("optimizer", "scheduler", "scaler")
+    states = {name: part.state_dict() for name, part in zip(names, (optimizer, scheduler, scaler), strict=True)}
+    save(states, path)
+    others = dict(zip(names, make(), strict=True))
+    load(path, others)
+    assert_same({name: part.state_dict() for name, part in others.items()}, states)
+    optimizer.step()
+    scheduler.step()
+    others["optimizer"].step()
+    others["scheduler"].step()
+    assert others["optimizer"].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_nested_containers_are_filled_and_their_numbers_set(path: Path) -> None:
+    Pair = namedtuple("Pair", "left right")
+    save({"ema": {"w": torch.ones(2), 3: [torch.zeros(1), 4], "n": 5, "new": "x"}, "pair": (torch.ones(1), 2)}, path)
+    weight, inner = torch.zeros(2), torch.ones(1)
+    target: dict[str, Any] = {"w": weight, 3: [inner, 0], "n": 0}
+    pair = Pair(torch.zeros(1), "left alone")
+    loaded = load(path, {"ema": target, "pair": pair})
+    assert loaded["ema"] is target
+    assert loaded["pair"] is pair
+    assert target["w"] is weight
+    assert target == {"w": weight, 3: [inner, 4], "n": 5, "new": "x"}
+    assert (weight.tolist(), inner.tolist(), pair.left.tolist(), pair.right) == ([1, 1], [0], [1], "left alone")
+
+
+def test_empty_containers_take_what_the_file_has(path: Path) -> None:
+    save({"log": {"losses": [1.0, 2.0]}, "queue": [torch.ones(2), torch.zeros(1)]}, path)
+    target: dict[str, Any] = {"log": {"losses": []}, "queue": []}
+    queue = target["queue"]
+    load(path, target)
+    assert target["log"] == {"losses": [1.0, 2.0]}
+    assert [tensor.tolist() for tensor in queue] == [[1, 1], [0]]
+
+
+def test_storage_that_an_entry_without_target_shares_is_loaded_for_it(path: Path) -> None:
+    source = network()
+    state = source.state_dict()
+    save({"model": state, "best": state, "head": source.head.weight[:2]}, path)
+    target = network(9)
+    loaded = load(path, {"model": target})
+    assert_same(target.state_dict(), source.state_dict())
+    assert_same(loaded["best"], copy.deepcopy(state))
+    assert torch.equal(loaded["head"], source.head.weight[:2])
+    assert not storages_of(target) & {t.untyped_storage().data_ptr() for t in loaded["best"].values()}
+
+
+def test_views_with_gaps_and_of_one_storage(path: Path) -> None:
+    base = torch.arange(100.0)
+    save({"t": [base[10:20], base.view(10, 10)[:, 3], base]}, path)
+    target = [torch.zeros(10), torch.zeros(10), torch.zeros(10, 20).t()[::2].reshape(-1)]
+    load(path, {"t": target})
+    assert [part.tolist() for part in target] == [base[10:20].tolist(), base[3::10].tolist(), base.tolist()]
+
+
+def test_values_of_any_kind_beside_the_targets(path: Path) -> None:
+    other = {"sparse": torch.eye(3).to_sparse(), "sub": torch.ones(2).as_subclass(PlainSubclass), "raw": {1, 2}}
+    save({"w": torch.ones(2), "other": other}, path)
+    target = torch.zeros(2)
+    loaded = load(path, {"w": target}, weights_only=False)
+    assert target.tolist() == [1, 1]
+    assert_same(loaded["other"], other)
+
+
+def test_cycles_and_doubly_held_containers_in_the_file(path: Path) -> None:
+    inner: dict[str, Any] = {"w": torch.ones(2)}
+    inner["self"] = inner
+    twice: Any = [torch.zeros(1)]
+    for _ in range(60):
+        twice = [twice, twice]
+    save({"a": inner, "b": twice, "c": twice}, path)
+    weight = torch.zeros(2)
+    target = {"w": weight, "self": None}
+    loaded = load(path, {"a": target, "b": []})
+    assert loaded["a"] is target
+    assert target["w"] is weight
+    assert weight.tolist() == [1, 1]
+    assert target["self"]["self"]["w"].tolist() == [1, 1]
+
+
+# --------------------------------------------------------------------------------------------- by a copy
+
+AWKWARD: dict[str, tuple[Any, dict[str, Any]]] = {
+    "callable map_location": (torch.ones(3), {"map_location": lambda storage, _: storage}),
+    "sparse": (torch.ones(3).to_sparse(), {}),
+    "conjugated": (torch.ones(3, dtype=torch.complex64).conj(), {}),
+}
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("name", AWKWARD)
+def test_what_cannot_be_filled_from_the_file_is_copied(name: str, verify: bool, path: Path) -> None:
+    value, options = AWKWARD[name]
+    source = network()
+    optimizer = torch.optim.Adam(source.parameters())
+    train(source, optimizer, 2)
+    save({"model": source.state_dict(), "optimizer": optimizer.state_dict(), "value": {"v": value}}, path)
+    target, into = network(9), {"v": torch.zeros_like(value).clone()}
+    other = torch.optim.Adam(target.parameters())
+    train(target, other, 1)
+    addresses = storages_of(other)
+    load(path, {"model": target, "optimizer": other, "value": into}, verify=verify, **options)
+    assert_same(target.state_dict(), source.state_dict())
+    assert_same(other.state_dict(), optimizer.state_dict())
+    assert storages_of(other) == addresses
+    assert torch.equal(into["v"].to_dense(), value.to_dense())
+
+
+def test_copy_is_logged_with_its_reason(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save({"w": torch.ones(3)}, path)
+    with caplog.at_level(logging.WARNING, "fastpersist"):
+        load(path, {"w": torch.zeros(3)})
+        assert "once more" not in caplog.text
+        load(path, {"w": torch.zeros(3)}, map_location=lambda storage, _: storage)
+    assert "map_location is a callable" in caplog.text
