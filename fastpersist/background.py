@@ -92,11 +92,16 @@ class Lane:
             if self._busy:
                 return
             self._busy = True
+        # Not a daemon: the interpreter waits for it, and so the save that is under way is finished.
+        thread = threading.Thread(target=self._work, name=self._name, daemon=False)
         try:
-            # Not a daemon: the interpreter waits for it, and so the save that is under way is finished.
-            threading.Thread(target=self._work, name=self._name, daemon=False).start()
-        except RuntimeError:  # the interpreter is going down and takes no threads any more
-            self._work()
+            # In atexit handlers the interpreter has stopped waiting for threads, or takes none any more.
+            if threading.main_thread().is_alive():
+                thread.start()
+                return
+        except RuntimeError:
+            pass
+        self._work()
 
     def is_idle(self) -> bool:
         """Tell whether nothing runs or waits."""

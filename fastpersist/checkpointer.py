@@ -19,7 +19,6 @@ import signal
 import statistics
 import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -45,7 +44,7 @@ from fastpersist.errors import (
     SkippedError,
     StorageError,
 )
-from fastpersist.explaining import explain, warn_of_globals
+from fastpersist.explaining import explain, warn_caller, warn_of_globals
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.manifest import CheckpointManifest, encode_manifest, step_name
 from fastpersist.loading import MapLocation
@@ -460,7 +459,7 @@ class Checkpointer:
                 continue
             if self._on_error == "raise":
                 raise error
-            warnings.warn(f"a checkpoint was not saved, training goes on: {error}", RuntimeWarning, stacklevel=3)
+            warn_caller(f"a checkpoint was not saved, training goes on: {error}")
 
     def _refuse_unusable(self) -> None:
         if self._process != os.getpid():
@@ -531,9 +530,7 @@ class Checkpointer:
                 if strict:
                     raise
                 failures[newest] = f"step {newest}: {error}"
-                warnings.warn(
-                    f"{self._root}: step {newest} cannot be loaded, going back: {error}", RuntimeWarning, stacklevel=2
-                )
+                warn_caller(f"{self._root}: step {newest} cannot be loaded, going back: {error}")
         if not failures:
             raise CheckpointNotFoundError(f"there is no committed step in {self._root}")
         unusable = "" if into is None else "; what was to be filled may be partly overwritten and is not usable"

@@ -274,12 +274,11 @@ class DirectorySave:
         self._pending.succeed()
 
     def _adopt(self, name: str) -> None:
-        """Put a file that somebody else wrote into the manifest: sync it, and read its CRC."""
+        """Put a file that somebody else wrote into the manifest, with its CRC; the directory's publish syncs it."""
         path = os.path.join(self._directory.path, name)
         with storage_errors("opening", path):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            self._sync(fd, path)
             size_bytes = os.fstat(fd).st_size
             extents = Extents()
             extents.add_checked(0, size_bytes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ from fastpersist.owners import Owners
 from fastpersist.pickling import pickle_skeleton
 from fastpersist.saving import TorchZipContainer
 
-__all__ = ["explain", "warn_of_globals"]
+__all__ = ["explain", "warn_caller", "warn_of_globals"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -90,6 +92,15 @@ def _copy_bytes_per_s() -> float:
     return float(source.nbytes) / max(time.perf_counter() - started_s, 1e-9)
 
 
+def warn_caller(message: str) -> None:
+    """Warn with the line outside this package that called us, however deep we are."""
+    package = os.path.dirname(__file__) + os.sep
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
+
+
 def warn_of_globals(state: object) -> None:
     """Warn if torch.load(weights_only=True), the default, would refuse this state; say which key, and what to do."""
     keys = dict.fromkeys(_refused(state), "the state")
@@ -100,11 +111,9 @@ def warn_of_globals(state: object) -> None:
                     keys[name] = f"key {key!r}"
     for name, place in keys.items():
         module = name.rpartition(".")[0]
-        warnings.warn(
+        warn_caller(
             f"{place} needs {name}, which torch.load and Checkpointer.load refuse with weights_only=True. Save plain "
-            f"values instead, or before loading: import {module}; torch.serialization.add_safe_globals([{name}])",
-            RuntimeWarning,
-            stacklevel=5,  # the line that called save()
+            f"values instead, or before loading: import {module}; torch.serialization.add_safe_globals([{name}])"
         )
 
 

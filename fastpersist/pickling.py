@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from fastpersist import _native
+
 __all__ = ["PICKLE_PROTOCOL", "Skeleton", "pickle_skeleton"]
 
 PICKLE_PROTOCOL = 2
@@ -45,7 +47,7 @@ class Skeleton:
 
 
 class _Kind(enum.Enum):
-    """What the pickler has to do with an object of some type, asked for every object in the tree."""
+    """What the pickler has to do with an object of some type."""
 
     OTHER = enum.auto()
     TENSOR = enum.auto()
@@ -100,6 +102,9 @@ class _SkeletonPickler(pickle.Pickler):
     """Replaces storages by persistent ids and collects them."""
 
     def __init__(self, file: io.BytesIO) -> None:
+        self._uninteresting: dict[type, None] = {}
+        # Before the pickler is made: it looks its method up just once.
+        self.persistent_id = _native.type_filter(self._uninteresting, self._persistent_id)  # type: ignore[method-assign]
         super().__init__(file, protocol=PICKLE_PROTOCOL)
         self.storages: list[torch.UntypedStorage] = []
         self._keys: dict[int, str] = {}
@@ -120,6 +125,8 @@ class _SkeletonPickler(pickle.Pickler):
         )
 
     def reducer_override(self, obj: object) -> Any:
+        if type(obj) is OrderedDict and not obj and not obj.__dict__:  # every tensor brings one
+            return OrderedDict, ()
         if type(obj) is not torch.Tensor or not self._takes_short_way or not _is_plain(obj):
             return NotImplemented
         return torch._utils._rebuild_tensor_v2, (
@@ -131,13 +138,14 @@ class _SkeletonPickler(pickle.Pickler):
             OrderedDict(),
         )
 
-    def persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
+    def _persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
         kind = self._kind_of.get(type(obj))
-        if kind is _Kind.OTHER:
-            return None
         if kind is None:
             kind = self._kind_of[type(obj)] = _kind(obj)
-            return self.persistent_id(obj)
+            if kind is _Kind.OTHER:
+                self._uninteresting[type(obj)] = None
+        if kind is _Kind.OTHER:
+            return None
         if kind is _Kind.STORAGE:
             return self._storage_id(obj)
         self._on_the_way.append(obj)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "binding/errors.h"
+#include "binding/type_filter.h"
 #include "core/buffer_pool.h"
 #include "core/crc32.h"
 #include "core/file.h"
@@ -470,6 +471,7 @@ PYBIND11_MODULE(_native, m) {
         ThrowIfError(status, path);
       },
       py::arg("fd"), py::arg("size_bytes"), py::arg("path"));
+  m.def("type_filter", &MakeTypeFilter, py::arg("uninteresting"), py::arg("otherwise"));
   m.def("is_mount_point", &IsMountPoint, py::arg("path"));
   m.def(
       "exchange_names",

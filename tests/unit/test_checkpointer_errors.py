@@ -1,0 +1,358 @@
+"""A save that fails is told of exactly once, by whoever comes first; and the end of a program finishes its saves."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.runs import Replay, Run, held_writers, hidden_names
+from support.training import PATIENCE_S
+
+import fastpersist as fp
+from fastpersist.background import Lane
+from fastpersist.directory_save import DirectorySave
+from fastpersist.filesystem import Filesystem, using
+
+STATE = {"weights": torch.arange(1000.0), "name": "a state"}
+
+
+class Full(Filesystem):
+    """A disk without room for data."""
+
+    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
+        raise fp.NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes for {path}: disk full", path)
+
+
+class FullForNames(Filesystem):
+    """A disk without room for another name."""
+
+    def make_directory(self, path: str, mode: int = 0o777) -> None:
+        raise fp.NoSpaceError(errno.ENOSPC, f"creating directory {path}: disk full", path)
+
+
+def save_that_fails(checkpointer: fp.Checkpointer, step: int = 1) -> fp.PendingSave:
+    with using(Full()):
+        pending = checkpointer.save(step, STATE)
+        assert pending.join(PATIENCE_S)
+    return pending
+
+
+def result(checkpointer: fp.Checkpointer, pending: fp.PendingSave) -> None:
+    pending.result()
+
+
+def wait(checkpointer: fp.Checkpointer, pending: fp.PendingSave) -> None:
+    checkpointer.wait()
+
+
+def next_save(checkpointer: fp.Checkpointer, pending: fp.PendingSave) -> None:
+    checkpointer.save(2, STATE)
+
+
+def close(checkpointer: fp.Checkpointer, pending: fp.PendingSave) -> None:
+    checkpointer.close()
+
+
+tellers = pytest.mark.parametrize("tell", [result, wait, next_save, close])
+
+
+@tellers
+def test_failure_is_raised_by_whoever_comes_first_and_by_nobody_else(
+    tmp_path: Path, tell: Callable[[fp.Checkpointer, fp.PendingSave], None], leak_check: None
+) -> None:
+    checkpointer = fp.Checkpointer(tmp_path)
+    pending = save_that_fails(checkpointer)
+    with pytest.raises(fp.NoSpaceError, match="step-00000001"):
+        tell(checkpointer, pending)
+    if tell is not close:
+        checkpointer.wait()
+        checkpointer.save(2, STATE)
+        checkpointer.wait()
+        assert checkpointer.steps() == [2]
+    checkpointer.close()
+    checkpointer.close()
+    assert isinstance(pending.exception(), fp.NoSpaceError)  # which says it as often as it is asked
+    assert hidden_names(tmp_path) == []
+
+
+def test_exception_counts_as_delivery(tmp_path: Path) -> None:
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        pending = save_that_fails(checkpointer)
+        assert isinstance(pending.exception(), fp.NoSpaceError)
+        checkpointer.save(2, STATE)
+    assert checkpointer.steps() == [2]
+
+
+def test_each_of_several_failures_is_told(tmp_path: Path) -> None:
+    checkpointer = fp.Checkpointer(tmp_path)
+    with using(Full()):
+        with held_lane(checkpointer):
+            checkpointer.save(1, STATE)
+            checkpointer.save(2, STATE)
+        for name in ("step-00000001", "step-00000002"):
+            with pytest.raises(fp.NoSpaceError, match=name):
+                checkpointer.wait()
+    checkpointer.close()
+
+
+@contextmanager
+def held_lane(checkpointer: fp.Checkpointer) -> Iterator[None]:
+    """Let no save of a Checkpointer begin while the block runs."""
+    over = threading.Event()
+
+    def wait_for_the_end() -> None:
+        over.wait(PATIENCE_S)
+
+    checkpointer._lane.submit(wait_for_the_end)
+    try:
+        yield
+    finally:
+        over.set()
+
+
+@pytest.mark.parametrize("when", ["at once", "late"])
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "succeeds"])
+def test_save_that_is_over_before_save_returns_is_counted_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool, when: str
+) -> None:
+    submit = Lane.submit
+
+    def submit_and_wait(self: Lane, task: Callable[[], None]) -> None:
+        submit(self, task)
+        if when == "at once":
+            while not self.is_idle():
+                time.sleep(0.001)
+
+    monkeypatch.setattr(Lane, "submit", submit_and_wait)
+    publish = DirectorySave.publish
+
+    def publish_and_wait(self: DirectorySave, **arguments: Any) -> fp.PendingSave:
+        pending = publish(self, **arguments)
+        pending.join()
+        return pending
+
+    monkeypatch.setattr(DirectorySave, "publish", publish_and_wait)
+    checkpointer = fp.Checkpointer(tmp_path)
+    with using(Full() if fails else Filesystem()):
+        checkpointer.save(1, STATE)
+    if fails:
+        with pytest.raises(fp.NoSpaceError):
+            checkpointer.wait()
+    checkpointer.close()
+    assert [stats.error is not None for stats in checkpointer.stats()] == [fails]
+    assert checkpointer.steps() == ([] if fails else [1])
+
+
+def test_failed_save_is_in_the_log_and_in_the_stats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpointer = fp.Checkpointer(tmp_path)
+    save_that_fails(checkpointer)
+    assert [record.levelno for record in caplog.records if "step-00000001 failed" in record.message] == [logging.ERROR]
+    (stats,) = checkpointer.stats()
+    assert stats.step == 1
+    assert "disk full" in (stats.error or "")
+    with pytest.raises(fp.NoSpaceError):
+        checkpointer.close()
+
+
+@pytest.mark.parametrize("disk", [Full, FullForNames])
+def test_on_error_warn_keeps_training_alive_and_says_so_each_time(
+    tmp_path: Path, disk: type[Filesystem], leak_check: None
+) -> None:
+    checkpointer = fp.Checkpointer(tmp_path, on_error="warn")
+    checkpointer.save(1, STATE).result()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with using(disk()):
+            failed = [checkpointer.save(step, STATE) for step in (2, 3)]
+            checkpointer.wait()
+        checkpointer.save(4, STATE)
+        checkpointer.wait()
+        checkpointer.close()
+    told = [str(warning.message) for warning in caught if "training goes on" in str(warning.message)]
+    assert len(told) == 2
+    assert "step-00000002" in told[0]
+    assert "step-00000003" in told[1]
+    assert {warning.filename for warning in caught} == {__file__}
+    for pending in failed:
+        with pytest.raises(fp.NoSpaceError):
+            pending.result()
+    assert checkpointer.steps() == [1, 4]
+    assert {stats.step: stats.error is None for stats in checkpointer.stats()} == {1: True, 2: False, 3: False, 4: True}
+
+
+def save_and_wait(checkpointer: fp.Checkpointer, **arguments: Any) -> fp.PendingSave:
+    pending = checkpointer.save(1, STATE, **arguments)
+    checkpointer.wait()
+    return pending
+
+
+def test_on_error_warn_is_for_every_error_of_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_new = DirectorySave._check_new
+
+    def check_late(self: DirectorySave, name: str) -> None:
+        while not self._lane.is_idle():
+            time.sleep(0.001)
+        check_new(self, name)
+
+    class Unsupported(Filesystem):
+        def allocate(self, fd: int, size_bytes: int, path: str) -> None:
+            raise fp.UnsupportedError("not here")
+
+    monkeypatch.setattr(DirectorySave, "_check_new", check_late)
+    checkpointer = fp.Checkpointer(tmp_path, on_error="warn")
+    with using(Unsupported()):
+        with pytest.warns(RuntimeWarning, match="not here"):
+            pending = save_and_wait(checkpointer, rank_state={"a": 1})
+    assert isinstance(pending.exception(), fp.UnsupportedError)
+    checkpointer.close()
+    assert [stats.error is None for stats in checkpointer.stats()] == [False]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_state_that_cannot_be_pickled_is_its_owners_error_and_leaves_nothing(
+    tmp_path: Path, on_error: Any, leak_check: None
+) -> None:
+    checkpointer = fp.Checkpointer(tmp_path, on_error=on_error)
+    for arguments in ({"state": {"a": lambda: 1}}, {"state": STATE, "rank_state": {"a": lambda: 1}}):
+        with pytest.raises(Exception, match=r"pickle|lambda"):
+            checkpointer.save(1, **arguments)
+        checkpointer.wait()
+        assert hidden_names(tmp_path) == []
+    checkpointer.save(1, STATE)
+    checkpointer.close()
+    assert checkpointer.steps() == [1]
+
+
+def test_torn_state_is_told_and_the_next_save_is_whole(tmp_path: Path) -> None:
+    run = Run().advance()
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer) as checkpointer:
+        checkpointer.save(1, run.state()).result()
+        with held_writers() as writers:
+            pending = checkpointer.save(2, run.state())
+            with torch.no_grad():
+                run.model[0].add_(1.0)
+            writers.release()
+            with pytest.raises(fp.TornStateError, match=re.escape("model.0")):
+                pending.result()
+        checkpointer.save(3, run.state())
+        with torch.no_grad():
+            run.model[0].sub_(1.0)
+    assert checkpointer.steps() == [1, 3]
+    assert torch.equal(checkpointer.load(3)["model"]["0"] - 1.0, run.model[0])
+
+
+@pytest.mark.parametrize("memory", [0, None])
+def test_save_that_fails_lets_everybody_go_who_waits_for_it(tmp_path: Path, memory: int | None) -> None:
+    run = Run().advance()
+    with using(Full()):
+        checkpointer = fp.Checkpointer(tmp_path, optimizer=run.optimizer, max_host_bytes=memory, on_error="warn")
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            for _ in range(3):
+                checkpointer.save(run.step, {**run.state(), "large": torch.ones(100_000)})
+                run.advance()
+            checkpointer.close()
+    assert checkpointer.steps() == []
+    assert len(checkpointer.stats()) == 3
+
+
+# --- the end
+
+
+def test_with_finishes_the_saves_and_gives_the_root_back(tmp_path: Path, leak_check: None) -> None:
+    with held_writers() as writers:
+        with fp.Checkpointer(tmp_path) as checkpointer:
+            pending = checkpointer.save(1, STATE)
+            writers.release()
+        assert pending.done()
+    with pytest.raises(fp.ConfigError, match="closed"):
+        checkpointer.save(2, STATE)
+    assert checkpointer.load()["name"] == "a state"  # reading goes on
+    with fp.Checkpointer(tmp_path) as another:
+        another.save(2, STATE)
+
+
+def test_exception_in_the_block_is_not_replaced_by_a_failed_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(KeyError, match="mine"):
+        with fp.Checkpointer(tmp_path) as checkpointer:
+            save_that_fails(checkpointer)
+            raise KeyError("mine")
+    assert any("another exception" in record.message for record in caplog.records)
+    checkpointer.close()  # it has been told
+
+
+def test_failed_save_is_raised_at_the_end_of_the_block(tmp_path: Path) -> None:
+    with pytest.raises(fp.NoSpaceError):
+        with fp.Checkpointer(tmp_path) as checkpointer:
+            save_that_fails(checkpointer)
+
+
+ENDINGS = {
+    "end of the script": "",
+    "interrupt": "os.kill(os.getpid(), signal.SIGINT); time.sleep(10)",
+    "exit in atexit": "atexit.register(lambda: checkpointer.save(4, state))",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_end_of_the_program_finishes_what_was_begun(tmp_path: Path, ending: str) -> None:
+    program = textwrap.dedent(f"""
+        import atexit, os, signal, sys, threading, time
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        import fastpersist as fp
+        from fastpersist import filesystem
+        from support.runs import Run
+        from support.training import HeldFilesystem
+
+        filesystem._current = writers = HeldFilesystem()
+        run = Run().advance(3)
+        state = run.state()
+        checkpointer = fp.Checkpointer({str(tmp_path)!r}, optimizer=run.optimizer)
+        checkpointer.save(2, state)
+        checkpointer.save(3, state)
+        main = threading.main_thread()
+        threading.Thread(target=lambda: (time.sleep(0.2), writers.release())).start()
+        {ENDINGS[ending]}
+    """)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode == 0) == (ending != "interrupt"), ended.stderr
+    steps = [2, 3, 4] if ending == "exit in atexit" else [2, 3]
+    checkpointer = fp.Checkpointer(tmp_path)
+    assert checkpointer.steps() == steps
+    for step in steps:
+        assert Replay().check(checkpointer.load(step)) == 3
+    assert hidden_names(tmp_path) == []
+
+
+def test_failure_that_nobody_asked_about_is_printed_at_the_end(tmp_path: Path) -> None:
+    program = textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        import fastpersist as fp
+        from fastpersist import filesystem
+        from support.filesystems import FailingFilesystem
+
+        checkpointer = fp.Checkpointer({str(tmp_path)!r})
+        checkpointer.save(1, {{"a": 1}}).result()
+        filesystem._current = FailingFilesystem(1, 28, lasting=True)
+        checkpointer.save(2, {{"a": 2}})
+    """)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert "step-00000002" in ended.stderr
+    assert "No space left" in ended.stderr
+    assert fp.Checkpointer(tmp_path).load() == {"a": 1}

@@ -1,0 +1,128 @@
+"""Whose root it is: other processes, other threads, forked children; roots that go away or cannot be written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.forking import Report, run_in_child
+from support.runs import held_writers, hidden_names
+from support.sandbox import become_ordinary_user, open_directory
+from support.training import PATIENCE_S
+
+import fastpersist as fp
+
+STATE = {"weights": torch.arange(1000.0), "name": "a state"}
+
+
+# --- whose root it is
+
+
+def test_second_trainer_in_another_process_is_refused_and_may_read(tmp_path: Path) -> None:
+    checkpointer = fp.Checkpointer(tmp_path)
+    checkpointer.save(1, {"step": 1}).result()
+    owner = os.getpid()
+
+    def intrude(report: Report) -> None:
+        second = fp.Checkpointer(tmp_path)
+        assert second.load() == {"step": 1}
+        with pytest.raises(fp.ConfigError, match=f"being saved to by process {owner}"):
+            second.save(2, {"step": 2})
+        second.close()
+
+    run_in_child(intrude)
+    checkpointer.save(2, {"step": 3}).result()
+    checkpointer.close()
+    assert checkpointer.load() == {"step": 3}
+
+    def follow(report: Report) -> None:
+        with fp.Checkpointer(tmp_path) as second:
+            second.save(3, {"step": 3})
+
+    run_in_child(follow)
+    assert checkpointer.steps() == [1, 2, 3]
+
+
+def test_second_checkpointer_of_one_process_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
+    first, second = fp.Checkpointer(tmp_path), fp.Checkpointer(tmp_path)
+    first.save(1, STATE)
+    with pytest.raises(fp.ConfigError, match="this process"):
+        second.save(2, STATE)
+    first.close()
+    second.save(2, STATE)
+    second.close()
+    assert second.steps() == [1, 2]
+
+
+def test_root_that_was_taken_away_is_made_again(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with fp.Checkpointer(root) as checkpointer:
+        checkpointer.save(1, STATE).result()
+        shutil.rmtree(root)
+        checkpointer.save(2, STATE).result()
+    assert checkpointer.steps() == [2]
+    assert sorted(os.listdir(root)) == [".lock", "LATEST", "step-00000002"]
+
+
+def test_root_that_was_taken_away_below_a_save_is_an_error_of_that_save(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    checkpointer = fp.Checkpointer(root)
+    with held_writers() as writers:
+        pending = checkpointer.save(1, STATE)
+        assert writers.reached.wait(PATIENCE_S)
+        shutil.rmtree(root)
+        writers.release()
+        assert isinstance(pending.exception(), fp.StorageError)
+    checkpointer.save(2, STATE)
+    checkpointer.close()
+    assert checkpointer.steps() == [2]
+    assert hidden_names(root) == []
+
+
+def test_root_that_became_read_only_is_an_error_until_it_is_writable(tmp_path: Path) -> None:
+    with open_directory(tmp_path) as directory:
+
+        def work(report: Report) -> None:
+            become_ordinary_user()
+            root = directory / "run"
+            checkpointer = fp.Checkpointer(root)
+            checkpointer.save(1, {"step": 1}).result()
+            root.chmod(0o555)
+            with pytest.raises(fp.StorageError, match="ermission"):
+                checkpointer.save(2, {"step": 2}).result()
+            assert fp.Checkpointer(root).load() == {"step": 1}
+            root.chmod(0o755)
+            checkpointer.save(2, {"step": 2})
+            checkpointer.close()
+            assert checkpointer.steps() == [1, 2]
+            assert hidden_names(root) == []
+
+        run_in_child(work)
+
+
+def test_forked_child_cannot_save_and_leaves_its_parent_alone(tmp_path: Path) -> None:
+    checkpointer = fp.Checkpointer(tmp_path)
+    checkpointer.save(1, STATE).result()
+    with held_writers() as writers:
+        pending = checkpointer.save(2, STATE)
+        assert writers.reached.wait(PATIENCE_S)
+
+        def work(report: Report) -> None:
+            with pytest.raises(fp.ConfigError, match="forked"):
+                checkpointer.save(3, STATE)
+            with pytest.raises(fp.FastPersistError, match="forked"):
+                pending.result()
+            assert checkpointer.load(1)["name"] == "a state"
+            checkpointer.close()
+
+        run_in_child(work)
+        assert len(hidden_names(tmp_path)) == 1
+        writers.release()
+    assert pending.result() == tmp_path / "step-00000002"
+    with pytest.raises(fp.ConfigError):  # the child has not given our lock away
+        fp.Checkpointer(tmp_path).save(4, STATE)
+    checkpointer.close()
+    assert checkpointer.steps() == [1, 2]

@@ -1,0 +1,375 @@
+"""What dead saves leave is swept, what lives stays; removed checkpoints lose their name first."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import re
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from support.directories import (
+    NAME,
+    STEPS,
+    Failing,
+    Killing,
+    Recording,
+    WatchedDirectories,
+    begin,
+    hidden,
+    kill_alone,
+    leave,
+    lock_is_free,
+    make_foreign,
+    make_link,
+    save,
+    step_in,
+    wait_for_report,
+)
+from support.filesystems import Operation
+from support.forking import Child, Report, run_in_child
+from support.sandbox import become_ordinary_user, open_directory
+
+from fastpersist import directory_locks
+from fastpersist.directory_commit import (
+    PendingDirectory,
+    RootLock,
+    committed_path,
+    hold_for_reading,
+    remove_directory,
+    sweep_directories,
+)
+from fastpersist.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    StorageError,
+)
+from fastpersist.filesystem import Filesystem, using
+
+# --- leftovers
+
+
+@pytest.mark.parametrize("manifest", [None, b"", b'{"step": 0}\n'], ids=["bare", "empty", "complete"])
+@pytest.mark.parametrize("name", [NAME, STEPS], ids=["name", "pattern"])
+def test_dead_pending_directory_is_removed(name: re.Pattern[str] | str, manifest: bytes | None, tmp_path: Path) -> None:
+    left = leave(tmp_path, manifest=manifest)
+    bare = tmp_path / f".{NAME}.pending-{secrets.token_hex(8)}"
+    bare.mkdir()
+    with using(recording := Recording()):
+        assert sorted(sweep_directories(str(tmp_path), name)) == sorted([str(left), str(bare)])
+    assert os.listdir(tmp_path) == []
+    names = [operation.name for operation in recording.operations]
+    assert names.count("sync_directory") == 1
+    assert names.index("sync_directory") < names.index("unlink")  # it may have been replaced a moment ago
+
+
+def test_what_only_looks_like_a_leftover_stays(tmp_path: Path) -> None:
+    token = secrets.token_hex(8)
+    for odd in (f".{NAME}.pending-{token}x", f".{NAME}.pending-", f".other.pending-{token}", f"{NAME}.pending-{token}"):
+        (tmp_path / odd).mkdir()
+    (tmp_path / f".{NAME}.pending-{token}").write_bytes(b"a pending file is another protocol's")
+    (tmp_path / f".{NAME}.retired-{token}").symlink_to(tmp_path / f".other.pending-{token}")
+    before = sorted(os.listdir(tmp_path))
+    assert sweep_directories(str(tmp_path), NAME) == []
+    assert sweep_directories(str(tmp_path), STEPS) == []
+    assert sorted(os.listdir(tmp_path)) == before
+    assert sweep_directories(str(tmp_path / "missing"), NAME) == []
+
+
+def test_live_directory_is_left_alone_and_keeps_its_lock(tmp_path: Path) -> None:
+    pending = begin(tmp_path / NAME)
+    assert sweep_directories(str(tmp_path), NAME) == []
+    with pytest.raises(CheckpointNotFoundError, match="still being written"), hold_for_reading(pending.path):
+        pass
+    assert not remove_directory(pending.path)
+    assert not lock_is_free(Path(pending.path) / "MANIFEST.json")
+    run_in_child(lambda report: sweep_directories(str(tmp_path), STEPS) and None)
+    pending.publish(b'{"step": 1}\n')
+    assert step_in(tmp_path / NAME) == 1
+    assert lock_is_free(tmp_path / NAME / "MANIFEST.json")
+
+
+def test_killed_writer_leaves_a_dead_directory_even_while_its_forked_child_lives(tmp_path: Path) -> None:
+    def work(report: Report) -> None:
+        begin(tmp_path / NAME)
+        worker = os.fork()
+        if worker == 0:
+            signal.pause()
+        report(worker)
+        signal.pause()
+
+    with Child(work) as child:
+        wait_for_report(child, 1)
+        worker = child.reported
+        try:
+            (left,) = hidden(tmp_path)
+            assert sweep_directories(str(tmp_path), NAME) == []
+            kill_alone(child)
+            assert sweep_directories(str(tmp_path), NAME) == [str(left)]
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("step", ["make_directory", "create"])
+def test_directory_that_is_swept_before_it_is_locked_is_made_anew(step: str, tmp_path: Path, leak_check: None) -> None:
+    class Swept(WatchedDirectories):
+        count = 0
+
+        @contextmanager
+        def around(self, operation: Operation) -> Iterator[None]:
+            yield
+            if operation.name == step and self.count < 2:
+                self.count += 1
+                with using(Filesystem()):
+                    run_in_child(lambda report: report(len(sweep_directories(str(tmp_path), NAME))))
+
+    with using(swept := Swept()):
+        pending = PendingDirectory.create(str(tmp_path / NAME), overwrite=False)
+    assert swept.count == 2
+    assert hidden(tmp_path) == [Path(pending.path)]
+    pending.abort()
+
+
+def test_directory_that_a_sweeper_is_looking_at_is_made_anew(tmp_path: Path, leak_check: None) -> None:
+    """The sweeper has locked the manifest and not deleted it yet."""
+
+    class Locked(Filesystem):
+        locked = False
+
+        def create(self, path: str, mode: int = 0o666) -> int:
+            fd = super().create(path, mode)
+            if not self.locked:
+                self.locked = True
+
+                def work(report: Report) -> None:
+                    fcntl.lockf(os.open(path, os.O_RDWR), fcntl.LOCK_EX)
+                    report(0)
+                    signal.pause()
+
+                wait_for_report(children.enter_context(Child(work)))
+            return fd
+
+    with ExitStack() as children, using(Locked()):
+        pending = PendingDirectory.create(str(tmp_path / NAME), overwrite=False)
+        assert hidden(tmp_path) == [Path(pending.path)]
+    pending.abort()
+
+
+def test_two_sweepers_at_once_remove_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(30):
+        leave(tmp_path, manifest=b"" if secrets.randbelow(2) else None)
+    save(tmp_path / NAME, 1)
+    for _ in range(30):
+        leave(tmp_path, "retired", manifest=b"{}")
+
+    def work(report: Report) -> None:
+        while hidden(tmp_path):
+            sweep_directories(str(tmp_path), STEPS)
+
+    with Child(work) as first, Child(work) as second:
+        work(lambda step: None)
+        for child in (first, second):
+            assert child.wait().verdict == "passed", child.wait().message
+    assert os.listdir(tmp_path) == [NAME]
+    assert step_in(tmp_path / NAME) == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_sweeper_that_has_locked_what_was_just_published_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak_check: None
+) -> None:
+    """Its writer let go between the opening and the lock, so the lock is had, of a directory with another name."""
+    save(tmp_path / NAME, 1)
+    left = leave(tmp_path)
+    lock = directory_locks._lock_for_removal
+
+    def publish_first(fd: int, writable: bool, path: str) -> directory_locks.Lock:
+        Filesystem().exchange(str(left), str(tmp_path / NAME))
+        return lock(fd, writable, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(directory_locks, "_lock_for_removal", publish_first)
+        assert sweep_directories(str(tmp_path), NAME) == []
+    assert step_in(left) == 1
+    assert sweep_directories(str(tmp_path), NAME) == [str(left)]
+    remove_directory(str(tmp_path / NAME))
+
+
+def test_directory_whose_manifest_is_made_while_a_sweeper_looks_is_left_alone(tmp_path: Path, leak_check: None) -> None:
+    """The sweeper saw no manifest, and the writer makes it before the sweeper has removed the directory."""
+    bare = leave(tmp_path, manifest=None)
+
+    class MadeMeanwhile(Filesystem):
+        def remove_directory(self, path: str) -> None:
+            def work(report: Report) -> None:
+                fd = os.open(bare / "MANIFEST.json", os.O_RDWR | os.O_CREAT)
+                fcntl.lockf(fd, fcntl.LOCK_EX)
+                report(0)
+                signal.pause()
+
+            wait_for_report(children.enter_context(Child(work)))
+            super().remove_directory(path)
+
+    with ExitStack() as children, using(MadeMeanwhile()):
+        assert sweep_directories(str(tmp_path), NAME) == []
+        assert (bare / "state.pt").exists()
+    assert sweep_directories(str(tmp_path), NAME) == [str(bare)]
+
+
+def test_newest_retired_directory_counts_as_committed_and_gets_its_name_back(tmp_path: Path) -> None:
+    for step in (5, 6, 4):
+        left = leave(tmp_path, "retired", manifest=b'{"step": %d}\n' % step, step=step)
+        os.utime(left / "MANIFEST.json", (step, step))
+    leave(tmp_path, "retired", manifest=b"", step=9)  # was never published
+    leave(tmp_path, "pending", manifest=b'{"step": 8}\n', step=8)
+    assert step_in(committed_path(str(tmp_path), NAME)) == 6
+    assert committed_path(str(tmp_path), "step-00000002") is None
+    assert len(sweep_directories(str(tmp_path), STEPS)) == 4
+    assert os.listdir(tmp_path) == [NAME]
+    assert step_in(tmp_path / NAME) == 6
+
+
+def test_save_without_overwrite_sees_a_checkpoint_that_was_retired(tmp_path: Path) -> None:
+    leave(tmp_path, "retired", manifest=b'{"step": 5}\n', step=5)
+    with pytest.raises(ConfigError, match="exists already"):
+        PendingDirectory.create(str(tmp_path / NAME), overwrite=False)
+    assert step_in(tmp_path / NAME) == 5
+
+
+def test_leftover_that_cannot_be_removed_is_reported_and_the_save_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = leave(tmp_path)
+
+    class Stubborn(Filesystem):
+        def unlink(self, path: str) -> None:
+            raise StorageError(errno.EIO, f"removing {path}: Input/output error", path)
+
+    with using(Stubborn()):
+        save(tmp_path / NAME, 1)
+    assert "a leftover stays" in caplog.text
+    assert left.exists()
+    assert step_in(tmp_path / NAME) == 1
+
+
+def test_without_locks_leftovers_are_reported_and_removed_when_a_day_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(fd: int, *arguments: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    young, old = leave(tmp_path), leave(tmp_path)
+    day_ago_s = time.time() - 25 * 3600
+    for path in (old, old / "MANIFEST.json"):
+        os.utime(path, (day_ago_s, day_ago_s))
+    save(tmp_path / NAME, 1)
+    save(tmp_path / NAME, 2)
+    assert hidden(tmp_path) == [young]
+    assert "removed when a day old" in caplog.text
+    with hold_for_reading(str(tmp_path / NAME)):
+        assert step_in(tmp_path / NAME) == 2
+    assert remove_directory(str(tmp_path / NAME))
+    RootLock.acquire(str(tmp_path)).release()
+
+
+# --- removing
+
+
+def test_removed_directory_loses_its_name_durably_before_its_files(tmp_path: Path, leak_check: None) -> None:
+    save(tmp_path / NAME)
+    with using(recording := Recording()):
+        assert remove_directory(str(tmp_path / NAME))
+    assert [operation.name for operation in recording.operations[:3]] == ["rename", "sync_directory", "unlink"]
+    assert re.fullmatch(rf"\.{NAME}\.pending-[0-9a-f]{{16}}", Path(recording.operations[0].target).name)
+    assert recording.operations[-2].path.endswith("MANIFEST.json")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["rename", "sync_directory", "unlink", "remove_directory"])
+def test_killed_removal_leaves_a_whole_checkpoint_or_a_dead_leftover(name: str, when: str, tmp_path: Path) -> None:
+    save(tmp_path / NAME)
+
+    def work(report: Report) -> None:
+        with using(Killing(name, when)):  # type: ignore[arg-type]
+            remove_directory(str(tmp_path / NAME))
+
+    with Child(work) as child:
+        assert child.wait().signal == signal.SIGKILL, child.wait().message
+    if (name, when) == ("rename", "before"):
+        assert step_in(tmp_path / NAME) == 1
+    else:
+        assert not (tmp_path / NAME).exists()
+        assert len(sweep_directories(str(tmp_path), STEPS)) == 1
+        assert os.listdir(tmp_path) == []
+
+
+def test_failed_removal_leaves_a_whole_checkpoint_or_a_leftover(
+    tmp_path: Path, leak_check: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    for nth in itertools.count(1):
+        save(tmp_path / NAME)
+        with using(double := Failing(nth, errno.EIO)):
+            if nth <= 2:
+                with pytest.raises(StorageError):
+                    remove_directory(str(tmp_path / NAME))
+            else:
+                assert remove_directory(str(tmp_path / NAME))
+        if not double.failed:
+            break
+        assert (tmp_path / NAME).exists() == (nth == 1)
+        assert ("left behind" in caplog.text) == (nth > 2)
+        sweep_directories(str(tmp_path), NAME)
+    assert os.listdir(tmp_path) == []
+
+
+def test_removal_follows_no_link_and_takes_what_others_put_there(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_bytes(b"not ours")
+    save(tmp_path / NAME)
+    (tmp_path / NAME / "link").symlink_to(outside)
+    (tmp_path / NAME / "tokenizer" / "link").symlink_to(outside / "file")
+    os.mkfifo(tmp_path / NAME / "pipe")
+    (tmp_path / NAME / "a" / "b" / "c").mkdir(parents=True)
+    (tmp_path / NAME / "a" / "b" / "later.txt").write_bytes(b"x")
+    assert remove_directory(str(tmp_path / NAME))
+    assert os.listdir(tmp_path) == ["outside"]
+    assert (outside / "file").read_bytes() == b"not ours"
+
+
+def test_read_only_directories_and_files_are_removed(tmp_path: Path) -> None:
+    with open_directory(tmp_path) as directory:
+
+        def work(report: Report) -> None:
+            become_ordinary_user()
+            for step in (1, 2):
+                save(directory / NAME, step)
+                (directory / NAME / "MANIFEST.json").chmod(0o444)
+                (directory / NAME / "tokenizer").chmod(0o555)
+                (directory / NAME).chmod(0o555)
+            with hold_for_reading(str(directory / NAME)):
+                assert not remove_directory(str(directory / NAME))
+            assert remove_directory(str(directory / NAME))
+
+        run_in_child(work)
+        assert os.listdir(directory) == []
+
+
+@pytest.mark.parametrize("make", [lambda path: None, Path.mkdir, make_foreign, make_link, Path.touch])
+def test_what_is_no_checkpoint_is_not_removed(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / NAME)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(CheckpointNotFoundError, match="so it is not removed"):
+        remove_directory(str(tmp_path / NAME))
+    assert sorted(os.listdir(tmp_path)) == before

@@ -1,0 +1,245 @@
+"""A signal leads to a last checkpoint where the state is whole, and then to what it would have done before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.forking import Child, Report, run_in_child
+from support.runs import Replay, Run, held_writers
+
+import fastpersist as fp
+from fastpersist.filesystem import Filesystem, using
+
+
+class Previous:
+    """What handled the signal before: takes note, and of what was committed at that moment."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.steps: list[list[int]] = []
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.steps.append(fp.Checkpointer(self.root).steps())
+
+
+@pytest.fixture
+def previous(tmp_path: Path) -> Iterator[Previous]:
+    handler = Previous(tmp_path)
+    before = signal.signal(signal.SIGUSR1, handler)
+    yield handler
+    assert signal.signal(signal.SIGUSR1, before) is handler, "the handler that was there before was not put back"
+
+
+def send() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+SIGNALS: Any = (signal.SIGUSR1,)
+
+
+def test_signal_saves_after_the_next_step_and_then_goes_on(
+    tmp_path: Path, previous: Previous, leak_check: None
+) -> None:
+    run = Run()
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer) as checkpointer:
+        checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
+        run.advance(3)
+        assert checkpointer.steps() == []
+        send()
+        assert checkpointer.steps() == []  # a handler runs anywhere, in the middle of a step as well
+        assert previous.steps == []
+        run.advance(4)
+        assert previous.steps == [[4]]
+        run.advance(6)
+        assert checkpointer.steps() == [4]
+    assert Replay().check_newest(tmp_path) == 4
+
+
+def test_poll_is_the_place_without_an_optimizer(tmp_path: Path, previous: Previous) -> None:
+    run = Run()
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
+        checkpointer.poll()
+        send()
+        run.advance(2)
+        assert checkpointer.steps() == []
+        checkpointer.poll()
+        assert previous.steps == [[2]]
+        checkpointer.poll()
+        assert previous.steps == [[2]]
+    assert Replay().check_newest(tmp_path) == 2
+
+
+def test_only_the_last_of_several_optimizers_makes_the_state_whole(tmp_path: Path, previous: Previous) -> None:
+    first, second = Run(), Run()
+    with fp.Checkpointer(tmp_path, optimizer=[first.optimizer, second.optimizer]) as checkpointer:
+        checkpointer.save_on_signal(lambda: (second.step, second.state()), SIGNALS)
+        send()
+        first.advance()
+        assert checkpointer.steps() == []
+        second.advance()
+        assert previous.steps == [[1]]
+
+
+def test_loop_may_save_the_step_that_the_signal_has_saved(tmp_path: Path, previous: Previous) -> None:
+    run = Run()
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer) as checkpointer:
+        checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
+        send()
+        run.advance()
+        assert checkpointer.steps() == [1]
+        checkpointer.save(1, run.state())
+    assert Replay().check_newest(tmp_path) == 1
+
+
+def test_signal_comes_before_the_saves_that_wait(tmp_path: Path, previous: Previous) -> None:
+    run = Run()
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer) as checkpointer, held_writers() as writers:
+        checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
+        run.advance(1)
+        checkpointer.save(1, run.state())
+        run.advance(2)
+        checkpointer.save(2, run.state())
+        send()
+        threading.Timer(0.05, writers.release).start()
+        run.advance(3)
+        assert previous.steps == [[1, 2, 3]]
+    assert Replay().check_all(tmp_path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("busy", ["wait", "latest", "skip"])
+def test_signal_is_heeded_however_busy_we_are(tmp_path: Path, previous: Previous, busy: Any) -> None:
+    run = Run()
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer, busy=busy) as checkpointer, held_writers() as writers:
+        checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
+        run.advance(1)
+        checkpointer.save(1, run.state())
+        send()
+        threading.Timer(0.05, writers.release).start()
+        run.advance(2)
+        assert previous.steps == [[1, 2]]
+    assert Replay().check_newest(tmp_path) == 2
+
+
+class Full(Filesystem):
+    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
+        raise fp.NoSpaceError(errno.ENOSPC, "disk full", path)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+@pytest.mark.filterwarnings("ignore:a checkpoint was not saved")
+def test_failure_of_an_earlier_save_does_not_cost_the_last_one(
+    tmp_path: Path, previous: Previous, on_error: Any
+) -> None:
+    run = Run().advance(1)
+    checkpointer = fp.Checkpointer(tmp_path, optimizer=run.optimizer, on_error=on_error)
+    checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
+    with using(Full()):
+        failed = checkpointer.save(1, run.state())
+        failed.join()
+    send()
+    run.advance(2)
+    assert previous.steps == [[2]]
+    if on_error == "raise":
+        with pytest.raises(fp.NoSpaceError):
+            checkpointer.close()
+    checkpointer.close()
+
+
+def test_save_that_fails_goes_on_with_the_signal_all_the_same(tmp_path: Path, previous: Previous) -> None:
+    run = Run()
+    checkpointer = fp.Checkpointer(tmp_path, optimizer=run.optimizer)
+    checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
+    send()
+    with using(Full()), pytest.raises(fp.NoSpaceError):
+        run.advance()
+    assert previous.steps == [[]]
+    checkpointer.close()
+
+
+def test_make_state_that_fails_goes_on_with_the_signal_all_the_same(tmp_path: Path, previous: Previous) -> None:
+    def make_state() -> Any:
+        raise KeyError("mine")
+
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save_on_signal(make_state, SIGNALS)
+        send()
+        with pytest.raises(KeyError, match="mine"):
+            checkpointer.poll()
+        assert previous.steps == [[]]
+
+
+def test_signal_that_came_before_close_is_not_swallowed(tmp_path: Path, previous: Previous) -> None:
+    run = Run().advance(1)
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer) as checkpointer:
+        checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
+        checkpointer.save(1, run.state())
+        send()
+    assert len(previous.steps) == 1
+    assert Replay().check_newest(tmp_path) == 1
+
+
+def test_handler_that_somebody_set_after_us_stays(tmp_path: Path, previous: Previous) -> None:
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save_on_signal(lambda: (1, {}), SIGNALS)
+        mine = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        assert mine is not previous
+    assert signal.signal(signal.SIGUSR1, previous) is signal.SIG_IGN
+
+
+def test_only_the_main_thread_may_ask_for_it(tmp_path: Path) -> None:
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            fp.Checkpointer(tmp_path).save_on_signal(lambda: (1, {}))
+        except fp.ConfigError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(failed[0])
+
+
+def test_signal_ends_the_process_by_default_and_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    def work(report: Report) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        run = Run()
+        checkpointer = fp.Checkpointer(tmp_path, optimizer=run.optimizer, keep=2)
+        checkpointer.save_on_signal(lambda: (run.step, run.state()))
+        while True:
+            run.advance()
+            if run.step % 10 == 0:
+                checkpointer.save(run.step, run.state())
+            report(run.step)
+            if run.step == 14:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert run.step < 16
+
+    with Child(work) as child:
+        ending = child.wait()
+    assert ending.signal == signal.SIGTERM, ending.message
+    assert Replay().check_newest(tmp_path) == 15
+    assert fp.Checkpointer(tmp_path).steps() == [10, 15]
+
+
+def test_forked_child_does_what_the_signal_did_before(tmp_path: Path, previous: Previous) -> None:
+    run = Run().advance()
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer) as checkpointer:
+        checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
+        checkpointer.save(1, run.state()).result()
+
+        def work(report: Report) -> None:
+            send()
+            assert previous.steps == [[1]]
+
+        run_in_child(work)
+        assert checkpointer.steps() == [1]
