@@ -29,7 +29,7 @@ import torch
 from fastpersist.arena import Arena
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import watch_steps
-from fastpersist.committed import candidate_steps, committed_steps, read_committed
+from fastpersist.committed import candidate_steps, check_files, committed_steps, read_committed, read_manifest
 from fastpersist.directory_commit import (
     RootLock,
     remove_directory,
@@ -145,6 +145,7 @@ class Checkpointer:
         self._stats: deque[SaveStats] = deque(maxlen=_STATS_COUNT)
         self._gate_delays_s: deque[float] = deque(maxlen=5)
         self._metrics: dict[int, dict[str, float]] | None = None  # of the committed steps, for retention
+        self._unloadable: set[int] = set()  # steps that load() went back from
         self._known_keys: tuple[str, ...] | None = None
         self._why_told = ""
         self._signals = SignalSave(self._owners, self._save_for_signal)
@@ -170,7 +171,7 @@ class Checkpointer:
             rank_state: This process's own object (data position, RNG), kept beside it; load() returns it under
                 "rank_state".
             metrics: Numbers for the manifest and for keep_best.
-            overwrite: Replace the step if it is there already.
+            overwrite: Replace the step if it is there already. One that is damaged is replaced in any case.
 
         Returns:
             The save; nobody needs to look at it.
@@ -182,7 +183,8 @@ class Checkpointer:
         """
         self._refuse_unusable()
         self._deliver()
-        overwrite = overwrite or self._signals.saved_step == step
+        # A loop that went back to an older step comes by the damaged one again.
+        overwrite = overwrite or self._signals.saved_step == step or self._is_damaged(step)
         return self._save(step, state, rank_state, _checked_metrics(metrics), overwrite, self._busy)
 
     def wait_captured(self, timeout: float | None = None) -> None:
@@ -283,6 +285,19 @@ class Checkpointer:
         return text
 
     # --- inside save()
+
+    def _is_damaged(self, step: int) -> bool:
+        """Tell whether a step is there, but cannot be loaded as far as we know."""
+        path = os.path.join(self._root, step_name(step))
+        if not os.path.lexists(path):
+            return False
+        try:
+            check_files(path, read_manifest(path))
+        except CorruptionError:
+            return True
+        except (StorageError, CheckpointNotFoundError):
+            return False
+        return step in self._unloadable
 
     def _save(
         self,
@@ -389,6 +404,7 @@ class Checkpointer:
             if self._metrics is None:
                 self._metrics = {found: manifest.metrics for found, manifest in committed_steps(self._root).items()}
             self._metrics[step] = metrics
+            self._unloadable.discard(step)
         except StorageError as error:
             _log.warning("%s: step %d is saved, but what comes after was not done: %s", self._root, step, error)
             return
@@ -530,6 +546,7 @@ class Checkpointer:
                 if strict:
                     raise
                 failures[newest] = f"step {newest}: {error}"
+                self._unloadable.add(newest)
                 warn_caller(f"{self._root}: step {newest} cannot be loaded, going back: {error}")
         if not failures:
             raise CheckpointNotFoundError(f"there is no committed step in {self._root}")

@@ -1,34 +1,30 @@
-"""`fastpersist demo`: the main job on real input. Train, be killed inside a save, resume, and lose nothing.
+"""`fastpersist demo`: the main job on real input. A checkpoint after every step, a kill, a resumption, nothing lost.
 
-The trainer is `demo_gpt`, run in child processes; the table of times is `demo_times`. Here is the story: what is
-started, killed and compared, and what counts as proof. Every claim that is printed was checked; one that is not so ends
-the demo with FAIL.
+The trainer is `demo_gpt`, run in child processes by `demo_run` and shown by `demo_live`; the table of times is
+`demo_times`. Here is the story: what is started, killed and compared, and what counts as proof. Every claim that is
+printed was checked; one that is not so ends the demo with FAIL.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
-import subprocess
-import sys
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from fastpersist.cli.demo_live import showing
+from fastpersist.cli.demo_run import Run, TrainerFailedError, run_trainer
 from fastpersist.cli.terminal import EXIT_DAMAGED, EXIT_GOOD, printable, size_text
 
 __all__ = ["add_parser", "run"]
 
-_SAVE_COUNT = 6
-_SAVES_BEFORE_KILL = 3
+_STEP_COUNT_MIN = 6
 _ATTEMPT_COUNT = 5
-_WATCH_INTERVAL_S = 0.0003
 
 _say = partial(print, flush=True)  # children write to the same terminal, in turn
 
@@ -41,30 +37,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command's options."""
     parser = subparsers.add_parser(
         "demo",
-        help="train, save, kill and resume a small GPT, and time it against torch.save",
+        help="train a small GPT with a checkpoint every step, kill it, resume, and time it against torch.save",
         description=(
-            "Train a small GPT on the source of Python's standard library; train it again, kill it inside a save, "
-            "resume, and reach the same bits. Then time save and load against torch. Takes a minute or two, and "
-            "1.5 GB of disk meanwhile."
+            "Train a small GPT on the source of Python's standard library; train it again with a checkpoint after "
+            "every step, kill it at a random moment, resume, and reach the same bits. Then time save and load against "
+            "torch. Takes about a minute, and 1.5 GB of disk meanwhile."
         ),
         epilog="Exit codes: 0 all of it held (the last line says PASS), 1 something did not, 2 usage.",
     )
     parser.add_argument(
-        "--dir", metavar="DIR", help="work below DIR and leave the states there (default: here, and clean up)"
+        "--dir", metavar="DIR", help="work below DIR and leave the checkpoints there (default: here, and clean up)"
     )
     parser.add_argument(
         "--steps",
         type=_step_count,
         metavar="N",
-        help="train for N steps, at least 6 (default: 96; quick: 24)",
+        help=f"train for N steps, at least {_STEP_COUNT_MIN} (default: 64; quick: 24)",
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model and a small table, in seconds")
     parser.set_defaults(run=run)
 
 
 def _step_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < _SAVE_COUNT:
-        raise argparse.ArgumentTypeError(f"it is a whole number from {_SAVE_COUNT} on, not {text!r}")
+    if not text.isdecimal() or int(text) < _STEP_COUNT_MIN:
+        raise argparse.ArgumentTypeError(f"it is a whole number from {_STEP_COUNT_MIN} on, not {text!r}")
     return int(text)
 
 
@@ -72,12 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Tell the story; the exit code says whether it ended well."""
     started_s = time.monotonic()
     if arguments.steps is None:
-        arguments.steps = 24 if arguments.quick else 96
+        arguments.steps = 24 if arguments.quick else 64
     try:
         with _workplace(arguments.dir) as directory:
-            claim = _prove(arguments, directory)
+            claim = _tell(arguments, directory)
             _show_times(directory, quick=arguments.quick)
-    except _DemoFailedError as failure:
+    except (_DemoFailedError, TrainerFailedError) as failure:
         _say(f"\nFAIL: {failure}")
         return EXIT_DAMAGED
     _say(f"\nPASS: {claim} ({time.monotonic() - started_s:.0f} s in all)")
@@ -102,160 +98,189 @@ def _workplace(kept_in: str | None) -> Iterator[Path]:
         yield Path(directory)
 
 
-def _prove(arguments: argparse.Namespace, directory: Path) -> str:
-    """Sections 1 to 4; returns what was proven, in one line."""
-    import torch
-
-    import fastpersist
-    from fastpersist.cli.demo_gpt import GPT, STATE_NAME, sizes, stdlib_modules
+def _tell(arguments: argparse.Namespace, directory: Path) -> str:
+    """Sections 1 to 5; returns what was proven, in one line."""
+    from fastpersist.cli.demo_gpt import GPT, sizes, stdlib_modules
     from fastpersist.cli.info import filesystem_name
 
     parameter_count = sum(parameter.numel() for parameter in GPT(sizes(quick=arguments.quick)).parameters())
     modules = stdlib_modules()
     text_bytes = sum(path.stat().st_size for path in modules)
-    _say(f"A GPT of {parameter_count / 1e6:.1f} million parameters learns to write Python.")
+    _say(f"A GPT of {parameter_count / 1e6:.1f} million parameters learns to write Python, on one thread.")
     _say(f"text   {len(modules)} modules of {printable(str(modules[0].parent))}, {size_text(text_bytes)}")
     _say(f"files  {printable(str(directory))} ({filesystem_name(str(directory))})")
 
-    _say(f"\n1. Train for {arguments.steps} steps, undisturbed")
-    whole = directory / "uninterrupted"
-    whole.mkdir()
-    with _training(arguments, whole) as child:
-        _expect_success(child)
-    expected = _result(whole)
+    _say(f"\n1. Train for {arguments.steps} steps, undisturbed, without a checkpoint")
+    whole = _run(arguments, directory, save_with="nothing")
 
-    _say("\n2. The same again, and kill -9 inside a save")
-    leftover = _kill_inside_save(arguments, directory)
-    killed = leftover.parent
+    _say("\n2. The same again, with a checkpoint after every step, and kill -9 at a random moment")
+    root, killed = _killed_run(arguments, directory, whole)
+    _compare_losses(whole, killed)
 
-    _say("\n3. What is left: the last complete file")
-    state_path = killed / STATE_NAME
-    report = fastpersist.verify(state_path)
-    if not report.ok:
-        raise _DemoFailedError(f"{STATE_NAME} is damaged after the kill: {report.damages[0].message}")
-    _say(f"   fastpersist.verify: ok, {size_text(report.checked_bytes)} compared with their CRC-32s")
-    step_count = torch.load(state_path, weights_only=True)["step"]
-    _say(f"   torch.load(weights_only=True): loads, step {step_count}")
+    _say("\n3. What is left")
+    leftovers = _say_what_is_left(root, killed)
 
-    _say("\n4. Resume from it")
-    with _training(arguments, killed, resume=True) as child:
-        _expect_success(child)
-    if leftover.exists():
-        raise _DemoFailedError(f"{leftover.name} is still there after the saves of the resumed run")
-    _say(f"   {leftover.name} is gone: a save of the resumed run removed it")
-    return _compare(expected, _result(killed), step_count)
+    _say("\n4. Resume from the newest, and go on with a checkpoint after every step")
+    resumed = _run(arguments, root, save_with="fastpersist", resume=True, without=whole)
+    for leftover in leftovers:
+        if leftover.exists():
+            raise _DemoFailedError(f"{leftover.name} is still there after the saves of the resumed run")
+        _say(f"   {leftover.name} is gone: the resumed run removed it")
+    claim = _compare(whole, resumed)
+    _check_last_checkpoint(arguments, root, whole)
+
+    _say("\n5. What a checkpoint after every step costs the training")
+    for line in _cost_table(arguments, directory):
+        _say(f"   {line}".rstrip())
+    return claim
 
 
-# ------------------------------------------------------------------------------------------------------- children
+# ------------------------------------------------------------------------------------------------------- the runs
 
 
-@contextmanager
-def _training(
-    arguments: argparse.Namespace, directory: Path, *, resume: bool = False
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the trainer in a child; it does not outlive the block."""
-    command = [sys.executable, "-m", "fastpersist.cli.demo_gpt", str(directory)]
-    command += ["--steps", str(arguments.steps), "--save-every", str(arguments.steps // _SAVE_COUNT)]
-    command += ["--quick"] * arguments.quick + ["--resume"] * resume
-    child = subprocess.Popen(command)
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.wait()
+def _run(
+    arguments: argparse.Namespace,
+    directory: Path,
+    *,
+    save_with: str,
+    step_count: int | None = None,
+    resume: bool = False,
+    kill: bool = False,
+    without: Run | None = None,
+) -> Run:
+    with showing(without, plain=save_with != "turns") as show:
+        return run_trainer(
+            directory,
+            step_count or arguments.steps,
+            save_with=save_with,
+            show=show,
+            quick=arguments.quick,
+            resume=resume,
+            kill=kill,
+        )
 
 
-def _expect_success(child: subprocess.Popen[bytes]) -> None:
-    code = child.wait()
-    if code != 0:
-        raise _DemoFailedError(f"the trainer ended with code {code}; what it says is above")
-
-
-def _kill_inside_save(arguments: argparse.Namespace, directory: Path) -> Path:
-    """Train until a later save begins, and kill; return the pending file that proves that it had not finished.
-
-    A save takes a few hundredths of a second, so the signal may come too late: then all of it is done again.
-    """
+def _killed_run(arguments: argparse.Namespace, directory: Path, whole: Run) -> tuple[Path, Run]:
+    """Train until the signal hits; where it came after the end, all of it is done again."""
     for attempt in range(1, _ATTEMPT_COUNT + 1):
-        killed = directory / f"killed-{attempt}"
-        killed.mkdir()
-        with _training(arguments, killed) as child:
-            pending = _watch_for_save(child, killed)
-            child.kill()
-            code = child.wait()
-        if code not in (0, -signal.SIGKILL):
-            raise _DemoFailedError(f"the trainer ended with code {code}; what it says is above")
-        if pending is None:
-            _say(f"   attempt {attempt}: it trained to the end before a save was seen to begin; again")
-        elif not pending.exists():
-            _say(f"   attempt {attempt}: {pending.name} was seen, but the save ended before the signal came; again")
-        else:
-            _say("   SIGKILL in the middle of the next save; the trainer is dead")
-            _say(f"   left behind: {pending.name}, {size_text(pending.stat().st_size)}, not yet renamed")
-            _say(f"   fastpersist.verify says of it: {_verdict(pending)}")
-            return pending
-    raise _DemoFailedError(f"no signal hit a save in {_ATTEMPT_COUNT} attempts; saves are too short here")
+        root = directory / f"killed-{attempt}"
+        root.mkdir()
+        killed = _run(arguments, root, save_with="fastpersist", kill=True, without=whole)
+        if killed.killed:
+            _say(f"   SIGKILL {killed.killed}; the trainer is dead")
+            return root, killed
+        _say(f"   attempt {attempt}: it was through before the signal came; again")
+        shutil.rmtree(root)
+    raise _DemoFailedError(f"no signal hit the training in {_ATTEMPT_COUNT} attempts; steps are too short here")
 
 
-def _watch_for_save(child: subprocess.Popen[bytes], directory: Path) -> Path | None:
-    """Wait for the middle of a later save, judged by how long the ones before it took; None if the child ends before.
+def _say_what_is_left(root: Path, killed: Run) -> list[Path]:
+    """Show what the dead trainer left, and check that its checkpoints are whole; returns what it had not finished."""
+    import torch
 
-    Returns:
-        The pending file of that save, by which saves are seen: it has this name from their beginning to their end.
-    """
-    durations_s: list[float] = []
-    current, began_s = None, 0.0
-    while child.poll() is None:
-        now_s = time.monotonic()
-        pending = next((name for name in os.listdir(directory) if ".pending-" in name), None)
-        if pending != current:
-            if current is not None:
-                durations_s.append(now_s - began_s)
-            current, began_s = pending, now_s
-        if current is not None and len(durations_s) >= _SAVES_BEFORE_KILL and now_s - began_s > min(durations_s) / 3:
-            return directory / current
-        time.sleep(_WATCH_INTERVAL_S)
-    return None
-
-
-def _verdict(leftover: Path) -> str:
-    """Say what a reader would make of half a save."""
     import fastpersist
+    from fastpersist.cli.demo_gpt import KEPT_COUNT
 
-    report = fastpersist.verify(leftover)
-    return "all bytes are there; only sync and rename were missing" if report.ok else report.damages[0].message
+    leftovers = sorted(path for path in root.iterdir() if ".pending-" in path.name)
+    for leftover in leftovers:
+        written_bytes = sum(path.stat().st_size for path in leftover.iterdir())
+        _say(f"   unfinished: {leftover.name}, {size_text(written_bytes)}, never renamed")
+    if not leftovers:
+        _say("   unfinished: nothing, the signal came between two saves")
+    checkpoints = fastpersist.Checkpointer(root)
+    steps = checkpoints.steps()
+    if not steps:
+        raise _DemoFailedError(f"no checkpoint is left, though step {killed.step} was reached")
+    _say(f"   complete: step {', '.join(map(str, steps))} (keep={KEPT_COUNT})")
+    report = fastpersist.verify(root)
+    if not report.ok:
+        raise _DemoFailedError(f"a checkpoint is damaged after the kill: {report.damages[0].message}")
+    _say(f"   fastpersist.verify: ok, {size_text(report.checked_bytes)} compared with their CRC-32s")
+    state_path = next(path for path in root.glob("step-*/state.pt") if path.parent.name.endswith(f"{steps[-1]:08d}"))
+    found = torch.load(state_path, weights_only=True)["step"]
+    if found != steps[-1]:
+        raise _DemoFailedError(f"torch.load finds step {found} in {state_path.parent.name}")
+    _say(f"   torch.load(weights_only=True) of {state_path.parent.name}/{state_path.name}: loads, step {found}")
+    return leftovers
 
 
-def _result(directory: Path) -> dict[str, Any]:
-    from fastpersist.cli.demo_gpt import RESULT_NAME
-
-    result: dict[str, Any] = json.loads((directory / RESULT_NAME).read_text())
-    return result
+# ----------------------------------------------------------------------------------------------------- the proofs
 
 
-def _compare(expected: dict[str, Any], found: dict[str, Any], resumed_at: int) -> str:
-    """Compare losses of every step since the resumption and the digest of the end, bit for bit."""
-    for step, loss in found["losses"].items():
-        if loss != expected["losses"][step]:
-            raise _DemoFailedError(f"the loss of step {step} is {loss} resumed and {expected['losses'][step]} not")
-    if found["digest"] != expected["digest"]:
-        raise _DemoFailedError("the losses agree, but parameters or moments do not")
-    step, loss = list(found["losses"].items())[-1]
-    _say(f"   losses of steps {resumed_at + 1} to {step}: the same bits, each of them")
-    _say(f"   loss of step {step}: {float.fromhex(loss):.6f} = {loss} both times")
-    _say(f"   SHA-256 of parameters and moments: {found['digest'][:16]}… both times")
+def _compare_losses(expected: Run, found: Run) -> None:
+    """Compare the loss of every step that both runs have, bit for bit."""
+    for step, loss in found.losses.items():
+        if loss != expected.losses[step]:
+            raise _DemoFailedError(f"the loss of step {step} is {loss}, and {expected.losses[step]} undisturbed")
+
+
+def _compare(whole: Run, resumed: Run) -> str:
+    """Compare losses of every step since the resumption and the digest of the end; returns what that proves."""
+    _compare_losses(whole, resumed)
+    if resumed.step != whole.step:
+        raise _DemoFailedError(f"the resumed run ended at step {resumed.step}, the undisturbed one at {whole.step}")
+    if resumed.digest != whole.digest:
+        raise _DemoFailedError("the losses agree, but parameters, moments, data position or generator do not")
+    loss = resumed.losses[resumed.step]
+    _say(f"   losses of steps {resumed.resumed_at + 1} to {resumed.step}: the same bits, each of them")
+    _say(f"   loss of step {resumed.step}: {float.fromhex(loss):.6f} = {loss} both times")
+    _say(f"   SHA-256 of parameters, moments, data position and generator: {whole.digest[:16]}… both times")
     return (
-        f"killed inside a save, resumed from step {resumed_at}, and at step {step} "
-        "loss, parameters and moments are the same bits"
+        f"killed at a random moment, resumed from step {resumed.resumed_at}, and at step {resumed.step} "
+        "losses and state are the same bits"
     )
 
 
-# ------------------------------------------------------------------------------------------------------- the table
+def _check_last_checkpoint(arguments: argparse.Namespace, root: Path, whole: Run) -> None:
+    """Load the last checkpoint into a fresh model, and compare."""
+    import fastpersist
+    from fastpersist.cli.demo_gpt import Training, sizes
+
+    training = Training(sizes(quick=arguments.quick))
+    training.resume(fastpersist.Checkpointer(root))
+    if training.digest() != whole.digest:
+        raise _DemoFailedError(f"the checkpoint of step {training.step_count} holds another state than the run had")
+    _say(f"   the checkpoint of step {training.step_count}, loaded from disk: the same SHA-256")
+
+
+# ----------------------------------------------------------------------------------------------------- the tables
+
+
+def _cost_table(arguments: argparse.Namespace, directory: Path) -> Iterator[str]:
+    """Train with and without, in turns, which share whatever else the machine does; yields the lines to print."""
+    from tabulate import tabulate
+
+    from fastpersist.cli.demo_gpt import TURN_COUNT, WAYS
+
+    other = directory / "turns"
+    other.mkdir()
+    round_count = 2 if arguments.quick else 4
+    found = _run(arguments, other, save_with="turns", step_count=round_count * len(WAYS) * TURN_COUNT)
+    shutil.rmtree(other)
+    yield f"one process, in turns of {TURN_COUNT} steps, the first of which is left out; medians"
+    yield ""
+    names = ("none", "every step, fp.Checkpointer", "every step, torch.save + fsync")
+    rows = []
+    for name, way in zip(names, WAYS, strict=True):
+        times_s = found.times_s[way]
+        slower = "" if way == WAYS[0] else f"{(found.step_s(way) / found.step_s(WAYS[0]) - 1) * 100:+.1f} %"
+        times = f"{min(times_s) * 1e3:.1f} – {max(times_s) * 1e3:.1f}"
+        rows.append((name, f"{found.step_s(way) * 1e3:.1f}", times, slower, str(len(times_s))))
+    table = tabulate(
+        rows,
+        headers=("checkpoints", "ms per step", "min – max", "slower", "steps"),
+        disable_numparse=True,
+        colalign=("left", *["right"] * 4),
+    )
+    yield from table.splitlines()
+    yield ""
+    size_bytes = found.saves[-1]["bytes"]
+    yield f"stall of fp.Checkpointer: {found.stall_s() * 1e3:.1f} ms per checkpoint of {size_text(size_bytes)}"
 
 
 def _show_times(directory: Path, *, quick: bool) -> None:
     from fastpersist.cli import demo_times
 
-    _say("\n5. Save and load times")
+    _say("\n6. Save and load times")
     for line in demo_times.measure(directory, quick=quick):
         _say(line)

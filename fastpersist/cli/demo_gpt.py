@@ -1,8 +1,9 @@
-"""The trainer of `fastpersist demo`: a small GPT that learns to write Python, and saves everything it needs to go on.
+"""The trainer of `fastpersist demo`: a small GPT that learns to write Python, with a checkpoint after every step.
 
 `python -m fastpersist.cli.demo_gpt` is one run of it, in a process of its own, because the demo kills one. Two runs of
 the same steps give the same bits, so whoever resumes must find *all* of the state: parameters, AdamW's moments, step,
-place in the text, and the generator that dropout draws from.
+place in the text, and the generator that dropout draws from. What happens is told line by line on standard output, as
+JSON; `demo_run` reads it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import argparse
 import ctypes
 import hashlib
 import json
-import logging
+import os
 import sys
 import sysconfig
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,12 +25,14 @@ from torch import nn
 from torch.nn import functional
 
 import fastpersist
-from fastpersist.cli.terminal import run_command, size_text
+from fastpersist.cli.terminal import run_command
 
-__all__ = ["GPT", "RESULT_NAME", "STATE_NAME", "Sizes", "Training", "sizes", "stdlib_modules"]
+__all__ = ["GPT", "KEPT_COUNT", "TURN_COUNT", "WAYS", "Sizes", "Training", "sizes", "stdlib_modules"]
 
-STATE_NAME = "state.pt"
-RESULT_NAME = "result.json"
+WAYS = ("nothing", "fastpersist", "torch")
+KEPT_COUNT = 3  # checkpoints
+TURN_COUNT = 5  # steps; what the first of them waits for was begun in the turn before
+WARM_UP_COUNT = 3  # steps whose times are no measure: memory is touched for the first time, the arena is made
 DROPOUT = 0.1
 VOCABULARY = 256  # bytes
 
@@ -132,68 +136,102 @@ class Training:
         return loss.item()
 
     def state(self) -> dict[str, Any]:
-        """Return all that the next step depends on."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step_count,
-            "position": self.position,
-            "rng": torch.get_rng_state(),
-        }
+        """Return what every rank of a larger job would have in common."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step_count}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go back to where `state` was taken."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step_count, self.position = state["step"], state["position"]
-        torch.set_rng_state(state["rng"])
+    def rank_state(self) -> dict[str, Any]:
+        """Return what is this process's own: the place in its data, and its random numbers."""
+        return {"position": self.position, "rng": torch.get_rng_state()}
+
+    def resume(self, checkpoints: fastpersist.Checkpointer) -> None:
+        """Go back to the newest checkpoint; model and optimizer are filled in place."""
+        state = checkpoints.load(into={"model": self.model, "optimizer": self.optimizer})
+        self.step_count = state["step"]
+        self.position = state["rank_state"]["position"]
+        torch.set_rng_state(state["rank_state"]["rng"])
 
     def digest(self) -> str:
-        """Return the SHA-256 of every parameter and every moment."""
-        digest = hashlib.sha256()
+        """Return the SHA-256 of every parameter, every moment, the place in the text and the generator."""
+        digest = hashlib.sha256(f"{self.step_count} {self.position}".encode())
         moments = (value for state in self.optimizer.state.values() for value in state.values())
-        for tensor in (*self.model.state_dict().values(), *moments):
+        for tensor in (*self.model.state_dict().values(), *moments, torch.get_rng_state()):
             tensor = tensor.detach().contiguous()
             digest.update(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
         return digest.hexdigest()
 
 
 def main() -> int:
-    """Train in DIR up to a step, saving to DIR/state.pt, and leave losses and digest in DIR/result.json."""
+    """Train up to a step and tell on standard output, one JSON object a line, what happens."""
     parser = argparse.ArgumentParser(prog="python -m fastpersist.cli.demo_gpt", description=main.__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--save-every", type=int, required=True, metavar="STEPS")
+    parser.add_argument("--save-with", choices=(*WAYS, "turns"), required=True, help="turns: each of them, in turn")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--resume", action="store_true", help="go on from DIR/state.pt")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
     arguments = parser.parse_args()
     return run_command(lambda: _train(arguments))
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    logging.basicConfig(format="   log: %(message)s", stream=sys.stdout)
-    logging.getLogger("fastpersist").setLevel(logging.INFO)
-    # One thread adds up the same numbers in the same order, and does not spin while it waits for another on a busy
-    # machine, where a run on two threads was five times slower than on one.
+    # One thread adds up the same numbers in the same order, and leaves the other cores to the writer.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-
     training = Training(sizes(quick=arguments.quick))
-    path = arguments.directory / STATE_NAME
-    if arguments.resume:
-        training.load_state(fastpersist.load(path))
-        print(f"   resumed at step {training.step_count}", flush=True)
-    losses = {}
-    while training.step_count < arguments.steps:
-        loss = training.step()
-        losses[training.step_count] = loss.hex()
-        if training.step_count % arguments.save_every == 0:
-            report = fastpersist.save(training.state(), path)
-            saved = f"saved {size_text(report.size_bytes)} in {report.total_s:.3f} s"
-            print(f"   step {training.step_count:4}  loss {loss:.4f}  {saved}", flush=True)
-    result = {"losses": losses, "digest": training.digest()}
-    (arguments.directory / RESULT_NAME).write_text(json.dumps(result))
+    told_count = 0
+
+    def new_saves() -> list[dict[str, Any]]:
+        nonlocal told_count
+        new = checkpoints.stats()[told_count:]
+        told_count += len(new)
+        return [asdict(stats) for stats in new]
+
+    with fastpersist.Checkpointer(arguments.directory, optimizer=training.optimizer, keep=KEPT_COUNT) as checkpoints:
+        if arguments.resume:
+            training.resume(checkpoints)
+            _tell("resumed", step=training.step_count)
+        settled_after = training.step_count + WARM_UP_COUNT
+        way = ""
+        while training.step_count < arguments.steps:
+            wanted_way = _way(arguments.save_with, training.step_count)
+            if wanted_way != way:
+                checkpoints.wait()  # of this turn's saves nothing reaches into the next
+                way, settled_after = wanted_way, max(settled_after, training.step_count + 1)
+            started_s = time.perf_counter()
+            loss = training.step()
+            if way == "fastpersist":
+                checkpoints.save(
+                    training.step_count, training.state(), rank_state=training.rank_state(), metrics={"loss": loss}
+                )
+            elif way == "torch":
+                _save_with_torch(training, arguments.directory / "state.pt")
+            step_s = time.perf_counter() - started_s
+            settled_s = step_s if training.step_count > settled_after else None
+            _tell("step", step=training.step_count, way=way, loss=loss.hex(), step_s=settled_s, saves=new_saves())
+    _tell("end", digest=training.digest(), saves=new_saves())
     return 0
+
+
+def _way(save_with: str, step_count: int) -> str:
+    return WAYS[step_count // TURN_COUNT % len(WAYS)] if save_with == "turns" else save_with
+
+
+def _save_with_torch(training: Training, path: Path) -> None:
+    """Do with torch.save what a checkpoint is for: afterwards it is durable, and there was always a whole one."""
+    temporary = path.with_suffix(".new")
+    with temporary.open("wb") as file:
+        torch.save({**training.state(), **training.rank_state()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fd = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _tell(event: str, **facts: object) -> None:
+    print(json.dumps({"event": event, **facts}), flush=True)
 
 
 if __name__ == "__main__":

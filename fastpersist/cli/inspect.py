@@ -1,30 +1,56 @@
-"""`fastpersist inspect FILE`: what a file holds, without loading it and without running any of its code."""
+"""`fastpersist inspect PATH`: what a file, a checkpoint or a directory of checkpoints holds, without loading it.
+
+None of its code is run. What it holds is found out by `fastpersist.inspect`; here it is only written down, for people
+or as JSON.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
+from fastpersist.cli.terminal import EXIT_DAMAGED, EXIT_GOOD, printable, size_text
 
 if TYPE_CHECKING:
     from fastpersist import Manifest, TensorEntry
 
 __all__ = ["add_parser", "run"]
 
+_LATEST_NAME = "LATEST"
+_LATEST_BYTES_MAX = 256
+_METRICS_SHOWN_COUNT = 4
+
 _EPILOG = """\
 --json prints one object:
-  path, format ("torch_zip" or "safetensors"), size_bytes, has_checksums,
+  path, format          "torch_zip" or "safetensors" for a file, "directory" for a
+                        checkpoint directory, "root" for a directory of those
+  size_bytes, has_checksums,
   tensor_count          of all tensors, whatever --limit says
   tensors               list of {name, dtype, shape, size_bytes, offset_bytes,
                         record, crc32}; offset_bytes is from the file's start and
                         null for tensors without data, crc32 is a number and null
-                        in files without checksums
+                        in files without checksums; in directories also file
   globals               what the pickle would import, as "module.name"
   metadata              of a safetensors header
+a checkpoint directory also has
+  files                 list of {name, size_bytes, crc32}
+  step, time_s          null for a checkpoint of no step; Unix time
+  metrics               numbers; "nan", "inf" and "-inf" for what JSON has no number
+  versions, host, stats what wrote it, where, and what that cost
+a root has
+  checkpoint_count      of all committed checkpoints, whatever --limit says
+  checkpoints           list of objects with path, size_bytes, has_checksums and
+                        what a checkpoint directory also has, oldest first
+  latest                what the file LATEST says, a hint; null without one
+  leftovers             names of unfinished, replaced and damaged checkpoints
 
-Exit codes: 0 listed, 1 damaged, 2 not found, not readable or no checkpoint.
+Exit codes: 0 listed, 1 damaged (in a root: any step), 2 not found, not readable
+or no checkpoint.
 """
 
 
@@ -32,31 +58,64 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command's options."""
     parser = subparsers.add_parser(
         "inspect",
-        help="list the tensors of a file and what its pickle would import",
-        description="List the tensors of a file and the globals that its pickle names. Nothing of it is run.",
+        help="list the tensors of a file or a checkpoint, or the steps in a directory of checkpoints",
+        description="List what a file, a checkpoint or a directory of checkpoints holds. Nothing of it is run.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", metavar="FILE", help="written by fastpersist, torch.save or safetensors")
+    parser.add_argument(
+        "path", metavar="PATH", help="a file written by fastpersist, torch.save or safetensors, a step, or a root"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--limit", type=_count, metavar="N", help="list only the first N tensors")
+    parser.add_argument(
+        "--limit", type=_count, metavar="N", help="list only the first N tensors, or the newest N steps"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what the file holds."""
+    """Print what the path holds."""
     from fastpersist import inspect
 
-    manifest = inspect(arguments.file)
-    shown = manifest.tensors[: arguments.limit]
+    manifest = inspect(arguments.path)
+    if manifest.format == "root":
+        shown = manifest.checkpoints
+        if arguments.limit is not None:
+            shown = shown[max(0, len(shown) - arguments.limit) :]
+        if arguments.json:
+            print(json.dumps(_root_as_json(manifest, shown), indent=2))
+        else:
+            _print_root(manifest, shown)
+        return EXIT_DAMAGED if _damaged(manifest) else EXIT_GOOD
+    tensors = manifest.tensors[: arguments.limit]
     if arguments.json:
-        print(json.dumps(_as_json(manifest, shown), indent=2))
+        print(json.dumps(_as_json(manifest, tensors), indent=2))
     else:
-        _print_text(manifest, shown)
+        _print_text(manifest, tensors)
     return EXIT_GOOD
 
 
-def _as_json(manifest: Manifest, shown: tuple[TensorEntry, ...]) -> dict[str, object]:
+def _damaged(manifest: Manifest) -> list[str]:
+    """Return what has the name of a step and is none; hidden names are those of unfinished or replaced ones."""
+    return [name for name in manifest.leftovers if not name.startswith(".")]
+
+
+def _latest(root: str) -> str | None:
+    """Read the hint, if there is one."""
+    try:
+        # A FIFO in its place must not make us wait for a writer.
+        fd = os.open(os.path.join(root, _LATEST_NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            return file.read(_LATEST_BYTES_MAX).decode(errors="backslashreplace").strip()
+    except OSError:
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------------- JSON
+
+
+def _as_json(manifest: Manifest, shown: Sequence[TensorEntry]) -> dict[str, object]:
+    in_directory = manifest.format == "directory"
     return {
         "path": manifest.path,
         "format": manifest.format,
@@ -65,6 +124,7 @@ def _as_json(manifest: Manifest, shown: tuple[TensorEntry, ...]) -> dict[str, ob
         "tensor_count": len(manifest.tensors),
         "tensors": [
             {
+                **({"file": tensor.file} if in_directory else {}),
                 "name": tensor.name,
                 "dtype": tensor.dtype,
                 "shape": list(tensor.shape),
@@ -77,46 +137,163 @@ def _as_json(manifest: Manifest, shown: tuple[TensorEntry, ...]) -> dict[str, ob
         ],
         "globals": list(manifest.globals),
         "metadata": dict(manifest.metadata),
+        **(_checkpoint_as_json(manifest) if in_directory else {}),
     }
 
 
-def _print_text(manifest: Manifest, shown: tuple[TensorEntry, ...]) -> None:
-    from tabulate import tabulate
+def _checkpoint_as_json(manifest: Manifest) -> dict[str, object]:
+    return {
+        "files": [
+            {"name": entry.name, "size_bytes": entry.size_bytes, "crc32": entry.crc32} for entry in manifest.files
+        ],
+        "step": manifest.step,
+        "time_s": manifest.time_s,
+        "metrics": {name: value if math.isfinite(value) else str(value) for name, value in manifest.metrics.items()},
+        "versions": dict(manifest.versions),
+        "host": dict(manifest.host),
+        "stats": dict(manifest.stats),
+    }
 
+
+def _root_as_json(manifest: Manifest, shown: Sequence[Manifest]) -> dict[str, object]:
+    return {
+        "path": manifest.path,
+        "format": manifest.format,
+        "size_bytes": manifest.size_bytes,
+        "has_checksums": manifest.has_checksums,
+        "checkpoint_count": len(manifest.checkpoints),
+        "checkpoints": [
+            {
+                "path": found.path,
+                "size_bytes": found.size_bytes,
+                "has_checksums": found.has_checksums,
+                **_checkpoint_as_json(found),
+            }
+            for found in shown
+        ],
+        "latest": _latest(manifest.path),
+        "leftovers": list(manifest.leftovers),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------- text
+
+
+def _print_text(manifest: Manifest, shown: Sequence[TensorEntry]) -> None:
+    in_directory = manifest.format == "directory"
     tensor_bytes = sum(tensor.size_bytes for tensor in manifest.tensors)
-    print(f"file       {printable(manifest.path)}")
-    print(f"format     {manifest.format}")
+    print(f"{'directory' if in_directory else 'file':9}  {printable(manifest.path)}")
+    if in_directory:
+        print(f"step       {'none' if manifest.step is None else manifest.step}")
+        print(f"time       {_time_text(manifest.time_s)}")
+    else:
+        print(f"format     {manifest.format}")
     print(f"size       {manifest.size_bytes} bytes ({size_text(manifest.size_bytes)})")
     print(f"checksums  {'CRC-32' if manifest.has_checksums else 'none'}")
+    for kind, table in (
+        ("metric", {name: _number_text(value) for name, value in manifest.metrics.items()}),
+        ("version", manifest.versions),
+        ("host", manifest.host),
+        ("stat", {name: _value_text(value) for name, value in manifest.stats.items()}),
+    ):
+        for name, value in table.items():
+            print(f"{kind:9}  {printable(name)} = {printable(str(value))}")
     print(f"tensors    {len(manifest.tensors)}, together {size_text(tensor_bytes)}")
-    for key, value in manifest.metadata.items():
-        print(f"metadata   {printable(key)} = {printable(value)}")
+    for key, text in manifest.metadata.items():
+        print(f"metadata   {printable(key)} = {printable(text)}")
     for name in manifest.globals:
         print(f"global     {printable(name)}")
+    if in_directory:
+        _print_table(
+            ("file", "bytes", "CRC-32"),
+            ("left", "right", "left"),
+            [(printable(entry.name), str(entry.size_bytes), _crc_text(entry.crc32)) for entry in manifest.files],
+        )
     if not shown:
         return
     rows = [
         (
+            *([printable(tensor.file)] if in_directory else []),
             printable(tensor.name),
             printable(tensor.dtype),
             "×".join(map(str, tensor.shape)) or "scalar",
-            tensor.size_bytes,
-            "" if tensor.offset_bytes is None else tensor.offset_bytes,
-            "" if tensor.crc32 is None else f"{tensor.crc32:08x}",
+            str(tensor.size_bytes),
+            "" if tensor.offset_bytes is None else str(tensor.offset_bytes),
+            _crc_text(tensor.crc32),
         )
         for tensor in shown
     ]
-    print()
-    print(
-        tabulate(
-            rows,
-            headers=("tensor", "dtype", "shape", "bytes", "offset", "CRC-32"),
-            colalign=("left", "left", "left", "right", "right", "left"),
-            disable_numparse=True,  # a tensor may be called 1e5
-        )
+    _print_table(
+        ["file"] * in_directory + ["tensor", "dtype", "shape", "bytes", "offset", "CRC-32"],
+        ["left"] * in_directory + ["left", "left", "left", "right", "right", "left"],
+        rows,
     )
     if len(shown) < len(manifest.tensors):
         print(f"… and {len(manifest.tensors) - len(shown)} more")
+
+
+def _print_root(manifest: Manifest, shown: Sequence[Manifest]) -> None:
+    latest = _latest(manifest.path)
+    names = [os.path.basename(found.path) for found in manifest.checkpoints]
+    print(f"root       {printable(manifest.path)}")
+    print(f"size       {manifest.size_bytes} bytes ({size_text(manifest.size_bytes)})")
+    print(f"checksums  {'CRC-32' if manifest.has_checksums else 'none'}")
+    print(f"steps      {len(names)}")
+    if latest is not None and latest not in names:
+        print(f"{_LATEST_NAME}     {printable(latest)}, which is not complete here")
+    for name in manifest.leftovers:
+        print(f"{'damaged' if name in _damaged(manifest) else 'leftover':9}  {printable(name)}")
+    if len(shown) < len(names):
+        print(f"           … and {len(names) - len(shown)} older ones")
+    if not shown:
+        return
+    rows = []
+    for found in shown:
+        name = os.path.basename(found.path)
+        marks = ["newest"] * (found is manifest.checkpoints[-1]) + [_LATEST_NAME] * (name == latest)
+        rows.append(
+            (
+                printable(name),
+                _time_text(found.time_s),
+                size_text(found.size_bytes),
+                str(len(found.files)),
+                _metrics_text(found.metrics),
+                ", ".join(marks),
+            )
+        )
+    _print_table(
+        ("step", "time", "size", "files", "metrics", ""), ("left", "left", "right", "right", "left", "left"), rows
+    )
+
+
+def _print_table(headers: Sequence[str], alignments: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from tabulate import tabulate
+
+    print()
+    # No numbers are made of texts: a tensor may be called 1e5.
+    print(tabulate(rows, headers=headers, colalign=alignments, disable_numparse=True))
+
+
+def _time_text(time_s: float | None) -> str:
+    return "" if time_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+
+
+def _metrics_text(metrics: dict[str, float]) -> str:
+    texts = [f"{printable(name)} {_number_text(value)}" for name, value in metrics.items()]
+    more = ["…"] if len(texts) > _METRICS_SHOWN_COUNT else []
+    return ", ".join(texts[:_METRICS_SHOWN_COUNT] + more)
+
+
+def _number_text(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def _value_text(value: float | int | str) -> str:
+    return _number_text(value) if isinstance(value, float) else str(value)
+
+
+def _crc_text(crc32: int | None) -> str:
+    return "" if crc32 is None else f"{crc32:08x}"
 
 
 def _count(text: str) -> int:

@@ -1,4 +1,4 @@
-"""`fastpersist verify FILE…`: read files whole and say which of their tensors are damaged, and where."""
+"""`fastpersist verify PATH…`: read files and checkpoints whole, and say which tensors are damaged and where."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from fastpersist.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from fastpersist import VerifyReport
+    from fastpersist import Damage, VerifyReport
 
 __all__ = ["add_parser", "run"]
 
 _EPILOG = """\
---json prints a list with one object per FILE, in their order:
+--json prints a list with one object per PATH, in their order:
   path
   ok                    nothing is wrong with what could be checked
   has_checksums         false: only the structure could be checked
   checked_bytes         bytes that were compared with a CRC-32
-  damages               list of {message, tensors, record, offset_bytes}: tensors are
-                        the names that it touches, offset_bytes is from the file's
-                        start and null for what has no place
+  damages               list of {message, tensors, record, offset_bytes, file}: tensors
+                        are the names that it touches, offset_bytes is from the file's
+                        start and null for what has no place, file is named from a
+                        directory and "" where PATH is a file
+  leftovers             of a directory of checkpoints: names of unfinished and replaced
+                        ones, which are no damage; the next save removes them
   error                 why the file could not be read, else null
 
 Exit codes: 0 all good, 1 some are damaged, 2 some could not be read at all.
@@ -40,25 +43,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command's options."""
     parser = subparsers.add_parser(
         "verify",
-        help="read files whole and say which tensors are damaged",
-        description="Read files whole and compare them with their checksums. Nothing of them is run.",
+        help="read files and checkpoints whole and say which tensors are damaged",
+        description="Read files and checkpoints whole and compare them with their checksums. Nothing of them is run.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("files", metavar="FILE", nargs="+", help="written by fastpersist, torch.save, safetensors")
+    parser.add_argument(
+        "paths",
+        metavar="PATH",
+        nargs="+",
+        help="a file written by fastpersist, torch.save or safetensors, a checkpoint, or a directory of those",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--quiet", action="store_true", help="print only what is wrong, and no progress bar")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check every file, even when one before it is bad."""
+    """Check every path, even when one before it is bad."""
     from fastpersist import FastPersistError, verify
 
     progress = sys.stderr.isatty() and not arguments.quiet
     code = EXIT_GOOD
     results = []
-    for path in arguments.files:
+    for path in arguments.paths:
         try:
             report = verify(path, progress=progress)
         except FastPersistError as error:
@@ -70,23 +78,33 @@ def run(arguments: argparse.Namespace) -> int:
             code = max(code, EXIT_DAMAGED)
         results.append(_as_json(report))
         if not arguments.json and not (arguments.quiet and report.ok):
-            _print_text(report)
+            _print_text(report, quiet=arguments.quiet)
     if arguments.json:
         print(json.dumps(results, indent=2))
     return code
 
 
-def _print_text(report: VerifyReport) -> None:
+def _print_text(report: VerifyReport, *, quiet: bool) -> None:
     path = printable(report.path)
     if not report.ok:
         print(f"{path}: DAMAGED")
         for damage in report.damages:
-            place = "" if damage.offset_bytes is None else f"at offset {damage.offset_bytes}: "
-            print(f"  {place}{printable(damage.message)}")
+            print(f"  {_damage_text(damage)}")
     elif report.has_checksums:
         print(f"{path}: ok, {size_text(report.checked_bytes)} compared with their CRC-32s")
     else:
         print(f"{path}: ok as far as can be told: it has no checksums, so only its structure was checked")
+    for name in () if quiet else report.leftovers:
+        print(f"  {printable(name)} is no checkpoint: it is being written, or the next save removes it")
+
+
+def _damage_text(damage: Damage) -> str:
+    message = printable(damage.message)
+    if damage.offset_bytes is None:
+        return message
+    if damage.file:  # the message begins with it
+        return f"{message} (at offset {damage.offset_bytes})"
+    return f"at offset {damage.offset_bytes}: {message}"
 
 
 def _as_json(report: VerifyReport) -> dict[str, object]:
@@ -101,9 +119,11 @@ def _as_json(report: VerifyReport) -> dict[str, object]:
                 "tensors": list(damage.tensors),
                 "record": damage.record,
                 "offset_bytes": damage.offset_bytes,
+                "file": damage.file,
             }
             for damage in report.damages
         ],
+        "leftovers": list(report.leftovers),
         "error": None,
     }
 
@@ -115,5 +135,6 @@ def _unread_as_json(path: str, error: str) -> dict[str, object]:
         "has_checksums": False,
         "checked_bytes": 0,
         "damages": [],
+        "leftovers": [],
         "error": error,
     }

@@ -33,6 +33,17 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A directory of three checkpoints, each with a state and a file of the rank."""
+    path = tmp_path / "run"
+    with fp.Checkpointer(path) as checkpoints:
+        for step in (8, 9, 10):
+            state = {"weight": torch.full((2, 3), float(step))}
+            checkpoints.save(step, state, rank_state={"position": torch.ones(4)}, metrics={"loss": 1 / step})
+    return path
+
+
 def test_json_has_the_documented_keys(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--json", str(checkpoint)]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -142,10 +153,150 @@ def test_what_is_no_checkpoint_is_refused(
 def test_missing_file_and_directory_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "nothing.pt")]) == 2
     assert main(["inspect", str(tmp_path)]) == 2
-    assert "it is a directory" in capsys.readouterr().err
+    assert f"{tmp_path} is a directory that holds neither" in capsys.readouterr().err
 
 
 def test_damaged_structure_ends_with_1(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip_bit(checkpoint, checkpoint.stat().st_size - 22)  # the first byte of the end record's magic
     assert main(["inspect", str(checkpoint)]) == 1
     assert capsys.readouterr().err.startswith(f"fastpersist: error: {checkpoint}: ")
+
+
+# --- directories ---
+
+
+CHECKPOINT_KEYS = ["files", "step", "time_s", "metrics", "versions", "host", "stats"]
+
+
+def rows_of(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines() if line]
+
+
+def test_steps_of_a_root_are_listed_and_the_newest_is_marked(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(root)]) == 0
+    text = capsys.readouterr().out
+    rows = [row for row in rows_of(text) if row[0].startswith("step-")]
+    assert [row[0] for row in rows] == ["step-00000008", "step-00000009", "step-00000010"]
+    assert [row[-1] for row in rows] == ["0.125", "0.111111", "LATEST"]
+    assert rows[2][-4:] == ["loss", "0.1", "newest,", "LATEST"]
+    size_bytes = sum(path.stat().st_size for path in (root / "step-00000010").glob("*.pt"))
+    assert rows[2][3:6] == [f"{size_bytes / 1000:.1f}", "kB", "2"]
+
+
+def test_json_of_a_root_has_the_documented_keys(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--json", "--limit", "2", str(root)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == [
+        "path",
+        "format",
+        "size_bytes",
+        "has_checksums",
+        "checkpoint_count",
+        "checkpoints",
+        "latest",
+        "leftovers",
+    ]
+    assert (found["format"], found["checkpoint_count"], found["latest"]) == ("root", 3, "step-00000010")
+    assert [checkpoint["step"] for checkpoint in found["checkpoints"]] == [9, 10]
+    assert list(found["checkpoints"][0]) == ["path", "size_bytes", "has_checksums", *CHECKPOINT_KEYS]
+
+
+def test_limit_of_a_root_keeps_the_newest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--limit", "1", str(root)]) == 0
+    text = capsys.readouterr().out
+    assert [row[0] for row in rows_of(text) if row[0].startswith("step-")] == ["step-00000010"]
+    assert "… and 2 older ones" in text
+    assert main(["inspect", "--limit", "0", str(root)]) == 0
+    assert "step-" not in capsys.readouterr().out
+
+
+def test_step_is_listed_with_its_files_and_their_tensors(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = root / "step-00000009"
+    manifest = fp.inspect(step)
+    assert main(["inspect", str(step)]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert lines[0] == f"directory  {step}"
+    assert "step       9" in lines
+    assert "metric     loss = 0.111111" in lines
+    assert f"version    torch = {torch.__version__}" in lines
+    assert f"stat       bytes = {manifest.size_bytes}" in lines
+    rows = rows_of(text)
+    for entry in manifest.files:
+        assert [entry.name, str(entry.size_bytes), f"{entry.crc32:08x}"] in rows
+    assert ["state.pt", "weight", "float32", "2×3", "24"] in [row[:5] for row in rows]
+    assert ["rank-00000.pt", "position", "float32", "4", "16"] in [row[:5] for row in rows]
+
+
+def test_json_of_a_step_has_the_documented_keys(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--json", str(root / "step-00000009")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found)[-len(CHECKPOINT_KEYS) :] == CHECKPOINT_KEYS
+    assert (found["format"], found["step"], found["metrics"]) == ("directory", 9, {"loss": 1 / 9})
+    assert [entry["name"] for entry in found["files"]] == ["rank-00000.pt", "state.pt"]
+    assert list(found["tensors"][0]) == [
+        "file",
+        "name",
+        "dtype",
+        "shape",
+        "size_bytes",
+        "offset_bytes",
+        "record",
+        "crc32",
+    ]
+    assert {tensor["file"] for tensor in found["tensors"]} == {"rank-00000.pt", "state.pt"}
+
+
+def test_metrics_that_json_cannot_say_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fp.Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {}, metrics={"a": float("nan"), "b": float("-inf"), "c": 2.0})
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    assert main(["inspect", "--json", str(tmp_path / "run" / "step-00000001")]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found["metrics"] == {"a": "nan", "b": "-inf", "c": 2.0}
+
+
+def test_step_that_lost_a_file_is_told_and_ends_with_1(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step-00000010" / "rank-00000.pt").unlink()
+    assert main(["inspect", str(root)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "damaged    step-00000010" in lines
+    assert "LATEST     step-00000010, which is not complete here" in lines
+    assert any(line.startswith("step-00000009") and "newest" in line for line in lines)
+    assert main(["inspect", str(root / "step-00000010")]) == 1
+    assert "rank-00000.pt is missing" in capsys.readouterr().err
+
+
+def test_unfinished_save_is_a_leftover_and_no_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / ".step-00000011.pending-0123456789abcdef").mkdir()
+    assert main(["inspect", str(root)]) == 0
+    assert "leftover   .step-00000011.pending-0123456789abcdef" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("latest", [None, "a fifo"])
+def test_root_is_listed_without_its_hint(latest: str | None, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "LATEST").unlink()
+    if latest is not None:
+        os.mkfifo(root / "LATEST")
+    assert main(["inspect", str(root)]) == 0
+    text = capsys.readouterr().out
+    assert "newest" in text
+    assert "newest, LATEST" not in text
+
+
+def test_texts_of_a_manifest_cannot_command_the_terminal(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest_path = root / "step-00000010" / "MANIFEST.json"
+    manifest = json.loads(manifest_path.read_text())
+    hostile = "\x1b[2Jx\n"
+    manifest["metrics"] = {hostile: 1.0}
+    manifest["versions"] = manifest["host"] = manifest["stats"] = {hostile: hostile}
+    manifest_path.write_text(json.dumps(manifest))
+    (root / "LATEST").write_text(hostile)
+    for path in (root, manifest_path.parent):
+        assert main(["inspect", str(path)]) == 0
+        text = capsys.readouterr().out
+        assert "\x1b" not in text
+        assert "\\x1b[2Jx" in text

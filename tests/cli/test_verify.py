@@ -65,12 +65,12 @@ def test_json_has_the_documented_keys(checkpoint: Path, capsys: pytest.CaptureFi
     missing = checkpoint.with_name("nothing.pt")
     assert main(["verify", "--json", str(checkpoint), str(missing)]) == 2
     damaged, unread = json.loads(capsys.readouterr().out)
-    keys = ["path", "ok", "has_checksums", "checked_bytes", "damages", "error"]
+    keys = ["path", "ok", "has_checksums", "checked_bytes", "damages", "leftovers", "error"]
     assert list(good) == list(damaged) == list(unread) == keys
     assert (good["ok"], good["damages"], good["error"]) == (True, [], None)
     assert good["checked_bytes"] > 20_012
     (damage,) = damaged["damages"]
-    assert list(damage) == ["message", "tensors", "record", "offset_bytes"]
+    assert list(damage) == ["message", "tensors", "record", "offset_bytes", "file"]
     assert (damaged["ok"], damage["tensors"], damage["offset_bytes"]) == (False, ["model.bias"], offset_bytes)
     assert (unread["ok"], unread["path"]) == (False, str(missing))
     assert "there is no checkpoint" in unread["error"]
@@ -154,3 +154,63 @@ def test_progress_is_shown_on_a_terminal_unless_quiet(checkpoint: Path, options:
     else:
         assert b"model.pt" in shown
         assert b"100%" in shown
+
+
+# --- directories ---
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A directory of two checkpoints, each with a state and a file of the rank."""
+    path = tmp_path / "run"
+    with fp.Checkpointer(path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state(), rank_state={"position": torch.ones(4)})
+    return path
+
+
+def test_every_file_of_every_step_is_checked(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checked_bytes = sum(path.stat().st_size for path in root.glob("step-*/*.pt"))
+    assert main(["verify", "--json", str(root)]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["has_checksums"], found["checked_bytes"]) == (True, True, checked_bytes)
+    assert main(["verify", str(root), str(root / "step-00000001")]) == 0
+    assert [line.split(": ")[1][:2] for line in capsys.readouterr().out.splitlines()] == ["ok", "ok"]
+
+
+def test_damage_in_a_root_names_step_file_and_tensor(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = root / "step-00000002" / "state.pt"
+    offset_bytes = damage_tensor(damaged, "model.weight", at_bytes=7777)
+    assert main(["verify", str(root)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{root}: DAMAGED"
+    assert lines[1].startswith("  step-00000002: state.pt: the bytes of model.weight are damaged: ")
+    assert lines[1].endswith(f" (at offset {offset_bytes})")
+    assert main(["verify", "--json", str(root), str(damaged.parent)]) == 1
+    of_root, of_step = json.loads(capsys.readouterr().out)
+    assert of_root["damages"][0]["file"] == "step-00000002/state.pt"
+    assert of_step["damages"][0]["file"] == "state.pt"
+    assert of_step["damages"][0]["tensors"] == ["model.weight"]
+    assert main(["verify", str(root / "step-00000001")]) == 0
+
+
+def test_file_of_the_rank_is_checked_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage_tensor(root / "step-00000001" / "rank-00000.pt", "position", at_bytes=3)
+    assert main(["verify", "--quiet", str(root)]) == 1
+    assert "step-00000001: rank-00000.pt: the bytes of position are damaged" in capsys.readouterr().out
+
+
+def test_unfinished_save_is_named_but_no_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = ".step-00000003.pending-0123456789abcdef"
+    (root / name).mkdir()
+    assert main(["verify", str(root)]) == 0
+    assert f"  {name} is no checkpoint" in capsys.readouterr().out
+    assert main(["verify", "--quiet", str(root)]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["verify", "--json", str(root)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["leftovers"] == [name]
+
+
+def test_directory_without_checkpoints_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "no checkpoint" in capsys.readouterr().err

@@ -8,6 +8,7 @@ Everything in them is exact and typed out here, so that no random generator or r
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,34 @@ GOLDEN: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
+CHECKPOINTS = DIRECTORY.parent / "checkpoints-v1"
+"""A root of two committed steps, as a Checkpointer left it, with the hidden remains of a save that was killed."""
+
+RANK_STATE = {"position": 42, "rng": torch.arange(3, dtype=torch.uint8)}
+
+
+def checkpoint(step: int) -> Any:
+    return {**training(), "step": step}
+
+
+def make_checkpoints() -> None:
+    import fastpersist
+
+    with fastpersist.Checkpointer(CHECKPOINTS) as checkpointer:
+        for step in (7, 123456789):
+            checkpointer.save(step, checkpoint(step), rank_state=RANK_STATE, metrics={"loss": 0.25, "odd é": math.inf})
+    (CHECKPOINTS / ".lock").unlink()
+    left = CHECKPOINTS / ".step-00000008.pending-0123456789abcdef"
+    left.mkdir()
+    (left / "state.pt").write_bytes(bytes(100))
+
+
 def main() -> None:
     import fastpersist
 
+    if not CHECKPOINTS.exists():
+        make_checkpoints()
+        print(f"wrote {CHECKPOINTS.name}")
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     for name, (make, options) in GOLDEN.items():
         if not (DIRECTORY / name).exists():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.golden import DIRECTORY, GOLDEN
+from support.golden import CHECKPOINTS, DIRECTORY, GOLDEN, RANK_STATE, checkpoint
 from support.sameness import assert_same
 
 import fastpersist as fp
@@ -88,3 +90,29 @@ def test_header_is_encoded_byte_for_byte_from_its_tensors(name: str) -> None:
     placed = safetensors.place_tensors(described, header.metadata, checksum=bool(crcs))
     assert [entry.offset_bytes for entry in placed.header.entries] == [entry.offset_bytes for entry in header.entries]
     assert data.startswith(safetensors.encode_header(placed, crcs or None))
+
+
+@pytest.mark.parametrize("step", [7, 123456789])
+def test_checkpoints_of_format_1_load(step: int, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(CHECKPOINTS, root)
+    checkpointer = fp.Checkpointer(root)
+    assert checkpointer.steps() == [7, 123456789]
+    loaded = checkpointer.load(step, verify=True)
+    assert_same(loaded.pop("rank_state"), RANK_STATE)
+    assert_same(loaded, checkpoint(step))
+    found = fp.inspect(root / f"step-{step:08d}")
+    assert found.step == step
+    assert found.metrics == {"loss": 0.25, "odd é": math.inf}
+    assert fp.verify(root).ok
+
+
+def test_saving_beside_checkpoints_of_format_1_sweeps_what_was_left(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(CHECKPOINTS, root)
+    left = root / ".step-00000008.pending-0123456789abcdef"
+    assert left.is_dir()
+    with fp.Checkpointer(root) as checkpointer:
+        checkpointer.save(123456790, {"step": 1})
+    assert not left.exists()
+    assert checkpointer.steps() == [7, 123456789, 123456790]

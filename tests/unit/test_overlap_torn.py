@@ -18,7 +18,7 @@ from support.training import (
     PATIENCE_S,
     WAYS,
     WIDTH,
-    HeldFilesystem,
+    FailingFilesystem,
     Overlap,
     backward,
     small_model,
@@ -208,14 +208,6 @@ def test_constant_that_an_optimizer_trains_is_never_torn(overlap: Overlap, fused
 
 
 # --- errors of the disk
-
-
-class FailingFilesystem(HeldFilesystem):
-    """Once released, there is no space."""
-
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        super().allocate(fd, size_bytes, path)
-        raise fp.NoSpaceError(errno.ENOSPC, f"allocating {path}: no space", path)
 
 
 def expect_one_delivery(pending: fp.PendingSave, kind: type[Exception]) -> None:

@@ -1,0 +1,116 @@
+"""What the demo shows of a run while it goes on: a few lines that change in place, or plain ones, one after the other.
+
+On a terminal the lines are drawn by rich. Where output goes to a file or a pipe, or rich is not installed, some steps
+print a line each. Both say the same, and both are made from a `Run` alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from fastpersist.cli.demo_run import Run
+from fastpersist.cli.terminal import size_text
+
+if TYPE_CHECKING:
+    from rich.padding import Padding
+
+__all__ = ["showing"]
+
+_LINE_COUNT = 6
+_REFRESH_INTERVAL_S = 0.1  # drawing costs time on the cores that the trainer is on
+
+_hint_given = False
+
+
+@contextmanager
+def showing(without: Run | None = None, *, plain: bool = True) -> Iterator[Callable[[Run], None]]:
+    """Yield what is called with a run whenever something of it is new.
+
+    Args:
+        without: A run without checkpoints, to compare the time of a step with.
+        plain: Whether it is worth plain lines.
+    """
+    if sys.stdout.isatty() and _rich_is_there():
+        with _live_lines(without) as show:
+            yield show
+    else:
+        yield lambda run: _print_some_steps(run, without) if plain else None
+
+
+def _rich_is_there() -> bool:
+    global _hint_given
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        if not _hint_given:
+            print("   (for lines that change in place: pip install rich, or fastpersist[demo])")
+            _hint_given = True
+        return False
+    return True
+
+
+@contextmanager
+def _live_lines(without: Run | None) -> Iterator[Callable[[Run], None]]:
+    from rich.live import Live
+
+    newest: Run | None = None
+    drawn_s = 0.0
+
+    # The thread that rich would draw from is left out: it would draw, and take a core, when nothing is new.
+    with Live(auto_refresh=False) as live:
+
+        def show(run: Run) -> None:
+            nonlocal newest, drawn_s
+            newest = run
+            now_s = time.monotonic()
+            if now_s - drawn_s >= _REFRESH_INTERVAL_S:
+                drawn_s = now_s
+                live.update(_lines(run, without), refresh=True)
+
+        yield show
+        if newest is not None:
+            live.update(_lines(newest, without), refresh=True)
+
+
+def _lines(run: Run, without: Run | None) -> Padding:
+    from rich.padding import Padding
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    lines = Table.grid(padding=(0, 2, 0, 0))
+    lines.add_row("step", f"{run.step} of {run.step_count}")
+    lines.add_row("", ProgressBar(total=run.step_count, completed=run.step, width=50))
+    for name, text in _facts(run, without):
+        lines.add_row(name, text)
+    return Padding(lines, (0, 0, 0, 3))
+
+
+def _facts(run: Run, without: Run | None) -> list[tuple[str, str]]:
+    """Say how it goes, as names and texts; only what is known already."""
+    facts = []
+    if run.step in run.losses:
+        facts.append(("loss", f"{float.fromhex(run.losses[run.step]):.4f}"))
+    if run.step_s():
+        facts.append(("per step", _step_time(run, without)))
+    if run.saves:
+        save = run.saves[-1]
+        facts.append(("stall", f"{run.stall_s() * 1e3:.1f} ms per {size_text(save['bytes'])}"))
+        facts.append(("disk", f"{run.bytes_per_s() / 1e9:.2f} GB/s ({save['engine']})"))
+    return facts
+
+
+def _step_time(run: Run, without: Run | None) -> str:
+    """Say how long a step takes, and how long one took without checkpoints."""
+    # No percentage: the runs are minutes apart, and the machine may do something else meanwhile. See section 5 of demo.
+    beside = "" if without is None or not without.step_s() else f", {without.step_s() * 1e3:.1f} ms without checkpoints"
+    return f"{run.step_s() * 1e3:.1f} ms{beside}"
+
+
+def _print_some_steps(run: Run, without: Run | None) -> None:
+    if run.digest or run.step not in run.losses or run.step % max(1, run.step_count // _LINE_COUNT):
+        return
+    print(f"   step {run.step:4}  " + ";  ".join(f"{name} {text}" for name, text in _facts(run, without)), flush=True)

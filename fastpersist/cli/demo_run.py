@@ -1,0 +1,144 @@
+"""One run of the demo's trainer, seen from outside: started, listened to, and killed if that is what it is for.
+
+The trainer (`demo_gpt`) tells what happens, one JSON object a line. Here a `Run` is made of it: losses, times, costs of
+the saves. What is shown of it is `demo_live`'s, what is proven with it `demo`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Run", "TrainerFailedError", "run_trainer"]
+
+
+class TrainerFailedError(Exception):
+    """The trainer ended in a way that it was not meant to."""
+
+
+@dataclass(slots=True)
+class Run:
+    """What is known of a run so far.
+
+    Attributes:
+        step_count: Steps it is to train for.
+        step: The last one that it told of.
+        resumed_at: The step of the checkpoint that it went on from, 0 if from none.
+        losses: Loss of each step, as float.hex() writes it.
+        times_s: Seconds of the steps that are a measure, the save and waits for earlier saves included; by the way
+            of saving.
+        saves: `SaveStats` of each save that ended, as a dict.
+        digest: SHA-256 of the state at the end; "" until then.
+        killed: Where it was killed, in words; "" if it was not.
+    """
+
+    step_count: int
+    step: int = 0
+    resumed_at: int = 0
+    losses: dict[int, str] = field(default_factory=dict)
+    times_s: dict[str, list[float]] = field(default_factory=dict)
+    saves: list[dict[str, Any]] = field(default_factory=list)
+    digest: str = ""
+    killed: str = ""
+
+    def note(self, event: dict[str, Any]) -> None:
+        """Take in what the trainer told."""
+        if event["event"] == "resumed":
+            self.resumed_at = self.step = event["step"]
+        elif event["event"] == "step":
+            self.step = event["step"]
+            self.losses[self.step] = event["loss"]
+            if event["step_s"] is not None:
+                self.times_s.setdefault(event["way"], []).append(event["step_s"])
+        else:
+            self.digest = event["digest"]
+        self.saves += [save for save in event.get("saves", ()) if save["error"] is None]
+
+    def step_s(self, way: str | None = None) -> float:
+        """Return the median time of a step, of all or of those saved in one way; 0 if none was measured."""
+        times_s = [step_s for found, times in self.times_s.items() if way in (None, found) for step_s in times]
+        return statistics.median(times_s or [0.0])
+
+    def stall_s(self) -> float:
+        """Return what the median save cost the training thread."""
+        stalls_s: list[float] = [save["stall_s"] for save in self.saves]
+        return statistics.median(stalls_s or [0.0])
+
+    def bytes_per_s(self) -> float:
+        """Return the median rate of the saves, from the first byte to the last one durable."""
+        rates: list[float] = [save["bytes"] / max(save["write_s"] + save["sync_s"], 1e-9) for save in self.saves]
+        return statistics.median(rates or [0.0])
+
+
+def run_trainer(
+    directory: Path,
+    step_count: int,
+    *,
+    save_with: str,
+    show: Callable[[Run], None],
+    quick: bool = False,
+    resume: bool = False,
+    kill: bool = False,
+) -> Run:
+    """Train in a child process, to the end or until it is killed.
+
+    Args:
+        directory: Where its checkpoints go.
+        step_count: How far.
+        save_with: "nothing", "fastpersist", "torch" or, of all of these, "turns".
+        show: Called whenever something is new.
+        quick: The small model.
+        resume: Go on from the newest checkpoint in the directory.
+        kill: Send SIGKILL at a random moment in the middle third. A trainer that was through before is a run that
+            was not killed.
+
+    Raises:
+        TrainerFailedError: It ended on its own account, before it was through.
+    """
+    command = [sys.executable, "-m", "fastpersist.cli.demo_gpt", str(directory)]
+    command += ["--steps", str(step_count), "--save-with", save_with]
+    command += ["--quick"] * quick + ["--resume"] * resume
+    # Not before step 3: two saves may be unfinished, so by then at least one is committed.
+    last_step = random.randint(max(3, step_count // 3), max(3, 2 * step_count // 3)) if kill else None
+    run = Run(step_count)
+    child = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        for line in child.stdout or ():
+            try:
+                run.note(json.loads(line))
+            except ValueError:  # also half a line, of a trainer that somebody else killed
+                raise TrainerFailedError(f"the trainer said {_shown(line)}, which is none of its messages") from None
+            if run.step == last_step:
+                delay_s = random.uniform(0, run.step_s() or 0.01)
+                time.sleep(delay_s)
+                run.killed = f"{delay_s * 1e3:.0f} ms after it had reported step {run.step}"
+                break
+            show(run)
+        if run.killed:
+            child.kill()
+        code = child.wait()
+    finally:
+        child.kill()
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+    if run.killed and code == 0:
+        run.killed = ""  # it was through by then
+    elif code != (-signal.SIGKILL if run.killed else 0):
+        raise TrainerFailedError(f"the trainer ended with code {code}; what it says is above")
+    elif not run.killed and not run.digest:
+        raise TrainerFailedError("the trainer ended without telling how")
+    return run
+
+
+def _shown(line: bytes) -> str:
+    return repr(line.decode(errors="backslashreplace").strip())
