@@ -138,7 +138,7 @@ def save(
 
 _async_arena = Arena()
 _lanes: dict[str, Lane] = {}
-_lanes_lock = threading.Lock()
+_lanes_lock = threading.RLock()
 
 
 def save_async(
@@ -157,6 +157,9 @@ def save_async(
     Returns when everything that may change before the optimizer's next step is copied. The tensors of the optimizer are
     written from where they are; its next step waits until what is not written by then is copied. The name stays what it
     was until the new file is complete and durable. Saves to the same path are written in order.
+
+    Until the step, or `wait_captured()`, nothing of the optimizer may change otherwise. A change that torch counts
+    fails the save, with a TornStateError; a storage that is resized while it is being read may end the process.
 
     Args:
         obj: Whatever torch.save takes; pickled before this returns.
@@ -233,7 +236,7 @@ def _in_line(path: str, task: Callable[[], None]) -> None:
 def _forget_lanes() -> None:
     """In a forked child: the saves under way are the parent's."""
     global _lanes_lock
-    _lanes_lock = threading.Lock()
+    _lanes_lock = threading.RLock()
     _lanes.clear()
 
 

@@ -36,8 +36,8 @@ class Arena:
         else:
             if self._half_bytes is None:
                 self._half_bytes = available_host_bytes() // 2
-            # Sources start on cache lines and blocks are whole, so a little more than the state itself.
-            limit_bytes = min(state_bytes + state_bytes // 64 + (8 << 20), self._half_bytes)
+            # Sources start on cache lines, blocks are whole and of one save: a little more than the state itself.
+            limit_bytes = min(state_bytes + state_bytes // 64 + (32 << 20), self._half_bytes)
         self._native.grow(limit_bytes)
         return self._native
 

@@ -78,7 +78,8 @@ class Lane:
         self._reset()
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
+        self._turn = threading.Lock()
         self._tasks: deque[Callable[[], None]] = deque()
         self._busy = False
         self._process = os.getpid()
@@ -111,17 +112,18 @@ class Lane:
             return not self._busy
 
     def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._tasks:
-                    self._busy = False
-                    return
-                task = self._tasks.popleft()
-            try:
-                task()
-            except BaseException:  # noqa: BLE001 - the tasks behind it belong to other saves
-                _log.exception("a bug in fastpersist: a task did not catch its own error")
-            del task  # it holds the state that was saved
+        with self._turn:  # a signal handler in the middle of submit() may have started a thread, too
+            while True:
+                with self._lock:
+                    if not self._tasks:
+                        self._busy = False
+                        return
+                    task = self._tasks.popleft()
+                try:
+                    task()
+                except BaseException:  # noqa: BLE001 - the tasks behind it belong to other saves
+                    _log.exception("a bug in fastpersist: a task did not catch its own error")
+                del task  # it holds the state that was saved
 
 
 class PendingSave:
@@ -137,7 +139,7 @@ class PendingSave:
         self._captures: list[Capture] = []
         self._stats = stats
         self._finished = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._error: BaseException | None = None
         self._cancelled: BaseException | None = None
         self._delivered = False
@@ -224,7 +226,7 @@ class PendingSave:
     def undelivered_error(self) -> BaseException | None:
         """Return the error if nobody has seen it yet; from now on somebody has."""
         with self._lock:
-            if self._delivered or self._skipped:
+            if self._delivered or self._skipped or self._error is None:
                 return None
             self._delivered = True
             return self._error
@@ -340,23 +342,27 @@ class PendingSave:
         stats.bytes_by_writer = max(0, taken_bytes - stats.bytes_at_gate - stats.bytes_before_return)
 
     def _finish(self) -> None:
-        for capture in self._captures:
-            capture.seal()
-        self.count_bytes()
-        for capture in self._captures:
-            capture.release()
-        self._captures.clear()
-        self._clean_up.clear()
-        with self._lock:
-            self._over = True
-            calls = list(self._when_finished)
-            self._when_finished.clear()
-        for call in calls:
+        try:
+            for capture in self._captures:
+                capture.seal()
+            self.count_bytes()
+        finally:
+            for capture in self._captures:
+                capture.release()
+            self._captures.clear()
+            self._clean_up.clear()
+            with self._lock:
+                self._over = True
+                calls = list(self._when_finished)
+                self._when_finished.clear()
             try:
-                call()
-            except Exception:  # noqa: BLE001 - the save itself is over
-                _log.exception("after the save of %s", self._path)
-        self._finished.set()
+                for call in calls:
+                    try:
+                        call()
+                    except Exception:  # noqa: BLE001 - the save itself is over
+                        _log.exception("after the save of %s", self._path)
+            finally:
+                self._finished.set()
 
     def _refuse_child(self) -> None:
         if self._process != os.getpid():

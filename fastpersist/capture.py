@@ -82,7 +82,7 @@ class _Source(Protocol):
 
 _torn: dict[int, StorageWeakRef] = {}  # storages that were caught changing before the gate: volatile for good
 _pending: list[Capture] = []  # those that a step must pass
-_pending_lock = threading.Lock()
+_pending_lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
 _watching = False
 
 
@@ -96,6 +96,7 @@ def watch_steps() -> None:
             _watching = True
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]  # a compiled step runs it as it is
 def _before_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
     """Nothing that this step changes may still be uncaptured."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -105,6 +106,7 @@ def _before_step(optimizer: Optimizer, _arguments: object, _keywords: object) ->
             capture.wait_captured()
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _after_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
     """With gate="manual" the caller should have waited by now; fused optimizers would not give themselves away."""
     for capture in list(_pending):
@@ -115,7 +117,7 @@ def _after_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> 
 def _forget_pending() -> None:
     """In a forked child: the saves, and the threads that write them, are the parent's."""
     global _pending_lock
-    _pending_lock = threading.Lock()
+    _pending_lock = threading.RLock()
     _pending.clear()
 
 
@@ -165,9 +167,10 @@ class Capture:
         self._watched: list[_Watched] = []
         self._constants_watched: list[_Watched] = []
         self._samples: list[tuple[Sources, int, int, bytes]] = []
+        self._places: list[tuple[Sources, int, int, int]] = []  # of stable bytes: source, address, length
         self._stable_keys: set[int] = set()
         self._kept: list[torch.UntypedStorage] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._sealed = False
         self._started_s = time.monotonic()
         self.capture_s = 0.0
@@ -200,7 +203,8 @@ class Capture:
             into = self._watched if kind == Kind.STABLE else self._constants_watched
             into.extend(_Watched(tensor, version, container, index) for tensor, version in watched)
             if kind == Kind.STABLE:
-                self._stable_keys.add(source.storage._cdata)
+                self._stable_keys.add(storage._cdata)
+                self._places.append((container, index, storage.data_ptr(), storage.nbytes()))
         self._snapshots.append(snapshot)
         if self._paranoid:
             self._take_samples(container)
@@ -303,6 +307,7 @@ class Capture:
             self.capture_s = time.monotonic() - self._started_s
             self._watched.clear()
             self._samples.clear()
+            self._places.clear()
         self._let_go()
 
     def is_torn(self) -> bool:
@@ -358,6 +363,7 @@ class Capture:
             self._watched.clear()
             self._constants_watched.clear()
             self._samples.clear()
+            self._places.clear()
             self._kept.clear()
             self._stable.clear()
             self._constant.clear()
@@ -407,7 +413,17 @@ class Capture:
         if self._error is None:
             self._compare(self._watched, "it belongs to an optimizer, and only its step may change it")
         if self._error is None:
+            self._compare_places()
+        if self._error is None:
             self._compare_samples()
+
+    def _compare_places(self) -> None:
+        """A storage that was resized has left its memory; nobody must read there any more."""
+        for container, index, address, size_bytes in self._places:
+            storage = container.sources[index].storage
+            if storage.data_ptr() != address or storage.nbytes() != size_bytes:
+                self._tear(container, index, "it was resized, and its bytes are gone")
+                return
 
     def _compare(self, watched: list[_Watched], rule: str) -> None:
         for entry in watched:

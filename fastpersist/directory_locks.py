@@ -149,8 +149,11 @@ def _open_locked_for_reading(path: str, manifest_path: str) -> int:
                     f"{path} holds no {MANIFEST_NAME}: it is no checkpoint, or removed"
                 ) from error
             raise
-        if fd < 0:
-            raise CheckpointNotFoundError(f"{path} is still being written")
+        if fd < 0:  # a thread of this process is writing it, or has just published it and closes it now
+            if os.path.basename(path).startswith(".") or time.monotonic() > deadline_s:
+                raise CheckpointNotFoundError(f"{path} is still being written")
+            time.sleep(0.002)
+            continue
         _native.close_in_forked_child(fd)
         kept = False
         try:
@@ -240,6 +243,10 @@ class RootLock:
         if self._fd >= 0 and self._process == os.getpid():
             fd, self._fd = self._fd, -1
             close_live(fd, self._identity)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_process"):  # else it was never made
+            self.release()
 
 
 def _lock_file_is_live(path: str) -> bool:

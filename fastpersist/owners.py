@@ -96,13 +96,17 @@ class Owners:
 
     def constant(self) -> dict[int, list[torch.Tensor]]:
         """Find the storages that were declared constant, less those that an optimizer trains all the same."""
-        trained = {id(tensor) for one in self.optimizers() for tensor in _tensors_of(one) if tensor.requires_grad}
+        trained = {
+            key
+            for optimizer in self.optimizers()
+            for tensor in _tensors_of(optimizer, frozen=False)
+            for key in storage_keys(tensor)
+        }
         found: dict[int, list[torch.Tensor]] = {}
         for tensor in _tensors_in(self._constant):
-            if id(tensor) in trained:
-                continue
             for key in storage_keys(tensor):
-                found.setdefault(key, []).append(tensor)
+                if key not in trained:
+                    found.setdefault(key, []).append(tensor)
         return found
 
     def _why_volatile(self, optimizer: Optimizer) -> str:
@@ -133,10 +137,17 @@ def _unwrapped(given: object) -> Optimizer:
     return inner
 
 
-def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield what an optimizer's step may change: its parameters, and the tensors anywhere inside its state."""
+def _tensors_of(optimizer: Optimizer, *, frozen: bool = True) -> Iterator[torch.Tensor]:
+    """Yield what an optimizer's step may change: its parameters, and the tensors anywhere inside its state.
+
+    Args:
+        optimizer: With its wrappers taken off.
+        frozen: Also the parameters that require no gradient now.
+    """
     for group in optimizer.param_groups:
-        yield from group["params"]
+        for parameter in group["params"]:
+            if frozen or parameter.requires_grad:
+                yield parameter
     for value in optimizer.state.values():
         yield from _tensors_below(value)
 

@@ -16,6 +16,7 @@ import enum
 import io
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,24 +100,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 class _SkeletonPickler(pickle.Pickler):
-    """Replaces storages by persistent ids and collects them."""
+    """Replaces storages by persistent ids, which a `_Storages` gives.
 
-    def __init__(self, file: io.BytesIO) -> None:
-        self._uninteresting: dict[type, None] = {}
+    It knows nothing of the object afterwards, and nothing it made refers back to it: a cycle would keep the state, and
+    with it gigabytes, until Python next looks for cycles.
+    """
+
+    def __init__(self, file: io.BytesIO, storages: _Storages) -> None:
         # Before the pickler is made: it looks its method up just once.
-        self.persistent_id = _native.type_filter(self._uninteresting, self._persistent_id)  # type: ignore[method-assign]
+        self.persistent_id = storages.persistent_id  # type: ignore[method-assign]
         super().__init__(file, protocol=PICKLE_PROTOCOL)
-        self.storages: list[torch.UntypedStorage] = []
-        self._keys: dict[int, str] = {}
-        self._dtype_at: dict[int, torch.dtype] = {}
-        self._class_by_dtype: dict[torch.dtype, type] = {}
-        # Unless somebody registered a tagger that comes before torch's own (10 and up), host memory is tagged "cpu".
-        registry = torch.serialization._package_registry
-        self._cpu_is_plain = all(entry[0] >= 10 or entry[1].__module__ == "fastpersist.loading" for entry in registry)
-        self.tensors: list[list[torch.Tensor]] = []
-        self.wrappers: list[torch.Tensor] = []
-        self._on_the_way: list[torch.Tensor] = []  # tensors met since the last storage
-        self._kind_of: dict[type, _Kind] = {_PlainStorage: _Kind.STORAGE}
         # Unless somebody has changed how tensors are reduced.
         self._takes_short_way = (
             torch.Tensor.__reduce_ex__ is _TORCH_REDUCE
@@ -137,6 +130,29 @@ class _SkeletonPickler(pickle.Pickler):
             obj.requires_grad,
             OrderedDict(),
         )
+
+
+class _Storages:
+    """Gives each storage that is met a persistent id, and remembers by which tensors it was met."""
+
+    def __init__(self) -> None:
+        self.storages: list[torch.UntypedStorage] = []
+        self.tensors: list[list[torch.Tensor]] = []
+        self.wrappers: list[torch.Tensor] = []
+        self._on_the_way: list[torch.Tensor] = []  # tensors met since the last storage
+        self._keys: dict[int, str] = {}
+        self._dtype_at: dict[int, torch.dtype] = {}
+        self._class_by_dtype: dict[torch.dtype, type] = {}
+        # Unless somebody registered a tagger that comes before torch's own (10 and up), host memory is tagged "cpu".
+        registry = torch.serialization._package_registry
+        self._cpu_is_plain = all(entry[0] >= 10 or entry[1].__module__ == "fastpersist.loading" for entry in registry)
+        self._kind_of: dict[type, _Kind] = {_PlainStorage: _Kind.STORAGE}
+        self._uninteresting: dict[type, None] = {}
+
+    @property
+    def persistent_id(self) -> Callable[[object], Any]:
+        """What a pickler asks for every object in the tree."""
+        return _native.type_filter(self._uninteresting, self._persistent_id)
 
     def _persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
         kind = self._kind_of.get(type(obj))
@@ -224,6 +240,6 @@ def pickle_skeleton(obj: object) -> Skeleton:
         Exception: What a `__reduce__` of the object raises goes through.
     """
     file = io.BytesIO()
-    pickler = _SkeletonPickler(file)
-    pickler.dump(obj)
-    return Skeleton(file.getvalue(), pickler.storages, pickler.tensors, pickler.wrappers)
+    found = _Storages()
+    _SkeletonPickler(file, found).dump(obj)
+    return Skeleton(file.getvalue(), found.storages, found.tensors, found.wrappers)

@@ -125,6 +125,12 @@ def held_writers() -> Iterator[HeldFilesystem]:
             yield writers
         finally:
             writers.release()
-            for thread in threading.enumerate():
-                if thread.name.startswith("fastpersist"):
-                    thread.join(PATIENCE_S)
+            wait_for_writers()
+
+
+def wait_for_writers() -> None:
+    """Wait until no thread of ours is left."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("fastpersist"):
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), f"{thread.name} never ends"

@@ -6,6 +6,7 @@ compares with is a file of stock torch.save, made right before save_async is cal
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -58,6 +59,21 @@ class HeldFilesystem(Filesystem):
         if not self._released.wait(PATIENCE_S):
             raise TimeoutError("the test never released its writers")
         super().allocate(fd, size_bytes, path)
+
+
+class FailingFilesystem(HeldFilesystem):
+    """Once released, there is no space."""
+
+    fails_once = False
+    """There is space for the second writer."""
+
+    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
+        super().allocate(fd, size_bytes, path)
+        if self.is_full:
+            self.is_full = not self.fails_once
+            raise fp.NoSpaceError(errno.ENOSPC, f"allocating {path}: no space", path)
+
+    is_full = True
 
 
 class Overlap:

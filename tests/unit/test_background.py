@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,8 +36,8 @@ from support.training import (
 import fastpersist as fp
 from fastpersist import api, capture
 from fastpersist.arena import Arena
-from fastpersist.background import Lane, PendingSave, SaveStats
-from fastpersist.filesystem import using
+from fastpersist.background import PendingSave, SaveStats
+from fastpersist.filesystem import filesystem, using
 
 adam = functools.partial(torch.optim.Adam, lr=0.1)
 
@@ -47,97 +49,6 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldFilesystem]:
     with using(held := HeldFilesystem()):
         yield held
         held.release()
-
-
-# --- a lane
-
-
-def test_tasks_run_one_after_the_other_on_another_thread() -> None:
-    lane = Lane("line")
-    ran: list[tuple[int, str]] = []
-    go, done = threading.Event(), threading.Event()
-    lane.submit(lambda: ran.append((-1, str(go.wait(PATIENCE_S)))))
-    for number in range(100):
-        lane.submit(lambda number=number: ran.append((number, threading.current_thread().name)))  # type: ignore[misc]
-    lane.submit(done.set)
-    assert not lane.is_idle()
-    assert not ran
-    go.set()
-    assert done.wait(PATIENCE_S)
-    assert ran == [(-1, "True"), *((number, "line") for number in range(100))]
-
-
-def test_a_lane_without_work_has_no_thread() -> None:
-    lane = Lane("a lane without work")
-    assert lane.is_idle()
-    for _ in range(3):
-        threads: list[threading.Thread] = []
-        lane.submit(lambda threads=threads: threads.append(threading.current_thread()))  # type: ignore[misc]
-        deadline = threading.Event()
-        while not threads:
-            assert not deadline.wait(0.001)
-        threads[0].join(PATIENCE_S)
-        assert lane.is_idle()
-        assert not any(thread.name == "a lane without work" for thread in threading.enumerate())
-
-
-def test_a_task_that_raises_does_not_hold_up_those_behind(caplog: pytest.LogCaptureFixture) -> None:
-    lane = Lane("line")
-    done = threading.Event()
-
-    def bad() -> None:
-        raise KeyboardInterrupt
-
-    lane.submit(bad)
-    lane.submit(done.set)
-    assert done.wait(PATIENCE_S)
-    assert "did not catch its own error" in caplog.text
-
-
-def test_every_task_of_many_threads_runs_once_and_alone() -> None:
-    lane = Lane("line")
-    inside = 0
-    most = 0
-    count = 0
-
-    def task() -> None:
-        nonlocal inside, most, count
-        inside += 1
-        most = max(most, inside)
-        count += 1
-        inside -= 1
-
-    threads = [threading.Thread(target=lambda: [lane.submit(task) for _ in range(200)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    done = threading.Event()
-    lane.submit(done.set)
-    assert done.wait(PATIENCE_S)
-    assert (count, most) == (800, 1)
-
-
-def test_a_forked_child_begins_a_line_of_its_own() -> None:
-    lane = Lane("line")
-    go = threading.Event()
-    ran = []
-    lane.submit(lambda: ran.append(go.wait(PATIENCE_S)))
-    lane.submit(lambda: ran.append(True))
-
-    def child(_report: Callable[[int], None]) -> None:
-        assert lane.is_idle()
-        done = threading.Event()
-        lane.submit(done.set)
-        assert done.wait(PATIENCE_S)
-        assert not ran
-
-    run_in_child(child)
-    go.set()
-    done = threading.Event()
-    lane.submit(done.set)
-    assert done.wait(PATIENCE_S)
-    assert ran == [True, True]
 
 
 # --- what a pending save tells
@@ -218,6 +129,18 @@ def test_an_error_that_the_owner_took_is_delivered(tmp_path: Path) -> None:
     assert isinstance(pending.exception(), fp.NoSpaceError)
 
 
+def test_an_error_that_comes_later_is_still_delivered(tmp_path: Path) -> None:
+    with using(writers := FailingFilesystem()):
+        pending = fp.save_async(make_state(1), tmp_path / "state.pt")
+        assert writers.reached.wait(PATIENCE_S)
+        assert pending.undelivered_error() is None
+        with pytest.raises(TimeoutError):
+            pending.exception(timeout=0.01)
+        writers.release()
+        assert pending.join(PATIENCE_S)
+    assert isinstance(pending.undelivered_error(), fp.NoSpaceError)
+
+
 def test_a_skipped_save_is_done_and_no_failure() -> None:
     pending = PendingSave("state.pt", SaveStats(path="state.pt"))
     assert pending.skip("another one is being written")
@@ -258,7 +181,7 @@ def test_clean_up_runs_only_after_a_failure_and_the_end_is_told_always(
     pending.when_failed(broken)
     pending.when_failed(lambda: ran.append("last"))
     pending.when_finished(broken)
-    pending.when_finished(lambda: ran.append(f"told, done is {pending.done()}"))
+    pending.when_finished(lambda: ran.append("told"))
 
     def task() -> None:
         if fails:
@@ -266,7 +189,7 @@ def test_clean_up_runs_only_after_a_failure_and_the_end_is_told_always(
         pending.succeed()
 
     pending.run(task)
-    told = ["broken", "told, done is True"]
+    told = ["broken", "told"]
     assert ran == (["last", "broken", "first", *told] if fails else told)
     assert (type(pending.exception()) is fp.StorageError) == fails
     assert "broken on purpose" in caplog.text
@@ -404,6 +327,25 @@ def test_many_saves_leave_nothing_behind(tmp_path: Path) -> None:
     assert not capture._pending
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["published", "failed"])
+def test_a_save_that_is_over_holds_nothing_of_the_state(tmp_path: Path, fails: bool) -> None:
+    model = small_model()
+    optimizer = adam(model.parameters())
+    train(model, optimizer)
+    with using(FailingFilesystem() if fails else HeldFilesystem()) as _:
+        writers = filesystem()
+        assert isinstance(writers, HeldFilesystem)
+        pending = fp.save_async(state_of(model, optimizer), tmp_path / "state.pt", optimizer=optimizer)
+        train(model, optimizer)
+        writers.release()
+        assert (pending.exception(PATIENCE_S) is not None) == fails
+    held = [weakref.ref(thing) for thing in (model[0].weight, optimizer)]
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]
+    assert pending.done()
+
+
 # --- forks
 
 
@@ -440,31 +382,41 @@ def test_a_forked_child_has_nothing_to_do_with_it(tmp_path: Path, way: str) -> N
 
 @contextmanager
 def interrupted_when(event: threading.Event) -> Iterator[None]:
-    """Send this process SIGINT once an event has happened."""
+    """Interrupt the main thread by SIGINT once an event has happened."""
+    taken = threading.Event()
+
+    def take(_number: int, _frame: object) -> None:
+        if not taken.is_set():
+            taken.set()
+            raise KeyboardInterrupt
 
     def interrupt() -> None:
-        if event.wait(PATIENCE_S):
+        assert event.wait(PATIENCE_S)
+        os.kill(os.getpid(), signal.SIGINT)
+        while not taken.wait(0.05):  # a thread that is just about to wait does not notice the first one
             os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, take)
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
         yield
     finally:
-        thread.join()
+        thread.join(PATIENCE_S)
+        signal.signal(signal.SIGINT, before)
 
 
-def told_when_waiting(monkeypatch: pytest.MonkeyPatch, name: str) -> threading.Event:
-    """Return an event that happens when a thread begins to wait for a capture."""
+def told_when_waiting(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> threading.Event:
+    """Return an event that happens when a thread begins to wait inside a method."""
     waits = threading.Event()
-    method = getattr(capture.Capture, name)
+    method = getattr(owner, name)
 
-    def wait(self: capture.Capture, *arguments: Any, **keywords: Any) -> Any:
+    def wait(self: object, *arguments: Any, **keywords: Any) -> Any:
         if keywords.get("wait", True):
             waits.set()
         return method(self, *arguments, **keywords)
 
-    monkeypatch.setattr(capture.Capture, name, wait)
+    monkeypatch.setattr(owner, name, wait)
     return waits
 
 
@@ -478,7 +430,10 @@ def test_ctrl_c_ends_the_wait_at_the_gate_and_harms_nothing(tmp_path: Path, monk
         pending = overlap.save(state, optimizer=optimizer)
         backward(model)
         before = model[0].weight.clone()
-        with interrupted_when(told_when_waiting(monkeypatch, "wait_captured")), pytest.raises(KeyboardInterrupt):
+        with (
+            interrupted_when(told_when_waiting(monkeypatch, capture.Capture, "wait_captured")),
+            pytest.raises(KeyboardInterrupt),
+        ):
             optimizer.step()
         assert torch.equal(model[0].weight, before)
         assert not pending.captured()
@@ -492,7 +447,7 @@ def test_ctrl_c_while_save_waits_for_memory_cancels_it(
 ) -> None:
     with using(writers := HeldFilesystem()):
         monkeypatch.setattr(api, "_async_arena", Arena(0))
-        waits = told_when_waiting(monkeypatch, "copy_volatile")
+        waits = told_when_waiting(monkeypatch, capture.Capture, "copy_volatile")
         with interrupted_when(waits), pytest.raises(KeyboardInterrupt):
             fp.save_async(make_state(1), tmp_path / "state.pt")
         writers.release()
@@ -502,9 +457,11 @@ def test_ctrl_c_while_save_waits_for_memory_cancels_it(
     assert not pending_files(tmp_path)
 
 
-def test_ctrl_c_ends_the_wait_for_a_result_and_not_the_save(tmp_path: Path, writers: HeldFilesystem) -> None:
+def test_ctrl_c_ends_the_wait_for_a_result_and_not_the_save(
+    tmp_path: Path, writers: HeldFilesystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pending = fp.save_async(make_state(1), tmp_path / "state.pt")
-    with interrupted_when(writers.reached), pytest.raises(KeyboardInterrupt):
+    with interrupted_when(told_when_waiting(monkeypatch, PendingSave, "join")), pytest.raises(KeyboardInterrupt):
         pending.result(PATIENCE_S)
     assert not pending.done()
     writers.release()

@@ -171,7 +171,7 @@ def test_what_is_no_checkpoint_cannot_be_held(make: Callable[[Path], None], tmp_
 
 def test_second_owner_of_a_root_is_told_who_has_it(tmp_path: Path, leak_check: None) -> None:
     def work(report: Report) -> None:
-        RootLock.acquire(str(tmp_path))
+        _lock = RootLock.acquire(str(tmp_path))
         report(os.getpid())
         signal.pause()
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.forking import Report, run_in_child
-from support.runs import Run, copied, held_writers, hidden_names
+from support.runs import Run, copied, held_writers, hidden_names, wait_for_writers
 from support.sameness import assert_same
 from support.training import PATIENCE_S
 
@@ -27,13 +27,6 @@ STATE = {"weights": torch.arange(1000.0), "name": "a state"}
 
 def manifest_in(path: Path) -> Any:
     return json.loads((path / "MANIFEST.json").read_text())
-
-
-def wait_for_writers() -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("fastpersist"):
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive(), f"{thread.name} never ends"
 
 
 def test_files_of_every_kind_are_published_together(tmp_path: Path, leak_check: None) -> None:

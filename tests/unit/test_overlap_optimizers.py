@@ -320,6 +320,38 @@ def test_scheduler_that_wraps_step(overlap: Overlap) -> None:
     overlap.check(pending, state)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_step(held: Overlap) -> None:
+    model = small_model()
+    optimizer = OPTIMIZERS["SGD fused"](model.parameters())
+    compiled = torch.compile(optimizer.step, backend="eager")
+    for index in range(4):
+        state = state_of(model, optimizer)
+        pending = held.save(state, name=f"{index}.pt", optimizer=optimizer) if index else None
+        optimizer.zero_grad()
+        backward(model)
+        compiled()
+        if pending is not None:
+            held.check(pending, state)
+
+
+def test_optimizers_that_step_inside_backward(overlap: Overlap) -> None:
+    model = small_model()
+    optimizers = {parameter: OPTIMIZERS["SGD fused"]([parameter]) for parameter in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    backward(model)
+    state = state_of(model, *optimizers.values())
+    pending = overlap.save(state, optimizer=list(optimizers.values()))
+    backward(model)
+    overlap.check(pending, state)
+
+
 class Sam(torch.optim.Optimizer):
     """Sharpness-aware minimization: climb, look at the gradient there, climb down, step."""
 
