@@ -38,6 +38,7 @@ from fastpersist import _native
 from fastpersist.arena import Arena
 from fastpersist.errors import TornStateError
 from fastpersist.owners import PLAIN, Owners, owns_replays, storage_keys
+from fastpersist.pacing import note_step
 from fastpersist.pipeline import is_host_memory
 
 __all__ = ["Capture", "Kind", "Sources", "watch_steps"]
@@ -101,6 +102,7 @@ def _before_step(optimizer: Optimizer, _arguments: object, _keywords: object) ->
     """Nothing that this step changes may still be uncaptured."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         owns_replays(optimizer)
+    note_step(optimizer)
     for capture in list(_pending):
         if not capture.is_manual and capture.is_changed_by(optimizer):
             capture.wait_captured()
@@ -175,8 +177,6 @@ class Capture:
         self._started_s = time.monotonic()
         self.capture_s = 0.0
         """Seconds from the save's start until everything but constants could be changed again."""
-        self.gate_after_s: float | None = None
-        """Seconds from the save's start until somebody first waited for the capture; None if nobody did."""
         self._error: TornStateError | None = None
         self.kinds: list[Kind] = []
         """What each source is, over all files in the order they were added."""
@@ -269,8 +269,6 @@ class Capture:
             TimeoutError: With a timeout: not all is captured.
         """
         started_s = time.monotonic()
-        if self.gate_after_s is None:
-            self.gate_after_s = started_s - self._started_s
         if self._sealed:
             return
         try:

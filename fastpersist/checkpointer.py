@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import signal
-import statistics
 import sys
 import time
 from collections import deque
@@ -49,6 +48,7 @@ from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.manifest import CheckpointManifest, encode_manifest, step_name
 from fastpersist.loading import MapLocation
 from fastpersist.owners import Owners
+from fastpersist.pacing import StepClock
 from fastpersist.pipeline import require_engine
 from fastpersist.resuming import load_state
 from fastpersist.retention import RetentionPolicy, steps_to_remove
@@ -143,7 +143,7 @@ class Checkpointer:
         self._unfinished: deque[PendingSave] = deque()
         self._failed: deque[PendingSave] = deque(maxlen=16)
         self._stats: deque[SaveStats] = deque(maxlen=_STATS_COUNT)
-        self._gate_delays_s: deque[float] = deque(maxlen=5)
+        self._clock = StepClock(self._owners)
         self._metrics: dict[int, dict[str, float]] | None = None  # of the committed steps, for retention
         self._unloadable: set[int] = set()  # steps that load() went back from
         self._known_keys: tuple[str, ...] | None = None
@@ -325,7 +325,7 @@ class Checkpointer:
                 raise
             pending = PendingSave(stats.path, stats)
             pending.fail(error)
-            self._finished(pending, [])
+            self._finished(pending)
             self._deliver()
         stats.stall_s = time.monotonic() - started_s  # what its parts have noted included
         return pending
@@ -349,15 +349,15 @@ class Checkpointer:
             _paranoid=self._paranoid,
         )
         with directory:  # an error below removes it
-            pace_s = statistics.median(self._gate_delays_s) * _PACE_SHARE if self._gate_delays_s else 0.0
+            pace_s = self._clock.expected_s() * _PACE_SHARE
+            self._clock.start()
             directory.save(state, _STATE_NAME, owners=self._owners, pace_s=pace_s)
             if rank_state is not None:
                 directory.save(rank_state, _RANK_NAME, owners=self._owners)
             pending = directory.publish(step=step, metrics=metrics, after=lambda: self._after_commit(step, metrics))
-        captures = directory.captures
         self._unfinished.append(pending)
-        pending.when_finished(lambda: self._finished(pending, [capture.gate_after_s for capture in captures]))
-        self._tell_once(state, captures[0].why_volatile)
+        pending.when_finished(lambda: self._finished(pending))
+        self._tell_once(state, directory.captures[0].why_volatile)
         return pending
 
     def _make_room(self, busy: str) -> bool:
@@ -432,14 +432,13 @@ class Checkpointer:
             os.close(fd)
         filesystem().rename(temporary, path)
 
-    def _finished(self, pending: PendingSave, gates_after_s: list[float | None]) -> None:
+    def _finished(self, pending: PendingSave) -> None:
         stats = pending.stats
         self._stats.append(stats)
         if stats.error is not None:
             if not pending.skipped():
                 self._failed.append(pending)
             return
-        self._gate_delays_s.extend(after_s for after_s in gates_after_s[:1] if after_s is not None)
         _log.info(
             "step %s: %.2f GB in %.3f s (%.2f GB/s, %s), training stalled for %.1f ms, synced in %.3f s",
             stats.step,

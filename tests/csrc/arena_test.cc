@@ -1,0 +1,165 @@
+// Host memory for captured bytes (core/arena.h): limits, reuse, and what a forked child sees of it.
+#include "core/arena.h"
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+#include <set>
+
+#include "testing.h"
+
+namespace fastpersist {
+namespace {
+
+constexpr uint64_t kBlock = Arena::kBlockBytes;
+
+std::vector<std::byte*> TakeAll(Arena& arena) {
+  const std::lock_guard lock(arena.mutex());
+  std::vector<std::byte*> blocks;
+  while (std::byte* block = arena.TryTake()) blocks.push_back(block);
+  return blocks;
+}
+
+void ReturnAll(Arena& arena, const std::vector<std::byte*>& blocks) {
+  const std::lock_guard lock(arena.mutex());
+  for (std::byte* block : blocks) arena.Return(block);
+}
+
+uint64_t MappedBytes(Arena& arena) {
+  const std::lock_guard lock(arena.mutex());
+  return arena.mapped_bytes();
+}
+
+// Runs `child` in a fork; it returns whether all is well.
+template <class Function>
+bool HoldsInAChild(Function child) {
+  const pid_t pid = fork();
+  if (pid == 0) _exit(child() ? 0 : 1);
+  int status = 0;
+  return waitpid(pid, &status, 0) == pid && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+void TheLimitIsRoundedDownToWholeBlocks() {
+  for (const auto& [limit_bytes, count] : std::initializer_list<std::pair<uint64_t, size_t>>{
+           {0, 0}, {1, 0}, {kBlock - 1, 0}, {kBlock, 1}, {kBlock + 1, 1}, {5 * kBlock - 1, 4}}) {
+    Arena arena(limit_bytes);
+    const auto blocks = TakeAll(arena);
+    EXPECT_WITH(blocks.size() == count, std::to_string(limit_bytes));
+    ReturnAll(arena, blocks);
+  }
+}
+
+void NothingIsMappedBeforeItIsNeeded() {
+  Arena arena(uint64_t{1} << 40);
+  EXPECT(MappedBytes(arena) == 0);
+  Arena none(0);
+  EXPECT(TakeAll(none).empty() && MappedBytes(none) == 0);
+}
+
+void BlocksAreApartAndCanBeFilled() {
+  Arena arena(70 * kBlock);  // more than two mappings
+  const auto blocks = TakeAll(arena);
+  EXPECT(blocks.size() == 70);
+  EXPECT(std::set<std::byte*>(blocks.begin(), blocks.end()).size() == blocks.size());
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    EXPECT(reinterpret_cast<uintptr_t>(blocks[i]) % kBlock == 0);
+    std::memset(blocks[i], static_cast<int>(i), 100);
+    std::memset(blocks[i] + kBlock - 100, static_cast<int>(i), 100);
+  }
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    EXPECT(blocks[i][0] == static_cast<std::byte>(i) && blocks[i][kBlock - 1] == static_cast<std::byte>(i));
+  }
+  ReturnAll(arena, blocks);
+}
+
+void GrowRaisesTheLimitAndNeverLowersIt() {
+  Arena arena(kBlock);
+  auto blocks = TakeAll(arena);
+  EXPECT(blocks.size() == 1);
+  arena.Grow(3 * kBlock);
+  const auto more = TakeAll(arena);
+  EXPECT(more.size() == 2);
+  arena.Grow(0);
+  blocks.insert(blocks.end(), more.begin(), more.end());
+  ReturnAll(arena, blocks);
+  const auto again = TakeAll(arena);
+  EXPECT(again.size() == 3);
+  ReturnAll(arena, again);
+}
+
+void AThousandSavesMapNothingNew() {
+  Arena arena(40 * kBlock);
+  ReturnAll(arena, TakeAll(arena));
+  const uint64_t mapped_bytes = MappedBytes(arena);
+  EXPECT(mapped_bytes >= 40 * kBlock);
+  for (int round = 0; round < 1000; ++round) ReturnAll(arena, TakeAll(arena));
+  EXPECT(MappedBytes(arena) == mapped_bytes);
+  const std::lock_guard lock(arena.mutex());
+  EXPECT(arena.used_bytes() == 0);
+}
+
+void TheBlockUsedLastComesFirst() {
+  Arena arena(10 * kBlock);
+  const std::lock_guard lock(arena.mutex());
+  std::byte* first = arena.TryTake();
+  std::byte* second = arena.TryTake();
+  EXPECT(arena.used_bytes() == 2 * kBlock);
+  arena.Return(first);
+  arena.Return(second);
+  EXPECT(arena.TryTake() == second && arena.TryTake() == first);
+  arena.Return(second);
+  arena.Return(first);
+}
+
+void AForkedChildHasNoneOfItAndHarmsNothing() {
+  auto arena = std::make_unique<Arena>(2 * kBlock);
+  const auto blocks = TakeAll(*arena);
+  blocks[0][0] = std::byte{42};
+  EXPECT(!arena->forked());
+  int ends[2];
+  if (pipe(ends) != 0) return;
+  EXPECT(HoldsInAChild([&] {
+    // The kernel tells whether the page is there; touching it would be a crash.
+    const bool is_there = write(ends[1], blocks[0], 1) == 1;
+    const bool is_forked = arena->forked();
+    arena.reset();  // with blocks out, which would be a broken invariant in the parent
+    return is_forked && !is_there;
+  }));
+  close(ends[0]);
+  close(ends[1]);
+  EXPECT(blocks[0][0] == std::byte{42});
+  ReturnAll(*arena, blocks);
+}
+
+void WithoutMemoryFromTheKernelThereIsNoBlock() {
+  EXPECT(HoldsInAChild([] {
+    Arena arena(kBlock);
+    struct rlimit none = {.rlim_cur = 1 << 20, .rlim_max = RLIM_INFINITY};
+    if (getrlimit(RLIMIT_AS, &none) != 0) return false;
+    const rlim_t before = none.rlim_cur;
+    none.rlim_cur = 1 << 20;
+    if (setrlimit(RLIMIT_AS, &none) != 0) return false;
+    bool has_none = false;
+    {
+      const std::lock_guard lock(arena.mutex());
+      has_none = arena.TryTake() == nullptr && arena.mapped_bytes() == 0 && arena.used_bytes() == 0;
+    }
+    none.rlim_cur = before;
+    if (setrlimit(RLIMIT_AS, &none) != 0) return false;
+    const auto blocks = TakeAll(arena);
+    ReturnAll(arena, blocks);
+    return has_none && blocks.size() == 1;
+  }));
+}
+
+}  // namespace
+}  // namespace fastpersist
+
+int main(int argc, char** argv) {
+  using namespace fastpersist;
+  return Run(argc, argv,
+             {TEST(TheLimitIsRoundedDownToWholeBlocks), TEST(NothingIsMappedBeforeItIsNeeded),
+              TEST(BlocksAreApartAndCanBeFilled), TEST(GrowRaisesTheLimitAndNeverLowersIt),
+              TEST(AThousandSavesMapNothingNew), TEST(TheBlockUsedLastComesFirst),
+              TEST(AForkedChildHasNoneOfItAndHarmsNothing), TEST(WithoutMemoryFromTheKernelThereIsNoBlock)});
+}
