@@ -211,6 +211,7 @@ def save_async(
     def write() -> None:
         begun_s = time.monotonic()
         file.allocate(container.padded_bytes)
+        pending.refuse_torn()
         stats.engine = write_container(
             container, file.fd, target.path, engine=engine, poll=pending.poll, snapshot=snapshot
         ).engine

@@ -290,6 +290,16 @@ class PendingSave:
         for capture in self._captures:
             capture.check()
 
+    def refuse_torn(self) -> None:
+        """Before bytes are taken from where they are: raise if they are known to be torn, or gone.
+
+        Raises:
+            TornStateError: They are.
+        """
+        for capture in self._captures:
+            if capture.is_torn():
+                capture.check()
+
     def poll(self, _done_bytes: int) -> None:
         """Stop a transfer whose save was cancelled."""
         self._refuse_cancelled()

@@ -217,6 +217,7 @@ class DirectorySave:
             fd = self._directory.create_file(name)
             try:
                 filesystem().allocate(fd, container.padded_bytes, final_path)
+                self._pending.refuse_torn()
                 written = write_container(
                     container, fd, final_path, engine=self._engine, poll=self._pending.poll, snapshot=snapshot
                 )

@@ -288,3 +288,13 @@ def test_paranoid_finds_nothing_in_honest_training(overlap: Overlap, monkeypatch
         pending = overlap.save(state, optimizer=optimizer)
         train(model, optimizer)
         overlap.check(pending, state)
+
+
+def test_resized_storage_is_noticed_before_its_memory_is_read(tmp_path: Path) -> None:
+    with Overlap(tmp_path, "held") as overlap:
+        parameter = torch.nn.Parameter(torch.randn(1 << 20))
+        pending = overlap.save({"p": parameter.detach()}, optimizer=torch.optim.SGD([parameter], lr=0.1))
+        parameter.data.resize_(1 << 21)
+        overlap.let_all_finish()
+        with pytest.raises(fp.TornStateError, match="resized"):
+            pending.result(PATIENCE_S)
