@@ -14,13 +14,13 @@ PyObject* Answer(PyObject* self, PyObject* object) {
   return PyObject_CallOneArg(PyTuple_GET_ITEM(self, 1), object);
 }
 
-PyMethodDef kMethod = {"answer", Answer, METH_O, "None for objects of uninteresting types, else what is asked."};
+PyMethodDef g_method = {"answer", Answer, METH_O, "None for objects of uninteresting types, else what is asked."};
 
 }  // namespace
 
 py::object MakeTypeFilter(const py::dict& uninteresting, const py::object& otherwise) {
   const py::tuple self = py::make_tuple(uninteresting, otherwise);
-  PyObject* const function = PyCFunction_New(&kMethod, self.ptr());
+  PyObject* const function = PyCFunction_New(&g_method, self.ptr());
   if (function == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(function);
 }

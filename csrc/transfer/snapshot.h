@@ -85,11 +85,11 @@ class Snapshot {
     const std::byte* address;
     uint64_t size_bytes;
     SourceKind kind;
-    uint64_t taken_bytes = 0;            // the writer has passed these,
-    uint64_t leased_bytes = 0;           // and is looking at these behind them
-    uint64_t claimed_bytes;              // from here on it is in the arena, or is being copied there,
-    uint64_t copied_from_bytes;          // and from here on it is in the arena
-    std::vector<Segment> segments = {};  // the lowest is the last: it was copied last, and is taken first
+    uint64_t taken_bytes = 0;       // the writer has passed these,
+    uint64_t leased_bytes = 0;      // and is looking at these behind them
+    uint64_t claimed_bytes;         // from here on it is in the arena, or is being copied there,
+    uint64_t copied_from_bytes;     // and from here on it is in the arena
+    std::vector<Segment> segments;  // the lowest is the last: it was copied last, and is taken first
   };
 
   bool Wait(std::unique_lock<std::mutex>& lock, std::chrono::nanoseconds timeout, const Poll& poll, Status& stopped);
