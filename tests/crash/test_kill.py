@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from support.filesystems import OPERATIONS, KillingFilesystem, Operation, WatchedFilesystem
+from support.filesystems import FILE_OPERATIONS, KillingFilesystem, Operation, WatchedFilesystem
 from support.forking import NOTHING_REPORTED, SMALL_RING, Child, Report
 from support.states import load_step, make_state, pending_files
 
@@ -91,7 +91,7 @@ def test_killed_at_random_moments(tmp_path: Path, suffix: str, request: pytest.F
 
 
 def test_every_operation_is_a_point() -> None:
-    assert {name for name, _ in POINTS} == set(OPERATIONS)
+    assert {name for name, _ in POINTS} == set(FILE_OPERATIONS)
 
 
 @pytest.mark.parametrize("point", POINTS, ids="-".join)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.filesystems import OPERATIONS, FailingFilesystem, WatchedFilesystem
+from support.filesystems import DIRECTORY_OPERATIONS, FILE_OPERATIONS, FailingFilesystem, WatchedFilesystem
 from support.forking import SMALL_RING, in_child
 from support.leaks import no_leaks
 from support.states import differences, load_step, make_state, pending_files
@@ -241,7 +241,7 @@ def test_transfer_that_stops_short_says_where(tmp_path: Path, op: str) -> None:
 
 def test_every_operation_of_the_seam_is_watched() -> None:
     seam = {name for name in vars(Filesystem) if not name.startswith("_")}
-    assert set(OPERATIONS) == seam
+    assert {*FILE_OPERATIONS, *DIRECTORY_OPERATIONS} == seam
     assert seam <= set(vars(WatchedFilesystem))
 
 
@@ -300,7 +300,7 @@ def test_failed_operation_leaves_old_file(
         assert not pending_files(tmp_path)
         if not replaces:
             path.unlink()
-    assert set(double.names) == set(OPERATIONS)
+    assert set(double.names) == set(FILE_OPERATIONS)
     assert error is None
     assert load_step(path) == 2
     assert not pending_files(tmp_path)

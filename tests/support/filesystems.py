@@ -14,7 +14,11 @@ from typing import Literal
 
 from fastpersist.filesystem import Filesystem, storage_errors
 
-OPERATIONS = ("create", "allocate", "truncate", "sync", "rename", "sync_directory", "unlink")
+FILE_OPERATIONS = ("create", "allocate", "truncate", "sync", "rename", "sync_directory", "unlink")
+"""What saves of a file need."""
+
+DIRECTORY_OPERATIONS = ("make_directory", "write", "rename_to_free_name", "exchange", "remove_directory")
+"""What saves of a directory need besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,26 @@ class WatchedFilesystem(Filesystem):
     def unlink(self, path: str) -> None:
         with self.around(Operation("unlink", path)):
             super().unlink(path)
+
+    def make_directory(self, path: str, mode: int = 0o777) -> None:
+        with self.around(Operation("make_directory", path)):
+            super().make_directory(path, mode)
+
+    def write(self, fd: int, data: bytes, path: str) -> None:
+        with self.around(Operation("write", path, data=data)):
+            super().write(fd, data, path)
+
+    def rename_to_free_name(self, source: str, target: str) -> None:
+        with self.around(Operation("rename_to_free_name", source, target=target)):
+            super().rename_to_free_name(source, target)
+
+    def exchange(self, first: str, second: str) -> None:
+        with self.around(Operation("exchange", first, target=second)):
+            super().exchange(first, second)
+
+    def remove_directory(self, path: str) -> None:
+        with self.around(Operation("remove_directory", path)):
+            super().remove_directory(path)
 
 
 class FailingFilesystem(WatchedFilesystem):
