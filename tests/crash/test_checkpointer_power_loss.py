@@ -177,7 +177,7 @@ def test_recording_is_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recorder", "said"),
     [
-        (ForgetsToSyncData, "zeros"),
+        (ForgetsToSyncData, r"state"),
         (ForgetsToSyncTheManifest, r"the steps \[2\]"),
         (ForgetsTheNamesInside, r"the steps \[2\]"),
         (ForgetsTheRoot, r"the steps \[2\]"),
