@@ -23,7 +23,7 @@ TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc))
 WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 
-.PHONY: help setup build check test test-oldest san crash fuzz bench demo wheel warnings tidy
+.PHONY: help setup build check test test-oldest san crash fuzz bench overlap demo wheel warnings tidy
 .DELETE_ON_ERROR:
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo 'make crash                 the crash tests with $(KILLS) kills (KILLS=…)'
 	@echo 'make fuzz                  every fuzzer for $(SECONDS) s (SECONDS=…, SEED=…)'
 	@echo 'make bench DIR=…           save and load against fio and others, in a directory on the disk to measure'
+	@echo 'make overlap DIR=…         what checkpoints cost a training, against others (20 minutes; benchmarks/overlap.py --help)'
 	@echo 'make wheel                 a wheel in dist/, tried in a clean environment outside the repository'
 
 # --- environment ---

@@ -85,6 +85,7 @@ class DirectorySave:
         self._lane = _lane or Lane("fastpersist-save")
         self._paranoid = _paranoid
         self._directory = PendingDirectory.create(os.path.abspath(path), overwrite=overwrite)
+        self._process = os.getpid()
         self._closed = False
         self._stats = _stats or SaveStats(path=self._directory.final_path)
         self._pending = PendingSave(self._directory.final_path, self._stats)
@@ -204,8 +205,8 @@ class DirectorySave:
         self.abort()
 
     def __del__(self) -> None:
-        # Perhaps on the writing thread itself, which must not wait for what it has to do.
-        if not getattr(self, "_closed", True) and self._give_up():
+        # Perhaps on the writing thread itself, which must not wait for what it has to do. A forked child has no part in it.
+        if not getattr(self, "_closed", True) and self._process == os.getpid() and self._give_up():
             _log.warning("%s was never published and is removed", self._directory.final_path)
 
     # --- on the writing thread
