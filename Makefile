@@ -138,6 +138,10 @@ fuzz: $(BUILT)
 demo: $(BUILT)
 	$(BIN)/fastpersist demo
 
+overlap: $(BUILT)
+	@test -d '$(DIR)' || { echo 'make: overlap DIR=…: an existing directory on the disk to measure'; exit 1; }
+	$(BIN)/python benchmarks/overlap.py '$(DIR)'
+
 bench: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: bench DIR=…: an existing directory on the disk to measure'; exit 1; }
 	$(BIN)/fastpersist bench save '$(DIR)'
