@@ -205,7 +205,7 @@ class DirectorySave:
         self.abort()
 
     def __del__(self) -> None:
-        # Perhaps on the writing thread itself, which must not wait for what it has to do. A forked child has no part in it.
+        # Perhaps on the writing thread itself, which must not wait for what it has to do. A forked child has no part.
         if not getattr(self, "_closed", True) and self._process == os.getpid() and self._give_up():
             _log.warning("%s was never published and is removed", self._directory.final_path)
 
