@@ -139,6 +139,7 @@ class PendingSave:
         self._captures: list[Capture] = []
         self._stats = stats
         self._finished = threading.Event()
+        self._written = threading.Event()
         self._lock = threading.RLock()
         self._error: BaseException | None = None
         self._cancelled: BaseException | None = None
@@ -214,9 +215,13 @@ class PendingSave:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the save is over, however it ended; return whether it is."""
+        self.hurry()
+        return self._finished.wait(timeout)
+
+    def hurry(self) -> None:
+        """Somebody waits: the writer need not spare the training any more."""
         for capture in self._captures:
             capture.hurry()
-        return self._finished.wait(timeout)
 
     @property
     def stats(self) -> SaveStats:
@@ -314,6 +319,20 @@ class PendingSave:
         if self._cancelled is not None:
             raise self._cancelled
 
+    def written(self) -> None:
+        """The result is visible and the writer free; what is left does not keep the next save waiting."""
+        self._let_captures_go()
+        self._written.set()
+
+    def wait_written(self) -> None:
+        """Return when the writer is free for another save, however this one ends."""
+        self.hurry()
+        self._written.wait()
+
+    def is_written(self) -> bool:
+        """Tell whether the writer is free for another save."""
+        return self._written.is_set()
+
     def succeed(self) -> None:
         """The last part is done: the result is visible."""
         self._finish()
@@ -351,7 +370,9 @@ class PendingSave:
         taken_bytes = sum(capture.count("taken_bytes") for capture in captures)
         stats.bytes_by_writer = max(0, taken_bytes - stats.bytes_at_gate - stats.bytes_before_return)
 
-    def _finish(self) -> None:
+    def _let_captures_go(self) -> None:
+        if not self._captures:
+            return
         try:
             for capture in self._captures:
                 capture.seal()
@@ -359,7 +380,12 @@ class PendingSave:
         finally:
             for capture in self._captures:
                 capture.release()
-            self._captures.clear()
+            self._captures = []
+
+    def _finish(self) -> None:
+        try:
+            self._let_captures_go()
+        finally:
             self._clean_up.clear()
             with self._lock:
                 self._over = True
@@ -372,6 +398,7 @@ class PendingSave:
                     except Exception:  # noqa: BLE001 - the save itself is over
                         _log.exception("after the save of %s", self._path)
             finally:
+                self._written.set()
                 self._finished.set()
 
     def _refuse_child(self) -> None:

@@ -139,6 +139,7 @@ class Checkpointer:
         self._paranoid = paranoid
         self._engine = engine
         self._lane = Lane("fastpersist-save")
+        self._removal_lane = Lane("fastpersist-rm")  # of its own: removing gigabytes takes long enough to save some
         self._lock: RootLock | None = None
         self._unfinished: deque[PendingSave] = deque()
         self._failed: deque[PendingSave] = deque(maxlen=16)
@@ -354,7 +355,12 @@ class Checkpointer:
             directory.save(state, _STATE_NAME, owners=self._owners, pace_s=pace_s)
             if rank_state is not None:
                 directory.save(rank_state, _RANK_NAME, owners=self._owners)
-            pending = directory.publish(step=step, metrics=metrics, after=lambda: self._after_commit(step, metrics))
+            pending = directory.publish(
+                step=step,
+                metrics=metrics,
+                after=lambda: self._after_commit(step, metrics),
+                after_lane=self._removal_lane,
+            )
         self._unfinished.append(pending)
         pending.when_finished(lambda: self._finished(pending))
         self._tell_once(state, directory.captures[0].why_volatile)
@@ -363,13 +369,13 @@ class Checkpointer:
     def _make_room(self, busy: str) -> bool:
         """Wait for, or leave out, saves that are unfinished; False if the new one is to be left out."""
         self._forget_finished()
-        if busy == "skip":
-            return not self._unfinished
-        while len(self._unfinished) >= 2:
-            waiting = self._unfinished[-1]
-            if busy != "latest" or not waiting.skip("a newer one came before it had begun"):
-                self._unfinished[0].join()
-            self._forget_finished()
+        while unwritten := [pending for pending in self._unfinished if not pending.is_written()]:
+            if busy == "skip":
+                return False
+            if len(unwritten) < 2:
+                break
+            if busy != "latest" or not unwritten[-1].skip("a newer one came before it had begun"):
+                unwritten[0].wait_written()
         return True
 
     def _own_root(self) -> None:
@@ -395,7 +401,7 @@ class Checkpointer:
             self._known_keys = keys
             warn_of_globals(state)
 
-    # --- on the writing thread
+    # --- when a step is durable, beside the writing of the next one
 
     def _after_commit(self, step: int, metrics: dict[str, float]) -> None:
         """The step is durable: name it in LATEST, and remove what is kept no longer."""
@@ -453,10 +459,7 @@ class Checkpointer:
     # --- errors
 
     def _forget_finished(self) -> None:
-        while self._unfinished and self._unfinished[0].done():
-            self._unfinished.popleft()
-        if self._unfinished and self._unfinished[-1].done():  # left out before it had begun
-            self._unfinished.pop()
+        self._unfinished = deque(pending for pending in self._unfinished if not pending.done())
 
     def _join_all(self, timeout: float | None) -> None:
         deadline_s = None if timeout is None else time.monotonic() + timeout

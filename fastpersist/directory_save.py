@@ -163,6 +163,7 @@ class DirectorySave:
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         after: Callable[[], None] | None = None,
+        after_lane: Lane | None = None,
     ) -> PendingSave:
         """Make everything visible under the final name when all of it is written, with a MANIFEST.json.
 
@@ -170,7 +171,8 @@ class DirectorySave:
             durable: Survive power loss once done.
             step: For the manifest.
             metrics: Names to numbers, for the manifest.
-            after: Done on the writing thread when the directory is visible, before the save counts as done.
+            after: Done when the directory is visible and durable, before the save counts as done.
+            after_lane: Where `after` is done; the next save is written meanwhile. None: on the writing thread.
 
         Returns:
             The save; result() returns the final path. Errors of every file are raised there.
@@ -181,7 +183,9 @@ class DirectorySave:
         self._refuse_closed()
         self._closed = True
         kept_metrics = dict(metrics or {})
-        self._lane.submit(lambda: self._pending.run(lambda: self._publish(durable, step, kept_metrics, after)))
+        self._lane.submit(
+            lambda: self._pending.run(lambda: self._publish(durable, step, kept_metrics, after, after_lane))
+        )
         return self._pending
 
     def abort(self) -> None:
@@ -252,7 +256,12 @@ class DirectorySave:
         self._stats.bytes += size_bytes
 
     def _publish(
-        self, durable: bool, step: int | None, metrics: dict[str, float], after: Callable[[], None] | None
+        self,
+        durable: bool,
+        step: int | None,
+        metrics: dict[str, float],
+        after: Callable[[], None] | None,
+        after_lane: Lane | None,
     ) -> None:
         for name in files_in(self._directory.path):
             if self._entries.get(name) is None:
@@ -270,10 +279,18 @@ class DirectorySave:
         )
         self._directory.publish(encode_manifest(manifest), durable=durable, overwrite=self._overwrite)
         self._stats.sync_s += self._directory.sync_s
-        if after is not None:
-            after()
-        self._stats.commit_s = time.monotonic() - begun_s
-        self._pending.succeed()
+        self._pending.written()
+
+        def finish() -> None:
+            if after is not None:
+                after()
+            self._stats.commit_s = time.monotonic() - begun_s
+            self._pending.succeed()
+
+        if after_lane is None:
+            finish()
+        else:
+            after_lane.submit(lambda: self._pending.run(finish))
 
     def _adopt(self, name: str) -> None:
         """Put a file that somebody else wrote into the manifest, with its CRC; the directory's publish syncs it."""

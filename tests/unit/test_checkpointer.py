@@ -271,7 +271,7 @@ def test_busy_wait_lets_two_saves_be_unfinished_and_loses_none(tmp_path: Path) -
         pending = [checkpointer.save(step, {"step": step}) for step in (1, 2)]
         threading.Thread(target=lambda: (writers.reached.wait(PATIENCE_S), writers.release())).start()
         pending.append(checkpointer.save(3, {"step": 3}))
-        assert pending[0].done()
+        assert pending[0].is_written()
     checkpointer.close()
     assert checkpointer.steps() == [1, 2, 3]
     assert not any(save.skipped() for save in pending)
