@@ -24,7 +24,8 @@ uint32_t Snapshot::Add(const std::byte* address, uint64_t size_bytes, SourceKind
                       .size_bytes = size_bytes,
                       .kind = kind,
                       .claimed_bytes = size_bytes,
-                      .copied_from_bytes = size_bytes});
+                      .copied_from_bytes = size_bytes,
+                      .segments = {}});
   counts_.remaining_bytes[IndexOf(kind)] += size_bytes;
   total_bytes_ += size_bytes;
   return static_cast<uint32_t>(sources_.size() - 1);
