@@ -517,6 +517,7 @@ def test_step_seen_in_a_cuda_graph_makes_its_optimizer_volatile_for_good(
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(torch.backends.cuda, "is_built", lambda: False)  # else torch looks at it too, and refuses
         train(model, replayed)
     held.check(first, state)
     for name in ("second.pt", "third.pt"):
@@ -535,6 +536,7 @@ def test_step_seen_in_a_cuda_graph_before_the_first_save(held: Overlap, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(torch.backends.cuda, "is_built", lambda: False)  # else torch looks at it too, and refuses
         train(model, optimizer)
     state = state_of(model, optimizer)
     pending = held.save(state, optimizer=optimizer)
