@@ -20,6 +20,7 @@ import torch
 from overlap_training import Training
 
 import fastpersist as fp
+from fastpersist import checkpointer
 
 __all__ = ["DEFAULT_WAYS", "WAY_NAMES", "Options", "Unavailable", "Way", "make_way", "variants_of"]
 
@@ -309,11 +310,7 @@ class _Fastpersist(Way):
 
     def __init__(self, root: str, training: Training, options: Options) -> None:
         super().__init__(root, training, options)
-        # By name: an older installation lacks it, which is a row's matter, not an ImportError of the whole.
-        checkpointer = getattr(fp, "Checkpointer", None)
-        if checkpointer is None:
-            raise Unavailable(f"fastpersist {fp.__version__} has no Checkpointer")
-        self._checkpointer = checkpointer(
+        self._checkpointer = fp.Checkpointer(
             root,
             optimizer=training.optimizer,
             keep=_KEEP_COUNT,
@@ -340,21 +337,30 @@ class _Fastpersist(Way):
         return [{name: getattr(stats, name, None) for name in names} for stats in self._checkpointer.stats()]
 
 
+class _FastpersistUnpaced(_Fastpersist):
+    settings = "as the other, writing as fast as it can"
+
+    def save(self, step: int) -> None:
+        paced = checkpointer._PACE_SHARE  # no option: users need none, a measurement of pacing does
+        checkpointer._PACE_SHARE = 0.0
+        try:
+            super().save(step)
+        finally:
+            checkpointer._PACE_SHARE = paced
+
+
 class _FastpersistFile(_OwnDirectoryWay):
     settings = "fp.save_async(state, path, optimizer=optimizer), one at a time"
     suffix = ".pt"
 
     def __init__(self, root: str, training: Training, options: Options) -> None:
         super().__init__(root, training, options)
-        self._save_async: Any = getattr(fp, "save_async", None)
-        if self._save_async is None:
-            raise Unavailable(f"fastpersist {fp.__version__} has no save_async")
         self._pending: Any = None
 
     def save(self, step: int) -> None:
         self._wait_written()
         path, training = self._next_path(step), self.training
-        self._pending = self._save_async(
+        self._pending = fp.save_async(
             training.state(step), path, optimizer=training.optimizer, engine=self.options.engine
         )
 
@@ -378,6 +384,7 @@ _WAYS: dict[str, Callable[[str, Training, Options], Way]] = {
     "tck": _TorchCheckpointing,
     "tck-2": _TorchCheckpointing2,
     "fastpersist": _Fastpersist,
+    "fastpersist-unpaced": _FastpersistUnpaced,
     "fastpersist-file": _FastpersistFile,
 }
 # A name that stands for several: all of them run in the first round, then only the fastest.

@@ -13,7 +13,9 @@ from typing_extensions import Buffer
 NO_CRC: int
 
 class TransferOptions:
-    def __init__(self, *, fd: int, path: bytes, engines: Sequence[str], ring_bytes: int, chunk_bytes: int) -> None: ...
+    def __init__(
+        self, *, fd: int, path: bytes, engines: Sequence[str], ring_bytes: int, chunk_bytes: int, queue_depth: int
+    ) -> None: ...
 
 class Arena:
     """Blocks of host memory for captured bytes; made and grown, never filled, from here."""

@@ -248,17 +248,21 @@ class Writer:
         path: For messages.
         engine: Engine name or "auto".
         poll: See `Poll`.
+        sparing: Keep half the requests in flight: enough for the disk, less memory, and less in the way of others.
 
     Raises:
         ConfigError, UnsupportedError: Unknown or unusable engine.
         StorageError: No memory for the ring.
     """
 
-    def __init__(self, fd: int, path: str, *, engine: str = "auto", poll: Poll | None = None) -> None:
+    def __init__(
+        self, fd: int, path: str, *, engine: str = "auto", poll: Poll | None = None, sparing: bool = False
+    ) -> None:
         self._path = path
         self._wanted = engine
         self._pulled: list[torch.Tensor] = []
-        self._native = _native.FileWriter(_options(fd, path, engine_ladder(engine, fd)), pull=self._pull, poll=poll)
+        options = _options(fd, path, engine_ladder(engine, fd), sparing=sparing)
+        self._native = _native.FileWriter(options, pull=self._pull, poll=poll)
 
     def append(self, pieces: Pieces) -> None:
         """Write pieces behind what is there; returns when their bytes have been copied, not when they are on disk."""
@@ -298,10 +302,16 @@ class Writer:
         host_tensor(address, size_bytes).copy_(source)
 
 
-def _options(fd: int, path: str, ladder: list[str]) -> _native.TransferOptions:
+def _options(fd: int, path: str, ladder: list[str], *, sparing: bool = False) -> _native.TransferOptions:
     limits = config()
+    buffer_count = limits.ring_bytes // limits.chunk_bytes
     return _native.TransferOptions(
-        fd=fd, path=os.fsencode(path), engines=ladder, ring_bytes=limits.ring_bytes, chunk_bytes=limits.chunk_bytes
+        fd=fd,
+        path=os.fsencode(path),
+        engines=ladder,
+        ring_bytes=limits.ring_bytes,
+        chunk_bytes=limits.chunk_bytes,
+        queue_depth=buffer_count // 2 if sparing else buffer_count,
     )
 
 

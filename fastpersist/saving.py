@@ -149,7 +149,7 @@ def write_container(
         ConfigError, UnsupportedError: Unknown or unusable engine.
         StorageError: An error of the disk.
     """
-    with Writer(fd, path, engine=engine, poll=poll) as writer:
+    with Writer(fd, path, engine=engine, poll=poll, sparing=snapshot is not None) as writer:
         container.write(writer, snapshot)
         used_engine = writer.finish()
         crc = writer.file_crc(container.size_bytes)

@@ -34,6 +34,7 @@ struct TransferOptions {
   std::vector<std::string> engines;
   size_t ring_bytes;
   size_t chunk_bytes;
+  size_t queue_depth;  // requests in flight; a transfer touches one buffer more
 };
 
 // ---------------------------------------------------------------------------------------------------- the ring
@@ -165,7 +166,7 @@ TransferHooks MakeHooks(const std::shared_ptr<HookError>& hook_error, const py::
 PumpOptions MakePumpOptions(const TransferOptions& options) {
   PumpOptions pump;
   pump.engines = options.engines;
-  pump.queue_depth = static_cast<uint32_t>(options.ring_bytes / options.chunk_bytes);
+  pump.queue_depth = static_cast<uint32_t>(options.queue_depth);
   return pump;
 }
 
@@ -374,8 +375,8 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "The native core of fastpersist: engines, ring and transfers. Not public; see fastpersist/_native.pyi.";
 
   py::class_<TransferOptions>(m, "TransferOptions")
-      .def(py::init<int, std::string, std::vector<std::string>, size_t, size_t>(), py::kw_only(), py::arg("fd"),
-           py::arg("path"), py::arg("engines"), py::arg("ring_bytes"), py::arg("chunk_bytes"));
+      .def(py::init<int, std::string, std::vector<std::string>, size_t, size_t, size_t>(), py::kw_only(), py::arg("fd"),
+           py::arg("path"), py::arg("engines"), py::arg("ring_bytes"), py::arg("chunk_bytes"), py::arg("queue_depth"));
 
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init<uint64_t>(), py::arg("limit_bytes"))

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "core/alignment.h"
 #include "core/fork.h"
+#include "core/memory.h"
 #include "core/status.h"
 
 namespace fastpersist {
@@ -26,22 +26,9 @@ void Arena::Grow(uint64_t limit_bytes) {
   changed_.notify_all();
 }
 
-// One more mapping, on a huge-page boundary.
 bool Arena::Map() {
-  constexpr size_t kMappingBytes = kBlocksPerMapping * kBlockBytes;
-  void* mapped = mmap(nullptr, kMappingBytes + kBlockBytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (mapped == MAP_FAILED) return false;
-  const auto start = reinterpret_cast<uintptr_t>(mapped);
-  const auto aligned = static_cast<uintptr_t>(AlignUp(start, kBlockBytes));
-  if (aligned > start) munmap(mapped, aligned - start);
-  if (aligned < start + kBlockBytes)
-    munmap(reinterpret_cast<void*>(aligned + kMappingBytes), start + kBlockBytes - aligned);
-  auto* memory = reinterpret_cast<std::byte*>(aligned);
-  // Advice: without huge pages the first copy meets 512 faults per block instead of one; a forked child has no use of
-  // captured bytes.
-  madvise(memory, kMappingBytes, MADV_HUGEPAGE);
-  madvise(memory, kMappingBytes, MADV_DONTFORK);
+  std::byte* const memory = MapBuffers(kBlocksPerMapping * kBlockBytes);
+  if (memory == nullptr) return false;
   mappings_.push_back(memory);
   // Handed out from the back.
   for (size_t i = kBlocksPerMapping; i > 0; --i) free_.push_back(memory + (i - 1) * kBlockBytes);

@@ -9,13 +9,15 @@
 #include <mutex>
 #include <vector>
 
+#include "core/memory.h"
+
 namespace fastpersist {
 
 // One mutex and one condition serve the arena and all snapshots that use it, so that one wait covers "a block came
 // back" and "the writer has passed". Both are touched once per megabyte or less.
 class Arena {
  public:
-  static constexpr size_t kBlockBytes = size_t{2} << 20;  // one huge page
+  static constexpr size_t kBlockBytes = kHugePageBytes;
 
   // At most limit_bytes, rounded down to whole blocks; 0 is legal and gives none.
   explicit Arena(uint64_t limit_bytes);

@@ -7,12 +7,12 @@
 
 #include "core/alignment.h"
 #include "core/fork.h"
+#include "core/memory.h"
 
 namespace fastpersist {
 namespace {
 
 constexpr auto kPollInterval = std::chrono::milliseconds(50);
-constexpr size_t kHugePageBytes = size_t{2} << 20;
 
 }  // namespace
 
@@ -20,24 +20,11 @@ Result<std::unique_ptr<BufferPool>> BufferPool::Create(size_t buffer_count, size
   FP_CHECK(IsAligned(buffer_bytes, kBufferAlignment));
   FP_CHECK(buffer_count >= kBuffersPerTransfer);
   const size_t size_bytes = buffer_count * buffer_bytes;
-  // One huge page more than needed, cut off again, so that the ring starts on a huge-page boundary.
-  const size_t mapped_bytes = size_bytes + kHugePageBytes;
-  void* mapped = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped == MAP_FAILED) {
+  std::byte* const memory = MapBuffers(size_bytes);
+  if (memory == nullptr) {
     return Status::FromErrno(errno, "mmap", "of " + std::to_string(size_bytes) + " bytes for the ring");
   }
-  const auto start = reinterpret_cast<uintptr_t>(mapped);
-  const auto aligned = static_cast<uintptr_t>(AlignUp(start, kHugePageBytes));
-  if (aligned > start) munmap(mapped, aligned - start);
-  const uintptr_t end = start + mapped_bytes;
-  const uintptr_t used_end = aligned + AlignUp(size_bytes, kBufferAlignment);
-  if (end > used_end) munmap(reinterpret_cast<void*>(used_end), end - used_end);
-  void* memory = reinterpret_cast<void*>(aligned);
-  // Both are advice: without huge pages the kernel pins more pages per request, without DONTFORK a forked child
-  // copies pages that direct I/O writes into. Neither refusal (old kernel, no THP) makes the ring wrong here.
-  madvise(memory, size_bytes, MADV_HUGEPAGE);
-  madvise(memory, size_bytes, MADV_DONTFORK);
-  return std::unique_ptr<BufferPool>(new BufferPool(static_cast<std::byte*>(memory), buffer_count, buffer_bytes));
+  return std::unique_ptr<BufferPool>(new BufferPool(memory, buffer_count, buffer_bytes));
 }
 
 BufferPool::BufferPool(std::byte* memory, size_t buffer_count, size_t buffer_bytes)

@@ -17,7 +17,6 @@
 namespace fastpersist {
 namespace {
 
-constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
 constexpr uint64_t kPageBytes = 4096;
 constexpr uint64_t kStepBytes = uint64_t{4} << 20;         // how long a stop may have to wait: about 1 ms
 constexpr uint64_t kWorthwhileBytes = uint64_t{64} << 20;  // below, starting a thread costs more than it gains
@@ -33,6 +32,25 @@ std::pair<uint64_t, uint64_t> Inside(std::span<std::byte> range, uint64_t unit_b
 void AdviseHugePages(std::span<std::byte> range) {
   const auto [first, last] = Inside(range, kHugePageBytes);
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
+std::byte* MapBuffers(size_t size_bytes) {
+  // One huge page more than needed, cut off again at both ends. NORESERVE: what is not touched costs nothing.
+  const size_t mapped_bytes = size_bytes + kHugePageBytes;
+  void* const mapped =
+      mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  const auto start = reinterpret_cast<uintptr_t>(mapped);
+  const auto aligned = static_cast<uintptr_t>(AlignUp(start, kHugePageBytes));
+  if (aligned > start) munmap(mapped, aligned - start);
+  const uintptr_t end = start + mapped_bytes;
+  const uintptr_t used_end = aligned + size_bytes;
+  if (end > used_end) munmap(reinterpret_cast<void*>(used_end), end - used_end);
+  void* const memory = reinterpret_cast<void*>(aligned);
+  // Both are advice: refused by an old kernel, or one without huge pages, the memory is as good.
+  madvise(memory, size_bytes, MADV_HUGEPAGE);
+  madvise(memory, size_bytes, MADV_DONTFORK);
+  return static_cast<std::byte*>(memory);
 }
 
 Prefault::Prefault(std::vector<std::span<std::byte>> ranges) : ranges_(std::move(ranges)) {

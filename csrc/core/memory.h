@@ -14,6 +14,14 @@ namespace fastpersist {
 // 512. Only advice: nothing changes where it is refused, and no page is added at the ends.
 void AdviseHugePages(std::span<std::byte> range);
 
+constexpr size_t kHugePageBytes = size_t{2} << 20;
+
+// Anonymous memory for our own buffers: on a huge-page boundary, advised to use huge pages (without them a first touch
+// meets 512 faults instead of one, and the kernel pins more pages per request) and to stay out of forked children
+// (which have no use of it, and would make this process copy pages that direct I/O writes into). Null, with errno set,
+// when it cannot be had. Unmapped by munmap(memory, size_bytes). REQUIRES: size_bytes is a multiple of 4096.
+std::byte* MapBuffers(size_t size_bytes);
+
 // Makes the kernel find and clear the pages of fresh memory ahead of the thread that fills it. Clearing is a third of
 // the work of a load; done in line, it keeps the disk waiting. Changes no byte, so it may run beside the filling.
 //
