@@ -173,8 +173,8 @@ enum class Then : uint8_t { kForget, kStream };
 
 // Far enough to hide the latency of memory while streaming, and across the ends of pages, where the hardware's own
 // prefetching stops. Reading alone is no faster for it. A prefetch beyond the source's end is dropped, it never faults.
-// NTA: the source is read once, and must not push out of the shared cache what a training beside us works on; copies
-// are as fast as with T0, and the training step lost 1 point less (benchmarks/overlap.py, AMD EPYC).
+// NTA: the source is read once, and must not push out of the shared cache what a training beside us works on. Copies
+// are as fast as with T0.
 constexpr size_t kPrefetchBytes = 2048;
 
 template <Then kThen>
