@@ -20,7 +20,7 @@ import torch
 from overlap_training import Training
 
 import fastpersist as fp
-from fastpersist import checkpointer
+from fastpersist import pacing
 
 __all__ = ["DEFAULT_WAYS", "WAY_NAMES", "Options", "Unavailable", "Way", "make_way", "variants_of"]
 
@@ -341,12 +341,12 @@ class _FastpersistUnpaced(_Fastpersist):
     settings = "as the other, writing as fast as it can"
 
     def save(self, step: int) -> None:
-        paced = checkpointer._PACE_SHARE  # no option: users need none, a measurement of pacing does
-        checkpointer._PACE_SHARE = 0.0
+        paced = pacing.PACE_SHARE  # no option: users need none, a measurement of pacing does
+        pacing.PACE_SHARE = 0.0
         try:
             super().save(step)
         finally:
-            checkpointer._PACE_SHARE = paced
+            pacing.PACE_SHARE = paced
 
 
 class _FastpersistFile(_OwnDirectoryWay):

@@ -30,6 +30,9 @@ from fastpersist.errors import (
 )
 from fastpersist.filling import load_into
 from fastpersist.inspection import Damage, Manifest, TensorEntry, VerifyReport
+
+# isort: split - it uses the names above; mypy knows integrations/ by another name
+from fastpersist.integrations.torch_save import install, installed, uninstall  # type: ignore[import-not-found]
 from fastpersist.pipeline import EngineProbe, engines
 
 __version__ = "0.1.0"
@@ -59,9 +62,12 @@ __all__ = [
     "VerifyReport",
     "engines",
     "inspect",
+    "install",
+    "installed",
     "load",
     "load_into",
     "save",
     "save_async",
+    "uninstall",
     "verify",
 ]

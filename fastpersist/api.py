@@ -23,10 +23,12 @@ from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.inspection import Manifest, VerifyReport
 from fastpersist.loading import MapLocation, load_checkpoint
 from fastpersist.owners import Owners
+from fastpersist.pacing import note_save, spread_s
 from fastpersist.pipeline import Poll, require_engine
 from fastpersist.progress import progress_bar
-from fastpersist.saving import container_for, write_container
+from fastpersist.saving import container_for, is_safetensors, write_container
 from fastpersist.source import CheckpointSource
+from fastpersist.stock import stock_load, stock_save
 
 __all__ = ["SaveReport", "inspect", "load", "save", "save_async", "verify"]
 
@@ -66,7 +68,9 @@ def save(
     checksum: bool = True,
     progress: bool = False,
     engine: str = "auto",
+    format: str = "auto",
     metadata: Mapping[str, str] | None = None,
+    replace_links: bool = False,
 ) -> SaveReport:
     """Save an object to one file, which stock tools read.
 
@@ -74,8 +78,8 @@ def save(
     nobody sees half a file, whatever fails. Open and memory-mapped readers of a file that is replaced keep theirs.
 
     Args:
-        obj: Whatever torch.save takes: tensors of any dtype, layout and device inside any picklable object. For a path
-            that ends in `.safetensors`: a dict of str to contiguous, dense tensors that share no memory.
+        obj: Whatever torch.save takes: tensors of any dtype, layout and device inside any picklable object. For a
+            safetensors file: a dict of str to contiguous, dense tensors that share no memory.
         path: Where to; symbolic links are followed. What no rename can replace (a FIFO, a device, a file with several
             hard links) is written by torch.save itself, and the log says so. A file object is passed to torch.save;
             flushing and syncing it is its owner's.
@@ -83,7 +87,10 @@ def save(
         checksum: Compute and record CRC-32s; without it they are zero, as torch.save writes them when told so.
         progress: Show bytes, rate and remaining time on standard error.
         engine: "auto", or an engine's name (`fastpersist.engines` lists them), which then never falls back.
-        metadata: Text to text, kept in the header; `.safetensors` only.
+        format: "torch", the zip of torch.save; "safetensors"; or "auto": safetensors for a path that ends in
+            `.safetensors`, torch for all others.
+        metadata: Text to text, kept in the header; safetensors only.
+        replace_links: Replace a file that has several hard links, too; its other names keep the old one.
 
     Returns:
         What was written, by which engine, in what time.
@@ -101,21 +108,22 @@ def save(
     if not isinstance(path, str | os.PathLike):
         if metadata is not None:
             raise ConfigError("a file object goes to torch.save, which keeps no metadata; pass a .safetensors path")
-        torch.save(obj, path)
+        stock_save(obj, path)
         return SaveReport("", 0, "torch.save", 0.0, 0.0, 0.0, time.monotonic() - started_s)
     name = os.fspath(path)
-    target = resolve_target(name)
-    if target.why_not_replaceable is not None:
-        return _save_in_place(obj, name, target.why_not_replaceable, durable, started_s)
-    if torch.serialization._serialization_tls.skip_data:
-        return _save_in_place(obj, name, "torch's skip_data() is active", durable, started_s)
-    container = container_for(obj, name, checksum=checksum, metadata=metadata)
+    target = resolve_target(name, replace_links=replace_links)
+    why_not = target.why_not_replaceable
+    if why_not is None and torch.serialization._serialization_tls.skip_data:
+        why_not = "torch's skip_data() is active"
+    if why_not is not None:
+        return _save_in_place(obj, name, format, why_not, durable, started_s)
+    container = container_for(obj, name, checksum=checksum, file_format=format, metadata=metadata)
     planned_s = time.monotonic()
     pending = None
     try:
         pending = PendingFile.create(target)
         if pending is None:
-            return _save_in_place(obj, name, "its directory takes no new file", durable, started_s)
+            return _save_in_place(obj, name, format, "its directory takes no new file", durable, started_s)
         pending.allocate(container.padded_bytes)
         with _progress(name, container.size_bytes, progress) as poll:
             written = write_container(container, pending.fd, target.path, engine=engine, poll=poll)
@@ -151,6 +159,8 @@ def save_async(
     durable: bool = True,
     checksum: bool = True,
     engine: str = "auto",
+    format: str = "auto",
+    replace_links: bool = False,
 ) -> PendingSave:
     """Save an object to one file while training goes on; the file is what `save` would have written.
 
@@ -171,6 +181,8 @@ def save_async(
         durable: Survive power loss once done.
         checksum: Compute and record CRC-32s.
         engine: "auto", or an engine's name, which then never falls back.
+        format: "auto", "torch" or "safetensors", as in `save`.
+        replace_links: Replace a file that has several hard links, too, as in `save`.
 
     Returns:
         The save: done(), result(), captured(), wait_captured().
@@ -185,26 +197,31 @@ def save_async(
     name = os.fspath(path)
     require_engine(engine)
     owners = Owners(optimizer, constant, gate)
-    target = resolve_target(name)
+    target = resolve_target(name, replace_links=replace_links)
     stats = SaveStats(path=name)
     file = None
     if target.why_not_replaceable is None and not torch.serialization._serialization_tls.skip_data:
-        container = container_for(obj, name, checksum=checksum)
+        container = container_for(obj, name, checksum=checksum, file_format=format)
         capture = Capture(owners, _async_arena, on_gate=stats.add_stall)
         file = PendingFile.create(target)
     if file is None:
-        report = save(obj, path, durable=durable, checksum=checksum, engine=engine)
+        report = save(obj, path, durable=durable, checksum=checksum, engine=engine, format=format)
         stats.bytes, stats.engine, stats.stall_s = report.size_bytes, report.engine, report.total_s
         done = PendingSave(name, stats)
         done.succeed()
         return done
     pending = PendingSave(name, stats)
     pending.when_failed(file.abort)
+    optimizers = owners.optimizers()
+    pace_s = spread_s(optimizers)
+    note_save(optimizers, manual=gate == "manual")
     try:
         snapshot = capture.add(container)
     except BaseException:
         file.abort()
         raise
+    if pace_s > 0:
+        snapshot.pace(0.0, pace_s)
     stats.plan_s = time.monotonic() - started_s
     stats.bytes = container.size_bytes
 
@@ -244,12 +261,12 @@ def _forget_lanes() -> None:
 os.register_at_fork(after_in_child=_forget_lanes)
 
 
-def _save_in_place(obj: object, path: str, why: str, durable: bool, started_s: float) -> SaveReport:
+def _save_in_place(obj: object, path: str, file_format: str, why: str, durable: bool, started_s: float) -> SaveReport:
     """Let torch write what a rename cannot replace: not atomic, as torch.save never is."""
-    if path.endswith(".safetensors"):
+    if is_safetensors(path, file_format):
         raise UnsupportedError(f"cannot write a safetensors file to {path}: {why}; choose another path")
     _log.warning("torch.save itself writes %s, in place and without our guarantees: %s", path, why)
-    torch.save(obj, path)
+    stock_save(obj, path)
     written_s = time.monotonic()
     size_bytes = 0
     if os.path.isfile(path):
@@ -303,7 +320,7 @@ def load(
     if not isinstance(path, str | os.PathLike):
         if verify:
             raise UnsupportedError("a file object goes to torch.load, which cannot verify it; pass its path instead")
-        return torch.load(path, map_location=map_location, weights_only=weights_only)
+        return stock_load(path, map_location=map_location, weights_only=weights_only)
     with CheckpointSource(os.fspath(path)) as source:
         with _progress(source.path, source.size_bytes, progress) as poll:
             return load_checkpoint(

@@ -102,7 +102,7 @@ def _before_step(optimizer: Optimizer, _arguments: object, _keywords: object) ->
     """Nothing that this step changes may still be uncaptured."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         owns_replays(optimizer)
-    note_step(optimizer)
+    note_step(optimizer, manual=False)
     for capture in list(_pending):
         if not capture.is_manual and capture.is_changed_by(optimizer):
             capture.wait_captured()
@@ -269,6 +269,9 @@ class Capture:
             TimeoutError: With a timeout: not all is captured.
         """
         started_s = time.monotonic()
+        if self.is_manual:
+            for optimizer in self._optimizers:
+                note_step(optimizer, manual=True)
         if self._sealed:
             return
         try:

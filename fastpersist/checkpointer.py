@@ -48,7 +48,6 @@ from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.manifest import CheckpointManifest, encode_manifest, step_name
 from fastpersist.loading import MapLocation
 from fastpersist.owners import Owners
-from fastpersist.pacing import StepClock
 from fastpersist.pipeline import require_engine
 from fastpersist.resuming import load_state
 from fastpersist.retention import RetentionPolicy, steps_to_remove
@@ -64,8 +63,6 @@ _RANK_KEY = "rank_state"
 _LATEST_NAME = "LATEST"
 _STEP_PATTERN = re.compile(r"step-[0-9]{8,19}")
 _STATS_COUNT = 1000
-_PACE_SHARE = 0.8
-"""The writer aims to be through when this share of the time to the gate has passed."""
 
 PathLike = str | os.PathLike[str]
 
@@ -144,7 +141,6 @@ class Checkpointer:
         self._unfinished: deque[PendingSave] = deque()
         self._failed: deque[PendingSave] = deque(maxlen=16)
         self._stats: deque[SaveStats] = deque(maxlen=_STATS_COUNT)
-        self._clock = StepClock(self._owners)
         self._metrics: dict[int, dict[str, float]] | None = None  # of the committed steps, for retention
         self._unloadable: set[int] = set()  # steps that load() went back from
         self._known_keys: tuple[str, ...] | None = None
@@ -350,9 +346,7 @@ class Checkpointer:
             _paranoid=self._paranoid,
         )
         with directory:  # an error below removes it
-            pace_s = self._clock.expected_s() * _PACE_SHARE
-            self._clock.start()
-            directory.save(state, _STATE_NAME, owners=self._owners, pace_s=pace_s)
+            directory.save(state, _STATE_NAME, owners=self._owners)
             if rank_state is not None:
                 directory.save(rank_state, _RANK_NAME, owners=self._owners)
             pending = directory.publish(

@@ -135,8 +135,12 @@ class Target:
         return os.path.dirname(self.path)
 
 
-def resolve_target(path: str) -> Target:
+def resolve_target(path: str, *, replace_links: bool = False) -> Target:
     """Find out what a save to `path` replaces, following symbolic links.
+
+    Args:
+        path: Of the file.
+        replace_links: Replace a file that has several hard links; its other names keep the old one.
 
     Raises:
         StorageError: The path is a directory, or cannot be looked up.
@@ -155,13 +159,13 @@ def resolve_target(path: str) -> Target:
     if stat.S_ISDIR(status.st_mode):
         raise StorageError(errno.EISDIR, f"cannot save to {path}: it is a directory", path)
     mode, owner = stat.S_IMODE(status.st_mode) & 0o777, (status.st_uid, status.st_gid)
-    return Target(real, mode, owner, _why_not_replaceable(real, status))
+    return Target(real, mode, owner, _why_not_replaceable(real, status, replace_links))
 
 
-def _why_not_replaceable(path: str, status: os.stat_result) -> str | None:
+def _why_not_replaceable(path: str, status: os.stat_result, replace_links: bool) -> str | None:
     if not stat.S_ISREG(status.st_mode):
         return "it is no regular file"
-    if status.st_nlink > 1:
+    if status.st_nlink > 1 and not replace_links:
         return f"it has {status.st_nlink} hard links, which a rename would split"
     if _native.is_mount_point(os.fsencode(path)):
         return "something is mounted on it"

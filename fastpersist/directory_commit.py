@@ -30,7 +30,9 @@ system has no locks, leftovers are removed when a day old, and readers are not s
 removal and sweep in directory_removal.py.
 
 Not supported: a final name that is a file, a symbolic link, a mount point, or a directory with files and without a
-MANIFEST.json, which is somebody's and no checkpoint. What the manifest says is for its callers.
+MANIFEST.json, which is somebody's and no checkpoint. With overwrite="foreign" the caller says that it is one, of
+another program; it is replaced by an exchange only: of two steps, a sweep would not undo the first. What the manifest
+says is for its callers.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
+from typing import Literal, TypeAlias
 
 from fastpersist import _native
 from fastpersist.commit import close_live, live_guard, lock_record, mark_live, saving
@@ -59,6 +62,7 @@ from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.manifest import MANIFEST_NAME, check_file_name
 
 __all__ = [
+    "Overwrite",
     "PendingDirectory",
     "RootLock",
     "committed_path",
@@ -69,6 +73,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("fastpersist")
+
+Overwrite: TypeAlias = bool | Literal["foreign"]
 
 _ATTEMPT_COUNT = 100
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -98,13 +104,14 @@ class PendingDirectory:
         self._directories: set[str] = set()
 
     @classmethod
-    def create(cls, path: str, *, overwrite: bool) -> PendingDirectory:
+    def create(cls, path: str, *, overwrite: Overwrite) -> PendingDirectory:
         """Steps 1 and 2 of the protocol.
 
         Args:
             path: The final name. Its parent must exist.
-            overwrite: Whether a checkpoint that has this name may be replaced. The new directory gets its permission
-                bits then, and never has more; else those that mkdir() gives.
+            overwrite: Whether a checkpoint that has this name may be replaced; "foreign": also one without a
+                MANIFEST.json. The new directory gets its permission bits then, and never has more; else those that
+                mkdir() gives.
 
         Raises:
             ConfigError: The name is taken, by something that may not be replaced.
@@ -190,14 +197,14 @@ class PendingDirectory:
         _native.forget_descriptor(fd)
         os.close(fd)
 
-    def publish(self, manifest: bytes, *, durable: bool = True, overwrite: bool = False) -> None:
+    def publish(self, manifest: bytes, *, durable: bool = True, overwrite: Overwrite = False) -> None:
         """Steps 4 to 7, and close.
 
         Args:
             manifest: What MANIFEST.json is to hold.
             durable: Sync what steps 4 and 6 say; without it, the directory is complete for readers, but may be lost or
                 torn by a power failure.
-            overwrite: Replace a checkpoint that has the final name by now.
+            overwrite: Replace a checkpoint that has the final name by now; as in `create`.
 
         Raises:
             ConfigError: Something has the final name that may not be replaced; nothing was published.
@@ -265,7 +272,7 @@ class PendingDirectory:
         filesystem().sync_directory(path)
         self.sync_s += time.monotonic() - started_s
 
-    def _make_visible(self, overwrite: bool) -> str | None:
+    def _make_visible(self, overwrite: Overwrite) -> str | None:
         """Step 5. Return where the directory is that was replaced. Others may take or free the name meanwhile."""
         for _ in range(_ATTEMPT_COUNT):
             replaces = _check_name(self.final_path, overwrite) is not None
@@ -277,6 +284,7 @@ class PendingDirectory:
                     filesystem().exchange(self.path, self.final_path)
                     return self.path
                 except UnsupportedError as refused:
+                    _check_name(self.final_path, overwrite=True)
                     _log.debug("%s is replaced in two steps: %s", self.final_path, refused)
                     return self._retire_and_rename()
             except StorageError as error:
@@ -329,7 +337,7 @@ class PendingDirectory:
             raise InternalError(f"{self.final_path} was published or given up already")
 
 
-def _check_name(path: str, overwrite: bool) -> int | None:
+def _check_name(path: str, overwrite: Overwrite) -> int | None:
     """Return the permission bits of the directory that a save to `path` replaces, None when the name is free."""
     try:
         with storage_errors("looking up", path):
@@ -347,7 +355,7 @@ def _check_name(path: str, overwrite: bool) -> int | None:
         raise ConfigError(f"something is mounted on {path}, so it cannot be replaced: save below it, or elsewhere")
     with storage_errors("listing", path):
         names = os.listdir(path)
-    if names and MANIFEST_NAME not in names:
+    if names and MANIFEST_NAME not in names and overwrite != "foreign":
         raise ConfigError(
             f"{path} holds files and no {MANIFEST_NAME}, so it is no checkpoint: remove it, or save elsewhere"
         )

@@ -16,16 +16,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 import torch
+from torch.optim.optimizer import Optimizer
 
 from fastpersist import _native
 from fastpersist.arena import Arena
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
-from fastpersist.directory_commit import PendingDirectory, files_in
+from fastpersist.directory_commit import Overwrite, PendingDirectory, files_in
 from fastpersist.errors import ConfigError, SkippedError
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, check_file_name, encode_manifest
 from fastpersist.owners import Owners
+from fastpersist.pacing import note_save, spread_s
 from fastpersist.pipeline import Extents, read_extents, require_engine
 from fastpersist.saving import Container, container_for, write_container
 
@@ -56,7 +58,8 @@ class DirectorySave:
 
     Args:
         path: Its final name; the parent directory exists.
-        overwrite: Replace a directory of that name. Without it, an existing one is an error, now and at publish().
+        overwrite: Replace a checkpoint of that name. Without it, an existing one is an error, now and at publish().
+            "foreign": also a directory with files and no MANIFEST.json, such as another program's checkpoint.
         engine: "auto", or an engine's name, which then never falls back.
 
     Raises:
@@ -70,7 +73,7 @@ class DirectorySave:
         self,
         path: str | os.PathLike[str],
         *,
-        overwrite: bool = False,
+        overwrite: Overwrite = False,
         engine: str = "auto",
         _arena: Arena = _arena,
         _lane: Lane | None = None,
@@ -91,6 +94,10 @@ class DirectorySave:
         self._pending = PendingSave(self._directory.final_path, self._stats)
         self._pending.when_failed(self._directory.abort)
         self._entries: dict[str, FileEntry | None] = {}
+        self._snapshots: list[tuple[_native.Snapshot, int]] = []  # with their bytes
+        self._optimizers: list[Optimizer] = []
+        self._started_s: float | None = None  # of the first file that a step waits for
+        self._spread_s = 0.0
         self.captures: list[Capture] = []
 
     @property
@@ -106,8 +113,9 @@ class DirectorySave:
         *,
         constant: object = (),
         gate: str = "optimizer",
+        format: str = "auto",
+        metadata: Mapping[str, str] | None = None,
         owners: Owners | None = None,
-        pace_s: float = 0.0,
     ) -> None:
         """Save an object to a file of the directory; returns when what may change at once is copied.
 
@@ -117,8 +125,9 @@ class DirectorySave:
             optimizer: Whose tensors are in `obj`, as in `save_async`.
             constant: What never changes, as in `save_async`.
             gate: "optimizer" or "manual", as in `save_async`.
-            owners: The three above, for those who have them already.
-            pace_s: Seconds over which the writer may spread its work, as long as nobody waits for it.
+            format: "torch", "safetensors", or "auto", as in `save`.
+            metadata: Text to text, for safetensors only.
+            owners: Optimizer, constant and gate, for those who have them already.
 
         Raises:
             ConfigError: The name is no relative file name or is taken, or the format cannot hold the object.
@@ -129,16 +138,18 @@ class DirectorySave:
         self._check_new(name)
         if self._pending.done():
             return
+        owners = owners or Owners(optimizer, constant, gate)
         capture = Capture(
-            owners or Owners(optimizer, constant, gate),
+            owners,
             self._arena,
             paranoid=self._paranoid,
             on_gate=self._stats.add_stall,
         )
-        container = container_for(obj, os.path.join(self._directory.final_path, name), checksum=True)
+        final_path = os.path.join(self._directory.final_path, name)
+        container = container_for(obj, final_path, checksum=True, file_format=format, metadata=metadata)
+        self._note_steps(owners)
         snapshot = capture.add(container)
-        if pace_s > 0:
-            snapshot.pace(pace_s)
+        self._snapshots.append((snapshot, sum(source.size_bytes for source in container.sources)))
         self._entries[name] = None
         self.captures.append(capture)
         self._stats.plan_s += time.monotonic() - started_s
@@ -182,6 +193,7 @@ class DirectorySave:
         """
         self._refuse_closed()
         self._closed = True
+        self._spread_writes()
         kept_metrics = dict(metrics or {})
         self._lane.submit(
             lambda: self._pending.run(lambda: self._publish(durable, step, kept_metrics, after, after_lane))
@@ -212,6 +224,31 @@ class DirectorySave:
         # Perhaps on the writing thread itself, which must not wait for what it has to do. A forked child has no part.
         if not getattr(self, "_closed", True) and self._process == os.getpid() and self._give_up():
             _log.warning("%s was never published and is removed", self._directory.final_path)
+
+    def _note_steps(self, owners: Owners) -> None:
+        """Learn when the next step is expected, and measure when it comes."""
+        optimizers = [one for one in owners.optimizers() if not any(one is known for known in self._optimizers)]
+        if not optimizers:
+            return
+        if self._started_s is None:
+            self._started_s = time.monotonic()
+            self._spread_s = spread_s(optimizers)
+        note_save(optimizers, manual=owners.gate == "manual")
+        self._optimizers += optimizers
+
+    def _spread_writes(self) -> None:
+        """Let the writer take its time until shortly before the next step, each file its share of it."""
+        snapshots, total_bytes = self._snapshots, sum(size_bytes for _, size_bytes in self._snapshots)
+        self._snapshots = []  # they keep the arena's blocks
+        if self._started_s is None or not total_bytes:
+            return
+        remaining_s = self._spread_s - (time.monotonic() - self._started_s)
+        delay_s = 0.0
+        if remaining_s > 0:
+            for snapshot, size_bytes in snapshots:
+                share_s = remaining_s * size_bytes / total_bytes
+                snapshot.pace(delay_s, share_s)
+                delay_s += share_s
 
     # --- on the writing thread
 

@@ -29,6 +29,7 @@ from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats.pickle_scan import StorageReference
 from fastpersist.pipeline import Extents, Poll, read_extents
 from fastpersist.source import CheckpointSource, SkippingFile
+from fastpersist.stock import stock_load
 
 __all__ = ["MapLocation", "load_checkpoint", "read_safetensors", "unpickle_with"]
 
@@ -148,7 +149,7 @@ def unpickle_with(
     source.forget_pickle()  # torch reads its own: of ten thousand tensors, megabytes
     with _StorageSupply(asks, map_location, file) as supply:
         opened = cast(IO[bytes], file)  # a raw reader has all that torch.load calls
-        return torch.load(opened, map_location=supply, weights_only=weights_only, mmap=False)
+        return stock_load(opened, map_location=supply, weights_only=weights_only, mmap=False)
 
 
 # --------------------------------------------------------------------------------------------- which way
@@ -176,6 +177,8 @@ def why_stock(source: CheckpointSource, map_location: MapLocation, weights_only:
         return "it is a TorchScript archive"
     if source.is_byte_swapped():
         return "it was written on a machine of the other byte order"
+    if any(priority < 10 and untag is not _hand_out for priority, _, untag in torch.serialization._package_registry):
+        return "a registered package may restore storages before torch does"
     if "torch._utils._rebuild_device_tensor_from_numpy" in source.summary.globals:
         return "it holds tensors of a device whose bytes are inside the pickle"
     if weights_only and not_allowed_globals(source.summary.globals):  # torch's own error is wanted, and soon
@@ -301,7 +304,7 @@ def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
 def _load_stock(source: CheckpointSource, why: str, map_location: MapLocation, weights_only: bool) -> Any:
     _log.info("stock torch.load reads %s: %s", source.path, why)
     with open(source.path, "rb") as file:
-        return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+        return stock_load(file, map_location=map_location, weights_only=weights_only, mmap=False)
 
 
 def fill_storages(

@@ -1,53 +1,65 @@
-"""How long after a save the next optimizer step comes, so that the writer can spread its work over that time."""
+"""How long after a save the next optimizer step comes, so that the writer can spread its work over that time.
+
+Measured from each save to the step that follows it, for each optimizer. With gate="manual" the caller's wait is the
+step: where forward and backward run inside `step(closure)`, the step itself begins too early.
+"""
 
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 from torch.optim.optimizer import Optimizer
 
-from fastpersist.owners import Owners
+__all__ = ["note_save", "note_step", "spread_s"]
 
-__all__ = ["StepClock", "note_step"]
+PACE_SHARE = 0.8
+"""The part of that time over which the writes are spread: the rest is room for steps that come sooner."""
 
 _SAMPLE_COUNT = 5
 
 
-class StepClock:
-    """Measures from each save to the step that follows it.
+class _Clock:
+    """What is known of one optimizer: when a save has begun, and how long its last steps were in coming."""
 
-    Args:
-        owners: Whose steps count.
-    """
+    __slots__ = ("delays_s", "is_manual", "started_s")
 
-    def __init__(self, owners: Owners) -> None:
-        self._owners = owners
-        self._started_s: float | None = None
-        self._delays_s: deque[float] = deque(maxlen=_SAMPLE_COUNT)
-        _clocks.add(self)
-
-    def start(self) -> None:
-        """A save has begun."""
-        self._started_s = time.monotonic()
-
-    def note(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
-        if self._started_s is not None and any(optimizer is known for known in self._owners.optimizers()):
-            self._delays_s.append(time.monotonic() - self._started_s)
-            self._started_s = None
-
-    def expected_s(self) -> float:
-        """Return the median of the last delays, in seconds; 0.0 while none is known."""
-        return statistics.median(self._delays_s) if self._delays_s else 0.0
+    def __init__(self) -> None:
+        self.started_s: float | None = None
+        self.is_manual = False
+        self.delays_s: deque[float] = deque(maxlen=_SAMPLE_COUNT)
 
 
-_clocks: weakref.WeakSet[StepClock] = weakref.WeakSet()
+_clocks: weakref.WeakKeyDictionary[Optimizer, _Clock] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
 
 
-def note_step(optimizer: Optimizer) -> None:
-    """Tell all clocks that an optimizer is about to step."""
-    for clock in list(_clocks):
-        clock.note(optimizer)
+def note_save(optimizers: Sequence[Optimizer], *, manual: bool) -> None:
+    """A save has begun whose gate is the next step of one of these optimizers, or a wait instead of it."""
+    now_s = time.monotonic()
+    with _lock:
+        for optimizer in optimizers:
+            clock = _clocks.setdefault(optimizer, _Clock())
+            clock.started_s, clock.is_manual = now_s, manual
+
+
+def note_step(optimizer: Optimizer, *, manual: bool) -> None:
+    """An optimizer is about to step; with `manual` because somebody has waited for the capture."""
+    clock = _clocks.get(optimizer)
+    if clock is None or clock.started_s is None or clock.is_manual != manual:
+        return
+    with _lock:
+        if clock.started_s is not None:
+            clock.delays_s.append(time.monotonic() - clock.started_s)
+            clock.started_s = None
+
+
+def spread_s(optimizers: Sequence[Optimizer]) -> float:
+    """Return the seconds over which to spread the writing of a save; 0.0 while no step has followed one."""
+    with _lock:
+        known = [_clocks[optimizer].delays_s for optimizer in optimizers if optimizer in _clocks]
+        return PACE_SHARE * min((statistics.median(delays_s) for delays_s in known if delays_s), default=0.0)

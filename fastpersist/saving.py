@@ -30,6 +30,7 @@ __all__ = [
     "TorchZipContainer",
     "WrittenFile",
     "container_for",
+    "is_safetensors",
     "write_container",
 ]
 
@@ -93,24 +94,45 @@ def _add_source(
         pieces.add_storage(source.storage, crc_slot, offset_bytes=source.offset_bytes, size_bytes=source.size_bytes)
 
 
-def container_for(obj: object, path: str, *, checksum: bool, metadata: Mapping[str, str] | None = None) -> Container:
-    """Plan the file for an object: `.safetensors` paths get that format, all others a torch zip.
+def container_for(
+    obj: object,
+    path: str,
+    *,
+    checksum: bool,
+    file_format: str = "auto",
+    metadata: Mapping[str, str] | None = None,
+) -> Container:
+    """Plan the file for an object.
 
     Args:
         obj: Any object for a torch zip, a dict of str to tensors for safetensors.
-        path: Its suffix decides the format, its name the archive's.
+        path: Its name is the archive's.
         checksum: Compute and record CRCs.
+        file_format: "torch", "safetensors", or "auto": `.safetensors` paths get that format, all others a torch zip.
         metadata: Text to text, for safetensors only.
 
     Raises:
         ConfigError, UnsupportedError: The object cannot be saved in this format; the message says how it can.
         RuntimeError: What torch.save refuses.
     """
-    if path.endswith(".safetensors"):
+    if is_safetensors(path, file_format):
         return SafetensorsContainer(obj, checksum=checksum, metadata=metadata or {})
     if metadata is not None:
-        raise ConfigError("metadata= is for .safetensors files; put it into the object that you save")
+        raise ConfigError(
+            "metadata= is for .safetensors files and format='safetensors'; put it into the object instead"
+        )
     return TorchZipContainer(obj, torch_zip.archive_prefix(path), checksum=checksum)
+
+
+def is_safetensors(path: str, file_format: str) -> bool:
+    """Tell whether a file is to be a safetensors file, and not a torch zip.
+
+    Raises:
+        ConfigError: There is no such format.
+    """
+    if file_format not in ("auto", "torch", "safetensors"):
+        raise ConfigError(f"format is 'auto', 'torch' or 'safetensors', not {file_format!r}")
+    return path.endswith(".safetensors") if file_format == "auto" else file_format == "safetensors"
 
 
 @dataclass(frozen=True, slots=True)

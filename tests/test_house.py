@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # folder (formats/, cli/) go by the folder's name.
 LAYERS = (
     {"_native", "errors", "config"},
-    {"arena", "filesystem", "formats", "layout", "owners", "pacing", "partition", "pipeline", "progress", "retention"},
+    {"arena", "filesystem", "formats", "layout", "owners", "pacing", "partition", "pipeline", "progress", "retention"}
+    | {"stock"},
     {"capture", "commit", "coordination", "pickling", "source", "tensor_file"},
     {"committed", "directory_commit", "directory_locks", "directory_removal"},
     {"background", "directory_inspection", "explaining", "filling", "fitting", "inspection", "loading", "resuming"}

@@ -406,8 +406,12 @@ PYBIND11_MODULE(_native, m) {
           py::arg("address"), py::arg("size_bytes"), py::arg("kind"))
       .def("capture", &CaptureSnapshot, py::arg("kind"), py::arg("wait"))
       .def(
-          "pace", [](Snapshot& self, double seconds) { self.Pace(std::chrono::nanoseconds(int64_t(seconds * 1e9))); },
-          py::arg("seconds"))
+          "pace",
+          [](Snapshot& self, double delay_s, double seconds) {
+            self.Pace(std::chrono::nanoseconds(int64_t(delay_s * 1e9)),
+                      std::chrono::nanoseconds(int64_t(seconds * 1e9)));
+          },
+          py::arg("delay_s"), py::arg("seconds"))
       .def("hurry", &Snapshot::Hurry)
       .def("close", &Snapshot::Close, py::call_guard<py::gil_scoped_release>())
       .def("counts", &CountsOf);

@@ -168,9 +168,9 @@ void Snapshot::Done() {
   source.leased_bytes = 0;
 }
 
-void Snapshot::Pace(std::chrono::nanoseconds duration) {
+void Snapshot::Pace(std::chrono::nanoseconds delay, std::chrono::nanoseconds duration) {
   const std::lock_guard lock(arena_->mutex());
-  pace_start_ = std::chrono::steady_clock::now();
+  pace_start_ = std::chrono::steady_clock::now() + delay;
   pace_duration_ = duration;
 }
 

@@ -54,9 +54,10 @@ class Snapshot {
   Result<std::span<const std::byte>> Take(uint32_t source, uint64_t offset_bytes, uint64_t max_bytes, const Poll& poll);
   void Done();
 
-  // Let the writer spread its work: the last byte is taken no earlier than `duration` from now, unless Hurry() was
-  // called, which Capture(kStable) does when it waits.
-  void Pace(std::chrono::nanoseconds duration);
+  // Let the writer spread its work over `duration`, beginning `delay` from now: the first byte is taken no earlier than
+  // that begins, the last no earlier than it ends, unless Hurry() was called, which Capture(kStable) does when it
+  // waits.
+  void Pace(std::chrono::nanoseconds delay, std::chrono::nanoseconds duration);
   void Hurry();
 
   // Give the arena's blocks back and let everybody who waits go: the writer has finished, or never will. On any thread;

@@ -350,7 +350,7 @@ void AnErrorOfPollEndsAPacedWriter() {
   Snapshot snapshot(MakeArena(0));
   const Bytes bytes = RandomBytes(32 << 20, 1);
   snapshot.Add(bytes.data(), bytes.size(), SourceKind::kStable);
-  snapshot.Pace(std::chrono::hours(1));
+  snapshot.Pace({}, std::chrono::hours(1));
   Status status;
   for (uint64_t done_bytes = 0; status.ok() && done_bytes < bytes.size();) {
     auto taken = snapshot.Take(0, done_bytes, 1 << 20, [] { return Status::Error(StatusCode::kCancelled, "enough"); });
@@ -456,10 +456,20 @@ void APacedWriterDoesNotEndTooEarly() {
   Snapshot snapshot(MakeArena(0));
   const Bytes bytes(24 << 20);
   snapshot.Add(bytes.data(), bytes.size(), SourceKind::kConstant);
-  snapshot.Pace(std::chrono::milliseconds(300));
+  snapshot.Pace({}, std::chrono::milliseconds(300));
   const auto start = Clock::now();
   (void)TakeSource(snapshot, 0, bytes.size());
   // It looks at the clock once every 8 MiB, so the last third may come at once.
+  EXPECT_WITH(SecondsSince(start) >= 0.19, std::to_string(SecondsSince(start)));
+}
+
+void APacedWriterDoesNotBeginTooEarly() {
+  Snapshot snapshot(MakeArena(0));
+  const Bytes bytes(1 << 20);
+  snapshot.Add(bytes.data(), bytes.size(), SourceKind::kConstant);
+  snapshot.Pace(std::chrono::milliseconds(200), std::chrono::milliseconds(1));
+  const auto start = Clock::now();
+  (void)TakeSource(snapshot, 0, bytes.size());
   EXPECT_WITH(SecondsSince(start) >= 0.19, std::to_string(SecondsSince(start)));
 }
 
@@ -468,7 +478,7 @@ void WhoWaitsEndsThePace() {
     Snapshot snapshot(MakeArena(0));
     Bytes bytes = RandomBytes(24 << 20, 1);
     snapshot.Add(bytes.data(), bytes.size(), SourceKind::kStable);
-    snapshot.Pace(std::chrono::hours(1));
+    snapshot.Pace({}, std::chrono::hours(1));
     std::thread writer([&] { (void)TakeSource(snapshot, 0, bytes.size()); });
     const auto start = Clock::now();
     if (by_gate) {
@@ -485,7 +495,7 @@ void CloseEndsThePace() {
   Snapshot snapshot(MakeArena(0));
   const Bytes bytes(24 << 20);
   snapshot.Add(bytes.data(), bytes.size(), SourceKind::kConstant);
-  snapshot.Pace(std::chrono::hours(1));
+  snapshot.Pace({}, std::chrono::hours(1));
   Bytes written;
   auto writer = std::async(std::launch::async, [&] { return TakeSource(snapshot, 0, bytes.size(), kBlock, written); });
   EXPECT(writer.wait_for(std::chrono::milliseconds(20)) == std::future_status::timeout);
@@ -522,6 +532,7 @@ int main(int argc, char** argv) {
               TEST(CloseAtAnyMomentStopsTheWriter),
               TEST(AForkedChildLetsTheParentsSaveAlone),
               TEST(APacedWriterDoesNotEndTooEarly),
+              TEST(APacedWriterDoesNotBeginTooEarly),
               TEST(WhoWaitsEndsThePace),
               TEST(CloseEndsThePace)});
 }
