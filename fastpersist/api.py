@@ -19,7 +19,7 @@ from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
 from fastpersist.commit import PendingFile, resolve_target
 from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.filesystem import filesystem, make_directories, storage_errors
 from fastpersist.inspection import Manifest, VerifyReport
 from fastpersist.loading import MapLocation, load_checkpoint
 from fastpersist.owners import Owners
@@ -71,6 +71,7 @@ def save(
     format: str = "auto",
     metadata: Mapping[str, str] | None = None,
     replace_links: bool = False,
+    make_parents: bool = False,
 ) -> SaveReport:
     """Save an object to one file, which stock tools read.
 
@@ -91,6 +92,7 @@ def save(
             `.safetensors`, torch for all others.
         metadata: Text to text, kept in the header; safetensors only.
         replace_links: Replace a file that has several hard links, too; its other names keep the old one.
+        make_parents: Make the directories above that are missing, durably.
 
     Returns:
         What was written, by which engine, in what time.
@@ -111,6 +113,8 @@ def save(
         stock_save(obj, path)
         return SaveReport("", 0, "torch.save", 0.0, 0.0, 0.0, time.monotonic() - started_s)
     name = os.fspath(path)
+    if make_parents:
+        make_directories(os.path.dirname(os.path.abspath(name)))
     target = resolve_target(name, replace_links=replace_links)
     why_not = target.why_not_replaceable
     if why_not is None and torch.serialization._serialization_tls.skip_data:
@@ -161,6 +165,7 @@ def save_async(
     engine: str = "auto",
     format: str = "auto",
     replace_links: bool = False,
+    make_parents: bool = False,
 ) -> PendingSave:
     """Save an object to one file while training goes on; the file is what `save` would have written.
 
@@ -183,6 +188,7 @@ def save_async(
         engine: "auto", or an engine's name, which then never falls back.
         format: "auto", "torch" or "safetensors", as in `save`.
         replace_links: Replace a file that has several hard links, too, as in `save`.
+        make_parents: Make the directories above that are missing, durably.
 
     Returns:
         The save: done(), result(), captured(), wait_captured().
@@ -197,6 +203,8 @@ def save_async(
     name = os.fspath(path)
     require_engine(engine)
     owners = Owners(optimizer, constant, gate)
+    if make_parents:
+        make_directories(os.path.dirname(os.path.abspath(name)))
     target = resolve_target(name, replace_links=replace_links)
     stats = SaveStats(path=name)
     file = None

@@ -248,8 +248,13 @@ class PendingSave:
                 return
         call()
 
-    def run(self, task: Callable[[], None]) -> None:
-        """Do a part of the save on the writing thread, unless it has failed already."""
+    def run(self, task: Callable[[], None], *, when_it_fails: Callable[[BaseException], None] | None = None) -> None:
+        """Do a part of the save on the writing thread, unless it has failed already.
+
+        Args:
+            task: The part.
+            when_it_fails: Given its error; None: the save fails with it at once.
+        """
         with self._lock:
             if self._skipped or self._finished.is_set():
                 return
@@ -258,7 +263,7 @@ class PendingSave:
             self._refuse_cancelled()
             task()
         except BaseException as error:  # noqa: BLE001 - the owner's thread gets it
-            self.fail(self._cancelled or error)
+            (when_it_fails or self.fail)(self._cancelled or error)
 
     def begin(self, capture: Capture, submit: Callable[[], None]) -> None:
         """Make the volatile bytes of a file safe and let its writer begin; returns when save() may return.

@@ -44,7 +44,7 @@ from fastpersist.errors import (
     StorageError,
 )
 from fastpersist.explaining import explain, warn_caller, warn_of_globals
-from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.filesystem import filesystem, make_directories, storage_errors
 from fastpersist.formats.manifest import CheckpointManifest, encode_manifest, step_name
 from fastpersist.loading import MapLocation
 from fastpersist.owners import Owners
@@ -379,8 +379,7 @@ class Checkpointer:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-        with storage_errors("creating", self._root):
-            os.makedirs(self._root, exist_ok=True)
+        make_directories(self._root)
         self._lock = RootLock.acquire(self._root)
         sweep_directories(self._root, _STEP_PATTERN)
         self._metrics = None

@@ -23,6 +23,9 @@ them whole, since 4 came first. After 6: the new one, and perhaps the old one as
 the sync of the parent that makes its new name durable, be it by 7, by `remove_directory` or by a sweep: else a power
 failure might keep the deletions and lose the rename. An error before 5 removes the pending directory.
 
+A pending directory may lie elsewhere in the file system, where whoever lists the parent looks at hidden names too; then
+both parents are synced in 6.
+
 A pending directory is live while its writer holds the record lock on its MANIFEST.json; commit.py says why that kind,
 and keeps the registry of those of this process, which nobody here may open. Who removes a directory deletes
 MANIFEST.json last, and until then holds a lock on it that conflicts with a writer's and with readers'. Where a file
@@ -40,6 +43,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator
@@ -76,6 +80,7 @@ _log = logging.getLogger("fastpersist")
 
 Overwrite: TypeAlias = bool | Literal["foreign"]
 
+_ANY_NAME = re.compile(r".+", re.DOTALL)
 _ATTEMPT_COUNT = 100
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -104,7 +109,7 @@ class PendingDirectory:
         self._directories: set[str] = set()
 
     @classmethod
-    def create(cls, path: str, *, overwrite: Overwrite) -> PendingDirectory:
+    def create(cls, path: str, *, overwrite: Overwrite, pending_in: str | None = None) -> PendingDirectory:
         """Steps 1 and 2 of the protocol.
 
         Args:
@@ -112,6 +117,8 @@ class PendingDirectory:
             overwrite: Whether a checkpoint that has this name may be replaced; "foreign": also one without a
                 MANIFEST.json. The new directory gets its permission bits then, and never has more; else those that
                 mkdir() gives.
+            pending_in: A directory of the same file system, where the pending one is made in place of the parent of
+                `path`; all that dead saves have left there is removed.
 
         Raises:
             ConfigError: The name is taken, by something that may not be replaced.
@@ -120,10 +127,14 @@ class PendingDirectory:
         final_path = resolve_final_path(path)
         parent, name = os.path.split(final_path)
         sweep_directories(parent, name)  # first: it may give the name back to a directory that was retired
+        if pending_in is not None:
+            pending_in = os.path.realpath(pending_in)
+            sweep_directories(pending_in, _ANY_NAME)
         mode = _check_name(final_path, overwrite)
         for _ in range(_ATTEMPT_COUNT):
             with live_guard(), saving(final_path):
-                pending = cls._make(hidden_path(final_path, "pending"), final_path, mode)
+                pending_path = hidden_path(os.path.join(pending_in or parent, name), "pending")
+                pending = cls._make(pending_path, final_path, mode)
             if pending is not None:
                 return pending
         raise InternalError(f"no pending directory for {final_path} could be kept in {_ATTEMPT_COUNT} attempts")
@@ -224,7 +235,8 @@ class PendingDirectory:
         self._close()
         if durable:
             try:
-                self._sync_directory(os.path.dirname(self.final_path))
+                for parent in dict.fromkeys((os.path.dirname(self.final_path), os.path.dirname(self.path))):
+                    self._sync_directory(parent)
             except StorageError as error:  # what was replaced stays: it may be all that a power failure leaves
                 message = f"{self.final_path} is published, but a power failure may undo that: {error}"
                 raise type(error)(error.errno, message, self.final_path) from error

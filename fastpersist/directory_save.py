@@ -24,7 +24,7 @@ from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
 from fastpersist.directory_commit import Overwrite, PendingDirectory, files_in
 from fastpersist.errors import ConfigError, SkippedError
-from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.filesystem import filesystem, make_directories, storage_errors
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, check_file_name, encode_manifest
 from fastpersist.owners import Owners
 from fastpersist.pacing import note_save, spread_s
@@ -57,10 +57,13 @@ class DirectorySave:
     """A directory that is being put together. One thread uses it; everything is written on another.
 
     Args:
-        path: Its final name; the parent directory exists.
+        path: Its final name.
         overwrite: Replace a checkpoint of that name. Without it, an existing one is an error, now and at publish().
             "foreign": also a directory with files and no MANIFEST.json, such as another program's checkpoint.
         engine: "auto", or an engine's name, which then never falls back.
+        make_parents: Make the directories above that are missing, durably. Without it, the parent exists.
+        pending_in: Where the pending directory is made, in the same file system, if not beside the final name: for
+            parents whose readers take hidden names for checkpoints. What dead saves have left there is removed.
 
     Raises:
         ConfigError: The path exists and overwrite is False.
@@ -75,6 +78,8 @@ class DirectorySave:
         *,
         overwrite: Overwrite = False,
         engine: str = "auto",
+        make_parents: bool = False,
+        pending_in: str | os.PathLike[str] | None = None,
         _arena: Arena = _arena,
         _lane: Lane | None = None,
         _stats: SaveStats | None = None,
@@ -87,7 +92,12 @@ class DirectorySave:
         self._arena = _arena
         self._lane = _lane or Lane("fastpersist-save")
         self._paranoid = _paranoid
-        self._directory = PendingDirectory.create(os.path.abspath(path), overwrite=overwrite)
+        final_path = os.path.abspath(path)
+        if make_parents:
+            make_directories(os.path.dirname(final_path))
+        self._directory = PendingDirectory.create(
+            final_path, overwrite=overwrite, pending_in=None if pending_in is None else os.fspath(pending_in)
+        )
         self._process = os.getpid()
         self._closed = False
         self._stats = _stats or SaveStats(path=self._directory.final_path)
@@ -96,6 +106,7 @@ class DirectorySave:
         self._entries: dict[str, FileEntry | None] = {}
         self._snapshots: list[tuple[_native.Snapshot, int]] = []  # with their bytes
         self._optimizers: list[Optimizer] = []
+        self._failed = False
         self._started_s: float | None = None  # of the first file that a step waits for
         self._spread_s = 0.0
         self.captures: list[Capture] = []
@@ -132,11 +143,12 @@ class DirectorySave:
         Raises:
             ConfigError: The name is no relative file name or is taken, or the format cannot hold the object.
 
-        Once a file could not be written, nothing more is done; publish().result() raises the error.
+        Once a file could not be written, nothing more is done, and publish().result() raises the error; until then the
+        pending directory stays.
         """
         started_s = time.monotonic()
         self._check_new(name)
-        if self._pending.done():
+        if self._failed:
             return
         owners = owners or Owners(optimizer, constant, gate)
         capture = Capture(
@@ -165,7 +177,7 @@ class DirectorySave:
         self._check_new(name)
         self._entries[name] = None
         kept = bytes(data)
-        self._lane.submit(lambda: self._pending.run(lambda: self._write_bytes(name, kept)))
+        self._submit(lambda: self._write_bytes(name, kept))
 
     def publish(
         self,
@@ -210,7 +222,8 @@ class DirectorySave:
         if self._closed:
             return False
         self._closed = True
-        self._pending.cancel(SkippedError(f"{self._directory.final_path} was given up before it was published"))
+        if not self._failed:
+            self._pending.cancel(SkippedError(f"{self._directory.final_path} was given up before it was published"))
         self._lane.submit(lambda: self._pending.run(_nothing))
         return True
 
@@ -271,7 +284,18 @@ class DirectorySave:
             self._stats.engine = written.engine
             self._note(name, container.size_bytes, written.crc32)
 
-        self._pending.begin(capture, lambda: self._lane.submit(lambda: self._pending.run(write)))
+        self._pending.begin(capture, lambda: self._submit(write))
+
+    def _submit(self, write_file: Callable[[], None]) -> None:
+        self._lane.submit(lambda: self._pending.run(write_file, when_it_fails=self._file_failed))
+
+    def _file_failed(self, error: BaseException) -> None:
+        """Nobody waits for the capture any more; but others may still put files into the directory, so it stays."""
+        if self._closed:
+            self._pending.fail(error)
+        else:
+            self._failed = True
+            self._pending.cancel(error)
 
     def _write_bytes(self, name: str, data: bytes) -> None:
         final_path = os.path.join(self._directory.final_path, name)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from fastpersist import _native
 from fastpersist.errors import NoSpaceError, StorageError, UnsupportedError
 
-__all__ = ["Filesystem", "filesystem", "storage_errors", "using"]
+__all__ = ["Filesystem", "filesystem", "make_directories", "storage_errors", "using"]
 
 # What rename() answers when a directory with something in it, or a file, has the name.
 _NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
@@ -136,3 +136,23 @@ def using(replacement: Filesystem) -> Iterator[None]:
         yield
     finally:
         _current = previous
+
+
+def make_directories(path: str) -> None:
+    """Make a directory, and those above it that are missing; their names are durable when this returns.
+
+    Raises:
+        StorageError: One of them cannot be made, or is something else.
+    """
+    missing = []
+    above = os.path.abspath(path)
+    while not os.path.isdir(above):
+        missing.append(above)
+        above = os.path.dirname(above)
+    for directory in reversed(missing):
+        try:
+            filesystem().make_directory(directory)
+        except StorageError as error:
+            if error.errno != errno.EEXIST or not os.path.isdir(directory):  # somebody else may have made it
+                raise
+        filesystem().sync_directory(os.path.dirname(directory))

@@ -29,8 +29,8 @@ LAYERS = (
     | {"saving"},
     {"api", "directory_save", "signal_save"},
     {"checkpointer"},
-    {"cli", "integrations", "examples"},
-    {"__main__"},
+    {"cli", "integrations"},
+    {"__main__", "examples"},
 )
 LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

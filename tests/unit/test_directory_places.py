@@ -1,0 +1,183 @@
+"""Where directories come into being: parents that are made, and pending directories that lie elsewhere."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastpersist as fp
+from fastpersist.filesystem import Filesystem, make_directories, using
+
+
+class Recording(Filesystem):
+    """The real file system, and what was made, renamed and synced there."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str]] = []
+
+    def make_directory(self, path: str, mode: int = 0o777) -> None:
+        self.done.append(("make", path))
+        super().make_directory(path, mode)
+
+    def sync_directory(self, path: str) -> None:
+        self.done.append(("sync", path))
+        super().sync_directory(path)
+
+    def rename_to_free_name(self, source: str, target: str) -> None:
+        self.done.append(("rename", target))
+        super().rename_to_free_name(source, target)
+
+
+def save_into(files: fp.DirectorySave) -> None:
+    files.save({"w": torch.ones(3)}, "w.pt")
+    files.add_bytes("b", b"text")
+    files.publish().result()
+
+
+# --- make_parents
+
+
+def test_each_directory_that_was_missing_has_a_durable_name(tmp_path: Path) -> None:
+    with using(recording := Recording()):
+        make_directories(str(tmp_path / "a" / "b"))
+    a, b = str(tmp_path / "a"), str(tmp_path / "a" / "b")
+    assert recording.done == [("make", a), ("sync", str(tmp_path)), ("make", b), ("sync", a)]
+
+
+def test_a_directory_that_somebody_else_makes_meanwhile_is_taken(tmp_path: Path) -> None:
+    class Racing(Filesystem):
+        def make_directory(self, path: str, mode: int = 0o777) -> None:
+            os.mkdir(path)
+            super().make_directory(path, mode)
+
+    with using(Racing()):
+        make_directories(str(tmp_path / "a" / "b"))
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_file_in_the_way_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    with pytest.raises(fp.StorageError, match=str(tmp_path / "a")):
+        make_directories(str(tmp_path / "a" / "b"))
+    assert (tmp_path / "a").read_text() == "x"
+
+
+def test_save_makes_parents_only_when_told(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "x.pt"
+    for save in (fp.save, fp.save_async):
+        with pytest.raises(fp.StorageError):
+            save(1, path)  # type: ignore[operator]
+        assert not (tmp_path / "a").exists()
+    fp.save(1, path, make_parents=True)
+    assert fp.load(path) == 1
+    other = tmp_path / "c" / "x.pt"
+    fp.save_async(2, other, make_parents=True).result()
+    assert fp.load(other) == 2
+
+
+def test_a_new_root_of_a_checkpointer_has_a_durable_name(tmp_path: Path) -> None:
+    with using(recording := Recording()), fp.Checkpointer(tmp_path / "runs" / "a") as checkpoints:
+        checkpoints.save(1, {"x": 1})
+    assert ("sync", str(tmp_path)) in recording.done
+    assert recording.done.index(("sync", str(tmp_path / "runs"))) > recording.done.index(
+        ("make", str(tmp_path / "runs" / "a"))
+    )
+
+
+# --- pending_in
+
+
+def test_the_parent_shows_nothing_until_all_is_published(tmp_path: Path) -> None:
+    parent = tmp_path / "checkpoints"
+    with using(recording := Recording()):
+        files = fp.DirectorySave(parent / "one", make_parents=True, pending_in=tmp_path)
+        assert Path(files.path).parent == tmp_path
+        assert os.listdir(parent) == []
+        save_into(files)
+    assert fp.verify(parent / "one").ok
+    assert os.listdir(parent) == ["one"]
+    assert os.listdir(tmp_path) == ["checkpoints"]
+    renamed = recording.done.index(("rename", str(parent / "one")))
+    assert recording.done[renamed + 1 :] == [("sync", str(parent)), ("sync", str(tmp_path))]
+
+
+def test_what_a_dead_save_of_another_name_left_there_is_removed_and_what_lives_stays(tmp_path: Path) -> None:
+    parent = tmp_path / "checkpoints"
+    parent.mkdir()
+    dead = tmp_path / f".one.pending-{'0' * 16}"
+    dead.mkdir()
+    (dead / "MANIFEST.json").touch()
+    (dead / "w.pt").write_text("half")
+    with fp.DirectorySave(parent / "two", pending_in=tmp_path) as alive:
+        save_into(fp.DirectorySave(parent / "three", pending_in=tmp_path))
+        assert not dead.exists()
+        assert os.path.isdir(alive.path)
+        save_into(alive)
+    assert sorted(os.listdir(parent)) == ["three", "two"]
+
+
+def test_a_checkpoint_is_replaced_from_elsewhere(tmp_path: Path) -> None:
+    parent = tmp_path / "checkpoints"
+    save_into(fp.DirectorySave(parent / "one", make_parents=True))
+    with fp.DirectorySave(parent / "one", overwrite=True, pending_in=tmp_path) as files:
+        files.add_bytes("new", b"new")
+        files.publish().result()
+    assert sorted(os.listdir(parent / "one")) == ["MANIFEST.json", "new"]
+    assert os.listdir(parent) == ["one"]
+    assert os.listdir(tmp_path) == ["checkpoints"]
+
+
+def test_what_is_given_up_leaves_nothing_elsewhere(tmp_path: Path) -> None:
+    with fp.DirectorySave(tmp_path / "a" / "one", make_parents=True, pending_in=tmp_path) as files:
+        files.add_bytes("b", b"text")
+    assert os.listdir(tmp_path) == ["a"]
+    assert os.listdir(tmp_path / "a") == []
+
+
+# --- a file that cannot be written
+
+
+class FullForTensors(Filesystem):
+    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
+        raise fp.NoSpaceError(28, f"reserving {size_bytes} bytes for {path}: disk full", path)
+
+
+def failed_files(tmp_path: Path) -> fp.DirectorySave:
+    """Return a directory whose first file is known to have failed."""
+    files = fp.DirectorySave(tmp_path / "one")
+    files.save({"w": torch.ones(3)}, "w.pt")
+    reached = threading.Event()
+    files._lane.submit(reached.set)  # behind the file
+    assert reached.wait(60)
+    return files
+
+
+@pytest.mark.parametrize("end", ["publish", "abort"])
+def test_the_pending_directory_stays_for_others_until_it_is_published_or_given_up(tmp_path: Path, end: str) -> None:
+    with using(FullForTensors()):
+        files = failed_files(tmp_path)
+        Path(files.path, "config.json").write_text("somebody else's")
+        files.save({"w": torch.ones(3)}, "more.pt")
+        files.add_bytes("b", b"text")
+        if end == "publish":
+            with pytest.raises(fp.NoSpaceError, match="disk full"):
+                files.publish().result()
+        else:
+            files.abort()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_step_does_not_wait_for_a_file_that_has_failed(tmp_path: Path) -> None:
+    weights = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    with using(FullForTensors()):
+        files = fp.DirectorySave(tmp_path / "one")
+        files.save({"w": weights.data}, "w.pt", optimizer)
+        weights.grad = torch.ones(3)
+        optimizer.step()
+        with pytest.raises(fp.NoSpaceError):
+            files.publish().result()
