@@ -66,7 +66,7 @@ class DirectorySave:
             parents whose readers take hidden names for checkpoints. What dead saves have left there is removed.
 
     Raises:
-        ConfigError: The path exists and overwrite is False.
+        ConfigError: The path exists and overwrite is False; unknown engine, or value of overwrite.
         StorageError: The pending directory cannot be made.
 
     As a context manager it removes everything if publish() was not called in the block.
@@ -87,6 +87,8 @@ class DirectorySave:
     ) -> None:
         self._closed = True  # until there is something to close
         require_engine(engine)
+        if overwrite not in (False, True, "foreign"):
+            raise ConfigError(f"overwrite is False, True or 'foreign', not {overwrite!r}")
         self._overwrite = overwrite
         self._engine = engine
         self._arena = _arena

@@ -1,0 +1,464 @@
+"""Accelerate's save_state and load_state, with the disk beside the training.
+
+    from fastpersist.integrations.accelerate import load_state, save_state
+
+    save_state(accelerator, "checkpoint")      # in place of accelerator.save_state("checkpoint")
+    load_state(accelerator, "checkpoint")      # in place of accelerator.load_state("checkpoint")
+
+What is in a checkpoint is Accelerate's affair: its own save_state is called, with a hidden directory as its output, and
+what it saves there goes into a `DirectorySave` (`redirecting`). The files are those that it writes by itself, plus a
+MANIFEST.json, so its own load_state reads them, and this one reads those that it wrote. New is that training goes on
+meanwhile, that a directory is visible only when it is complete, and that nothing old is removed before that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import uuid
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fastpersist import (
+    CheckpointNotFoundError,
+    ConfigError,
+    DirectorySave,
+    FastPersistError,
+    PendingSave,
+    StorageError,
+    inspect,
+    installed,
+    verify,
+)
+
+from .redirecting import saves_into
+from .requirements import require
+
+require("accelerate", "accelerate", "1.1")
+
+from accelerate import Accelerator  # type: ignore[import-untyped] # noqa: E402 - the line above explains its absence
+from accelerate.utils import broadcast_object_list, gather_object  # type: ignore[import-untyped] # noqa: E402
+
+__all__ = ["load_state", "save_state", "wait"]
+
+_log = logging.getLogger("fastpersist")
+
+_MANIFEST_NAME = "MANIFEST.json"
+_CHECKPOINT = re.compile(r"checkpoint_(\d+)")
+_REMOVED = re.compile(r"\.checkpoint_\d+\.removed-[0-9a-f]+")
+_RANDOM_STATE = re.compile(r"random_states_\d+\.pkl")
+# What Accelerate's own save_state writes, in all versions.
+_FILE_OF_ACCELERATE = re.compile(
+    r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.(bin|safetensors)"
+    rf"|{_RANDOM_STATE.pattern}|custom_checkpoint_\d+\.pkl|scaler\.pt"
+)
+_STRATEGIES = ("NO", "MULTI_")  # every process has all of the state; the others have savers of their own
+
+
+@dataclass(frozen=True)
+class _Latest:
+    """The save that was begun last, of which there is one per accelerator."""
+
+    save: PendingSave
+    on_error: str
+
+
+_latest: weakref.WeakKeyDictionary[Any, _Latest] = weakref.WeakKeyDictionary()
+os.register_at_fork(after_in_child=_latest.clear)  # the saves under way are the parent's
+
+
+# ------------------------------------------------------------------------------------------- for users
+
+
+def save_state(
+    accelerator: Accelerator,
+    output_dir: str | os.PathLike[str] | None = None,
+    *,
+    safe_serialization: bool = True,
+    on_error: Literal["raise", "warn"] = "raise",
+    engine: str = "auto",
+    **save_model_func_kwargs: Any,
+) -> PendingSave | None:
+    """Save what accelerator.save_state saves, while training goes on.
+
+    Returns when everything that may change before the next step is copied. Parameters and optimizer states are written
+    from where they are; the optimizers' next step waits until what is not written by then is copied. The directory
+    becomes visible, whole, when all of it is durable. One save is under way at a time: this waits for the last one.
+
+    A directory of that name is replaced as a whole, if what is in it belongs to a checkpoint. With automatic checkpoint
+    naming the names are Accelerate's (checkpoints/checkpoint_N), and what `total_limit` has too many is removed when
+    the new one is durable. Hooks that were registered for saving run, and write into the hidden directory.
+
+    All processes call it. They need one file system.
+
+    Args:
+        accelerator: With everything prepared.
+        output_dir: Where to; missing parents are made. Not used with automatic checkpoint naming.
+        safe_serialization: Models as safetensors, else as torch files.
+        on_error: What a save that fails behind the training does. "raise": the next save_state, load_state or `wait`
+            raises the error. "warn": there it is a RuntimeWarning, and training goes on. In the log it is at once.
+        engine: "auto", or an engine's name, which then never falls back.
+        **save_model_func_kwargs: For accelerator.save_state.
+
+    Returns:
+        The save: done(), result(), captured(). On all processes but the main one: None, and their part is done. None
+        also where on_error="warn" and the disk refused the beginning.
+
+    Raises:
+        ConfigError: The strategy shards the state (FSDP, DeepSpeed, Megatron, XLA, tensor parallel); stock saving works
+            there. Or the directory holds what belongs to no checkpoint, or is not seen by all processes.
+        ValueError: Automatic checkpoint naming, and the name is taken.
+        StorageError: The directory cannot be made; or the last save failed, which is raised once.
+        FastPersistError: Another process failed; nothing is published then.
+
+    Thread safety: one thread, the one that trains.
+    """
+    if on_error not in ("raise", "warn"):
+        raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+    _refuse_strategy(accelerator)
+    _settle(accelerator)
+    configuration = accelerator.project_configuration
+    iteration = configuration.iteration
+    try:
+        pending = _save(accelerator, output_dir, safe_serialization, on_error, engine, save_model_func_kwargs)
+        configuration.iteration = iteration + 1
+        return pending
+    except BaseException as error:
+        configuration.iteration = iteration  # other processes may have counted, or not
+        if on_error == "raise" or not isinstance(error, StorageError):
+            raise
+        _log.error("a checkpoint was not saved: %s", error)
+        warnings.warn(_warning_of(error), RuntimeWarning, stacklevel=2)
+        return None
+
+
+def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None = None, **load_kwargs: Any) -> Path:
+    """Load what accelerator.load_state loads, when the save that is under way is done.
+
+    Args:
+        accelerator: With everything prepared.
+        input_dir: Where from. None with automatic checkpoint naming: the newest one that is whole. All of it is read
+            and checked before anything is loaded; damaged ones are skipped, and a warning says which and why.
+        **load_kwargs: For accelerator.load_state.
+
+    Returns:
+        The directory that was loaded. Accelerate does not go on counting from there: with automatic checkpoint naming,
+        set accelerator.project_configuration.iteration to a number that is not taken.
+
+    Raises:
+        ConfigError: The strategy shards the state, as in `save_state`; or there is no name to load from.
+        CheckpointNotFoundError: Automatic checkpoint naming, and there is none that is whole.
+        StorageError: The last save failed, which is raised once.
+        FastPersistError: Another process failed.
+        ValueError, RuntimeError, …: What accelerator.load_state raises.
+
+    Thread safety: one thread, the one that trains; all processes call it.
+    """
+    _refuse_strategy(accelerator)
+    _settle(accelerator)
+    if input_dir is None:
+        if not accelerator.project_configuration.automatic_checkpoint_naming:
+            raise ConfigError("load_state needs an input_dir, or automatic_checkpoint_naming")
+        newest, failure = None, None
+        try:
+            newest = _newest_whole(accelerator) if accelerator.is_main_process else None
+        except Exception as error:  # noqa: BLE001 - the other processes wait
+            failure = error
+        _agree(accelerator, failure)
+        input_dir = str(broadcast_object_list([newest])[0])
+    accelerator.load_state(os.fspath(input_dir), **load_kwargs)
+    return Path(input_dir)
+
+
+def wait(accelerator: Accelerator) -> None:
+    """Return when the save that is under way is done. On all processes but the main one there is none.
+
+    Raises:
+        StorageError, TornStateError: It failed, and nobody was told; with on_error="warn" it is a RuntimeWarning.
+
+    Thread safety: as `save_state`.
+    """
+    _deliver(accelerator, depth=3)
+
+
+# ------------------------------------------------------------------------------------------- saving
+
+
+def _save(
+    accelerator: Accelerator,
+    output_dir: str | os.PathLike[str] | None,
+    safe_serialization: bool,
+    on_error: str,
+    engine: str,
+    save_model_func_kwargs: dict[str, Any],
+) -> PendingSave | None:
+    """Do what `save_state` says. What one process raises, all raise, each time before the next thing is begun."""
+    target, files, failure = "", None, None
+    try:
+        _refuse_tensor_parallel(accelerator)
+        if accelerator.is_main_process:
+            target, files = _begin(accelerator, output_dir, engine)
+    except Exception as error:  # noqa: BLE001 - the other processes wait
+        failure = error
+    with files or nullcontext():  # whatever is not published is removed
+        _agree(accelerator, failure)
+        pending_path = broadcast_object_list([files.path if files is not None else None])[0]
+        _agree(accelerator, _why_not_shared(accelerator, pending_path))
+        failure = None
+        try:
+            with _without_automatic_naming(accelerator), _saving(accelerator, files):
+                accelerator.save_state(pending_path, safe_serialization, **save_model_func_kwargs)
+        except Exception as error:  # noqa: BLE001 - the other processes wait
+            failure = error
+        _agree(accelerator, failure)
+        if files is None:
+            return None
+        limit = accelerator.project_configuration.total_limit
+        removes = accelerator.project_configuration.automatic_checkpoint_naming and limit is not None
+        pending = files.publish(after=(lambda: _remove_oldest(target, limit)) if removes else None)
+    _latest[accelerator] = _Latest(pending, on_error)
+    return pending
+
+
+def _begin(
+    accelerator: Accelerator, output_dir: str | os.PathLike[str] | None, engine: str
+) -> tuple[str, DirectorySave]:
+    """Choose the name as Accelerate does, and make the hidden directory."""
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        folder = _automatic_folder(accelerator)
+        target = os.path.join(folder, f"checkpoint_{accelerator.save_iteration}")
+        if os.path.lexists(target):
+            raise ValueError(
+                f"{target} exists already: set accelerator.project_configuration.iteration to the number that the next "
+                "checkpoint is to have"
+            )
+        return target, DirectorySave(target, engine=engine, make_parents=True, pending_in=_hiding_place(folder))
+    if output_dir is None:
+        raise ConfigError("save_state needs an output_dir, or automatic_checkpoint_naming in the ProjectConfiguration")
+    target = os.path.abspath(output_dir)
+    if os.path.isdir(target):
+        _refuse_to_lose(accelerator, target)
+    return target, DirectorySave(target, overwrite="foreign", engine=engine, make_parents=True)
+
+
+def _refuse_to_lose(accelerator: Accelerator, target: str) -> None:
+    """Raise if something in a directory that is to be replaced is no part of a checkpoint."""
+    found = os.listdir(target)
+    belong = {_MANIFEST_NAME}
+    if _MANIFEST_NAME in found:
+        try:
+            belong.update(file.name.split("/")[0] for file in inspect(target).files)
+        except FastPersistError as error:  # damaged; what is known by its name may go all the same
+            _log.info("%s is replaced without its manifest: %s", target, error)
+    elif accelerator._save_model_state_pre_hook and any(map(_RANDOM_STATE.fullmatch, found)):
+        return  # a checkpoint of Accelerate, and hooks write whatever they like
+    foreign = sorted(name for name in found if name not in belong and not _FILE_OF_ACCELERATE.fullmatch(name))
+    if foreign:
+        raise ConfigError(
+            f"{target} is replaced as a whole, and {foreign[0]} in it is no part of a checkpoint: save into a "
+            "directory of its own"
+        )
+
+
+def _why_not_shared(accelerator: Accelerator, pending_path: str) -> ConfigError | None:
+    if accelerator.is_main_process or os.path.isdir(pending_path):
+        return None
+    return ConfigError(
+        f"process {accelerator.process_index} does not see {os.path.dirname(pending_path)} of the main process: all "
+        "need one file system, and save_on_each_node is not supported; stock accelerator.save_state works there"
+    )
+
+
+@contextmanager
+def _saving(accelerator: Accelerator, files: DirectorySave | None) -> Iterator[None]:
+    """Let what Accelerate saves in the block go into `files`; on other processes, durably where it says."""
+    if files is None:
+        with installed():
+            yield
+    else:
+        with saves_into(files, optimizer=list(accelerator._optimizers)):
+            yield
+
+
+@contextmanager
+def _without_automatic_naming(accelerator: Accelerator) -> Iterator[None]:
+    configuration = accelerator.project_configuration
+    before = configuration.automatic_checkpoint_naming
+    configuration.automatic_checkpoint_naming = False
+    try:
+        yield
+    finally:
+        configuration.automatic_checkpoint_naming = before
+
+
+def _settle(accelerator: Accelerator) -> None:
+    """On all processes: finish the save that was begun last, and raise its error, or warn of it."""
+    failure = None
+    try:
+        _deliver(accelerator, depth=4)
+    except Exception as error:  # noqa: BLE001 - the other processes wait
+        failure = error
+    _agree(accelerator, failure)
+
+
+def _deliver(accelerator: Accelerator, depth: int) -> None:
+    """Wait for the save that was begun last, and raise its error, or warn the caller of that depth of it, once."""
+    latest = _latest.get(accelerator)
+    if latest is None:
+        return
+    latest.save.join()
+    error = latest.save.undelivered_error()
+    if error is None:
+        return
+    if latest.on_error == "raise":
+        raise error
+    warnings.warn(_warning_of(error), RuntimeWarning, stacklevel=depth)
+
+
+def _warning_of(error: BaseException) -> str:
+    return f"a checkpoint was not saved, training goes on: {error}"
+
+
+# ------------------------------------------------------------------------------------------- several processes
+
+
+def _agree(accelerator: Accelerator, failure: Exception | None) -> None:
+    """Raise on all processes if one of them has failed. Each calls it as often as the others."""
+    if accelerator.num_processes > 1:
+        told = None if failure is None else (isinstance(failure, StorageError), f"{type(failure).__name__}: {failure}")
+        outcomes = gather_object([told])
+        for index, outcome in enumerate(outcomes):
+            if outcome is not None and failure is None:
+                is_of_disk, text = outcome
+                message = f"process {index} failed: {text}"
+                failure = StorageError(None, message) if is_of_disk else FastPersistError(message)
+    if failure is not None:
+        raise failure
+
+
+def _refuse_strategy(accelerator: Accelerator) -> None:
+    """Raise where the frameworks behind Accelerate save by themselves, past torch.save."""
+    strategy = str(accelerator.distributed_type.value)
+    if not strategy.startswith(_STRATEGIES):
+        raise ConfigError(
+            f"fastpersist does not save the sharded state of {strategy} yet: stock accelerator.save_state and "
+            "load_state work there"
+        )
+
+
+def _refuse_tensor_parallel(accelerator: Accelerator) -> None:
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.tensor import DTensor
+
+    for model in accelerator._models:
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor):
+                raise ConfigError(
+                    f"fastpersist does not save sharded models yet (tensor parallel: {name} is a DTensor): stock "
+                    "accelerator.save_state and load_state work there"
+                )
+
+
+# ------------------------------------------------------------------------------------------- automatic naming
+
+
+def _automatic_folder(accelerator: Accelerator) -> str:
+    """Return where the checkpoints of automatic naming are."""
+    if accelerator.project_dir is None:
+        raise ConfigError("automatic checkpoint naming needs a project_dir, and this Accelerator has none")
+    return os.path.realpath(os.path.join(accelerator.project_dir, "checkpoints"))
+
+
+def _hiding_place(folder: str) -> str:
+    """Return where the unfinished and the removed lie: in the folder itself only where renames from beside it fail."""
+    beside = os.path.dirname(folder)  # stock load_state takes for a checkpoint whatever is in it, hidden names too
+    if not os.path.exists(folder):
+        return beside
+    is_one_disk = os.stat(beside).st_dev == os.stat(folder).st_dev
+    return beside if is_one_disk and os.access(beside, os.W_OK | os.X_OK) else folder
+
+
+def _checkpoints_in(folder: str) -> list[str]:
+    """Return the checkpoints of automatic naming, the one with the lowest number first."""
+    if not os.path.isdir(folder):
+        return []
+    found = [(int(match[1]), match[0]) for match in map(_CHECKPOINT.fullmatch, os.listdir(folder)) if match]
+    paths = [os.path.join(folder, name) for _, name in sorted(found)]
+    return [path for path in paths if os.path.isdir(path) and not os.path.islink(path)]
+
+
+def _remove_oldest(newest: str, limit: int) -> None:
+    """Remove what is more than `limit` checkpoints, on the writing thread, when the newest one is durable."""
+    folder = os.path.dirname(newest)
+    try:
+        hiding_place = _hiding_place(folder)
+        others = [path for path in _checkpoints_in(folder) if path != newest]
+        for path in others[: max(0, len(others) + 1 - max(limit, 1))]:
+            hidden = os.path.join(hiding_place, f".{os.path.basename(path)}.removed-{uuid.uuid4().hex}")
+            os.rename(path, hidden)  # first, and for good: nobody may ever see a part of a checkpoint
+        _sync(folder)
+        _sync(hiding_place)
+        for name in filter(_REMOVED.fullmatch, os.listdir(hiding_place)):  # also what a killed process has left
+            shutil.rmtree(os.path.join(hiding_place, name))
+    except OSError as error:
+        _log.warning("%s is saved, but older checkpoints than total_limit allows stay: %s", newest, error)
+
+
+def _sync(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# ------------------------------------------------------------------------------------------- the newest whole one
+
+
+def _newest_whole(accelerator: Accelerator) -> str:
+    """Find the checkpoint of automatic naming with the highest number that can be loaded."""
+    folder = _automatic_folder(accelerator)
+    for path in reversed(_checkpoints_in(folder)):
+        damage = _damage_of(accelerator, path)
+        if not damage:
+            return path
+        warnings.warn(f"{path} cannot be loaded, going back: {damage}", RuntimeWarning, stacklevel=3)
+    raise CheckpointNotFoundError(f"there is no whole checkpoint in {folder}")
+
+
+def _damage_of(accelerator: Accelerator, path: str) -> str:
+    """Read a checkpoint; say what is wrong with it, "" if nothing is."""
+    try:
+        found = sorted(os.listdir(path))
+        if _MANIFEST_NAME in found:
+            damages = verify(path).damages
+            return damages[0].message if damages else ""
+        missing = [name for name in _needed_names(accelerator) if name not in found]
+        if missing:
+            return f"{missing[0]} is missing"
+        for name in found:
+            if _FILE_OF_ACCELERATE.fullmatch(name):
+                damages = verify(os.path.join(path, name)).damages
+                if damages:
+                    return f"{name}: {damages[0].message}"
+    except (FastPersistError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _needed_names(accelerator: Accelerator) -> Iterator[str]:
+    """Name what Accelerate's load_state does not do without. Models: a hook may have saved them elsewhere."""
+    for kind, parts in (("optimizer", accelerator._optimizers), ("scheduler", accelerator._schedulers)):
+        yield from (f"{kind}_{index}.bin" if index else f"{kind}.bin" for index in range(len(parts)))
+    yield from (f"custom_checkpoint_{index}.pkl" for index in range(len(accelerator._custom_objects)))
+    yield "random_states_0.pkl"

@@ -1,0 +1,52 @@
+"""The check with which each integration begins: its framework is there, and not too old."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+
+from fastpersist import UnsupportedError
+
+__all__ = ["release_of", "require"]
+
+
+def require(extra: str, package: str, minimum: str) -> None:
+    """Raise unless a framework can be imported, in a version that is new enough.
+
+    Args:
+        extra: The module of fastpersist.integrations that asks, which is the name of the extra, too.
+        package: The framework, as it is imported and as pip knows it.
+        minimum: The oldest release that will do, such as "5.0".
+
+    Raises:
+        ImportError: It is not installed.
+        UnsupportedError: It is too old.
+
+    Thread safety: any thread.
+    """
+    advice = f'pip install "fastpersist[{extra}]"'
+    try:
+        missing = importlib.util.find_spec(package) is None
+    except ValueError:  # in sys.modules, without a spec: somebody has made it by hand
+        missing = False
+    if missing:
+        raise ImportError(f"fastpersist.integrations.{extra} needs {package}: {advice}", name=package)
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a source tree in the path: nothing to compare
+        return
+    if release_of(installed) < release_of(minimum):
+        raise UnsupportedError(
+            f"fastpersist.integrations.{extra} needs {package} {minimum} or newer, and {installed} is installed: "
+            f"{advice} --upgrade"
+        )
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, without trailing zeros: (5, 0, 3) of 5.0.3.dev0, (2,) of 2.0rc1."""
+    found = re.match(r"\s*v?(?:\d+!)?(\d+(?:\.\d+)*)", version)
+    numbers = [int(part) for part in found.group(1).split(".")] if found else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
