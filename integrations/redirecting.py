@@ -80,7 +80,7 @@ class _Redirection:
         """Return the name of a file below the directory, None for one elsewhere."""
         real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
         name = os.path.relpath(real, self._root)
-        return None if name.startswith("..") else name
+        return None if name == os.pardir or name.startswith(os.pardir + os.sep) else name
 
 
 @contextmanager

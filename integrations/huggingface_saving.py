@@ -1,0 +1,401 @@
+"""One checkpoint directory of a Trainer, put together by its own functions and published by ours, one at a time.
+
+What the ways to save share, whoever asks for it: `huggingface.attach` or `huggingface_callback`. Several ranks: rank 0
+owns the directory and decides; the others learn its hidden name, put their own files there, and hear how it ended.
+When to save, and who is told, is not decided here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+from transformers import TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
+from transformers.utils.import_utils import is_sagemaker_mp_enabled
+
+from fastpersist import (
+    ConfigError,
+    DirectorySave,
+    FastPersistError,
+    PendingSave,
+    StorageError,
+    UnsupportedError,
+)
+
+from .redirecting import saves_into
+
+__all__ = ["SENTINEL_NAME", "CheckpointSaves", "Flight", "from_first_rank", "refuse_unsupported"]
+
+_log = logging.getLogger("fastpersist")
+
+SENTINEL_NAME = "checkpoint-is-incomplete.txt"
+"""What the Trainer's own save at SIGTERM puts into a directory that is not complete yet."""
+
+_SAMPLE_COUNT = 64  # elements of a frozen parameter that are compared from one save to the next
+
+Result = TypeVar("Result")
+
+
+def refuse_unsupported(args: TrainingArguments, model: object) -> None:
+    """Raise for what has savers of its own, or a layout that cannot be published as one directory.
+
+    Raises:
+        ConfigError: It does; the message names it.
+    """
+    strategy = None
+    if args.fsdp:
+        strategy = "FSDP"
+    elif args.deepspeed:
+        strategy = "DeepSpeed"
+    elif is_sagemaker_mp_enabled():
+        strategy = "SageMaker model parallelism"
+    elif getattr(model, "is_distributed_loading_by_transformers", False):
+        strategy = "a model that was sharded when it was loaded"
+    elif AcceleratorState._shared_state:
+        kind = AcceleratorState().distributed_type.value
+        strategy = None if kind == "NO" or kind.startswith("MULTI_") else kind  # one process, and DDP
+    if strategy is not None:
+        raise ConfigError(
+            f"fastpersist cannot save a Trainer with {strategy} yet; without fastpersist, its own saving works as ever"
+        )
+    if args.save_on_each_node and args.world_size > 1:
+        raise ConfigError(
+            "fastpersist publishes one directory for all ranks, so save_on_each_node=True is not supported: leave it "
+            "out, and let output_dir be on a file system that all nodes share"
+        )
+
+
+@dataclass(eq=False)
+class Flight:
+    """One save from its start to its end.
+
+    Attributes:
+        path: The final name.
+        state: The state of the training that was saved, to correct it if the save fails.
+        best_before: Its best_model_checkpoint without this save.
+        pending: What writes it; None on ranks other than the first.
+        published: How it ended; None while it is under way.
+    """
+
+    path: str
+    state: Any
+    best_before: str | None
+    pending: PendingSave | None = None
+    published: bool | None = None
+
+    def settle(self, *, published: bool) -> None:
+        """Note how it ended; nobody may go on calling best what does not exist."""
+        self.published = published
+        if not published and self.state.best_model_checkpoint == self.path:
+            self.state.best_model_checkpoint = self.best_before
+
+
+class CheckpointSaves:
+    """The saves of one Trainer, never two at once. Only the thread that trains uses it.
+
+    Args:
+        on_error: "raise" or "warn": what becomes of the error of a save.
+        engine: "auto", or an engine's name, which then never falls back.
+
+    Raises:
+        ConfigError: There is no such on_error.
+    """
+
+    def __init__(self, *, on_error: str, engine: str) -> None:
+        if on_error not in ("raise", "warn"):
+            raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+        self._on_error = on_error
+        self._engine = engine
+        self._flight: Flight | None = None
+        self._frozen = _FrozenParameters()
+
+    @property
+    def pending(self) -> PendingSave | None:
+        """The save that is under way; None without one, and on other ranks than the first."""
+        return None if self._flight is None else self._flight.pending
+
+    def wait_captured(self) -> None:
+        """Return when the optimizer may step."""
+        if self.pending is not None:
+            self.pending.wait_captured()
+
+    def join(self) -> None:
+        """Wait until nothing is under way on this rank; what came of it is for `finish`, or `poll`."""
+        if self.pending is not None:
+            self.pending.join()
+
+    def poll(self) -> None:
+        """Do what `finish` does, if that keeps nobody waiting. All ranks call it."""
+        flight = self._flight
+        if flight is not None and from_first_rank(lambda: flight.pending is not None and flight.pending.done()):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, and tell what went wrong with it. All ranks call it.
+
+        Raises:
+            FastPersistError, …: With on_error="raise": the save has failed.
+        """
+        flight = self._flight
+        if flight is None:
+            return
+        self.join()
+        error = None if flight.pending is None else flight.pending.undelivered_error()
+        failed = flight.pending is not None and flight.pending.stats.error is not None
+        failed, described = from_first_rank(lambda: (failed, None if error is None else _described(error)))
+        self._flight = None
+        flight.settle(published=not failed)
+        if described is not None:
+            self._tell(flight.path, error or _error_of(0, *described))
+
+    def finish_quietly(self) -> None:
+        """Wait, on this rank alone: an exception is on its way, and counts more. What goes wrong is in the log."""
+        flight, pending = self._flight, self.pending
+        failed = pending is not None and pending.exception() is not None
+        self._flight = None
+        if flight is not None:
+            flight.settle(published=pending is not None and not failed)
+
+    def save(self, trainer: Any, run_dir: str, *, synchronous: bool) -> Flight | None:
+        """Save a checkpoint as the Trainer itself would, but written behind its back. All ranks call it.
+
+        Args:
+            trainer: Whose functions put the files together.
+            run_dir: Where checkpoint-N goes.
+            synchronous: Return when it is published.
+
+        Returns:
+            The save; None when it has failed already, and on_error is "warn".
+
+        Raises:
+            FastPersistError, …: With on_error="raise": it has failed already, or the one before has.
+            Exception: What the Trainer's functions raise.
+        """
+        self.finish()
+        state, args = trainer.state, trainer.args
+        path = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        flight = Flight(path, state, state.best_model_checkpoint)
+        files: DirectorySave | None = None
+
+        def begin() -> tuple[str, str | None, bool]:
+            nonlocal files
+            at_once = synchronous or os.path.exists(os.path.join(path, SENTINEL_NAME))
+            files = DirectorySave(path, overwrite="foreign", engine=self._engine, make_parents=True)
+            return files.path, _best_checkpoint(trainer, run_dir), at_once
+
+        try:
+            hidden_path, state.best_model_checkpoint, synchronous = from_first_rank(begin)
+            _on_all_ranks(lambda: self._put_together(trainer, files, hidden_path))
+        except BaseException as error:
+            if files is not None:
+                files.abort()
+            flight.settle(published=False)
+            if not _is_of_the_disk(error):
+                raise
+            self._tell(path, error)
+            return None
+        if files is not None:
+            limit, best = args.save_total_limit, state.best_model_checkpoint
+            flight.pending = files.publish(after=lambda: _rotate(run_dir, limit, best))
+        self._flight = flight
+        if synchronous:
+            self.finish()
+        return flight
+
+    def _put_together(self, trainer: Any, files: DirectorySave | None, path: str) -> None:
+        args, state = trainer.args, trainer.state
+        if files is None:
+            if not os.path.isdir(path):
+                raise StorageError(
+                    None, f"rank {args.process_index} does not see {path}: output_dir must be shared by all ranks", path
+                )
+            into: Any = nullcontext()
+        else:
+            constant = self._frozen.unchanged_in(trainer.model)
+            into = saves_into(files, optimizer=_optimizer_of(trainer), constant=constant)
+        with into:
+            trainer.save_model(path, _internal_call=True)
+            if not args.save_only_model:
+                trainer._save_optimizer_and_scheduler(path)
+                trainer._save_scaler(path)
+                trainer._save_rng_state(path)
+        if args.should_save:
+            for exporter in [*trainer.callback_handler.callbacks, trainer.control]:
+                if isinstance(exporter, ExportableState):
+                    name = type(exporter).__name__
+                    if isinstance(state.stateful_callbacks.get(name), list):
+                        state.stateful_callbacks[name].append(exporter.state())
+                    else:
+                        state.stateful_callbacks[name] = exporter.state()
+            state.save_to_json(os.path.join(path, TRAINER_STATE_NAME))
+
+    def _tell(self, path: str, error: BaseException) -> None:
+        if self._on_error == "raise":
+            raise error
+        warnings.warn(
+            f"{path} could not be saved, and training goes on without it: {error}", RuntimeWarning, stacklevel=2
+        )
+
+
+def _best_checkpoint(trainer: Any, run_dir: str) -> str | None:
+    """Return what best_model_checkpoint is once this save exists."""
+    state: Any = trainer.state
+    if trainer.args.save_strategy != SaveStrategy.NO and state.best_global_step:
+        best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if state.best_global_step == state.global_step or os.path.exists(best):
+            return best
+    return state.best_model_checkpoint  # type: ignore[no-any-return]
+
+
+def _rotate(run_dir: str, limit: int | None, best: str | None) -> None:
+    """Delete old checkpoints as the Trainer does; the new one is durable by now."""
+    try:
+        rotate_checkpoints(output_dir=run_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+    except OSError as error:
+        _log.warning("old checkpoints in %s could not be deleted: %s", run_dir, error)
+
+
+def _optimizer_of(trainer: Any) -> object:
+    """Return the optimizer if only its step changes parameters; else None, and everything is copied at once."""
+    optimizer = trainer.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    steps_in_backward = "lomo" in str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    return optimizer if isinstance(inner, torch.optim.Optimizer) and not steps_in_backward else None
+
+
+def _is_of_the_disk(error: BaseException) -> bool:
+    """Tell an error that may be gone at the next save from a mistake of the program, which would be made again."""
+    return isinstance(error, FastPersistError | OSError) and not isinstance(error, ConfigError | UnsupportedError)
+
+
+# ------------------------------------------------------------------------------------------- several ranks
+
+
+def from_first_rank(decide: Callable[[], Result]) -> Result:
+    """Decide something on rank 0, and let all ranks know it. With one rank: just decide.
+
+    Raises:
+        Exception: What `decide` raises; on other ranks a StorageError or RuntimeError that says the same.
+    """
+    if not _are_several():
+        return decide()
+    outcome: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = decide()
+        except Exception as error:  # noqa: BLE001 - raised below, when the others know
+            failure = error
+            outcome[1] = _described(error)
+    dist.broadcast_object_list(outcome, src=0)
+    if failure is not None:
+        raise failure
+    if outcome[1] is not None:
+        raise _error_of(0, *outcome[1])
+    return outcome[0]  # type: ignore[no-any-return]
+
+
+def _on_all_ranks(work: Callable[[], None]) -> None:
+    """Do something on every rank, and return when all are done; if one fails, all do.
+
+    Raises:
+        Exception: What `work` raises; on other ranks a StorageError or RuntimeError that says the same.
+    """
+    if not _are_several():
+        work()
+        return
+    failure: Exception | None = None
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - raised below, when the others know
+        failure = error
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, None if failure is None else _described(failure))
+    if failure is not None:
+        raise failure
+    for rank, outcome in enumerate(outcomes):
+        if outcome is not None:
+            raise _error_of(rank, *outcome)
+
+
+def _are_several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _described(error: BaseException) -> tuple[str, bool]:
+    return f"{type(error).__name__}: {error}", _is_of_the_disk(error)
+
+
+def _error_of(rank: int, message: str, is_of_the_disk: bool) -> Exception:
+    text = f"rank {rank} could not save: {message}"
+    return StorageError(None, text) if is_of_the_disk else RuntimeError(text)
+
+
+# ------------------------------------------------------------------------------------------- frozen parameters
+
+
+@dataclass(frozen=True, eq=False)
+class _Mark:
+    """What a frozen parameter was like at a save."""
+
+    address: int
+    version: int
+    sample: torch.Tensor
+
+    def is_like(self, other: _Mark) -> bool:
+        return (
+            (self.address, self.version) == (other.address, other.version)
+            and self.sample.shape == other.sample.shape
+            and self.sample.equal(other.sample)
+        )
+
+
+class _FrozenParameters:
+    """Which parameters training leaves alone: they need no gradient, and are what they were at the save before.
+
+    Not needing a gradient is not enough: a teacher that follows its student does not either, and moves all the same.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[str, _Mark] = {}
+
+    def unchanged_in(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Return those that are as they were at the last call; none at the first."""
+        marks: dict[str, _Mark] = {}
+        unchanged = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad or not _is_plain(parameter):
+                continue
+            marks[name] = _mark_of(parameter)
+            before = self._marks.get(name)
+            if before is not None and before.is_like(marks[name]):
+                unchanged.append(parameter)
+        self._marks = marks
+        return unchanged
+
+
+def _is_plain(parameter: torch.nn.Parameter) -> bool:
+    return (
+        type(parameter) is torch.nn.Parameter
+        and parameter.layout is torch.strided
+        and parameter.is_contiguous()
+        and parameter.device.type != "meta"
+        and not parameter.is_inference()
+    )
+
+
+def _mark_of(parameter: torch.nn.Parameter) -> _Mark:
+    flat = parameter.detach().view(-1)
+    sample = flat[:: max(1, flat.numel() // _SAMPLE_COUNT)].clone()
+    return _Mark(parameter.data_ptr(), parameter._version, sample)

@@ -1,0 +1,102 @@
+"""Two processes with DDP: one directory with the parts of both, and both know how each save ended."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from support.huggingface_trainers import assert_like_stock, assert_same_file, checkpoints_in, files_below
+from support.runs import hidden_names
+
+TESTS = Path(__file__).parents[1]
+
+
+def train(directory: Path, way: str, fault: str = "none") -> list[list[str]]:
+    """Train on two ranks; return the lines of each."""
+    directory.mkdir(exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "support.huggingface_ranks", str(rank), str(port), way, fault],
+            cwd=directory,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        texts = [child.communicate(timeout=100) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    assert [child.returncode for child in children] == [0, 0], "\n".join(errors for _, errors in texts)
+    return [[line for line in out.splitlines() if line.startswith(("heard", "ended"))] for out, _ in texts]
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("stock") / "stock"
+    train(directory, "stock")
+    return directory / "run"
+
+
+def test_directories_and_what_is_heard_are_those_of_a_stock_trainer(tmp_path: Path, stock: Path) -> None:
+    first, second = train(tmp_path / "ours", "ours")
+    output = tmp_path / "ours" / "run"
+    assert checkpoints_in(output) == checkpoints_in(stock) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    for name in checkpoints_in(stock):
+        assert {"rng_state_0.pth", "rng_state_1.pth"} <= files_below(output / name)
+        assert_like_stock(output / name, stock / name)
+    assert hidden_names(output) == []
+    assert first == second  # at the same step, or the ranks would part ways
+    assert [line.split(" at ")[0] for line in first] == [
+        *(f"heard of {step}" for step in (2, 4, 6, 8)),
+        "ended",
+    ]
+    assert train(tmp_path / "ours", "ours", "resume") == [["ended at 8"]] * 2
+
+
+def test_callback_saves_the_same_files(tmp_path: Path, stock: Path) -> None:
+    train(tmp_path / "ours", "callback")
+    output = tmp_path / "ours" / "run"
+    assert checkpoints_in(output) == checkpoints_in(stock)
+    for name in checkpoints_in(stock):
+        assert files_below(output / name) == files_below(stock / name) | {"MANIFEST.json"}
+        for file in files_below(stock / name) - {"trainer_state.json"}:
+            if not file.startswith("rng_state"):  # that of a callback is from before the evaluation
+                assert_same_file(output / name / file, stock / name / file)
+
+
+def test_all_ranks_are_told_of_a_full_disk(tmp_path: Path) -> None:
+    first, second = train(tmp_path, "ours", "raise")
+    assert checkpoints_in(tmp_path / "run") == ["checkpoint-2"]
+    assert first[-1].startswith("ended by NoSpaceError")
+    assert second[-1].startswith("ended by StorageError: rank 0 could not save: NoSpaceError")
+    assert hidden_names(tmp_path / "run") == []
+
+
+def test_all_ranks_go_on_after_a_warning(tmp_path: Path) -> None:
+    first, second = train(tmp_path, "ours", "warn")
+    assert first == second
+    assert [line.split(" at ")[0] for line in first] == ["heard of 2", "heard of 6", "heard of 8", "ended"]
+    assert checkpoints_in(tmp_path / "run") == ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
+
+
+def test_a_rank_that_cannot_save_its_part_ends_all(tmp_path: Path) -> None:
+    first, second = train(tmp_path, "ours", "part")
+    assert first == ["ended by RuntimeError: rank 1 could not save: TypeError: rank 1 fails"]
+    assert second == ["ended by TypeError: rank 1 fails"]
+    assert list((tmp_path / "run").iterdir()) == []
