@@ -1,0 +1,567 @@
+"""Lightning: checkpoints that are written while training goes on, by the Trainer and by Fabric.
+
+    io = FastPersistCheckpointIO()
+    trainer = Trainer(plugins=[io], callbacks=[FastPersistCallback(), ModelCheckpoint(...)])
+
+The plugin saves and loads, the callback says when the optimizer is about to step. Every checkpoint is the ordinary
+.ckpt of Lightning. When `fit()` returns, or raises, all of them are durable. Between a save and that, a name that was
+accepted counts as taken, loading it through the Trainer waits for it, and what ModelCheckpoint removes or links to is
+removed or linked once the new file is durable. Code of yours that opens a file in the middle of `fit()` calls
+`io.wait()` before. Which files wait for which: `lightning_order`.
+
+Written for `lightning`. Where the program has imported `pytorch_lightning` alone, or that alone is installed, the
+classes here derive from its classes. Both accept them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fastpersist import ConfigError, FastPersistError, PendingSave, load, save, save_async, verify
+
+from .lightning_order import FileOrder, Likeness, key_of, sync_path
+from .requirements import require
+
+__all__ = ["FastPersistCallback", "FastPersistCheckpointIO", "last_checkpoint"]
+
+_log = logging.getLogger("fastpersist")
+
+
+def _framework() -> tuple[str, str]:
+    """Return the packages to take the Trainer's and Fabric's classes from."""
+    both = ("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")
+    first, second = both
+    if second[0] in sys.modules and first[0] not in sys.modules:
+        first = second
+    elif sys.modules.get("lightning") is None and importlib.util.find_spec("lightning") is None:
+        first = second if importlib.util.find_spec(second[0]) is not None else first
+    require("lightning", first[0].partition(".")[0], "2.6")
+    return first
+
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+    from lightning.pytorch.callbacks import Callback
+else:
+    _trainer_package, _fabric_package = _framework()
+    Callback = importlib.import_module(f"{_trainer_package}.callbacks").Callback
+    _plugins = importlib.import_module(f"{_fabric_package}.plugins")
+    CheckpointIO, TorchCheckpointIO = _plugins.CheckpointIO, _plugins.TorchCheckpointIO
+
+_PLUGIN_MODULES = ("lightning.fabric.plugins", "lightning_fabric.plugins")
+_LOCAL_PROTOCOLS = ("file", "local")
+_FORCING_VARIABLES = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+_SLURM_PREFIX = "hpc_ckpt_"
+
+# Callbacks of Lightning that change parameters outside of steps, some of them in ways that torch does not count.
+_CHANGING_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
+# Strategies whose parameters move between a save and the step, whoever writes them.
+_SHARDING_STRATEGIES = ("FSDPStrategy", "ModelParallelStrategy")
+
+_ADVICE = (
+    "write Trainer(plugins=[FastPersistCheckpointIO()], callbacks=[FastPersistCallback(), ...]), both from "
+    "fastpersist.integrations.lightning"
+)
+
+
+# ------------------------------------------------------------------------------------------- the step
+
+_plugins_alive: weakref.WeakSet[FastPersistCheckpointIO] = weakref.WeakSet()
+_watching_lock = threading.RLock()
+_is_watching = False
+
+
+def _watch_steps() -> None:
+    """From now on every optimizer's step in this process is seen here. May be called again."""
+    global _is_watching
+    with _watching_lock:
+        if not _is_watching:
+            register_optimizer_step_pre_hook(_before_step)
+            _is_watching = True
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]  # a compiled step runs it as it is
+def _before_step(_optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """A step begins. Where Lightning has put forward and backward into it, its hook will say when they are over."""
+    closures = [*arguments[1:2], keywords.get("closure")]
+    if any(getattr(getattr(one, "func", None), "__name__", "") == "_wrap_closure" for one in closures):
+        return
+    for plugin in list(_plugins_alive):
+        plugin.wait_captured()
+
+
+def _forget_pending() -> None:
+    """In a forked child: the saves under way are the parent's."""
+    for plugin in list(_plugins_alive):
+        plugin.forget_pending()
+
+
+os.register_at_fork(after_in_child=_forget_pending)
+
+
+# ------------------------------------------------------------------------------------------- the plugin
+
+
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    """What was saved last, and where."""
+
+    key: str
+    likeness: Likeness
+    pending: PendingSave
+
+
+class FastPersistCheckpointIO(CheckpointIO):
+    """Saves and loads the checkpoints of a Trainer or of Fabric, files as Lightning's own plugin has them.
+
+    In a Trainer use it together with `FastPersistCallback`. In Fabric set `optimizer` after `fabric.setup`; what is
+    saved is durable after `wait()`, and at a normal end of the program. Without either, everything is copied before
+    a save returns: right, and slower. One burst of saves is under way at a time: the first save after a step waits
+    for those before it.
+
+    Args:
+        optimizer: Whose tensors are written from where they are, if no callback says it: an optimizer, something with
+            one as `.optimizer`, or a list. Its next step waits for what is not copied or written by then.
+        on_error: "raise": a save that failed behind the training is raised by the next save, by a load of its path, by
+            `wait()`, or at the end of `fit()`, whichever comes first, and once. "warn": a RuntimeWarning instead.
+        durable: Survive power loss once saved.
+        engine: "auto", or an engine's name, which then never falls back.
+
+    Raises:
+        ConfigError: Unknown on_error.
+    """
+
+    def __init__(
+        self, *, optimizer: object = None, on_error: str = "raise", durable: bool = True, engine: str = "auto"
+    ) -> None:
+        super().__init__()
+        if on_error not in ("raise", "warn"):
+            raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+        self._optimizer = optimizer
+        self._on_error = on_error
+        self._durable = durable
+        self._engine = engine
+        self._order = FileOrder(durable=durable)
+        self._gated: Callable[[], list[Optimizer]] | None = None  # given by the callback while it gates the steps
+        self._is_over = False
+        self._has_stepped = False
+        self._last: _Saved | None = None  # until the next step
+        for name in _PLUGIN_MODULES:  # Trainers of both packages shall take it; the program has imported its own by now
+            if name in sys.modules:
+                sys.modules[name].CheckpointIO.register(type(self))
+        _plugins_alive.add(self)
+        _watch_steps()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Go to another process with the options alone: saves that are under way stay here, and so do optimizers."""
+        options: dict[str, Any] = {"on_error": self._on_error, "durable": self._durable, "engine": self._engine}
+        return functools.partial(type(self), **options), ()
+
+    # --- what Lightning calls
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Save a checkpoint; return when training may go on.
+
+        Args:
+            checkpoint: What Lightning has put together.
+            path: A file; its directory is made. Remote paths go to Lightning's own plugin.
+            storage_options: Not supported, as in Lightning's own plugin.
+
+        Raises:
+            TypeError: storage_options were given.
+            StorageError: An earlier save could not be written, with on_error="raise"; or the file cannot be created.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                "FastPersistCheckpointIO takes no storage_options; write your own CheckpointIO if you need them"
+            )
+        local = _local_path(path)
+        if local is None:
+            TorchCheckpointIO().save_checkpoint(checkpoint, path)  # type: ignore[arg-type]
+            return
+        optimizer, gate, sees_steps = self._optimizer, "optimizer", self._optimizer is not None
+        if self._gated is not None:
+            optimizer, gate, sees_steps = self._gated() or None, "manual", True
+        if self._has_stepped or not sees_steps:
+            self._order.join()
+            self._has_stepped = False
+        self._deliver()
+        key = key_of(local)
+        if os.path.basename(key).startswith(_SLURM_PREFIX):
+            self._save_for_slurm(checkpoint, key)
+            return
+        likeness = Likeness.of(checkpoint) if optimizer is not None else None
+        if likeness is not None and self._has_just_saved(likeness, key):
+            self._order.link(self._last.key, key)  # type: ignore[union-attr]
+        else:
+            self._order.make_room(key)
+            pending = save_async(
+                checkpoint,
+                key,
+                optimizer=optimizer,
+                gate=gate,
+                durable=self._durable,
+                engine=self._engine,
+                format="torch",
+                replace_links=True,
+                make_parents=True,
+            )
+            self._last = None if likeness is None else _Saved(key, likeness, pending)
+            self._order.add(key, pending)
+        if self._is_over:
+            self.wait()
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint of ours or of Lightning; wait for it, if it is still being written.
+
+        Args:
+            path: A file. Remote paths go to Lightning's own plugin.
+            map_location: As in torch.load; None: to host memory.
+            weights_only: As in Lightning; None is what torch takes it for.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            StorageError: It could not be written, with on_error="raise"; or cannot be read.
+            FormatError: It is damaged.
+        """
+        local = _local_path(path)
+        if local is None:
+            return _stock_load(path, map_location, weights_only)
+        self.wait_for(local)
+        if any(name in os.environ for name in _FORCING_VARIABLES):
+            return _stock_load(local, map_location, weights_only)
+        loaded: dict[str, Any] = load(
+            local,
+            map_location="cpu" if map_location is None else map_location,
+            weights_only=weights_only in (None, True),
+            engine=self._engine,
+        )
+        return loaded
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint once every save that was accepted before is durable; it stays if one of them fails."""
+        local = _local_path(path)
+        if local is None:
+            TorchCheckpointIO().remove_checkpoint(path)  # type: ignore[arg-type]
+        else:
+            self._order.remove(key_of(local))
+
+    def teardown(self) -> None:
+        """Finish everything. Later saves are durable when they return, until the next `fit()`.
+
+        Raises:
+            StorageError: A save could not be written, with on_error="raise".
+        """
+        unwinding = sys.exc_info()[1] is not None and self._gated is None
+        self.end()
+        if unwinding:
+            self.forget_errors()
+        else:
+            self._deliver()
+
+    # --- for users
+
+    @property
+    def optimizer(self) -> object:
+        """Whose tensors are written from where they are, if no callback says it."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: object) -> None:
+        self._optimizer = optimizer
+
+    def wait(self) -> None:
+        """Wait until everything that was saved is durable.
+
+        Raises:
+            StorageError: Something could not be written, with on_error="raise".
+        """
+        self._order.join()
+        self._deliver()
+
+    def wait_for(self, path: str | os.PathLike[str]) -> None:
+        """Wait until what was saved to a path is durable.
+
+        Raises:
+            StorageError: Something could not be written, with on_error="raise".
+        """
+        for key in {key_of(os.fspath(path)), os.path.realpath(path)}:
+            self._order.wait_for(key)
+        self._deliver()
+
+    def wait_captured(self) -> None:
+        """Return when everything that was saved may be changed. In a Trainer the callback does this before each step.
+
+        Without the callback, optimizers wait by themselves, and this only ends the burst of saves.
+        """
+        self._has_stepped, self._last = True, None
+        if self._gated is not None:
+            for pending in self._order.under_way():
+                pending.wait_captured()
+
+    def pending(self) -> list[str]:
+        """Return the paths that are being written."""
+        return [pending.stats.path for pending in self._order.under_way()]
+
+    # --- for the callback
+
+    @property
+    def order(self) -> FileOrder:
+        """What was accepted and is not done."""
+        return self._order
+
+    def begin(self, gated: Callable[[], list[Optimizer]]) -> None:
+        """From now on somebody calls `wait_captured` before each step of the optimizers that are returned."""
+        self._gated, self._is_over = gated, False
+        self._has_stepped, self._last = True, None
+
+    def end(self) -> None:
+        """Finish everything, and tell nobody of errors yet; from now on saves wait until they are durable."""
+        self._order.join()
+        self._gated, self._is_over, self._last = None, True, None
+
+    def forget_pending(self) -> None:
+        """Know of nothing that is under way: it is another process's."""
+        self._order, self._last = FileOrder(durable=self._durable), None
+
+    def forget_errors(self) -> None:
+        """Another exception is on its way, and what went wrong here is in the log."""
+        while self._order.next_error() is not None:
+            pass
+
+    # --- inside
+
+    def _save_for_slurm(self, checkpoint: dict[str, Any], key: str) -> None:
+        """Save before the job is started again, which Lightning asks Slurm for as soon as this returns.
+
+        Under a name that is not like those which Lightning counts later: it would take a pending file for another one.
+        """
+        self._order.join()
+        stand_in = os.path.join(os.path.dirname(key), ".slurm.ckpt")
+        save(checkpoint, stand_in, durable=self._durable, engine=self._engine, format="torch", make_parents=True)
+        os.replace(stand_in, key)
+        if self._durable:
+            sync_path(os.path.dirname(key))
+
+    def _deliver(self) -> None:
+        while (error := self._order.next_error()) is not None:
+            if self._on_error == "raise":
+                raise error
+            # As a warning of this module: those of Lightning's, from where this is called, are often ignored.
+            warnings.warn(f"a checkpoint could not be saved: {error}", RuntimeWarning, stacklevel=1)
+
+    def _has_just_saved(self, likeness: Likeness, key: str) -> bool:
+        """Tell whether the last save was of the same content, to another name, and may still become a file."""
+        last = self._last
+        if last is None or last.key == key or last.likeness != likeness or last.pending.stats.error is not None:
+            return False
+        expected = self._order.expects(last.key)
+        return os.path.isfile(last.key) if expected is None else expected
+
+
+def _local_path(path: object) -> str | None:
+    """Return the path on this machine, None if it is elsewhere or no path at all."""
+    if not isinstance(path, str | os.PathLike):
+        return None
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        return None
+    protocol, separator, rest = text.partition("://")
+    if not separator:
+        return text
+    return rest if protocol in _LOCAL_PROTOCOLS else None
+
+
+def _stock_load(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
+    if map_location is None:
+        return TorchCheckpointIO().load_checkpoint(path, weights_only=weights_only)
+    return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
+
+
+# ------------------------------------------------------------------------------------------- the callback
+
+
+class FastPersistCallback(Callback):
+    """Tells `FastPersistCheckpointIO` when a step comes, and ModelCheckpoint which names are taken.
+
+    It finds the plugin in the Trainer. Before each step of an optimizer it waits for what of it is neither written nor
+    copied; everything else of the training overlaps with the writing. `trainer.save_checkpoint` outside of `fit()`
+    returns when the file is durable.
+
+    All is copied before a save returns, because weights change outside of steps, with WeightAveraging,
+    StochasticWeightAveraging, ModelPruning, FSDP and model parallelism (in one file each), and optimizers that have
+    train() and eval() of their own.
+
+    Raises:
+        ConfigError: In setup: the plugin is not there, is inside an AsyncCheckpointIO, or is not asked by the strategy.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._plugin: FastPersistCheckpointIO | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plugin": None}  # each process finds its own
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Find the plugin; in `fit()` take the gate over."""
+        _refuse_bypassing(trainer.strategy)
+        self._plugin = _find_plugin(trainer.strategy)
+        if stage == "fit":
+            self._plugin.begin(functools.partial(_gated_optimizers, trainer))
+            for checkpoint in _model_checkpoints(trainer):
+                checkpoint.file_exists = functools.partial(_file_exists, self._plugin.order, checkpoint)
+                checkpoint._link_checkpoint = functools.partial(_link_checkpoint, self._plugin.order)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Let nothing change that is still to be written."""
+        if self._plugin is not None:
+            self._plugin.wait_captured()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Finish what is under way; the exception goes on, and errors of saves are in the log."""
+        if self._plugin is not None:
+            self._plugin.end()
+            self._plugin.forget_errors()
+        _give_back(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give ModelCheckpoint its own functions back, and finish everything.
+
+        By now the strategy has torn the plugin down, but for one inside another plugin: those do not pass it on.
+        """
+        _give_back(trainer)
+        if self._plugin is not None and stage == "fit":
+            self._plugin.teardown()
+
+
+def _find_plugin(strategy: Any) -> FastPersistCheckpointIO:
+    plugin = strategy.checkpoint_io
+    around = []
+    while not isinstance(plugin, FastPersistCheckpointIO):
+        around.append(type(plugin).__name__)
+        inner = getattr(plugin, "checkpoint_io", None)
+        if inner is None:
+            raise ConfigError(f"FastPersistCallback finds no FastPersistCheckpointIO but {around[0]}: {_ADVICE}")
+        plugin = inner
+    if "AsyncCheckpointIO" in around:
+        raise ConfigError("FastPersistCheckpointIO is asynchronous by itself: pass it without AsyncCheckpointIO")
+    return plugin
+
+
+def _names_of(kind: type) -> set[str]:
+    return {base.__name__ for base in kind.__mro__}
+
+
+def _refuse_bypassing(strategy: Any) -> None:
+    """Raise for a strategy that writes checkpoints without asking its CheckpointIO."""
+    names = _names_of(type(strategy))
+    shards = "FSDPStrategy" in names and getattr(strategy, "_state_dict_type", "") == "sharded"
+    shards = shards or ("ModelParallelStrategy" in names and getattr(strategy, "_save_distributed_checkpoint", True))
+    if shards or "DeepSpeedStrategy" in names or any("XLA" in name for name in names):
+        whole = " or let it save whole checkpoints (state_dict_type='full')," if "FSDPStrategy" in names else ""
+        whole = (
+            " or let it save whole checkpoints (save_distributed_checkpoint=False)," if not whole and shards else whole
+        )
+        raise ConfigError(
+            f"{type(strategy).__name__} writes checkpoints by itself, not through FastPersistCheckpointIO. Use another "
+            f"strategy,{whole} or leave FastPersistCallback and FastPersistCheckpointIO out: stock saving works there"
+        )
+
+
+def _gated_optimizers(trainer: Any) -> list[Optimizer]:
+    """Return the optimizers whose tensors change in steps that are seen, and at no other time."""
+    module = trainer.lightning_module
+    if any(_names_of(type(one)).intersection(_CHANGING_CALLBACKS) for one in trainer.callbacks):
+        return []
+    if _names_of(type(trainer.strategy)).intersection(_SHARDING_STRATEGIES):
+        return []
+    # With manual optimization ModelCheckpoint saves weights of before the step, if the module keeps them, and puts
+    # those of now back as soon as the save has returned.
+    if not module.automatic_optimization and getattr(module, "saved_models", None):
+        return []
+    return [
+        one
+        for one in trainer.optimizers
+        if not (callable(getattr(one, "train", None)) and callable(getattr(one, "eval", None)))
+        and (module.automatic_optimization or getattr(type(one).step, "hooked", False))
+    ]
+
+
+def _model_checkpoints(trainer: Any) -> list[Any]:
+    return [one for one in trainer.checkpoint_callbacks if hasattr(one, "file_exists") and hasattr(one, "_fs")]
+
+
+def _give_back(trainer: Any) -> None:
+    for checkpoint in _model_checkpoints(trainer):
+        for name in ("file_exists", "_link_checkpoint"):
+            checkpoint.__dict__.pop(name, None)
+
+
+def _file_exists(order: FileOrder, checkpoint: Any, filepath: Any, trainer: Any) -> bool:
+    """In ModelCheckpoint's place: tell whether a name is taken, by what is there or by what will be."""
+    local = _local_path(filepath) if trainer.is_global_zero else None
+    expected = trainer.strategy.broadcast(None if local is None else order.expects(key_of(local)))
+    if expected is not None:
+        return bool(expected)
+    return bool(type(checkpoint).file_exists(checkpoint, filepath, trainer))
+
+
+def _link_checkpoint(order: FileOrder, trainer: Any, filepath: str, linkpath: str) -> None:
+    """In ModelCheckpoint's place: make the symbolic link once the file is durable."""
+    if trainer.is_global_zero and key_of(filepath) != key_of(linkpath):
+        order.link(key_of(filepath), key_of(linkpath), symbolic=True)
+    trainer.strategy.barrier()
+
+
+# ------------------------------------------------------------------------------------------- after a crash
+
+
+def last_checkpoint(dirpath: str | os.PathLike[str]) -> str | None:
+    """Return the newest .ckpt of a directory that is whole, for `fit(ckpt_path=...)`; None if there is none.
+
+    Files are read and their checksums compared, from the newest on, by time of modification. One that is damaged is
+    skipped, with a warning that says which and why. Directories (sharded checkpoints) are not looked at.
+
+    Args:
+        dirpath: That of ModelCheckpoint.
+
+    Thread safety: any thread, any process, also while training saves there.
+    """
+    found: dict[tuple[int, int], tuple[int, str]] = {}
+    for path in sorted(Path(dirpath).glob("[!.]*.ckpt")):
+        with contextlib.suppress(OSError):  # removed meanwhile, or a symbolic link to nothing
+            status = path.stat()
+            if path.is_file():
+                found.setdefault((status.st_dev, status.st_ino), (status.st_mtime_ns, str(path)))
+    for _, name in sorted(found.values(), reverse=True):
+        try:
+            report = verify(name)
+        except (FastPersistError, OSError) as error:
+            why = str(error)
+        else:
+            if report.ok:
+                return name
+            why = "; ".join(str(damage) for damage in report.damages[:3])
+        warnings.warn(f"{name} is damaged and skipped: {why}", RuntimeWarning, stacklevel=2)
+    return None
