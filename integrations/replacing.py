@@ -7,12 +7,13 @@ somebody has replaced our wrapper when we are done, theirs stays, and ours, belo
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, TypeAlias
 
-__all__ = ["Replacement"]
+__all__ = ["Function", "Place", "Replacement"]
 
 Function: TypeAlias = Callable[..., Any]
 Place: TypeAlias = tuple[ModuleType, str]
@@ -20,6 +21,8 @@ Place: TypeAlias = tuple[ModuleType, str]
 
 class Replacement:
     """Wrappers around functions, in place while the replacement is held. Thread-safe.
+
+    A function has one wrapper, however many names it has: what was the same stays the same.
 
     Args:
         places: Where the functions are, as module and name; asked when the first holder comes.
@@ -29,9 +32,14 @@ class Replacement:
     def __init__(self, places: Callable[[], Iterable[Place]], wrap: Callable[[Function], Function]) -> None:
         self._places = places
         self._wrap = wrap
-        self._lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
         self._holder_count = 0
-        self._put: list[tuple[Place, Function, Function]] = []  # where, what was there, and what is there now
+        self._wrappers: list[tuple[Function, Function]] = []  # a function, and what wraps it
+        self._replaced: list[tuple[Place, Function, Function]] = []  # where, what was there, and what is there now
+        self._renew_lock()
+        os.register_at_fork(after_in_child=self._renew_lock)  # its holder may be a thread that stayed behind
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
 
     def hold(self) -> None:
         """Put the wrappers in place, unless they are there."""
@@ -40,10 +48,9 @@ class Replacement:
             if self._holder_count > 1:
                 return
             for module, name in self._places():
-                before = getattr(module, name)
-                wrapper = functools.wraps(before)(self._wrap(before))
+                before, wrapper = self._wrapped(getattr(module, name))
                 setattr(module, name, wrapper)
-                self._put.append(((module, name), before, wrapper))
+                self._replaced.append(((module, name), before, wrapper))
 
     def release(self) -> None:
         """One holder less; without any, put back what was there."""
@@ -51,7 +58,15 @@ class Replacement:
             self._holder_count -= 1
             if self._holder_count > 0:
                 return
-            for (module, name), before, wrapper in self._put:
-                if getattr(module, name) is wrapper:
+            for (module, name), before, wrapper in self._replaced:
+                if getattr(module, name, None) is wrapper:
                     setattr(module, name, before)
-            self._put.clear()
+            self._replaced.clear()
+
+    def _wrapped(self, found: Function) -> tuple[Function, Function]:
+        """Return a function and its wrapper, given either: ours comes back when a replacement of it is taken away."""
+        for function, wrapper in self._wrappers:
+            if found in (function, wrapper):
+                return function, wrapper
+        self._wrappers.append((found, functools.wraps(found)(self._wrap(found))))
+        return self._wrappers[-1]

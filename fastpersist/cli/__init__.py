@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from fastpersist.cli import bench, demo, info, inspect, verify
+from fastpersist.cli import bench, demo, info, inspect, run, verify
 from fastpersist.cli.terminal import run_command
 
 __all__ = ["main"]
@@ -26,8 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         SystemExit: From argparse: 0 after --help and --version, 2 for words that make no command.
+        BaseException: With `run`, what ends the program that is run.
     """
     arguments = _parser().parse_args(argv)
+    if arguments.is_somebody_elses:  # a program that ends as Python ends it, not as our commands do
+        return int(arguments.run(arguments))
     return run_command(lambda: int(arguments.run(arguments)))
 
 
@@ -39,8 +42,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Save and load PyTorch training state at the speed of the disk.",
         epilog="Exit codes: 0 good, 1 damaged, 2 usage or not found.",
     )
+    parser.set_defaults(is_somebody_elses=False)
     parser.add_argument("--version", action="version", version=f"fastpersist {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, info, bench, inspect, verify):
+    for command in (demo, run, info, bench, inspect, verify):
         command.add_parser(subparsers)
     return parser
