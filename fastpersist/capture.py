@@ -111,6 +111,7 @@ def _before_step(optimizer: Optimizer, _arguments: object, _keywords: object) ->
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _after_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
     """With gate="manual" the caller should have waited by now; fused optimizers would not give themselves away."""
+    note_step(optimizer, manual=True)
     for capture in list(_pending):
         if capture.is_manual and capture.is_changed_by(optimizer):
             capture.tear_by_step(type(optimizer).__name__)

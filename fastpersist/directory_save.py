@@ -12,6 +12,7 @@ import os
 import platform
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
@@ -34,6 +35,9 @@ from fastpersist.saving import Container, container_for, write_container
 __all__ = ["DirectorySave", "version"]
 
 _log = logging.getLogger("fastpersist")
+
+_OPEN_COUNT_MAX = 64
+"""So many files are written before the first is synced: more would need more descriptors than a process may have."""
 
 _arena = Arena()  # for those that bring none of their own
 
@@ -109,6 +113,9 @@ class DirectorySave:
         self._snapshots: list[tuple[_native.Snapshot, int]] = []  # with their bytes
         self._optimizers: list[Optimizer] = []
         self._failed = False
+        self._unsynced: deque[tuple[int, str]] = (
+            deque()
+        )  # files that are written; an error has the directory close them
         self._started_s: float | None = None  # of the first file that a step waits for
         self._spread_s = 0.0
         self.captures: list[Capture] = []
@@ -272,17 +279,14 @@ class DirectorySave:
             begun_s = time.monotonic()
             final_path = os.path.join(self._directory.final_path, name)
             fd = self._directory.create_file(name)
-            try:
-                filesystem().allocate(fd, container.padded_bytes, final_path)
-                self._pending.refuse_torn()
-                written = write_container(
-                    container, fd, final_path, engine=self._engine, poll=self._pending.poll, snapshot=snapshot
-                )
-                filesystem().truncate(fd, container.size_bytes, final_path)
-                self._stats.write_s += time.monotonic() - begun_s
-                self._sync(fd, final_path)
-            finally:
-                self._directory.close_file(fd)
+            filesystem().allocate(fd, container.padded_bytes, final_path)
+            self._pending.refuse_torn()
+            written = write_container(
+                container, fd, final_path, engine=self._engine, poll=self._pending.poll, snapshot=snapshot
+            )
+            filesystem().truncate(fd, container.size_bytes, final_path)
+            self._stats.write_s += time.monotonic() - begun_s
+            self._sync_later(fd, final_path)
             self._stats.engine = written.engine
             self._note(name, container.size_bytes, written.crc32)
 
@@ -302,17 +306,24 @@ class DirectorySave:
     def _write_bytes(self, name: str, data: bytes) -> None:
         final_path = os.path.join(self._directory.final_path, name)
         fd = self._directory.create_file(name)
-        try:
-            filesystem().write(fd, data, final_path)
-            self._sync(fd, final_path)
-        finally:
-            self._directory.close_file(fd)
+        filesystem().write(fd, data, final_path)
+        self._sync_later(fd, final_path)
         self._note(name, len(data), _native.crc32(data))
 
-    def _sync(self, fd: int, path: str) -> None:
-        started_s = time.monotonic()
-        filesystem().sync(fd, path)
-        self._stats.sync_s += time.monotonic() - started_s
+    def _sync_later(self, fd: int, path: str) -> None:
+        """A file is written. A step waits for what is written, not for what is synced, so the next file comes first."""
+        self._unsynced.append((fd, path))
+        if len(self._unsynced) >= _OPEN_COUNT_MAX:
+            self._close_files(durable=True)
+
+    def _close_files(self, *, durable: bool) -> None:
+        while self._unsynced:
+            fd, path = self._unsynced.popleft()
+            if durable:
+                started_s = time.monotonic()
+                filesystem().sync(fd, path)
+                self._stats.sync_s += time.monotonic() - started_s
+            self._directory.close_file(fd)
 
     def _note(self, name: str, size_bytes: int, crc32: int | None) -> None:
         self._entries[name] = FileEntry(name, size_bytes, crc32)
@@ -326,6 +337,7 @@ class DirectorySave:
         after: Callable[[], None] | None,
         after_lane: Lane | None,
     ) -> None:
+        self._close_files(durable=durable)
         for name in files_in(self._directory.path):
             if self._entries.get(name) is None:
                 self._adopt(name)

@@ -1,7 +1,8 @@
 """How long after a save the next optimizer step comes, so that the writer can spread its work over that time.
 
-Measured from each save to the step that follows it, for each optimizer. With gate="manual" the caller's wait is the
-step: where forward and backward run inside `step(closure)`, the step itself begins too early.
+Measured from each save to the step that follows it, for each optimizer: to the step's beginning, where the gate is. With
+gate="manual" to the caller's wait, or to the step's end if all was written by then: where forward and backward run
+inside `step(closure)`, it begins too early.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _lock = threading.RLock()  # re-entrant, like all locks here: a signal handler m
 
 
 def note_save(optimizers: Sequence[Optimizer], *, manual: bool) -> None:
-    """A save has begun whose gate is the next step of one of these optimizers, or a wait instead of it."""
+    """A save has begun whose gate is before the next step of one of these optimizers; with `manual`: in it."""
     now_s = time.monotonic()
     with _lock:
         for optimizer in optimizers:
@@ -48,7 +49,7 @@ def note_save(optimizers: Sequence[Optimizer], *, manual: bool) -> None:
 
 
 def note_step(optimizer: Optimizer, *, manual: bool) -> None:
-    """An optimizer is about to step; with `manual` because somebody has waited for the capture."""
+    """An optimizer is about to step; with `manual`: the caller has waited for that, or it has stepped."""
     clock = _clocks.get(optimizer)
     if clock is None or clock.started_s is None or clock.is_manual != manual:
         return

@@ -181,3 +181,52 @@ def test_a_step_does_not_wait_for_a_file_that_has_failed(tmp_path: Path) -> None
         optimizer.step()
         with pytest.raises(fp.NoSpaceError):
             files.publish().result()
+
+
+# --- syncs come after all writes
+
+
+class Counting(Filesystem):
+    """The real file system, and how many files were open, and written, when each was synced."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+        self.written_at_sync: list[int] = []
+        self.open_count = 0
+
+    def create(self, path: str, mode: int = 0o666) -> int:
+        fd = super().create(path, mode)
+        self.written.append(path)
+        self.open_count = max(self.open_count, len(os.listdir("/proc/self/fd")))
+        return fd
+
+    def sync(self, fd: int, path: str) -> None:
+        self.written_at_sync.append(len(self.written))
+        super().sync(fd, path)
+
+
+def test_files_are_synced_when_all_are_written(tmp_path: Path) -> None:
+    with using(counting := Counting()):
+        save_into(fp.DirectorySave(tmp_path / "one"))
+    assert counting.written_at_sync == [3, 3, 3]  # two files and the manifest
+
+
+def test_what_need_not_be_durable_is_not_synced(tmp_path: Path) -> None:
+    with using(counting := Counting()):
+        files = fp.DirectorySave(tmp_path / "one")
+        files.save({"w": torch.ones(3)}, "w.pt")
+        files.publish(durable=False).result()
+    assert counting.written_at_sync == []
+    assert fp.verify(tmp_path / "one").ok
+
+
+def test_hundreds_of_files_do_not_use_up_the_descriptors(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with using(counting := Counting()):
+        files = fp.DirectorySave(tmp_path / "one")
+        for number in range(200):
+            files.add_bytes(f"{number}", b"text")
+        files.publish().result()
+    assert counting.open_count <= before + 70
+    assert len(counting.written_at_sync) == 201
+    assert len(os.listdir("/proc/self/fd")) == before

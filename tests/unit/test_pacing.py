@@ -99,3 +99,18 @@ def test_who_waits_for_a_spread_save_ends_the_spreading(tmp_path: Path, monkeypa
     monkeypatch.setattr("fastpersist.api.spread_s", lambda _: 3600.0)
     pending = fp.save_async({"w": weights.data}, tmp_path / "a.pt", optimizer=optimizer)
     assert pending.result(timeout=60) == tmp_path / "a.pt"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_with_a_manual_gate_steps_are_noted_also_when_all_was_written_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    weights = torch.nn.Parameter(torch.zeros(8))
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    pending = fp.save_async({"w": weights.data}, tmp_path / "a.pt", optimizer=optimizer, gate="manual")
+    pending.result()
+    if waits:
+        pending.wait_captured()
+    weights.grad = torch.ones(8)
+    optimizer.step()
+    assert pacing.spread_s([optimizer]) > 0
