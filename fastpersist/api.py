@@ -29,6 +29,7 @@ from fastpersist.progress import progress_bar
 from fastpersist.saving import container_for, is_safetensors, write_container
 from fastpersist.source import CheckpointSource
 from fastpersist.stock import stock_load, stock_save
+from fastpersist.untraced import untraced
 
 __all__ = ["SaveReport", "inspect", "load", "save", "save_async", "verify"]
 
@@ -60,6 +61,7 @@ class SaveReport:
     total_s: float
 
 
+@untraced
 def save(
     obj: object,
     path: PathLike | IO[bytes],
@@ -153,6 +155,7 @@ _lanes: dict[str, Lane] = {}
 _lanes_lock = threading.RLock()
 
 
+@untraced
 def save_async(
     obj: object,
     path: PathLike,
@@ -292,6 +295,7 @@ def _save_in_place(obj: object, path: str, file_format: str, why: str, durable: 
     )
 
 
+@untraced
 def load(
     path: PathLike | IO[bytes],
     *,

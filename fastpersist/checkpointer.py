@@ -52,6 +52,7 @@ from fastpersist.pipeline import require_engine
 from fastpersist.resuming import load_state
 from fastpersist.retention import RetentionPolicy, steps_to_remove
 from fastpersist.signal_save import SignalSave
+from fastpersist.untraced import untraced
 
 __all__ = ["Checkpointer"]
 
@@ -151,6 +152,7 @@ class Checkpointer:
 
     # ------------------------------------------------------------------------------------------------ saving
 
+    @untraced
     def save(
         self,
         step: int,
@@ -493,6 +495,7 @@ class Checkpointer:
         """Return the newest committed step, None if there is none."""
         return max(committed_steps(self._root), default=None)
 
+    @untraced
     def load(
         self,
         step: int | None = None,

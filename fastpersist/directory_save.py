@@ -31,6 +31,7 @@ from fastpersist.owners import Owners
 from fastpersist.pacing import note_save, spread_s
 from fastpersist.pipeline import Extents, read_extents, require_engine
 from fastpersist.saving import Container, container_for, write_container
+from fastpersist.untraced import untraced
 
 __all__ = ["DirectorySave", "version"]
 
@@ -125,6 +126,7 @@ class DirectorySave:
         """The pending directory; what others put there is published with the rest."""
         return self._directory.path
 
+    @untraced
     def save(
         self,
         obj: object,
@@ -188,6 +190,7 @@ class DirectorySave:
         kept = bytes(data)
         self._submit(lambda: self._write_bytes(name, kept))
 
+    @untraced
     def publish(
         self,
         *,

@@ -94,9 +94,10 @@ def _copy_bytes_per_s() -> float:
 
 def warn_caller(message: str) -> None:
     """Warn with the line outside this package that called us, however deep we are."""
-    package = os.path.dirname(__file__) + os.sep
+    # torch.compile, once it was used, stands between a public function and who calls it (see `untraced`).
+    ours = tuple(os.path.dirname(path) + os.sep for path in (__file__, os.path.join(torch.__path__[0], "_dynamo", "")))
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, RuntimeWarning, stacklevel=level)
 

@@ -32,6 +32,7 @@ from fastpersist.loading import (
 )
 from fastpersist.pipeline import Extents, read_extents
 from fastpersist.source import CheckpointSource
+from fastpersist.untraced import untraced
 
 __all__ = ["load_into"]
 
@@ -75,6 +76,7 @@ class Pair:
     stored: StoredTensor
 
 
+@untraced
 def load_into(
     path: str | os.PathLike[str],
     target: object,

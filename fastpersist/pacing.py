@@ -1,13 +1,12 @@
 """How long after a save the next optimizer step comes, so that the writer can spread its work over that time.
 
-Measured from each save to the step that follows it, for each optimizer: to the step's beginning, where the gate is. With
-gate="manual" to the caller's wait, or to the step's end if all was written by then: where forward and backward run
-inside `step(closure)`, it begins too early.
+Measured from each save to the step that follows it, for each optimizer: to the beginning of the step, where the gate
+is. With gate="manual" to the caller's wait, or to the step's end if nobody had to wait: where forward and backward run
+inside `step(closure)`, its beginning is too early.
 """
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 import weakref
@@ -60,7 +59,10 @@ def note_step(optimizer: Optimizer, *, manual: bool) -> None:
 
 
 def spread_s(optimizers: Sequence[Optimizer]) -> float:
-    """Return the seconds over which to spread the writing of a save; 0.0 while no step has followed one."""
+    """Return the seconds over which to spread the writing of a save; 0.0 while no step has followed one.
+
+    By the shortest of the last delays: to be through too early costs next to nothing, too late a copy at the gate.
+    """
     with _lock:
         known = [_clocks[optimizer].delays_s for optimizer in optimizers if optimizer in _clocks]
-        return PACE_SHARE * min((statistics.median(delays_s) for delays_s in known if delays_s), default=0.0)
+        return PACE_SHARE * min((min(delays_s) for delays_s in known if delays_s), default=0.0)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     {"_native", "errors", "config"},
     {"arena", "filesystem", "formats", "layout", "owners", "pacing", "partition", "pipeline", "progress", "retention"}
-    | {"stock"},
+    | {"stock", "untraced"},
     {"capture", "commit", "coordination", "pickling", "source", "tensor_file"},
     {"committed", "directory_commit", "directory_locks", "directory_removal"},
     {"background", "directory_inspection", "explaining", "filling", "fitting", "inspection", "loading", "resuming"}

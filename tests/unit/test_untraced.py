@@ -1,0 +1,77 @@
+"""untraced: public functions called from compiled code, and no compiler imported for those who have none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastpersist as fp
+from fastpersist.untraced import untraced
+
+
+def save_one_file(state: object, path: Path) -> None:
+    fp.save(state, path)
+
+
+def save_one_file_behind(state: object, path: Path) -> None:
+    fp.save_async(state, path).result()
+
+
+def save_a_directory(state: object, path: Path) -> None:
+    with fp.DirectorySave(path.with_suffix("")) as files:
+        files.save(state, path.name)
+        files.publish().result()
+    (path.with_suffix("") / path.name).rename(path)
+
+
+@pytest.mark.parametrize("save", [save_one_file, save_one_file_behind, save_a_directory])
+def test_compiled_code_may_save_and_load(tmp_path: Path, save: Callable[[object, Path], None]) -> None:
+    path = tmp_path / "x.pt"
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        save({"y": y}, path)
+        return y * 2 + fp.load(path)["y"]
+
+    assert torch.equal(step(torch.ones(3)), torch.full((3,), 6.0))
+    assert torch.equal(torch.load(path)["y"], torch.full((3,), 2.0))
+
+
+def test_compiled_code_may_save_a_step(tmp_path: Path) -> None:
+    checkpoints = fp.Checkpointer(tmp_path)
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        checkpoints.save(1, {"y": y})
+        return y * 2
+
+    assert torch.equal(step(torch.ones(3)), torch.full((3,), 4.0))
+    checkpoints.close()
+    assert torch.equal(checkpoints.load()["y"], torch.full((3,), 2.0))
+
+
+def test_the_compiler_is_not_imported_by_saving(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch, fastpersist as fp\n"
+        "fp.save({'x': torch.ones(3)}, sys.argv[1]); fp.load(sys.argv[1])\n"
+        "sys.exit('torch._dynamo' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "x.pt")], check=True)
+
+
+def test_a_function_looks_like_itself() -> None:
+    def double(value: int, *, times: int = 2) -> int:
+        """Say more."""
+        return value * times
+
+    assert untraced(double)(4, times=3) == 12
+    assert untraced(double).__doc__ == "Say more."
+    with pytest.raises(ZeroDivisionError):
+        untraced(lambda: 1 // 0)()
