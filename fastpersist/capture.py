@@ -164,8 +164,11 @@ class Capture:
         self._on_gate = on_gate
         self.is_manual = owners.gate == "manual"
         self._optimizers = owners.optimizers()
-        self._stable, self.why_volatile = owners.stable()
-        self._constant = owners.constant()
+        self._owners: Owners | None = owners  # until they are asked: a file without tensors needs no answer
+        self._stable: dict[int, list[torch.Tensor]] = {}
+        self._constant: dict[int, list[torch.Tensor]] = {}
+        self.why_volatile = ""
+        """Why an optimizer's storages are not stable, "" when they are, or nothing was added."""
         self._snapshots: list[_native.Snapshot] = []
         self._watched: list[_Watched] = []
         self._constants_watched: list[_Watched] = []
@@ -190,6 +193,10 @@ class Capture:
         Returns:
             The snapshot that the file is written from.
         """
+        if container.sources and self._owners is not None:
+            self._stable, self.why_volatile = self._owners.stable()
+            self._constant = self._owners.constant()
+            self._owners = None
         snapshot = _native.Snapshot(self._arena.for_state(sum(source.size_bytes for source in container.sources)))
         reached_by = self._reached_by(container)
         for index, source in enumerate(container.sources):
