@@ -167,6 +167,7 @@ def save_async(
     checksum: bool = True,
     engine: str = "auto",
     format: str = "auto",
+    metadata: Mapping[str, str] | None = None,
     replace_links: bool = False,
     make_parents: bool = False,
 ) -> PendingSave:
@@ -190,6 +191,7 @@ def save_async(
         checksum: Compute and record CRC-32s.
         engine: "auto", or an engine's name, which then never falls back.
         format: "auto", "torch" or "safetensors", as in `save`.
+        metadata: Text to text, for safetensors only, as in `save`.
         replace_links: Replace a file that has several hard links, too, as in `save`.
         make_parents: Make the directories above that are missing, durably.
 
@@ -212,11 +214,11 @@ def save_async(
     stats = SaveStats(path=name)
     file = None
     if target.why_not_replaceable is None and not torch.serialization._serialization_tls.skip_data:
-        container = container_for(obj, name, checksum=checksum, file_format=format)
+        container = container_for(obj, name, checksum=checksum, file_format=format, metadata=metadata)
         capture = Capture(owners, _async_arena, on_gate=stats.add_stall)
         file = PendingFile.create(target)
     if file is None:
-        report = save(obj, path, durable=durable, checksum=checksum, engine=engine, format=format)
+        report = save(obj, path, durable=durable, checksum=checksum, engine=engine, format=format, metadata=metadata)
         stats.bytes, stats.engine, stats.stall_s = report.size_bytes, report.engine, report.total_s
         done = PendingSave(name, stats)
         done.succeed()

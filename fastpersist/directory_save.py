@@ -114,9 +114,7 @@ class DirectorySave:
         self._snapshots: list[tuple[_native.Snapshot, int]] = []  # with their bytes
         self._optimizers: list[Optimizer] = []
         self._failed = False
-        self._unsynced: deque[tuple[int, str]] = (
-            deque()
-        )  # files that are written; an error has the directory close them
+        self._unsynced: deque[tuple[int, str]] = deque()  # written; after an error the directory closes them
         self._started_s: float | None = None  # of the first file that a step waits for
         self._spread_s = 0.0
         self.captures: list[Capture] = []

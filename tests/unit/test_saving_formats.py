@@ -301,3 +301,12 @@ def test_full_disk_leaves_every_name_as_it_was(tmp_path: Path, save: Save, leak_
     assert path.stat().st_nlink == 3
     assert all(holds(name, STATE) for name in (path, *others))
     assert pending_files(tmp_path) == []
+
+
+def test_metadata_of_an_asynchronous_save_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    fp.save_async({"w": torch.ones(3)}, path, metadata={"format": "pt"}).result()
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["format"] == "pt"
+    with pytest.raises(fp.ConfigError, match="metadata="):
+        fp.save_async({"w": torch.ones(3)}, tmp_path / "w.pt", metadata={"format": "pt"})
