@@ -33,7 +33,7 @@ from fastpersist.inspection import Damage, Manifest, TensorEntry, VerifyReport
 
 # isort: split - it uses the names above; mypy knows integrations/ by another name
 from fastpersist.integrations.torch_save import install, installed, uninstall  # type: ignore[import-not-found]
-from fastpersist.pipeline import EngineProbe, engines
+from fastpersist.pipeline import EngineProbe, engines, require_engine
 
 __version__ = "0.1.0"
 
@@ -66,6 +66,7 @@ __all__ = [
     "installed",
     "load",
     "load_into",
+    "require_engine",
     "save",
     "save_async",
     "uninstall",

@@ -31,6 +31,7 @@ from fastpersist import (
     PendingSave,
     StorageError,
     UnsupportedError,
+    require_engine,
 )
 
 from .redirecting import saves_into
@@ -109,12 +110,13 @@ class CheckpointSaves:
         engine: "auto", or an engine's name, which then never falls back.
 
     Raises:
-        ConfigError: There is no such on_error.
+        ConfigError: There is no such on_error, or engine.
     """
 
     def __init__(self, *, on_error: str, engine: str) -> None:
         if on_error not in ("raise", "warn"):
             raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+        require_engine(engine)
         self._on_error = on_error
         self._engine = engine
         self._flight: Flight | None = None

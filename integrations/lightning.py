@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from fastpersist import ConfigError, FastPersistError, PendingSave, load, save, save_async, verify
+from fastpersist import ConfigError, FastPersistError, PendingSave, load, require_engine, save, save_async, verify
 
 from .lightning_order import FileOrder, Likeness, key_of, sync_path
 from .requirements import require
@@ -144,7 +144,7 @@ class FastPersistCheckpointIO(CheckpointIO):
         engine: "auto", or an engine's name, which then never falls back.
 
     Raises:
-        ConfigError: Unknown on_error.
+        ConfigError: Unknown on_error, or engine.
     """
 
     def __init__(
@@ -153,6 +153,7 @@ class FastPersistCheckpointIO(CheckpointIO):
         super().__init__()
         if on_error not in ("raise", "warn"):
             raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+        require_engine(engine)
         self._optimizer = optimizer
         self._on_error = on_error
         self._durable = durable

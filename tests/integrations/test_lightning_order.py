@@ -180,9 +180,10 @@ def test_plugin_goes_to_another_process_with_its_options(duplicate: Callable[[An
     assert other.optimizer is None
 
 
-def test_unknown_on_error_is_refused() -> None:
-    with pytest.raises(fp.ConfigError, match="on_error"):
-        FastPersistCheckpointIO(on_error="ignore")
+@pytest.mark.parametrize("options", [{"on_error": "ignore"}, {"engine": "steam"}])
+def test_unknown_options_are_refused(options: dict[str, str]) -> None:
+    with pytest.raises(fp.ConfigError, match=next(iter(options.values()))):
+        FastPersistCheckpointIO(**options)  # type: ignore[arg-type]
 
 
 def test_forked_child_does_not_wait_for_the_saves_of_its_parent(tmp_path: Path) -> None:
