@@ -37,7 +37,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from fastpersist import _native
 from fastpersist.arena import Arena
 from fastpersist.errors import TornStateError
-from fastpersist.owners import PLAIN, Owners, owns_replays, storage_keys
+from fastpersist.owners import PLAIN, Owners, Ownership, note_step_of, storage_keys
 from fastpersist.pacing import note_step
 from fastpersist.pipeline import is_host_memory
 
@@ -100,8 +100,7 @@ def watch_steps() -> None:
 @torch._disable_dynamo  # type: ignore[attr-defined]  # a compiled step runs it as it is
 def _before_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
     """Nothing that this step changes may still be uncaptured."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        owns_replays(optimizer)
+    note_step_of(optimizer, is_replayed=torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
     note_step(optimizer, manual=False)
     for capture in list(_pending):
         if not capture.is_manual and capture.is_changed_by(optimizer):
@@ -149,6 +148,7 @@ class Capture:
         arena: Where bytes go that cannot stay where they are.
         paranoid: Re-read samples of the stable bytes for changes that no counter sees.
         on_gate: Told the seconds that a thread waited at the gate, each time.
+        look: In place of `owners.look`, for those who know the answer.
     """
 
     def __init__(
@@ -158,13 +158,14 @@ class Capture:
         *,
         paranoid: bool = False,
         on_gate: Callable[[float], None] | None = None,
+        look: Callable[[], Ownership] | None = None,
     ) -> None:
         self._arena = arena
         self._paranoid = paranoid
         self._on_gate = on_gate
         self.is_manual = owners.gate == "manual"
         self._optimizers = owners.optimizers()
-        self._owners: Owners | None = owners  # until they are asked: a file without tensors needs no answer
+        self._look: Callable[[], Ownership] | None = look or owners.look  # a file without tensors needs no answer
         self._stable: dict[int, list[torch.Tensor]] = {}
         self._constant: dict[int, list[torch.Tensor]] = {}
         self.why_volatile = ""
@@ -193,10 +194,10 @@ class Capture:
         Returns:
             The snapshot that the file is written from.
         """
-        if container.sources and self._owners is not None:
-            self._stable, self.why_volatile = self._owners.stable()
-            self._constant = self._owners.constant()
-            self._owners = None
+        if container.sources and self._look is not None:
+            found = self._look()
+            self._stable, self._constant, self.why_volatile = found.stable, found.constant, found.why_volatile
+            self._look = None
         snapshot = _native.Snapshot(self._arena.for_state(sum(source.size_bytes for source in container.sources)))
         reached_by = self._reached_by(container)
         for index, source in enumerate(container.sources):
@@ -374,8 +375,7 @@ class Capture:
             self._samples.clear()
             self._places.clear()
             self._kept.clear()
-            self._stable.clear()
-            self._constant.clear()
+            self._stable, self._constant = {}, {}
             self._sealed = True
 
     # --- inside

@@ -27,7 +27,7 @@ from fastpersist.directory_commit import Overwrite, PendingDirectory, files_in
 from fastpersist.errors import ConfigError, SkippedError
 from fastpersist.filesystem import filesystem, make_directories, storage_errors
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, check_file_name, encode_manifest
-from fastpersist.owners import Owners
+from fastpersist.owners import Owners, Ownership, step_count
 from fastpersist.pacing import note_save, spread_s
 from fastpersist.pipeline import Extents, read_extents, require_engine
 from fastpersist.saving import Container, container_for, write_container
@@ -117,6 +117,7 @@ class DirectorySave:
         self._unsynced: deque[tuple[int, str]] = deque()  # written; after an error the directory closes them
         self._started_s: float | None = None  # of the first file that a step waits for
         self._spread_s = 0.0
+        self._looked: tuple[int, tuple[object, ...], Ownership] | None = None
         self.captures: list[Capture] = []
 
     @property
@@ -159,12 +160,14 @@ class DirectorySave:
         self._check_new(name)
         if self._failed:
             return
+        given = (owners, optimizer, constant, gate)
         owners = owners or Owners(optimizer, constant, gate)
         capture = Capture(
             owners,
             self._arena,
             paranoid=self._paranoid,
             on_gate=self._stats.add_stall,
+            look=lambda: self._look(owners, given),
         )
         final_path = os.path.join(self._directory.final_path, name)
         container = container_for(obj, final_path, checksum=True, file_format=format, metadata=metadata)
@@ -215,6 +218,7 @@ class DirectorySave:
         """
         self._refuse_closed()
         self._closed = True
+        self._looked = None  # it keeps the optimizer's tensors
         self._spread_writes()
         kept_metrics = dict(metrics or {})
         self._lane.submit(
@@ -232,6 +236,7 @@ class DirectorySave:
         if self._closed:
             return False
         self._closed = True
+        self._looked = None
         if not self._failed:
             self._pending.cancel(SkippedError(f"{self._directory.final_path} was given up before it was published"))
         self._lane.submit(lambda: self._pending.run(_nothing))
@@ -247,6 +252,16 @@ class DirectorySave:
         # Perhaps on the writing thread itself, which must not wait for what it has to do. A forked child has no part.
         if not getattr(self, "_closed", True) and self._process == os.getpid() and self._give_up():
             _log.warning("%s was never published and is removed", self._directory.final_path)
+
+    def _look(self, owners: Owners, given: tuple[object, ...]) -> Ownership:
+        """Find whose which storages are; for further files with the same optimizer only if a step came between."""
+        if self._looked is not None:
+            count, before, found = self._looked
+            if count == step_count() and all(one is other for one, other in zip(given, before, strict=True)):
+                return found
+        found = owners.look()
+        self._looked = step_count(), given, found
+        return found
 
     def _note_steps(self, owners: Owners) -> None:
         """Learn when the next step is expected, and measure when it comes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastpersist.errors import ConfigError
 
-__all__ = ["PLAIN", "Owners", "owns_replays", "storage_keys"]
+__all__ = ["PLAIN", "Owners", "Ownership", "note_step_of", "step_count", "storage_keys"]
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types whose storage is their own."""
 
+_step_count = 0  # of all optimizers, since the first save that a step waits for
 _replayed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose steps are CUDA graphs: no hook runs
 
 
@@ -45,6 +47,21 @@ def storage_keys(tensor: torch.Tensor) -> list[int]:
         except (NotImplementedError, RuntimeError):
             continue
     return found
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Whose which storages are, at one moment.
+
+    Attributes:
+        stable: For each storage that only an optimizer's step changes, the tensors by which an optimizer holds it.
+        constant: The same for those that were declared constant.
+        why_volatile: Why storages of an optimizer are not among the stable ones, "" when all are.
+    """
+
+    stable: dict[int, list[torch.Tensor]]
+    constant: dict[int, list[torch.Tensor]]
+    why_volatile: str
 
 
 class Owners:
@@ -74,6 +91,11 @@ class Owners:
             return []
         many = given if isinstance(given, list | tuple) else [given]
         return [_unwrapped(one) for one in many]
+
+    def look(self) -> Ownership:
+        """Find whose which storages are now."""
+        stable, why_volatile = self.stable()
+        return Ownership(stable, self.constant(), why_volatile)
 
     def stable(self) -> tuple[dict[int, list[torch.Tensor]], str]:
         """Find the storages that only an optimizer's step changes, as they are now.
@@ -189,6 +211,14 @@ def _tensors_in(constant: object) -> Iterator[torch.Tensor]:
             yield from _tensors_in(value)
 
 
-def owns_replays(optimizer: Optimizer) -> None:
-    """Note that an optimizer's steps are replayed by a CUDA graph, which runs no hook: volatile for good."""
-    _replayed.add(optimizer)
+def note_step_of(optimizer: Optimizer, *, is_replayed: bool) -> None:
+    """Learn that an optimizer steps; with `is_replayed` inside a CUDA graph, which runs no hook: volatile for good."""
+    global _step_count
+    _step_count += 1
+    if is_replayed:
+        _replayed.add(optimizer)
+
+
+def step_count() -> int:
+    """Return how many optimizer steps were noticed; what `Owners.look` found holds while it does not grow."""
+    return _step_count

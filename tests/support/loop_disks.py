@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from support.sandbox import unmount
+
 OUTER_BYTES = 2 << 30  # sparse, as the inner one; what is used is what is written
 INNER_BYTES = 512 << 20  # mkfs.xfs refuses less than 300 MiB
 
@@ -109,7 +111,7 @@ def mounted(image: Path) -> Iterator[Path]:
         try:
             yield directory
         finally:
-            _run("umount", str(directory))
+            unmount(directory)
     finally:
         directory.rmdir()
 

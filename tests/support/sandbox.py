@@ -14,6 +14,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting and sysctls 
 IO_URING_SETUP = 425
 IO_SETUP = {"x86_64": 206, "aarch64": 0}.get(platform.machine(), -1)
 
+_UNMOUNT_PATIENCE_S = 30
 _ORDINARY_USER = 65534  # "nobody" everywhere
 
 
@@ -107,7 +109,7 @@ def small_filesystem(kind: str, tmp_path: Path, size_mib: int) -> Iterator[Path]
     try:
         yield root
     finally:
-        subprocess.run(["umount", str(root)], check=True, capture_output=True)
+        unmount(root)
 
 
 @contextlib.contextmanager
@@ -117,7 +119,22 @@ def bind_mounted(source: Path, place: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", str(place)], check=True, capture_output=True)
+        unmount(place)
+
+
+def unmount(directory: Path) -> None:
+    """Take a file system off, as soon as the kernel lets go of it.
+
+    After a process has ended, the kernel still finishes its io_uring requests, and their files stay open meanwhile.
+    """
+    deadline_s = time.monotonic() + _UNMOUNT_PATIENCE_S
+    while True:
+        tried = subprocess.run(["umount", str(directory)], check=False, capture_output=True, text=True)
+        if tried.returncode == 0:
+            return
+        if "busy" not in tried.stderr or time.monotonic() > deadline_s:
+            raise OSError(f"umount {directory}: {tried.stderr.strip()}")
+        time.sleep(0.01)
 
 
 def _mount(*arguments: str) -> None:

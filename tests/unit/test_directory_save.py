@@ -21,6 +21,8 @@ from support.sameness import assert_same
 from support.training import PATIENCE_S
 
 import fastpersist as fp
+from fastpersist.capture import Kind
+from fastpersist.owners import Owners
 
 STATE = {"weights": torch.arange(1000.0), "name": "a state"}
 
@@ -262,6 +264,25 @@ def test_step_waits_for_every_file_of_the_directory(tmp_path: Path, leak_check: 
         pending.result()
     assert_same(fp.load(tmp_path / "a" / "model.pt"), model)
     assert_same(fp.load(tmp_path / "a" / "optimizer.pt"), optimizer)
+
+
+def test_optimizer_is_searched_once_for_all_files_between_two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, looks = Owners.look, []
+    monkeypatch.setattr(Owners, "look", lambda self: looks.append(self) or look(self))
+    run = Run()
+    with fp.DirectorySave(tmp_path / "checkpoint") as directory:
+        directory.save(run.model.state_dict(), "model.pt", optimizer=run.optimizer)
+        directory.save(run.model.state_dict(), "again.pt", optimizer=run.optimizer)
+        assert len(looks) == 1
+        directory.save(run.model.state_dict(), "copy.pt")
+        assert len(looks) == 2
+        run.advance()  # makes the tensors of the optimizer's state
+        directory.save(run.optimizer.state_dict(), "optimizer.pt", optimizer=run.optimizer)
+        assert len(looks) == 3
+        assert Kind.STABLE in directory.captures[3].kinds
+        assert Kind.STABLE not in directory.captures[2].kinds
 
 
 def test_forked_child_cannot_end_what_its_parent_writes(tmp_path: Path) -> None:
