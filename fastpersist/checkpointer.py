@@ -355,7 +355,7 @@ class Checkpointer:
                 step=step,
                 metrics=metrics,
                 after=lambda: self._after_commit(step, metrics),
-                after_lane=self._removal_lane,
+                _lane=self._removal_lane,
             )
         self._unfinished.append(pending)
         pending.when_finished(lambda: self._finished(pending))

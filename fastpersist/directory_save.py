@@ -41,6 +41,7 @@ _OPEN_COUNT_MAX = 64
 """So many files are written before the first is synced: more would need more descriptors than a process may have."""
 
 _arena = Arena()  # for those that bring none of their own
+_apart = Lane("fastpersist-after")
 
 
 def version() -> str:
@@ -199,7 +200,8 @@ class DirectorySave:
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         after: Callable[[], None] | None = None,
-        after_lane: Lane | None = None,
+        apart: bool = False,
+        _lane: Lane | None = None,
     ) -> PendingSave:
         """Make everything visible under the final name when all of it is written, with a MANIFEST.json.
 
@@ -208,7 +210,7 @@ class DirectorySave:
             step: For the manifest.
             metrics: Names to numbers, for the manifest.
             after: Done when the directory is visible and durable, before the save counts as done.
-            after_lane: Where `after` is done; the next save is written meanwhile. None: on the writing thread.
+            apart: Do `after` on another thread than the one that writes, so that the next save is written meanwhile.
 
         Returns:
             The save; result() returns the final path. Errors of every file are raised there.
@@ -221,6 +223,7 @@ class DirectorySave:
         self._looked = None  # it keeps the optimizer's tensors
         self._spread_writes()
         kept_metrics = dict(metrics or {})
+        after_lane = _lane or (_apart if apart else None)
         self._lane.submit(
             lambda: self._pending.run(lambda: self._publish(durable, step, kept_metrics, after, after_lane))
         )

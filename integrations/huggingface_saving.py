@@ -120,6 +120,7 @@ class CheckpointSaves:
         self._on_error = on_error
         self._engine = engine
         self._flight: Flight | None = None
+        self._rotating: PendingSave | None = None  # is published, and perhaps still deletes old ones
         self._frozen = _FrozenParameters()
 
     @property
@@ -134,14 +135,15 @@ class CheckpointSaves:
 
     def join(self) -> None:
         """Wait until nothing is under way on this rank; what came of it is for `finish`, or `poll`."""
-        if self.pending is not None:
-            self.pending.join()
+        for pending in (self.pending, self._rotating):
+            if pending is not None:
+                pending.join()
 
     def poll(self) -> None:
-        """Do what `finish` does, if that keeps nobody waiting. All ranks call it."""
+        """Tell what went wrong with the save that is under way, if that keeps nobody waiting. All ranks call it."""
         flight = self._flight
-        if flight is not None and from_first_rank(lambda: flight.pending is not None and flight.pending.done()):
-            self.finish()
+        if flight is not None and from_first_rank(lambda: flight.pending is not None and flight.pending.is_written()):
+            self._settle()
 
     def finish(self) -> None:
         """Wait for the save that is under way, and tell what went wrong with it. All ranks call it.
@@ -149,10 +151,17 @@ class CheckpointSaves:
         Raises:
             FastPersistError, …: With on_error="raise": the save has failed.
         """
+        self.join()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the save that is under way is published, not until old ones are deleted."""
         flight = self._flight
         if flight is None:
             return
-        self.join()
+        if flight.pending is not None:
+            flight.pending.wait_written()
+            self._rotating = flight.pending
         error = None if flight.pending is None else flight.pending.undelivered_error()
         failed = flight.pending is not None and flight.pending.stats.error is not None
         failed, described = from_first_rank(lambda: (failed, None if error is None else _described(error)))
@@ -184,7 +193,7 @@ class CheckpointSaves:
             FastPersistError, …: With on_error="raise": it has failed already, or the one before has.
             Exception: What the Trainer's functions raise.
         """
-        self.finish()
+        self._settle()
         state, args = trainer.state, trainer.args
         path = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         flight = Flight(path, state, state.best_model_checkpoint)
@@ -209,7 +218,7 @@ class CheckpointSaves:
             return None
         if files is not None:
             limit, best = args.save_total_limit, state.best_model_checkpoint
-            flight.pending = files.publish(after=lambda: _rotate(run_dir, limit, best))
+            flight.pending = files.publish(after=lambda: _rotate(run_dir, limit, best), apart=True)
         self._flight = flight
         if synchronous:
             self.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,30 @@ from safetensors.torch import load_file
 from support.huggingface_trainers import At, PlainModel, attached, checkpoints_in, tiny_gpt2, trainer_for
 from support.runs import held_writers, hidden_names
 from support.sameness import assert_same
-from support.training import HeldFilesystem
+from support.training import PATIENCE_S, HeldFilesystem
 from transformers import Trainer
 
 import fastpersist as fp
+from fastpersist.integrations import huggingface_saving
 from fastpersist.integrations.huggingface import Attachment, attach
 
 
 @pytest.fixture
 def writers(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldFilesystem]:
     """Let no save be written until it is waited for, or released."""
-    join = fp.PendingSave.join
+    join, wait_written = fp.PendingSave.join, fp.PendingSave.wait_written
     with held_writers() as held:
 
         def release_and_join(self: fp.PendingSave, timeout: float | None = None) -> bool:
             held.release()
             return join(self, timeout)
 
+        def release_and_wait(self: fp.PendingSave) -> None:
+            held.release()
+            wait_written(self)
+
         monkeypatch.setattr(fp.PendingSave, "join", release_and_join)
+        monkeypatch.setattr(fp.PendingSave, "wait_written", release_and_wait)
         yield held
 
 
@@ -349,3 +356,31 @@ def test_detached_trainer_is_a_stock_one_again(tmp_path: Path) -> None:
     assert trainer.callback_handler.callbacks == before[2]
     trainer.train()
     assert not (tmp_path / "checkpoint-2" / "MANIFEST.json").exists()
+
+
+def test_next_save_does_not_wait_until_old_checkpoints_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    rotate = huggingface_saving.rotate_checkpoints
+
+    def slow(**options: Any) -> None:
+        assert released.wait(PATIENCE_S), "the test never let old checkpoints be deleted"
+        rotate(**options)
+
+    monkeypatch.setattr(huggingface_saving, "rotate_checkpoints", slow)
+    seen: list[list[str]] = []
+
+    def look() -> None:
+        pending = attachment.pending()
+        assert pending is not None
+        pending.wait_written()
+        seen.append(checkpoints_in(tmp_path))
+        released.set()
+
+    trainer, attachment = attached(
+        output_dir=tmp_path, callbacks=[at_step(6, look)], save_steps=2, max_steps=6, save_total_limit=1
+    )
+    trainer.train()
+    assert seen == [["checkpoint-2", "checkpoint-4"]]
+    assert checkpoints_in(tmp_path) == ["checkpoint-6"]
