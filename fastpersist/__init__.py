@@ -15,20 +15,24 @@ from fastpersist.background import PendingSave, SaveStats
 from fastpersist.checkpointer import Checkpointer
 from fastpersist.directory_save import DirectorySave
 from fastpersist.errors import (
+    AgreementTimeoutError,
     CheckpointNotFoundError,
     ChecksumError,
     ConfigError,
+    CoordinationError,
     CorruptionError,
     FastPersistError,
     FormatError,
     InternalError,
     NoSpaceError,
+    PeerError,
     SkippedError,
     StorageError,
     TornStateError,
     UnsupportedError,
 )
 from fastpersist.filling import load_into
+from fastpersist.group_directory import PeerDirectorySave, directory_save_together
 from fastpersist.inspection import Damage, Manifest, TensorEntry, VerifyReport
 
 # isort: split - it uses the names above; mypy knows integrations/ by another name
@@ -38,10 +42,12 @@ from fastpersist.pipeline import EngineProbe, engines, require_engine
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgreementTimeoutError",
     "CheckpointNotFoundError",
     "Checkpointer",
     "ChecksumError",
     "ConfigError",
+    "CoordinationError",
     "CorruptionError",
     "Damage",
     "DirectorySave",
@@ -51,6 +57,8 @@ __all__ = [
     "InternalError",
     "Manifest",
     "NoSpaceError",
+    "PeerDirectorySave",
+    "PeerError",
     "PendingSave",
     "SaveReport",
     "SaveStats",
@@ -60,6 +68,7 @@ __all__ = [
     "TornStateError",
     "UnsupportedError",
     "VerifyReport",
+    "directory_save_together",
     "engines",
     "inspect",
     "install",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import IO, Any, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -20,45 +20,31 @@ from fastpersist.capture import Capture
 from fastpersist.commit import PendingFile, resolve_target
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.filesystem import filesystem, make_directories, storage_errors
+from fastpersist.group_save import Writers, end_session, ranks_of, save_together
 from fastpersist.inspection import Manifest, VerifyReport
 from fastpersist.loading import MapLocation, load_checkpoint
+from fastpersist.loading_together import reader_for
 from fastpersist.owners import Owners
-from fastpersist.pacing import note_save, spread_s
+from fastpersist.pacing import Spread
+from fastpersist.partition import choose_writers
+from fastpersist.peer_save import PeerSave
 from fastpersist.pipeline import Poll, require_engine
 from fastpersist.progress import progress_bar
-from fastpersist.saving import container_for, is_safetensors, write_container
+from fastpersist.replicas import replicas_in
+from fastpersist.saving import SaveReport, container_for, is_safetensors, padded_bytes, write_container
+from fastpersist.sharing import FirstShare, Together
 from fastpersist.source import CheckpointSource
 from fastpersist.stock import stock_load, stock_save
 from fastpersist.untraced import untraced
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["SaveReport", "inspect", "load", "save", "save_async", "verify"]
 
 _log = logging.getLogger("fastpersist")
 
 PathLike: TypeAlias = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """What a save did.
-
-    Attributes:
-        path: The file that was written, as it was asked for.
-        size_bytes: Its length.
-        engine: The engine that wrote it; "torch.save" where the target could not be replaced by a rename.
-        plan_s: Seconds until every offset was known: pickling and layout.
-        write_s: Seconds from the first byte to the last.
-        sync_s: Seconds until the bytes and the name were durable; 0.0 with durable=False.
-        total_s: Seconds of the whole call.
-    """
-
-    path: str
-    size_bytes: int
-    engine: str
-    plan_s: float
-    write_s: float
-    sync_s: float
-    total_s: float
 
 
 @untraced
@@ -74,6 +60,9 @@ def save(
     metadata: Mapping[str, str] | None = None,
     replace_links: bool = False,
     make_parents: bool = False,
+    process_group: ProcessGroup | None = None,
+    writers: Writers = "auto",
+    check_replicas: bool = False,
 ) -> SaveReport:
     """Save an object to one file, which stock tools read.
 
@@ -88,13 +77,20 @@ def save(
             flushing and syncing it is its owner's.
         durable: Survive power loss once this has returned. Without it, only the page cache and the drive's memory do.
         checksum: Compute and record CRC-32s; without it they are zero, as torch.save writes them when told so.
-        progress: Show bytes, rate and remaining time on standard error.
+        progress: Show bytes, rate and remaining time on standard error; not with several ranks.
         engine: "auto", or an engine's name (`fastpersist.engines` lists them), which then never falls back.
         format: "torch", the zip of torch.save; "safetensors"; or "auto": safetensors for a path that ends in
             `.safetensors`, torch for all others.
         metadata: Text to text, kept in the header; safetensors only.
         replace_links: Replace a file that has several hard links, too; its other names keep the old one.
         make_parents: Make the directories above that are missing, durably.
+        process_group: Write with all its ranks the file that its rank 0 alone would have written; all of them call
+            this. What is saved is rank 0's object. Its storages of 1 MiB and more are replicas on all ranks, and shared
+            out among the writers; samples of them are compared first. All writers see the same file system. Of torch,
+            only the first call for a group uses the group.
+        writers: With a process_group, the ranks that write: "all", "node" (one of each node), a number, or "auto": up
+            to 8 of one node, or one of each of several.
+        check_replicas: With a process_group, compare all bytes of the replicas.
 
     Returns:
         What was written, by which engine, in what time.
@@ -105,10 +101,30 @@ def save(
         NoSpaceError: The file system is full. Found before a byte is written, where it can reserve space.
         StorageError: Any other error of the disk: errno, operation, path, offset.
         RuntimeError, TypeError, …: What torch.save or the object's own pickling raises, before any file is touched.
+        CoordinationError: With a process_group: the replicas differ; the message names tensors and ranks.
+        PeerError: With a process_group: another rank has failed or is gone; nothing was published.
 
-    Thread safety: any thread, any number at once; of saves to one path, the one that finishes last stays.
+    Thread safety: any thread, any number at once; of saves to one path, the one that finishes last stays. With a
+    process_group: one at a time, and in the same order on all ranks.
     """
     started_s = time.monotonic()
+    if process_group is not None and (ranks := ranks_of(process_group)).count > 1:
+        if not isinstance(path, str | os.PathLike):
+            raise UnsupportedError("several ranks write to a path, not to a file object")
+        return save_together(
+            obj,
+            os.fspath(path),
+            ranks,
+            durable=durable,
+            checksum=checksum,
+            engine=engine,
+            file_format=format,
+            metadata=metadata,
+            replace_links=replace_links,
+            make_parents=make_parents,
+            writers=writers,
+            check_replicas=check_replicas,
+        )
     if not isinstance(path, str | os.PathLike):
         if metadata is not None:
             raise ConfigError("a file object goes to torch.save, which keeps no metadata; pass a .safetensors path")
@@ -130,7 +146,7 @@ def save(
         pending = PendingFile.create(target)
         if pending is None:
             return _save_in_place(obj, name, format, "its directory takes no new file", durable, started_s)
-        pending.allocate(container.padded_bytes)
+        pending.allocate(padded_bytes(container))
         with _progress(name, container.size_bytes, progress) as poll:
             written = write_container(container, pending.fd, target.path, engine=engine, poll=poll)
         written_s = time.monotonic()
@@ -170,6 +186,9 @@ def save_async(
     metadata: Mapping[str, str] | None = None,
     replace_links: bool = False,
     make_parents: bool = False,
+    process_group: ProcessGroup | None = None,
+    writers: Writers = "auto",
+    check_replicas: bool = False,
 ) -> PendingSave:
     """Save an object to one file while training goes on; the file is what `save` would have written.
 
@@ -194,6 +213,10 @@ def save_async(
         metadata: Text to text, for safetensors only, as in `save`.
         replace_links: Replace a file that has several hard links, too, as in `save`.
         make_parents: Make the directories above that are missing, durably.
+        process_group: Write with all its ranks, as in `save`; shared out is what the optimizer owns or `constant`
+            names. The gate is each rank's own.
+        writers: The ranks that write, as in `save`.
+        check_replicas: Compare all bytes of the replicas, as in `save`.
 
     Returns:
         The save: done(), result(), captured(), wait_captured().
@@ -202,53 +225,128 @@ def save_async(
         ConfigError, UnsupportedError, RuntimeError, TypeError, …: As in `save`, before any file is touched.
         StorageError: The file cannot be created. Later errors are raised by result().
 
-    Thread safety: any thread. Nobody else may change the object while this runs.
+    Thread safety: any thread. Nobody else may change the object while this runs. With a process_group: in the same
+    order on all ranks.
     """
+    if process_group is not None and (ranks := ranks_of(process_group)).count > 1:
+        session = ranks.begin(os.fspath(path))
+        try:
+            label = os.path.basename(os.path.abspath(path))
+            together = Together(session, label, choose_writers(writers, ranks.nodes), check_replicas)
+            return _save_async(
+                obj,
+                os.fspath(path),
+                Owners(optimizer, constant, gate),
+                together,
+                durable=durable,
+                checksum=checksum,
+                engine=engine,
+                file_format=format,
+                metadata=metadata,
+                replace_links=replace_links,
+                make_parents=make_parents,
+            )
+        except BaseException as error:
+            session.fail(error)
+            raise
+    return _save_async(
+        obj,
+        os.fspath(path),
+        Owners(optimizer, constant, gate),
+        None,
+        durable=durable,
+        checksum=checksum,
+        engine=engine,
+        file_format=format,
+        metadata=metadata,
+        replace_links=replace_links,
+        make_parents=make_parents,
+    )
+
+
+def _save_async(
+    obj: object,
+    name: str,
+    owners: Owners,
+    together: Together | None,
+    *,
+    durable: bool,
+    checksum: bool,
+    engine: str,
+    file_format: str,
+    metadata: Mapping[str, str] | None,
+    replace_links: bool,
+    make_parents: bool,
+) -> PendingSave:
     started_s = time.monotonic()
-    name = os.fspath(path)
     require_engine(engine)
-    owners = Owners(optimizer, constant, gate)
+    stats = SaveStats(path=name)
+    if together is not None and together.session.rank:
+        lane = Lane("fastpersist-save")  # the order of saves to one path is the first rank's
+        peer = PeerSave(name, together, engine=engine, durable=durable, arena=_async_arena, lane=lane, stats=stats)
+        peer.save(obj, "", owners, owners.look, checksum=checksum, file_format=file_format, metadata=metadata)
+        return peer.publish()
     if make_parents:
         make_directories(os.path.dirname(os.path.abspath(name)))
     target = resolve_target(name, replace_links=replace_links)
-    stats = SaveStats(path=name)
     file = None
     if target.why_not_replaceable is None and not torch.serialization._serialization_tls.skip_data:
-        container = container_for(obj, name, checksum=checksum, file_format=format, metadata=metadata)
-        capture = Capture(owners, _async_arena, on_gate=stats.add_stall)
+        container = container_for(obj, name, checksum=checksum, file_format=file_format, metadata=metadata)
+        look = functools.cache(owners.look)
+        capture = Capture(owners, _async_arena, on_gate=stats.add_stall, look=look)
         file = PendingFile.create(target)
+    if file is None and together is not None:
+        raise UnsupportedError(f"several ranks cannot write {name}: {target.why_not_replaceable}; choose another path")
     if file is None:
-        report = save(obj, path, durable=durable, checksum=checksum, engine=engine, format=format, metadata=metadata)
+        report = save(
+            obj, name, durable=durable, checksum=checksum, engine=engine, format=file_format, metadata=metadata
+        )
         stats.bytes, stats.engine, stats.stall_s = report.size_bytes, report.engine, report.total_s
         done = PendingSave(name, stats)
         done.succeed()
         return done
     pending = PendingSave(name, stats)
-    pending.when_failed(file.abort)
-    optimizers = owners.optimizers()
-    pace_s = spread_s(optimizers)
-    note_save(optimizers, manual=gate == "manual")
+    pending.when_failed(lambda _: file.abort())
+    if together is not None:
+        pending.when_failed(together.session.fail)
+    spread = Spread()
+    spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
     try:
-        snapshot = capture.add(container)
+        share = None
+        if together is not None:
+            found = look() if container.sources else None
+            share = FirstShare(container, replicas_in(container, found), together)
+        snapshot = capture.add(share or container)
     except BaseException:
         file.abort()
         raise
-    if pace_s > 0:
-        snapshot.pace(0.0, pace_s)
+    spread.add_file(snapshot, sum(source.size_bytes for source in (share or container).sources))
+    spread.begin()
     stats.plan_s = time.monotonic() - started_s
     stats.bytes = container.size_bytes
 
     def write() -> None:
         begun_s = time.monotonic()
-        file.allocate(container.padded_bytes)
+        file.allocate(padded_bytes(container))
         pending.refuse_torn()
-        stats.engine = write_container(
-            container, file.fd, target.path, engine=engine, poll=pending.poll, snapshot=snapshot
-        ).engine
+        if share is None:
+            written = write_container(
+                container, file.fd, target.path, engine=engine, poll=pending.poll, snapshot=snapshot
+            )
+        else:
+            written = share.write(
+                file.fd, target.path, engine=engine, pending_path=file.path, poll=pending.poll, snapshot=snapshot
+            )
+            stats.add_shares(share.bytes_by_rank())
+        stats.engine = written.engine
         stats.write_s = time.monotonic() - begun_s
         pending.check()
+        if together is not None:
+            together.session.settle()
         file.publish(container.size_bytes, durable=durable)
         stats.sync_s = file.sync_s
+        if together is not None:
+            end_session(together.session, container.size_bytes)
         pending.succeed()
 
     pending.begin(capture, lambda: _in_line(target.path, lambda: pending.run(write)))
@@ -306,6 +404,7 @@ def load(
     verify: bool = False,
     progress: bool = False,
     engine: str = "auto",
+    process_group: ProcessGroup | None = None,
 ) -> Any:
     """Load what a file holds; the same object that torch.load or safetensors would return.
 
@@ -320,6 +419,10 @@ def load(
         verify: Check every CRC while reading, before anything is unpickled.
         progress: Show bytes, rate and remaining time on standard error.
         engine: "auto", or an engine's name, which then never falls back.
+        process_group: Load with all its ranks, each of which gets the whole object, on its own devices; all of them
+            call this with the same file. They share the reading, so that the disk gives each byte once where that is
+            faster, and they end alike: it returns on all ranks, or raises on all. Each wait for another rank lasts at
+            most the group's timeout. The caller's thread takes part in the group's collectives.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
@@ -328,14 +431,19 @@ def load(
         UnsupportedError: The named engine cannot be used; or verify, and the file has no checksums.
         StorageError: An error of the disk.
         pickle.UnpicklingError: With weights_only: torch's own refusal of an unsafe file.
+        PeerError: With a process_group: another rank failed, or is gone; on the rank that failed, its own error.
+        CoordinationError: With a process_group: the ranks were given different files.
 
-    Thread safety: any thread, any number at once.
+    Thread safety: any thread, any number at once; with a process_group one at a time, in the same order on all ranks.
     """
     if not isinstance(path, str | os.PathLike):
-        if verify:
-            raise UnsupportedError("a file object goes to torch.load, which cannot verify it; pass its path instead")
+        if verify or process_group is not None:
+            raise UnsupportedError(
+                "a file object goes to torch.load, which cannot verify it or share it among ranks; pass its path"
+            )
         return stock_load(path, map_location=map_location, weights_only=weights_only)
-    with CheckpointSource(os.fspath(path)) as source:
+    name = os.fspath(path)
+    with reader_for(process_group, name) as read, CheckpointSource(name) as source:
         with _progress(source.path, source.size_bytes, progress) as poll:
             return load_checkpoint(
                 source,
@@ -344,6 +452,7 @@ def load(
                 verify=verify,
                 engine=engine,
                 poll=poll,
+                read=read,
             )
 
 

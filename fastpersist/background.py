@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastpersist.capture import Capture
@@ -42,6 +42,7 @@ class SaveStats:
         bytes_by_writer: Tensor bytes that were written from where they are.
         bytes_at_gate: Stable bytes that were copied because a step came before the writer.
         bytes_before_return: Volatile bytes that were copied inside save().
+        bytes_by_rank: With several ranks, on the first: how many bytes of what they share each has written.
         engine: The engine that wrote.
         error: What went wrong, in one line; None if nothing did.
     """
@@ -58,8 +59,14 @@ class SaveStats:
     bytes_by_writer: int = 0
     bytes_at_gate: int = 0
     bytes_before_return: int = 0
+    bytes_by_rank: list[int] = field(default_factory=list)
     engine: str = ""
     error: str | None = None
+
+    def add_shares(self, bytes_by_rank: list[int]) -> None:
+        """Another file was written by several ranks."""
+        before = self.bytes_by_rank or [0] * len(bytes_by_rank)
+        self.bytes_by_rank = [sum(both) for both in zip(before, bytes_by_rank, strict=True)]
 
     def add_stall(self, seconds: float) -> None:
         """The training thread lost more time."""
@@ -148,7 +155,7 @@ class PendingSave:
         self._begun = False
         self._over = False
         self._process = os.getpid()
-        self._clean_up: list[Callable[[], None]] = []
+        self._clean_up: list[Callable[[BaseException], None]] = []
         self._when_finished: list[Callable[[], None]] = []
 
     # --- for everybody
@@ -236,8 +243,8 @@ class PendingSave:
             self._delivered = True
             return self._error
 
-    def when_failed(self, clean_up: Callable[[], None]) -> None:
-        """Have something done if the save fails, before that is told."""
+    def when_failed(self, clean_up: Callable[[BaseException], None]) -> None:
+        """Have something done if the save fails, given its error, before that is told."""
         self._clean_up.append(clean_up)
 
     def when_finished(self, call: Callable[[], None]) -> None:
@@ -348,7 +355,7 @@ class PendingSave:
             return
         for clean_up in reversed(self._clean_up):
             try:
-                clean_up()
+                clean_up(error)
             except Exception:  # noqa: BLE001 - the save's own error matters more
                 _log.exception("cleaning up after a failed save of %s", self._path)
         self._error = error

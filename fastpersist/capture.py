@@ -39,7 +39,7 @@ from fastpersist.arena import Arena
 from fastpersist.errors import TornStateError
 from fastpersist.owners import PLAIN, Owners, Ownership, note_step_of, storage_keys
 from fastpersist.pacing import note_step
-from fastpersist.pipeline import is_host_memory
+from fastpersist.pipeline import byte_tensor, is_host_memory
 
 __all__ = ["Capture", "Kind", "Sources", "watch_steps"]
 
@@ -197,17 +197,19 @@ class Capture:
         if container.sources and self._look is not None:
             found = self._look()
             self._stable, self._constant, self.why_volatile = found.stable, found.constant, found.why_volatile
-            self._look = None
+        self._look = None
         snapshot = _native.Snapshot(self._arena.for_state(sum(source.size_bytes for source in container.sources)))
         reached_by = self._reached_by(container)
         for index, source in enumerate(container.sources):
             storage = source.storage
             kind, watched = self._kind_of(storage, reached_by[index])
+            start_bytes = source.offset_bytes
             if not is_host_memory(storage):
-                storage = storage.cpu()  # this is its capture; the copy is ours and changes no more
-                kind, watched = Kind.CONSTANT, []
+                # This is its capture; the copy is ours and changes no more.
+                storage = byte_tensor(storage)[start_bytes : start_bytes + source.size_bytes].cpu().untyped_storage()
+                kind, watched, start_bytes = Kind.CONSTANT, [], 0
             self._kept.append(storage)
-            snapshot.add(storage.data_ptr() + source.offset_bytes, source.size_bytes, kind)
+            snapshot.add(storage.data_ptr() + start_bytes, source.size_bytes, kind)
             self.kinds.append(kind)
             into = self._watched if kind == Kind.STABLE else self._constants_watched
             into.extend(_Watched(tensor, version, container, index) for tensor, version in watched)

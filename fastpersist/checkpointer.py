@@ -21,17 +21,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastpersist.arena import Arena
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import watch_steps
-from fastpersist.committed import candidate_steps, check_files, committed_steps, read_committed, read_manifest
+from fastpersist.committed import check_files, committed_steps, read_manifest
+from fastpersist.coordination import Ranks
 from fastpersist.directory_commit import (
     RootLock,
-    remove_directory,
     sweep_directories,
 )
 from fastpersist.directory_save import DirectorySave
@@ -39,31 +37,36 @@ from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptionError,
-    FormatError,
     SkippedError,
     StorageError,
 )
 from fastpersist.explaining import explain, warn_caller, warn_of_globals
-from fastpersist.filesystem import filesystem, make_directories, storage_errors
-from fastpersist.formats.manifest import CheckpointManifest, encode_manifest, step_name
+from fastpersist.filesystem import make_directories
+from fastpersist.formats.manifest import step_name
+from fastpersist.group_save import Writers
 from fastpersist.loading import MapLocation
 from fastpersist.owners import Owners
+from fastpersist.partition import choose_writers
+from fastpersist.peer_save import PeerSave
 from fastpersist.pipeline import require_engine
-from fastpersist.resuming import load_state
-from fastpersist.retention import RetentionPolicy, steps_to_remove
+from fastpersist.retention import RetentionPolicy
+from fastpersist.root_upkeep import RootUpkeep, checked_metrics
+from fastpersist.sharing import Together
 from fastpersist.signal_save import SignalSave
+from fastpersist.step_loading import RANK_KEY, STATE_NAME, LoadOptions, load_newest, load_step, rank_file_name
 from fastpersist.untraced import untraced
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("fastpersist")
 
-_STATE_NAME = "state.pt"
-_RANK_NAME = "rank-00000.pt"
-_RANK_KEY = "rank_state"
 _LATEST_NAME = "LATEST"
 _STEP_PATTERN = re.compile(r"step-[0-9]{8,19}")
 _STATS_COUNT = 1000
+_FAILED_COUNT = 16
 
 PathLike = str | os.PathLike[str]
 
@@ -98,6 +101,15 @@ class Checkpointer:
             warned of, and training goes on; the save's own result() still raises it.
         paranoid: Re-read 64 samples per save, to find changes that torch does not count (`.data`).
         engine: "auto", or an engine's name, which then never falls back.
+        process_group: Save with all its ranks, each with a Checkpointer of its own, made and used in the same order.
+            The state that is saved is rank 0's; what the optimizer owns, or constant= names, is the same on all ranks,
+            and its storages of 1 MiB and more are written by all writers, each a part, into one ordinary file. After
+            this constructor, torch's group is used by load() only. All writers see the same file system.
+        writers: The ranks that write: "all", "node" (one of each node), a number, or "auto": up to 8 of one node, or
+            one of each of several.
+        check_replicas: Compare all bytes of what the ranks should hold alike, not samples of it.
+        peer_timeout_s: A rank that was not heard of for so long has failed. One whose process has died is noticed at
+            once.
 
     Raises:
         ConfigError: Options that make no sense.
@@ -120,6 +132,10 @@ class Checkpointer:
         on_error: Literal["raise", "warn"] = "raise",
         paranoid: bool = False,
         engine: str = "auto",
+        process_group: ProcessGroup | None = None,
+        writers: Writers = "auto",
+        check_replicas: bool = False,
+        peer_timeout_s: float = 600.0,
     ) -> None:
         if busy not in ("wait", "latest", "skip"):
             raise ConfigError(f"busy is 'wait', 'latest' or 'skip', not {busy!r}")
@@ -130,7 +146,7 @@ class Checkpointer:
         self._owners = Owners(optimizer, constant, gate)
         if self._owners.optimizers():
             watch_steps()
-        self._retention = RetentionPolicy(keep, keep_every, keep_best)
+        self._upkeep = RootUpkeep(self._root, RetentionPolicy(keep, keep_every, keep_best))
         self._arena = Arena(max_host_bytes)
         self._busy = busy
         self._on_error = on_error
@@ -140,15 +156,29 @@ class Checkpointer:
         self._removal_lane = Lane("fastpersist-rm")  # of its own: removing gigabytes takes long enough to save some
         self._lock: RootLock | None = None
         self._unfinished: deque[PendingSave] = deque()
-        self._failed: deque[PendingSave] = deque(maxlen=16)
+        self._failed: deque[PendingSave] = deque(maxlen=_FAILED_COUNT)
         self._stats: deque[SaveStats] = deque(maxlen=_STATS_COUNT)
-        self._metrics: dict[int, dict[str, float]] | None = None  # of the committed steps, for retention
         self._unloadable: set[int] = set()  # steps that load() went back from
         self._known_keys: tuple[str, ...] | None = None
         self._why_told = ""
         self._signals = SignalSave(self._owners, self._save_for_signal)
         self._process = os.getpid()
         self._closed = False
+        self._check_replicas = check_replicas
+        self._ranks: Ranks | None = None
+        self._writers = choose_writers(writers, [0])
+        self._process_group: ProcessGroup | None = None
+        if process_group is not None and process_group.size() > 1:
+            self._join_group(process_group, writers, peer_timeout_s)
+
+    def _join_group(self, process_group: ProcessGroup, writers: Writers, timeout_s: float) -> None:
+        if self._busy != "wait":
+            raise ConfigError(
+                f"with several ranks, busy is 'wait': ranks would not leave out the same saves, as {self._busy!r} does"
+            )
+        self._ranks = Ranks.meet(process_group, timeout_s=timeout_s)
+        self._writers = choose_writers(writers, self._ranks.nodes)
+        self._process_group = process_group
 
     # ------------------------------------------------------------------------------------------------ saving
 
@@ -168,9 +198,10 @@ class Checkpointer:
             step: 0 or more.
             state: Whatever torch.save takes, usually a dict; pickled before this returns.
             rank_state: This process's own object (data position, RNG), kept beside it; load() returns it under
-                "rank_state".
+                "rank_state". With several ranks, each may have one.
             metrics: Numbers for the manifest and for keep_best.
-            overwrite: Replace the step if it is there already. One that is damaged is replaced in any case.
+            overwrite: Replace the step if it is there already. One that is damaged is replaced in any case. With
+                several ranks, rank 0's word counts here and for metrics.
 
         Returns:
             The save; nobody needs to look at it.
@@ -178,13 +209,27 @@ class Checkpointer:
         Raises:
             ConfigError: The step exists, another process saves to this root, or an argument makes no sense.
             StorageError: The directory cannot be made or written.
-            FastPersistError: An earlier save failed (once; with on_error="raise").
+            FastPersistError: An earlier save failed (once; with on_error="raise"). With several ranks it is raised when
+                this save has begun, and does not end it: the other ranks may not know of the failure yet.
         """
         self._refuse_unusable()
-        self._deliver()
-        # A loop that went back to an older step comes by the damaged one again.
-        overwrite = overwrite or self._signals.saved_step == step or self._is_damaged(step)
-        return self._save(step, state, rank_state, _checked_metrics(metrics), overwrite, self._busy)
+        if self._ranks is None:
+            self._deliver()
+            # A loop that went back to an older step comes by the damaged one again.
+            overwrite = overwrite or self._signals.saved_step == step or self._is_damaged(step)
+            return self._save(step, state, rank_state, checked_metrics(metrics), overwrite, self._busy)
+        session = self._ranks.begin(f"step {step} of {self._root}")  # first: all ranks count their saves
+        earlier, self._failed = self._failed, deque(maxlen=_FAILED_COUNT)
+        try:
+            overwrite = self._ranks.rank == 0 and (overwrite or self._is_damaged(step))
+            together = Together(session, step_name(step), self._writers, self._check_replicas)
+            pending = self._save(step, state, rank_state, checked_metrics(metrics), overwrite, self._busy, together)
+        except BaseException as error:
+            self._failed.extendleft(reversed(earlier))
+            session.fail(error)
+            raise
+        self._deliver(earlier)
+        return pending
 
     def wait_captured(self, timeout: float | None = None) -> None:
         """Return when the state of every pending save may be changed.
@@ -233,6 +278,8 @@ class Checkpointer:
         self._signals.uninstall()
         self._join_all(None)
         self._closed = True
+        if self._ranks is not None:
+            self._ranks.close()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -265,8 +312,12 @@ class Checkpointer:
             signals: Which.
 
         Raises:
-            ConfigError: Not called on the main thread, which alone may set signal handlers.
+            ConfigError: Not called on the main thread, which alone may set signal handlers; or there are several ranks.
         """
+        if self._ranks is not None:
+            raise ConfigError(
+                "with several ranks, a signal reaches each in another step: let them agree on one, and save()"
+            )
         self._signals.install(make_state, signals)
 
     def poll(self) -> None:
@@ -306,22 +357,28 @@ class Checkpointer:
         metrics: dict[str, float],
         overwrite: bool,
         busy: str,
+        together: Together | None = None,
     ) -> PendingSave:
         started_s = time.monotonic()
         stats = SaveStats(path=os.path.join(self._root, step_name(step)), step=step)
-        if rank_state is not None and not (isinstance(state, Mapping) and _RANK_KEY not in state):
-            raise ConfigError(f"with rank_state, the state is a dict without {_RANK_KEY!r}: there load() returns it")
+        if rank_state is not None and not (isinstance(state, Mapping) and RANK_KEY not in state):
+            raise ConfigError(f"with rank_state, the state is a dict without {RANK_KEY!r}: there load() returns it")
         if not self._make_room(busy):
             pending = PendingSave(stats.path, stats)
             pending.skip("another one was still being written")
             self._stats.append(stats)
             return pending
         try:
-            self._own_root()
-            pending = self._begin(step, state, rank_state, metrics, overwrite, stats)
+            if together is not None and together.session.rank:
+                pending = self._begin_part(state, rank_state, stats, together)
+            else:
+                self._own_root()
+                pending = self._begin(step, state, rank_state, metrics, overwrite, stats, together)
         except StorageError as error:
             if self._on_error == "raise":
                 raise
+            if together is not None:
+                together.session.fail(error)
             pending = PendingSave(stats.path, stats)
             pending.fail(error)
             self._finished(pending)
@@ -337,6 +394,7 @@ class Checkpointer:
         metrics: dict[str, float],
         overwrite: bool,
         stats: SaveStats,
+        together: Together | None,
     ) -> PendingSave:
         directory = DirectorySave(
             stats.path,
@@ -346,21 +404,47 @@ class Checkpointer:
             _lane=self._lane,
             _stats=stats,
             _paranoid=self._paranoid,
+            _together=together,
         )
         with directory:  # an error below removes it
-            directory.save(state, _STATE_NAME, owners=self._owners)
+            directory.save(state, STATE_NAME, owners=self._owners)
             if rank_state is not None:
-                directory.save(rank_state, _RANK_NAME, owners=self._owners)
+                directory.save(rank_state, rank_file_name(0), owners=self._owners, own=True)
             pending = directory.publish(
                 step=step,
                 metrics=metrics,
-                after=lambda: self._after_commit(step, metrics),
+                after=lambda: self._committed(step, metrics),
                 _lane=self._removal_lane,
             )
         self._unfinished.append(pending)
         pending.when_finished(lambda: self._finished(pending))
         self._tell_once(state, directory.captures[0].why_volatile)
         return pending
+
+    def _begin_part(self, state: object, rank_state: object, stats: SaveStats, together: Together) -> PendingSave:
+        """Begin what this rank, which is not the first, does of a save."""
+        peer = PeerSave(
+            stats.path,
+            together,
+            engine=self._engine,
+            durable=True,
+            arena=self._arena,
+            lane=self._lane,
+            stats=stats,
+            paranoid=self._paranoid,
+        )
+        if rank_state is not None:
+            peer.add_own(rank_state, rank_file_name(together.session.rank), self._owners)
+        peer.save(state, STATE_NAME, self._owners, self._owners.look)
+        pending = peer.publish()
+        self._unfinished.append(pending)
+        pending.when_finished(lambda: self._finished(pending))
+        return pending
+
+    def _committed(self, step: int, metrics: dict[str, float]) -> None:
+        """The step is durable; beside the writing of the next one."""
+        if self._upkeep.after_commit(step, metrics):
+            self._unloadable.discard(step)
 
     def _make_room(self, busy: str) -> bool:
         """Wait for, or leave out, saves that are unfinished; False if the new one is to be left out."""
@@ -384,7 +468,7 @@ class Checkpointer:
         make_directories(self._root)
         self._lock = RootLock.acquire(self._root)
         sweep_directories(self._root, _STEP_PATTERN)
-        self._metrics = None
+        self._upkeep.forget()
 
     def _tell_once(self, state: object, why_volatile: str) -> None:
         """Say what makes saves slow, and, at the first save of each structure, what a default load would refuse."""
@@ -395,43 +479,6 @@ class Checkpointer:
         if keys != self._known_keys:
             self._known_keys = keys
             warn_of_globals(state)
-
-    # --- when a step is durable, beside the writing of the next one
-
-    def _after_commit(self, step: int, metrics: dict[str, float]) -> None:
-        """The step is durable: name it in LATEST, and remove what is kept no longer."""
-        try:
-            self._write_latest(step)
-            if self._metrics is None:
-                self._metrics = {found: manifest.metrics for found, manifest in committed_steps(self._root).items()}
-            self._metrics[step] = metrics
-            self._unloadable.discard(step)
-        except StorageError as error:
-            _log.warning("%s: step %d is saved, but what comes after was not done: %s", self._root, step, error)
-            return
-        for old in steps_to_remove(self._metrics, self._retention):
-            if old != step:  # which may be older than others, after a rewind
-                self._remove_step(old, self._metrics)
-
-    def _remove_step(self, step: int, known: dict[int, dict[str, float]]) -> None:
-        try:
-            if remove_directory(os.path.join(self._root, step_name(step))):
-                del known[step]
-        except CheckpointNotFoundError:  # somebody else has removed it
-            del known[step]
-        except StorageError as error:
-            _log.warning("%s: step %d is kept no longer, but stays: %s", self._root, step, error)
-
-    def _write_latest(self, step: int) -> None:
-        path = os.path.join(self._root, _LATEST_NAME)
-        temporary = os.path.join(self._root, f".{_LATEST_NAME}.new")
-        with storage_errors("creating", temporary):
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
-            filesystem().write(fd, f"{step_name(step)}\n".encode(), temporary)
-        finally:
-            os.close(fd)
-        filesystem().rename(temporary, path)
 
     def _finished(self, pending: PendingSave) -> None:
         stats = pending.stats
@@ -463,14 +510,18 @@ class Checkpointer:
                 raise TimeoutError(f"a save to {self._root} is still under way after {timeout} s")
         self._forget_finished()
 
-    def _deliver(self) -> None:
-        """Raise, or warn of, the oldest failure that nobody was told of yet."""
-        while self._failed:
-            pending = self._failed.popleft()
+    def _deliver(self, failed: deque[PendingSave] | None = None) -> None:
+        """Raise, or warn of, the oldest failure that nobody was told of yet; of all, or of these."""
+        if failed is None:
+            failed = self._failed
+        while failed:
+            pending = failed.popleft()
             error = pending.undelivered_error()
             if error is None or isinstance(error, SkippedError):
                 continue
             if self._on_error == "raise":
+                if failed is not self._failed:
+                    self._failed.extendleft(reversed(failed))
                 raise error
             warn_caller(f"a checkpoint was not saved, training goes on: {error}")
 
@@ -508,7 +559,8 @@ class Checkpointer:
     ) -> Any:
         """Load the state of a step, or of the newest one that is whole.
 
-        Saves of this object that are under way are waited for first.
+        Saves of this object that are under way are waited for first. With several ranks all of them call this, and load
+        the same step; each may give another map_location.
 
         Args:
             step: Which; None for the newest committed one. If that one turns out to be damaged, a warning says so and
@@ -527,68 +579,11 @@ class Checkpointer:
             CheckpointNotFoundError: There is no such step, or no step at all.
             CorruptionError, StorageError: It is damaged (explicit step, strict, or no step is whole).
             ConfigError: `into` does not fit the state; nothing was changed.
+            PeerError: With several ranks: another one could not load it.
         """
         if self._process == os.getpid():
             self._join_all(None)
+        options = LoadOptions(map_location, into, verify, weights_only, self._engine, self._process_group)
         if step is not None:
-            return self._load_step(step, map_location, into, verify, weights_only)
-        failures: dict[int, str] = {}
-        # Listed again after each step that could not be loaded: retention may have removed it, and newer ones come.
-        while candidates := candidate_steps(self._root).difference(failures):
-            newest = max(candidates)
-            try:
-                return self._load_step(newest, map_location, into, verify, weights_only)
-            except (CorruptionError, StorageError, CheckpointNotFoundError) as error:
-                if newest not in candidate_steps(self._root):
-                    continue
-                if strict:
-                    raise
-                failures[newest] = f"step {newest}: {error}"
-                self._unloadable.add(newest)
-                warn_caller(f"{self._root}: step {newest} cannot be loaded, going back: {error}")
-        if not failures:
-            raise CheckpointNotFoundError(f"there is no committed step in {self._root}")
-        unusable = "" if into is None else "; what was to be filled may be partly overwritten and is not usable"
-        raise FormatError(f"no step can be loaded{unusable}: " + "; ".join(failures.values()), path=self._root)
-
-    def _load_step(
-        self,
-        step: int,
-        map_location: MapLocation,
-        into: Mapping[str, object] | None,
-        verify: bool,
-        weights_only: bool,
-    ) -> Any:
-        def read(path: str, manifest: CheckpointManifest) -> Any:
-            state = read_file(path, _STATE_NAME, into)
-            if any(entry.name == _RANK_NAME for entry in manifest.files):
-                state[_RANK_KEY] = read_file(path, _RANK_NAME, None)
-            return state
-
-        def read_file(path: str, name: str, targets: Mapping[str, object] | None) -> Any:
-            return load_state(
-                os.path.join(path, name),
-                into=targets,
-                map_location=map_location,
-                verify=verify,
-                weights_only=weights_only,
-                engine=self._engine,
-            )
-
-        return read_committed(self._root, step, read)
-
-
-def _checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the metrics as numbers that a manifest can hold.
-
-    Raises:
-        ConfigError: They are not.
-    """
-    checked = {}
-    for name, value in (metrics or {}).items():
-        try:
-            checked[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise ConfigError(f"metrics are numbers; {name!r} is {type(value).__name__}: {error}") from None
-    encode_manifest(CheckpointManifest((), None, 0.0, checked, {}, {}, {}))
-    return checked
+            return load_step(self._root, step, options)
+        return load_newest(self._root, options, strict=strict, on_unusable=self._unloadable.add)

@@ -35,6 +35,8 @@ __all__ = [
 
 _log = logging.getLogger("fastpersist")
 
+_ATTEMPT_COUNT = 5
+
 
 def resolve_final_path(path: str) -> str:
     """Return the path with the links of its parent followed, so that neither chdir nor a moved link changes it."""
@@ -221,7 +223,21 @@ def remove_quietly(path: str) -> None:
 
 
 def _remove_tree(path: str) -> None:
-    """Delete a directory and all that is in it, links not followed, the manifest last. What is gone already is fine."""
+    """Delete a directory and all that is in it, links not followed, the manifest last. What is gone already is fine.
+
+    Other ranks of a save may still make a file in it, until they hear that the save has failed.
+    """
+    for attempt in range(_ATTEMPT_COUNT):
+        try:
+            _remove_tree_once(path)
+        except StorageError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt == _ATTEMPT_COUNT - 1:
+                raise
+        else:
+            return
+
+
+def _remove_tree_once(path: str) -> None:
     directories = [path]
     for directory in directories:
         with _gone_is_fine(), storage_errors("listing", directory):

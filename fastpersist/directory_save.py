@@ -7,6 +7,7 @@ steps, retention and resume on top. The protocol is `directory_commit`'s, the ca
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import platform
@@ -17,20 +18,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 import torch
-from torch.optim.optimizer import Optimizer
 
 from fastpersist import _native
 from fastpersist.arena import Arena
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
 from fastpersist.directory_commit import Overwrite, PendingDirectory, files_in
-from fastpersist.errors import ConfigError, SkippedError
+from fastpersist.errors import ConfigError, SkippedError, StorageError
 from fastpersist.filesystem import filesystem, make_directories, storage_errors
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, check_file_name, encode_manifest
 from fastpersist.owners import Owners, Ownership, step_count
-from fastpersist.pacing import note_save, spread_s
+from fastpersist.pacing import Spread
 from fastpersist.pipeline import Extents, read_extents, require_engine
-from fastpersist.saving import Container, container_for, write_container
+from fastpersist.replicas import replicas_in
+from fastpersist.saving import Container, WrittenFile, container_for, padded_bytes, write_container
+from fastpersist.sharing import FirstShare, Together
 from fastpersist.untraced import untraced
 
 __all__ = ["DirectorySave", "version"]
@@ -90,6 +92,7 @@ class DirectorySave:
         _lane: Lane | None = None,
         _stats: SaveStats | None = None,
         _paranoid: bool = False,
+        _together: Together | None = None,
     ) -> None:
         self._closed = True  # until there is something to close
         require_engine(engine)
@@ -110,14 +113,15 @@ class DirectorySave:
         self._closed = False
         self._stats = _stats or SaveStats(path=self._directory.final_path)
         self._pending = PendingSave(self._directory.final_path, self._stats)
-        self._pending.when_failed(self._directory.abort)
+        abort = self._directory.abort  # without a reference to this object: it may be forgotten
+        self._pending.when_failed(lambda _: abort())
+        self._together = _together
+        if _together is not None:
+            self._pending.when_failed(_together.session.fail)
         self._entries: dict[str, FileEntry | None] = {}
-        self._snapshots: list[tuple[_native.Snapshot, int]] = []  # with their bytes
-        self._optimizers: list[Optimizer] = []
+        self._spread = Spread()
         self._failed = False
         self._unsynced: deque[tuple[int, str]] = deque()  # written; after an error the directory closes them
-        self._started_s: float | None = None  # of the first file that a step waits for
-        self._spread_s = 0.0
         self._looked: tuple[int, tuple[object, ...], Ownership] | None = None
         self.captures: list[Capture] = []
 
@@ -138,6 +142,7 @@ class DirectorySave:
         format: str = "auto",
         metadata: Mapping[str, str] | None = None,
         owners: Owners | None = None,
+        own: bool = False,
     ) -> None:
         """Save an object to a file of the directory; returns when what may change at once is copied.
 
@@ -150,6 +155,7 @@ class DirectorySave:
             format: "torch", "safetensors", or "auto", as in `save`.
             metadata: Text to text, for safetensors only.
             owners: Optimizer, constant and gate, for those who have them already.
+            own: With several ranks: the object is this rank's own, and no other has a part in writing it.
 
         Raises:
             ConfigError: The name is no relative file name or is taken, or the format cannot hold the object.
@@ -172,13 +178,18 @@ class DirectorySave:
         )
         final_path = os.path.join(self._directory.final_path, name)
         container = container_for(obj, final_path, checksum=True, file_format=format, metadata=metadata)
-        self._note_steps(owners)
-        snapshot = capture.add(container)
-        self._snapshots.append((snapshot, sum(source.size_bytes for source in container.sources)))
+        share = None
+        if self._together is not None and not own:
+            found = self._look(owners, given) if container.sources else None
+            share = FirstShare(container, replicas_in(container, found), self._together, name)
+        self._spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
+        captured = share or container
+        snapshot = capture.add(captured)
+        self._spread.add_file(snapshot, sum(source.size_bytes for source in captured.sources))
         self._entries[name] = None
         self.captures.append(capture)
         self._stats.plan_s += time.monotonic() - started_s
-        self._submit_file(name, container, capture, snapshot)
+        self._submit_file(name, container, share, capture, snapshot)
         self._stats.stall_s += time.monotonic() - started_s
 
     def add_bytes(self, name: str, data: bytes) -> None:
@@ -221,7 +232,7 @@ class DirectorySave:
         self._refuse_closed()
         self._closed = True
         self._looked = None  # it keeps the optimizer's tensors
-        self._spread_writes()
+        self._spread.begin()
         kept_metrics = dict(metrics or {})
         after_lane = _lane or (_apart if apart else None)
         self._lane.submit(
@@ -248,7 +259,9 @@ class DirectorySave:
     def __enter__(self) -> DirectorySave:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and self._together is not None:
+            self._together.session.fail(error)
         self.abort()
 
     def __del__(self) -> None:
@@ -266,43 +279,18 @@ class DirectorySave:
         self._looked = step_count(), given, found
         return found
 
-    def _note_steps(self, owners: Owners) -> None:
-        """Learn when the next step is expected, and measure when it comes."""
-        optimizers = [one for one in owners.optimizers() if not any(one is known for known in self._optimizers)]
-        if not optimizers:
-            return
-        if self._started_s is None:
-            self._started_s = time.monotonic()
-            self._spread_s = spread_s(optimizers)
-        note_save(optimizers, manual=owners.gate == "manual")
-        self._optimizers += optimizers
-
-    def _spread_writes(self) -> None:
-        """Let the writer take its time until shortly before the next step, each file its share of it."""
-        snapshots, total_bytes = self._snapshots, sum(size_bytes for _, size_bytes in self._snapshots)
-        self._snapshots = []  # they keep the arena's blocks
-        if self._started_s is None or not total_bytes:
-            return
-        remaining_s = self._spread_s - (time.monotonic() - self._started_s)
-        delay_s = 0.0
-        if remaining_s > 0:
-            for snapshot, size_bytes in snapshots:
-                share_s = remaining_s * size_bytes / total_bytes
-                snapshot.pace(delay_s, share_s)
-                delay_s += share_s
-
     # --- on the writing thread
 
-    def _submit_file(self, name: str, container: Container, capture: Capture, snapshot: _native.Snapshot) -> None:
+    def _submit_file(
+        self, name: str, container: Container, share: FirstShare | None, capture: Capture, snapshot: _native.Snapshot
+    ) -> None:
         def write() -> None:
             begun_s = time.monotonic()
             final_path = os.path.join(self._directory.final_path, name)
             fd = self._directory.create_file(name)
-            filesystem().allocate(fd, container.padded_bytes, final_path)
+            filesystem().allocate(fd, padded_bytes(container), final_path)
             self._pending.refuse_torn()
-            written = write_container(
-                container, fd, final_path, engine=self._engine, poll=self._pending.poll, snapshot=snapshot
-            )
+            written = self._write(name, container, share, fd, snapshot)
             filesystem().truncate(fd, container.size_bytes, final_path)
             self._stats.write_s += time.monotonic() - begun_s
             self._sync_later(fd, final_path)
@@ -310,6 +298,21 @@ class DirectorySave:
             self._note(name, container.size_bytes, written.crc32)
 
         self._pending.begin(capture, lambda: self._submit(write))
+
+    def _write(
+        self, name: str, container: Container, share: FirstShare | None, fd: int, snapshot: _native.Snapshot
+    ) -> WrittenFile:
+        final_path = os.path.join(self._directory.final_path, name)
+        engine, poll = self._engine, self._pending.poll
+        if share is None:
+            return write_container(container, fd, final_path, engine=engine, poll=poll, snapshot=snapshot)
+        pending_path = os.path.join(self._directory.path, name)
+        written = share.write(fd, final_path, engine=engine, pending_path=pending_path, poll=poll, snapshot=snapshot)
+        for entries in share.extras.values():
+            for own_name, size_bytes, crc32 in entries or ():
+                self._note(own_name, size_bytes, crc32)
+        self._stats.add_shares(share.bytes_by_rank())
+        return written
 
     def _submit(self, write_file: Callable[[], None]) -> None:
         self._lane.submit(lambda: self._pending.run(write_file, when_it_fails=self._file_failed))
@@ -357,22 +360,34 @@ class DirectorySave:
         after_lane: Lane | None,
     ) -> None:
         self._close_files(durable=durable)
-        for name in files_in(self._directory.path):
+        present = list(files_in(self._directory.path))
+        for name in present:
             if self._entries.get(name) is None:
                 self._adopt(name)
+        if missing := sorted(set(self._entries).difference(present)):
+            path = self._directory.final_path
+            raise StorageError(errno.ENOENT, f"cannot save {path}: {missing[0]} is gone; somebody has deleted it", path)
         self._pending.check()
         begun_s = time.monotonic()
+        ranks = {} if self._together is None else {"rank_count": self._together.session.count}
         manifest = CheckpointManifest(
             files=tuple(entry for entry in self._entries.values() if entry is not None),
             step=step,
             time_s=time.time(),
             metrics=metrics,
             versions={"fastpersist": version(), "torch": torch.__version__, "python": platform.python_version()},
-            host={"name": socket.gethostname(), "pid": os.getpid(), "kernel": platform.release()},
+            host={"name": socket.gethostname(), "pid": os.getpid(), "kernel": platform.release(), **ranks},
             stats=self._stats_so_far(),
         )
+        if self._together is not None:
+            if self._together.confirms:
+                self._together.session.gather(b"")
+            self._together.session.settle()
         self._directory.publish(encode_manifest(manifest), durable=durable, overwrite=self._overwrite)
         self._stats.sync_s += self._directory.sync_s
+        if self._together is not None:
+            self._together.session.answer(b"{}")
+            self._together.session.finish()
         self._pending.written()
 
         def finish() -> None:
@@ -403,7 +418,9 @@ class DirectorySave:
     def _stats_so_far(self) -> dict[str, float | int | str]:
         self._pending.count_bytes()
         found = asdict(self._stats)
-        return {name: found[name] for name in found if name not in ("path", "step", "error", "commit_s")}
+        return {
+            name: found[name] for name in found if name not in ("path", "step", "error", "commit_s", "bytes_by_rank")
+        }
 
     # --- checks
 

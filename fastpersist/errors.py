@@ -8,14 +8,17 @@ standard library already names are also instances of it, so `except OSError` and
 from __future__ import annotations
 
 __all__ = [
+    "AgreementTimeoutError",
     "CheckpointNotFoundError",
     "ChecksumError",
     "ConfigError",
+    "CoordinationError",
     "CorruptionError",
     "FastPersistError",
     "FormatError",
     "InternalError",
     "NoSpaceError",
+    "PeerError",
     "SkippedError",
     "StorageError",
     "TornStateError",
@@ -101,6 +104,31 @@ class TornStateError(FastPersistError):
 
 class SkippedError(FastPersistError):
     """This save was left out because another one was still being written (busy="skip" or "latest")."""
+
+
+class CoordinationError(FastPersistError):
+    """Ranks that save or load together do not agree, or do not hear each other. Nothing was published."""
+
+
+class PeerError(CoordinationError):
+    """Another rank has failed, or is gone, so this rank's part was given up too. Nothing was published.
+
+    If rank 0 is gone, it may have published just before.
+
+    Args:
+        message: What was being done, and what is known.
+        rank: The rank that failed, in the process group.
+        subject: What was being saved or loaded: "step 100", or a path.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1, subject: str = "") -> None:  # defaults: for pickle
+        super().__init__(message)
+        self.rank = rank
+        self.subject = subject
+
+
+class AgreementTimeoutError(PeerError, TimeoutError):
+    """A rank was silent until the deadline."""
 
 
 class InternalError(FastPersistError):

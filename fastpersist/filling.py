@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -18,6 +18,7 @@ from fastpersist.errors import (
     ChecksumError,
     ConfigError,
     FormatError,
+    PeerError,
     StorageError,
     UnsupportedError,
 )
@@ -30,9 +31,13 @@ from fastpersist.loading import (
     torch_dtype,
     unpickle_with,
 )
-from fastpersist.pipeline import Extents, read_extents
+from fastpersist.loading_together import reader_for
+from fastpersist.pipeline import Extents, Read, read_extents
 from fastpersist.source import CheckpointSource
 from fastpersist.untraced import untraced
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["load_into"]
 
@@ -84,6 +89,7 @@ def load_into(
     strict: bool = True,
     verify: bool = False,
     engine: str = "auto",
+    process_group: ProcessGroup | None = None,
 ) -> None:
     """Fill existing tensors from a file, in place, without a second copy of the state.
 
@@ -99,6 +105,8 @@ def load_into(
             shapes must still agree.
         verify: Check the CRCs of the whole file before the first byte of the target changes. The file is read twice.
         engine: "auto", or an engine's name, which then never falls back.
+        process_group: All its ranks call this with the same file, each with its own target, and share the reading; as
+            in `load`, it returns on all of them or raises on all. What one finds wrong changes no target of any.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
@@ -106,19 +114,24 @@ def load_into(
         FormatError, ChecksumError, UnsupportedError: As in load; nothing was changed.
         StorageError: An error of the disk. If the message says *target partly overwritten*, the tensors it lists have
             unknown contents: load again, or from another checkpoint.
+        PeerError: With a process group: another rank failed, or is gone. *Target partly overwritten* as above; without
+            these words the target is either as it was or, if that rank failed last, filled.
+        CoordinationError: The ranks were given different files.
 
     Thread safety: any thread; nobody else may use the target's tensors meanwhile.
     """
-    with CheckpointSource(os.fspath(path)) as source:
+    name = os.fspath(path)
+    with reader_for(process_group, name) as read, CheckpointSource(name) as source:
         structure = _read_structure(source)
         pairs = _match(source.path, structure.stored, target, strict)
         if verify:
-            _verify_all(source, engine)
-        extra_states = _load_extra_states(source, structure, target, engine)
+            _verify_all(source, engine, read)
+        extra_states = _load_extra_states(source, structure, target, engine, read)
+        read(source.fd, source.path, Extents(), engine=engine)  # of several ranks, none has failed so far
         filled: list[str] = []
         try:
-            fill_pairs(source, pairs, engine, filled)
-        except StorageError as error:
+            fill_pairs(source, pairs, engine, filled, read)
+        except (StorageError, PeerError) as error:
             raise _partly_overwritten(error, filled) from error
         for set_extra_state, state in extra_states:
             set_extra_state(state)
@@ -241,7 +254,7 @@ def is_extra_state(key: object) -> bool:
 
 
 def _load_extra_states(
-    source: CheckpointSource, structure: _Structure, target: object, engine: str
+    source: CheckpointSource, structure: _Structure, target: object, engine: str, read: Read
 ) -> list[tuple[_SetExtraState, Any]]:
     """Load what the target's modules once returned from get_extra_state, before anything of the target changes.
 
@@ -260,7 +273,7 @@ def _load_extra_states(
             extents.add_storage(
                 source.directory.entries[f"data/{key}"].data_offset_bytes, storages[key], with_crc=False
             )
-    read_extents(source.fd, source.path, extents, engine=engine)
+    read(source.fd, source.path, extents, engine=engine)
     loaded = unpickle_with(source, storages, map_location=None, weights_only=True)
     return list(_extra_states(loaded, target))
 
@@ -401,13 +414,13 @@ def _module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 # --------------------------------------------------------------------------------------------- filling
 
 
-def _verify_all(source: CheckpointSource, engine: str) -> None:
+def _verify_all(source: CheckpointSource, engine: str, read: Read) -> None:
     require_checksums(source)
     if source.kind == "safetensors":
         extents = Extents()
         for entry in source.header.entries:
             extents.add_checked(entry.offset_bytes, entry.size_bytes)
-        crcs = read_extents(source.fd, source.path, extents, engine=engine).crcs
+        crcs = read(source.fd, source.path, extents, engine=engine).crcs
         for entry, crc in zip(source.header.entries, crcs, strict=True):
             if crc != entry.crc:
                 raise ChecksumError(
@@ -418,11 +431,13 @@ def _verify_all(source: CheckpointSource, engine: str) -> None:
         return
     check_small_records(source)
     storages = [name for name in source.directory.entries if name.startswith("data/")]
-    check_records(source, storages, engine=engine, poll=None)
+    check_records(source, storages, engine=engine, poll=None, read=read)
 
 
-def fill_pairs(source: CheckpointSource, pairs: Sequence[Pair], engine: str, filled: list[str]) -> None:
-    """Fill all targets; `filled` gets the names that may have been touched, before they are."""
+def fill_pairs(
+    source: CheckpointSource, pairs: Sequence[Pair], engine: str, filled: list[str], read: Read = read_extents
+) -> None:
+    """Fill all targets, by `read`; `filled` gets the names that may have been touched, before they are."""
     extents = Extents()
     one_by_one = _overlapping(pairs)
     last = {memory_of(pair.target): pair for pair in pairs}  # of tied targets the last wins, as in load_state_dict
@@ -436,10 +451,10 @@ def fill_pairs(source: CheckpointSource, pairs: Sequence[Pair], engine: str, fil
             filled.append(pair.name)
             _add_contiguous(extents, pair)
         try:
-            read_extents(source.fd, source.path, extents, engine=engine)
+            read(source.fd, source.path, extents, engine=engine)
             for pair in one_by_one:
                 filled.append(pair.name)
-                pair.target.copy_(_read_strided(source, pair.stored, engine))
+                pair.target.copy_(_read_strided(source, pair.stored, engine, read))
         finally:
             # autograd shall notice that the values changed, also where only the native side wrote them
             torch.autograd.graph.increment_version([pair.target for pair in pairs])
@@ -501,22 +516,20 @@ def _add_contiguous(extents: Extents, pair: Pair) -> None:
     extents.add_pushed(stored.offset_bytes, size_bytes, convert, with_crc=False)
 
 
-def _read_strided(source: CheckpointSource, stored: StoredTensor, engine: str) -> torch.Tensor:
+def _read_strided(source: CheckpointSource, stored: StoredTensor, engine: str, read: Read) -> torch.Tensor:
     """Read a tensor that is a view with gaps: its span, then the view."""
     span = new_storage(stored.span_bytes, torch.device("cpu"))
     extents = Extents()
     extents.add_storage(stored.offset_bytes, span, with_crc=False)
-    read_extents(source.fd, source.path, extents, engine=engine)
+    read(source.fd, source.path, extents, engine=engine)
     return torch.empty(0, dtype=stored.dtype, device="cpu").set_(span, 0, stored.shape, stored.stride)
 
 
-def _partly_overwritten(error: StorageError, filled: list[str]) -> StorageError:
+def _partly_overwritten(error: StorageError | PeerError, filled: list[str]) -> StorageError | PeerError:
     shown = ", ".join(filled[:_SHOWN_COUNT]) + (
         f" and {len(filled) - _SHOWN_COUNT} more" if len(filled) > _SHOWN_COUNT else ""
     )
-    return type(error)(
-        error.errno,
-        f"{error}; target partly overwritten, the contents of these tensors are unknown: {shown}",
-        error.filename,
-        error.offset_bytes,
-    )
+    message = f"{error}; target partly overwritten, the contents of these tensors are unknown: {shown}"
+    if isinstance(error, PeerError):
+        return type(error)(message, rank=error.rank, subject=error.subject)
+    return type(error)(error.errno, message, error.filename, error.offset_bytes)

@@ -27,7 +27,7 @@ from fastpersist import _native
 from fastpersist.errors import ChecksumError, FormatError, InternalError, UnsupportedError
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats.pickle_scan import StorageReference
-from fastpersist.pipeline import Extents, Poll, read_extents
+from fastpersist.pipeline import Extents, Poll, Read, read_extents
 from fastpersist.source import CheckpointSource, SkippingFile
 from fastpersist.stock import stock_load
 
@@ -270,10 +270,11 @@ def load_checkpoint(
     verify: bool,
     engine: str,
     poll: Poll | None,
+    read: Read = read_extents,
 ) -> Any:
-    """Load what a checkpoint file holds; see `fastpersist.load`."""
+    """Load what a checkpoint file holds, by `read`; see `fastpersist.load`."""
     if source.kind == "safetensors":
-        return read_safetensors(source, map_location=map_location, verify=verify, engine=engine, poll=poll)
+        return read_safetensors(source, map_location=map_location, verify=verify, engine=engine, poll=poll, read=read)
     if source.kind != "torch_zip":
         source.refuse_incomplete()
         if verify:
@@ -286,11 +287,11 @@ def load_checkpoint(
     if isinstance(wanted, str):
         if verify:
             require_checksums(source)
-            check_records(source, list(source.directory.entries), engine=engine, poll=poll)
+            check_records(source, list(source.directory.entries), engine=engine, poll=poll, read=read)
         return _load_stock(source, wanted, map_location, weights_only)
 
     storages = {key: new_storage(item.size_bytes, item.device) for key, item in wanted.items()}
-    fill_storages(source, wanted, storages, verify=verify, engine=engine, poll=poll)
+    fill_storages(source, wanted, storages, verify=verify, engine=engine, poll=poll, read=read)
     del wanted  # of ten thousand storages some megabytes, which unpickling can use
     return unpickle_with(source, storages, map_location=map_location, weights_only=weights_only)
 
@@ -315,6 +316,7 @@ def fill_storages(
     verify: bool,
     engine: str,
     poll: Poll | None,
+    read: Read = read_extents,
 ) -> None:
     """Fill fresh storages, by key; with `verify`, raise ChecksumError if a CRC differs."""
     if verify:
@@ -324,7 +326,7 @@ def fill_storages(
     indexes = {}
     for key, item in wanted.items():
         indexes[key] = extents.add_storage(item.entry_offset_bytes, storages[key], with_crc=verify, fresh=True)
-    crcs = read_extents(source.fd, source.path, extents, engine=engine, poll=poll).crcs
+    crcs = read(source.fd, source.path, extents, engine=engine, poll=poll).crcs
     if verify:
         damaged = [key for key, item in wanted.items() if crcs[indexes[key]] != item.crc]
         if damaged:
@@ -333,7 +335,13 @@ def fill_storages(
 
 
 def read_safetensors(
-    source: CheckpointSource, *, map_location: MapLocation, verify: bool, engine: str, poll: Poll | None
+    source: CheckpointSource,
+    *,
+    map_location: MapLocation,
+    verify: bool,
+    engine: str,
+    poll: Poll | None,
+    read: Read = read_extents,
 ) -> dict[str, torch.Tensor]:
     """Load a safetensors file: a dict of contiguous tensors, in the order of the data."""
     if callable(map_location) or isinstance(map_location, dict):
@@ -352,7 +360,7 @@ def read_safetensors(
         tensors[entry.name] = tensor
         if device.type != "meta":
             extents.add_storage(entry.offset_bytes, tensor.untyped_storage(), with_crc=verify, fresh=True)
-    crcs = read_extents(source.fd, source.path, extents, engine=engine, poll=poll).crcs
+    crcs = read(source.fd, source.path, extents, engine=engine, poll=poll).crcs
     if verify:
         for entry, crc in zip(header.entries, crcs, strict=True):
             if crc != entry.crc:
@@ -402,7 +410,9 @@ def check_small_records(source: CheckpointSource) -> None:
                 )
 
 
-def check_records(source: CheckpointSource, names: list[str], *, engine: str, poll: Poll | None) -> None:
+def check_records(
+    source: CheckpointSource, names: list[str], *, engine: str, poll: Poll | None, read: Read = read_extents
+) -> None:
     """Check the CRCs of records of a torch zip without keeping their bytes.
 
     Raises:
@@ -412,7 +422,7 @@ def check_records(source: CheckpointSource, names: list[str], *, engine: str, po
     extents = Extents()
     for entry in entries:
         extents.add_checked(entry.data_offset_bytes, entry.size_bytes)
-    crcs = read_extents(source.fd, source.path, extents, engine=engine, poll=poll).crcs
+    crcs = read(source.fd, source.path, extents, engine=engine, poll=poll).crcs
     for entry, crc in zip(entries, crcs, strict=True):
         if crc != entry.crc:
             raise checksum_error(source, entry.name.removeprefix("data/"), entry.crc, crc, 1)

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["note_save", "note_step", "spread_s"]
+from fastpersist import _native
+
+__all__ = ["Spread", "note_save", "note_step", "spread_s"]
 
 PACE_SHARE = 0.8
 """The part of that time over which the writes are spread: the rest is room for steps that come sooner."""
@@ -66,3 +68,42 @@ def spread_s(optimizers: Sequence[Optimizer]) -> float:
     with _lock:
         known = [_clocks[optimizer].delays_s for optimizer in optimizers if optimizer in _clocks]
         return PACE_SHARE * min((min(delays_s) for delays_s in known if delays_s), default=0.0)
+
+
+class Spread:
+    """The files of one save, written one after the other until shortly before the next step."""
+
+    def __init__(self) -> None:
+        self._optimizers: list[Optimizer] = []
+        self._files: list[tuple[_native.Snapshot, int]] = []
+        self._started_s: float | None = None  # of the first file that a step waits for
+        self._spread_s = 0.0
+
+    def expect_step(self, optimizers: Sequence[Optimizer], *, manual: bool) -> None:
+        """A file's tensors belong to these optimizers: learn when the next step is expected, and measure it."""
+        new = [one for one in optimizers if not any(one is known for known in self._optimizers)]
+        if not new:
+            return
+        if self._started_s is None:
+            self._started_s = time.monotonic()
+            self._spread_s = spread_s(new)
+        note_save(new, manual=manual)
+        self._optimizers += new
+
+    def add_file(self, snapshot: _native.Snapshot, size_bytes: int) -> None:
+        """Add a file that is written behind those before it."""
+        self._files.append((snapshot, size_bytes))
+
+    def begin(self) -> None:
+        """All files are there: let the writer take its time, each file its share of it."""
+        files, total_bytes = self._files, sum(size_bytes for _, size_bytes in self._files)
+        self._files = []  # they keep the arena's blocks
+        if self._started_s is None or not total_bytes:
+            return
+        remaining_s = self._spread_s - (time.monotonic() - self._started_s)
+        delay_s = 0.0
+        if remaining_s > 0:
+            for snapshot, size_bytes in files:
+                share_s = remaining_s * size_bytes / total_bytes
+                snapshot.pace(delay_s, share_s)
+                delay_s += share_s

@@ -7,13 +7,14 @@ as the native side may look. What is not host memory is copied in ring-sized pie
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -21,11 +22,13 @@ from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES, config
 from fastpersist.errors import ConfigError, FastPersistError, StorageError
 from fastpersist.filesystem import storage_errors
+from fastpersist.partition import ByteRange
 
 __all__ = [
     "EngineProbe",
     "Extents",
     "Pieces",
+    "Read",
     "Writer",
     "byte_tensor",
     "engine_ladder",
@@ -38,6 +41,9 @@ _log = logging.getLogger("fastpersist")
 
 AUTO_LADDER = ("uring", "libaio", "threads", "threads-buffered")
 """What engine="auto" tries, best first."""
+
+Run: TypeAlias = tuple[int, int, int]
+"""Bytes of a file that were written one after the other: offset, how many, their CRC-32."""
 
 Poll = Callable[[int], None]
 """Called about every 50 ms with the bytes done so far; what it raises stops the transfer."""
@@ -277,9 +283,14 @@ class Writer:
         """Return the CRCs of slots 0 … count - 1."""
         return self._native.crcs(count)
 
-    def file_crc(self, size_bytes: int) -> int | None:
-        """Return the CRC of the whole file, made of those of its pieces; None if some piece has none."""
-        return self._native.file_crc(size_bytes)
+    @property
+    def position(self) -> int:
+        """Offset in the file of what is appended next."""
+        return self._native.position
+
+    def runs(self) -> list[Run] | None:
+        """Return offset, bytes and CRC of what was written between two seeks; None if some piece has no CRC."""
+        return self._native.runs()
 
     def finish(self) -> str:
         """Wait for every write; return the name of the engine that did them."""
@@ -379,6 +390,38 @@ class Extents:
         """Read for the CRC alone; return the index of the extent."""
         return self._add(_Extent(offset_bytes, size_bytes, True))
 
+    def places(self) -> list[tuple[int, int]]:
+        """Return offset in the file and length of each extent, by index."""
+        return [(extent.offset_bytes, extent.size_bytes) for extent in self._wanted]
+
+    def host_memory(self, index: int) -> torch.Tensor | None:
+        """View where an extent goes as a uint8 tensor; None if that is no host memory."""
+        extent = self._wanted[index]
+        return None if extent.address is None else host_tensor(extent.address, extent.size_bytes)
+
+    def keeps_nothing(self) -> bool:
+        """Whether all extents are read for their CRCs alone."""
+        return all(extent.address is None and extent.push_index is None for extent in self._wanted)
+
+    def parts(self, wanted: Iterable[ByteRange]) -> Extents:
+        """Return parts of these extents, with the same destinations, as extents of their own.
+
+        Args:
+            wanted: Of the extent `source`, by index. Destinations that convert elements want parts of whole elements.
+        """
+        found = Extents()
+        found._kept.append(self)
+        for part in wanted:
+            extent = self._wanted[part.source]
+            offset_bytes = extent.offset_bytes + part.from_bytes
+            if extent.push_index is not None:
+                push = functools.partial(_push_behind, self._pushes[extent.push_index], part.from_bytes)
+                found.add_pushed(offset_bytes, part.size_bytes, push, with_crc=extent.with_crc)
+                continue
+            address = None if extent.address is None else extent.address + part.from_bytes
+            found._add(extent._replace(offset_bytes=offset_bytes, size_bytes=part.size_bytes, address=address))
+        return found
+
     def _add(self, extent: _Extent) -> int:
         self._wanted.append(extent)
         return len(self._wanted) - 1
@@ -407,12 +450,26 @@ class Extents:
         self._pushes[index](offset_bytes, host_tensor(address, size_bytes))
 
 
+def _push_behind(push: Push, from_bytes: int, offset_bytes: int, source: torch.Tensor) -> None:
+    push(from_bytes + offset_bytes, source)
+
+
 @dataclass(frozen=True, slots=True)
 class ReadResult:
     """What a read found: the CRC of each extent by index (0 where none was asked for) and the engine that read."""
 
     crcs: list[int]
     engine: str
+
+
+class Read(Protocol):
+    """What reads extents for a load: `read_extents`, or several ranks together."""
+
+    def __call__(
+        self, fd: int, path: str, extents: Extents, *, engine: str = "auto", poll: Poll | None = None
+    ) -> ReadResult:
+        """Read extents of a file to where they belong; see `read_extents`."""
+        ...
 
 
 def read_extents(fd: int, path: str, extents: Extents, *, engine: str = "auto", poll: Poll | None = None) -> ReadResult:

@@ -30,6 +30,7 @@ from fastpersist.errors import (
     CorruptionError,
     FastPersistError,
     FormatError,
+    PeerError,
     StorageError,
     UnsupportedError,
 )
@@ -51,7 +52,7 @@ from fastpersist.loading import (
     unpickle_with,
     why_stock,
 )
-from fastpersist.pipeline import engine_ladder, refuse_null_engine
+from fastpersist.pipeline import Extents, Read, engine_ladder, read_extents, refuse_null_engine
 from fastpersist.source import CheckpointSource
 
 __all__ = ["load_state"]
@@ -71,6 +72,7 @@ class _Options:
     verify: bool
     weights_only: bool
     engine: str
+    read: Read
 
 
 def load_state(
@@ -82,6 +84,7 @@ def load_state(
     weights_only: bool,
     engine: str,
     on_filled: Callable[[str], None] | None = None,
+    read: Read = read_extents,
 ) -> Any:
     """Load a saved dict, restoring the entries named in `into` in place.
 
@@ -99,6 +102,7 @@ def load_state(
         engine: "auto", or an engine's name, which then never falls back.
         on_filled: Called with a key of `into` directly before the first change to its target. Whoever keeps these
             keys knows after an error which targets are no longer what they were.
+        read: How storages are read: a `SharedReader` where several ranks load together.
 
     Returns:
         The dict, with the very objects of `into` under their keys. Without `into`, whatever was saved.
@@ -112,10 +116,12 @@ def load_state(
             its entry: then the message says what is partly overwritten.
         UnsupportedError: verify, and the file has no checksums; or the named engine cannot be used.
         pickle.UnpicklingError: With weights_only: torch's own refusal of an unsafe file.
+        CoordinationError: What `read` raises where several ranks load together. The message says *partly overwritten*
+            as that of StorageError does.
 
     Thread safety: any thread; nobody else may use the targets meanwhile.
     """
-    options = _Options(into or {}, map_location, verify, weights_only, engine)
+    options = _Options(into or {}, map_location, verify, weights_only, engine, read)
     with CheckpointSource(path) as source:
         for name in engine_ladder(engine, source.fd, for_reading=True):
             refuse_null_engine(name)
@@ -155,6 +161,7 @@ def _load_whole(source: CheckpointSource, options: _Options) -> Any:
             verify=options.verify,
             engine=options.engine,
             poll=None,
+            read=options.read,
         )
 
 
@@ -251,7 +258,8 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
     if options.verify:
         require_checksums(source)
         in_place = sorted(keys - storages.keys() - missing, key=lambda key: (len(key), key))
-        check_records(source, [f"data/{key}" for key in in_place], engine=options.engine, poll=None)
+        names = [f"data/{key}" for key in in_place]
+        check_records(source, names, engine=options.engine, poll=None, read=options.read)
     if missing:
         del loaded
         reason = _load_storages(source, options, storages, missing, devices)
@@ -295,7 +303,7 @@ def _load_storages(
             entry = source.directory.entries[f"data/{key}"]
             wanted[key] = StorageToFill(entry.data_offset_bytes, entry.size_bytes, entry.crc, device)
     fresh = {key: new_storage(item.size_bytes, item.device) for key, item in wanted.items()}
-    fill_storages(source, wanted, fresh, verify=options.verify, engine=options.engine, poll=None)
+    fill_storages(source, wanted, fresh, verify=options.verify, engine=options.engine, poll=None, read=options.read)
     storages.update(fresh)
     return None
 
@@ -439,6 +447,8 @@ def _change(
     source: CheckpointSource, ready: _Ready, options: _Options, on_filled: Callable[[str], None] | None
 ) -> None:
     """Fill the targets' tensors, then take the plan's steps. From here on, errors say what they leave behind."""
+    # Of several ranks one may have failed so far; then nothing is changed on the others.
+    options.read(source.fd, source.path, Extents(), engine=options.engine)
     touched: list[str] = []
 
     def touch(key: str) -> None:
@@ -454,7 +464,7 @@ def _change(
             if leaf.target is not None:
                 touch(path[0])
         if ready.pairs:
-            fill_pairs(source, ready.pairs, options.engine, [])
+            fill_pairs(source, ready.pairs, options.engine, [], options.read)
         else:
             with torch.no_grad():
                 for path, leaf in plan.leaves.items():
@@ -465,7 +475,7 @@ def _change(
             step_name = step.name
             touch(step.path[0])
             step.apply(_with_targets(_part(ready.loaded, step.path), _part(tree, step.path)))
-    except (StorageError, CorruptionError) as error:
+    except (StorageError, CorruptionError, PeerError) as error:
         raise _with_touched(error, touched) from error
     except Exception as error:
         if step_name is None and isinstance(error, FastPersistError):
@@ -507,9 +517,13 @@ def _left_behind(touched: list[str]) -> str:
     return f"partly overwritten, and not usable until they are restored again: {', '.join(map(str, touched))}"
 
 
-def _with_touched(error: StorageError | CorruptionError, touched: list[str]) -> StorageError | CorruptionError:
+def _with_touched(
+    error: StorageError | CorruptionError | PeerError, touched: list[str]
+) -> StorageError | CorruptionError | PeerError:
     if not touched:
         return error
+    if isinstance(error, PeerError):
+        return type(error)(f"{error}; {_left_behind(touched)}", rank=error.rank, subject=error.subject)
     if isinstance(error, StorageError):
         message = f"{error}; {_left_behind(touched)}"
         return type(error)(error.errno, message, error.filename, error.offset_bytes)

@@ -1,15 +1,16 @@
 """Object → the bytes of a file, in the order they are written. Each container knows its size before a byte moves.
 
-A container plans (pickle or header, storages, places) when it is made, and writes itself through a `pipeline.Writer`.
-It leaves names, durability and visibility to `commit`, and encoding to `formats`.
+A container plans (pickle or header, storages, places) when it is made, and says which bytes lie where;
+`write_container` writes them through a `pipeline.Writer`. Names, durability and visibility are left to `commit`,
+encoding to `formats`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -24,13 +25,20 @@ from fastpersist.pickling import pickle_skeleton
 from fastpersist.pipeline import Pieces, Poll, Writer, refuse_null_engine
 
 __all__ = [
+    "Checksum",
     "Container",
+    "Literal",
+    "Part",
+    "PieceStream",
     "SafetensorsContainer",
+    "SaveReport",
     "Source",
+    "Stored",
     "TorchZipContainer",
     "WrittenFile",
     "container_for",
     "is_safetensors",
+    "padded_bytes",
     "write_container",
 ]
 
@@ -50,12 +58,44 @@ class Source:
     size_bytes: int
 
 
+class Literal(NamedTuple):
+    """Bytes between the sources: headers, the pickle, small records."""
+
+    offset_bytes: int
+    data: bytes
+
+
+class Stored(NamedTuple):
+    """All bytes of a source."""
+
+    offset_bytes: int
+    source: int
+
+
+class Checksum(NamedTuple):
+    """The four little-endian bytes of a source's CRC; the source comes before it."""
+
+    offset_bytes: int
+    source: int
+
+
+Part: TypeAlias = Literal | Stored | Checksum
+
+
 class Container(Protocol):
-    """A file about to be written."""
+    """A file about to be written: which bytes lie where.
+
+    `parts` says what can be written as soon as it is reached, `closing` the rest, which depends on all CRCs. Together
+    they are the whole file, each byte once.
+    """
 
     @property
     def sources(self) -> Sequence[Source]:
-        """The bytes of its tensors, in the order in which `write` takes them."""
+        """The bytes of its tensors, in the order of the file."""
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """Where each source lies in the file."""
 
     @property
     def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
@@ -65,33 +105,30 @@ class Container(Protocol):
     def wrappers(self) -> Sequence[torch.Tensor]:
         """Tensors of a subclass in the object, whose storages lie inside other tensors."""
 
-    def names_of(self, source: int) -> list[str]:
-        """Return the names of the tensors in a source, as messages give them."""
+    @property
+    def has_checksums(self) -> bool:
+        """Whether CRCs are computed and recorded."""
 
     @property
     def size_bytes(self) -> int:
         """Exact length of the finished file."""
 
     @property
-    def padded_bytes(self) -> int:
-        """Length while it is being written: whole blocks."""
+    def closing_extent(self) -> tuple[int, int]:
+        """Offset and length of what `closing` returns; the offset is 0, or where the parts end."""
 
-    def write(self, writer: Writer, snapshot: _native.Snapshot | None = None) -> None:
-        """Write every byte; returns when all of them have been handed to the writer.
+    def names_of(self, source: int) -> list[str]:
+        """Return the names of the tensors in a source, as messages give them."""
+
+    def parts(self) -> Iterator[Part]:
+        """Yield all but the closing bytes, in file order and without gaps."""
+
+    def closing(self, crcs: Sequence[int]) -> bytes:
+        """Return the bytes that make the file readable, written last.
 
         Args:
-            writer: Where to.
-            snapshot: Holds `sources`, by index; without it they are read from where they are.
+            crcs: Of each source; 0 without checksums.
         """
-
-
-def _add_source(
-    pieces: Pieces, source: Source, index: int, crc_slot: int | None, snapshot: _native.Snapshot | None
-) -> None:
-    if snapshot is not None:
-        pieces.add_captured(snapshot, index, source.size_bytes, crc_slot)
-    else:
-        pieces.add_storage(source.storage, crc_slot, offset_bytes=source.offset_bytes, size_bytes=source.size_bytes)
 
 
 def container_for(
@@ -136,6 +173,29 @@ def is_safetensors(path: str, file_format: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did.
+
+    Attributes:
+        path: The file that was written, as it was asked for.
+        size_bytes: Its length.
+        engine: The engine that wrote it; "torch.save" where the target could not be replaced by a rename.
+        plan_s: Seconds until every offset was known: pickling and layout.
+        write_s: Seconds from the first byte to the last.
+        sync_s: Seconds until the bytes and the name were durable; 0.0 with durable=False.
+        total_s: Seconds of the whole call.
+    """
+
+    path: str
+    size_bytes: int
+    engine: str
+    plan_s: float
+    write_s: float
+    sync_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class WrittenFile:
     """What became of a container.
 
@@ -146,6 +206,11 @@ class WrittenFile:
 
     engine: str
     crc32: int | None
+
+
+def padded_bytes(container: Container) -> int:
+    """Return the length of a file while it is being written: whole blocks."""
+    return align_up(container.size_bytes, BLOCK_BYTES)
 
 
 def write_container(
@@ -159,36 +224,116 @@ def write_container(
 ) -> WrittenFile:
     """Write a planned file to a descriptor whose space is reserved; its end is still padded to a whole block then.
 
+    In file order, in one pass: a source's CRC is complete when its last byte has been copied, which is just before its
+    descriptor is written; so nothing is written twice and nothing waits.
+
     Args:
         container: What to write.
         fd: Open for reading and writing; stays the caller's.
         path: For messages: the final name.
         engine: Engine name or "auto".
         poll: See `pipeline.Poll`.
-        snapshot: Holds the container's sources; without it they are read from where they are.
+        snapshot: Holds the container's sources, by index; without it they are read from where they are.
 
     Raises:
         ConfigError, UnsupportedError: Unknown or unusable engine.
         StorageError: An error of the disk.
     """
     with Writer(fd, path, engine=engine, poll=poll, sparing=snapshot is not None) as writer:
-        container.write(writer, snapshot)
+        stream = PieceStream(writer, snapshot)
+        for part in container.parts():
+            stream.seek(part.offset_bytes)
+            if isinstance(part, Literal):
+                stream.add_bytes(part.data)
+            elif isinstance(part, Stored):
+                slot = part.source if container.has_checksums else None
+                stream.add_source(container.sources[part.source], part.source, slot)
+            else:
+                stream.add_crc(part.source if container.has_checksums else None)
+        stream.flush()
+        crcs = writer.crcs(len(container.sources)) if container.has_checksums else [0] * len(container.sources)
+        stream.seek(container.closing_extent[0])
+        stream.add_bytes(container.closing(crcs))
+        stream.flush()
         used_engine = writer.finish()
-        crc = writer.file_crc(container.size_bytes)
+        runs = writer.runs()
     refuse_null_engine(used_engine)
-    return WrittenFile(used_engine, crc)
+    return WrittenFile(used_engine, None if runs is None else _native.combine_runs(runs, container.size_bytes))
 
 
-_BATCH_COUNT = 512
-"""Records handed to the writer at a time: headers of up to a block each are not all held in memory."""
+_BATCH_COUNT = 2048
+"""Parts handed to the writer at a time: headers of up to a block each are not all held in memory."""
+
+
+class PieceStream:
+    """Collects small pieces on their way to a writer: many in one call, and literal bytes in a row as one piece.
+
+    Args:
+        writer: Where to.
+        snapshot: Holds the sources; without it they are read from where they are.
+    """
+
+    def __init__(self, writer: Writer, snapshot: _native.Snapshot | None) -> None:
+        self._writer = writer
+        self._snapshot = snapshot
+        self._pieces = Pieces()
+        self._count = 0
+        self._literal: list[bytes] = []
+        self._position = writer.position
+
+    def seek(self, offset_bytes: int) -> None:
+        """Go on at this offset of the file: where the last piece ended, or at another block."""
+        if offset_bytes != self._position:
+            self.flush()
+            self._writer.seek(offset_bytes)
+            self._position = offset_bytes
+
+    def add_bytes(self, data: bytes) -> None:
+        """Add literal bytes."""
+        self._literal.append(data)
+        self._added(len(data))
+
+    def add_crc(self, slot: int | None) -> None:
+        """Add the CRC of a slot as it is by then; without one, four zeros."""
+        if slot is None:
+            self.add_bytes(bytes(4))
+            return
+        self._end_literal()
+        self._pieces.add_crc(slot)
+        self._added(4)
+
+    def add_source(self, source: Source, index: int, slot: int | None) -> None:
+        """Add a source, which the snapshot has under this index."""
+        self._end_literal()
+        if self._snapshot is not None:
+            self._pieces.add_captured(self._snapshot, index, source.size_bytes, slot)
+        else:
+            self._pieces.add_storage(
+                source.storage, slot, offset_bytes=source.offset_bytes, size_bytes=source.size_bytes
+            )
+        self._added(source.size_bytes)
+
+    def flush(self) -> None:
+        """Hand all over; returns when the bytes have been copied."""
+        self._end_literal()
+        self._writer.append(self._pieces)
+        self._pieces = Pieces()
+        self._count = 0
+
+    def _added(self, size_bytes: int) -> None:
+        self._position += size_bytes
+        self._count += 1
+        if self._count >= _BATCH_COUNT:
+            self.flush()
+
+    def _end_literal(self) -> None:
+        if self._literal:
+            self._pieces.add_bytes(b"".join(self._literal))
+            self._literal.clear()
 
 
 class TorchZipContainer:
-    """A torch zip: pickle, storages, central directory, in file order, in one pass.
-
-    A storage's CRC is complete when its last byte has been copied, which is just before its descriptor is written; so
-    nothing is written twice and nothing waits.
-    """
+    """A torch zip: pickle, storages, central directory."""
 
     def __init__(self, obj: object, prefix: str, *, checksum: bool) -> None:
         if not prefix:
@@ -200,8 +345,10 @@ class TorchZipContainer:
             for storage in self.skeleton.storages
         ]
         sizes = [source.size_bytes for source in self.sources]
-        self._plan = torch_zip.plan_archive(prefix, len(self.skeleton.pickle), sizes)
-        self._checksum = checksum
+        self._plan = plan = torch_zip.plan_archive(prefix, len(self.skeleton.pickle), sizes)
+        first = plan.first_storage
+        self.offsets = [record.data_offset_bytes for record in plan.records[first : first + plan.storage_count]]
+        self.has_checksums = checksum
 
     @property
     def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
@@ -213,6 +360,17 @@ class TorchZipContainer:
         """Tensors of a subclass in the object, whose storages lie inside other tensors."""
         return self.skeleton.wrappers
 
+    @property
+    def size_bytes(self) -> int:
+        """Exact length of the finished file."""
+        return self._plan.size_bytes
+
+    @property
+    def closing_extent(self) -> tuple[int, int]:
+        """The serialization id, which is made of all CRCs, and the central directory."""
+        offset_bytes = self._plan.records[-1].header_offset_bytes
+        return offset_bytes, self._plan.size_bytes - offset_bytes
+
     def names_of(self, source: int) -> list[str]:
         """Return the names of the tensors in a source, as messages give them."""
         key = str(source)
@@ -222,61 +380,45 @@ class TorchZipContainer:
             if tensor.storage is not None and tensor.storage.key == key
         ]
 
-    @property
-    def size_bytes(self) -> int:
-        """Exact length of the finished file."""
-        return self._plan.size_bytes
+    def parts(self) -> Iterator[Part]:
+        """Yield pickle, small records and storages, with their headers and descriptors."""
+        plan = self._plan
+        for index, record in enumerate(plan.records[:-1]):
+            yield Literal(record.header_offset_bytes, torch_zip.local_header(record))
+            source = index - plan.first_storage
+            if not 0 <= source < plan.storage_count:
+                data = self._small_record(index)
+                yield Literal(record.data_offset_bytes, data + torch_zip.descriptor(record, self._crc(data)))
+                continue
+            yield Stored(record.data_offset_bytes, source)
+            if head := torch_zip.descriptor_head(record):
+                offset_bytes = record.data_offset_bytes + record.size_bytes
+                yield Literal(offset_bytes, head)
+                yield Checksum(offset_bytes + len(head), source)
+                yield Literal(offset_bytes + len(head) + 4, torch_zip.descriptor_tail(record))
 
-    @property
-    def padded_bytes(self) -> int:
-        """Length while it is being written: whole blocks."""
-        return align_up(self._plan.size_bytes, BLOCK_BYTES)
-
-    def write(self, writer: Writer, snapshot: _native.Snapshot | None = None) -> None:
-        """Write every byte; see `Container.write`."""
+    def closing(self, crcs: Sequence[int]) -> bytes:
+        """Return serialization id and central directory."""
         plan, records = self._plan, self._plan.records
-        # CRC slot k belongs to storage k; the small records' CRCs are known at once.
-        crcs = [0] * len(records)
-        pieces = Pieces()
-        pending = b""  # literal bytes between two storages, added as one piece
-        for index, record in enumerate(records[:-1]):
-            if index % _BATCH_COUNT == 0:
-                writer.append(pieces)
-                pieces = Pieces()
-            pending += torch_zip.local_header(record)
-            slot = index - plan.first_storage
-            if 0 <= slot < plan.storage_count:
-                pieces.add_bytes(pending)
-                _add_source(pieces, self.sources[slot], slot, slot if self._checksum else None, snapshot)
-                pending = torch_zip.descriptor_head(record)
-                if pending and self._checksum:
-                    pieces.add_bytes(pending)
-                    pieces.add_crc(slot)
-                    pending = torch_zip.descriptor_tail(record)
-                elif pending:
-                    pending += bytes(4) + torch_zip.descriptor_tail(record)
-            else:
-                data = self.skeleton.pickle if index == 0 else plan.small_records[index]
-                crcs[index] = self._crc(data)
-                pending += data + torch_zip.descriptor(record, crcs[index])
-        pieces.add_bytes(pending)
-        writer.append(pieces)
-
-        first = plan.first_storage
-        crcs[first : first + plan.storage_count] = writer.crcs(plan.storage_count)
-        identity = torch_zip.serialization_id(records[:-1], crcs[:-1])
-        crcs[-1] = self._crc(identity)
-        tail = Pieces()
-        tail.add_bytes(
+        end = plan.first_storage + plan.storage_count
+        before, behind = range(plan.first_storage), range(end, len(records) - 1)
+        all_crcs = [self._crc(self._small_record(index)) for index in before]
+        all_crcs += crcs
+        all_crcs += [self._crc(self._small_record(index)) for index in behind]
+        identity = torch_zip.serialization_id(records[:-1], all_crcs)
+        all_crcs.append(self._crc(identity))
+        return (
             torch_zip.local_header(records[-1])
             + identity
-            + torch_zip.descriptor(records[-1], crcs[-1])
-            + torch_zip.central_directory(records, crcs)
+            + torch_zip.descriptor(records[-1], all_crcs[-1])
+            + torch_zip.central_directory(records, all_crcs)
         )
-        writer.append(tail)
+
+    def _small_record(self, index: int) -> bytes:
+        return self.skeleton.pickle if index == 0 else self._plan.small_records[index]
 
     def _crc(self, data: bytes) -> int:
-        return _native.crc32(data) if self._checksum else 0
+        return _native.crc32(data) if self.has_checksums else 0
 
 
 class SafetensorsContainer:
@@ -289,45 +431,42 @@ class SafetensorsContainer:
             for name, tensor in tensors.items()
         ]
         self._plan = safetensors_format.place_tensors(described, metadata, checksum=checksum)
+        entries = self._plan.header.entries
         self.sources = [
             Source(
                 tensors[entry.name].untyped_storage(),
                 int(tensors[entry.name].storage_offset()) * tensors[entry.name].element_size(),
                 entry.size_bytes,
             )
-            for entry in self._plan.header.entries
+            for entry in entries
         ]
-        self.tensors = [[tensors[entry.name]] for entry in self._plan.header.entries]
+        self.offsets = [entry.offset_bytes for entry in entries]
+        self.tensors = [[tensors[entry.name]] for entry in entries]
         self.wrappers: Sequence[torch.Tensor] = ()
-        self._checksum = checksum
+        self.has_checksums = checksum
+
+    @property
+    def size_bytes(self) -> int:
+        """Exact length of the finished file."""
+        return self._plan.header.size_bytes + sum(source.size_bytes for source in self.sources)
+
+    @property
+    def closing_extent(self) -> tuple[int, int]:
+        """The header, whole blocks of it."""
+        return 0, self._plan.header.size_bytes
 
     def names_of(self, source: int) -> list[str]:
         """Return the names of the tensors in a source, as messages give them."""
         return [self._plan.header.entries[source].name]
 
-    @property
-    def size_bytes(self) -> int:
-        """Exact length of the finished file."""
-        return self._plan.header.size_bytes + sum(entry.size_bytes for entry in self._plan.header.entries)
+    def parts(self) -> Iterator[Part]:
+        """Yield the tensors."""
+        for source, offset_bytes in enumerate(self.offsets):
+            yield Stored(offset_bytes, source)
 
-    @property
-    def padded_bytes(self) -> int:
-        """Length while it is being written: whole blocks."""
-        return align_up(self.size_bytes, BLOCK_BYTES)
-
-    def write(self, writer: Writer, snapshot: _native.Snapshot | None = None) -> None:
-        """Write every byte; see `Container.write`."""
-        header = self._plan.header
-        pieces = Pieces()
-        for slot, source in enumerate(self.sources):
-            _add_source(pieces, source, slot, slot if self._checksum else None, snapshot)
-        writer.seek(header.size_bytes)
-        writer.append(pieces)
-        crcs = writer.crcs(len(header.entries)) if self._checksum else None
-        head = Pieces()
-        head.add_bytes(safetensors_format.encode_header(self._plan, crcs))
-        writer.seek(0)
-        writer.append(head)
+    def closing(self, crcs: Sequence[int]) -> bytes:
+        """Return the header."""
+        return safetensors_format.encode_header(self._plan, crcs if self.has_checksums else None)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -21,13 +21,27 @@ ROOT = Path(__file__).resolve().parents[1]
 # folder (formats/, cli/) go by the folder's name.
 LAYERS = (
     {"_native", "errors", "config"},
-    {"arena", "filesystem", "formats", "layout", "owners", "pacing", "partition", "pipeline", "progress", "retention"}
+    {
+        "arena",
+        "connections",
+        "filesystem",
+        "formats",
+        "layout",
+        "meeting",
+        "owners",
+        "pacing",
+        "partition",
+        "pipeline",
+        "progress",
+        "retention",
+    }
     | {"stock", "untraced"},
     {"capture", "commit", "coordination", "pickling", "source", "tensor_file"},
     {"committed", "directory_commit", "directory_locks", "directory_removal"},
     {"background", "directory_inspection", "explaining", "filling", "fitting", "inspection", "loading", "resuming"}
-    | {"saving"},
-    {"api", "directory_save", "signal_save"},
+    | {"loading_together", "replicas", "saving", "sharing"},
+    {"directory_save", "group_save", "peer_save", "signal_save"},
+    {"api", "group_directory", "root_upkeep", "step_loading"},
     {"checkpointer"},
     {"cli", "integrations"},
     {"__main__", "examples"},

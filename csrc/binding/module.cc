@@ -8,7 +8,9 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "binding/errors.h"
@@ -182,6 +184,9 @@ void RunTransfer(HookError& hook_error, const std::string& path, Call call) {
   ThrowIfError(status, path);
 }
 
+// Offset in the file, bytes, CRC: FileWriter::Run as Python has it.
+using RunTuple = std::tuple<uint64_t, uint64_t, uint32_t>;
+
 class PyWriter {
  public:
   PyWriter(TransferOptions options, const py::object& pull, const py::object& poll)
@@ -231,9 +236,13 @@ class PyWriter {
     for (uint32_t slot = 0; slot < count; ++slot) values[slot] = writer().crc(slot);
     return values;
   }
-  py::object file_crc(uint64_t size_bytes) {
-    const std::optional<uint32_t> crc = writer().FileCrc(size_bytes);
-    return crc.has_value() ? py::object(py::int_(*crc)) : py::none();
+  std::optional<std::vector<RunTuple>> runs() {
+    const std::optional<std::vector<FileWriter::Run>> runs = writer().runs();
+    if (!runs.has_value()) return std::nullopt;
+    std::vector<RunTuple> tuples;
+    tuples.reserve(runs->size());
+    for (const FileWriter::Run& run : *runs) tuples.emplace_back(run.offset_bytes, run.size_bytes, run.crc);
+    return tuples;
   }
   std::string engine_name() const { return writer_ == nullptr ? engine_name_ : writer_->pump().engine_name(); }
   std::vector<std::string> demotions() const { return writer_ == nullptr ? demotions_ : writer_->pump().demotions(); }
@@ -361,6 +370,15 @@ void RunRequests(int fd, const std::string& path, const std::vector<std::string>
   });
 }
 
+std::optional<uint32_t> CombineRuns(const std::vector<RunTuple>& tuples, uint64_t size_bytes) {
+  std::vector<FileWriter::Run> runs;
+  runs.reserve(tuples.size());
+  for (const auto& [offset_bytes, run_bytes, crc] : tuples) {
+    runs.push_back({.offset_bytes = offset_bytes, .size_bytes = run_bytes, .crc = crc});
+  }
+  return FileWriter::CombineRuns(std::move(runs), size_bytes);
+}
+
 uint32_t CrcOfBuffer(const py::buffer& data, uint32_t crc) {
   const py::buffer_info info = data.request();
   if (PyBuffer_IsContiguous(info.view(), 'C') == 0) throw py::value_error("crc32 needs a contiguous buffer");
@@ -440,7 +458,7 @@ PYBIND11_MODULE(_native, m) {
       .def("finish", &PyWriter::Finish)
       .def("close", &PyWriter::Close)
       .def("crc", &PyWriter::crc, py::arg("slot"))
-      .def("file_crc", &PyWriter::file_crc, py::arg("size_bytes"))
+      .def("runs", &PyWriter::runs)
       .def("crcs", &PyWriter::crcs, py::arg("count"))
       .def_property_readonly("position", &PyWriter::position)
       .def_property_readonly("engine", &PyWriter::engine_name)
@@ -514,6 +532,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("forget_descriptor", &ForgetDescriptor, py::arg("fd"));
 
   m.def("crc32", &CrcOfBuffer, py::arg("data"), py::arg("crc") = 0);
+  m.def("combine_runs", &CombineRuns, py::arg("runs"), py::arg("size_bytes"));
   m.def("combine_crc32", &CombineCrc32, py::arg("first"), py::arg("second"), py::arg("second_size_bytes"));
   m.def("crc32_implementation", &Crc32Implementation);
 

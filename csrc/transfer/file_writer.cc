@@ -175,9 +175,11 @@ Status FileWriter::Fill(const PieceList::Piece& piece) {
   return Status::Ok();
 }
 
-std::optional<uint32_t> FileWriter::FileCrc(uint64_t size_bytes) const {
-  if (!every_piece_has_crc_) return std::nullopt;
-  std::vector<Run> runs = runs_;
+std::optional<std::vector<FileWriter::Run>> FileWriter::runs() const {
+  return every_piece_has_crc_ ? std::optional(runs_) : std::nullopt;
+}
+
+std::optional<uint32_t> FileWriter::CombineRuns(std::vector<Run> runs, uint64_t size_bytes) {
   std::erase_if(runs, [](const Run& run) { return run.size_bytes == 0; });
   std::sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.offset_bytes < b.offset_bytes; });
   uint64_t covered_bytes = 0;

@@ -84,9 +84,16 @@ class FileWriter {
 
   uint64_t position() const { return chunk_offset_ + fill_bytes_; }
   uint32_t crc(uint32_t slot) const { return slot < crcs_.size() ? crcs_[slot] : 0; }
-  // The CRC of the first size_bytes of the file, out of the CRCs of what was written. None when some piece had none,
-  // or when the pieces do not cover these bytes exactly once.
-  std::optional<uint32_t> FileCrc(uint64_t size_bytes) const;
+  struct Run {  // bytes that were written one after the other
+    uint64_t offset_bytes;
+    uint64_t size_bytes;
+    uint32_t crc;
+  };
+  // What was written, in that order, one for every Seek. None when some piece had no CRC.
+  std::optional<std::vector<Run>> runs() const;
+  // The CRC of the first size_bytes of a file that was written in these runs. None when they do not cover these bytes
+  // exactly once.
+  static std::optional<uint32_t> CombineRuns(std::vector<Run> runs, uint64_t size_bytes);
   const IoPump& pump() const { return *pump_; }
 
  private:
@@ -103,12 +110,6 @@ class FileWriter {
   BufferShare share_;
   const TransferHooks hooks_;
   const size_t chunk_bytes_;
-  struct Run {  // bytes that were written one after the other
-    uint64_t offset_bytes;
-    uint64_t size_bytes;
-    uint32_t crc;
-  };
-
   std::vector<uint32_t> crcs_;
   std::vector<Run> runs_{{.offset_bytes = 0, .size_bytes = 0, .crc = 0}};
   bool every_piece_has_crc_ = true;

@@ -173,13 +173,13 @@ def test_clean_up_runs_only_after_a_failure_and_the_end_is_told_always(
     pending = PendingSave("state.pt", SaveStats(path="state.pt"))
     ran: list[str] = []
 
-    def broken() -> None:
+    def broken(_: object = None) -> None:
         ran.append("broken")
         raise ValueError("broken on purpose")
 
-    pending.when_failed(lambda: ran.append("first"))
+    pending.when_failed(lambda error: ran.append(f"first, {error}"))
     pending.when_failed(broken)
-    pending.when_failed(lambda: ran.append("last"))
+    pending.when_failed(lambda _: ran.append("last"))
     pending.when_finished(broken)
     pending.when_finished(lambda: ran.append("told"))
 
@@ -190,7 +190,7 @@ def test_clean_up_runs_only_after_a_failure_and_the_end_is_told_always(
 
     pending.run(task)
     told = ["broken", "told"]
-    assert ran == (["last", "broken", "first", *told] if fails else told)
+    assert ran == (["last", "broken", "first, the disk is gone", *told] if fails else told)
     assert (type(pending.exception()) is fp.StorageError) == fails
     assert "broken on purpose" in caplog.text
 

@@ -1,0 +1,141 @@
+"""`fp.save` by several ranks: all of them write one file, the first one publishes it.
+
+The file is planned and written by `sharing`, made visible by `commit`, what the ranks say to each other goes through
+`coordination`. The ranks of a process group meet once, at its first save.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from fastpersist.commit import PendingFile, resolve_target
+from fastpersist.coordination import Ranks, Session
+from fastpersist.errors import UnsupportedError
+from fastpersist.filesystem import make_directories
+from fastpersist.partition import choose_writers
+from fastpersist.pipeline import require_engine
+from fastpersist.replicas import replicas_of
+from fastpersist.saving import Container, SaveReport, container_for, padded_bytes
+from fastpersist.sharing import FirstShare, OtherShare, Together
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Writers", "end_session", "ranks_of", "save_together"]
+
+Writers: TypeAlias = Literal["auto", "all", "node"] | int
+"""Which ranks write what is shared: see `partition.choose_writers`."""
+
+_met: weakref.WeakKeyDictionary[ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
+
+
+def ranks_of(process_group: ProcessGroup) -> Ranks:
+    """Return the line between the ranks of a group; they meet the first time, so all of them call this."""
+    ranks = _met.get(process_group)
+    if ranks is None:
+        ranks = _met[process_group] = Ranks.meet(process_group)
+    return ranks
+
+
+def save_together(
+    obj: object,
+    path: str,
+    ranks: Ranks,
+    *,
+    durable: bool,
+    checksum: bool,
+    engine: str,
+    file_format: str,
+    metadata: Mapping[str, str] | None,
+    replace_links: bool,
+    make_parents: bool,
+    writers: Writers,
+    check_replicas: bool,
+) -> SaveReport:
+    """Save an object with all ranks; see `api.save`. Each rank returns when the file is published."""
+    started_s = time.monotonic()
+    session = ranks.begin(path)
+    try:
+        require_engine(engine)
+        container = container_for(obj, path, checksum=checksum, file_format=file_format, metadata=metadata)
+        label = os.path.basename(os.path.abspath(path))
+        together = Together(session, label, choose_writers(writers, ranks.nodes), check_replicas)
+        if ranks.rank:
+            return _write_part(container, path, together, durable, engine, started_s)
+        if make_parents:
+            make_directories(os.path.dirname(os.path.abspath(path)))
+        return _write_and_publish(container, path, together, durable, engine, replace_links, started_s)
+    except BaseException as error:
+        session.fail(error)
+        raise
+
+
+def _write_and_publish(
+    container: Container,
+    path: str,
+    together: Together,
+    durable: bool,
+    engine: str,
+    replace_links: bool,
+    started_s: float,
+) -> SaveReport:
+    target = resolve_target(path, replace_links=replace_links)
+    why_not = target.why_not_replaceable
+    pending = PendingFile.create(target) if why_not is None else None
+    if pending is None:
+        why_not = why_not or "its directory takes no new file"
+        raise UnsupportedError(
+            f"several ranks cannot write {path}: {why_not}; choose another path, or let one rank save"
+        )
+    try:
+        share = FirstShare(container, replicas_of(container), together)
+        planned_s = time.monotonic()
+        pending.allocate(padded_bytes(container))
+        written = share.write(pending.fd, target.path, engine=engine, pending_path=pending.path)
+        written_s = time.monotonic()
+        together.session.settle()
+        pending.publish(container.size_bytes, durable=durable)
+    except BaseException:
+        pending.abort()
+        raise
+    end_session(together.session, container.size_bytes)
+    return SaveReport(
+        path=path,
+        size_bytes=container.size_bytes,
+        engine=written.engine,
+        plan_s=planned_s - started_s,
+        write_s=written_s - planned_s,
+        sync_s=pending.sync_s,
+        total_s=time.monotonic() - started_s,
+    )
+
+
+def end_session(session: Session, size_bytes: int) -> None:
+    """Tell the other ranks that the file is published, and how long it is."""
+    session.answer(str(size_bytes).encode())
+    session.finish()
+
+
+def _write_part(
+    container: Container, path: str, together: Together, durable: bool, engine: str, started_s: float
+) -> SaveReport:
+    share = OtherShare(container, replicas_of(container), together)
+    planned_s = time.monotonic()
+    used_engine = share.write(os.path.realpath(path), engine=engine, durable=durable)
+    written_s = time.monotonic()
+    size_bytes = int(together.session.hear())
+    together.session.finish()
+    ended_s = time.monotonic()
+    return SaveReport(
+        path=path,
+        size_bytes=size_bytes,
+        engine=used_engine,
+        plan_s=planned_s - started_s,
+        write_s=written_s - planned_s,
+        sync_s=ended_s - written_s,
+        total_s=ended_s - started_s,
+    )

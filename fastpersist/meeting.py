@@ -1,0 +1,93 @@
+"""What ranks tell each other when they meet: where they run, where they can be reached, what they understand."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from fastpersist.errors import ConfigError
+
+__all__ = ["is_dead", "loopback_place", "own_hosts", "own_process", "refuse_other_versions"]
+
+_log = logging.getLogger("fastpersist")
+
+
+def own_process() -> tuple[int, str, str]:
+    """Return what names this process while it lives: its number, whose numbers those are, and when it has begun."""
+    pid = os.getpid()
+    try:
+        return pid, str(os.stat("/proc/self/ns/pid").st_ino), _begin_of(pid)
+    except OSError:
+        return pid, "", ""
+
+
+def is_dead(process: tuple[int, str, str] | None) -> bool:
+    """Tell whether a process, as `own_process` names it, has ended; False for None, and for one not seen from here."""
+    if process is None:
+        return False
+    pid, namespace, begin = process
+    try:
+        if not begin or namespace != str(os.stat("/proc/self/ns/pid").st_ino):
+            return False
+        return _begin_of(pid) != begin
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _begin_of(pid: int) -> str:
+    """Return when a process has begun, in ticks since the machine has; "ended" for one that nobody has waited for."""
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return "ended" if fields[0] in "ZX" else fields[19]
+
+
+def loopback_place() -> tuple[str, str]:
+    """Return what names this machine while it runs, and its network: where both are the same, 127.0.0.1 is."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            machine = file.read().strip()
+        return machine, str(os.stat("/proc/self/ns/net").st_ino)
+    except OSError:
+        return socket.gethostname(), ""
+
+
+def own_hosts() -> list[str]:
+    """Return the addresses at which other machines may reach this one, the best first."""
+    found: list[str] = []
+    # Connecting a datagram socket sends nothing: it asks the kernel which address it would send from. The last two are
+    # reserved for documentation, so they go where everything goes.
+    for target in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1", "2001:db8::1"):
+        with contextlib.suppress(OSError):
+            for family, kind, _, _, address in socket.getaddrinfo(target or None, 9, type=socket.SOCK_DGRAM):
+                with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                    probe.connect(address)
+                    found.append(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+    own = [ipaddress.ip_address(host.split("%")[0]) for host in dict.fromkeys(found)]
+    return [str(host) for host in own if not (host.is_loopback or host.is_link_local or host.is_unspecified)]
+
+
+def refuse_other_versions(rank: int, told: Sequence[dict[str, Any]]) -> None:
+    """Raise on all ranks if they cannot understand each other; warn on the first if their torch differs.
+
+    Raises:
+        ConfigError: They run versions of fastpersist with different protocols.
+    """
+    protocols = [one["protocol"] for one in told]
+    if len(set(protocols)) > 1:
+        other = next(index for index, protocol in enumerate(protocols) if protocol != protocols[0])
+        raise ConfigError(
+            f"ranks 0 and {other} run versions of fastpersist that do not understand each other: "
+            f"{told[0]['versions'].get('fastpersist')} and {told[other]['versions'].get('fastpersist')}"
+        )
+    torches = {str(one["versions"].get("torch")) for one in told}
+    if rank == 0 and len(torches) > 1:
+        _log.warning("the ranks run different versions of torch (%s); rank 0's writes", ", ".join(sorted(torches)))

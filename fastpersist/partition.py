@@ -1,0 +1,160 @@
+"""Which bytes of a shared file each writer owns, and which ranks write: pure integers.
+
+Large sources are *cut*: the whole blocks of each in the file, its interior, are shared out among the writers; what is
+left of them, and everything else, the first rank writes. A writer's blocks are one range of all interiors taken one
+after the other, so the shares of two writers differ by at most one block, and hardly any source is cut at all.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fastpersist.errors import ConfigError
+from fastpersist.layout import align_up
+
+__all__ = [
+    "CUT_BYTES_MIN",
+    "ByteRange",
+    "Extent",
+    "choose_writers",
+    "interior_of",
+    "merged",
+    "overlaps",
+    "shard_of",
+    "without",
+]
+
+CUT_BYTES_MIN = 1 << 20
+"""Smaller sources are not cut: their descriptors would cost more than their bytes."""
+
+_AUTO_WRITER_COUNT_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes of a source.
+
+    Attributes:
+        source: Which, by index.
+        from_bytes: The first, counted from the source's start.
+        size_bytes: How many.
+    """
+
+    source: int
+    from_bytes: int
+    size_bytes: int
+
+
+def interior_of(offset_bytes: int, size_bytes: int, block_bytes: int) -> tuple[int, int]:
+    """Return first byte and length of the whole blocks of a source, counted from the source's start.
+
+    Worked example: a source of 10,000 bytes at offset 4196 of the file, blocks of 4096: the first whole block starts
+    at 8192, byte 3996 of the source; the last ends at 12288, so (3996, 4096).
+
+    Args:
+        offset_bytes: Where the source lies in the file.
+        size_bytes: Its length.
+        block_bytes: What every write is a multiple of.
+    """
+    start = align_up(offset_bytes, block_bytes) - offset_bytes
+    end = (offset_bytes + size_bytes) // block_bytes * block_bytes - offset_bytes
+    return (start, end - start) if end > start else (0, 0)
+
+
+def shard_of(interiors: Sequence[tuple[int, int]], writer: int, writer_count: int, block_bytes: int) -> list[ByteRange]:
+    """Return what one writer owns, in file order.
+
+    Args:
+        interiors: Of each cut source, as `interior_of` gives it; the index is the source in the result.
+        writer: 0 … writer_count - 1.
+        writer_count: 1 or more.
+        block_bytes: Interiors are multiples of it.
+    """
+    ends = list(itertools.accumulate((size for _, size in interiors), initial=0))
+    block_count = ends[-1] // block_bytes
+    first = block_count * writer // writer_count * block_bytes
+    end = block_count * (writer + 1) // writer_count * block_bytes
+    ranges = []
+    source = bisect.bisect_right(ends, first) - 1
+    while source < len(interiors) and ends[source] < end:
+        low, high = max(first, ends[source]), min(end, ends[source + 1])
+        if low < high:
+            ranges.append(ByteRange(source, interiors[source][0] + low - ends[source], high - low))
+        source += 1
+    return ranges
+
+
+Extent: TypeAlias = tuple[int, int]
+"""Bytes of a file: the first, and the one behind the last."""
+
+
+def overlaps(extent: Extent, taken: Sequence[Extent]) -> list[Extent]:
+    """Return the parts of an extent that lie in others, which are sorted and do not overlap."""
+    found = []
+    index = bisect.bisect_right(taken, extent[0], key=_end)
+    while index < len(taken) and taken[index][0] < extent[1]:
+        found.append((max(extent[0], taken[index][0]), min(extent[1], taken[index][1])))
+        index += 1
+    return [(low, high) for low, high in found if low < high]
+
+
+def without(extent: Extent, taken: Sequence[Extent]) -> list[Extent]:
+    """Return what is left of an extent without others, which are sorted and do not overlap."""
+    left = []
+    position = extent[0]
+    for low, high in overlaps(extent, taken):
+        if position < low:
+            left.append((position, low))
+        position = high
+    if position < extent[1]:
+        left.append((position, extent[1]))
+    return left
+
+
+def merged(extents: Iterable[Extent]) -> list[Extent]:
+    """Return extents in order, those that touch or overlap as one."""
+    found: list[Extent] = []
+    for low, high in sorted(extents):
+        if found and low <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], high))
+        else:
+            found.append((low, high))
+    return found
+
+
+def _end(extent: Extent) -> int:
+    return extent[1]
+
+
+def choose_writers(wanted: str | int, nodes: Sequence[int]) -> list[int]:
+    """Return the ranks that write cut bytes, in order; rank 0 is always one of them.
+
+    Args:
+        wanted: "all"; "node": the first rank of each node; a number: so many, spread over the nodes; "auto": on one
+            node all ranks up to 8, else one of each node.
+        nodes: The node of each rank, by number.
+
+    Raises:
+        ConfigError: Nothing of these.
+    """
+    count = len(nodes)
+    first_ranks = [rank for rank in range(count) if nodes[rank] not in nodes[:rank]]
+    if wanted == "all":
+        return list(range(count))
+    if wanted == "node":
+        return first_ranks
+    if wanted == "auto":
+        return list(range(min(count, _AUTO_WRITER_COUNT_MAX))) if len(first_ranks) == 1 else first_ranks
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
+        raise ConfigError(f"writers is 'auto', 'all', 'node' or a number of ranks, not {wanted!r}")
+    # One of each node, then the second of each, and so on.
+    turns: list[tuple[int, int]] = []
+    seen: dict[int, int] = {}
+    for rank, node in enumerate(nodes):
+        turns.append((seen.get(node, 0), rank))
+        seen[node] = seen.get(node, 0) + 1
+    return sorted(rank for _, rank in sorted(turns)[:wanted])

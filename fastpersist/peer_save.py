@@ -1,0 +1,217 @@
+"""What a rank that is not the first does of a save: its shards of the first rank's files, and files of its own.
+
+The counterpart of `api.save_async` and of `DirectorySave`, which the first rank runs meanwhile: the same files in the
+same order. Here nothing is made visible: the first rank does that for all, and says how it ended.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from fastpersist import _native
+from fastpersist.arena import Arena
+from fastpersist.background import Lane, PendingSave, SaveStats
+from fastpersist.capture import Capture
+from fastpersist.errors import StorageError
+from fastpersist.filesystem import filesystem
+from fastpersist.owners import Owners, Ownership
+from fastpersist.pacing import Spread
+from fastpersist.replicas import replicas_in
+from fastpersist.saving import container_for, padded_bytes, write_container
+from fastpersist.sharing import OtherShare, Together, needs_same_filesystem
+
+__all__ = ["PeerSave"]
+
+_OwnFile = Callable[[str], tuple[str, int, int | None]]
+
+
+class PeerSave:
+    """This rank's part of what the first rank publishes. One thread uses it; another one writes.
+
+    Args:
+        path: The final name of the file or directory.
+        together: With whom.
+        engine: "auto", or an engine's name, which then never falls back.
+        durable: Sync what was written.
+        arena: For copied bytes.
+        lane: Where it is written.
+        stats: Filled in.
+        paranoid: As in `capture`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        together: Together,
+        *,
+        engine: str,
+        durable: bool,
+        arena: Arena,
+        lane: Lane,
+        stats: SaveStats,
+        paranoid: bool = False,
+    ) -> None:
+        self._path = path
+        self._together = together
+        self._engine = engine
+        self._durable = durable
+        self._arena = arena
+        self._lane = lane
+        self._stats = stats
+        self._paranoid = paranoid
+        self._spread = Spread()
+        self._own_files: list[_OwnFile] = []
+        made_paths: list[str] = []
+        self._made_paths = made_paths
+        self._pending = PendingSave(path, stats)
+        self._pending.when_failed(together.session.fail)
+        self._pending.when_failed(lambda _: _remove_made(made_paths))
+
+    def save(
+        self,
+        obj: object,
+        name: str,
+        owners: Owners,
+        look: Callable[[], Ownership],
+        *,
+        checksum: bool = True,
+        file_format: str = "auto",
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write this rank's part of a file; returns when what may change at once is copied.
+
+        Args:
+            obj: This rank's counterpart of what the first rank saves.
+            name: Of the file, below the directory; "" if `path` is the file.
+            owners: Whose storages are stable, and so replicas.
+            look: `owners.look`, or what knows the answer.
+            checksum: As the first rank has it.
+            file_format: As the first rank has it.
+            metadata: As the first rank has it.
+        """
+        if self._pending.done():
+            return  # a file before this one has failed
+        started_s = time.monotonic()
+        look = functools.cache(look)
+        final_path = os.path.join(self._path, name) if name else self._path
+        try:
+            container = container_for(obj, final_path, checksum=checksum, file_format=file_format, metadata=metadata)
+            capture = self._capture(owners, look)
+            found = look() if container.sources else None
+            share = OtherShare(container, replicas_in(container, found), self._together, name)
+            self._spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
+            snapshot = capture.add(share)
+            size_bytes = sum(source.size_bytes for source in share.sources)
+            self._spread.add_file(snapshot, size_bytes)
+        except BaseException as error:
+            self._together.session.fail(error)
+            raise
+        own_files, self._own_files = self._own_files, []
+
+        def before_done(pending_path: str) -> list[tuple[str, int, int | None]]:
+            written = [write_own(os.path.dirname(pending_path)) for write_own in own_files]
+            capture.check()  # of this file alone: steps go on waiting for those that come
+            return written
+
+        def write() -> None:
+            begun_s = time.monotonic()
+            self._pending.refuse_torn()
+            used_engine = share.write(
+                final_path,
+                engine=self._engine,
+                durable=self._durable,
+                poll=self._pending.poll,
+                snapshot=snapshot,
+                before_done=before_done,
+            )
+            self._made_paths.clear()  # they are the first rank's now
+            self._stats.engine = used_engine or self._stats.engine
+            self._stats.bytes += size_bytes
+            self._stats.write_s += time.monotonic() - begun_s
+
+        self._stats.plan_s += time.monotonic() - started_s
+        self._begin(capture, lambda: self._lane.submit(lambda: self._pending.run(write)))
+        self._stats.stall_s += time.monotonic() - started_s
+
+    def add_own(self, obj: object, name: str, owners: Owners) -> None:
+        """Write a file of this rank's own, before the part of the file that is saved next; what may change is copied.
+
+        Args:
+            obj: Whatever torch.save takes.
+            name: Below the directory; no other rank writes a file of this name.
+            owners: Whose storages are stable.
+        """
+        if self._pending.done():
+            return
+        final_path = os.path.join(self._path, name)
+        try:
+            container = container_for(obj, final_path, checksum=True)
+            capture = self._capture(owners, owners.look)
+            snapshot = capture.add(container)
+        except BaseException as error:
+            self._together.session.fail(error)
+            raise
+        self._begin(capture, lambda: None)
+
+        def write(directory: str) -> tuple[str, int, int | None]:
+            path = os.path.join(directory, name)
+            with needs_same_filesystem(final_path, self._together.session.rank):
+                fd = filesystem().create(path)
+            self._made_paths.append(path)
+            _native.close_in_forked_child(fd)
+            try:
+                filesystem().allocate(fd, padded_bytes(container), final_path)
+                written = write_container(
+                    container, fd, final_path, engine=self._engine, poll=self._pending.poll, snapshot=snapshot
+                )
+                filesystem().truncate(fd, container.size_bytes, final_path)
+                if self._durable:
+                    filesystem().sync(fd, final_path)
+            finally:
+                _native.forget_descriptor(fd)
+                os.close(fd)
+            capture.check()
+            self._stats.bytes += container.size_bytes
+            return name, container.size_bytes, written.crc32
+
+        self._own_files.append(write)
+
+    def publish(self) -> PendingSave:
+        """Return the save, done when the first rank has published it; no more files come."""
+        self._spread.begin()
+        self._lane.submit(lambda: self._pending.run(self._end))
+        return self._pending
+
+    def abort(self, error: BaseException) -> None:
+        """Give up; the other ranks learn why."""
+        self._together.session.fail(error)
+        self._pending.cancel(error)
+        self._lane.submit(lambda: self._pending.run(lambda: None))
+
+    def _begin(self, capture: Capture, submit: Callable[[], None]) -> None:
+        self._pending.begin(capture, submit)
+        if self._pending.done():  # it has failed meanwhile, and nobody else would let the capture go
+            capture.release()
+
+    def _end(self) -> None:
+        if self._together.confirms:
+            self._together.session.tell(b"")
+        self._together.session.hear()
+        self._together.session.finish()
+        self._pending.written()
+        self._pending.succeed()
+
+    def _capture(self, owners: Owners, look: Callable[[], Ownership]) -> Capture:
+        return Capture(owners, self._arena, paranoid=self._paranoid, on_gate=self._stats.add_stall, look=look)
+
+
+def _remove_made(paths: list[str]) -> None:
+    """Remove this rank's own files: the first rank may have removed the directory just before they were made."""
+    for path in paths:
+        with suppress(StorageError):
+            filesystem().unlink(path)
+            filesystem().remove_directory(os.path.dirname(path))  # which fails while anything is in it

@@ -1,0 +1,128 @@
+"""Which storages of a state are replicas, and whether the ranks really hold the same.
+
+Data-parallel ranks agree on parameters and optimizer state, not on everything that is saved. What is cut among the
+writers comes from all of them, so a difference would be a mixture that no rank has: it is looked for first, in samples
+of every cut storage, or in all of its bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fastpersist import _native
+from fastpersist.errors import CoordinationError
+from fastpersist.owners import Ownership
+from fastpersist.partition import CUT_BYTES_MIN
+from fastpersist.pipeline import byte_tensor
+from fastpersist.saving import Container, Source
+
+__all__ = ["difference", "host_bytes", "replicas_in", "replicas_of", "sums_of"]
+
+_SAMPLE_COUNT = 4
+_SAMPLE_BYTES = 64
+_SHOWN_COUNT = 5
+
+
+def replicas_of(container: Container) -> list[int]:
+    """Return which sources of a file that is saved by `fp.save` are cut, in file order: the large ones."""
+    return [index for index, source in enumerate(container.sources) if source.size_bytes >= CUT_BYTES_MIN]
+
+
+def replicas_in(container: Container, ownership: Ownership | None) -> list[int]:
+    """Return which sources of a training state are cut: the large ones that an optimizer owns, or that are constant.
+
+    Whether they may be written from where they are does not matter: that may differ from rank to rank.
+    """
+    if ownership is None:
+        return []
+    return [
+        index
+        for index in replicas_of(container)
+        if container.sources[index].storage._cdata in ownership.stable
+        or container.sources[index].storage._cdata in ownership.constant
+    ]
+
+
+def sums_of(
+    container: Container, cut: Sequence[int], interiors: Sequence[tuple[int, int]], *, whole: bool
+) -> list[int]:
+    """Sum up each cut source: its length, dtypes and interior, and samples of its bytes or all of them."""
+    data = (_crcs_of if whole else _sample_crcs_of)([container.sources[source] for source in cut])
+    sums = []
+    for source, interior, crc in zip(cut, interiors, data, strict=True):
+        dtypes = sorted({str(tensor.dtype) for tensor in container.tensors[source]})
+        sums.append(zlib.crc32(repr((container.sources[source].size_bytes, dtypes, interior)).encode(), crc))
+    return sums
+
+
+def _sample_crcs_of(sources: Sequence[Source]) -> list[int]:
+    """Return a CRC of a few bytes of each source, at places that follow from its index and length."""
+    samples: dict[int, bytes] = {}
+    on_devices: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for index, source in enumerate(sources):
+        words = struct.unpack(f"<{_SAMPLE_COUNT}Q", hashlib.sha256(f"{index} {source.size_bytes}".encode()).digest())
+        places = [word % (source.size_bytes - _SAMPLE_BYTES) for word in words]
+        if source.storage.device.type == "cpu":
+            address = source.storage.data_ptr() + source.offset_bytes
+            samples[index] = b"".join(ctypes.string_at(address + place, _SAMPLE_BYTES) for place in places)
+        else:
+            view = byte_tensor(source.storage)[source.offset_bytes :]
+            taken = torch.cat([view[place : place + _SAMPLE_BYTES] for place in places])
+            on_devices.setdefault(taken.device, []).append((index, taken))
+    for found in on_devices.values():  # one copy for each device
+        joined = torch.stack([taken for _, taken in found]).cpu()
+        samples.update((index, bytes(row.tolist())) for (index, _), row in zip(found, joined, strict=True))
+    return [zlib.crc32(samples[index]) for index in range(len(sources))]
+
+
+def _crcs_of(sources: Sequence[Source]) -> list[int]:
+    return [_native.crc32(host_bytes(source, 0, source.size_bytes)) for source in sources]
+
+
+def host_bytes(source: Source, from_bytes: int, size_bytes: int) -> Any:
+    """Return bytes of a source as a buffer, valid while its storage lives; those in host memory without a copy."""
+    start = source.offset_bytes + from_bytes
+    if source.storage.device.type == "cpu":
+        return (ctypes.c_char * size_bytes).from_address(source.storage.data_ptr() + start)
+    on_host = byte_tensor(source.storage)[start : start + size_bytes].cpu()
+    return ctypes.string_at(on_host.data_ptr(), size_bytes)
+
+
+def difference(described: Sequence[tuple[Any, list[int]]], names_of: Callable[[int], list[str]]) -> CoordinationError:
+    """Say what the ranks hold differently.
+
+    Args:
+        described: Of each rank, what was looked at, and the sum of each cut source.
+        names_of: Names the tensors of a cut source, by its position.
+    """
+    mode, own = described[0]
+    odd = [rank for rank, (other, sums) in enumerate(described) if other != mode or len(sums) != len(own)]
+    if odd:
+        counts = ", ".join(
+            f"rank {rank} {len(described[rank][1])} ({described[rank][0]})" for rank in odd[:_SHOWN_COUNT]
+        )
+        return CoordinationError(
+            f"the ranks do not save the same: of storages of 1 MiB or more that all hold alike, rank 0 has {len(own)} "
+            f"({mode} compared), {counts}. All ranks pass the same kind of object and the same options"
+        )
+    where: dict[tuple[int, ...], list[str]] = {}
+    for position, total in enumerate(own):
+        ranks = tuple(rank for rank, (_, sums) in enumerate(described) if sums[position] != total)
+        if ranks:
+            where.setdefault(ranks, []).append(", ".join(names_of(position)) or f"storage {position}")
+    told = []
+    for ranks, names in where.items():
+        more = f" and {len(names) - _SHOWN_COUNT} more" if len(names) > _SHOWN_COUNT else ""
+        on = ", ".join(map(str, ranks))
+        told.append(f"{'; '.join(names[:_SHOWN_COUNT])}{more} on {'rank' if len(ranks) == 1 else 'ranks'} {on}")
+    return CoordinationError(
+        f"replicas differ from those of rank 0: {'; '.join(told)}. Nothing was published. Data-parallel ranks hold the "
+        "same parameters and optimizer state; what differs is to be left out of the state, or passed as rank_state"
+    )

@@ -1,0 +1,543 @@
+"""One file written by several ranks: the same bytes that the first rank alone would have written.
+
+Every rank pickles its own object, which tells it which storages are its replicas of the others'. The large ones are
+*cut* (`partition`): each writer writes its blocks of them into the same preallocated file. The first rank's object is
+what is written; it alone writes all the rest, in two passes:
+
+1. *early*: its own blocks of what is cut, and all blocks that depend on the CRC of no cut source;
+2. *late*, when all ranks have told the CRCs of what they have written: the blocks with descriptors of cut sources, and
+   the closing bytes (serialization id and central directory, or the header), without which nobody can read the file.
+
+What the ranks say to each other about one file, as JSON, in a `coordination.Session`:
+
+    others → first   plan   a digest of the cut sources
+    first → others   go     the path of the pending file, and where each cut source lies in it; or *describe*: then the
+                            others tell a sum of each cut source, so that the error can name those that differ
+    others → first   done   the CRC of each range that was written, when it is durable, and what else there is to say
+
+Names, durability and visibility are the first rank's `commit` or `directory_save`; what the other ranks do around this
+is `peer_save`.
+"""
+
+from __future__ import annotations
+
+import base64
+import bisect
+import errno
+import hashlib
+import itertools
+import json
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastpersist import _native
+from fastpersist.config import BLOCK_BYTES
+from fastpersist.coordination import Session
+from fastpersist.errors import CoordinationError, InternalError, StorageError
+from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.layout import align_up
+from fastpersist.partition import ByteRange, Extent, interior_of, merged, overlaps, shard_of, without
+from fastpersist.pipeline import Poll, Run, Writer, refuse_null_engine
+from fastpersist.replicas import difference, host_bytes, sums_of
+from fastpersist.saving import Checksum, Container, Literal, Part, PieceStream, Source, Stored, WrittenFile
+
+__all__ = ["FirstShare", "OtherShare", "Share", "Together", "needs_same_filesystem"]
+
+_CRC_BYTES = 4
+_NEWS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """How several ranks make one save.
+
+    Attributes:
+        session: What they say to each other about it.
+        label: What is saved: the last part of its path. All ranks must mean the same.
+        writers: The ranks that write what is cut, in order.
+        check_replicas: Compare all bytes of what is cut, not samples.
+        confirms: Each rank says once more that it is done, when it has no more files.
+    """
+
+    session: Session
+    label: str
+    writers: Sequence[int]
+    check_replicas: bool
+    confirms: bool = False
+
+
+class Share:
+    """What one rank writes of a file, planned from its own object. The thread that saves makes it.
+
+    To `capture` a share is a file: its sources are what this rank writes, in the order in which it does.
+
+    Args:
+        container: The file as this rank would write it.
+        cut: Which of its sources are cut, as `replicas_of` gives them.
+        together: With whom.
+        name: Of the file, if a save has several: all ranks save them in the same order.
+
+    Attributes:
+        ranges: What this rank writes of the container's sources.
+        sources: The same as `saving.Source`s.
+        tensors: For each of them the tensors by which the object holds its storage.
+    """
+
+    def __init__(self, container: Container, cut: Sequence[int], together: Together, name: str = "") -> None:
+        self.container = container
+        self.ranges: list[ByteRange] = []
+        self.sources: list[Source] = []
+        self.tensors: list[Sequence[torch.Tensor]] = []
+        self._cut = list(cut)
+        self._session = together.session
+        self._name = f"{together.label}/{name}" if name else together.label
+        self._writers = list(together.writers)
+        self._interiors = [
+            interior_of(container.offsets[source], container.sources[source].size_bytes, BLOCK_BYTES) for source in cut
+        ]
+        self._sums = sums_of(container, self._cut, self._interiors, whole=together.check_replicas)
+        self._mode = "all bytes" if together.check_replicas else "samples"
+
+    @property
+    def wrappers(self) -> Sequence[torch.Tensor]:
+        """Tensors of a subclass in the object."""
+        return self.container.wrappers
+
+    def names_of(self, source: int) -> list[str]:
+        """Return the names of the tensors that one of `sources` belongs to."""
+        return self.container.names_of(self.ranges[source].source)
+
+    @property
+    def cut_bytes(self) -> int:
+        """How many bytes are shared out among the writers."""
+        return sum(size_bytes for _, size_bytes in self._interiors)
+
+    def bytes_by_rank(self) -> list[int]:
+        """Return how many of the bytes that are shared out each rank writes."""
+        return [sum(part.size_bytes for part in self._shard_of(rank)) for rank in range(self._session.count)]
+
+    def _shard_of(self, rank: int) -> list[ByteRange]:
+        """Return the cut bytes that a rank writes, by the container's sources."""
+        if rank not in self._writers:
+            return []
+        shard = shard_of(self._interiors, self._writers.index(rank), len(self._writers), BLOCK_BYTES)
+        return [ByteRange(self._cut[part.source], part.from_bytes, part.size_bytes) for part in shard]
+
+    def _add_range(self, part: ByteRange) -> int:
+        whole = self.container.sources[part.source]
+        self.ranges.append(part)
+        self.sources.append(Source(whole.storage, whole.offset_bytes + part.from_bytes, part.size_bytes))
+        self.tensors.append(self.container.tensors[part.source])
+        return len(self.ranges) - 1
+
+    def _names_of_cut(self, position: int) -> list[str]:
+        return self.container.names_of(self._cut[position])
+
+    def _description(self) -> bytes:
+        return _encoded({"mode": self._mode, "sums": self._sums})
+
+    def _plan_message(self) -> bytes:
+        return _encoded({"name": self._name, "digest": self._digest()})
+
+    def _digest(self) -> str:
+        """Return what is the same on all ranks if their replicas are, as far as they were looked at."""
+        described = repr((self._mode, self.container.has_checksums, self._interiors, self._sums))
+        return hashlib.sha256(described.encode()).hexdigest()[:32]
+
+
+def _encoded(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def _decoded(message: bytes, rank: int) -> dict[str, Any]:
+    try:
+        found = json.loads(message)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise CoordinationError(f"rank {rank} says something that is no message of a save; do all run this version?")
+    return found
+
+
+# ------------------------------------------------------------------------------------------- the first rank
+
+
+@dataclass(frozen=True, slots=True)
+class _LateBytes:
+    """Bytes of a source that lie in a block that is written late; copied when the save begins."""
+
+    from_bytes: int
+    data: bytes
+
+
+class FirstShare(Share):
+    """The first rank's part of a file.
+
+    Attributes:
+        extras: After `write`, what each other rank had to say beside its CRCs, by rank.
+    """
+
+    def __init__(self, container: Container, cut: Sequence[int], together: Together, name: str = "") -> None:
+        super().__init__(container, cut, together, name)
+        self.extras: dict[int, Any] = {}
+        self._late = self._late_blocks()
+        self._own: dict[int, list[int]] = {}  # by source, indices of `ranges`
+        self._late_bytes: dict[int, list[_LateBytes]] = {}
+        shard: dict[int, list[ByteRange]] = {}
+        for part in self._shard_of(0):
+            shard.setdefault(part.source, []).append(part)
+        interiors = dict(zip(self._cut, self._interiors, strict=True))
+        for source, offset_bytes in enumerate(container.offsets):
+            self._plan(source, offset_bytes, interiors.get(source, (0, 0)), shard.get(source, []))
+
+    def _late_blocks(self) -> list[Extent]:
+        """Return the blocks that depend on the CRC of a cut source."""
+        cut = set(self._cut)
+        start, size_bytes = self.container.closing_extent
+        places = [(start, start + size_bytes)]
+        for part in self.container.parts():
+            if isinstance(part, Checksum):
+                place = (part.offset_bytes, part.offset_bytes + _CRC_BYTES)
+                # One that lies across the border of two blocks is not written in two pieces.
+                if part.source in cut or place[0] // BLOCK_BYTES != (place[1] - 1) // BLOCK_BYTES:
+                    places.append(place)
+        return merged(
+            (low // BLOCK_BYTES * BLOCK_BYTES, align_up(high, BLOCK_BYTES)) for low, high in places if low < high
+        )
+
+    def _plan(self, source: int, offset_bytes: int, interior: tuple[int, int], shard: list[ByteRange]) -> None:
+        """Sort the bytes of a source: those that this rank writes early, and those that it writes late."""
+        extent = (offset_bytes, offset_bytes + self.container.sources[source].size_bytes)
+        low = offset_bytes + interior[0]
+        others = [(low, low + interior[1])] if interior[1] else []
+        late = overlaps(extent, self._late)
+        if any(overlaps(one, others) for one in late):
+            raise InternalError("a block of a cut source depends on its own CRC")
+        early = without(extent, sorted([*late, *others]))
+        parts = [ByteRange(source, low - offset_bytes, high - low) for low, high in early] + shard
+        self._own[source] = [self._add_range(part) for part in sorted(parts, key=lambda part: part.from_bytes)]
+        self._late_bytes[source] = [
+            _LateBytes(
+                low - offset_bytes, bytes(host_bytes(self.container.sources[source], low - offset_bytes, high - low))
+            )
+            for low, high in late
+        ]
+
+    def write(
+        self,
+        fd: int,
+        path: str,
+        *,
+        engine: str,
+        pending_path: str,
+        poll: Poll | None = None,
+        snapshot: _native.Snapshot | None = None,
+    ) -> WrittenFile:
+        """Write this rank's part, and have the others write theirs, who are in `OtherShare.write`.
+
+        Returns when everything is written, and what the others have written is durable.
+
+        Args:
+            fd: Of the preallocated file; stays the caller's.
+            path: For messages: the final name.
+            engine: Engine name or "auto".
+            pending_path: Where they find the file.
+            poll: See `pipeline.Poll`.
+            snapshot: Holds `sources`; without it they are read from where they are.
+
+        Raises:
+            CoordinationError: The ranks do not hold the same replicas; the message says which differ on which ranks.
+            PeerError: Another rank has failed.
+            ConfigError, UnsupportedError, StorageError: As in `write_container`.
+        """
+        self._agree(pending_path)
+        with Writer(
+            fd, path, engine=engine, poll=_checking(poll, self._session), sparing=snapshot is not None
+        ) as writer:
+            stream = PieceStream(writer, snapshot)
+            self._write_early(stream)
+            stream.flush()
+            crcs = writer.crcs(len(self.ranges)) if self.container.has_checksums else [0] * len(self.ranges)
+            others = self._hear_done()
+            self._write_late(stream, self._source_crcs(crcs, others))
+            stream.flush()
+            used_engine = writer.finish()
+            runs = writer.runs()
+        refuse_null_engine(used_engine)
+        if runs is None:
+            return WrittenFile(used_engine, None)
+        runs += [(self.container.offsets[part.source] + part.from_bytes, part.size_bytes, crc) for part, crc in others]
+        return WrittenFile(used_engine, _native.combine_runs(runs, self.container.size_bytes))
+
+    def _agree(self, pending_path: str) -> None:
+        told = [_decoded(plan, rank) for rank, plan in enumerate(self._session.gather(self._plan_message()))]
+        for rank, plan in enumerate(told):
+            if plan.get("name") != self._name:
+                raise CoordinationError(
+                    f"the ranks do not save the same in the same order: rank 0 is at {self._name}, rank {rank} at "
+                    f"{plan.get('name')}. All ranks save equally often, with the same steps or names"
+                )
+        plans = [plan.get("digest") for plan in told]
+        if any(plan != plans[0] for plan in plans):
+            self._session.answer(_encoded({"describe": True}))
+            described = [_decoded(one, rank) for rank, one in enumerate(self._session.gather(self._description()))]
+            raise difference([(one.get("mode"), one.get("sums", [])) for one in described], self._names_of_cut)
+        offsets = [self.container.offsets[source] for source in self._cut]
+        self._session.answer(_encoded({"path": pending_path, "offsets": _packed(offsets)}))
+
+    def _write_early(self, stream: PieceStream) -> None:
+        container = self.container
+        for part in container.parts():
+            if isinstance(part, Stored):
+                for index in self._own[part.source]:
+                    stream.seek(part.offset_bytes + self.ranges[index].from_bytes)
+                    stream.add_source(self.sources[index], index, index if container.has_checksums else None)
+                continue
+            for low, high in without(_extent_of(part), self._late):
+                stream.seek(low)
+                if isinstance(part, Literal):
+                    stream.add_bytes(part.data[low - part.offset_bytes : high - part.offset_bytes])
+                else:
+                    stream.add_crc(self._early_slot(part.source) if container.has_checksums else None)
+
+    def _early_slot(self, source: int) -> int:
+        own = self._own[source]
+        if len(own) != 1 or self._late_bytes[source]:
+            raise InternalError(f"the CRC of source {source} is due before all of it is written")
+        return own[0]
+
+    def _hear_done(self) -> list[tuple[ByteRange, int]]:
+        """Wait until all have written; return the ranges of the others with their CRCs."""
+        found: list[tuple[ByteRange, int]] = []
+        for rank, message in enumerate(self._session.gather(b"{}")):
+            if rank == 0:
+                continue
+            done = _decoded(message, rank)
+            shard, crcs = self._shard_of(rank), _unpacked_crcs(done.get("crcs"))
+            if len(crcs) != len(shard):
+                raise CoordinationError(f"rank {rank} has not written what it should: {len(shard)} ranges")
+            found += zip(shard, crcs, strict=True)
+            self.extras[rank] = done.get("extra")
+        return found
+
+    def _source_crcs(self, own_crcs: Sequence[int], others: Sequence[tuple[ByteRange, int]]) -> list[int]:
+        """Combine the CRC of each source from those of its ranges, whoever has written them."""
+        sources = self.container.sources
+        if not self.container.has_checksums:
+            return [0] * len(sources)
+        runs: list[list[Run]] = [[] for _ in sources]
+        for part, crc in [*zip(self.ranges, own_crcs, strict=True), *others]:
+            runs[part.source].append((part.from_bytes, part.size_bytes, crc))
+        crcs = []
+        for source, found in enumerate(runs):
+            found += [(one.from_bytes, len(one.data), _native.crc32(one.data)) for one in self._late_bytes[source]]
+            combined = _native.combine_runs(found, sources[source].size_bytes)
+            if combined is None:
+                raise InternalError(f"source {source} is not covered by what the ranks have written")
+            crcs.append(combined)
+        return crcs
+
+    def _write_late(self, stream: PieceStream, crcs: Sequence[int]) -> None:
+        """Put the late blocks together, and write them."""
+        blocks = [bytearray(min(high, self.container.size_bytes) - low) for low, high in self._late]
+        starts = [low for low, _ in self._late]
+        for offset_bytes, data in self._late_pieces(crcs):
+            for low, high in overlaps((offset_bytes, offset_bytes + len(data)), self._late):
+                index = _last_at_most(starts, low)
+                at = low - starts[index]
+                blocks[index][at : at + high - low] = data[low - offset_bytes : high - offset_bytes]
+        for start, block in zip(starts, blocks, strict=True):
+            stream.seek(start)
+            stream.add_bytes(bytes(block))
+
+    def _late_pieces(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        for part in self.container.parts():
+            if isinstance(part, Literal):
+                yield part.offset_bytes, part.data
+            elif isinstance(part, Checksum):
+                yield part.offset_bytes, crcs[part.source].to_bytes(_CRC_BYTES, "little")
+            else:
+                for one in self._late_bytes[part.source]:
+                    yield part.offset_bytes + one.from_bytes, one.data
+        yield self.container.closing_extent[0], self.container.closing(crcs)
+
+
+def _extent_of(part: Part) -> Extent:
+    size_bytes = len(part.data) if isinstance(part, Literal) else _CRC_BYTES
+    return part.offset_bytes, part.offset_bytes + size_bytes
+
+
+def _last_at_most(starts: Sequence[int], value: int) -> int:
+    return bisect.bisect_right(starts, value) - 1
+
+
+def _packed(offsets: Sequence[int]) -> str:
+    """Encode offsets; the distances between them repeat, so this is a small part of 8 bytes each."""
+    distances = [after - before for before, after in itertools.pairwise([0, *offsets])]
+    return base64.b64encode(zlib.compress(struct.pack(f"<{len(distances)}Q", *distances))).decode()
+
+
+def _unpacked(text: str) -> list[int]:
+    data = zlib.decompress(base64.b64decode(text))
+    return list(itertools.accumulate(struct.unpack(f"<{len(data) // 8}Q", data)))
+
+
+def _packed_crcs(crcs: Sequence[int]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
+
+
+def _unpacked_crcs(text: str | None) -> tuple[int, ...]:
+    data = base64.b64decode(text or "")
+    return struct.unpack(f"<{len(data) // 4}I", data)
+
+
+def _checking(poll: Poll | None, session: Session) -> Poll:
+    """Stop a transfer when another rank has failed."""
+
+    def check(done_bytes: int) -> None:
+        session.check()
+        if poll is not None:
+            poll(done_bytes)
+
+    return check
+
+
+# ------------------------------------------------------------------------------------------- the others
+
+
+class OtherShare(Share):
+    """The part of a rank that is not the first."""
+
+    def __init__(self, container: Container, cut: Sequence[int], together: Together, name: str = "") -> None:
+        super().__init__(container, cut, together, name)
+        for part in self._shard_of(together.session.rank):
+            self._add_range(part)
+
+    def write(
+        self,
+        path: str,
+        *,
+        engine: str,
+        durable: bool,
+        poll: Poll | None = None,
+        snapshot: _native.Snapshot | None = None,
+        before_done: Callable[[str], Any] | None = None,
+    ) -> str:
+        """Write this rank's part into the pending file of the first rank, which is in `FirstShare.write`.
+
+        Args:
+            path: For messages: the final name.
+            engine: Engine name or "auto".
+            durable: Sync what was written.
+            poll: See `pipeline.Poll`.
+            snapshot: Holds `sources`; without it they are read from where they are.
+            before_done: Given the path of the pending file, does what else this rank has to do before it tells that its
+                part is written; returns what else it has to say, as JSON can hold it.
+
+        Returns:
+            The engine that wrote; "" if there was nothing to write.
+
+        Raises:
+            PeerError: Another rank has failed.
+            ConfigError, UnsupportedError, StorageError: As in `write_container`.
+        """
+        self._session.tell(self._plan_message())
+        go = _decoded(self._session.hear(), 0)
+        if go.get("describe"):
+            self._session.tell(self._description())
+            go = _decoded(self._session.hear(), 0)  # which tells what differs
+        try:
+            used_engine, crcs = self._write_part(go, path, engine, durable, _checking(poll, self._session), snapshot)
+            said = None if before_done is None else before_done(go["path"])
+        except StorageError as error:
+            self._prefer_failure_of_others(error)
+            raise
+        self._session.tell(_encoded({"crcs": _packed_crcs(crcs), "extra": said}))
+        return used_engine
+
+    def _prefer_failure_of_others(self, error: StorageError) -> None:
+        """When a rank has failed, the first one removes the file: then that failure is what there is to tell.
+
+        Raises:
+            PeerError: A rank has failed.
+        """
+        self._session.check()
+        if error.errno == errno.ENOENT:  # over a network, the news may come later than the removal
+            end_s = time.monotonic() + _NEWS_S
+            while time.monotonic() < end_s:
+                time.sleep(0.02)
+                self._session.check()
+
+    def _write_part(
+        self,
+        go: dict[str, Any],
+        path: str,
+        engine: str,
+        durable: bool,
+        poll: Poll,
+        snapshot: _native.Snapshot | None,
+    ) -> tuple[str, list[int]]:
+        """Write the ranges of this rank; return the engine that did, and the CRC of each."""
+        if not self.ranges:
+            return "", []
+        offsets = dict(zip(self._cut, _unpacked(go["offsets"]), strict=True))
+        fd = _open_pending(go["path"], path, self._session.rank)
+        try:
+            written = self._write_ranges(fd, path, offsets, engine, poll, snapshot)
+            if durable:
+                filesystem().sync(fd, path)
+        finally:
+            _native.forget_descriptor(fd)
+            os.close(fd)
+        return written
+
+    def _write_ranges(
+        self,
+        fd: int,
+        path: str,
+        offsets: dict[int, int],
+        engine: str,
+        poll: Poll,
+        snapshot: _native.Snapshot | None,
+    ) -> tuple[str, list[int]]:
+        with_crc = self.container.has_checksums
+        with Writer(fd, path, engine=engine, poll=poll, sparing=snapshot is not None) as writer:
+            stream = PieceStream(writer, snapshot)
+            for index, part in enumerate(self.ranges):
+                stream.seek(offsets[part.source] + part.from_bytes)
+                stream.add_source(self.sources[index], index, index if with_crc else None)
+            stream.flush()
+            used = writer.finish()
+            crcs = writer.crcs(len(self.ranges)) if with_crc else [0] * len(self.ranges)
+        refuse_null_engine(used)
+        return used, crcs
+
+
+def _open_pending(pending_path: str, path: str, rank: int) -> int:
+    """Open the file that the first rank has made."""
+    with needs_same_filesystem(path, rank), storage_errors("opening", pending_path):
+        fd = os.open(pending_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    _native.close_in_forked_child(fd)
+    return fd
+
+
+@contextmanager
+def needs_same_filesystem(path: str, rank: int) -> Iterator[None]:
+    """Say what is wrong when a rank does not find what the first rank has made."""
+    try:
+        yield
+    except StorageError as error:
+        raise type(error)(
+            error.errno,
+            f"cannot save {path}: rank {rank} cannot open what rank 0 has made ({error}). All ranks that write need "
+            "the same file system; writers=1 lets rank 0 write alone, without rank_state of the others",
+            path,
+        ) from error

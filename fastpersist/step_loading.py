@@ -1,0 +1,192 @@
+"""A step of a root → its state: which step, what else of it belongs to this rank, and what several ranks do alike.
+
+One process goes back to an older step by itself when the newest is damaged. Several ranks must not choose on their own:
+the first one chooses, all try, and what fails on one has failed on all. How a file is read is `resuming`'s affair.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from fastpersist.committed import candidate_steps, read_committed
+from fastpersist.errors import (
+    CheckpointNotFoundError,
+    CorruptionError,
+    FastPersistError,
+    FormatError,
+    PeerError,
+    StorageError,
+)
+from fastpersist.explaining import warn_caller
+from fastpersist.formats.manifest import CheckpointManifest
+from fastpersist.loading import MapLocation
+from fastpersist.loading_together import UNKNOWN_RANK, SharedReader, reader_for
+from fastpersist.pipeline import Read, read_extents
+from fastpersist.resuming import load_state
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["RANK_KEY", "STATE_NAME", "LoadOptions", "load_newest", "load_step", "rank_file_name"]
+
+STATE_NAME = "state.pt"
+RANK_KEY = "rank_state"
+
+_Unusable = (CorruptionError, StorageError, CheckpointNotFoundError)
+
+
+def rank_file_name(rank: int) -> str:
+    """Name the file with a rank's own state."""
+    return f"rank-{rank:05d}.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a step is loaded; see `Checkpointer.load`."""
+
+    map_location: MapLocation
+    into: Mapping[str, object] | None
+    verify: bool
+    weights_only: bool
+    engine: str
+    process_group: ProcessGroup | None
+
+    @property
+    def rank(self) -> int:
+        """This rank in its group."""
+        return 0 if self.process_group is None else dist.get_rank(self.process_group)
+
+    @property
+    def count(self) -> int:
+        """How many ranks load."""
+        return 1 if self.process_group is None else dist.get_world_size(self.process_group)
+
+
+def load_step(root: str, step: int, options: LoadOptions) -> Any:
+    """Load one step; with a process group all its ranks, and if one fails, all do.
+
+    Raises:
+        CheckpointNotFoundError, CorruptionError, StorageError: It is not there, or damaged.
+        ConfigError: `into` does not fit.
+        PeerError: Another rank could not load it; from that rank's error, if it is one of ours.
+    """
+    with reader_for(options.process_group, f"step {step} of {root}") as read:
+        return _read_step(root, step, options, read)
+
+
+def load_newest(root: str, options: LoadOptions, *, strict: bool, on_unusable: Callable[[int], None]) -> Any:
+    """Load the newest step that is whole.
+
+    Args:
+        root: Where the steps are.
+        options: How.
+        strict: Raise when the newest is damaged, instead of going back.
+        on_unusable: Told each step that could not be loaded.
+
+    Raises:
+        CheckpointNotFoundError: There is no step.
+        CorruptionError, StorageError, PeerError: As in `load_step`: with `strict`, or when no step is whole.
+        ConfigError: `into` does not fit.
+    """
+    failures: dict[int, str] = {}
+    # Listed again after each step that could not be loaded: retention may have removed it, and newer ones come.
+    while (newest := _newest(root, set(failures), options)) is not None:
+        shared: object = None
+        try:
+            with reader_for(options.process_group, f"step {newest} of {root}") as shared:
+                return _read_step(root, newest, options, shared)
+        except FastPersistError as error:
+            if not isinstance(_cause(error, shared), _Unusable):
+                raise
+            if newest not in _listed(root, options):
+                continue
+            if strict:
+                raise
+            failures[newest] = f"step {newest}: {error}"
+            on_unusable(newest)
+            warn_caller(f"{root}: step {newest} cannot be loaded, going back: {error}")
+    if not failures:
+        raise CheckpointNotFoundError(f"there is no committed step in {root}")
+    unusable = "" if options.into is None else "; what was to be filled may be partly overwritten and is not usable"
+    raise FormatError(f"no step can be loaded{unusable}: " + "; ".join(failures.values()), path=root)
+
+
+def _cause(error: FastPersistError, read: object) -> BaseException | None:
+    """Return why a step could not be loaded: the same on all ranks, which decide by it what to do next."""
+    if not isinstance(read, SharedReader):
+        return error
+    return None if read.first_failure is None else read.first_failure[1]
+
+
+def _newest(root: str, without: set[int], options: LoadOptions) -> int | None:
+    return max(_listed(root, options) - without, default=None)
+
+
+def _listed(root: str, options: LoadOptions) -> set[int]:
+    """Return the steps that are there; with several ranks, those that the first one sees."""
+    group = options.process_group
+    if group is None:
+        return candidate_steps(root)
+    said: list[Any] = [None, None]
+    error: FastPersistError | None = None
+    if options.rank == 0:
+        try:
+            said[0] = candidate_steps(root)
+        except FastPersistError as caught:
+            error = caught
+            said[1] = f"{type(caught).__name__}: {caught}"
+    try:
+        dist.broadcast_object_list(said, src=dist.get_global_rank(group, 0), group=group)
+    except Exception as lost:
+        raise PeerError(
+            f"another rank is gone or silent while loading from {root}: {type(lost).__name__}: {lost}",
+            rank=UNKNOWN_RANK,
+            subject=root,
+        ) from lost
+    if error is not None:
+        raise error
+    if said[1] is not None:
+        raise PeerError(f"rank 0 failed while looking for steps in {root}: {said[1]}", rank=0, subject=root)
+    found: set[int] = said[0]
+    return found
+
+
+def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
+    def read_file(path: str, name: str, targets: Mapping[str, object] | None, read: Read) -> Any:
+        return load_state(
+            os.path.join(path, name),
+            into=targets,
+            map_location=options.map_location,
+            verify=options.verify,
+            weights_only=options.weights_only,
+            engine=options.engine,
+            read=read,
+        )
+
+    def read_all(path: str, manifest: CheckpointManifest) -> Any:
+        state = read_file(path, STATE_NAME, options.into, read)
+        own_name = _own_file(root, step, manifest, options)
+        if own_name is not None:
+            state[RANK_KEY] = read_file(path, own_name, None, read_extents)  # nobody else reads it
+        return state
+
+    return read_committed(root, step, read_all)
+
+
+def _own_file(root: str, step: int, manifest: CheckpointManifest, options: LoadOptions) -> str | None:
+    """Return the name of this rank's own file; with another number of ranks, no file is anybody's."""
+    names = {entry.name for entry in manifest.files if entry.name.startswith("rank-")}
+    saved_count = manifest.host.get("rank_count", 1)
+    if names and saved_count != options.count:
+        warn_caller(
+            f"{root}: step {step} was saved by {saved_count} ranks and is loaded by {options.count}: each rank's own "
+            "rank_state is left out"
+        )
+        return None
+    name = rank_file_name(options.rank)
+    return name if name in names else None

@@ -1,0 +1,243 @@
+"""What a rank does while it saves, call by call, and something that happens to it right before one of these calls.
+
+    with watched() as counts: ...                             # counts what this rank does
+    with watched(Point("sync", 2), kill_this_process): ...    # its second sync is never done
+
+The calls are the operations of the seam to the file system (`create`, `sync` …), what it has to say to the other ranks
+(`Session.tell` …), and what it gives to the writer (`Writer.append` …). So the points of a save are found by counting,
+not listed by hand: a phase that is added to a save has points at once. Everything happens in the calling process.
+
+A `Trainer` is one rank of a test that saves step after step, whatever becomes of each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.filesystems import Operation, WatchedFilesystem
+from support.runs import Replay, Run, hidden_names
+from support.training import PATIENCE_S
+
+import fastpersist as fp
+from fastpersist.coordination import Ranks, Session
+from fastpersist.filesystem import using
+from fastpersist.pipeline import Writer
+
+SIZES = (280_000, 7)
+"""Of the parameters of a `Run`: the first, and its two moments, are cut."""
+
+Run((1,)).advance()  # the first optimizer of a process imports for seconds: here once, not in every rank
+
+_CALLS: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (Session, ("gather", "answer", "tell", "hear", "finish")),
+    (Writer, ("append", "finish")),
+)
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Point:
+    """Before the n-th call of a name.
+
+    Attributes:
+        name: Of an operation on the file system, or "Session.tell" and the like.
+        nth: From 1.
+    """
+
+    name: str
+    nth: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.nth}"
+
+
+def points_of(counts: Counter[str]) -> list[Point]:
+    """Return the points of what was counted."""
+    return [Point(name, nth) for name in sorted(counts) for nth in range(1, counts[name] + 1)]
+
+
+def spread(points: Sequence[Any], count: int) -> list[Any]:
+    """Return so many of these, evenly; all if there are no more."""
+    count = min(count, len(points))
+    return [points[(2 * index + 1) * len(points) // (2 * count)] for index in range(count)]
+
+
+class _Watch(WatchedFilesystem):
+    def __init__(self, at: Point | None, act: Callable[[], object]) -> None:
+        self.counts: Counter[str] = Counter()
+        self._at = at
+        self._act = act
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def around(self, operation: Operation) -> Iterator[None]:
+        self.reach(operation.name)
+        yield
+
+    def reach(self, name: str) -> None:
+        with self._lock:
+            self.counts[name] += 1
+            reached = self._at == Point(name, self.counts[name])
+        if reached:
+            self._act()
+
+    def wrapped(self, owner: type, name: str) -> Callable[..., Any]:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.reach(f"{owner.__name__}.{name}")
+            return original(*arguments, **options)
+
+        return call
+
+
+@contextmanager
+def watched(at: Point | None = None, act: Callable[[], object] = lambda: None) -> Iterator[Counter[str]]:
+    """Count what this process does in the block, on whatever thread, and act before one call of it.
+
+    Args:
+        at: Before which.
+        act: What is done there, on the thread that makes the call; what it raises is raised there.
+    """
+    watch = _Watch(at, act)
+    with ExitStack() as stack:
+        stack.enter_context(using(watch))
+        for owner, names in _CALLS:
+            for name in names:
+                stack.enter_context(mock.patch.object(owner, name, watch.wrapped(owner, name)))
+        yield watch.counts
+
+
+def kill_this_process() -> None:
+    """End by SIGKILL, with all threads, before the next line."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_this_process_later(after_s: float) -> None:
+    """End by SIGKILL at some moment, whatever is being done then; who does it is a child of this process."""
+    pidfd = os.pidfd_open(os.getpid())
+    if os.fork() == 0:
+        try:
+            time.sleep(after_s)
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.close(pidfd)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Return when something is true that another process brings about."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline_s, "it never happens"
+        time.sleep(0.001)
+
+
+def cut_lines(ranks: Ranks) -> Callable[[], None]:
+    """Return what cuts all connections of this rank, as a network does: neither side has closed anything."""
+
+    def cut() -> None:
+        for connection in list(ranks._connections._by_rank.values()):
+            connection.socket.shutdown(socket.SHUT_RDWR)
+
+    return cut
+
+
+@contextmanager
+def empty_disk_over(root: Path) -> Iterator[None]:
+    """Let this process, and no other, see an empty file system where the directory is."""
+    new_mount_namespace = 0x00020000
+    if ctypes.CDLL(None, use_errno=True).unshare(new_mount_namespace) != 0:
+        pytest.skip(f"no mount namespace: {os.strerror(ctypes.get_errno())}")
+    for command in (["mount", "--make-rprivate", "/"], ["mount", "-t", "tmpfs", "tmpfs", str(root)]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"{' '.join(command)}: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(root)], check=True)
+
+
+def state_numbers(root: os.PathLike[str], replay: Replay) -> dict[int, int]:
+    """Check every committed step of a root, in every bit; return which state each holds, by its name.
+
+    A rank's own state is expected to be {"rank": its number, "step": of the state}.
+    """
+    numbers = {}
+    for step in fp.Checkpointer(root).steps():
+        path = os.path.join(root, f"step-{step:08d}")
+        report = fp.verify(path)
+        assert report.ok, report
+        numbers[step] = replay.check(fp.load(os.path.join(path, "state.pt"), verify=True))
+        own = sorted(name for name in os.listdir(path) if name.startswith("rank-"))
+        for rank, name in enumerate(own):
+            assert fp.load(os.path.join(path, name)) == {"rank": rank, "step": numbers[step]}
+        stock = torch.load(os.path.join(path, "state.pt"), weights_only=True)
+        assert stock["step"] == numbers[step]
+    return numbers
+
+
+class Trainer:
+    """One rank: saves step after step, and notes what became of each."""
+
+    def __init__(self, root: Path, rank: int, sizes: tuple[int, ...] = SIZES, **options: Any) -> None:
+        self.root = root
+        self.rank = rank
+        self.run = Run(sizes)
+        self.checkpoints = fp.Checkpointer(
+            root, optimizer=self.run.optimizer, process_group=dist.group.WORLD, **options
+        )
+        self.saved: list[int] = []
+
+    def save(self, *, ahead: int = 0, **more: Any) -> fp.PendingSave | BaseException:
+        """Begin to save one more step; return that, or what was raised."""
+        step = self.run.advance().step
+        try:
+            return self.checkpoints.save(
+                step + ahead, {**self.run.state(), **more}, rank_state={"rank": self.rank, "step": step}
+            )
+        except fp.FastPersistError as error:
+            return error
+
+    def outcome(self, **more: Any) -> BaseException | None:
+        """Save one more step, and return its error."""
+        pending = self.save(**more)
+        error = pending if isinstance(pending, BaseException) else pending.exception()
+        if error is None:
+            self.saved.append(self.run.step)
+        return error
+
+    def close(self) -> list[int]:
+        """Close, when all ranks have come here, and return the steps that were saved."""
+        dist.barrier()
+        self.checkpoints.close()
+        return self.saved
+
+
+def everybodys(own: Any) -> list[Any]:
+    """Return what each rank gives."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def expect_steps(root: Path, steps: list[int], sizes: tuple[int, ...] = SIZES) -> None:
+    """Check that these steps are there, with the state of that step, and that nothing else is."""
+    assert state_numbers(root, Replay(sizes)) == {step: step for step in steps}
+    assert hidden_names(root) == []

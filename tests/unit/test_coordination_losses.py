@@ -1,0 +1,341 @@
+"""A rank is killed, stopped, silent, or cut off for a while: all others know in time, and the next session works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from support.forking import Child, Report
+from support.ranks_in_threads import (
+    AT_ONCE_S,
+    FULL,
+    POINTS,
+    SUBJECT,
+    TIMEOUT_S,
+    assert_failed,
+    assert_went_well,
+    at_once,
+    begin,
+    connection_of,
+    meet,
+    ranks_in_processes,
+    ranks_in_threads,
+    say,
+    say_all,
+    wait_for,
+)
+
+from fastpersist import coordination, meeting
+from fastpersist.connections import MESSAGE, frame
+from fastpersist.coordination import Ranks, Session
+from fastpersist.errors import (
+    AgreementTimeoutError,
+    CoordinationError,
+    PeerError,
+)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    since_s = time.monotonic()
+    call()
+    return time.monotonic() - since_s
+
+
+# --- a rank is gone, or silent
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_killed_process_is_noticed_at_once_by_all(dead: int, point: str, leak_check: None) -> None:
+    killed = threading.Event()
+
+    def die(ranks: Ranks, report: Report) -> None:
+        def stay(_session: Session, where: str) -> None:
+            if where == point:
+                report(0)
+                signal.pause()
+
+        say(ranks.begin(SUBJECT), stay)
+
+    def live(ranks: Ranks, report: Report) -> None:
+        with pytest.raises(PeerError) as caught:
+            say(ranks.begin(SUBJECT))
+        assert_failed(caught.value, dead, "is gone while")
+        report(0)
+
+    def not_too_early(session: Session, where: str) -> None:
+        if where == POINTS[3] and session.rank == 0:
+            assert killed.wait(TIMEOUT_S)  # or it would be over
+
+    with ranks_in_processes(3, {dead: die, 2: live}) as (own, children):
+        caught: list[float | PeerError] = []
+
+        def say_it() -> None:
+            with pytest.raises(PeerError) as raised:
+                say(own.begin(SUBJECT), not_too_early)
+            caught.extend([time.monotonic(), raised.value])
+
+        thread = threading.Thread(target=say_it)
+        thread.start()
+        wait_for(children[dead], 0)
+        since_s = time.monotonic()
+        children[dead].kill()
+        killed.set()
+        thread.join(TIMEOUT_S)
+        ended_s, error = caught
+        assert isinstance(ended_s, float)
+        assert ended_s - since_s < AT_ONCE_S
+        assert_failed(error, dead, "is gone while")
+        wait_for(children[2], 0)
+        assert time.monotonic() - since_s < AT_ONCE_S
+        assert children[2].wait().verdict == "passed"
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_session_without_a_dead_rank_does_not_wait_for_the_deadline(
+    is_seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_seen:  # as on another machine: it may come back
+        monkeypatch.setattr(coordination, "is_dead", lambda _: False)
+        monkeypatch.setattr(coordination, "_RETURN_S", 0.3)
+
+    def leave(_ranks: Ranks, _report: Report) -> None:
+        os._exit(0)  # without goodbye
+
+    with ranks_in_processes(2, {1: leave}) as (own, children):
+        children[1].wait()
+        session = own.begin(SUBJECT)
+        since_s = time.monotonic()
+        with pytest.raises(PeerError) as caught:
+            session.gather(b"")
+        assert_failed(caught.value, 1, "is gone")
+        assert (0.0 if is_seen else 0.3) <= time.monotonic() - since_s < 0.3 + AT_ONCE_S
+    with ranks_in_processes(2, {0: leave}) as (own, children):
+        children[0].wait()
+        session = own.begin(SUBJECT)
+        since_s = time.monotonic()
+        with pytest.raises(PeerError) as caught:
+            session.tell(b"")
+        assert_failed(caught.value, 0, "cannot be reached")
+        assert time.monotonic() - since_s < AT_ONCE_S
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_works_for_longer_than_the_deadline_is_waited_for(slow: int) -> None:
+    def work(session: Session) -> None:
+        end_s = time.monotonic() + 3.0
+        while time.monotonic() < end_s:
+            session.check()  # as the writer does
+            time.sleep(0.02)
+
+    with ranks_in_threads(2, timeout_s=1.0) as ranks:
+        first, other = begin(ranks)
+
+        def be_first() -> list[bytes]:
+            if slow == 0:
+                work(first)
+            told = first.gather(b"")
+            first.answer(b"end")
+            return told
+
+        def be_other() -> bytes:
+            if slow == 1:
+                work(other)
+            other.tell(b"done")
+            return other.hear()
+
+        assert at_once([be_first, be_other]) == [[b"", b"done"], b"end"]
+
+
+def test_processes_that_have_ended_are_known() -> None:
+    assert not meeting.is_dead(meeting.own_process())
+
+    def stay(report: Report) -> None:
+        report(0)
+        signal.pause()
+
+    with Child(stay) as child:
+        pid, namespace, begin = meeting.own_process()
+        theirs = (child.pid, namespace, meeting._begin_of(child.pid))
+        assert not meeting.is_dead(theirs)
+        child.kill()
+        assert meeting.is_dead(theirs)
+    assert meeting.is_dead((pid, namespace, "another"))
+    assert not meeting.is_dead((pid, "elsewhere", begin))
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_silent_rank_is_named_to_all_within_the_deadline(silent: int) -> None:
+    with ranks_in_threads(3, timeout_s=1.0) as ranks:
+        sessions = begin(ranks)
+        since_s = time.monotonic()
+        outcomes = say_all([session for session in sessions if session.rank != silent])
+        assert 0.7 < time.monotonic() - since_s < 1.2
+        for outcome in outcomes:
+            assert_failed(outcome, silent, "for 1 s" if silent == 0 else "for 0.8 s", AgreementTimeoutError)
+        assert isinstance(outcomes[0], TimeoutError)
+        with pytest.raises(AgreementTimeoutError) as caught:
+            sessions[silent].check()
+        assert caught.value.rank == silent
+        assert_went_well(say_all(begin(ranks)))
+
+
+def test_all_silent_ranks_are_named() -> None:
+    with ranks_in_threads(12, timeout_s=0.2) as ranks:
+        sessions = begin(ranks)
+        sessions[1].tell(b"")
+        with pytest.raises(AgreementTimeoutError, match="ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more for") as caught:
+            sessions[0].gather(b"")
+        assert caught.value.rank == 2
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_process_holds_nobody_up(stopped: int) -> None:
+    def work(_ranks: Ranks, report: Report) -> None:
+        report(0)
+        signal.pause()
+
+    with ranks_in_processes(2, {stopped: work}) as (own, children):
+        wait_for(children[stopped], 0)
+        os.kill(children[stopped].pid, signal.SIGSTOP)
+        os.waitpid(children[stopped].pid, os.WUNTRACED)
+        session = own.begin(SUBJECT)
+        own._connections.send(frame(MESSAGE, 1, bytes(48 << 20)), [stopped])  # more than any kernel keeps
+        assert own._connections.unsent() == [stopped]
+        assert seconds(session.check) < AT_ONCE_S / 4
+        assert seconds(lambda: own.begin("step 101")) < AT_ONCE_S / 4
+        assert seconds(lambda: session.fail(FULL)) < AT_ONCE_S
+        assert seconds(own.close) < AT_ONCE_S
+
+
+def test_a_peer_that_does_not_read_runs_into_the_deadline() -> None:
+    large = bytes(48 << 20)
+    with ranks_in_threads(2, timeout_s=0.4) as ranks:
+        first, other = begin(ranks)
+        with pytest.raises(AgreementTimeoutError) as caught:
+            first.answer(large)
+        assert_failed(caught.value, 1, "did not read", AgreementTimeoutError)
+        other.fail(FULL)
+    with ranks_in_threads(2, timeout_s=0.4) as ranks:
+        first, other = begin(ranks)
+        with pytest.raises(AgreementTimeoutError) as caught:
+            other.tell(large)
+        assert_failed(caught.value, 0, "was silent", AgreementTimeoutError)
+        with pytest.raises(AgreementTimeoutError):
+            first.gather(b"")
+
+
+# --- connections are lost, and made anew
+
+
+@pytest.mark.parametrize("breaker", [0, 2])
+def test_a_connection_that_is_lost_between_sessions_is_made_anew(breaker: int, leak_check: None) -> None:
+    with ranks_in_threads(3) as ranks:
+        for _ in range(2):
+            assert_went_well(say_all(begin(ranks)))
+            connection_of(ranks[breaker], 2 - breaker).shutdown(socket.SHUT_RDWR)
+            assert_went_well(say_all(begin(ranks)))
+
+
+@pytest.mark.parametrize("breaker", [0, 2])
+def test_a_connection_that_is_lost_in_a_session_fails_this_one_only(breaker: int) -> None:
+    def cut(session: Session, where: str) -> None:
+        if where == POINTS[2] and session.rank == breaker:
+            connection_of(ranks[breaker], 2 - breaker).shutdown(socket.SHUT_RDWR)
+
+    with ranks_in_threads(3) as ranks:
+        outcomes = say_all(begin(ranks), cut)
+        assert_failed(outcomes[0], 2, "connection was lost")
+        assert_failed(outcomes[1], 2, "connection was lost")
+        assert_failed(outcomes[2], 0, "connection was lost")
+        assert_went_well(say_all(begin(ranks)))
+
+
+def test_a_rank_that_comes_twice_is_taken_by_its_last_connection() -> None:
+    with ranks_in_threads(2) as ranks:
+        before = connection_of(ranks[0], 1)
+        session = ranks[1].begin(SUBJECT)
+        with ranks[1]._connections.lock:  # lost on this side only: rank 0 does not hear of it by the old connection
+            kept = socket.socket(fileno=os.dup(connection_of(ranks[1], 0).fileno()))
+            ranks[1]._connections._drop(ranks[1]._connections._by_rank[0])
+            ranks[1].lost(0, "for the test", False)
+        first = ranks[0].begin(SUBJECT)
+        session.fail(FULL)
+        with pytest.raises(PeerError) as caught:
+            first.gather(b"")
+        assert_failed(caught.value, 1, "had lost its connection")
+        assert before.fileno() == -1
+        kept.close()
+        assert_went_well(say_all(begin(ranks)))
+
+
+def test_a_rank_that_was_away_hears_what_it_has_missed() -> None:
+    with ranks_in_threads(3) as ranks:
+        connection_of(ranks[0], 2).shutdown(socket.SHUT_RDWR)
+        ranks[1].begin(SUBJECT).fail(FULL)
+        session = ranks[0].begin(SUBJECT)  # sees the end of the connection, so rank 2 cannot be told
+        with pytest.raises(PeerError, match="no room"):
+            session.gather(b"")
+        assert ranks[0]._connections.ranks() == [1]
+        session.finish()
+        later = ranks[0].begin("step 101")
+        (away,) = begin(ranks[2:])
+        away.poll = later.check  # rank 0 is busy with its next save
+        with pytest.raises(PeerError) as caught:
+            say(away)
+        assert_failed(caught.value, 1, "no room")
+
+
+def test_after_goodbye_the_end_of_a_connection_is_no_failure(leak_check: None) -> None:
+    with ranks_in_threads(3) as ranks:
+        first, one, two = begin(ranks)
+        for session in (one, two):
+            session.tell(b"all that it has to say")
+        two.finish()
+        ranks[2].close()
+        for _ in range(3):
+            first.check()
+        assert ranks[0]._connections.ranks() == [1]
+        assert first.gather(b"") == [b"", *[b"all that it has to say"] * 2]
+        first.answer(b"end")
+        assert one.hear() == b"end"
+        one.tell(b"more")
+        since_s = time.monotonic()
+        with pytest.raises(PeerError) as caught:
+            first.gather(b"")
+        assert_failed(caught.value, 2, "has closed")
+        assert time.monotonic() - since_s < AT_ONCE_S / 4
+
+
+def test_a_rank_that_waits_for_a_closed_one_is_told_at_once() -> None:
+    with ranks_in_threads(2) as ranks:
+        session = ranks[1].begin(SUBJECT)
+        ranks[0].close()
+        with pytest.raises(PeerError) as caught:
+            session.hear()
+        assert_failed(caught.value, 0, "has closed")
+
+
+def test_closed_ranks_refuse_and_say_so(leak_check: None) -> None:
+    ranks = meet(2)
+    sessions = begin(ranks)
+    for one in ranks:
+        one.close()
+        one.close()
+    for call in (lambda: ranks[0].begin(SUBJECT), lambda: sessions[0].gather(b""), sessions[1].hear):
+        with pytest.raises(CoordinationError, match="closed"):
+            call()
+    for session in sessions:
+        session.fail(FULL)
+        session.finish()
+
+
+def test_ranks_that_are_let_go_close_their_connections(leak_check: None) -> None:
+    ranks = meet(3)
+    begin(ranks)
+    del ranks
