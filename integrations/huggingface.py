@@ -69,6 +69,11 @@ def attach(
     last of the training, pushed to the hub, made because of SIGTERM, or made by a subclass that overrides
     `_save_checkpoint` (it may rely on the directory).
 
+    With DDP all ranks write weights and optimizer, of which each has a replica, each rank a part; the files are the
+    same. Rank 0 writes alone where the class of the trainer overrides `save_model`, `_save` or
+    `_save_optimizer_and_scheduler`, that of the model `save_pretrained` or `state_dict`, that of the optimizer
+    `state_dict`: what they do may be meant for one rank.
+
     `train(resume_from_checkpoint=True)` takes the newest checkpoint that is whole, and warns about those it skips. An
     exception that ends train() leaves it when the save under way is finished.
 
@@ -78,7 +83,7 @@ def attach(
             of the state as it was saved. "sync": every save is published before the Trainer goes on.
         on_error: What becomes of an error of the disk. "raise": it is raised by train(), at the end of a step, by the
             next save, or by what waits. "warn": a RuntimeWarning, and training goes on. It is in the log in any case,
-            and callbacks do not hear of that save.
+            and callbacks do not hear of that save. One of another rank is a PeerError that names it.
         engine: "auto", or an engine's name, which then never falls back.
 
     Returns:
@@ -130,7 +135,7 @@ class Attachment:
     # --- for users
 
     def pending(self) -> PendingSave | None:
-        """Return the save that is under way, None without one. With several ranks, rank 0 has it."""
+        """Return the save that is under way, or this rank's part of it; None without one, or without a part."""
         return self._saves.pending
 
     def wait(self) -> None:

@@ -47,7 +47,7 @@ class FastPersistCallback(TrainerCallback):
         self._saves = CheckpointSaves(on_error=on_error, engine=engine)
 
     def pending(self) -> PendingSave | None:
-        """Return the save that is under way, None without one. With several ranks, rank 0 has it."""
+        """Return the save that is under way, or this rank's part of it; None without one, or without a part."""
         return self._saves.pending
 
     def wait(self) -> None:

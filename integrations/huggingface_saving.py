@@ -2,24 +2,31 @@
 
 What the ways to save share, whoever asks for it: `huggingface.attach` or `huggingface_callback`. Several ranks: rank 0
 owns the directory and decides; the others learn its hidden name, put their own files there, and hear how it ended.
+Weights and optimizer, of which each rank has a replica, are written by all ranks, each a part: for that the others
+have the Trainer put these files together as well, in a directory that is thrown away. Where somebody has replaced the
+functions that do it, perhaps for one rank only, rank 0 writes alone.
 When to save, and who is told, is not decided here.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import os
+import re
+import sys
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
-from transformers import TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
@@ -28,9 +35,11 @@ from fastpersist import (
     ConfigError,
     DirectorySave,
     FastPersistError,
+    PeerDirectorySave,
     PendingSave,
     StorageError,
     UnsupportedError,
+    directory_save_together,
     require_engine,
 )
 
@@ -85,7 +94,7 @@ class Flight:
         path: The final name.
         state: The state of the training that was saved, to correct it if the save fails.
         best_before: Its best_model_checkpoint without this save.
-        pending: What writes it; None on ranks other than the first.
+        pending: What writes it, or this rank's part; None on ranks that have no part.
         published: How it ended; None while it is under way.
     """
 
@@ -125,7 +134,7 @@ class CheckpointSaves:
 
     @property
     def pending(self) -> PendingSave | None:
-        """The save that is under way; None without one, and on other ranks than the first."""
+        """The save that is under way, or this rank's part of it; None without one."""
         return None if self._flight is None else self._flight.pending
 
     def wait_captured(self) -> None:
@@ -197,17 +206,21 @@ class CheckpointSaves:
         state, args = trainer.state, trainer.args
         path = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         flight = Flight(path, state, state.best_model_checkpoint)
-        files: DirectorySave | None = None
+        files: DirectorySave | PeerDirectorySave | None = None
 
-        def begin() -> tuple[str, str | None, bool]:
+        def begin() -> str | None:
             nonlocal files
-            at_once = synchronous or os.path.exists(os.path.join(path, SENTINEL_NAME))
-            files = DirectorySave(path, overwrite="foreign", engine=self._engine, make_parents=True)
-            return files.path, _best_checkpoint(trainer, run_dir), at_once
+            files = self._begin(path, all_write=all_write)
+            return None if files is None else files.path
 
         try:
-            hidden_path, state.best_model_checkpoint, synchronous = from_first_rank(begin)
-            _on_all_ranks(lambda: self._put_together(trainer, files, hidden_path))
+            views = _on_all_ranks(lambda: self._view(trainer, path, run_dir))
+            state.best_model_checkpoint = views[0].best_checkpoint
+            synchronous = synchronous or views[0].is_urgent
+            all_write = len(views) > 1 and all(view.can_take_part for view in views)
+            frozen = functools.reduce(int.__and__, (view.frozen for view in views)) if all_write else views[0].frozen
+            hidden_path = _on_all_ranks(begin)[0] or ""
+            _on_all_ranks(lambda: self._put_together(trainer, files, hidden_path, frozen, all_write=all_write))
         except BaseException as error:
             if files is not None:
                 files.abort()
@@ -224,23 +237,53 @@ class CheckpointSaves:
             self.finish()
         return flight
 
-    def _put_together(self, trainer: Any, files: DirectorySave | None, path: str) -> None:
+    def _view(self, trainer: Any, path: str, run_dir: str) -> _View:
+        """Look at what the ranks have to know of each other before a save begins."""
+        can_take_part = _are_several() and _is_put_together_as_ever(trainer)
+        if not _is_first_rank():
+            return _View(can_take_part, self._frozen.unchanged_in(trainer.model) if can_take_part else 0)
+        return _View(
+            can_take_part,
+            self._frozen.unchanged_in(trainer.model),
+            _best_checkpoint(trainer, run_dir),
+            os.path.exists(os.path.join(path, SENTINEL_NAME)),
+        )
+
+    def _begin(self, path: str, *, all_write: bool) -> DirectorySave | PeerDirectorySave | None:
+        if all_write:
+            everybody: Any = dist.group.WORLD
+            return directory_save_together(path, everybody, overwrite="foreign", engine=self._engine, make_parents=True)
+        if _is_first_rank():
+            return DirectorySave(path, overwrite="foreign", engine=self._engine, make_parents=True)
+        return None
+
+    def _put_together(
+        self,
+        trainer: Any,
+        files: DirectorySave | PeerDirectorySave | None,
+        path: str,
+        frozen: int,
+        *,
+        all_write: bool,
+    ) -> None:
         args, state = trainer.args, trainer.state
-        if files is None:
-            if not os.path.isdir(path):
-                raise StorageError(
-                    None, f"rank {args.process_index} does not see {path}: output_dir must be shared by all ranks", path
-                )
-            into: Any = nullcontext()
+        if not _is_first_rank() and not os.path.isdir(path):
+            raise StorageError(
+                None, f"rank {args.process_index} does not see {path}: output_dir must be shared by all ranks", path
+            )
+        options: dict[str, Any] = {
+            "optimizer": _optimizer_of(trainer),
+            "constant": _parameters_at(trainer.model, frozen),
+            "shared": _is_shared if all_write else None,
+        }
+        if isinstance(files, PeerDirectorySave):
+            with saves_into(files, **options), _as_first_rank(trainer):
+                _save_tensors(trainer, files.path)
+        if isinstance(files, DirectorySave):
+            with saves_into(files, **options):
+                _save_files(trainer, path)
         else:
-            constant = self._frozen.unchanged_in(trainer.model)
-            into = saves_into(files, optimizer=_optimizer_of(trainer), constant=constant)
-        with into:
-            trainer.save_model(path, _internal_call=True)
-            if not args.save_only_model:
-                trainer._save_optimizer_and_scheduler(path)
-                trainer._save_scaler(path)
-                trainer._save_rng_state(path)
+            _save_files(trainer, path)  # of other ranks: what is their own
         if args.should_save:
             for exporter in [*trainer.callback_handler.callbacks, trainer.control]:
                 if isinstance(exporter, ExportableState):
@@ -257,6 +300,36 @@ class CheckpointSaves:
         warnings.warn(
             f"{path} could not be saved, and training goes on without it: {error}", RuntimeWarning, stacklevel=2
         )
+
+
+class _View(NamedTuple):
+    """What one rank knows before a save.
+
+    Attributes:
+        can_take_part: It can put weights and optimizer together as rank 0 does.
+        frozen: Which parameters training leaves alone there, as a bit for each.
+        best_checkpoint: What best_model_checkpoint is once this save exists; rank 0 knows.
+        is_urgent: Training does not go on before it is published; rank 0 knows.
+    """
+
+    can_take_part: bool
+    frozen: int
+    best_checkpoint: str | None = None
+    is_urgent: bool = False
+
+
+def _save_tensors(trainer: Any, path: str) -> None:
+    """Save what is large, and the same on all ranks; and some that is not."""
+    trainer.save_model(path, _internal_call=True)
+    if not trainer.args.save_only_model:
+        trainer._save_optimizer_and_scheduler(path)
+
+
+def _save_files(trainer: Any, path: str) -> None:
+    _save_tensors(trainer, path)
+    if not trainer.args.save_only_model:
+        trainer._save_scaler(path)
+        trainer._save_rng_state(path)
 
 
 def _best_checkpoint(trainer: Any, run_dir: str) -> str | None:
@@ -290,6 +363,65 @@ def _is_of_the_disk(error: BaseException) -> bool:
     return isinstance(error, FastPersistError | OSError) and not isinstance(error, ConfigError | UnsupportedError)
 
 
+# ------------------------------------------------------------------------------------------- written by all ranks
+
+_ASKED = "should_save_on_this_rank"  # by save_pretrained; newer models have it
+_SHARED_NAMES = re.compile(r"(.*/)?(adapter_)?model(-\d+-of-\d+)?\.safetensors|" + re.escape(OPTIMIZER_NAME))
+
+
+def _is_shared(name: str) -> bool:
+    """Tell whether a file is what all ranks have replicas of."""
+    return _SHARED_NAMES.fullmatch(name) is not None
+
+
+def _is_put_together_as_ever(trainer: Any) -> bool:
+    """Tell whether weights and optimizer come from stock functions alone, so that other ranks can run them, too.
+
+    What a subclass does there may be meant for one rank, or speak with the others.
+    """
+    peft = sys.modules.get("peft")
+    models = [torch.nn.Module, PreTrainedModel, *([] if peft is None else [peft.PeftModel])]
+    optimizer: Any = _optimizer_of(trainer)
+    return (
+        _has_stock(trainer, ("save_model", "_save", "_save_optimizer_and_scheduler"), [Trainer])
+        and _has_stock(_model_of(trainer), ("state_dict", "save_pretrained", _ASKED), models)
+        and optimizer is not None
+        and _has_stock(getattr(optimizer, "optimizer", optimizer), ("state_dict",), [torch.optim.Optimizer])
+    )
+
+
+def _has_stock(owner: object, names: Sequence[str], kinds: Sequence[type]) -> bool:
+    """Tell whether methods are those of one of some classes; what is not there does not matter."""
+    for name in names:
+        if hasattr(owner, name):
+            function = getattr(getattr(owner, name), "__func__", None)
+            if function is None or not any(function is getattr(kind, name, None) for kind in kinds):
+                return False
+    return True
+
+
+def _model_of(trainer: Any) -> Any:
+    """Return the model whose save_pretrained the Trainer calls, if it has one."""
+    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+
+
+@contextmanager
+def _as_first_rank(trainer: Any) -> Iterator[None]:
+    """Let the Trainer's functions that save do on this rank what they do on rank 0."""
+    args, model = trainer.args, _model_of(trainer)
+    trainer.args = copy.copy(args)
+    trainer.args.__class__ = type(type(args).__name__, (type(args),), {"should_save": True})
+    asks_model = hasattr(model, _ASKED)
+    if asks_model:
+        setattr(model, _ASKED, lambda is_main_process: is_main_process)
+    try:
+        yield
+    finally:
+        trainer.args = args
+        if asks_model:
+            delattr(model, _ASKED)
+
+
 # ------------------------------------------------------------------------------------------- several ranks
 
 
@@ -317,31 +449,36 @@ def from_first_rank(decide: Callable[[], Result]) -> Result:
     return outcome[0]  # type: ignore[no-any-return]
 
 
-def _on_all_ranks(work: Callable[[], None]) -> None:
-    """Do something on every rank, and return when all are done; if one fails, all do.
+def _on_all_ranks(work: Callable[[], Result]) -> list[Result]:
+    """Do something on every rank, and return what came of it, by rank, when all are done; if one fails, all do.
 
     Raises:
         Exception: What `work` raises; on other ranks a StorageError or RuntimeError that says the same.
     """
     if not _are_several():
-        work()
-        return
+        return [work()]
+    result: Result | None = None
     failure: Exception | None = None
     try:
-        work()
+        result = work()
     except Exception as error:  # noqa: BLE001 - raised below, when the others know
         failure = error
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, None if failure is None else _described(failure))
+    dist.all_gather_object(outcomes, (result, None if failure is None else _described(failure)))
     if failure is not None:
         raise failure
-    for rank, outcome in enumerate(outcomes):
-        if outcome is not None:
-            raise _error_of(rank, *outcome)
+    for rank, (_, described) in enumerate(outcomes):
+        if described is not None:
+            raise _error_of(rank, *described)
+    return [result for result, _ in outcomes]
 
 
 def _are_several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _is_first_rank() -> bool:
+    return not _are_several() or dist.get_rank() == 0
 
 
 def _described(error: BaseException) -> tuple[str, bool]:
@@ -381,19 +518,24 @@ class _FrozenParameters:
     def __init__(self) -> None:
         self._marks: dict[str, _Mark] = {}
 
-    def unchanged_in(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Return those that are as they were at the last call; none at the first."""
+    def unchanged_in(self, model: torch.nn.Module) -> int:
+        """Return a bit for each parameter, set for those that are as they were at the last call; none at the first."""
         marks: dict[str, _Mark] = {}
-        unchanged = []
-        for name, parameter in model.named_parameters():
+        unchanged = 0
+        for position, (name, parameter) in enumerate(model.named_parameters()):
             if parameter.requires_grad or not _is_plain(parameter):
                 continue
             marks[name] = _mark_of(parameter)
             before = self._marks.get(name)
             if before is not None and before.is_like(marks[name]):
-                unchanged.append(parameter)
+                unchanged |= 1 << position
         self._marks = marks
         return unchanged
+
+
+def _parameters_at(model: torch.nn.Module, bits: int) -> list[torch.nn.Parameter]:
+    """Return the parameters whose bit is set."""
+    return [parameter for position, parameter in enumerate(model.parameters()) if bits >> position & 1]
 
 
 def _is_plain(parameter: torch.nn.Parameter) -> bool:

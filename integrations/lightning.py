@@ -7,7 +7,7 @@ The plugin saves and loads, the callback says when the optimizer is about to ste
 .ckpt of Lightning. When `fit()` returns, or raises, all of them are durable. Between a save and that, a name that was
 accepted counts as taken, loading it through the Trainer waits for it, and what ModelCheckpoint removes or links to is
 removed or linked once the new file is durable. Code of yours that opens a file in the middle of `fit()` calls
-`io.wait()` before. Which files wait for which: `lightning_order`.
+`io.wait()` before. Which files wait for which: `lightning_order`. What all ranks of DDP write: `lightning_ranks`.
 
 Written for `lightning`. Where the program has imported `pytorch_lightning` alone, or that alone is installed, the
 classes here derive from its classes. Both accept them.
@@ -25,7 +25,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from fastpersist import ConfigError, FastPersistError, PendingSave, load, require_engine, save, save_async, verify
 
 from .lightning_order import FileOrder, Likeness, key_of, sync_path
+from .lightning_ranks import SLURM_PREFIX, Share, SharedSaving, gated_optimizers, refuse_bypassing, require_writers
 from .requirements import require
 
 __all__ = ["FastPersistCallback", "FastPersistCheckpointIO", "last_checkpoint"]
@@ -58,6 +59,7 @@ def _framework() -> tuple[str, str]:
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
     from lightning.pytorch.callbacks import Callback
+    from torch.distributed import ProcessGroup
 else:
     _trainer_package, _fabric_package = _framework()
     Callback = importlib.import_module(f"{_trainer_package}.callbacks").Callback
@@ -67,12 +69,6 @@ else:
 _PLUGIN_MODULES = ("lightning.fabric.plugins", "lightning_fabric.plugins")
 _LOCAL_PROTOCOLS = ("file", "local")
 _FORCING_VARIABLES = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-_SLURM_PREFIX = "hpc_ckpt_"
-
-# Callbacks of Lightning that change parameters outside of steps, some of them in ways that torch does not count.
-_CHANGING_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
-# Strategies whose parameters move between a save and the step, whoever writes them.
-_SHARDING_STRATEGIES = ("FSDPStrategy", "ModelParallelStrategy")
 
 _ADVICE = (
     "write Trainer(plugins=[FastPersistCheckpointIO()], callbacks=[FastPersistCallback(), ...]), both from "
@@ -100,10 +96,10 @@ def _watch_steps() -> None:
 def _before_step(_optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     """A step begins. Where Lightning has put forward and backward into it, its hook will say when they are over."""
     closures = [*arguments[1:2], keywords.get("closure")]
-    if any(getattr(getattr(one, "func", None), "__name__", "") == "_wrap_closure" for one in closures):
-        return
+    is_wrapped = any(getattr(getattr(one, "func", None), "__name__", "") == "_wrap_closure" for one in closures)
     for plugin in list(_plugins_alive):
-        plugin.wait_captured()
+        if not (is_wrapped and plugin.hears_of_steps()):
+            plugin.wait_captured()
 
 
 def _forget_pending() -> None:
@@ -142,24 +138,37 @@ class FastPersistCheckpointIO(CheckpointIO):
             `wait()`, or at the end of `fit()`, whichever comes first, and once. "warn": a RuntimeWarning instead.
         durable: Survive power loss once saved.
         engine: "auto", or an engine's name, which then never falls back.
+        writers: In a Trainer with DDPStrategy and the callback, the ranks that write what all hold alike, parameters
+            and optimizer state: "auto", up to 8, but rank 0 alone if there are several machines; "all", "node" or a
+            number, as in `fastpersist.save`, if all machines see the same files; 1: rank 0 alone, as without DDP.
 
     Raises:
-        ConfigError: Unknown on_error, or engine.
+        ConfigError: Unknown on_error, engine, or writers.
     """
 
     def __init__(
-        self, *, optimizer: object = None, on_error: str = "raise", durable: bool = True, engine: str = "auto"
+        self,
+        *,
+        optimizer: object = None,
+        on_error: str = "raise",
+        durable: bool = True,
+        engine: str = "auto",
+        writers: str | int = "auto",
     ) -> None:
         super().__init__()
         if on_error not in ("raise", "warn"):
             raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
         require_engine(engine)
+        require_writers(writers)
         self._optimizer = optimizer
         self._on_error = on_error
         self._durable = durable
         self._engine = engine
+        self._writers: Any = writers
+        self._share: Share | None = None  # while all ranks save
         self._order = FileOrder(durable=durable)
         self._gated: Callable[[], list[Optimizer]] | None = None  # given by the callback while it gates the steps
+        self.hears_of_steps: Callable[[], bool] = lambda: True  # from Lightning's hook; for the callback to say
         self._is_over = False
         self._has_stepped = False
         self._last: _Saved | None = None  # until the next step
@@ -172,7 +181,7 @@ class FastPersistCheckpointIO(CheckpointIO):
     def __reduce__(self) -> tuple[Any, ...]:
         """Go to another process with the options alone: saves that are under way stay here, and so do optimizers."""
         options: dict[str, Any] = {"on_error": self._on_error, "durable": self._durable, "engine": self._engine}
-        return functools.partial(type(self), **options), ()
+        return functools.partial(type(self), writers=self._writers, **options), ()
 
     # --- what Lightning calls
 
@@ -201,12 +210,12 @@ class FastPersistCheckpointIO(CheckpointIO):
         optimizer, gate, sees_steps = self._optimizer, "optimizer", self._optimizer is not None
         if self._gated is not None:
             optimizer, gate, sees_steps = self._gated() or None, "manual", True
-        if self._has_stepped or not sees_steps:
-            self._order.join()
-            self._has_stepped = False
+        if not sees_steps:
+            self._has_stepped = True
+        self.end_burst()
         self._deliver()
         key = key_of(local)
-        if os.path.basename(key).startswith(_SLURM_PREFIX):
+        if os.path.basename(key).startswith(SLURM_PREFIX):
             self._save_for_slurm(checkpoint, key)
             return
         likeness = Likeness.of(checkpoint) if optimizer is not None else None
@@ -214,19 +223,9 @@ class FastPersistCheckpointIO(CheckpointIO):
             self._order.link(self._last.key, key)  # type: ignore[union-attr]
         else:
             self._order.make_room(key)
-            pending = save_async(
-                checkpoint,
-                key,
-                optimizer=optimizer,
-                gate=gate,
-                durable=self._durable,
-                engine=self._engine,
-                format="torch",
-                replace_links=True,
-                make_parents=True,
-            )
+            begin = functools.partial(self._begin_save, checkpoint, key, optimizer, gate)
+            pending = begin(None) if self._share is None else self._share(key, begin)
             self._last = None if likeness is None else _Saved(key, likeness, pending)
-            self._order.add(key, pending)
         if self._is_over:
             self.wait()
 
@@ -350,7 +349,65 @@ class FastPersistCheckpointIO(CheckpointIO):
         while self._order.next_error() is not None:
             pass
 
+    # --- for the other ranks, and for rank 0 when it saves with them
+
+    @property
+    def writers(self) -> str | int:
+        """Which ranks write what all hold alike."""
+        return self._writers  # type: ignore[no-any-return]
+
+    def gated_optimizers(self) -> list[Optimizer]:
+        """Return whose tensors are written from where they are, as the callback says."""
+        return [] if self._gated is None else self._gated()
+
+    @contextlib.contextmanager
+    def shared(self, share: Share) -> Iterator[None]:
+        """In the block, have a save of a new file begun by somebody who knows the other ranks."""
+        self._share = share
+        try:
+            yield
+        finally:
+            self._share = None
+
+    def save_part(self, checkpoint: dict[str, Any], key: str, process_group: ProcessGroup | None) -> PendingSave:
+        """Begin this rank's part of a file that rank 0 saves."""
+        return self._begin_save(checkpoint, key, self.gated_optimizers(), "manual", process_group)
+
+    def end_burst(self) -> None:
+        """After a step, wait for the saves before it."""
+        if self._has_stepped:
+            self._order.join()
+            self._has_stepped = False
+
+    def take_error(self) -> BaseException | None:
+        """Return what has failed and nobody was told of, one at a time; None with on_error="warn"."""
+        return self._order.next_error() if self._on_error == "raise" else None
+
+    def warn_of_errors(self) -> None:
+        """With on_error="warn", warn of what has failed."""
+        if self._on_error == "warn":
+            self._deliver()
+
     # --- inside
+
+    def _begin_save(
+        self, checkpoint: dict[str, Any], key: str, optimizer: object, gate: str, process_group: ProcessGroup | None
+    ) -> PendingSave:
+        pending = save_async(
+            checkpoint,
+            key,
+            optimizer=optimizer,
+            gate=gate,
+            durable=self._durable,
+            engine=self._engine,
+            format="torch",
+            replace_links=True,
+            make_parents=True,
+            process_group=process_group,
+            writers=self._writers,
+        )
+        self._order.add(key, pending)
+        return pending
 
     def _save_for_slurm(self, checkpoint: dict[str, Any], key: str) -> None:
         """Save before the job is started again, which Lightning asks Slurm for as soon as this returns.
@@ -407,7 +464,8 @@ class FastPersistCallback(Callback):
 
     It finds the plugin in the Trainer. Before each step of an optimizer it waits for what of it is neither written nor
     copied; everything else of the training overlaps with the writing. `trainer.save_checkpoint` outside of `fit()`
-    returns when the file is durable.
+    returns when the file is durable. With DDPStrategy all ranks write each file of `fit()`; the plugin's `writers` says
+    which. All of them call `trainer.save_checkpoint`, as always in Lightning.
 
     All is copied before a save returns, because weights change outside of steps, with WeightAveraging,
     StochasticWeightAveraging, ModelPruning, FSDP and model parallelism (in one file each), and optimizers that have
@@ -420,16 +478,22 @@ class FastPersistCallback(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._plugin: FastPersistCheckpointIO | None = None
+        self._sharing: SharedSaving | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plugin": None}  # each process finds its own
+        return {**self.__dict__, "_plugin": None, "_sharing": None}  # each process finds its own
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Find the plugin; in `fit()` take the gate over."""
-        _refuse_bypassing(trainer.strategy)
+        refuse_bypassing(trainer.strategy)
         self._plugin = _find_plugin(trainer.strategy)
         if stage == "fit":
-            self._plugin.begin(functools.partial(_gated_optimizers, trainer))
+            self._end_sharing()
+            if type(self._plugin).save_checkpoint is FastPersistCheckpointIO.save_checkpoint:
+                self._sharing = SharedSaving.of(trainer, self._plugin)
+            # While Lightning looks for a learning rate or a batch size, the Trainer has other callbacks.
+            self._plugin.hears_of_steps = lambda: self in trainer.callbacks
+            self._plugin.begin(functools.partial(gated_optimizers, trainer))
             for checkpoint in _model_checkpoints(trainer):
                 checkpoint.file_exists = functools.partial(_file_exists, self._plugin.order, checkpoint)
                 checkpoint._link_checkpoint = functools.partial(_link_checkpoint, self._plugin.order)
@@ -441,6 +505,7 @@ class FastPersistCallback(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Finish what is under way; the exception goes on, and errors of saves are in the log."""
+        self._end_sharing()
         if self._plugin is not None:
             self._plugin.end()
             self._plugin.forget_errors()
@@ -451,9 +516,15 @@ class FastPersistCallback(Callback):
 
         By now the strategy has torn the plugin down, but for one inside another plugin: those do not pass it on.
         """
+        self._end_sharing()
         _give_back(trainer)
         if self._plugin is not None and stage == "fit":
             self._plugin.teardown()
+
+    def _end_sharing(self) -> None:
+        if self._sharing is not None:
+            self._sharing.take_away()
+            self._sharing = None
 
 
 def _find_plugin(strategy: Any) -> FastPersistCheckpointIO:
@@ -468,45 +539,6 @@ def _find_plugin(strategy: Any) -> FastPersistCheckpointIO:
     if "AsyncCheckpointIO" in around:
         raise ConfigError("FastPersistCheckpointIO is asynchronous by itself: pass it without AsyncCheckpointIO")
     return plugin
-
-
-def _names_of(kind: type) -> set[str]:
-    return {base.__name__ for base in kind.__mro__}
-
-
-def _refuse_bypassing(strategy: Any) -> None:
-    """Raise for a strategy that writes checkpoints without asking its CheckpointIO."""
-    names = _names_of(type(strategy))
-    shards = "FSDPStrategy" in names and getattr(strategy, "_state_dict_type", "") == "sharded"
-    shards = shards or ("ModelParallelStrategy" in names and getattr(strategy, "_save_distributed_checkpoint", True))
-    if shards or "DeepSpeedStrategy" in names or any("XLA" in name for name in names):
-        whole = " or let it save whole checkpoints (state_dict_type='full')," if "FSDPStrategy" in names else ""
-        whole = (
-            " or let it save whole checkpoints (save_distributed_checkpoint=False)," if not whole and shards else whole
-        )
-        raise ConfigError(
-            f"{type(strategy).__name__} writes checkpoints by itself, not through FastPersistCheckpointIO. Use another "
-            f"strategy,{whole} or leave FastPersistCallback and FastPersistCheckpointIO out: stock saving works there"
-        )
-
-
-def _gated_optimizers(trainer: Any) -> list[Optimizer]:
-    """Return the optimizers whose tensors change in steps that are seen, and at no other time."""
-    module = trainer.lightning_module
-    if any(_names_of(type(one)).intersection(_CHANGING_CALLBACKS) for one in trainer.callbacks):
-        return []
-    if _names_of(type(trainer.strategy)).intersection(_SHARDING_STRATEGIES):
-        return []
-    # With manual optimization ModelCheckpoint saves weights of before the step, if the module keeps them, and puts
-    # those of now back as soon as the save has returned.
-    if not module.automatic_optimization and getattr(module, "saved_models", None):
-        return []
-    return [
-        one
-        for one in trainer.optimizers
-        if not (callable(getattr(one, "train", None)) and callable(getattr(one, "eval", None)))
-        and (module.automatic_optimization or getattr(type(one).step, "hooked", False))
-    ]
 
 
 def _model_checkpoints(trainer: Any) -> list[Any]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from fastpersist import DirectorySave
+from fastpersist import DirectorySave, PeerDirectorySave
 
 from .replacing import Function, Replacement
 from .torch_save import routed
@@ -56,25 +56,36 @@ _save_file = Replacement(_places, _wrap_save_file)
 
 
 class _Redirection:
-    def __init__(self, files: DirectorySave, optimizer: object, constant: object) -> None:
+    def __init__(
+        self,
+        files: DirectorySave | PeerDirectorySave,
+        optimizer: object,
+        constant: object,
+        shared: Callable[[str], bool] | None,
+    ) -> None:
         self._files = files
         self._root = os.path.realpath(files.path)
         self._optimizer = optimizer
         self._constant = constant
+        self._shared = shared
 
     def take(self, obj: object, path: str) -> bool:
-        name = self._name_of(path)
-        if name is not None:
-            self._files.save(obj, name, self._optimizer, constant=self._constant, format="torch")
-        return name is not None
+        return self._save(obj, path, "torch", None)
 
     def take_safetensors(self, tensors: Mapping[str, Any], path: str, metadata: Mapping[str, str] | None) -> bool:
+        return self._save(tensors, path, "safetensors", metadata)
+
+    def _save(self, obj: object, path: str, file_format: str, metadata: Mapping[str, str] | None) -> bool:
         name = self._name_of(path)
-        if name is not None:
-            self._files.save(
-                tensors, name, self._optimizer, constant=self._constant, format="safetensors", metadata=metadata
-            )
-        return name is not None
+        if name is None:
+            return False
+        own = self._shared is not None and not self._shared(name)
+        if own and isinstance(self._files, PeerDirectorySave):
+            return True  # the first rank has it
+        self._files.save(
+            obj, name, self._optimizer, constant=self._constant, format=file_format, metadata=metadata, own=own
+        )
+        return True
 
     def _name_of(self, path: str) -> str | None:
         """Return the name of a file below the directory, None for one elsewhere."""
@@ -84,18 +95,26 @@ class _Redirection:
 
 
 @contextmanager
-def saves_into(files: DirectorySave, *, optimizer: object = None, constant: object = ()) -> Iterator[None]:
+def saves_into(
+    files: DirectorySave | PeerDirectorySave,
+    *,
+    optimizer: object = None,
+    constant: object = (),
+    shared: Callable[[str], bool] | None = None,
+) -> Iterator[None]:
     """Put what this thread saves below `files.path`, with torch.save or save_file, into `files`.
 
     Args:
         files: Not yet published.
         optimizer: Whose tensors are written from where they are, as in `DirectorySave.save`.
         constant: What never changes, as in `DirectorySave.save`.
+        shared: With several ranks: given the name of a file, tells whether all ranks save it, in the same order. The
+            others are the first rank's alone: what other ranks save under such a name is dropped. None: all are shared.
 
     Raises:
         ConfigError: In the block: a file is saved twice, or safetensors cannot hold what is saved.
     """
-    redirection = _Redirection(files, optimizer, constant)
+    redirection = _Redirection(files, optimizer, constant, shared)
     stack = _redirections.__dict__.setdefault("stack", [])
     stack.append(redirection)
     _save_file.hold()

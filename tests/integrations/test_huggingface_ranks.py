@@ -84,7 +84,8 @@ def test_all_ranks_are_told_of_a_full_disk(tmp_path: Path) -> None:
     first, second = train(tmp_path, "ours", "raise")
     assert checkpoints_in(tmp_path / "run") == ["checkpoint-2"]
     assert first[-1].startswith("ended by NoSpaceError")
-    assert second[-1].startswith("ended by StorageError: rank 0 could not save: NoSpaceError")
+    assert second[-1].startswith("ended by PeerError: rank 0 failed while saving")
+    assert "NoSpaceError" in second[-1]
     assert hidden_names(tmp_path / "run") == []
 
 
