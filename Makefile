@@ -23,7 +23,7 @@ TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc))
 WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 
-.PHONY: help setup build check test test-oldest san crash fuzz bench overlap trainers demo wheel warnings tidy
+.PHONY: help setup build check test test-oldest san crash fuzz bench overlap trainers ranks demo wheel warnings tidy
 .DELETE_ON_ERROR:
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo 'make bench DIR=…           save and load against fio and others, in a directory on the disk to measure'
 	@echo 'make overlap DIR=…         what checkpoints cost a training, against others (20 minutes; benchmarks/overlap.py --help)'
 	@echo 'make trainers DIR=…        what checkpoints cost inside frameworks (benchmarks/trainers.py --help)'
+	@echo 'make ranks DIR=…           what several ranks gain, and what agreeing costs (benchmarks/ranks.py --help)'
 	@echo 'make wheel                 a wheel in dist/, tried in a clean environment outside the repository'
 
 # --- environment ---
@@ -142,6 +143,10 @@ demo: $(BUILT)
 trainers: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: trainers DIR=…: an existing directory on the disk to measure'; exit 1; }
 	$(BIN)/python benchmarks/trainers.py '$(DIR)'
+
+ranks: $(BUILT)
+	@test -d '$(DIR)' || { echo 'make: ranks DIR=…: an existing directory on the disk to measure'; exit 1; }
+	$(BIN)/python benchmarks/ranks.py '$(DIR)'
 
 overlap: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: overlap DIR=…: an existing directory on the disk to measure'; exit 1; }
