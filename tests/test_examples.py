@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ import pytest
 import fastpersist as fp
 
 FOLDER = Path(__file__).parent.parent / "examples"
-WITH_TESTS_OF_THEIR_OWN = {"train_gpt.py"}
+WITH_TESTS_OF_THEIR_OWN = {"ddp_partitioned.py", "train_gpt.py"}
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.name not in WITH_TESTS_OF_THEIR_OWN)
 
 
@@ -65,3 +68,81 @@ def test_training_that_is_told_to_end_saves_first_and_resumes_there(tmp_path: Pa
     assert saved == max(told, default=3) + 1
     assert fp.Checkpointer(tmp_path).latest() == saved
     assert train(tmp_path, saved + 1)[0] == f"resumed at step {saved}"
+
+
+# --- several processes
+
+DDP_PATIENCE_S = 60
+STOCK_LOAD = """
+import sys, torch
+state = torch.load(sys.argv[1], weights_only=True)
+assert "fastpersist" not in sys.modules
+print(state["step"])
+"""
+
+
+@contextmanager
+def torchrun(root: Path, count: int, step_count: int) -> Iterator[subprocess.Popen[str]]:
+    """Run examples/ddp_partitioned.py with so many processes; nothing of it is left afterwards."""
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    words = [count, FOLDER / "ddp_partitioned.py", root, "--steps", step_count, "--width", 384]  # large enough to cut
+    with subprocess.Popen(
+        [*program, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as job:
+        try:
+            yield job
+        finally:
+            if job.poll() is None:
+                job.terminate()  # which ends its processes first
+
+
+def lines_until(job: subprocess.Popen[str], text: str) -> list[str]:
+    """Read what a job says up to a line with this text."""
+    assert job.stdout is not None
+    lines: list[str] = []
+    for line in job.stdout:
+        lines.append(line.rstrip())
+        if text in line:
+            return lines
+    pytest.fail("\n".join(["it ended too early:", *lines]))
+
+
+def pid_of_rank(job: subprocess.Popen[str], rank: int) -> int:
+    """Find a process of a job by its environment."""
+    for child in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return int(child)
+    pytest.fail(f"there is no rank {rank}")
+
+
+def test_ranks_that_lose_one_go_on_with_another_number(tmp_path: Path) -> None:
+    saved = 0
+    for count, lost in [(2, 1), (4, 0)]:
+        with torchrun(tmp_path, count, 100_000) as job:
+            lines = lines_until(job, f"step {saved + 3} ")
+            resumed = [line for line in lines if f"of {count} resumed at step {saved}" in line]
+            assert len(resumed) == (count if saved else 0)
+            os.kill(pid_of_rank(job, lost), signal.SIGKILL)
+            said, _ = job.communicate(timeout=DDP_PATIENCE_S)
+            assert job.returncode not in (0, None), said
+        newest = fp.Checkpointer(tmp_path).latest()
+        assert newest is not None
+        assert newest > saved  # of three, two may be unfinished
+        assert fp.verify(tmp_path / f"step-{newest:08d}").ok
+        saved = newest
+    with torchrun(tmp_path, 2, saved + 2) as job:
+        said, _ = job.communicate(timeout=DDP_PATIENCE_S)
+        assert job.returncode == 0, said
+    assert f"rank 1 of 2 resumed at step {saved}" in said
+    assert fp.Checkpointer(tmp_path).steps()[-2:] == [saved + 1, saved + 2]
+    assert not list(tmp_path.glob(".step-*"))
+    shares = [int(share) for share in re.findall(r"bytes by rank \[\[(\d+), (\d+)\]\]", said)[0]]
+    assert min(shares) > 1 << 20
+    assert max(shares) - min(shares) <= 4096
+    path = tmp_path / f"step-{saved + 2:08d}" / "state.pt"
+    stock = subprocess.run([sys.executable, "-c", STOCK_LOAD, str(path)], capture_output=True, text=True, check=False)
+    assert (stock.stdout, stock.stderr) == (f"{saved + 2}\n", "")

@@ -13,6 +13,7 @@ A `Trainer` is one rank of a test that saves step after step, whatever becomes o
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -45,12 +46,12 @@ SIZES = (280_000, 7)
 Run((1,)).advance()  # the first optimizer of a process imports for seconds: here once, not in every rank
 
 _CALLS: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (Session, ("gather", "answer", "tell", "hear", "finish")),
+    (Session, ("gather", "answer", "settle", "tell", "hear", "finish")),
     (Writer, ("append", "finish")),
 )
 
 
-@dataclass(frozen=True, order=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Point:
     """Before the n-th call of a name.
 
@@ -177,7 +178,7 @@ def empty_disk_over(root: Path) -> Iterator[None]:
 def state_numbers(root: os.PathLike[str], replay: Replay) -> dict[int, int]:
     """Check every committed step of a root, in every bit; return which state each holds, by its name.
 
-    A rank's own state is expected to be {"rank": its number, "step": of the state}.
+    Each rank's own state is expected to be there: {"rank": its number, "step": of the state}.
     """
     numbers = {}
     for step in fp.Checkpointer(root).steps():
@@ -185,16 +186,17 @@ def state_numbers(root: os.PathLike[str], replay: Replay) -> dict[int, int]:
         report = fp.verify(path)
         assert report.ok, report
         numbers[step] = replay.check(fp.load(os.path.join(path, "state.pt"), verify=True))
-        own = sorted(name for name in os.listdir(path) if name.startswith("rank-"))
-        for rank, name in enumerate(own):
-            assert fp.load(os.path.join(path, name)) == {"rank": rank, "step": numbers[step]}
+        manifest = json.loads(Path(path, "MANIFEST.json").read_text())
+        for rank in range(manifest["host"].get("rank_count", 1)):
+            own = fp.load(os.path.join(path, f"rank-{rank:05d}.pt"))
+            assert own == {"rank": rank, "step": numbers[step]}
         stock = torch.load(os.path.join(path, "state.pt"), weights_only=True)
         assert stock["step"] == numbers[step]
     return numbers
 
 
 class Trainer:
-    """One rank: saves step after step, and notes what became of each."""
+    """One rank, which saves step after step, whatever becomes of each."""
 
     def __init__(self, root: Path, rank: int, sizes: tuple[int, ...] = SIZES, **options: Any) -> None:
         self.root = root
@@ -203,7 +205,6 @@ class Trainer:
         self.checkpoints = fp.Checkpointer(
             root, optimizer=self.run.optimizer, process_group=dist.group.WORLD, **options
         )
-        self.saved: list[int] = []
 
     def save(self, *, ahead: int = 0, **more: Any) -> fp.PendingSave | BaseException:
         """Begin to save one more step; return that, or what was raised."""
@@ -218,16 +219,12 @@ class Trainer:
     def outcome(self, **more: Any) -> BaseException | None:
         """Save one more step, and return its error."""
         pending = self.save(**more)
-        error = pending if isinstance(pending, BaseException) else pending.exception()
-        if error is None:
-            self.saved.append(self.run.step)
-        return error
+        return pending if isinstance(pending, BaseException) else pending.exception()
 
-    def close(self) -> list[int]:
-        """Close, when all ranks have come here, and return the steps that were saved."""
+    def close(self) -> None:
+        """Close, when all ranks have come here."""
         dist.barrier()
         self.checkpoints.close()
-        return self.saved
 
 
 def everybodys(own: Any) -> list[Any]:
