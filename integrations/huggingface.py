@@ -59,7 +59,12 @@ _WEIGHTS = re.compile(r"(pytorch_model|model|adapter_model)(\.safetensors|\.bin)
 
 
 def attach(
-    trainer: Trainer, *, on_save: str = "published", on_error: str = "raise", engine: str = "auto"
+    trainer: Trainer,
+    *,
+    on_save: str = "published",
+    on_error: str = "raise",
+    engine: str = "auto",
+    writers: str | int = "auto",
 ) -> Attachment:
     """Let a Trainer's checkpoints be written while it trains on, each published as a whole.
 
@@ -85,13 +90,15 @@ def attach(
             next save, or by what waits. "warn": a RuntimeWarning, and training goes on. It is in the log in any case,
             and callbacks do not hear of that save. One of another rank is a PeerError that names it.
         engine: "auto", or an engine's name, which then never falls back.
+        writers: With DDP, the ranks that write what all hold: "all", "node" (one of each machine), a number, or "auto":
+            up to 8 of one machine, or one of each of several. 1: rank 0 alone, also where replicas differ.
 
     Returns:
         What takes it off again.
 
     Raises:
-        ConfigError: Unknown options (of an unknown engine the first save tells), a trainer that has one already, or a
-            strategy with savers of its own (FSDP, DeepSpeed, …).
+        ConfigError: Unknown options, a trainer that has one already, or a strategy with savers of its own (FSDP,
+            DeepSpeed, …).
 
     Thread safety: the thread that trains.
     """
@@ -102,7 +109,8 @@ def attach(
     if "_save_checkpoint" in trainer.__dict__:
         raise ConfigError("somebody has replaced _save_checkpoint of this trainer: attach(trainer) before that")
     refuse_unsupported(trainer.args, trainer.model)
-    return Attachment(trainer, CheckpointSaves(on_error=on_error, engine=engine), always_wait=on_save == "sync")
+    saves = CheckpointSaves(on_error=on_error, engine=engine, writers=writers)
+    return Attachment(trainer, saves, always_wait=on_save == "sync")
 
 
 class Attachment:

@@ -37,14 +37,15 @@ class FastPersistCallback(TrainerCallback):
         on_error: What becomes of an error of the disk. "raise": train() raises it, at the end of a step, at the next
             save, or at its end. "warn": a RuntimeWarning, and training goes on. It is in the log in any case.
         engine: "auto", or an engine's name, which then never falls back.
+        writers: With DDP, the ranks that write what all hold, as in `attach`.
 
     Raises:
         ConfigError: Unknown options; and, from train(): save_strategy="best", load_best_model_at_end, push_to_hub, a
             gradient scaler (fp16), or a strategy with savers of its own.
     """
 
-    def __init__(self, *, on_error: str = "raise", engine: str = "auto") -> None:
-        self._saves = CheckpointSaves(on_error=on_error, engine=engine)
+    def __init__(self, *, on_error: str = "raise", engine: str = "auto", writers: str | int = "auto") -> None:
+        self._saves = CheckpointSaves(on_error=on_error, engine=engine, writers=writers)
 
     def pending(self) -> PendingSave | None:
         """Return the save that is under way, or this rank's part of it; None without one, or without a part."""

@@ -44,6 +44,7 @@ from fastpersist import (
 )
 
 from .redirecting import saves_into
+from .requirements import require_writers
 
 __all__ = ["SENTINEL_NAME", "CheckpointSaves", "Flight", "from_first_rank", "refuse_unsupported"]
 
@@ -117,15 +118,18 @@ class CheckpointSaves:
     Args:
         on_error: "raise" or "warn": what becomes of the error of a save.
         engine: "auto", or an engine's name, which then never falls back.
+        writers: With several ranks, those that write what all hold: "auto", "all", "node" or a number.
 
     Raises:
-        ConfigError: There is no such on_error, or engine.
+        ConfigError: There is no such on_error, engine or writers.
     """
 
-    def __init__(self, *, on_error: str, engine: str) -> None:
+    def __init__(self, *, on_error: str, engine: str, writers: str | int = "auto") -> None:
         if on_error not in ("raise", "warn"):
             raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
         require_engine(engine)
+        require_writers(writers)
+        self._writers: Any = writers
         self._on_error = on_error
         self._engine = engine
         self._flight: Flight | None = None
@@ -217,7 +221,7 @@ class CheckpointSaves:
             views = _on_all_ranks(lambda: self._view(trainer, path, run_dir))
             state.best_model_checkpoint = views[0].best_checkpoint
             synchronous = synchronous or views[0].is_urgent
-            all_write = len(views) > 1 and all(view.can_take_part for view in views)
+            all_write = len(views) > 1 and self._writers != 1 and all(view.can_take_part for view in views)
             frozen = functools.reduce(int.__and__, (view.frozen for view in views)) if all_write else views[0].frozen
             hidden_path = _on_all_ranks(begin)[0] or ""
             _on_all_ranks(lambda: self._put_together(trainer, files, hidden_path, frozen, all_write=all_write))
@@ -252,7 +256,14 @@ class CheckpointSaves:
     def _begin(self, path: str, *, all_write: bool) -> DirectorySave | PeerDirectorySave | None:
         if all_write:
             everybody: Any = dist.group.WORLD
-            return directory_save_together(path, everybody, overwrite="foreign", engine=self._engine, make_parents=True)
+            return directory_save_together(
+                path,
+                everybody,
+                writers=self._writers,
+                overwrite="foreign",
+                engine=self._engine,
+                make_parents=True,
+            )
         if _is_first_rank():
             return DirectorySave(path, overwrite="foreign", engine=self._engine, make_parents=True)
         return None

@@ -36,8 +36,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from fastpersist import ConfigError, FastPersistError, PendingSave, load, require_engine, save, save_async, verify
 
 from .lightning_order import FileOrder, Likeness, key_of, sync_path
-from .lightning_ranks import SLURM_PREFIX, Share, SharedSaving, gated_optimizers, refuse_bypassing, require_writers
-from .requirements import require
+from .lightning_ranks import SLURM_PREFIX, Share, SharedSaving, gated_optimizers, refuse_bypassing
+from .requirements import require, require_writers
 
 __all__ = ["FastPersistCallback", "FastPersistCheckpointIO", "last_checkpoint"]
 

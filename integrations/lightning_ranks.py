@@ -29,7 +29,7 @@ from fastpersist import ConfigError, PeerError, PendingSave
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["SLURM_PREFIX", "Share", "SharedSaving", "gated_optimizers", "refuse_bypassing", "require_writers"]
+__all__ = ["SLURM_PREFIX", "Share", "SharedSaving", "gated_optimizers", "refuse_bypassing"]
 
 Share: TypeAlias = Callable[[str, Callable[["ProcessGroup | None"], PendingSave]], PendingSave]
 """Begins a save with all ranks: given its file, and what begins it with a process group or with none."""
@@ -70,18 +70,6 @@ class Plugin(Protocol):
 
     def warn_of_errors(self) -> None:
         """Warn of what has failed, if that is what is wanted."""
-
-
-def require_writers(writers: str | int) -> None:
-    """Refuse what names no ranks.
-
-    Raises:
-        ConfigError: It does not.
-    """
-    if writers not in ("auto", "all", "node") and (not isinstance(writers, int) or isinstance(writers, bool)):
-        raise ConfigError(f"writers is 'auto', 'all', 'node' or a number of ranks, not {writers!r}")
-    if isinstance(writers, int) and writers < 1:
-        raise ConfigError(f"at least one rank has to write: writers is 1 or more, not {writers}")
 
 
 # ------------------------------------------------------------------------------------------- all ranks save

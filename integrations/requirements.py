@@ -1,4 +1,4 @@
-"""The check with which each integration begins: its framework is there, and not too old."""
+"""What integrations check before they begin: their framework is there, and not too old; options that several have."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import importlib.metadata
 import importlib.util
 import re
 
-from fastpersist import UnsupportedError
+from fastpersist import ConfigError, UnsupportedError
 
-__all__ = ["release_of", "require"]
+__all__ = ["release_of", "require", "require_writers"]
 
 
 def require(extra: str, package: str, minimum: str) -> None:
@@ -50,3 +50,15 @@ def release_of(version: str) -> tuple[int, ...]:
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
+
+
+def require_writers(writers: str | int) -> None:
+    """Refuse what names no ranks.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if writers not in ("auto", "all", "node") and (not isinstance(writers, int) or isinstance(writers, bool)):
+        raise ConfigError(f"writers is 'auto', 'all', 'node' or a number of ranks, not {writers!r}")
+    if isinstance(writers, int) and writers < 1:
+        raise ConfigError(f"at least one rank has to write: writers is 1 or more, not {writers}")

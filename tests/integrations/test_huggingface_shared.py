@@ -315,8 +315,8 @@ class OwnAdamW(torch.optim.AdamW):
         return super().state_dict()
 
 
-@pytest.mark.parametrize("replaced", ["model", "optimizer", "function of one rank", "nothing"])
-def test_rank_0_writes_alone_where_stock_functions_were_replaced(tmp_path: Path, replaced: str) -> None:
+@pytest.mark.parametrize("replaced", ["model", "optimizer", "function of one rank", "writers", "nothing"])
+def test_rank_0_writes_alone_where_stock_functions_were_replaced_and_on_request(tmp_path: Path, replaced: str) -> None:
     def work(rank: int) -> Any:
         model = wide_gpt2()
         if replaced == "model":
@@ -326,7 +326,7 @@ def test_rank_0_writes_alone_where_stock_functions_were_replaced(tmp_path: Path,
         if replaced == "function of one rank" and rank == 1:
             save = trainer._save_optimizer_and_scheduler
             trainer._save_optimizer_and_scheduler = lambda output_dir: save(output_dir)
-        saves = shares_of(trainer, attach(trainer).pending)
+        saves = shares_of(trainer, attach(trainer, writers=1 if replaced == "writers" else "auto").pending)
         trainer.train()
         return list(saves), [len(save.stats.bytes_by_rank) for save in saves.values()]
 
