@@ -168,16 +168,20 @@ class Checkpointer:
         self._ranks: Ranks | None = None
         self._writers = choose_writers(writers, [0])
         self._process_group: ProcessGroup | None = None
-        if process_group is not None and process_group.size() > 1:
+        if process_group is not None:
             self._join_group(process_group, writers, peer_timeout_s)
 
     def _join_group(self, process_group: ProcessGroup, writers: Writers, timeout_s: float) -> None:
+        ranks = Ranks.meet(process_group, timeout_s=timeout_s)
+        if ranks.count == 1:
+            return
         if self._busy != "wait":
+            ranks.close()
             raise ConfigError(
                 f"with several ranks, busy is 'wait': ranks would not leave out the same saves, as {self._busy!r} does"
             )
-        self._ranks = Ranks.meet(process_group, timeout_s=timeout_s)
-        self._writers = choose_writers(writers, self._ranks.nodes)
+        self._ranks = ranks
+        self._writers = choose_writers(writers, ranks.nodes)
         self._process_group = process_group
 
     # ------------------------------------------------------------------------------------------------ saving

@@ -40,7 +40,7 @@ from fastpersist.connections import (
     frame,
 )
 from fastpersist.errors import AgreementTimeoutError, ConfigError, CoordinationError, InternalError, PeerError
-from fastpersist.meeting import is_dead, loopback_place, own_hosts, own_process, refuse_other_versions
+from fastpersist.meeting import is_dead, loopback_place, own_hosts, own_process, own_version, refuse_other_versions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -363,8 +363,6 @@ class Ranks:
             ConfigError: The versions of fastpersist do not fit, or this process is not in the group.
             CoordinationError: The ranks cannot reach each other; on all of them.
         """
-        from importlib.metadata import version
-
         import torch
         import torch.distributed as dist
 
@@ -377,7 +375,7 @@ class Ranks:
             dist.all_gather_object(found, own, group=process_group)
             return found
 
-        versions = {"fastpersist": version("fastpersist"), "torch": str(torch.__version__)}
+        versions = {"fastpersist": own_version(), "torch": str(torch.__version__)}
         return cls.of(rank, count, exchange, timeout_s=timeout_s, versions=versions)
 
     @classmethod

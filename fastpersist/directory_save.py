@@ -27,6 +27,7 @@ from fastpersist.directory_commit import Overwrite, PendingDirectory, files_in
 from fastpersist.errors import ConfigError, SkippedError, StorageError
 from fastpersist.filesystem import filesystem, make_directories, storage_errors
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, check_file_name, encode_manifest
+from fastpersist.meeting import own_version
 from fastpersist.owners import Owners, Ownership, step_count
 from fastpersist.pacing import Spread
 from fastpersist.pipeline import Extents, read_extents, require_engine
@@ -35,7 +36,7 @@ from fastpersist.saving import Container, WrittenFile, container_for, padded_byt
 from fastpersist.sharing import FirstShare, Together
 from fastpersist.untraced import untraced
 
-__all__ = ["DirectorySave", "version"]
+__all__ = ["DirectorySave"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -44,17 +45,6 @@ _OPEN_COUNT_MAX = 64
 
 _arena = Arena()  # for those that bring none of their own
 _apart = Lane("fastpersist-after")
-
-
-def version() -> str:
-    """Return the version of this package, as manifests record it."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as version_of
-
-    try:
-        return version_of("fastpersist")
-    except PackageNotFoundError:  # imported from a source tree
-        return "unknown"
 
 
 def _nothing() -> None:
@@ -375,7 +365,7 @@ class DirectorySave:
             step=step,
             time_s=time.time(),
             metrics=metrics,
-            versions={"fastpersist": version(), "torch": torch.__version__, "python": platform.python_version()},
+            versions={"fastpersist": own_version(), "torch": torch.__version__, "python": platform.python_version()},
             host={"name": socket.gethostname(), "pid": os.getpid(), "kernel": platform.release(), **ranks},
             stats=self._stats_so_far(),
         )

@@ -12,9 +12,11 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import torch.distributed as dist
+
 from fastpersist.commit import PendingFile, resolve_target
 from fastpersist.coordination import Ranks, Session
-from fastpersist.errors import UnsupportedError
+from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.filesystem import make_directories
 from fastpersist.partition import choose_writers
 from fastpersist.pipeline import require_engine
@@ -34,7 +36,14 @@ _met: weakref.WeakKeyDictionary[ProcessGroup, Ranks] = weakref.WeakKeyDictionary
 
 
 def ranks_of(process_group: ProcessGroup) -> Ranks:
-    """Return the line between the ranks of a group; they meet the first time, so all of them call this."""
+    """Return the line between the ranks of a group; they meet the first time, so all of them call this.
+
+    Raises:
+        ConfigError: This process is not in the group.
+        CoordinationError: The ranks cannot reach each other.
+    """
+    if dist.get_rank(process_group) < 0:
+        raise ConfigError("this process is not a rank of the process group that it wants to save with")
     ranks = _met.get(process_group)
     if ranks is None:
         ranks = _met[process_group] = Ranks.meet(process_group)

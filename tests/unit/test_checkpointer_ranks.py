@@ -280,6 +280,22 @@ def test_options_that_ranks_would_understand_differently_are_refused(tmp_path: P
     run_ranks(2, work)
 
 
+def test_process_outside_the_group_is_refused(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> Any:
+        group = dist.new_group([0])
+        if rank == 1:
+            with pytest.raises(fp.ConfigError, match="not a rank"):
+                fp.Checkpointer(tmp_path / "run", process_group=group)
+            for save in (fp.save, fp.save_async, fp.load):
+                arguments = [tmp_path / "a.pt"] if save is fp.load else [{}, tmp_path / "a.pt"]
+                with pytest.raises(fp.ConfigError, match=r"not in|not a rank"):
+                    save(*arguments, process_group=group)
+        else:
+            fp.save({"a": 1}, tmp_path / "a.pt", process_group=group)
+
+    run_ranks(2, work)
+
+
 def test_group_of_one_is_no_group(tmp_path: Path) -> None:
     def work(rank: int, count: int) -> Any:
         stats = train(rank, count, tmp_path / "run", 1, busy="skip")
