@@ -315,6 +315,8 @@ class PieceStream:
 
     def flush(self) -> None:
         """Hand all over; returns when the bytes have been copied."""
+        if not self._count:
+            return
         self._end_literal()
         self._writer.append(self._pieces)
         self._pieces = Pieces()
