@@ -344,7 +344,7 @@ def save_and_listen(here: Here, root: str, count: int, tensor_count: int) -> tup
             checkpoints.save(1, {"weights": weights}, rank_state={"rank": here.rank}).result()
     finally:
         changed.begin, talking.tell, talking.answer = begin, tell, answer
-    return [message.decode() for message in said], sessions[0].message_count, sessions[0].message_bytes
+    return [message.decode("latin-1") for message in said], sessions[0].message_count, sessions[0].message_bytes
 
 
 # --- fio ---

@@ -20,13 +20,12 @@ from fastpersist.capture import Capture
 from fastpersist.commit import PendingFile, resolve_target
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.filesystem import filesystem, make_directories, storage_errors
-from fastpersist.group_save import Writers, end_session, ranks_of, save_together
+from fastpersist.group_save import Writers, end_session, save_together, together_with
 from fastpersist.inspection import Manifest, VerifyReport
 from fastpersist.loading import MapLocation, load_checkpoint
 from fastpersist.loading_together import reader_for
 from fastpersist.owners import Owners
 from fastpersist.pacing import Spread
-from fastpersist.partition import choose_writers
 from fastpersist.peer_save import PeerSave
 from fastpersist.pipeline import Poll, require_engine
 from fastpersist.progress import progress_bar
@@ -108,23 +107,23 @@ def save(
     process_group: one at a time, and in the same order on all ranks.
     """
     started_s = time.monotonic()
-    if process_group is not None and (ranks := ranks_of(process_group)).count > 1:
+    if process_group is not None:
         if not isinstance(path, str | os.PathLike):
-            raise UnsupportedError("several ranks write to a path, not to a file object")
-        return save_together(
-            obj,
-            os.fspath(path),
-            ranks,
-            durable=durable,
-            checksum=checksum,
-            engine=engine,
-            file_format=format,
-            metadata=metadata,
-            replace_links=replace_links,
-            make_parents=make_parents,
-            writers=writers,
-            check_replicas=check_replicas,
-        )
+            raise UnsupportedError("ranks of a process group write to a path, not to a file object")
+        with together_with(process_group, os.fspath(path), writers, check_replicas=check_replicas) as together:
+            if together is not None:
+                return save_together(
+                    obj,
+                    os.fspath(path),
+                    together,
+                    durable=durable,
+                    checksum=checksum,
+                    engine=engine,
+                    file_format=format,
+                    metadata=metadata,
+                    replace_links=replace_links,
+                    make_parents=make_parents,
+                )
     if not isinstance(path, str | os.PathLike):
         if metadata is not None:
             raise ConfigError("a file object goes to torch.save, which keeps no metadata; pass a .safetensors path")
@@ -228,40 +227,20 @@ def save_async(
     Thread safety: any thread. Nobody else may change the object while this runs. With a process_group: in the same
     order on all ranks.
     """
-    if process_group is not None and (ranks := ranks_of(process_group)).count > 1:
-        session = ranks.begin(os.fspath(path))
-        try:
-            label = os.path.basename(os.path.abspath(path))
-            together = Together(session, label, choose_writers(writers, ranks.nodes), check_replicas)
-            return _save_async(
-                obj,
-                os.fspath(path),
-                Owners(optimizer, constant, gate),
-                together,
-                durable=durable,
-                checksum=checksum,
-                engine=engine,
-                file_format=format,
-                metadata=metadata,
-                replace_links=replace_links,
-                make_parents=make_parents,
-            )
-        except BaseException as error:
-            session.fail(error)
-            raise
-    return _save_async(
-        obj,
-        os.fspath(path),
-        Owners(optimizer, constant, gate),
-        None,
-        durable=durable,
-        checksum=checksum,
-        engine=engine,
-        file_format=format,
-        metadata=metadata,
-        replace_links=replace_links,
-        make_parents=make_parents,
-    )
+    with together_with(process_group, os.fspath(path), writers, check_replicas=check_replicas) as together:
+        return _save_async(
+            obj,
+            os.fspath(path),
+            Owners(optimizer, constant, gate),
+            together,
+            durable=durable,
+            checksum=checksum,
+            engine=engine,
+            file_format=format,
+            metadata=metadata,
+            replace_links=replace_links,
+            make_parents=make_parents,
+        )
 
 
 def _save_async(

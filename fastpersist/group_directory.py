@@ -18,9 +18,8 @@ from fastpersist.directory_commit import Overwrite
 from fastpersist.directory_save import DirectorySave
 from fastpersist.errors import ConfigError, SkippedError
 from fastpersist.formats.manifest import check_file_name
-from fastpersist.group_save import Writers, ranks_of
+from fastpersist.group_save import Writers, together_with
 from fastpersist.owners import Owners
-from fastpersist.partition import choose_writers
 from fastpersist.peer_save import PeerSave
 from fastpersist.pipeline import require_engine
 from fastpersist.sharing import Together
@@ -71,15 +70,9 @@ def directory_save_together(
     Thread safety: in the same order on all ranks.
     """
     final_path = os.path.abspath(path)
-    ranks = ranks_of(process_group)
-    if ranks.count == 1:
-        return DirectorySave(path, overwrite=overwrite, engine=engine, make_parents=make_parents, pending_in=pending_in)
-    session = ranks.begin(final_path)
-    try:
+    with together_with(process_group, final_path, writers, check_replicas=check_replicas, confirms=True) as together:
         require_engine(engine)
-        label = os.path.basename(final_path)
-        together = Together(session, label, choose_writers(writers, ranks.nodes), check_replicas, confirms=True)
-        if ranks.rank:
+        if together is not None and together.session.rank:
             return PeerDirectorySave(final_path, together, engine=engine)
         return DirectorySave(
             path,
@@ -89,9 +82,6 @@ def directory_save_together(
             pending_in=pending_in,
             _together=together,
         )
-    except BaseException as error:
-        session.fail(error)
-        raise
 
 
 class PeerDirectorySave:
@@ -102,6 +92,7 @@ class PeerDirectorySave:
         self._scratch_path = tempfile.mkdtemp(prefix="fastpersist-")
         self._names: set[str] = set()
         self._closed = False
+        self._process = os.getpid()
         self._peer = PeerSave(
             path,
             together,
@@ -188,7 +179,8 @@ class PeerDirectorySave:
         self.abort()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
+        # A forked child has no part in it, and the scratch directory is its parent's.
+        if not getattr(self, "_closed", True) and self._process == os.getpid():
             self.abort()
 
     def _close(self) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from fastpersist.sharing import FirstShare, OtherShare, Together
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Writers", "end_session", "ranks_of", "save_together"]
+__all__ = ["Writers", "end_session", "save_together", "together_with"]
 
 Writers: TypeAlias = Literal["auto", "all", "node"] | int
 """Which ranks write what is shared: see `partition.choose_writers`."""
@@ -50,10 +51,39 @@ def ranks_of(process_group: ProcessGroup) -> Ranks:
     return ranks
 
 
+@contextmanager
+def together_with(
+    process_group: ProcessGroup | None, path: str, writers: Writers, *, check_replicas: bool, confirms: bool = False
+) -> Iterator[Together | None]:
+    """Begin a save with all ranks of a group; what is raised in the block, they are told.
+
+    Args:
+        process_group: With whom.
+        path: What is saved; its last part is the same on all ranks.
+        writers: The ranks that write.
+        check_replicas: See `sharing.Together`.
+        confirms: See `sharing.Together`.
+
+    Yields:
+        With whom; None without a group, and with a group of one rank.
+    """
+    ranks = None if process_group is None else ranks_of(process_group)
+    if ranks is None or ranks.count == 1:
+        yield None
+        return
+    session = ranks.begin(path)
+    try:
+        label = os.path.basename(os.path.abspath(path))
+        yield Together(session, label, choose_writers(writers, ranks.nodes), check_replicas, confirms)
+    except BaseException as error:
+        session.fail(error)
+        raise
+
+
 def save_together(
     obj: object,
     path: str,
-    ranks: Ranks,
+    together: Together,
     *,
     durable: bool,
     checksum: bool,
@@ -62,25 +92,16 @@ def save_together(
     metadata: Mapping[str, str] | None,
     replace_links: bool,
     make_parents: bool,
-    writers: Writers,
-    check_replicas: bool,
 ) -> SaveReport:
     """Save an object with all ranks; see `api.save`. Each rank returns when the file is published."""
     started_s = time.monotonic()
-    session = ranks.begin(path)
-    try:
-        require_engine(engine)
-        container = container_for(obj, path, checksum=checksum, file_format=file_format, metadata=metadata)
-        label = os.path.basename(os.path.abspath(path))
-        together = Together(session, label, choose_writers(writers, ranks.nodes), check_replicas)
-        if ranks.rank:
-            return _write_part(container, path, together, durable, engine, started_s)
-        if make_parents:
-            make_directories(os.path.dirname(os.path.abspath(path)))
-        return _write_and_publish(container, path, together, durable, engine, replace_links, started_s)
-    except BaseException as error:
-        session.fail(error)
-        raise
+    require_engine(engine)
+    container = container_for(obj, path, checksum=checksum, file_format=file_format, metadata=metadata)
+    if together.session.rank:
+        return _write_part(container, path, together, durable, engine, started_s)
+    if make_parents:
+        make_directories(os.path.dirname(os.path.abspath(path)))
+    return _write_and_publish(container, path, together, durable, engine, replace_links, started_s)
 
 
 def _write_and_publish(

@@ -8,7 +8,7 @@ what is written; it alone writes all the rest, in two passes:
 2. *late*, when all ranks have told the CRCs of what they have written: the blocks with descriptors of cut sources, and
    the closing bytes (serialization id and central directory, or the header), without which nobody can read the file.
 
-What the ranks say to each other about one file, as JSON, in a `coordination.Session`:
+What the ranks say to each other about one file, as JSON (CRCs behind it), in a `coordination.Session`:
 
     others → first   plan   a digest of the cut sources
     first → others   go     the path of the pending file, and where each cut source lies in it; or *describe*: then the
@@ -320,8 +320,9 @@ class FirstShare(Share):
         for rank, message in enumerate(self._session.gather(b"{}")):
             if rank == 0:
                 continue
-            done = _decoded(message, rank)
-            shard, crcs = self._shard_of(rank), _unpacked_crcs(done.get("crcs"))
+            text, _, packed = message.partition(b"\n")
+            done, shard = _decoded(text, rank), self._shard_of(rank)
+            crcs = [crc for (crc,) in struct.iter_unpack("<I", packed)] if len(packed) % _CRC_BYTES == 0 else []
             if len(crcs) != len(shard):
                 raise CoordinationError(f"rank {rank} has not written what it should: {len(shard)} ranges")
             found += zip(shard, crcs, strict=True)
@@ -390,15 +391,6 @@ def _unpacked(text: str) -> list[int]:
     return list(itertools.accumulate(struct.unpack(f"<{len(data) // 8}Q", data)))
 
 
-def _packed_crcs(crcs: Sequence[int]) -> str:
-    return base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
-
-
-def _unpacked_crcs(text: str | None) -> tuple[int, ...]:
-    data = base64.b64decode(text or "")
-    return struct.unpack(f"<{len(data) // 4}I", data)
-
-
 def _checking(poll: Poll | None, session: Session) -> Poll:
     """Stop a transfer when another rank has failed."""
 
@@ -460,7 +452,7 @@ class OtherShare(Share):
         except StorageError as error:
             self._prefer_failure_of_others(error)
             raise
-        self._session.tell(_encoded({"crcs": _packed_crcs(crcs), "extra": said}))
+        self._session.tell(_encoded({"extra": said}) + b"\n" + struct.pack(f"<{len(crcs)}I", *crcs))
         return used_engine
 
     def _prefer_failure_of_others(self, error: StorageError) -> None:

@@ -162,6 +162,22 @@ def test_given_up_by_one_is_given_up_by_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_forked_child_leaves_what_its_parent_saves_alone(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> Any:
+        files = fp.directory_save_together(tmp_path / "a", dist.group.WORLD)
+        child = os.fork()
+        if child == 0:
+            del files  # which would give it up
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.path.isdir(files.path)
+        files.save({"x": torch.ones(10)}, "one.pt")
+        files.publish().result()
+
+    run_ranks(2, work)
+    assert fp.verify(tmp_path / "a").ok
+
+
 def test_group_of_one_makes_an_ordinary_one(tmp_path: Path) -> None:
     def work(rank: int, count: int) -> Any:
         return type(fp.directory_save_together(tmp_path / "a", dist.group.WORLD)) is fp.DirectorySave
