@@ -1,16 +1,18 @@
 """What several ranks gain, and what it costs that they agree: saves by 1, 2 and 4 ranks of one machine, and their talk.
 
-    python benchmarks/ranks.py DIR                                      everything; takes two minutes
+    python benchmarks/ranks.py DIR                                      everything; takes three minutes
     python benchmarks/ranks.py DIR --parts files --ranks 1 2 --rounds 9
     python benchmarks/ranks.py DIR --parts coordination --simulated 512
 
 files: all ranks write one file in DIR, durably, in turn with fio with as many jobs (a range of one fresh file each),
 and with one rank that saves without a group. memory: the same on tmpfs, where no disk is in the way. One rank alone
 uses several cores, so ranks are kept on one core each, too. Beside them: bare pwrite of as many processes into one
-fresh file there, which the kernel lets in one after the other, and into one each; and memcpy of as many to memory that
-was touched before. bytes: what each rank writes. coordination: saves of 4 KiB on tmpfs by real ranks, where agreement
-is most of the work; and many simulated ranks, who say to a real rank 0 what real ones say about a state of 300 tensors.
-They are in one process and take turns, so the times at 512 are mostly its own.
+fresh file there, which the kernel lets in one after the other, and into one each; the writer with its null engine,
+which is all of a save but the kernel; and memcpy of as many to memory that was touched before. bytes: what each rank
+writes. load: one file loaded by all ranks, in each of the ways that fastpersist/loading_together.py knows, and in the
+one it chooses ("auto"), with the file out of the page cache and in it. coordination: saves of 4 KiB on tmpfs by real
+ranks, where agreement is most of the work; and many simulated ranks, who say to a real rank 0 what real ones say about
+a state of 300 tensors. They are in one process and take turns, so the times at 512 are mostly its own.
 
 One disk and two cores show that several writers do no harm, not what several disks would gain.
 """
@@ -35,12 +37,15 @@ from overlap_report import machine_facts, report_facts
 from tabulate import tabulate
 
 from fastpersist.cli.bench_fio import fio_version
+from fastpersist.cli.bench_load_rows import PageCache
 
 _MIB = 1 << 20
 _BLOCK_BYTES = 4096
-_PARTS = ("files", "memory", "bytes", "coordination")
+_PARTS = ("files", "memory", "bytes", "load", "coordination")
+_LOAD_WAYS = ("ahead", "exchange", "alone", "auto")
 _OF_FIO_MIN = 0.9
 _OF_ONE_MIN = 0.95  # not slower, as far as two medians on one disk can be told apart
+_OF_BEST_MIN = 0.85  # no other way to load is faster, as far as medians of several busy processes can be told apart
 _COMMIT_S_MAX = 0.1
 _RANK_BYTES_MAX = 1024
 _MESSAGE_COUNT_MAX = 4
@@ -103,7 +108,7 @@ class _Bench:
     def run(self) -> None:
         """Measure what was asked for."""
         wanted = self.arguments.parts
-        if {"files", "memory", "bytes"} & set(wanted):
+        if {"files", "memory", "bytes", "load"} & set(wanted):
             with parts.RankProcesses(self._counts, self._disk, self.arguments.timeout) as ranks:
                 _say(f"{max(self._counts)} ranks make their states")
                 size_bytes = ranks.call(max(self._counts), parts.hold_state, self.arguments.size_mb * _MIB)[0]
@@ -114,6 +119,8 @@ class _Bench:
                     self._in_memory(ranks, size_bytes)
                 if "bytes" in wanted:
                     self._bytes(ranks)
+                if "load" in wanted:
+                    self._load(ranks)
         if "coordination" in wanted:
             self._real_talk()
             self._simulated_talk()
@@ -183,7 +190,7 @@ class _Bench:
         if self._memory is None:
             print(f"\nMemory: left out, {self.arguments.memory_dir} is missing or has not enough room (--memory-dir)")
             return
-        kinds = ("saved", "on one core", "one file", "a file each", "copied")
+        kinds = ("saved", "on one core", "one file", "a file each", "pumped", "copied")
         samples: dict[int, dict[str, list[float]]] = {count: {kind: [] for kind in kinds} for count in self._counts}
         for number in range(self.arguments.rounds):
             for count in self._counts if number % 2 == 0 else self._counts[::-1]:
@@ -197,6 +204,8 @@ class _Bench:
                     with self._fresh(self._memory) as path:
                         spans = ranks.call(count, parts.fill_file, path, count, one_each)
                         found[kind].append(parts.whole_span(spans))
+                with self._fresh(self._memory) as path:
+                    found["pumped"].append(parts.whole_span(ranks.call(count, parts.pump_nowhere, path, count)))
                 copies = ranks.call(count, parts.copy_memory, count, 1)
                 found["copied"].append(parts.whole_span([copy[0] for copy in copies]))
                 ranks.call(count, parts.stay_on_cores, False)
@@ -222,7 +231,7 @@ class _Bench:
             f"each, no more than {core_count} can be faster than fewer.\n"
         )
         rate = ["median s (min – max)", "GB/s", "of the fewest"]
-        bare = ["bare pwrite, one file: GB/s", "a file each: GB/s", "memcpy GB/s"]
+        bare = ["bare pwrite, one file: GB/s", "a file each: GB/s", "null engine: GB/s", "memcpy GB/s"]
         _print_table(rows, ["ranks", *rate, *(f"a core each: {name}" for name in rate), *bare])
         self.output["memory"] = {"size_bytes": size_bytes, "core_count": core_count, "samples": samples}
 
@@ -246,6 +255,41 @@ class _Bench:
         print("\nBytes: shared bytes that each rank wrote of a Checkpointer's save\n")
         _print_table(rows, ["ranks", "least of a rank", "most of a rank", "all", "apart"])
         self.output["bytes"] = output
+
+    # --- one file loaded by all
+
+    def _load(self, ranks: parts.RankProcesses) -> None:
+        counts = [count for count in self._counts if count > 1]
+        cases = [(count, is_cold, way) for count in counts for is_cold in (True, False) for way in _LOAD_WAYS]
+        samples: dict[tuple[int, bool, str], list[float]] = {case: [] for case in cases}
+        caches = {is_cold: PageCache(warm=not is_cold, whole_machine=False) for is_cold in (True, False)}
+        with self._fresh(self._disk) as path:
+            ranks.call(1, parts.save_alone, path)
+            size_bytes = os.path.getsize(path)
+            for number in range(-1, self.arguments.rounds):  # the first is not counted: the ranks map their memory
+                _say(f"load: round {number + 1} of {self.arguments.rounds}")
+                for count, is_cold, way in cases if number % 2 == 0 else cases[::-1]:
+                    caches[is_cold].prepare(path)
+                    spans = ranks.call(count, parts.load_together, path, count, way)
+                    if number >= 0:
+                        samples[count, is_cold, way].append(parts.whole_span(spans))
+        rows, output = [], {}
+        for count in counts:
+            for is_cold in (True, False):
+                name = f"{count} ranks, {'cold' if is_cold else 'warm'}"
+                found = {way: samples[count, is_cold, way] for way in _LOAD_WAYS}
+                rows.append([name, *(_seconds_cell(seconds) for seconds in found.values())])
+                best = min(_LOAD_WAYS, key=lambda way: _median(found[way]))
+                self._check(f"{name}: no way to load is faster", _gains(found[best], found["auto"]), _OF_BEST_MIN)
+                output[name] = found
+        print(
+            f"\nLoad: {size_bytes / 1e9:.2f} GB by all ranks, seconds until the last has the object, in turn, "
+            f"{self.arguments.rounds} rounds\n"
+            + "".join(f"\n- {name}: {caches[name == 'cold'].describe()}" for name in ("cold", "warm"))
+            + "\n"
+        )
+        _print_table(rows, ["ranks", *(f"{way}: median s (min – max)" for way in _LOAD_WAYS)])
+        self.output["load"] = {"size_bytes": size_bytes, "samples": output}
 
     # --- what agreement costs
 

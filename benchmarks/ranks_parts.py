@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import functools
 import json
 import mmap
 import multiprocessing
@@ -29,7 +30,8 @@ import torch
 import torch.distributed as dist
 
 import fastpersist as fp
-from fastpersist import coordination
+from fastpersist import coordination, loading_together
+from fastpersist.pipeline import Pieces, Writer
 
 __all__ = [
     "Failed",
@@ -41,6 +43,8 @@ __all__ = [
     "fill_file",
     "fio_write",
     "hold_state",
+    "load_together",
+    "pump_nowhere",
     "save_alone",
     "save_and_count",
     "save_and_listen",
@@ -287,6 +291,37 @@ def copy_memory(here: Here, count: int, repeat_count: int) -> list[Span]:
             position += tensor.nbytes
         spans.append((start_s, time.monotonic()))
     return spans[1:]
+
+
+def pump_nowhere(here: Here, path: str, count: int) -> Span:
+    """Send this rank's n-th through the writer and its null engine: what is left of a save without the kernel."""
+    pieces = Pieces()
+    for index, (_, tensor) in enumerate(here.shard(count)):
+        pieces.add_storage(tensor.untyped_storage(), index)
+    path += f".{here.rank}"
+    with open(path, "w+b") as file, Writer(file.fileno(), path, engine="null") as writer:
+        here.together(count)
+        start_s = time.monotonic()
+        writer.append(pieces)
+        writer.finish()
+        return start_s, time.monotonic()
+
+
+def load_together(here: Here, path: str, count: int, way: str) -> Span:
+    """Load a file with the first ranks in one of the ways of SharedReader; return when."""
+    shared = loading_together.SharedReader
+    replaced: Any = loading_together
+    replaced.SharedReader = functools.partial(shared, way=way)
+    try:
+        here.together(count)
+        start_s = time.monotonic()
+        loaded = fp.load(path, process_group=here.groups[count])
+        end_s = time.monotonic()
+        here.together(count)  # nobody frees what was loaded while another one is still loading
+        del loaded
+    finally:
+        replaced.SharedReader = shared
+    return start_s, end_s
 
 
 def save_and_count(here: Here, root: str, count: int) -> tuple[list[int], int]:

@@ -17,19 +17,20 @@ The ways to read, chosen alike by all ranks from what all have said:
 
 On one node: ahead; alone where the page cache has most of the file already, or an engine was named. On several
 nodes: exchange; ahead or alone where the destinations are no host memory, the backend takes none, or the ranks want
-different bytes of the file. CRCs alone are always exchanged. Measured (1 GiB in 64 tensors, 2 cores, gloo, ext4 on a
-virtual disk; seconds until the last rank has the object, smallest of 4 to 9 runs in turn):
+different bytes of the file. CRCs alone are always exchanged. `python benchmarks/ranks.py DIR --parts load` measures the
+ways in turn; with 1 GiB in 64 tensors, 2 cores, gloo, ext4 on a virtual disk (seconds until the last rank has the
+object, smallest of 5):
 
                      ahead   exchange   alone
-    2 ranks, cold     0.69       0.63    0.73
-    4 ranks, cold     0.83       1.28    1.31
-    2 ranks, warm     0.26       0.62    0.22
-    4 ranks, warm     0.40       1.97    0.45
+    2 ranks, cold     0.50       0.69    0.71
+    4 ranks, cold     0.62       1.18    1.45
+    2 ranks, warm     0.14       0.37    0.15
+    4 ranks, warm     0.27       1.01    0.30
 
-Reading ahead costs processor time. While other programs kept both cores busy, alone was the fastest (medians, cold:
-0.8 s with 2 ranks, 1.4 s with 4; ahead 1.1 s and 2.2 s; exchange 0.8 s and 1.9 s), on a disk that gives the same bytes
-to 4 readers nearly as fast as to one. all_gather_into_tensor took twice as long as broadcasts. Not measured: several
-nodes, where a shared file system gives each byte to one rank, and the network carries it to the others.
+Reading ahead costs processor time. While other programs kept both cores busy, alone was the fastest with 2 ranks
+(medians, cold: 0.73 s; ahead 1.07 s; exchange 0.83 s), on a disk that gives the same bytes to several readers nearly as
+fast as to one. all_gather_into_tensor took twice as long as broadcasts. Not measured: several nodes, where a shared
+file system gives each byte to one rank, and the network carries it to the others.
 
 Files, formats and objects are the loads' own affair (`loading`, `filling`, `resuming`).
 """

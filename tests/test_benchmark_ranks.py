@@ -64,6 +64,13 @@ def test_all_parts_run_and_leave_nothing(disk: Path) -> None:
     by_rank = result["bytes"]["3"]["by_rank"]
     assert max(by_rank) - min(by_rank) <= 4096
     assert 7 << 20 < sum(by_rank) < 8 << 20
+    loads = result["load"]["samples"]
+    assert list(loads) == ["3 ranks, cold", "3 ranks, warm"]
+    assert {way: len(seconds) for way, seconds in loads["3 ranks, cold"].items()} == dict.fromkeys(
+        ["ahead", "exchange", "alone", "auto"], 2
+    )
+    assert "none of it was left" in said
+    assert "all of it was there" in said
     assert {count: len(found["seconds"]) for count, found in result["real"].items()} == {"1": 2, "2": 2, "3": 2}
     assert result["real"]["3"]["messages_per_rank"] == 4
     assert len(result["simulated"]["9"]["committed_s"]) == 2
