@@ -6,7 +6,7 @@ them. Every call that moves bytes releases the GIL and takes it back only
 for hooks. Errors are raised as the classes of fastpersist.errors; what a hook raises goes through as it is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from typing_extensions import Buffer
 
@@ -14,7 +14,15 @@ NO_CRC: int
 
 class TransferOptions:
     def __init__(
-        self, *, fd: int, path: bytes, engines: Sequence[str], ring_bytes: int, chunk_bytes: int, queue_depth: int
+        self,
+        *,
+        fd: int,
+        path: bytes,
+        engines: Sequence[str],
+        ring_bytes: int,
+        chunk_bytes: int,
+        queue_depth: int,
+        thread_count: int = 0,
     ) -> None: ...
 
 class Arena:
@@ -161,3 +169,72 @@ def set_fault_plan(plan: FaultPlan) -> None: ...
 def clear_fault_plan() -> int: ...
 def set_write_recording(on: bool) -> None: ...
 def take_recorded_writes() -> list[tuple[int, bytes]]: ...
+
+class FileRequest:
+    """Reads or writes of a RandomAccess that were asked for together."""
+
+    def done(self) -> bool: ...
+    def let_go(self) -> None:
+        """Drop what was kept for a request that is done."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done, or the time is over; say whether it is. Signals are looked at."""
+    def raise_failure(self) -> None:
+        """Raise the failure that was met first, if any, and note that somebody was told. Only of a done request."""
+    @property
+    def ended_early(self) -> tuple[int, int, int] | None:
+        """Where a read met the end of the file: offset of the part, bytes that were there, bytes asked for."""
+    @property
+    def failed_count(self) -> int: ...
+    @property
+    def done_bytes(self) -> int: ...
+
+class RandomAccess:
+    """Reads and writes at any place of an open file; csrc/transfer/random_access.h has the contract.
+
+    The memory of a request stays allocated until it is done. The descriptors stay the caller's, and open until close().
+    """
+
+    def __init__(
+        self,
+        *,
+        fd: int,
+        buffered_fd: int,
+        path: bytes,
+        engines: Sequence[str],
+        edge_engines: Sequence[str],
+        queue_depth: int,
+        thread_count: int,
+        chunk_bytes: int,
+        staging_bytes: int,
+    ) -> None: ...
+    def submit(self, write: bool, slices: Iterable[Sequence[tuple[int, int, int]]], kept: object) -> FileRequest:
+        """Start a request: (address, size_bytes, offset_bytes) of each part; each slice is under way before the next.
+
+        `kept` is held until the request is done and somebody looks. If the iteration raises, what was started is
+        waited for.
+        """
+    def wait_for_all(self, timeout_s: float | None = None) -> bool: ...
+    def take_failed_writes(self) -> list[FileRequest]:
+        """Return the writes that have failed since the last call, and that nobody was told of."""
+    def close(self) -> None:
+        """Wait for all requests and give everything back. May be called again."""
+    @property
+    def engine(self) -> str: ...
+    @property
+    def demotions(self) -> list[str]: ...
+
+class LockedMemory:
+    """Page-locked, zeroed memory; exports a writable buffer of bytes, which keeps it."""
+
+    def __init__(self, size_bytes: int) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+def forget_done_requests() -> None:
+    """Drop what was kept for requests that are done by now."""
+
+def allocate_range(fd: int, offset_bytes: int, size_bytes: int, path: bytes) -> None:
+    """Reserve a range, and let the file reach as far; nothing where the file system cannot."""

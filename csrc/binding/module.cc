@@ -6,21 +6,23 @@
 #include <pybind11/stl.h>
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "binding/errors.h"
+#include "binding/rooms.h"
 #include "binding/type_filter.h"
 #include "core/buffer_pool.h"
 #include "core/crc32.h"
 #include "core/file.h"
 #include "core/fork.h"
 #include "engine/engine.h"
-#include "engine/fault_engine.h"
 #include "transfer/file_reader.h"
 #include "transfer/file_writer.h"
 #include "transfer/snapshot.h"
@@ -37,38 +39,53 @@ struct TransferOptions {
   size_t ring_bytes;
   size_t chunk_bytes;
   size_t queue_depth;  // requests in flight; a transfer touches one buffer more
+  uint32_t thread_count;
 };
 
 // ---------------------------------------------------------------------------------------------------- the ring
 
-// One ring for the process, made at first use. A forked child forgets the parent's (its pages did not come along) and
-// makes its own. The pointer is leaked on purpose: transfers of other threads may outlive the interpreter's shutdown.
+// One ring for the process, made at first use; one more for each other pair of sizes, which file systems that were
+// tuned may want. A forked child forgets the parent's (their pages did not come along) and makes its own. They are
+// leaked on purpose: transfers of other threads may outlive the interpreter's shutdown.
+using Rings = std::map<std::pair<size_t, size_t>, BufferPool*>;
 std::mutex* g_ring_mutex = new std::mutex;
-BufferPool* g_ring = nullptr;
+Rings* g_rings = new Rings;
 uint64_t g_ring_generation = 0;
 
 BufferPool& Ring(size_t ring_bytes, size_t chunk_bytes) {
   if (g_ring_generation != ForkGeneration()) {
     g_ring_mutex = new std::mutex;  // the parent's may have been held while it forked; the child has one thread now
-    g_ring = nullptr;
+    g_rings = new Rings;
     g_ring_generation = ForkGeneration();
   }
   const std::lock_guard lock(*g_ring_mutex);
-  if (g_ring == nullptr) {
+  BufferPool*& ring = (*g_rings)[{ring_bytes, chunk_bytes}];
+  if (ring == nullptr) {
     Result<std::unique_ptr<BufferPool>> made = BufferPool::Create(ring_bytes / chunk_bytes, chunk_bytes);
     if (!made.ok()) {
       Throw(Status::Error(made.status().code(),
                           made.status().message() + "; a smaller one is had by setting FASTPERSIST_RING_BYTES"),
             "");
     }
-    g_ring = std::move(made).value().release();
+    ring = std::move(made).value().release();
   }
-  return *g_ring;
+  return *ring;
 }
 
-size_t RingFreeCount() { return g_ring == nullptr || g_ring_generation != ForkGeneration() ? 0 : g_ring->free_count(); }
+template <class Count>
+size_t SumOverRings(Count count) {
+  if (g_ring_generation != ForkGeneration()) return 0;
+  const std::lock_guard lock(*g_ring_mutex);
+  size_t sum = 0;
+  for (const auto& [sizes, ring] : *g_rings) sum += ring == nullptr ? 0 : count(*ring);
+  return sum;
+}
+
+size_t RingFreeCount() {
+  return SumOverRings([](const BufferPool& ring) { return ring.free_count(); });
+}
 size_t RingBufferCount() {
-  return g_ring == nullptr || g_ring_generation != ForkGeneration() ? 0 : g_ring->buffer_count();
+  return SumOverRings([](const BufferPool& ring) { return ring.buffer_count(); });
 }
 
 // The transfers that a thread has open. A transfer that is started while another of the same thread is open (a signal
@@ -169,6 +186,7 @@ PumpOptions MakePumpOptions(const TransferOptions& options) {
   PumpOptions pump;
   pump.engines = options.engines;
   pump.queue_depth = static_cast<uint32_t>(options.queue_depth);
+  pump.thread_count = options.thread_count;
   return pump;
 }
 
@@ -351,7 +369,7 @@ void RunRequests(int fd, const std::string& path, const std::vector<std::string>
         {.engines = engines, .queue_depth = queue_depth, .thread_count = thread_count, .poll = std::move(hooks.poll)});
     if (!opened.ok()) return opened.status();
     pump = std::move(opened).value();
-    std::vector<uint64_t> finished;
+    std::vector<IoPump::Finished> finished;
     size_t next = 0;
     while (next < requests.size() || pump->in_flight() > 0) {
       while (next < requests.size() && pump->in_flight() < queue_depth) {
@@ -364,7 +382,7 @@ void RunRequests(int fd, const std::string& path, const std::vector<std::string>
                                         .tag = next++}));
       }
       finished.clear();
-      FP_RETURN_IF_ERROR(pump->Collect(/*wait=*/true, finished));
+      FP_RETURN_IF_ERROR(pump->Collect(finished));
     }
     return Status::Ok();
   });
@@ -393,8 +411,9 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "The native core of fastpersist: engines, ring and transfers. Not public; see fastpersist/_native.pyi.";
 
   py::class_<TransferOptions>(m, "TransferOptions")
-      .def(py::init<int, std::string, std::vector<std::string>, size_t, size_t, size_t>(), py::kw_only(), py::arg("fd"),
-           py::arg("path"), py::arg("engines"), py::arg("ring_bytes"), py::arg("chunk_bytes"), py::arg("queue_depth"));
+      .def(py::init<int, std::string, std::vector<std::string>, size_t, size_t, size_t, uint32_t>(), py::kw_only(),
+           py::arg("fd"), py::arg("path"), py::arg("engines"), py::arg("ring_bytes"), py::arg("chunk_bytes"),
+           py::arg("queue_depth"), py::arg("thread_count") = 0);
 
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init<uint64_t>(), py::arg("limit_bytes"))
@@ -541,45 +560,6 @@ PYBIND11_MODULE(_native, m) {
   m.def("ring_buffer_count", &RingBufferCount);
   m.def("ring_free_count", &RingFreeCount);
 
-  py::class_<FaultPlan>(m, "FaultPlan")
-      .def(py::init([](const std::string& op, uint64_t nth, uint64_t count, const std::string& kind, int sys_errno,
-                       uint32_t short_bytes, uint32_t delay_ms) {
-             FaultPlan plan;
-             if (op == "read") {
-               plan.op = IoOp::kRead;
-             } else if (op == "write") {
-               plan.op = IoOp::kWrite;
-             } else if (op != "any") {
-               throw py::value_error("op is read, write or any, not " + op);
-             }
-             plan.nth = nth;
-             plan.count = count;
-             if (kind == "errno") {
-               plan.kind = FaultPlan::Kind::kErrno;
-             } else if (kind == "short") {
-               plan.kind = FaultPlan::Kind::kShort;
-             } else if (kind == "zero") {
-               plan.kind = FaultPlan::Kind::kZero;
-             } else if (kind == "delay") {
-               plan.kind = FaultPlan::Kind::kDelay;
-             } else {
-               throw py::value_error("kind is errno, short, zero or delay, not " + kind);
-             }
-             plan.sys_errno = sys_errno;
-             plan.short_bytes = short_bytes;
-             plan.delay_ms = delay_ms;
-             return plan;
-           }),
-           py::kw_only(), py::arg("op") = "any", py::arg("nth") = 1, py::arg("count") = 1, py::arg("kind") = "errno",
-           py::arg("sys_errno") = 5, py::arg("short_bytes") = 512, py::arg("delay_ms") = 0);
-  m.def("set_fault_plan", &SetFaultPlan, py::arg("plan"));
-  m.def("clear_fault_plan", &ClearFaultPlan);
-  m.def("set_write_recording", &SetWriteRecording, py::arg("on"));
-  m.def("take_recorded_writes", [] {
-    py::list writes;
-    for (const RecordedWrite& write : TakeRecordedWrites()) {
-      writes.append(py::make_tuple(write.offset_bytes, py::bytes(write.data)));
-    }
-    return writes;
-  });
+  BindFaultPlan(m);
+  BindRandomAccess(m);
 }

@@ -109,6 +109,16 @@ Status Allocate(int fd, uint64_t size_bytes, std::string_view path) {
   return Status::Ok();
 }
 
+Status AllocateRange(int fd, uint64_t offset_bytes, uint64_t size_bytes, std::string_view path) {
+  if (size_bytes == 0) return Status::Ok();
+  int result = 0;
+  do {
+    result = fallocate(fd, 0, static_cast<off_t>(offset_bytes), static_cast<off_t>(size_bytes));
+  } while (result != 0 && errno == EINTR);
+  if (result == 0 || errno == EOPNOTSUPP || errno == ENOSYS || errno == ENODEV) return Status::Ok();
+  return Status::FromErrno(errno, "reserving " + std::to_string(size_bytes) + " bytes of", path, offset_bytes);
+}
+
 uint64_t FilesystemTypeOf(int fd) {
   struct statfs answer = {};
   return fstatfs(fd, &answer) == 0 ? static_cast<uint32_t>(answer.f_type) : 0;

@@ -29,6 +29,10 @@ Status SetDirect(int fd, bool direct, std::string_view path);
 // parallel, since none of them allocates or extends. Where the file system has no fallocate, only the size is set.
 Status Allocate(int fd, uint64_t size_bytes, std::string_view path);
 
+// Reserve a range, and let the file reach as far. Where the file system has no fallocate, nothing happens: writing
+// does it.
+Status AllocateRange(int fd, uint64_t offset_bytes, uint64_t size_bytes, std::string_view path);
+
 // The statfs type number of the file system that a file lies on, or 0 where it cannot be had.
 uint64_t FilesystemTypeOf(int fd);
 

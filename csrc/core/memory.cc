@@ -2,10 +2,14 @@
 
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
+#include <string>
+#include <system_error>
 #include <utility>
 
 #include "core/alignment.h"
@@ -34,8 +38,12 @@ void AdviseHugePages(std::span<std::byte> range) {
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }
 
-std::byte* MapBuffers(size_t size_bytes) {
-  // One huge page more than needed, cut off again at both ends. NORESERVE: what is not touched costs nothing.
+namespace {
+
+// Anonymous memory on a huge-page boundary, advised to use huge pages; null, with errno set, when it cannot be had.
+// NORESERVE: what is not touched costs nothing.
+std::byte* MapOnHugePages(size_t size_bytes) {
+  // One huge page more than needed, cut off again at both ends.
   const size_t mapped_bytes = size_bytes + kHugePageBytes;
   void* const mapped =
       mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -47,11 +55,40 @@ std::byte* MapBuffers(size_t size_bytes) {
   const uintptr_t used_end = aligned + size_bytes;
   if (end > used_end) munmap(reinterpret_cast<void*>(used_end), end - used_end);
   void* const memory = reinterpret_cast<void*>(aligned);
-  // Both are advice: refused by an old kernel, or one without huge pages, the memory is as good.
-  madvise(memory, size_bytes, MADV_HUGEPAGE);
-  madvise(memory, size_bytes, MADV_DONTFORK);
+  madvise(memory, size_bytes, MADV_HUGEPAGE);  // advice: refused by a kernel without huge pages, the memory is as good
   return static_cast<std::byte*>(memory);
 }
+
+}  // namespace
+
+std::byte* MapBuffers(size_t size_bytes) {
+  std::byte* const memory = MapOnHugePages(size_bytes);
+  if (memory != nullptr) madvise(memory, size_bytes, MADV_DONTFORK);  // advice, too
+  return memory;
+}
+
+Result<std::unique_ptr<LockedMemory>> LockedMemory::Create(size_t size_bytes) {
+  FP_CHECK(size_bytes > 0);
+  const std::string what = std::to_string(size_bytes) + " bytes";
+  if (size_bytes > SIZE_MAX / 2) return Status::FromErrno(ENOMEM, "mapping " + what, "to be locked");
+  const size_t mapped_bytes = AlignUp(size_bytes, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
+  std::byte* const memory = MapOnHugePages(mapped_bytes);
+  if (memory == nullptr) return Status::FromErrno(errno, "mapping " + what, "to be locked");
+  if (mlock(memory, mapped_bytes) != 0) {
+    const int sys_errno = errno;
+    munmap(memory, mapped_bytes);
+    rlimit limit = {};
+    getrlimit(RLIMIT_MEMLOCK, &limit);
+    const std::string now = limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur) + " bytes";
+    return Status::Error(StatusCode::kNoMemory, "locking " + what +
+                                                    " of memory: " + std::generic_category().message(sys_errno) +
+                                                    "; this process may lock " + now +
+                                                    " in all (RLIMIT_MEMLOCK; ulimit -l shows and raises it, in KiB)");
+  }
+  return std::unique_ptr<LockedMemory>(new LockedMemory(memory, size_bytes, mapped_bytes));
+}
+
+LockedMemory::~LockedMemory() { munmap(memory_, mapped_bytes_); }
 
 Prefault::Prefault(std::vector<std::span<std::byte>> ranges) : ranges_(std::move(ranges)) {
   uint64_t total_bytes = 0;

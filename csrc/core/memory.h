@@ -5,8 +5,11 @@
 
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <vector>
+
+#include "core/status.h"
 
 namespace fastpersist {
 
@@ -21,6 +24,29 @@ constexpr size_t kHugePageBytes = size_t{2} << 20;
 // (which have no use of it, and would make this process copy pages that direct I/O writes into). Null, with errno set,
 // when it cannot be had. Unmapped by munmap(memory, size_bytes). REQUIRES: size_bytes is a multiple of 4096.
 std::byte* MapBuffers(size_t size_bytes);
+
+// Memory that stays where it is: page-locked, so that it is never swapped out, zeroed, on a huge-page boundary where it
+// is large enough. A forked child has a copy that is not locked.
+class LockedMemory {
+ public:
+  // kNoMemory, with what to do about it, where the limit (RLIMIT_MEMLOCK) or the machine has no room for it.
+  // REQUIRES: size_bytes > 0.
+  static Result<std::unique_ptr<LockedMemory>> Create(size_t size_bytes);
+  ~LockedMemory();
+  LockedMemory(const LockedMemory&) = delete;
+  LockedMemory& operator=(const LockedMemory&) = delete;
+
+  std::byte* address() const { return memory_; }
+  size_t size_bytes() const { return size_bytes_; }
+
+ private:
+  LockedMemory(std::byte* memory, size_t size_bytes, size_t mapped_bytes)
+      : memory_(memory), size_bytes_(size_bytes), mapped_bytes_(mapped_bytes) {}
+
+  std::byte* const memory_;
+  const size_t size_bytes_;
+  const size_t mapped_bytes_;
+};
 
 // Makes the kernel find and clear the pages of fresh memory ahead of the thread that fills it. Clearing is a third of
 // the work of a load; done in line, it keeps the disk waiting. Changes no byte, so it may run beside the filling.

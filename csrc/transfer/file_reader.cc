@@ -106,7 +106,7 @@ Result<std::vector<uint32_t>> FileReader::Read(std::span<const ReadExtent> exten
 }
 
 Status FileReader::Run(std::span<const ReadExtent> extents, std::span<const Chunk> chunks) {
-  std::vector<uint64_t> finished_tags;
+  std::vector<IoPump::Finished> finished;
   size_t next = 0;
   while (next < chunks.size() || pump_->in_flight() > 0) {
     while (next < chunks.size() && pump_->in_flight() < pump_->queue_depth()) {
@@ -124,9 +124,9 @@ Status FileReader::Run(std::span<const ReadExtent> extents, std::span<const Chun
                                        .offset_bytes = chunk.offset_bytes,
                                        .tag = static_cast<uint64_t>(slot - in_flight_.begin())}));
     }
-    finished_tags.clear();
-    FP_RETURN_IF_ERROR(pump_->Collect(/*wait=*/true, finished_tags));
-    for (const uint64_t tag : finished_tags) FP_RETURN_IF_ERROR(Finish(extents, chunks, tag));
+    finished.clear();
+    FP_RETURN_IF_ERROR(pump_->Collect(finished));
+    for (const IoPump::Finished& request : finished) FP_RETURN_IF_ERROR(Finish(extents, chunks, request.tag));
   }
   return Status::Ok();
 }

@@ -66,9 +66,9 @@ Status FileWriter::Abort(Status status) {
 }
 
 Status FileWriter::Collect(bool wait) {
-  finished_tags_.clear();
-  FP_RETURN_IF_ERROR(pump_->Collect(wait, finished_tags_));
-  for (const uint64_t tag : finished_tags_) share_.Put(std::exchange(in_flight_[tag], nullptr));
+  finished_.clear();
+  FP_RETURN_IF_ERROR(pump_->Collect(wait ? std::chrono::milliseconds::max() : std::chrono::milliseconds(0), finished_));
+  for (const IoPump::Finished& request : finished_) share_.Put(std::exchange(in_flight_[request.tag], nullptr));
   return Status::Ok();
 }
 

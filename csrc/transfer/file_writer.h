@@ -114,7 +114,7 @@ class FileWriter {
   std::vector<Run> runs_{{.offset_bytes = 0, .size_bytes = 0, .crc = 0}};
   bool every_piece_has_crc_ = true;
   std::vector<std::byte*> in_flight_;  // by tag; null: that tag is free
-  std::vector<uint64_t> finished_tags_;
+  std::vector<IoPump::Finished> finished_;
   std::byte* buffer_ = nullptr;  // the chunk being filled
   uint64_t chunk_offset_ = 0;
   size_t fill_bytes_ = 0;

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "core/alignment.h"
+#include "engine/deadline.h"
 
 namespace fastpersist {
 namespace {
@@ -101,7 +102,7 @@ void IoPump::Queue(size_t slot_index) {
   FP_CHECK(result == QueueResult::kQueued);  // there are as many slots as the engine has room for
 }
 
-Status IoPump::Start(const Request& request) {
+Status IoPump::Start(const Request& request, bool more_follow) {
   if (!failed_.ok()) return failed_;
   FP_CHECK(!free_slots_.empty());
   const size_t index = free_slots_.back();
@@ -113,6 +114,7 @@ Status IoPump::Start(const Request& request) {
     return Status::Ok();
   }
   Queue(index);
+  if (more_follow) return Status::Ok();
   Status status = engine_->Submit();
   return status.ok() ? status : Fail(std::move(status));
 }
@@ -124,7 +126,8 @@ Status IoPump::Poll() {
   return options_.poll(done_bytes_);
 }
 
-Status IoPump::Collect(bool wait, std::vector<uint64_t>& finished_tags) {
+Status IoPump::Collect(std::chrono::milliseconds wait_at_most, std::vector<Finished>& finished) {
+  const Deadline deadline(wait_at_most);
   while (failed_.ok() && in_flight_count_ > 0) {
     if (!demote_because_.ok() && engine_->in_flight() == 0) {
       if (Status status = Demote(); !status.ok()) return Fail(std::move(status));
@@ -135,19 +138,30 @@ Status IoPump::Collect(bool wait, std::vector<uint64_t>& finished_tags) {
       for (const size_t index : again) Queue(index);
     }
     if (Status status = engine_->Submit(); !status.ok()) return Fail(std::move(status));
-    Result<size_t> reaped = engine_->Reap(completions_, wait ? 1 : 0, wait ? kPollInterval : kPollInterval * 0);
+    const auto wait = std::min<std::chrono::milliseconds>(kPollInterval, wait_at_most);
+    Result<size_t> reaped = engine_->Reap(completions_, wait.count() > 0 ? 1 : 0, wait);
     if (!reaped.ok()) return Fail(reaped.status());
     for (size_t i = 0; i < reaped.value(); ++i) {
-      Status status = Complete(completions_[i], finished_tags);
+      Status status = Complete(completions_[i], finished);
       if (!status.ok()) return Fail(std::move(status));
     }
     if (Status status = Poll(); !status.ok()) return Fail(std::move(status));
-    if (!wait || !finished_tags.empty()) break;
+    if (!finished.empty() || deadline.Passed()) break;
   }
   return failed_;
 }
 
-Status IoPump::Complete(const IoCompletion& completion, std::vector<uint64_t>& finished_tags) {
+// Finish a request, one way or the other.
+Status IoPump::Give(size_t slot_index, Status status, std::vector<Finished>& finished) {
+  const Slot& slot = slots_[slot_index];
+  if (!status.ok() && !options_.outlives_failures) return status;
+  finished.push_back({.tag = slot.request.tag, .status = std::move(status), .done_bytes = slot.done_bytes});
+  free_slots_.push_back(slot_index);
+  --in_flight_count_;
+  return Status::Ok();
+}
+
+Status IoPump::Complete(const IoCompletion& completion, std::vector<Finished>& finished) {
   const auto index = static_cast<size_t>(completion.tag);
   Slot& slot = slots_[index];
   const Request& request = slot.request;
@@ -158,7 +172,7 @@ Status IoPump::Complete(const IoCompletion& completion, std::vector<uint64_t>& f
     const auto now = std::chrono::steady_clock::now();
     if (slot.attempt_count++ == 0) slot.first_refused = now;
     if (now - slot.first_refused > kRefusedLimit) {
-      return Status::FromErrno(completion.sys_errno, Name(request.op), path_, place);
+      return Give(index, Status::FromErrno(completion.sys_errno, Name(request.op), path_, place), finished);
     }
     if (slot.attempt_count > 1) std::this_thread::sleep_for(kRefusedPause);
     waiting_slots_.push_back(index);
@@ -167,7 +181,7 @@ Status IoPump::Complete(const IoCompletion& completion, std::vector<uint64_t>& f
   if (completion.sys_errno != 0) {
     Status status = Status::FromErrno(completion.sys_errno, Name(request.op), path_, place);
     const bool another = engine_index_ + 1 < options_.engines.size();
-    if (!SaysNotSupported(completion.sys_errno) || !another) return status;
+    if (!SaysNotSupported(completion.sys_errno) || !another) return Give(index, std::move(status), finished);
     if (demote_because_.ok()) demote_because_ = std::move(status);
     waiting_slots_.push_back(index);
     return Status::Ok();
@@ -178,17 +192,17 @@ Status IoPump::Complete(const IoCompletion& completion, std::vector<uint64_t>& f
   const uint32_t total_bytes = slot.done_bytes + completion.done_bytes;
   if (total_bytes >= needed_bytes) {
     done_bytes_ += needed_bytes;
-    finished_tags.push_back(request.tag);
-    free_slots_.push_back(index);
-    --in_flight_count_;
-    return Status::Ok();
+    slot.done_bytes = needed_bytes;
+    return Give(index, Status::Ok(), finished);
   }
   // Short. Direct I/O resumes on an aligned place only: 8 KiB asked, 5,000 bytes done, alignment 512 → resume at 4,608.
   const uint32_t resume_bytes = engine_->limits().direct
                                     ? static_cast<uint32_t>(AlignDown(total_bytes, limits_.offset_alignment_bytes))
                                     : total_bytes;
   if (resume_bytes <= slot.done_bytes) {
-    return Stopped(slot, completion.done_bytes);
+    Status stopped = Stopped(slot, completion.done_bytes);
+    slot.done_bytes = total_bytes;
+    return Give(index, std::move(stopped), finished);
   }
   slot.done_bytes = resume_bytes;
   waiting_slots_.push_back(index);

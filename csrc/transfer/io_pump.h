@@ -25,6 +25,8 @@ struct PumpOptions {
   uint32_t thread_count = 0;
   // Asked about every 50 ms with the bytes done so far; its error stops the transfer. May be empty.
   std::function<Status(uint64_t done_bytes)> poll;
+  // A failed request is reported with its tag, and the others go on. Otherwise the first failure is the transfer's.
+  bool outlives_failures = false;
 };
 
 // One owner thread at a time.
@@ -47,12 +49,21 @@ class IoPump {
     uint64_t tag = 0;
   };
 
-  // Give a request to the kernel. REQUIRES: in_flight() < queue_depth().
-  Status Start(const Request& request);
+  struct Finished {
+    uint64_t tag = 0;
+    Status status;            // not ok only if the pump outlives failures
+    uint32_t done_bytes = 0;  // of a failed request: those that were done before, from its start
+  };
 
-  // Add the tags of finished requests. wait: until `finished_tags` is not empty, or nothing is in flight.
-  // The first error is returned here, and by every later call.
-  Status Collect(bool wait, std::vector<uint64_t>& finished_tags);
+  // Give a request to the kernel; with more_follow it may wait for the next call.
+  // REQUIRES: in_flight() < queue_depth().
+  Status Start(const Request& request, bool more_follow = false);
+
+  // Add the requests that are finished. Waits until there is one, nothing is in flight, or the time is over.
+  // What stops all requests (the engine, the poll; the first failure, unless the pump outlives those) is returned here
+  // and by every later call.
+  Status Collect(std::chrono::milliseconds wait_at_most, std::vector<Finished>& finished);
+  Status Collect(std::vector<Finished>& finished) { return Collect(std::chrono::milliseconds::max(), finished); }
 
   // Wait until the kernel has let go of every buffer, whatever becomes of the requests. The pump is of no use after.
   void Abandon() noexcept;
@@ -78,7 +89,8 @@ class IoPump {
   Status UseEngine(size_t index, Status why_left);
   Status Demote();
   void Queue(size_t slot_index);
-  Status Complete(const IoCompletion& completion, std::vector<uint64_t>& finished_tags);
+  Status Complete(const IoCompletion& completion, std::vector<Finished>& finished);
+  Status Give(size_t slot_index, Status status, std::vector<Finished>& finished);
   Status Poll();
   Status Fail(Status status);
   Status Stopped(const Slot& slot, uint32_t last_done_bytes) const;

@@ -45,7 +45,7 @@ Result<std::unique_ptr<IoPump>> Open(const ScratchFile& file, std::vector<std::s
 // kPieceCount requests with the queue kept full. Each tag must come back once.
 Status Transfer(IoPump& pump, IoOp op, Memory& memory) {
   std::map<uint64_t, int> finished_count;
-  std::vector<uint64_t> finished;
+  std::vector<IoPump::Finished> finished;
   size_t next = 0;
   while (next < kPieceCount || pump.in_flight() > 0) {
     while (next < kPieceCount && pump.in_flight() < pump.queue_depth()) {
@@ -58,8 +58,8 @@ Status Transfer(IoPump& pump, IoOp op, Memory& memory) {
       ++next;
     }
     finished.clear();
-    FP_RETURN_IF_ERROR(pump.Collect(/*wait=*/true, finished));
-    for (const uint64_t tag : finished) ++finished_count[tag];
+    FP_RETURN_IF_ERROR(pump.Collect(finished));
+    for (const IoPump::Finished& request : finished) ++finished_count[request.tag];
   }
   EXPECT(finished_count.size() == kPieceCount);
   for (const auto& [tag, count] : finished_count) EXPECT_WITH(count == 1, std::to_string(tag));
@@ -170,18 +170,18 @@ void AReadMayEndWithTheFile() {
   Memory memory(8192);
   for (const char* engine : {"threads-buffered", "threads"}) {
     if (std::string(engine) == "threads" && !TakesDirect()) continue;
-    std::vector<uint64_t> finished;
+    std::vector<IoPump::Finished> finished;
     const auto pump = Must(Open(file, {engine}));
     IoPump::Request request{.op = IoOp::kRead, .buffer = memory.at(0), .size_bytes = 8192, .needed_bytes = 5000};
     EXPECT_OK(pump->Start(request));
-    EXPECT_OK(pump->Collect(/*wait=*/true, finished));
+    EXPECT_OK(pump->Collect(finished));
     EXPECT(finished.size() == 1 && pump->done_bytes() == 5000);
     EXPECT(memory.Holds(file.Content()));
 
     finished.clear();
     request.needed_bytes = 5001;
     EXPECT_OK(pump->Start(request));
-    const Status status = pump->Collect(/*wait=*/true, finished);
+    const Status status = pump->Collect(finished);
     EXPECT_WITH(status.code() == StatusCode::kEndOfFile, status.message());
   }
 }
@@ -276,11 +276,73 @@ void TheFirstErrorStays() {
   const Fault fault(Fault::Errno(EIO, 2, 1));
   const auto pump = Must(Open(file, {"fault:threads-buffered"}));
   EXPECT(!Transfer(*pump, IoOp::kWrite, memory).ok());
-  std::vector<uint64_t> finished;
-  EXPECT(pump->Collect(/*wait=*/false, finished).sys_errno() == EIO);
+  std::vector<IoPump::Finished> finished;
+  EXPECT(pump->Collect(std::chrono::milliseconds(0), finished).sys_errno() == EIO);
   EXPECT(pump->Start({.op = IoOp::kWrite, .buffer = memory.at(0), .size_bytes = kPieceBytes}).sys_errno() == EIO);
   pump->Abandon();
-  EXPECT(pump->Collect(/*wait=*/true, finished).sys_errno() == EIO);
+  EXPECT(pump->Collect(finished).sys_errno() == EIO);
+}
+
+void APumpThatOutlivesFailuresReportsEachWithItsRequest() {
+  const ScratchFile file("pump", RandomBytes(kPieceBytes * 3 + 100, 5));
+  Memory memory(kPieceBytes * kPieceCount);
+  const Fault fault(Fault::Errno(EIO, 2, 1));
+  const auto pump = Must(
+      IoPump::Open(file.fd(), file.path(),
+                   {.engines = {"fault:threads-buffered"}, .queue_depth = 1, .poll = {}, .outlives_failures = true}));
+  // The second read is made to fail; the last one reaches 100 bytes into what is there.
+  std::vector<IoPump::Finished> finished;
+  for (uint64_t piece = 0; piece < 4; ++piece) {
+    EXPECT_OK(pump->Start({.op = IoOp::kRead,
+                           .buffer = memory.at(piece * kPieceBytes),
+                           .size_bytes = kPieceBytes,
+                           .needed_bytes = kPieceBytes,
+                           .offset_bytes = piece * kPieceBytes,
+                           .tag = piece}));
+    std::vector<IoPump::Finished> found;
+    EXPECT_OK(pump->Collect(found));
+    finished.insert(finished.end(), found.begin(), found.end());
+  }
+  EXPECT(finished.size() == 4 && pump->in_flight() == 0);
+  EXPECT(finished[0].status.ok() && finished[0].done_bytes == kPieceBytes);
+  EXPECT(finished[1].tag == 1 && finished[1].status.sys_errno() == EIO && finished[1].done_bytes == 0);
+  EXPECT(finished[2].status.ok());
+  EXPECT(finished[3].status.code() == StatusCode::kEndOfFile && finished[3].done_bytes == 100);
+}
+
+void ACollectWithAnEndComesBackInTime() {
+  const ScratchFile file("pump", RandomBytes(kPieceBytes, 5));
+  Memory memory(kPieceBytes);
+  const Fault fault(Fault::Delay(300));
+  const auto pump = Must(Open(file, {"fault:threads-buffered"}));
+  EXPECT_OK(
+      pump->Start({.op = IoOp::kRead, .buffer = memory.at(0), .size_bytes = kPieceBytes, .needed_bytes = kPieceBytes}));
+  std::vector<IoPump::Finished> finished;
+  const auto start = Clock::now();
+  EXPECT_OK(pump->Collect(std::chrono::milliseconds(5), finished));
+  EXPECT_WITH(SecondsSince(start) < 0.2, std::to_string(SecondsSince(start)));
+  EXPECT(finished.empty());
+  EXPECT_OK(pump->Collect(finished));
+  EXPECT(finished.size() == 1);
+}
+
+void MoreThatFollowGoesOutWithTheNextCall() {
+  const ScratchFile file("pump", RandomBytes(kPieceBytes * 2, 5));
+  Memory memory(kPieceBytes * 2);
+  const auto pump = Must(Open(file, {"threads-buffered"}));
+  for (uint64_t piece = 0; piece < 2; ++piece) {
+    EXPECT_OK(pump->Start({.op = IoOp::kRead,
+                           .buffer = memory.at(piece * kPieceBytes),
+                           .size_bytes = kPieceBytes,
+                           .needed_bytes = kPieceBytes,
+                           .offset_bytes = piece * kPieceBytes,
+                           .tag = piece},
+                          /*more_follow=*/true));
+  }
+  std::vector<IoPump::Finished> finished;
+  while (pump->in_flight() > 0) EXPECT_OK(pump->Collect(finished));
+  EXPECT(finished.size() == 2);
+  EXPECT(memory.Holds(file.Content()));
 }
 
 // --- Polling and giving up
@@ -336,8 +398,8 @@ void AfterAbandonTheKernelWritesNoMore() {
       std::memset(memory.at(0), 0xA5, content.size());
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
       EXPECT_WITH(memory.Holds(Bytes(content.size(), std::byte{0xA5})), engine);
-      std::vector<uint64_t> finished;
-      EXPECT(pump.value()->Collect(/*wait=*/true, finished).code() == StatusCode::kCancelled);
+      std::vector<IoPump::Finished> finished;
+      EXPECT(pump.value()->Collect(finished).code() == StatusCode::kCancelled);
     }
   }
 }
@@ -345,8 +407,8 @@ void AfterAbandonTheKernelWritesNoMore() {
 void CollectWithNothingInFlightReturnsAtOnce() {
   const ScratchFile file("pump");
   const auto pump = Must(Open(file, {"threads-buffered"}));
-  std::vector<uint64_t> finished;
-  EXPECT_OK(pump->Collect(/*wait=*/true, finished));
+  std::vector<IoPump::Finished> finished;
+  EXPECT_OK(pump->Collect(finished));
   EXPECT(finished.empty());
 }
 
@@ -373,6 +435,9 @@ int main(int argc, char** argv) {
               TEST(AnErrorOfTheDiskReplacesNoEngine),
               TEST(AnErrorSaysWhatWhereAndWhichFile),
               TEST(TheFirstErrorStays),
+              TEST(APumpThatOutlivesFailuresReportsEachWithItsRequest),
+              TEST(ACollectWithAnEndComesBackInTime),
+              TEST(MoreThatFollowGoesOutWithTheNextCall),
               TEST(PollIsAskedWhileIoIsInFlight),
               TEST(AnErrorOfPollStopsAtOnceWithIoInFlight),
               TEST(AfterAbandonTheKernelWritesNoMore),

@@ -1,0 +1,295 @@
+// RandomAccess, its requests, and page-locked memory, as Python has them. Waiting looks for signals, so Ctrl-C ends the
+// wait, not the request.
+#include "transfer/random_access.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "binding/errors.h"
+#include "binding/rooms.h"
+#include "core/file.h"
+#include "core/fork.h"
+#include "core/memory.h"
+
+namespace py = pybind11;
+
+namespace fastpersist {
+namespace {
+
+using std::chrono::milliseconds;
+constexpr milliseconds kSignalInterval(50);
+
+// Calls `wait_for` with a short time, without the GIL, until it returns true or the timeout is over.
+template <class WaitFor>
+bool WaitWithSignals(const std::optional<double>& timeout_s, WaitFor wait_for) {
+  const auto start = std::chrono::steady_clock::now();
+  for (;;) {
+    milliseconds step = kSignalInterval;
+    bool is_last = false;
+    if (timeout_s.has_value()) {
+      const std::chrono::duration<double> left =
+          std::chrono::duration<double>(*timeout_s) - (std::chrono::steady_clock::now() - start);
+      is_last = left <= step;
+      if (is_last) step = std::max(milliseconds(0), std::chrono::ceil<milliseconds>(left));
+    }
+    bool there = false;
+    {
+      const py::gil_scoped_release release;
+      there = wait_for(step);
+    }
+    if (there) return true;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (is_last) return false;
+  }
+}
+
+// A request, the path for its errors, and what keeps its memory; the last only with the GIL.
+struct PyRequest {
+  std::shared_ptr<FileRequest> request;
+  std::string path;
+  py::object kept;
+
+  bool done() const { return request->done(); }
+  void RaiseFailure() const {
+    if (request->status().ok()) return;
+    request->SetTold();
+    Throw(request->status(), path);
+  }
+  // Where a read met the end of the file: offset, bytes that were there, bytes asked for.
+  std::optional<std::tuple<uint64_t, uint64_t, uint64_t>> ended_early() const {
+    if (request->status().code() != StatusCode::kEndOfFile) return std::nullopt;
+    const FilePart& part = request->failed_part();
+    return std::tuple(part.offset_bytes, request->failed_part_done_bytes(), part.size_bytes);
+  }
+};
+
+// Every request that is not known to be done: whoever waits for one may let go of it, or be interrupted before he holds
+// it, and the kernel still uses its memory. All with the GIL. Leaked on purpose, as are a forked child's parent's.
+class OpenRequests {
+ public:
+  static void Add(const std::shared_ptr<PyRequest>& request) {
+    OpenRequests& own = Own();
+    own.requests_.push_back(request);
+    if (own.requests_.size() >= own.next_look_count_) Forget();
+  }
+
+  // Let go of what is done.
+  static void Forget() {
+    OpenRequests& own = Own();
+    std::vector<std::shared_ptr<PyRequest>> done;  // destroyed last: what it keeps may run code that comes back here
+    std::erase_if(own.requests_, [&done](const std::shared_ptr<PyRequest>& request) {
+      if (!request->done()) return false;
+      done.push_back(request);
+      return true;
+    });
+    own.next_look_count_ = std::max<size_t>(64, 2 * own.requests_.size());  // so that looking costs little per request
+    for (const std::shared_ptr<PyRequest>& request : done) request->kept = py::none();
+  }
+
+ private:
+  static OpenRequests& Own() {
+    static OpenRequests* own = new OpenRequests;
+    static uint64_t generation = ForkGeneration();
+    if (generation != ForkGeneration()) {
+      own = new OpenRequests;
+      generation = ForkGeneration();
+    }
+    return *own;
+  }
+
+  std::vector<std::shared_ptr<PyRequest>> requests_;
+  size_t next_look_count_ = 64;
+};
+
+class PyRandomAccess {
+ public:
+  explicit PyRandomAccess(RandomAccessOptions options) : path_(options.path) {
+    Status status;
+    {
+      const py::gil_scoped_release release;
+      Result<std::unique_ptr<RandomAccess>> opened = RandomAccess::Open(std::move(options));
+      status = opened.status();
+      if (opened.ok()) file_ = std::move(opened).value();
+    }
+    ThrowIfError(status, path_);
+  }
+  ~PyRandomAccess() { Close(); }
+  PyRandomAccess(const PyRandomAccess&) = delete;
+  PyRandomAccess& operator=(const PyRandomAccess&) = delete;
+
+  // `slices` is iterated while what came before is under way. If that raises, what was started is waited for.
+  std::shared_ptr<PyRequest> Submit(bool write, const py::iterable& slices, py::object kept) {
+    const std::shared_ptr<RandomAccess> open = file();
+    const auto request =
+        std::make_shared<PyRequest>(PyRequest{open->Begin(write ? IoOp::kWrite : IoOp::kRead), path_, std::move(kept)});
+    OpenRequests::Add(request);
+    try {
+      for (const py::handle slice : slices) {
+        std::vector<FilePart> parts = PartsOf(slice);
+        const py::gil_scoped_release release;
+        open->Add(request->request, std::move(parts));
+      }
+    } catch (...) {
+      const py::gil_scoped_release release;
+      open->End(request->request);
+      while (!request->request->WaitFor(std::chrono::hours(1))) continue;
+      throw;
+    }
+    open->End(request->request);
+    return request;
+  }
+
+  bool WaitForAll(const std::optional<double>& timeout_s) {
+    const std::shared_ptr<RandomAccess> open = file();
+    return WaitWithSignals(timeout_s, [&open](milliseconds time) { return open->WaitForAll(time); });
+  }
+
+  // Those that nobody was told of.
+  std::vector<std::shared_ptr<PyRequest>> TakeFailedWrites() {
+    std::vector<std::shared_ptr<PyRequest>> found;
+    for (const std::shared_ptr<FileRequest>& request : file()->TakeFailedWrites()) {
+      if (!request->told()) found.push_back(std::make_shared<PyRequest>(PyRequest{request, path_, py::none()}));
+    }
+    return found;
+  }
+
+  // Waits for all requests. May be called again.
+  void Close() {
+    if (file_ == nullptr) return;
+    if (generation_ != ForkGeneration()) {
+      // The parent's: its locks may be held for ever here. Leaked on purpose.
+      [[maybe_unused]] const auto* const left_alone = new std::shared_ptr<RandomAccess>(std::move(file_));
+      file_ = nullptr;
+      return;
+    }
+    engine_name_ = file_->engine_name();
+    demotions_ = file_->demotions();
+    std::shared_ptr<RandomAccess> last = std::move(file_);
+    file_ = nullptr;
+    const py::gil_scoped_release release;
+    // Another thread may hold it, too; descriptors must not be closed while the kernel uses them.
+    while (!last->WaitForAll(std::chrono::hours(1))) continue;
+    last.reset();
+  }
+
+  std::string engine_name() const { return file_ == nullptr ? engine_name_ : file_->engine_name(); }
+  py::list demotions() const {
+    py::list list;
+    for (const std::string& text : file_ == nullptr ? demotions_ : file_->demotions())
+      list.append(FileSystemText(text));
+    return list;
+  }
+
+ private:
+  std::vector<FilePart> PartsOf(const py::handle& slice) const {
+    const auto tuples = slice.cast<std::vector<std::tuple<uintptr_t, uint64_t, uint64_t>>>();
+    std::vector<FilePart> parts;
+    parts.reserve(tuples.size());
+    for (const auto& [address, size_bytes, offset_bytes] : tuples) {
+      if (offset_bytes > INT64_MAX || size_bytes > INT64_MAX - offset_bytes) {
+        Throw(Status::Error(StatusCode::kInvalidArgument, std::to_string(size_bytes) + " bytes at offset " +
+                                                              std::to_string(offset_bytes) + " of " + path_ +
+                                                              " lie behind any possible end of a file"),
+              path_);
+      }
+      parts.push_back({reinterpret_cast<std::byte*>(address), size_bytes, offset_bytes});
+    }
+    return parts;
+  }
+
+  // With the GIL: file_ is guarded by it.
+  std::shared_ptr<RandomAccess> file() const {
+    if (file_ == nullptr) Throw(Status::Error(StatusCode::kInvalidArgument, path_ + " is closed"), path_);
+    return file_;
+  }
+
+  const uint64_t generation_ = ForkGeneration();
+  const std::string path_;
+  std::shared_ptr<RandomAccess> file_;
+  std::string engine_name_;
+  std::vector<std::string> demotions_;
+};
+
+}  // namespace
+
+void BindRandomAccess(py::module_& m) {
+  py::class_<PyRequest, std::shared_ptr<PyRequest>>(m, "FileRequest")
+      .def("done", &PyRequest::done)
+      .def("let_go", [](PyRequest& self) { const py::object kept = std::exchange(self.kept, py::none()); })
+      .def(
+          "wait",
+          [](const PyRequest& self, const std::optional<double>& timeout_s) {
+            return WaitWithSignals(timeout_s, [&self](milliseconds time) { return self.request->WaitFor(time); });
+          },
+          py::arg("timeout_s") = py::none())
+      .def("raise_failure", &PyRequest::RaiseFailure)
+      .def_property_readonly("ended_early", &PyRequest::ended_early)
+      .def_property_readonly("failed_count", [](const PyRequest& self) { return self.request->failed_count(); })
+      .def_property_readonly("done_bytes", [](const PyRequest& self) { return self.request->done_bytes(); });
+
+  py::class_<PyRandomAccess>(m, "RandomAccess")
+      .def(py::init([](int fd, int buffered_fd, std::string path, std::vector<std::string> engines,
+                       std::vector<std::string> edge_engines, uint32_t queue_depth, uint32_t thread_count,
+                       uint64_t chunk_bytes, uint64_t staging_bytes) {
+             return std::make_unique<PyRandomAccess>(RandomAccessOptions{.fd = fd,
+                                                                         .buffered_fd = buffered_fd,
+                                                                         .path = std::move(path),
+                                                                         .engines = std::move(engines),
+                                                                         .edge_engines = std::move(edge_engines),
+                                                                         .queue_depth = queue_depth,
+                                                                         .thread_count = thread_count,
+                                                                         .chunk_bytes = chunk_bytes,
+                                                                         .staging_bytes = staging_bytes});
+           }),
+           py::kw_only(), py::arg("fd"), py::arg("buffered_fd"), py::arg("path"), py::arg("engines"),
+           py::arg("edge_engines"), py::arg("queue_depth"), py::arg("thread_count"), py::arg("chunk_bytes"),
+           py::arg("staging_bytes"))
+      .def("submit", &PyRandomAccess::Submit, py::arg("write"), py::arg("slices"), py::arg("kept"))
+      .def("wait_for_all", &PyRandomAccess::WaitForAll, py::arg("timeout_s") = py::none())
+      .def("take_failed_writes", &PyRandomAccess::TakeFailedWrites)
+      .def("close", &PyRandomAccess::Close)
+      .def_property_readonly("engine", &PyRandomAccess::engine_name)
+      .def_property_readonly("demotions", &PyRandomAccess::demotions);
+
+  py::class_<LockedMemory>(m, "LockedMemory", py::buffer_protocol())
+      .def(py::init([](size_t size_bytes) {
+             if (size_bytes == 0) Throw(Status::Error(StatusCode::kInvalidArgument, "there is nothing to lock"), "");
+             Result<std::unique_ptr<LockedMemory>> made = [size_bytes] {
+               const py::gil_scoped_release release;
+               return LockedMemory::Create(size_bytes);
+             }();
+             ThrowIfError(made.status(), "");
+             return std::move(made).value();
+           }),
+           py::arg("size_bytes"))
+      .def_buffer([](LockedMemory& self) {
+        return py::buffer_info(reinterpret_cast<uint8_t*>(self.address()), static_cast<py::ssize_t>(self.size_bytes()));
+      })
+      .def_property_readonly("address",
+                             [](const LockedMemory& self) { return reinterpret_cast<uintptr_t>(self.address()); })
+      .def_property_readonly("size_bytes", &LockedMemory::size_bytes);
+
+  m.def("forget_done_requests", &OpenRequests::Forget);
+  m.def(
+      "allocate_range",
+      [](int fd, uint64_t offset_bytes, uint64_t size_bytes, const std::string& path) {
+        Status status;
+        {
+          const py::gil_scoped_release release;
+          status = AllocateRange(fd, offset_bytes, size_bytes, path);
+        }
+        ThrowIfError(status, path);
+      },
+      py::arg("fd"), py::arg("offset_bytes"), py::arg("size_bytes"), py::arg("path"));
+}
+
+}  // namespace fastpersist

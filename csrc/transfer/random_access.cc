@@ -1,0 +1,190 @@
+#include "transfer/random_access.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/alignment.h"
+#include "core/fork.h"
+#include "transfer/request_worker.h"
+
+namespace fastpersist {
+
+// ---------------------------------------------------------------------------------------------------- FileRequest
+
+bool FileRequest::done() const {
+  const std::lock_guard lock(mutex_);
+  return open_job_count_ == 0;
+}
+
+bool FileRequest::WaitFor(std::chrono::milliseconds time) const {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, time, [this] { return open_job_count_ == 0; });
+}
+
+void FileRequest::AddJob() {
+  const std::lock_guard lock(mutex_);
+  ++open_job_count_;
+}
+
+void FileRequest::JobDone(uint64_t done_bytes, uint64_t failed_count, Failure first_failure) {
+  std::function<void()> on_done;
+  {
+    const std::lock_guard lock(mutex_);
+    done_bytes_ += done_bytes;
+    if (failed_count_ == 0 && failed_count > 0) {
+      status_ = std::move(first_failure.status);
+      failed_part_ = first_failure.part;
+      failed_part_done_bytes_ = first_failure.done_bytes;
+    }
+    failed_count_ += failed_count;
+    if (open_job_count_ > 1) {
+      --open_job_count_;
+      return;
+    }
+    on_done = std::move(on_done_);
+  }
+  // Noted by the file before anybody can see that it is done: who has seen it finds it noted.
+  if (on_done) on_done();
+  const std::lock_guard lock(mutex_);
+  open_job_count_ = 0;
+  changed_.notify_all();
+}
+
+// ---------------------------------------------------------------------------------------------------- RandomAccess
+
+// What requests tell the file; shared, since a request may be looked at when the file is gone.
+struct RandomAccess::Tally {
+  std::mutex mutex;
+  std::condition_variable none_open;
+  uint64_t open_count = 0;
+  std::vector<std::shared_ptr<FileRequest>> failed_writes;
+};
+
+RandomAccess::RandomAccess(RandomAccessOptions options)
+    : generation_(ForkGeneration()),
+      options_(std::move(options)),
+      limits_(DirectIoLimitsOf(options_.fd)),
+      edge_mutex_(new std::mutex),
+      tally_(std::make_shared<Tally>()) {}
+
+Result<std::unique_ptr<RandomAccess>> RandomAccess::Open(RandomAccessOptions options) {
+  // What was cut for the page cache would not do for an engine that takes over.
+  if (!std::is_partitioned(options.engines.begin(), options.engines.end(),
+                           [](const std::string& name) { return !name.ends_with("-buffered"); })) {
+    return Status::Error(StatusCode::kInvalidArgument, "a direct engine cannot follow one through the page cache");
+  }
+  std::unique_ptr<RandomAccess> file(new RandomAccess(std::move(options)));
+  const RandomAccessOptions& own = file->options_;
+  // A device may have blocks that are larger than the chunks that were asked for.
+  const uint64_t chunk_bytes = std::max<uint64_t>(own.chunk_bytes, file->limits_.offset_alignment_bytes);
+  PumpOptions pump_options{.engines = own.engines,
+                           .queue_depth = own.queue_depth,
+                           .thread_count = own.thread_count,
+                           .poll = {},
+                           .outlives_failures = true};
+  Result<std::unique_ptr<IoPump>> pump = IoPump::Open(own.fd, own.path, std::move(pump_options));
+  if (!pump.ok()) return pump.status();
+  if (pump.value()->direct()) {
+    const auto page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+    file->write_unit_bytes_ = std::max<uint64_t>(page_bytes, file->limits_.offset_alignment_bytes);
+  }
+  const uint64_t staging_bytes = std::max(
+      2 * chunk_bytes, std::min(own.staging_bytes, AlignUp(chunk_bytes, Staging::kUnitBytes) * own.queue_depth));
+  file->worker_ = std::make_unique<RequestWorker>(std::move(pump).value(), file->limits_, chunk_bytes, staging_bytes);
+  return file;
+}
+
+RandomAccess::~RandomAccess() {
+  if (ForkGeneration() != generation_) {
+    [[maybe_unused]] const RequestWorker* const left_alone[] = {worker_.release(), edge_worker_.release()};
+    return;
+  }
+  worker_.reset();
+  edge_worker_.reset();
+  delete edge_mutex_;
+}
+
+Result<RequestWorker*> RandomAccess::EdgeWorker() {
+  const std::lock_guard lock(*edge_mutex_);
+  if (edge_worker_ == nullptr) {
+    PumpOptions pump_options{.engines = options_.edge_engines,
+                             .queue_depth = options_.queue_depth,
+                             .thread_count = options_.thread_count,
+                             .poll = {},
+                             .outlives_failures = true};
+    Result<std::unique_ptr<IoPump>> pump = IoPump::Open(options_.buffered_fd, options_.path, std::move(pump_options));
+    if (!pump.ok()) return pump.status();
+    FP_CHECK(!pump.value()->direct());
+    edge_worker_ = std::make_unique<RequestWorker>(std::move(pump).value(), limits_, options_.chunk_bytes, 0);
+  }
+  return edge_worker_.get();
+}
+
+std::shared_ptr<FileRequest> RandomAccess::Begin(IoOp op) {
+  FP_CHECK(ForkGeneration() == generation_);
+  std::shared_ptr<FileRequest> request(new FileRequest(op));
+  {
+    const std::lock_guard lock(tally_->mutex);
+    ++tally_->open_count;
+  }
+  request->on_done_ = [tally = tally_, weak = std::weak_ptr(request)] {
+    const std::shared_ptr<FileRequest> done = weak.lock();  // whoever calls this holds it
+    const std::lock_guard lock(tally->mutex);
+    if (done->op() == IoOp::kWrite && done->failed_count() > 0) tally->failed_writes.push_back(done);
+    if (--tally->open_count == 0) tally->none_open.notify_all();
+  };
+  return request;
+}
+
+void RandomAccess::Add(const std::shared_ptr<FileRequest>& request, std::vector<FilePart> parts) {
+  FP_CHECK(ForkGeneration() == generation_);
+  std::erase_if(parts, [](const FilePart& part) { return part.size_bytes == 0; });
+  std::vector<FilePart> edges;
+  if (request->op() == IoOp::kWrite && write_unit_bytes_ > 1) {
+    // [1000, 9000) becomes [4096, 8192), and through the page cache [1000, 4096) and [8192, 9000).
+    for (FilePart& part : parts) {
+      const FilePart whole = part;
+      const uint64_t end = whole.offset_bytes + whole.size_bytes;
+      const auto cut = [&whole](uint64_t from, uint64_t until) {
+        return FilePart{whole.address + (from - whole.offset_bytes), until - from, from};
+      };
+      const uint64_t low = std::min(end, AlignUp(whole.offset_bytes, write_unit_bytes_));
+      const uint64_t high = std::max(low, AlignDown(end, write_unit_bytes_));
+      part = cut(low, high);
+      if (low > whole.offset_bytes) edges.push_back(cut(whole.offset_bytes, low));
+      if (end > high) edges.push_back(cut(high, end));
+    }
+    std::erase_if(parts, [](const FilePart& part) { return part.size_bytes == 0; });
+  }
+  if (!parts.empty()) {
+    request->AddJob();
+    worker_->Add(request, std::move(parts));
+  }
+  if (edges.empty()) return;
+  request->AddJob();
+  Result<RequestWorker*> edge_worker = EdgeWorker();
+  if (edge_worker.ok()) {
+    edge_worker.value()->Add(request, std::move(edges));
+  } else {
+    request->JobDone(0, 1, {.status = edge_worker.status(), .part = edges.front(), .done_bytes = 0});
+  }
+}
+
+void RandomAccess::End(const std::shared_ptr<FileRequest>& request) { request->JobDone(0, 0, {}); }
+
+bool RandomAccess::WaitForAll(std::chrono::milliseconds time) {
+  std::unique_lock lock(tally_->mutex);
+  return tally_->none_open.wait_for(lock, time, [this] { return tally_->open_count == 0; });
+}
+
+std::vector<std::shared_ptr<FileRequest>> RandomAccess::TakeFailedWrites() {
+  const std::lock_guard lock(tally_->mutex);
+  return std::exchange(tally_->failed_writes, {});
+}
+
+std::string RandomAccess::engine_name() const { return worker_->engine_name(); }
+std::vector<std::string> RandomAccess::demotions() const { return worker_->demotions(); }
+
+}  // namespace fastpersist

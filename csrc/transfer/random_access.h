@@ -1,0 +1,146 @@
+// Reads and writes at any place of one open file, from any thread, many at once: the file side of TensorFile. A request
+// is a list of parts (memory here, bytes there), and is done when all of them are.
+//
+// Direct I/O takes whole blocks from aligned memory; requests are anything. So:
+// - A part whose memory and place are aligned goes straight from or to that memory.
+// - What is read from elsewhere, or to elsewhere, is staged: the blocks around it are read into a buffer of ours, what
+//   is written is copied there first.
+// - What is written in less than a whole page, at the ends of a part, goes through the page cache, by a second
+//   descriptor and a second pump. The kernel puts it into its page under its own lock, so writers of neighbouring
+//   bytes, in this process or another one, cannot undo each other; reading, changing and writing the block here could.
+//   Direct writes cover whole pages and nothing else, so the two never meet in one page.
+//
+// A thread owns each pump; it is started by the first request and stays. Requests do not wait for each other, and
+// nothing is said about their order.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/file.h"
+#include "core/status.h"
+#include "transfer/io_pump.h"
+
+namespace fastpersist {
+
+struct FilePart {
+  std::byte* address = nullptr;
+  uint64_t size_bytes = 0;
+  uint64_t offset_bytes = 0;
+};
+
+// One request. Thread-safe. Not to be looked at in a forked child.
+//
+// A read that reaches beyond the end of the file leaves in memory what is there, and is told to have failed at that
+// end, wherever else it failed, too.
+class FileRequest {
+ public:
+  IoOp op() const { return op_; }
+  bool done() const;
+  // Wait until it is done, or the time is over; say whether it is.
+  bool WaitFor(std::chrono::milliseconds time) const;
+
+  // REQUIRES, for all below: done().
+  // Of several failures the one that was met first, but an end of the file at the lowest place in its part.
+  const Status& status() const { return status_; }
+  uint64_t failed_count() const { return failed_count_; }
+  uint64_t done_bytes() const { return done_bytes_; }
+  // The part that failed, and how many of its bytes lie before the place of the failure.
+  const FilePart& failed_part() const { return failed_part_; }
+  uint64_t failed_part_done_bytes() const { return failed_part_done_bytes_; }
+
+  // Whether somebody was told of the failure.
+  bool told() const { return told_.load(std::memory_order_relaxed); }
+  void SetTold() { told_.store(true, std::memory_order_relaxed); }
+
+ private:
+  friend class RandomAccess;
+  friend class RequestWorker;
+
+  struct Failure {
+    Status status;
+    FilePart part;
+    uint64_t done_bytes = 0;
+  };
+
+  explicit FileRequest(IoOp op) : op_(op) {}
+  void AddJob();
+  void JobDone(uint64_t done_bytes, uint64_t failed_count, Failure first_failure);
+
+  const IoOp op_;
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  size_t open_job_count_ = 1;  // guarded by mutex_, as all below; one more than there are until End()
+  std::function<void()> on_done_;
+  Status status_;
+  uint64_t failed_count_ = 0;
+  uint64_t done_bytes_ = 0;
+  FilePart failed_part_;
+  uint64_t failed_part_done_bytes_ = 0;
+  std::atomic<bool> told_{false};
+};
+
+class RequestWorker;
+
+struct RandomAccessOptions {
+  int fd = -1;           // of a file description of its own: the flag for direct I/O is set on it
+  int buffered_fd = -1;  // of another one, open for writing; -1 if nothing will be written
+  std::string path;
+  std::vector<std::string> engines;       // as in PumpOptions; after one through the page cache no direct one follows
+  std::vector<std::string> edge_engines;  // for what is written through the page cache beside a direct engine
+  uint32_t queue_depth = 32;
+  uint32_t thread_count = 0;
+  uint64_t chunk_bytes = uint64_t{1} << 20;    // of one request to the kernel, at most; a power of two
+  uint64_t staging_bytes = uint64_t{1} << 26;  // memory for staging, at most; at least two chunks are taken
+};
+
+// Thread-safe, but for the destructor.
+class RandomAccess {
+ public:
+  static Result<std::unique_ptr<RandomAccess>> Open(RandomAccessOptions options);
+  // Waits for all requests. In a forked child it touches nothing.
+  ~RandomAccess();
+  RandomAccess(const RandomAccess&) = delete;
+  RandomAccess& operator=(const RandomAccess&) = delete;
+
+  // A request is begun, given parts as they are found, and ended; only then it can become done. What was added is under
+  // way meanwhile. The memory stays valid until it is done, and is not touched. Empty parts are nothing.
+  // REQUIRES: offsets and ends fit off_t.
+  std::shared_ptr<FileRequest> Begin(IoOp op);
+  void Add(const std::shared_ptr<FileRequest>& request, std::vector<FilePart> parts);
+  void End(const std::shared_ptr<FileRequest>& request);
+
+  // Wait until no request is open, or the time is over; say whether none is.
+  bool WaitForAll(std::chrono::milliseconds time);
+
+  // The writes that have failed since the last call.
+  std::vector<std::shared_ptr<FileRequest>> TakeFailedWrites();
+
+  // The engine in use, and why others were left.
+  std::string engine_name() const;
+  std::vector<std::string> demotions() const;
+
+ private:
+  explicit RandomAccess(RandomAccessOptions options);
+  Result<RequestWorker*> EdgeWorker();
+
+  struct Tally;
+
+  const uint64_t generation_;
+  const RandomAccessOptions options_;
+  const DirectIoLimits limits_;
+  uint64_t write_unit_bytes_ = 1;  // direct writes cover multiples of this
+  std::unique_ptr<RequestWorker> worker_;
+  std::mutex* edge_mutex_;  // on the heap: a forked child leaves it alone
+  std::unique_ptr<RequestWorker> edge_worker_;
+  std::shared_ptr<Tally> tally_;
+};
+
+}  // namespace fastpersist
