@@ -43,7 +43,7 @@ from fastpersist.errors import (
 from fastpersist.explaining import explain, warn_caller, warn_of_globals
 from fastpersist.filesystem import make_directories
 from fastpersist.formats.manifest import step_name
-from fastpersist.group_save import Writers
+from fastpersist.group_save import Writers, tuned_writer_count
 from fastpersist.loading import MapLocation
 from fastpersist.owners import Owners
 from fastpersist.partition import choose_writers
@@ -175,13 +175,14 @@ class Checkpointer:
         ranks = Ranks.meet(process_group, timeout_s=timeout_s)
         if ranks.count == 1:
             return
+        tuned_count = tuned_writer_count(process_group, self._root)
         if self._busy != "wait":
             ranks.close()
             raise ConfigError(
                 f"with several ranks, busy is 'wait': ranks would not leave out the same saves, as {self._busy!r} does"
             )
         self._ranks = ranks
-        self._writers = choose_writers(writers, ranks.nodes)
+        self._writers = choose_writers(writers, ranks.nodes, tuned_count)
         self._process_group = process_group
 
     # ------------------------------------------------------------------------------------------------ saving

@@ -1,38 +1,101 @@
-"""The tunables of the process: defaults, and the only place that reads the environment.
+"""The tunables: defaults, the tuning files of file systems, and the only place that reads the environment.
 
 FASTPERSIST_ENGINE       what engine="auto" means: an engine name, or "auto" (default)
 FASTPERSIST_RING_BYTES   host memory for the ring, all transfers together (default 67108864 = 64 MiB)
 FASTPERSIST_CHUNK_BYTES  bytes of one request to the kernel (default 8388608 = 8 MiB; a ring is at least 4)
+FASTPERSIST_QUEUE_DEPTH  requests of one transfer in flight (default: as many as there are chunks in the ring)
+FASTPERSIST_THREADS      threads of one transfer by a threads engine (default 0: one per request in flight, 16 at most)
+FASTPERSIST_CONFIG       a tuning file that counts for every file system; empty: no tuning file counts
+
+A tuning file is TOML with any of the keys in `TUNING_KEYS`; `fastpersist tune` writes it. One that is found by itself,
+as $XDG_CONFIG_HOME/fastpersist/<type>-<id>.toml, can do no harm: what cannot be used of it is told in the log and left
+out. One that FASTPERSIST_CONFIG names has to be right. The environment goes before a tuning file, value by value.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
-from dataclasses import dataclass
+import stat
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+from fastpersist import _native
 from fastpersist.errors import ConfigError
 
-__all__ = ["BLOCK_BYTES", "Config", "config"]
+__all__ = [
+    "BLOCK_BYTES",
+    "TUNING_KEYS",
+    "Config",
+    "check_named_tuning",
+    "config",
+    "config_at",
+    "config_for",
+    "filesystem_type_name",
+    "read_tuning",
+    "tuning_path",
+]
+
+_log = logging.getLogger("fastpersist")
 
 BLOCK_BYTES = 4096
 """Storages start on multiples of this in every file: legal for direct I/O on all common devices, one page."""
 
+TUNING_KEYS = ("engine", "chunk_bytes", "queue_depth", "ring_bytes", "threads", "writers")
+"""What a tuning file may say: the names of `Config`."""
+
 _MIB = 1 << 20
+_QUEUE_DEPTH_MAX = 4096  # of every engine: csrc/engine/registry.cc
+_THREAD_COUNT_MAX = 1024
+_TUNING_FILE_BYTES_MAX = 1 << 16
+
+# By the type number that statfs gives. What is not here goes by its number.
+_FILESYSTEM_NAMES = {
+    0xEF53: "ext4",  # ext2 and ext3 have the same number
+    0x58465342: "xfs",
+    0x9123683E: "btrfs",
+    0xCA451A4E: "bcachefs",
+    0xF2F52010: "f2fs",
+    0x2FC12FC1: "zfs",
+    0x794C7630: "overlay",
+    0x01021994: "tmpfs",
+    0x858458F6: "ramfs",
+    0x6969: "nfs",
+    0xFF534D42: "cifs",
+    0xFE534D42: "smb",
+    0x0BD00BD0: "lustre",
+    0x47504653: "gpfs",
+    0x00C36400: "ceph",
+    0x19830326: "beegfs",
+    0x65735546: "fuse",
+    0x01021997: "9p",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The values in force; frozen, because the ring is allocated once.
+    """The values in force for a file.
 
     Args:
         engine: What `engine="auto"` resolves to; "auto" walks the ladder.
         ring_bytes: Host memory of the ring, a multiple of `chunk_bytes` and at least four of them.
         chunk_bytes: Size of one request, a power of two, 64 KiB … 1 GiB.
+        queue_depth: Requests of one transfer in flight, 1 … 4096; None for as many as the ring has chunks.
+        threads: Threads of one transfer by a threads engine, up to 1024; 0 for the smaller of queue_depth and 16.
+        writers: How many ranks of one node write when nobody says how many; None for up to 8.
+        engine_wish: The engine that the ladder begins with; "" for none.
     """
 
     engine: str = "auto"
     ring_bytes: int = 64 * _MIB
     chunk_bytes: int = 8 * _MIB
+    queue_depth: int | None = None
+    threads: int = 0
+    writers: int | None = None
+    engine_wish: str = ""
 
     def __post_init__(self) -> None:
         if self.chunk_bytes & (self.chunk_bytes - 1) or not 1 << 16 <= self.chunk_bytes <= 1 << 30:
@@ -44,26 +107,247 @@ class Config:
                 f"FASTPERSIST_RING_BYTES must be a multiple of the chunk ({self.chunk_bytes} bytes) and at least "
                 f"four chunks, not {self.ring_bytes}"
             )
+        if self.queue_depth is not None and not 1 <= self.queue_depth <= _QUEUE_DEPTH_MAX:
+            raise ConfigError(f"FASTPERSIST_QUEUE_DEPTH must be from 1 to {_QUEUE_DEPTH_MAX}, not {self.queue_depth}")
+        if not 0 <= self.threads <= _THREAD_COUNT_MAX:
+            raise ConfigError(f"FASTPERSIST_THREADS must be from 0 to {_THREAD_COUNT_MAX}, not {self.threads}")
+        if self.writers is not None and self.writers < 1:
+            raise ConfigError(f"writers must be at least 1, not {self.writers}")
 
 
 def config() -> Config:
-    """Read the configuration from the environment.
+    """Read the configuration of the process from the environment, without any tuning file.
 
     Raises:
         ConfigError: A variable is set to something that is no legal value; the message names it.
+
+    Thread safety: any thread.
     """
-    return Config(
-        engine=os.environ.get("FASTPERSIST_ENGINE", "auto"),
-        ring_bytes=_integer("FASTPERSIST_RING_BYTES", 64 * _MIB),
-        chunk_bytes=_integer("FASTPERSIST_CHUNK_BYTES", 8 * _MIB),
-    )
+    return Config(**_environment())
 
 
-def _integer(name: str, default: int) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        return default
+def config_for(fd: int) -> Config:
+    """Return the values for a file: each from the environment, else from its file system's tuning file, else default.
+
+    Costs two or three system calls; a tuning file is read again only when it has changed.
+
+    Args:
+        fd: Any descriptor on the file system, open in any way.
+
+    Raises:
+        ConfigError: A variable is set to something that is no legal value, or FASTPERSIST_CONFIG names a file that
+            cannot be used.
+
+    Thread safety: any thread, and forked children.
+    """
+    environment = _environment()
+    path = tuning_path(fd)
+    if path is None:
+        return Config(**environment)
+    tuned = _tuning(path)
+    return _merged(environment, tuned, path) if tuned else Config(**environment)
+
+
+def config_at(path: str) -> Config:
+    """Return the values for a file that may not be there yet; see `config_for`.
+
+    Args:
+        path: Its directory, or the nearest one above that is there, is on the file system in question.
+    """
+    directory = os.path.dirname(os.path.abspath(path))
+    while True:
+        try:
+            fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            break
+        except OSError:
+            if directory == os.path.dirname(directory):
+                return config()
+            directory = os.path.dirname(directory)
     try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{name} must be a whole number of bytes, not {text!r}") from None
+        return config_for(fd)
+    finally:
+        os.close(fd)
+
+
+def _environment() -> dict[str, Any]:
+    """Return what the environment says, by the names of `Config`."""
+    found: dict[str, Any] = {}
+    engine = os.environ.get("FASTPERSIST_ENGINE")
+    if engine is not None:
+        found["engine"] = engine
+    for key, unit in (("ring_bytes", " of bytes"), ("chunk_bytes", " of bytes"), ("queue_depth", ""), ("threads", "")):
+        name = f"FASTPERSIST_{key.upper()}"
+        text = os.environ.get(name)
+        if text is None:
+            continue
+        try:
+            found[key] = int(text)
+        except ValueError:
+            raise ConfigError(f"{name} must be a whole number{unit}, not {text!r}") from None
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- tuning files
+
+
+class _Read(NamedTuple):
+    """A tuning file as it was read: what tells that it has changed, what it says, and what is wrong with it."""
+
+    signature: tuple[int, ...]
+    values: dict[str, Any]
+    problem: str
+
+
+_files_read: dict[str, _Read] = {}  # by path; replaced whole, so threads and forked children need no lock
+_warned: dict[tuple[str, str], object] = {}
+
+
+def filesystem_type_name(fd: int) -> str:
+    """Return the type of the file system that a descriptor is on, such as "xfs"; a number where we know no name."""
+    number = _native.filesystem_type(fd)
+    return _FILESYSTEM_NAMES.get(number, f"{number:x}")
+
+
+def tuning_path(fd: int, *, named: bool = True) -> str | None:
+    """Return where the tuning file is looked for that counts for a file; None if none can count.
+
+    The name is made of the type of the file system and of its id, which on disks comes from the file system itself:
+    it is the same after a reboot, and in containers. Where there is no id (on most network file systems), all file
+    systems of a type share a file.
+
+    Args:
+        fd: Any descriptor on the file system.
+        named: Heed FASTPERSIST_CONFIG.
+
+    Source: statfs(2), "The f_fsid field"; XDG Base Directory Specification.
+    """
+    if named:
+        chosen = os.environ.get("FASTPERSIST_CONFIG")
+        if chosen is not None:
+            return chosen or None
+    home = os.environ.get("XDG_CONFIG_HOME", "")
+    if not os.path.isabs(home):
+        home = os.path.join(os.path.expanduser("~"), ".config")
+    if not os.path.isabs(home):  # nobody's home
+        return None
+    try:
+        name = f"{filesystem_type_name(fd)}-{os.fstatvfs(fd).f_fsid:016x}.toml"
+    except (OSError, ConfigError):
+        return None
+    return os.path.join(home, "fastpersist", name)
+
+
+def check_named_tuning() -> None:
+    """Refuse a tuning file that FASTPERSIST_CONFIG names and that cannot be used, before anything is begun.
+
+    Raises:
+        ConfigError: It cannot be read, or says what makes no sense.
+    """
+    path = os.environ.get("FASTPERSIST_CONFIG")
+    if path:
+        _tuning(path)
+
+
+def read_tuning(path: str) -> dict[str, Any]:
+    """Return what a tuning file says, by the names of `Config`.
+
+    Raises:
+        ConfigError: It cannot be read, or says what makes no sense.
+    """
+    read = _read(path, ())
+    if read.problem:
+        raise ConfigError(f"the tuning file {path} cannot be used: {read.problem}")
+    return dict(read.values)
+
+
+def _is_named(path: str) -> bool:
+    return path == os.environ.get("FASTPERSIST_CONFIG")
+
+
+def _tuning(path: str) -> Mapping[str, Any]:
+    """Return what a tuning file says; nothing if there is none, or if it cannot be used.
+
+    Raises:
+        ConfigError: It cannot be used, and FASTPERSIST_CONFIG names it.
+    """
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        if _is_named(path):
+            raise ConfigError(f"FASTPERSIST_CONFIG names {path}, which cannot be read: {error.strerror}") from error
+        return {}
+    signature = (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino, found.st_dev)
+    read = _files_read.get(path)
+    if read is None or read.signature != signature:
+        read = _files_read[path] = _read(path, signature)
+    if read.problem:
+        _refuse(path, read.problem)
+    return read.values
+
+
+def _refuse(path: str, problem: str) -> None:
+    """Say what is wrong with a tuning file: an error if somebody has named it, else once in the log."""
+    if _is_named(path):
+        raise ConfigError(f"FASTPERSIST_CONFIG names {path}, which cannot be used: {problem}")
+    mine = object()
+    if _warned.setdefault((path, problem), mine) is mine:
+        _log.warning(
+            "the tuning file %s is left out: %s; remove it, or write it anew with `fastpersist tune`", path, problem
+        )
+
+
+def _read(path: str, signature: tuple[int, ...]) -> _Read:
+    try:
+        # Without blocking: whatever has this name, a save shall not wait for it.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return _Read(signature, {}, "it is no file")
+            data = os.read(fd, _TUNING_FILE_BYTES_MAX + 1)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return _Read(signature, {}, f"it cannot be read ({error.strerror})")
+    if len(data) > _TUNING_FILE_BYTES_MAX:
+        return _Read(signature, {}, f"it is longer than {_TUNING_FILE_BYTES_MAX} bytes")
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    try:
+        said = toml.loads(data.decode())
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        return _Read(signature, {}, f"it is no TOML ({error})")
+    problem = _problem(said)
+    return _Read(signature, {} if problem else said, problem)
+
+
+def _problem(said: Mapping[str, Any]) -> str:
+    """Say what is wrong with the content of a tuning file; "" if nothing is."""
+    for key, value in said.items():
+        if key not in TUNING_KEYS:
+            return f"it says {key!r}, and there is only {', '.join(TUNING_KEYS)}"
+        if key == "engine":
+            known = ["auto", *(name for name in _native.engine_names() if name != "null")]
+            if value not in known:
+                return f"engine is one of {', '.join(known)}, not {value!r}"
+        elif isinstance(value, bool) or not isinstance(value, int):
+            return f"{key} is a whole number, not {value!r}"
+    try:
+        Config(**said)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _merged(environment: Mapping[str, Any], tuned: Mapping[str, Any], path: str) -> Config:
+    """Put the environment over a tuning file."""
+    values = {**tuned, **environment}
+    if "engine" not in environment:
+        wish = values.pop("engine", "auto")
+        values["engine_wish"] = "" if wish == "auto" else wish
+    try:
+        return Config(**values)
+    except ConfigError as error:
+        # Each is legal alone, or the file would have been refused: the chunk of one does not fit the ring of the other.
+        alone = Config(**environment)
+        _refuse(path, f"it does not fit the environment: {error}")
+        kept = ("queue_depth", "threads", "writers", "engine_wish")
+        return replace(alone, **{key: values[key] for key in kept if key in values})

@@ -11,11 +11,12 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch.distributed as dist
 
 from fastpersist.commit import PendingFile, resolve_target
+from fastpersist.config import config_at
 from fastpersist.coordination import Ranks, Session
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.filesystem import make_directories
@@ -28,16 +29,23 @@ from fastpersist.sharing import FirstShare, OtherShare, Together
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Writers", "end_session", "save_together", "together_with"]
+__all__ = ["Writers", "end_session", "save_together", "together_with", "tuned_writer_count"]
 
 Writers: TypeAlias = Literal["auto", "all", "node"] | int
 """Which ranks write what is shared: see `partition.choose_writers`."""
 
-_met: weakref.WeakKeyDictionary[ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
+_met: weakref.WeakKeyDictionary[ProcessGroup, tuple[Ranks, int | None]] = weakref.WeakKeyDictionary()
 
 
-def ranks_of(process_group: ProcessGroup) -> Ranks:
+def ranks_of(process_group: ProcessGroup, path: str) -> tuple[Ranks, int | None]:
     """Return the line between the ranks of a group; they meet the first time, so all of them call this.
+
+    Args:
+        process_group: Of these ranks.
+        path: What is saved first: its file system is the one whose tuning counts for all that this group saves.
+
+    Returns:
+        The line, and what `tuned_writer_count` says.
 
     Raises:
         ConfigError: This process is not in the group.
@@ -45,10 +53,33 @@ def ranks_of(process_group: ProcessGroup) -> Ranks:
     """
     if dist.get_rank(process_group) < 0:
         raise ConfigError("this process is not a rank of the process group that it wants to save with")
-    ranks = _met.get(process_group)
-    if ranks is None:
-        ranks = _met[process_group] = Ranks.meet(process_group)
-    return ranks
+    met = _met.get(process_group)
+    if met is None:
+        ranks = Ranks.meet(process_group)
+        met = _met[process_group] = (ranks, tuned_writer_count(process_group, path))
+    return met
+
+
+def tuned_writer_count(process_group: ProcessGroup, path: str) -> int | None:
+    """Return how many ranks of one node write best, as rank 0's tuning file has it; None if it does not say.
+
+    A collective: each rank may have another tuning file, and all of them have to choose the same writers.
+
+    Raises:
+        ConfigError: Rank 0 has a configuration that makes no sense; on all ranks.
+    """
+    own: Any = None
+    if dist.get_rank(process_group) == 0:
+        try:
+            own = config_at(path).writers
+        except ConfigError as error:
+            own = str(error)
+    told: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(told, own, group=process_group)
+    first = told[0]
+    if isinstance(first, str):
+        raise ConfigError(f"rank 0: {first}")
+    return None if first is None else int(first)
 
 
 @contextmanager
@@ -67,14 +98,14 @@ def together_with(
     Yields:
         With whom; None without a group, and with a group of one rank.
     """
-    ranks = None if process_group is None else ranks_of(process_group)
+    ranks, tuned_count = (None, None) if process_group is None else ranks_of(process_group, path)
     if ranks is None or ranks.count == 1:
         yield None
         return
     session = ranks.begin(path)
     try:
         label = os.path.basename(os.path.abspath(path))
-        yield Together(session, label, choose_writers(writers, ranks.nodes), check_replicas, confirms)
+        yield Together(session, label, choose_writers(writers, ranks.nodes, tuned_count), check_replicas, confirms)
     except BaseException as error:
         session.fail(error)
         raise

@@ -130,13 +130,14 @@ def _end(extent: Extent) -> int:
     return extent[1]
 
 
-def choose_writers(wanted: str | int, nodes: Sequence[int]) -> list[int]:
+def choose_writers(wanted: str | int, nodes: Sequence[int], tuned_count: int | None = None) -> list[int]:
     """Return the ranks that write cut bytes, in order; rank 0 is always one of them.
 
     Args:
         wanted: "all"; "node": the first rank of each node; a number: so many, spread over the nodes; "auto": on one
-            node all ranks up to 8, else one of each node.
+            node all ranks up to 8, or up to `tuned_count`, else one of each node.
         nodes: The node of each rank, by number.
+        tuned_count: How many writers of one node were found to be best; the same on all ranks.
 
     Raises:
         ConfigError: Nothing of these.
@@ -148,7 +149,8 @@ def choose_writers(wanted: str | int, nodes: Sequence[int]) -> list[int]:
     if wanted == "node":
         return first_ranks
     if wanted == "auto":
-        return list(range(min(count, _AUTO_WRITER_COUNT_MAX))) if len(first_ranks) == 1 else first_ranks
+        most = tuned_count or _AUTO_WRITER_COUNT_MAX
+        return list(range(min(count, most))) if len(first_ranks) == 1 else first_ranks
     if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
         raise ConfigError(f"writers is 'auto', 'all', 'node' or a number of ranks, not {wanted!r}")
     # One of each node, then the second of each, and so on.

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from fastpersist import _native
-from fastpersist.config import BLOCK_BYTES, config
+from fastpersist.config import BLOCK_BYTES, check_named_tuning, config, config_for, filesystem_type_name
 from fastpersist.errors import ConfigError, FastPersistError, StorageError
 from fastpersist.filesystem import storage_errors
 from fastpersist.partition import ByteRange
@@ -42,26 +42,16 @@ _log = logging.getLogger("fastpersist")
 AUTO_LADDER = ("uring", "libaio", "threads", "threads-buffered")
 """What engine="auto" tries, best first."""
 
+_QUEUE_DEPTH_MAX = 4096  # of every engine
+
 Run: TypeAlias = tuple[int, int, int]
 """Bytes of a file that were written one after the other: offset, how many, their CRC-32."""
 
 Poll = Callable[[int], None]
 """Called about every 50 ms with the bytes done so far; what it raises stops the transfer."""
 
-# Where direct I/O is refused, pointless or slower than the page cache, by the type number that statfs gives.
-_BUFFERED_FILESYSTEMS = {
-    0x01021994: "tmpfs",
-    0x858458F6: "ramfs",
-    0x6969: "nfs",
-    0xFF534D42: "cifs",
-    0xFE534D42: "smb",
-    0x0BD00BD0: "lustre",
-    0x47504653: "gpfs",
-    0x00C36400: "ceph",
-    0x19830326: "beegfs",
-    0x65735546: "fuse",
-    0x01021997: "9p",
-}
+# Where direct I/O is refused, pointless or slower than the page cache.
+_BUFFERED_FILESYSTEMS = {"tmpfs", "ramfs", "nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs", "fuse", "9p"}
 
 # ------------------------------------------------------------------------------------------------------- engines
 
@@ -124,8 +114,9 @@ def require_engine(engine: str) -> str:
     """Return what an `engine=` argument means: "auto", or the name of an engine that there is.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: There is none of that name; or FASTPERSIST_CONFIG names a tuning file that cannot be used.
     """
+    check_named_tuning()
     if engine == "auto":
         engine = config().engine
     known = _native.engine_names()
@@ -139,7 +130,8 @@ def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[st
 
     Args:
         engine: What the caller asked for; "auto" is what FASTPERSIST_ENGINE says, by default the ladder.
-        fd: The open file, whose file system decides whether direct I/O is tried.
+        fd: The open file, whose file system decides whether direct I/O is tried, and with what the ladder begins if it
+            has a tuning file.
         for_reading: A file that is mostly in the page cache is then read from there.
 
     Raises:
@@ -148,11 +140,14 @@ def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[st
     engine = require_engine(engine)
     if engine != "auto":
         return [engine]
-    if _native.filesystem_type(fd) in _BUFFERED_FILESYSTEMS:
-        return ["threads-buffered"]
+    ladder = ["threads-buffered"] if filesystem_type_name(fd) in _BUFFERED_FILESYSTEMS else list(AUTO_LADDER)
     if for_reading and 2 * _native.cached_bytes(fd) > os.fstat(fd).st_size:
         return ["threads-buffered"]
-    return list(AUTO_LADDER)
+    wish = config_for(fd).engine_wish
+    # What is tuned is saving: that it is best done through the page cache says nothing of loading.
+    if not wish or (for_reading and wish.endswith("-buffered")):
+        return ladder
+    return [wish, *(name for name in ladder if name != wish)]
 
 
 def refuse_null_engine(used: str) -> None:
@@ -314,15 +309,16 @@ class Writer:
 
 
 def _options(fd: int, path: str, ladder: list[str], *, sparing: bool = False) -> _native.TransferOptions:
-    limits = config()
-    buffer_count = limits.ring_bytes // limits.chunk_bytes
+    limits = config_for(fd)
+    queue_depth = limits.queue_depth or min(limits.ring_bytes // limits.chunk_bytes, _QUEUE_DEPTH_MAX)
     return _native.TransferOptions(
         fd=fd,
         path=os.fsencode(path),
         engines=ladder,
         ring_bytes=limits.ring_bytes,
         chunk_bytes=limits.chunk_bytes,
-        queue_depth=buffer_count // 2 if sparing else buffer_count,
+        queue_depth=max(1, queue_depth // 2) if sparing else queue_depth,
+        thread_count=limits.threads,
     )
 
 

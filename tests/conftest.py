@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["FASTPERSIST_CONFIG"] = ""  # what somebody has tuned on this machine is not what the tests are about
     try:
         importlib.import_module("fastpersist._native")
         importlib.import_module("fastpersist.integrations")  # found when installed, not from the source tree
