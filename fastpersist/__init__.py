@@ -21,6 +21,7 @@ from fastpersist.errors import (
     ConfigError,
     CoordinationError,
     CorruptionError,
+    EndOfFileError,
     FastPersistError,
     FormatError,
     InternalError,
@@ -37,7 +38,10 @@ from fastpersist.inspection import Damage, Manifest, TensorEntry, VerifyReport
 
 # isort: split - it uses the names above; mypy knows integrations/ by another name
 from fastpersist.integrations.torch_save import install, installed, uninstall  # type: ignore[import-not-found]
+from fastpersist.pending_io import PendingIO
 from fastpersist.pipeline import EngineProbe, engines, require_engine
+from fastpersist.tensor_file import TensorFile
+from fastpersist.tensor_memory import byte_view, locked_tensor
 
 __version__ = "0.1.0"
 
@@ -51,6 +55,7 @@ __all__ = [
     "CorruptionError",
     "Damage",
     "DirectorySave",
+    "EndOfFileError",
     "EngineProbe",
     "FastPersistError",
     "FormatError",
@@ -59,15 +64,18 @@ __all__ = [
     "NoSpaceError",
     "PeerDirectorySave",
     "PeerError",
+    "PendingIO",
     "PendingSave",
     "SaveReport",
     "SaveStats",
     "SkippedError",
     "StorageError",
     "TensorEntry",
+    "TensorFile",
     "TornStateError",
     "UnsupportedError",
     "VerifyReport",
+    "byte_view",
     "directory_save_together",
     "engines",
     "inspect",
@@ -75,6 +83,7 @@ __all__ = [
     "installed",
     "load",
     "load_into",
+    "locked_tensor",
     "require_engine",
     "save",
     "save_async",

@@ -14,6 +14,7 @@ __all__ = [
     "ConfigError",
     "CoordinationError",
     "CorruptionError",
+    "EndOfFileError",
     "FastPersistError",
     "FormatError",
     "InternalError",
@@ -61,6 +62,32 @@ class StorageError(FastPersistError, OSError):
 
 class NoSpaceError(StorageError):
     """The file system has no room for the file (ENOSPC, EDQUOT)."""
+
+
+class EndOfFileError(StorageError, EOFError):
+    """A read reached beyond the end of a file.
+
+    Args:
+        sys_errno: None: no system call failed.
+        message: What was read, and how much of it.
+        path: The file.
+        offset_bytes: Where the read began.
+        done_bytes: So many bytes were there, and have been read.
+        asked_bytes: So many were asked for.
+    """
+
+    def __init__(
+        self,
+        sys_errno: int | None,
+        message: str,
+        path: str | None = None,
+        offset_bytes: int | None = None,
+        done_bytes: int = 0,
+        asked_bytes: int = 0,
+    ) -> None:
+        super().__init__(sys_errno, message, path, offset_bytes)
+        self.done_bytes = done_bytes
+        self.asked_bytes = asked_bytes
 
 
 class CheckpointNotFoundError(FastPersistError, FileNotFoundError):

@@ -31,11 +31,12 @@ LAYERS = (
         "owners",
         "pacing",
         "partition",
+        "pending_io",
         "pipeline",
         "progress",
         "retention",
     }
-    | {"stock", "untraced"},
+    | {"stock", "tensor_memory", "tensor_parts", "untraced"},
     {"capture", "commit", "coordination", "pickling", "source", "tensor_file"},
     {"committed", "directory_commit", "directory_locks", "directory_removal"},
     {"background", "directory_inspection", "explaining", "filling", "fitting", "inspection", "loading", "resuming"}

@@ -1,0 +1,527 @@
+"""Tensors read from and written to any place of an open file: `TensorFile`.
+
+For those who keep tensors on a disk themselves: weights that are streamed, rows that are gathered, swap space. There is
+no format and no commit protocol here, only bytes at offsets; checkpoints are the affair of `save` and `Checkpointer`.
+
+Requests go to a native thread of the file (csrc/transfer/random_access.h), which cuts them into requests to the kernel,
+keeps a queue of them full, and stages what direct I/O does not take as it is. What callers wait for is in
+`pending_io`; whether a tensor's bytes can be had, `tensor_memory` knows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import logging
+import os
+import stat
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+
+import torch
+
+from fastpersist import _native
+from fastpersist.config import config_for
+from fastpersist.errors import ConfigError, FastPersistError
+from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.pending_io import PendingIO, failure_of
+from fastpersist.pipeline import announce_engine, engine_ladder, require_engine
+from fastpersist.tensor_memory import byte_view
+from fastpersist.tensor_parts import SLICE_COUNT, Item, Part, checked_offset, in_slices, looked_at
+
+__all__ = ["TensorFile"]
+
+_log = logging.getLogger("fastpersist")
+
+_FLAGS = {
+    "r": os.O_RDONLY,
+    "r+": os.O_RDWR,
+    "w": os.O_RDWR | os.O_CREAT,  # and emptied when nothing can fail any more
+    "x": os.O_RDWR | os.O_CREAT | os.O_EXCL,
+}
+_QUEUE_DEPTH = 64
+_STAGING_BYTES = 64 << 20
+_RESERVED_BYTES_MIN = 1 << 16  # reserving space for less costs more than it gains
+_DEPTH_MAX = 4096
+_THREAD_COUNT_MAX = 1024
+
+
+class TensorFile:
+    """An open file that tensors are read from and written to, at any offset, many at once.
+
+    Any contiguous tensor will do, of any dtype, size, offset and alignment. What is page-aligned, as memory from
+    `locked_tensor` is, goes straight from and to the disk where offset and size are whole blocks; other memory is
+    copied once on the way. Tensors of other devices go through host memory of their size.
+
+    Nothing is said about the order of requests that are under way at the same time: if they overlap, wait in between.
+    What is written is seen by later reads at once, and is durable after `sync()`. Closing waits for all requests, and
+    makes nothing durable. A write that fails, and that nobody asks about, is raised by the next `sync()` or `close()`.
+
+    Args:
+        path: The file.
+        mode: "r" read; "r+" read and write a file that is there; "w" make it or empty it, read and write; "x" the
+            same, if nothing is there.
+        engine: As in `save`: "auto", or one that `engines()` lists, which never falls back.
+        queue_depth: Requests to the kernel at once, 1 … 4096. By default what `fastpersist tune` found, or 64.
+        chunk_bytes: Of one request to the kernel at most, a power of two, 4 KiB … 1 GiB. By default what was tuned, or
+            8 MiB.
+        threads: Of the threads engines, 1 … 1024. By default what was tuned, or as many as the queue is deep, but 16.
+
+    Attributes:
+        path: As it was given, as a string.
+        mode: As it was given.
+
+    Raises:
+        ConfigError: Arguments that make no sense.
+        UnsupportedError: The named engine cannot work here.
+        StorageError: The file cannot be opened.
+
+    Thread safety: any thread. A forked child may use it too: it opens the same file anew when it first does.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        mode: str = "r",
+        *,
+        engine: str = "auto",
+        queue_depth: int | None = None,
+        chunk_bytes: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._native: _native.RandomAccess | None = None
+        self._fds: list[int] = []
+        self._end_bytes = 0
+        self._closed = True
+        self._sync_error: FastPersistError | None = None
+        try:
+            self.path = os.fsdecode(path)
+            self._full_path = os.path.abspath(self.path)  # whatever directory the process is in later
+            os.fsencode(self.path)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path!r} is no path: {error}") from None
+        if "\0" in self.path:
+            raise ConfigError(f"{self.path!r} is no path: there is a null character in it")
+        if not isinstance(mode, str) or mode not in _FLAGS:
+            raise ConfigError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, _FLAGS))}")
+        self.mode = mode
+        if not isinstance(engine, str):
+            raise ConfigError(f"engine is {engine!r}; it must be a name")
+        require_engine(engine)
+        self._wished_engine = engine
+        given = (
+            _checked("queue_depth", queue_depth, 1, _DEPTH_MAX),
+            _checked("chunk_bytes", chunk_bytes, 4096, 1 << 30),
+            _checked("threads", threads, 1, _THREAD_COUNT_MAX),
+        )
+        if chunk_bytes is not None and chunk_bytes & (chunk_bytes - 1):
+            raise ConfigError(f"chunk_bytes is {chunk_bytes}; it must be a power of two")
+        is_new = mode == "x"
+        with storage_errors("opening", self.path):
+            try:
+                self._refuse_kind(os.stat(self.path).st_mode)  # before opening: a pipe would block there
+            except FileNotFoundError:
+                is_new = mode in ("w", "x")
+            fd = os.open(self.path, _FLAGS[mode] | os.O_CLOEXEC, 0o666)
+        try:
+            self._open_native(fd, given)
+            if mode == "w" and self._end_bytes > 0:
+                filesystem().truncate(fd, 0, self.path)
+                self._end_bytes = 0
+        except BaseException:
+            self._give_up(fd)
+            if is_new:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path)
+            raise
+        self._name_is_durable = mode not in ("w", "x")
+        self._closed = False
+        _open_files.add(self)
+
+    def _open_native(self, fd: int, given: tuple[int | None, int | None, int | None]) -> None:
+        """Give the native side its descriptors: one for direct I/O, and, to write edges, one through the page cache."""
+        self._fds = fds = [fd]
+        self._refuse_kind(os.fstat(fd).st_mode)
+        tuned = config_for(fd)
+        queue_depth, chunk_bytes, threads = given
+        self.queue_depth = queue_depth or tuned.queue_depth or _QUEUE_DEPTH
+        self.chunk_bytes = chunk_bytes or tuned.chunk_bytes
+        self.threads = threads or tuned.threads
+        if self.mode != "r":
+            fds.append(_reopened(fd, self.path, os.O_RDWR))
+        ladder = engine_ladder(self._wished_engine, fd, for_reading=self.mode == "r")
+        if ladder[0].endswith("-buffered"):  # requests that were cut for it would not do for a direct one
+            ladder = [name for name in ladder if name.endswith("-buffered")]
+        self._native = _native.RandomAccess(
+            fd=fd,
+            buffered_fd=fds[-1] if self.mode != "r" else -1,
+            path=os.fsencode(self.path),
+            engines=ladder,
+            edge_engines=["fault:threads-buffered" if ladder[0].startswith("fault:") else "threads-buffered"],
+            queue_depth=self.queue_depth,
+            thread_count=self.threads,
+            chunk_bytes=self.chunk_bytes,
+            staging_bytes=_STAGING_BYTES,
+        )
+        self._end_bytes = os.lseek(fd, 0, os.SEEK_END)
+        self._process_id = os.getpid()
+        announce_engine(self.path, self._wished_engine, self._native.engine, self._native.demotions)
+
+    def _give_up(self, fd: int) -> None:
+        if self._native is not None:
+            self._native.close()
+        for each in self._fds or [fd]:
+            os.close(each)
+
+    def _refuse_kind(self, file_mode: int) -> None:
+        if stat.S_ISDIR(file_mode):
+            with storage_errors("opening", self.path):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(file_mode) and not stat.S_ISBLK(file_mode):
+            raise ConfigError(
+                f"{self.path} is neither a file nor a block device: it has no offsets to read or write at"
+            )
+
+    # --- reading and writing
+
+    def read(self, tensor: torch.Tensor, offset_bytes: int = 0) -> int:
+        """Fill a tensor with the bytes at an offset; return how many.
+
+        Args:
+            tensor: Contiguous; its bytes are those of the file as they are there.
+            offset_bytes: From the start of the file.
+
+        Raises:
+            ConfigError: No such tensor or offset, or the file is closed.
+            EndOfFileError: The file ends earlier; what is there was read.
+            StorageError: What the kernel said.
+        """
+        return self.read_async(tensor, offset_bytes).result()
+
+    def write(self, tensor: torch.Tensor, offset_bytes: int = 0) -> int:
+        """Write the bytes of a tensor at an offset; return how many. The file grows if it has to.
+
+        Args:
+            tensor: Contiguous.
+            offset_bytes: From the start of the file; it may lie behind its end.
+
+        Raises:
+            ConfigError: No such tensor or offset, or the file is closed, or open for reading only.
+            NoSpaceError: The file system is full.
+            StorageError: What the kernel said.
+        """
+        return self.write_async(tensor, offset_bytes).result()
+
+    def read_async(self, tensor: torch.Tensor, offset_bytes: int = 0) -> PendingIO:
+        """Start what `read` does."""
+        return self.read_list_async([(tensor, offset_bytes)])
+
+    def write_async(self, tensor: torch.Tensor, offset_bytes: int = 0) -> PendingIO:
+        """Start what `write` does."""
+        return self.write_list_async([(tensor, offset_bytes)])
+
+    def read_list(self, items: Iterable[Item]) -> int:
+        """Fill many tensors, each from its own offset, as one request: ten thousand rows are one call.
+
+        Args:
+            items: Tensors and offsets.
+
+        Returns:
+            The bytes of all.
+
+        Raises:
+            As `read`. If an item is wrong, those before it may have been read; nothing is under way any more.
+        """
+        return self.read_list_async(items).result()
+
+    def write_list(self, items: Iterable[Item]) -> int:
+        """Write many tensors, each at its own offset, as one request. Nothing is written if an item is wrong."""
+        return self.write_list_async(items).result()
+
+    def read_list_async(self, items: Iterable[Item]) -> PendingIO:
+        """Start what `read_list` does."""
+        tensors: list[torch.Tensor] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def slices() -> Iterator[list[Part]]:
+            for some in in_slices(items):
+                found, parts, elsewhere = looked_at(some, len(tensors))
+                # What goes by a tensor's version must hear that it changes.
+                torch.autograd.graph.increment_version([tensor for tensor in found if not tensor.is_inference()])
+                tensors.extend(found)
+                for tensor, offset_bytes in elsewhere:
+                    host = torch.empty(tensor.nbytes, dtype=torch.uint8)
+                    copies.append((tensor, host))
+                    parts.append((host.data_ptr(), host.nbytes, offset_bytes))
+                yield parts
+
+        def copy_to_devices() -> None:
+            for tensor, host in copies:
+                byte_view(tensor).copy_(host)
+
+        request = self._submit(False, slices(), (tensors, copies))
+        return PendingIO(request, self.path, copy_to_devices if copies else None)
+
+    def write_list_async(self, items: Iterable[Item]) -> PendingIO:
+        """Start what `write_list` does."""
+        if self.mode == "r":
+            raise ConfigError(f'{self.path} is open for reading only; open it with mode="r+" to write')
+        # All are looked at before one is written: a list with a mistake in it changes nothing.
+        found = [looked_at(some, number * SLICE_COUNT) for number, some in enumerate(in_slices(items))]
+        tensors = [tensor for some, _, _ in found for tensor in some]
+        parts = [part for _, some, _ in found for part in some]
+        elsewhere = [item for _, _, some in found for item in some]
+        copies = [(byte_view(tensor).cpu(), at) for tensor, at in elsewhere]
+        parts += [(host.data_ptr(), host.nbytes, at) for host, at in copies]
+        with self._lock:
+            self._reserve(self._opened(), parts)
+        return PendingIO(self._submit(True, [parts], (tensors, copies)), self.path, None)
+
+    def _submit(self, is_write: bool, slices: Iterable[Sequence[Part]], kept: object) -> _native.FileRequest:
+        with self._lock:  # so that close() either sees this request or comes first
+            return self._opened().submit(is_write, slices, kept)
+
+    def _reserve(self, native: _native.RandomAccess, parts: Sequence[Part]) -> None:
+        """Give the file its length before direct writes reach beyond it: writes that extend a file take turns."""
+        beyond = [(offset, offset + size) for _, size, offset in parts if offset + size > self._end_bytes]
+        if not beyond:
+            return
+        start_bytes, end_bytes = min(beyond)[0], max(end for _, end in beyond)
+        written_bytes = sum(end - offset for offset, end in beyond)
+        # Not where they lie far apart: holes are to stay holes.
+        if written_bytes >= _RESERVED_BYTES_MIN and end_bytes - start_bytes <= 2 * written_bytes:
+            if not native.engine.endswith(("-buffered", "null")):
+                _native.allocate_range(self._fds[0], start_bytes, end_bytes - start_bytes, os.fsencode(self.path))
+            self._end_bytes = end_bytes
+
+    # --- the file itself
+
+    def sync(self) -> None:
+        """Wait for all requests, and make what was written durable: bytes, length, and the name of a new file.
+
+        Raises:
+            StorageError: A write failed that nobody has asked about; or what the kernel said, now or at an earlier sync
+                of this object: what it could not write then is lost.
+        """
+        with self._lock:
+            native = self._opened()
+        native.wait_for_all()
+        _native.forget_done_requests()
+        self._raise_what_nobody_heard(native)
+        if self._sync_error is not None:
+            raise self._sync_error
+        with self._lock:
+            self._opened()
+            fd = os.dup(self._fds[0])  # others go on meanwhile, and may close the file
+        try:
+            filesystem().sync(fd, self.path)
+        except FastPersistError as error:
+            self._sync_error = error  # the kernel says it once, and drops what it could not write
+            raise
+        finally:
+            os.close(fd)
+        if not self._name_is_durable:
+            filesystem().sync_directory(os.path.dirname(self._full_path))
+            self._name_is_durable = True
+
+    def size(self) -> int:
+        """Return the length of the file in bytes."""
+        with self._lock:
+            self._opened()
+            with storage_errors("seeking in", self.path):
+                return os.lseek(self._fds[0], 0, os.SEEK_END)
+
+    def truncate(self, size_bytes: int) -> None:
+        """Wait for all requests, and give the file another length; what is added reads as zeros.
+
+        Raises:
+            ConfigError: A negative length, or the file is open for reading only.
+            StorageError: What the kernel said.
+        """
+        size_bytes = self._checked_size(size_bytes)
+        with self._lock:
+            native = self._opened()
+        native.wait_for_all()
+        with self._lock:
+            self._opened()
+            filesystem().truncate(self._fds[0], size_bytes, self.path)
+            self._end_bytes = size_bytes
+
+    def allocate(self, size_bytes: int) -> None:
+        """Reserve the first bytes of the file, which is made as long if it is shorter: a full disk shows now.
+
+        Raises:
+            ConfigError: A negative length, or the file is open for reading only.
+            NoSpaceError: There is no room.
+            StorageError: What the kernel said.
+        """
+        size_bytes = self._checked_size(size_bytes)
+        with self._lock:
+            self._opened()
+            _native.allocate_range(self._fds[0], 0, size_bytes, os.fsencode(self.path))
+            self._end_bytes = max(self._end_bytes, os.lseek(self._fds[0], 0, os.SEEK_END))
+
+    def _checked_size(self, size_bytes: int) -> int:
+        if self.mode == "r":
+            raise ConfigError(f'{self.path} is open for reading only; open it with mode="r+" to change its length')
+        return checked_offset(size_bytes, "a length")
+
+    def fileno(self) -> int:
+        """Return the file's descriptor, which stays this object's. Direct I/O may be switched on for it."""
+        with self._lock:
+            self._opened()
+            return self._fds[0]
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine in use."""
+        with self._lock:
+            return self._opened().engine
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed."""
+        return self._closed
+
+    def close(self) -> None:
+        """Wait for all requests, and close the file. Closing again does nothing.
+
+        Raises:
+            StorageError: A write failed that nobody has asked about. The file is closed all the same.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            native, self._native = self._native, None
+            fds, self._fds = self._fds, []
+        _open_files.discard(self)
+        failures: list[_native.FileRequest] = []
+        try:
+            if native is not None and os.getpid() == self._process_id:
+                native.wait_for_all()
+                failures = native.take_failed_writes()
+                native.close()
+        finally:
+            if native is not None:
+                native.close()  # Ctrl-C ended the wait: descriptors may be closed only after this
+            for fd in fds:
+                os.close(fd)
+            _native.forget_done_requests()
+        for request in failures:
+            error = failure_of(request, self.path)
+            if error is not None:
+                raise error
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except FastPersistError as second:
+            _log.error("%s; while another error was on its way", second)
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True):
+            return
+        warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2, source=self)
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<TensorFile {self.path!r} mode={self.mode!r}{' closed' if self._closed else ''}>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        if self.mode != "r":
+            raise TypeError(f"{self!r} cannot be pickled: only what is open for reading can be opened again elsewhere")
+        options = (self._wished_engine, self.queue_depth, self.chunk_bytes, self.threads)
+        return (_open_again, (self._full_path, *options))
+
+    def _opened(self) -> _native.RandomAccess:
+        """Return the native side; the lock is held. In a forked child, open the file anew first."""
+        if self._closed:
+            raise ConfigError(f"{self.path} is closed")
+        if self._native is None or os.getpid() != self._process_id:
+            inherited = self._fds
+            fd = _reopened(inherited[0], self._full_path, os.O_RDONLY if self.mode == "r" else os.O_RDWR)
+            try:
+                self._open_native(fd, (self.queue_depth, self.chunk_bytes, self.threads or None))
+            except BaseException:
+                for each in self._fds:
+                    os.close(each)
+                self._fds = inherited  # the next use tries again
+                raise
+            for each in inherited:
+                os.close(each)
+        if self._native is None:
+            raise ConfigError(f"{self.path} is closed")
+        return self._native
+
+    def _raise_what_nobody_heard(self, native: _native.RandomAccess) -> None:
+        errors = [failure_of(request, self.path) for request in native.take_failed_writes()]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _forget_parent(self) -> None:
+        self._lock = threading.Lock()  # the parent's may be held for ever here
+        self._native = None
+
+
+def _open_again(path: str, engine: str, queue_depth: int, chunk_bytes: int, threads: int) -> TensorFile:
+    return TensorFile(path, engine=engine, queue_depth=queue_depth, chunk_bytes=chunk_bytes, threads=threads or None)
+
+
+def _checked(name: str, value: int | None, low: int, high: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+    return value
+
+
+def _reopened(fd: int, path: str, flags: int) -> int:
+    """Open the same file once more: another description, with flags of its own."""
+    with storage_errors("opening again", path):
+        try:
+            return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+        except FileNotFoundError:  # no /proc here
+            again = os.open(path, flags | os.O_CLOEXEC)
+    if not os.path.samestat(os.fstat(fd), os.fstat(again)):
+        os.close(again)
+        raise ConfigError(f"{path} is another file by now, and without /proc the one that is open cannot be had again")
+    return again
+
+
+# ------------------------------------------------------------------------------------------------------- the process
+
+_open_files: weakref.WeakSet[TensorFile] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Wait for all requests: the memory that they use ends with the interpreter."""
+    for file in list(_open_files):
+        try:
+            file.close()
+        except FastPersistError as error:
+            _log.error("%s", error)
+
+
+def _after_fork_in_child() -> None:
+    for file in list(_open_files):
+        file._forget_parent()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_after_fork_in_child)
