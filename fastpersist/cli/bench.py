@@ -1,5 +1,7 @@
 """`fastpersist bench save DIR` and `bench load DIR`: how close to the disk's speed, and how others do.
 
+`bench io` is a file of its own and only hung in here.
+
 Runs the rows of the other bench files in one scratch directory inside DIR, which is removed in any case, and reports.
 Nothing here fails because a machine is slow: the exit code is 0 unless a row of fastpersist itself fails.
 """
@@ -18,6 +20,7 @@ import tempfile
 from collections.abc import Callable
 
 import fastpersist
+from fastpersist.cli import bench_io
 from fastpersist.cli.bench_fio import fio_read_row, fio_write_row
 from fastpersist.cli.bench_load_rows import PageCache, own_load_rows, peer_load_rows
 from fastpersist.cli.bench_report import StateResult, machine_facts, report_json, report_text
@@ -66,6 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         parser.add_argument("--json", metavar="FILE", help="write the results there as well")
         parser.set_defaults(run=run)
     load.add_argument("--warm", action="store_true", help="read files that are in the page cache")
+    bench_io.add_parser(commands)
 
 
 def _positive(text: str) -> int:

@@ -6,17 +6,75 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import dataclass, replace
 from typing import Any
 
+from fastpersist import _native
+from fastpersist.cli.bench_io_points import Direction, IoSample
 from fastpersist.cli.bench_rows import Row, Sample
 from fastpersist.errors import StorageError, UnsupportedError
+from fastpersist.filesystem import storage_errors
 
-__all__ = ["CEILING_NAMES", "fio_read_row", "fio_version", "fio_write_row"]
+__all__ = ["CEILING_NAMES", "FIO_NOT_INSTALLED", "FioJob", "fio_read_row", "fio_version", "fio_write_row", "run_fio"]
 
 CEILING_NAMES = {"save": "fio write", "load": "fio read"}
+FIO_NOT_INSTALLED = (
+    "fio is not installed, so there is no ceiling to compare with: apt install fio (or dnf, or pacman -S)"
+)
 
 _BLOCK_BYTES = 8 << 20
-_NOT_INSTALLED = "fio is not installed, so there is no ceiling to compare with: apt install fio (or dnf, or pacman -S)"
+
+
+@dataclass(frozen=True, slots=True)
+class FioJob:
+    """What fio is asked to do.
+
+    Attributes:
+        direction: Reads are of files that are there; writes make fresh, preallocated files and sync them.
+        size_bytes: Of each file, in whole blocks.
+        engine: fio's name of it.
+        direct: Pass by the page cache.
+        block_bytes: Of one request.
+        depth: Requests in flight of one job.
+        random: Every block once, in shuffled order.
+        sharing_count: Jobs that share a file, a range each; for an engine with one request at a time.
+        in_place: Write over files that are there.
+    """
+
+    direction: Direction
+    size_bytes: int
+    engine: str = "io_uring"
+    direct: bool = True
+    block_bytes: int = _BLOCK_BYTES
+    depth: int = 8
+    random: bool = False
+    sharing_count: int = 1
+    in_place: bool = False
+
+    @property
+    def range_bytes(self) -> int:
+        """What one job moves; with several, a rest of less than a block each is left out."""
+        return self.size_bytes // self.block_bytes // self.sharing_count * self.block_bytes
+
+    def command(self, paths: list[str]) -> list[str]:
+        """Return the words of the command line."""
+        words = [
+            "fio", "--output-format=json", "--name=global", f"--rw={'rand' if self.random else ''}{self.direction}",
+            f"--ioengine={self.engine}", f"--direct={int(self.direct)}", f"--bs={self.block_bytes}",
+            f"--iodepth={self.depth}", f"--size={self.range_bytes}", f"--numjobs={self.sharing_count}",
+        ]  # fmt: skip
+        if self.sharing_count > 1:
+            words += ["--thread", f"--offset_increment={self.range_bytes}"]
+        if self.direction == "read":
+            words += ["--readonly", "--allow_file_create=0"]
+        elif self.in_place:
+            words += ["--fallocate=none", "--overwrite=1", "--end_fsync=1"]
+        else:
+            # Of jobs that share a file, none may be the one that gives it its size: run_fio() does.
+            words += [f"--fallocate={'native' if self.sharing_count == 1 else 'none'}", "--end_fsync=1"]
+        for index, path in enumerate(paths):
+            words += [f"--name=file{index}", f"--filename={_escaped(path)}"]
+        return words
 
 
 def fio_version() -> str:
@@ -31,11 +89,11 @@ def fio_write_row(size_bytes: int) -> Row:
     """Return the write ceiling: a fresh file of at least `size_bytes`, in whole blocks of 8 MiB, synced."""
     name = CEILING_NAMES["save"]
     if shutil.which("fio") is None:
-        return Row(name, "ceiling", None, why_not=_NOT_INSTALLED)
+        return Row(name, "ceiling", None, why_not=FIO_NOT_INSTALLED)
     rounded_bytes = -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
     def run(path: str) -> Sample:
-        return _run(path, "write", rounded_bytes, ["--fallocate=native", "--end_fsync=1"])
+        return _run_by_best_engine(FioJob("write", rounded_bytes), path)
 
     return Row(name, "ceiling", run, suffix=".fio")
 
@@ -47,30 +105,51 @@ def fio_read_row(suffix: str) -> Row:
     """
     name = CEILING_NAMES["load"]
     if shutil.which("fio") is None:
-        return Row(name, "ceiling", None, why_not=_NOT_INSTALLED)
+        return Row(name, "ceiling", None, why_not=FIO_NOT_INSTALLED)
 
     def run(path: str) -> Sample:
         # What is left over is less than a block; the rate is per byte, so nothing is gained by leaving it out.
         size_bytes = os.path.getsize(path) // _BLOCK_BYTES * _BLOCK_BYTES
-        return _run(path, "read", size_bytes, ["--readonly", "--allow_file_create=0"])
+        return _run_by_best_engine(FioJob("read", size_bytes), path)
 
     return Row(name, "ceiling", run, suffix=suffix)
 
 
-def _run(path: str, direction: str, size_bytes: int, options: list[str]) -> Sample:
-    """Run one job by io_uring, or by libaio where the kernel or a container's profile refuses io_uring."""
+def _run_by_best_engine(job: FioJob, path: str) -> Sample:
+    """Run a job by io_uring, or by libaio where the kernel or a container's profile refuses io_uring."""
     reasons = []
     for engine in ("io_uring", "libaio"):
-        command = [
-            "fio", "--name=ceiling", f"--filename={_escaped(path)}", f"--rw={direction}", f"--ioengine={engine}",
-            "--direct=1", "--bs=8M", "--iodepth=8", "--numjobs=1", f"--size={size_bytes}", "--output-format=json",
-            *options,
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            return Sample(_seconds(done.stdout, direction, size_bytes), size_bytes, engine)
-        reasons.append(f"{engine}: {(done.stderr.strip() or done.stdout.strip()).splitlines()[0]}")
-    raise UnsupportedError(f"fio cannot {direction} here by direct I/O ({'; '.join(reasons)})")
+        try:
+            return run_fio(replace(job, engine=engine), [path])
+        except UnsupportedError as error:
+            reasons.append(str(error))
+    raise UnsupportedError("; ".join(reasons))
+
+
+def run_fio(job: FioJob, paths: list[str]) -> IoSample:
+    """Run a job on each of the files, all at the same time.
+
+    Returns:
+        The seconds of the slowest job, and what all jobs together moved and spent.
+
+    Raises:
+        UnsupportedError: fio cannot do it here; the message says why.
+        StorageError: It did not move what it should.
+    """
+    if job.direction == "write" and not job.in_place and job.sharing_count > 1:
+        for path in paths:
+            _preallocate(path, job.range_bytes * job.sharing_count)
+    done = subprocess.run(job.command(paths), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = (done.stderr.strip() or done.stdout.strip() or "no reason given").splitlines()[0]
+        how = "by direct I/O" if job.direct else "through the page cache"
+        raise UnsupportedError(f"fio cannot {job.direction} here {how} with {job.engine}: {said}")
+    return _sample(done.stdout, job, len(paths) * job.sharing_count)
+
+
+def _preallocate(path: str, size_bytes: int) -> None:
+    with storage_errors("creating", path), open(path, "xb") as file:
+        _native.allocate(file.fileno(), size_bytes, os.fsencode(path))
 
 
 def _escaped(path: str) -> str:
@@ -78,18 +157,27 @@ def _escaped(path: str) -> str:
     return path.replace(":", "\\:")
 
 
-def _seconds(output: str, direction: str, size_bytes: int) -> float:
-    """Take the seconds from fio's report.
+def _sample(output: str, job: FioJob, job_count: int) -> IoSample:
+    """Take the figures from fio's report.
 
-    `jobs[0].write.runtime` (ms, as in `job_runtime`) runs from the first request to the end of the fsync that
+    `jobs[].write.runtime` (ms, as in `job_runtime`) runs from the first request to the end of the fsync that
     --end_fsync=1 asks for: a buffered job of 1 GiB reports ten times the runtime with it that it reports without.
     Creating and preallocating the file come before, in less than a millisecond; filling fio's own buffers, and starting
     and ending its processes (some 0.5 s), are not in it either. So the figure is from create to synced, a trifle in
-    fio's favour.
+    fio's favour. fio starts its jobs together.
+
+    `usr_cpu` and `sys_cpu` are percent of `job_runtime`. What kernel threads do for a job is not in them.
     """
     # fio may put remarks in front of the report.
     report: dict[str, Any] = json.loads(output[output.index("{") :])
-    job = report["jobs"][0][direction]
-    if job["io_bytes"] != size_bytes:
-        raise StorageError(None, f"fio moved {job['io_bytes']} bytes instead of {size_bytes}")
-    return max(int(job["runtime"]), 1) / 1000
+    jobs = report["jobs"]
+    moved_bytes = sum(one[job.direction]["io_bytes"] for one in jobs)
+    if moved_bytes != job_count * job.range_bytes:
+        raise StorageError(None, f"fio moved {moved_bytes} bytes instead of {job_count * job.range_bytes}")
+    return IoSample(
+        seconds=max(max(int(one[job.direction]["runtime"]), 1) for one in jobs) / 1000,
+        size_bytes=moved_bytes,
+        engine=job.engine,
+        io_count=sum(int(one[job.direction]["total_ios"]) for one in jobs),
+        cpu_s=sum((one["usr_cpu"] + one["sys_cpu"]) / 100 * one["job_runtime"] / 1000 for one in jobs),
+    )

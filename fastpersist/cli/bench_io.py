@@ -1,0 +1,372 @@
+"""`fastpersist bench io DIR`: how fast TensorFile reads and writes tensors, beside fio with the same requests.
+
+Here the command line becomes points and a setup; rows, report and picture have files of their own. As in the other
+benchmarks, nothing fails because a machine is slow: the exit code is 0 unless a row of TensorFile itself fails, or
+--validate finds other bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Sequence
+
+import torch
+
+from fastpersist import locked_tensor, require_engine
+from fastpersist.arena import available_host_bytes
+from fastpersist.cli.bench_io_gdsio import why_no_gdsio
+from fastpersist.cli.bench_io_plot import draw, require_matplotlib
+from fastpersist.cli.bench_io_points import (
+    SECTOR_BYTES,
+    Direction,
+    Memory,
+    Point,
+    Setup,
+    parse_size,
+    size_name,
+    thread_count_for,
+)
+from fastpersist.cli.bench_io_report import io_report_json, io_report_text
+from fastpersist.cli.bench_io_rows import IoResult, measure_direction, plan_rows, resolve_engine
+from fastpersist.cli.bench_io_worker import IoProcesses
+from fastpersist.cli.bench_load_rows import PageCache
+from fastpersist.cli.bench_report import machine_facts
+from fastpersist.errors import ConfigError, NoSpaceError, StorageError, UnsupportedError
+from fastpersist.filesystem import storage_errors
+
+__all__ = ["add_parser", "run"]
+
+_MIB = 1 << 20
+_DEPTH_MAX = 4096
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `io` to the commands of `bench`."""
+    parser = commands.add_parser(
+        "io",
+        help="speed of reading and writing tensors by TensorFile, block by block",
+        description="Speed of reading and writing tensors by TensorFile, beside fio with the same requests. Sizes are "
+        "4K, 8M, 1G …; options with several values make a row for each combination.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="existing directory; a scratch directory in it is removed")
+    parser.add_argument("--read", action="store_true", help="only read (default: read and write)")
+    parser.add_argument("--write", action="store_true", help="only write")
+    parser.add_argument(
+        "--size-mb", type=_positive, default=1024, metavar="N", help="MiB that each process moves (default: 1024)"
+    )
+    parser.add_argument(
+        "--block",
+        type=_size,
+        nargs="+",
+        action="extend",
+        metavar="SIZE",
+        help="bytes of one tensor, of one request (default: 8M, with --random 4K; at most --size-mb)",
+    )
+    parser.add_argument(
+        "--depth",
+        type=_positive,
+        nargs="+",
+        action="extend",
+        metavar="N",
+        help="requests in flight (default: 8, with --random 64)",
+    )
+    parser.add_argument("--threads", type=_positive, metavar="N", help="threads of the engine threads")
+    parser.add_argument(
+        "--processes", type=_positive, default=1, metavar="N", help="processes, each with its own file (default: 1)"
+    )
+    parser.add_argument(
+        "--engine", nargs="+", action="extend", metavar="NAME", help="engines of fastpersist info (default: auto)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default: cpu)")
+    parser.add_argument(
+        "--memory",
+        choices=("locked", "plain"),
+        help="host tensors: locked_tensor or torch.empty (default: locked, or plain where the limit forbids)",
+    )
+    parser.add_argument("--random", action="store_true", help="blocks in shuffled order; shows IOPS and processor time")
+    pace = parser.add_mutually_exclusive_group()
+    pace.add_argument("--sync", action="store_true", dest="one_by_one", help="one block after the other has been moved")
+    pace.add_argument(
+        "--async", action="store_false", dest="one_by_one", help="all blocks as one list of requests (default)"
+    )
+    parser.add_argument("--validate", action="store_true", help="compare file and memory after each run")
+    parser.add_argument("--in-place", action="store_true", help="write over a file that is there, not a fresh one")
+    parser.add_argument("--repeat", type=_positive, default=3, metavar="N", help="rounds (default: 3)")
+    parser.add_argument("--no-fio", action="store_true", help="TensorFile alone")
+    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw bandwidth by depth and by block (needs matplotlib)")
+    parser.set_defaults(run=run, one_by_one=False)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{error} (DIR goes before the options)") from None
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the table, write JSON and picture.
+
+    Returns:
+        0, or 1 if a row of TensorFile failed.
+
+    Raises:
+        ConfigError: Options make no sense, or ask for what is not there.
+        StorageError: DIR has no room or takes no files; or a result cannot be written.
+    """
+    directions = _check(arguments)
+    for path in filter(None, (arguments.json, arguments.plot)):
+        with storage_errors("creating", path), open(path, "w"):
+            pass  # better refused now than after an hour
+    setup, notes = _setup(arguments)
+    facts = machine_facts(arguments.directory)
+    results = _measure_all(arguments, setup, directions, notes)
+    command_line = _command_line(arguments)
+    print(io_report_text(command_line, facts, notes, setup, results))
+    if arguments.json:
+        report = io_report_json(command_line, facts, notes, setup, results)
+        with storage_errors("writing", arguments.json), open(arguments.json, "w") as file:
+            json.dump(report, file, indent=2)
+            file.write("\n")
+    if arguments.plot:
+        draw(arguments.plot, results, setup, command_line)
+    measured = [result.measured for result in results]
+    return int(any(one.row.kind == "fastpersist" and one.note.startswith("failed") for one in measured))
+
+
+def _check(arguments: argparse.Namespace) -> list[Direction]:
+    """Fill in the defaults that depend on other options, and refuse what makes no sense; return the directions."""
+    if not os.path.isdir(arguments.directory):
+        raise ConfigError(f"{arguments.directory} is no directory; name one on the disk that shall be measured")
+    if arguments.one_by_one and arguments.depth:
+        raise ConfigError("--sync has one block in flight at a time; leave --depth out")
+    arguments.block = arguments.block or [4096 if arguments.random else min(8, arguments.size_mb) * _MIB]
+    arguments.depth = [1] if arguments.one_by_one else arguments.depth or [64 if arguments.random else 8]
+    arguments.engine = arguments.engine or ["auto"]
+    for engine in arguments.engine:
+        require_engine(engine)
+    if max(arguments.depth) > _DEPTH_MAX:
+        raise ConfigError(f"--depth {max(arguments.depth)}: no more than {_DEPTH_MAX} requests can be in flight")
+    for block_bytes in arguments.block:
+        if block_bytes % SECTOR_BYTES or not SECTOR_BYTES <= block_bytes <= arguments.size_mb * _MIB:
+            raise ConfigError(
+                f"--block {size_name(block_bytes)}: it must be a multiple of {SECTOR_BYTES} bytes, at most --size-mb"
+            )
+    directions: list[Direction] = []
+    if arguments.write or not arguments.read:
+        directions.append("write")
+    if arguments.read or not arguments.write:
+        directions.append("read")
+    if arguments.in_place and "write" not in directions:
+        raise ConfigError("--in-place is about writing, and --read asks for reading only")
+    if arguments.device == "cuda":
+        if arguments.memory:
+            raise ConfigError("--memory is about host tensors; leave it out with --device cuda")
+        if not torch.cuda.is_available():
+            raise ConfigError("--device cuda: torch sees no CUDA device here; leave it out to measure host tensors")
+    if arguments.plot:
+        require_matplotlib()
+    return directions
+
+
+def _setup(arguments: argparse.Namespace) -> tuple[Setup, list[str]]:
+    """Return what all rows share, and what there is to say about it."""
+    size_bytes = arguments.size_mb * _MIB
+    notes = []
+    memory: Memory = arguments.memory or "locked"
+    if arguments.device == "cpu":
+        needed_bytes = arguments.processes * size_bytes
+        if needed_bytes > available_host_bytes():
+            raise ConfigError(
+                f"{arguments.processes} × --size-mb {arguments.size_mb} is more memory than is available "
+                f"({available_host_bytes() / 1e9:.1f} GB); ask for less"
+            )
+        if arguments.memory is None:
+            try:
+                locked_tensor((size_bytes,), torch.uint8)
+            except StorageError as error:
+                memory = "plain"
+                notes.append(f"host tensors are plain ones (torch.empty), as so much cannot be locked: {error}")
+        if not notes:
+            kind = "page-locked (locked_tensor)" if memory == "locked" else "plain ones (torch.empty)"
+            notes.append(f"host tensors are {kind}; every page has been touched before")
+    else:
+        notes.append(f"the tensors are in the memory of a GPU: {torch.cuda.get_device_name()}")
+    setup = Setup(
+        size_bytes=size_bytes,
+        process_count=arguments.processes,
+        thread_count=arguments.threads,
+        random=arguments.random,
+        one_by_one=arguments.one_by_one,
+        in_place=arguments.in_place,
+        validate=arguments.validate,
+        memory=memory,
+        device=arguments.device,
+    )
+    return setup, notes
+
+
+def _measure_all(
+    arguments: argparse.Namespace, setup: Setup, directions: Sequence[Direction], notes: list[str]
+) -> list[IoResult]:
+    """Measure every point in each direction; add what is to be said to the notes."""
+    _require_space(arguments.directory, setup)
+    cache = PageCache(warm=False, whole_machine=False)
+    results: list[IoResult] = []
+    with storage_errors("creating a directory in", arguments.directory):
+        scratch_directory = tempfile.TemporaryDirectory(prefix=".fastpersist-bench-", dir=arguments.directory)
+    # Any exception removes it, Ctrl-C included; only a SIGKILL leaves it behind.
+    with scratch_directory as scratch:
+        engines = _engines(arguments, scratch, notes)
+        with IoProcesses(setup) as processes:
+            for direction in directions:
+                points = [
+                    Point(direction, engine, block_bytes, depth)
+                    for engine in engines
+                    for block_bytes in arguments.block
+                    for depth in arguments.depth
+                ]
+                planned = plan_rows(points, setup, processes, with_fio=not arguments.no_fio)
+                results += measure_direction(
+                    planned,
+                    setup,
+                    processes,
+                    cache,
+                    path=os.path.join(scratch, direction),
+                    round_count=arguments.repeat,
+                )
+    notes += _notes(arguments, setup, directions, engines, cache)
+    return results
+
+
+def _engines(arguments: argparse.Namespace, scratch: str, notes: list[str]) -> list[str]:
+    """Return the engines to measure, by their own names.
+
+    Raises:
+        UnsupportedError: None of those that were asked for can be used here.
+    """
+    engines, reasons = [], []
+    for asked in dict.fromkeys(arguments.engine):
+        engine, why_not = resolve_engine(scratch, asked)
+        if why_not:
+            reasons.append(f"engine {asked} is left out: {why_not}")
+        elif engine not in engines:
+            engines.append(engine)
+        if asked == "auto" and engine:
+            notes.append(f'engine="auto" is {engine} here')
+    if not engines:
+        raise UnsupportedError("; ".join(reasons))
+    notes += reasons
+    return engines
+
+
+def _require_space(directory: str, setup: Setup) -> None:
+    """Refuse to fill a disk.
+
+    Raises:
+        NoSpaceError: There is not room for the files of all processes, and a tenth more.
+    """
+    needed_bytes = int(1.1 * setup.process_count * setup.size_bytes) + 64 * _MIB
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < needed_bytes:
+        raise NoSpaceError(
+            errno.ENOSPC,
+            f"{directory} has {free_bytes / 1e9:.1f} GB free, and this needs {needed_bytes / 1e9:.1f} GB: choose "
+            "another directory, or a smaller --size-mb",
+            directory,
+        )
+
+
+def _notes(
+    arguments: argparse.Namespace,
+    setup: Setup,
+    directions: Sequence[Direction],
+    engines: Sequence[str],
+    cache: PageCache,
+) -> list[str]:
+    """Say how it was measured."""
+    pace = "one after the other" if setup.one_by_one else "as one list of requests"
+    notes = [
+        f"each run moves all blocks, {pace}; the rows took turns, each round in another order; GB/s are 10^9 bytes"
+    ]
+    if setup.process_count > 1:
+        notes.append(f"{setup.process_count} processes, each with its own file: from the first start to the last end")
+    if "write" in directions and setup.in_place:
+        notes.append(
+            "write in place: over the blocks of a file that was there, synced; saves write fresh files, which cost more"
+        )
+    elif "write" in directions:
+        notes.append(
+            "write: a fresh file, preallocated; from opening it until its bytes and its name are synced (fio: its "
+            "bytes); its removal is synced before the next run"
+        )
+    if "read" in directions:
+        notes.append("read: from opening the file until all bytes are in memory; fio reads the very same file")
+    if "read" in directions or setup.in_place:
+        notes.append(cache.describe())
+        notes.append("what the drive itself or the host of a virtual disk caches is out of our reach")
+    if setup.validate:
+        notes.append("after each run of TensorFile, outside its time, the file was compared with the memory")
+    if not arguments.no_fio:
+        notes += _fio_notes(arguments, setup, engines)
+    if why_not := why_no_gdsio(setup):
+        notes.append(f"gdsio is left out: {why_not}")
+    else:
+        notes.append("gdsio: -x 0, a thread for each request in flight; a sync is added to what it writes")
+    return notes
+
+
+def _fio_notes(arguments: argparse.Namespace, setup: Setup, engines: Sequence[str]) -> list[str]:
+    notes = [
+        "fio: the same engine, bs, iodepth, size and direct; writes with --end_fsync=1 and "
+        f"{'over the same file' if setup.in_place else '--fallocate=native'}; from the first request on (opening and "
+        "allocating are not in its time)"
+    ]
+    if setup.device != "cpu":
+        notes.append("fio moves bytes between disk and host memory: its figure is without the copy to or from the GPU")
+    if setup.random:
+        notes.append(
+            "processor time: of TensorFile all threads of its processes, in user space and in the kernel; of fio what "
+            "it says itself (usr_cpu and sys_cpu of job_runtime)"
+        )
+    if any(engine.startswith("threads") for engine in engines) and not setup.one_by_one:
+        counts = {thread_count_for(Point("read", "threads", 4096, depth), setup) for depth in arguments.depth}
+        notes.append(
+            "engine threads: fio has psync with a job for each thread "
+            f"(--thread --numjobs={', '.join(map(str, sorted(counts)))}), a range of the file each"
+        )
+    return notes
+
+
+def _command_line(arguments: argparse.Namespace) -> str:
+    """Spell out the command, as it would be typed to run the same again."""
+    words = ["fastpersist", "bench", "io", arguments.directory]
+    words += [f"--{name}" for name in ("read", "write") if getattr(arguments, name)]
+    words += ["--size-mb", str(arguments.size_mb), "--block", *map(size_name, arguments.block)]
+    words += ["--sync"] if arguments.one_by_one else ["--depth", *map(str, arguments.depth)]
+    words += ["--engine", *arguments.engine]
+    if arguments.processes > 1:
+        words += ["--processes", str(arguments.processes)]
+    for name in ("threads", "memory"):
+        if getattr(arguments, name):
+            words += [f"--{name}", str(getattr(arguments, name))]
+    if arguments.device != "cpu":
+        words += ["--device", arguments.device]
+    for name in ("random", "validate", "in_place", "no_fio"):
+        if getattr(arguments, name):
+            words.append(f"--{name.replace('_', '-')}")
+    return shlex.join([*words, "--repeat", str(arguments.repeat)])

@@ -1,0 +1,133 @@
+"""What `bench io` says: a table for people, JSON for programs. The facts on the machine are from bench_report."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from fastpersist.cli.bench_io_points import IoSample, Setup, size_name
+from fastpersist.cli.bench_io_rows import IoResult
+from fastpersist.cli.bench_report import report_text
+
+__all__ = ["io_report_json", "io_report_text"]
+
+_FORMAT = 1
+_COLUMNS = 118
+
+
+def io_report_json(
+    command_line: str, facts: dict[str, Any], notes: list[str], setup: Setup, results: Sequence[IoResult]
+) -> dict[str, Any]:
+    """Return everything as plain values."""
+    return {
+        "format": _FORMAT,
+        "command": "io",
+        "command_line": command_line,
+        "machine": facts,
+        "notes": notes,
+        "setup": dataclasses.asdict(setup),
+        "rows": [_row_json(result, setup) for result in results],
+    }
+
+
+def _row_json(result: IoResult, setup: Setup) -> dict[str, Any]:
+    planned, measured = result.planned, result.measured
+    row: dict[str, Any] = {
+        "name": planned.row.name,
+        "who": planned.who,
+        "kind": planned.row.kind,
+        "what": planned.point.words(setup),
+        "direction": planned.point.direction,
+        "in_place": setup.in_place and planned.point.direction == "write",
+        "block_bytes": planned.point.block_bytes,
+        "depth": planned.point.depth,
+        "note": measured.note,
+    }
+    if not measured.samples:
+        return row
+    seconds = [sample.seconds for sample in measured.samples]
+    return row | {
+        "engine": measured.samples[0].engine,
+        "size_bytes": measured.samples[0].size_bytes,
+        "seconds": seconds,
+        "median_s": measured.median_s,
+        "min_s": min(seconds),
+        "max_s": max(seconds),
+        "bytes_per_s": measured.bytes_per_s,
+        "io_per_s": _io_per_s(result),
+        "cpu_us_per_io": _cpu_us_per_io(result),
+        "ratio_to_fio": result.ratio,
+    }
+
+
+def _io_samples(result: IoResult) -> list[IoSample]:
+    return [sample for sample in result.measured.samples if isinstance(sample, IoSample)]
+
+
+def _io_per_s(result: IoResult) -> float | None:
+    samples = _io_samples(result)
+    return samples[0].io_count / result.measured.median_s if samples else None
+
+
+def _cpu_us_per_io(result: IoResult) -> float | None:
+    """Return the median of the rounds."""
+    spent = [
+        sample.cpu_s / sample.io_count * 1e6
+        for sample in _io_samples(result)
+        if sample.cpu_s is not None and sample.io_count
+    ]
+    return statistics.median(spent) if spent else None
+
+
+def io_report_text(
+    command_line: str, facts: dict[str, Any], notes: list[str], setup: Setup, results: Sequence[IoResult]
+) -> str:
+    """Return facts, the table, and how it was measured."""
+    headers = ["what", "block", "depth", "by", "median s", "min – max s", "GB/s", "of fio"]
+    headers += ["IOPS", "CPU µs per I/O"] if setup.random else []
+    table = tabulate(
+        [_cells(result, setup) for result in results],
+        headers=headers,
+        disable_numparse=True,
+        colalign=["left", "right", "right", "left", *["right"] * (len(headers) - 4)],
+    )
+    lines = [report_text("io", command_line, facts, [], []).rstrip(), "", table, *_remarks(results), ""]
+    lines += [textwrap.fill(f"- {note}", _COLUMNS, subsequent_indent="  ") for note in notes]
+    return "\n".join(lines)
+
+
+def _cells(result: IoResult, setup: Setup) -> list[str]:
+    point, measured = result.planned.point, result.measured
+    cells = [point.words(setup), size_name(point.block_bytes), str(point.depth)]
+    if not measured.samples:
+        return [*cells, result.planned.who, "–"]
+    seconds = [sample.seconds for sample in measured.samples]
+    cells += [
+        f"{result.planned.who}, {measured.samples[0].engine}",
+        f"{measured.median_s:.3f}",
+        f"{min(seconds):.3f} – {max(seconds):.3f}",
+        f"{measured.bytes_per_s / 1e9:.2f}",
+        f"{100 * result.ratio:.0f} %" if result.ratio else "",
+    ]
+    if setup.random:
+        io_per_s, cpu_us_per_io = _io_per_s(result), _cpu_us_per_io(result)
+        cells.append("" if io_per_s is None else f"{io_per_s:,.0f}")
+        cells.append("" if cpu_us_per_io is None else f"{cpu_us_per_io:.1f}")
+    return cells
+
+
+def _remarks(results: Sequence[IoResult]) -> list[str]:
+    """Say why rows have no samples, or fewer; what is said of many rows is said once."""
+    rows_by_note: dict[str, list[str]] = {}
+    for result in results:
+        if result.measured.note:
+            rows_by_note.setdefault(result.measured.note, []).append(result.planned.row.name)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}"
+        for note, names in rows_by_note.items()
+    ]

@@ -1,0 +1,220 @@
+"""What `bench io` compares: TensorFile at each point, and fio (gdsio for GPU memory) at the same one.
+
+The rows of one direction take turns (bench_rows.measure). Reads are all of the same files, laid out before and dropped
+from the page cache before each run; each write is of fresh files, unless it is to be in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fastpersist import TensorFile
+from fastpersist.cli.bench_fio import FIO_NOT_INSTALLED, FioJob, run_fio
+from fastpersist.cli.bench_io_gdsio import run_gdsio, why_no_gdsio
+from fastpersist.cli.bench_io_points import (
+    Point,
+    Setup,
+    file_paths,
+    fio_engine,
+    size_name,
+    thread_count_for,
+)
+from fastpersist.cli.bench_io_worker import IoProcesses
+from fastpersist.cli.bench_load_rows import PageCache
+from fastpersist.cli.bench_rows import Kind, Measured, Row, Sample, measure
+from fastpersist.cli.bench_save_rows import sync_path
+from fastpersist.errors import StorageError, UnsupportedError
+
+__all__ = ["IoResult", "PlannedRow", "fio_job", "measure_direction", "plan_rows", "resolve_engine"]
+
+_TENSOR_FILE = "TensorFile"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """A row of the table.
+
+    Attributes:
+        who: "TensorFile", "fio" or "gdsio".
+        point: What it does.
+        row: How to run it.
+        ceiling: Name of the row that it is compared with; empty if there is none.
+    """
+
+    who: str
+    point: Point
+    row: Row
+    ceiling: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class IoResult:
+    """What came of a row.
+
+    Attributes:
+        planned: The row.
+        measured: Its samples.
+        ratio: Its rate by that of its ceiling; None if one of them has no rate.
+    """
+
+    planned: PlannedRow
+    measured: Measured
+    ratio: float | None = None
+
+
+def resolve_engine(directory: str, engine: str) -> tuple[str, str]:
+    """Find out what an engine name stands for in a directory, by writing a block there.
+
+    Returns:
+        The name of the engine, and why it cannot be used; one of the two is empty.
+
+    Raises:
+        ConfigError: There is no such engine.
+    """
+    path = os.path.join(directory, "engine")
+    try:
+        with TensorFile(path, "w", engine=engine) as file:
+            file.write(torch.zeros(4096, dtype=torch.uint8))
+            return file.engine, ""
+    except (StorageError, UnsupportedError) as error:
+        return "", str(error)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def plan_rows(points: Sequence[Point], setup: Setup, processes: IoProcesses, *, with_fio: bool) -> list[PlannedRow]:
+    """Return the rows of some points, each with its yardsticks beside it.
+
+    Args:
+        points: With engines that can be used.
+        setup: What they share.
+        processes: Where ours are run.
+        with_fio: Whether fio is asked at all.
+    """
+    planned: list[PlannedRow] = []
+    for point in dict.fromkeys(points):
+        fio = _fio_row(point, setup) if with_fio else None
+        rows = [PlannedRow(_TENSOR_FILE, point, _own_row(point, processes), fio.name if fio else "")]
+        if not why_no_gdsio(setup):
+            rows.append(PlannedRow("gdsio", point, _gdsio_row(point, setup), fio.name if fio else ""))
+        if fio is not None:
+            rows.append(PlannedRow("fio", point, fio, fio.name))
+        planned += [one for one in rows if one.row.name not in {other.row.name for other in planned}]
+    return planned
+
+
+def _name(who: str, point: Point) -> str:
+    return f"{who} {point.direction} {size_name(point.block_bytes)} × {point.depth}, {point.engine}"
+
+
+def _own_row(point: Point, processes: IoProcesses) -> Row:
+    return Row(_name(_TENSOR_FILE, point), "fastpersist", lambda path: processes.run(point, path))
+
+
+def _gdsio_row(point: Point, setup: Setup) -> Row:
+    return Row(_name("gdsio", point), "peer", lambda path: run_gdsio(point, setup, path))
+
+
+def _fio_row(point: Point, setup: Setup) -> Row:
+    kind: Kind = "ceiling"
+    job = fio_job(point, setup)
+    if job is None:
+        why_not = f"fio makes no system calls such as those of {point.engine}"
+        return Row(_name("fio", point), kind, None, why_not=why_not)
+    if shutil.which("fio") is None:
+        return Row(_name("fio", point), kind, None, why_not=FIO_NOT_INSTALLED)
+
+    def run(path: str) -> Sample:
+        return run_fio(job, file_paths(path, setup.process_count))
+
+    return Row(_name("fio", point), kind, run)
+
+
+def fio_job(point: Point, setup: Setup) -> FioJob | None:
+    """Return what fio must do to do what TensorFile does at a point; None if it cannot.
+
+    psync has one request at a time, so there are as many jobs as TensorFile has threads, a range of the file each.
+    """
+    engine = fio_engine(point.engine)
+    if engine is None:
+        return None
+    name, direct = engine
+    depth = 1 if setup.one_by_one or name == "psync" else point.depth
+    sharing_count = 1
+    if name == "psync" and not setup.one_by_one:
+        sharing_count = min(thread_count_for(point, setup), point.depth, point.block_count(setup))
+    return FioJob(
+        point.direction,
+        point.block_count(setup) * point.block_bytes,
+        engine=name,
+        direct=direct,
+        block_bytes=point.block_bytes,
+        depth=depth,
+        random=setup.random,
+        sharing_count=sharing_count,
+        in_place=setup.in_place,
+    )
+
+
+def measure_direction(
+    planned: Sequence[PlannedRow],
+    setup: Setup,
+    processes: IoProcesses,
+    cache: PageCache,
+    *,
+    path: str,
+    round_count: int,
+) -> list[IoResult]:
+    """Run all rows of one direction, round by round.
+
+    Args:
+        planned: The rows, at least one.
+        setup: What they share.
+        processes: They lay out what is read or written over.
+        cache: Drops it from the page cache before each run.
+        path: Of their file, or what the names of the processes' files begin with; none of them is left.
+        round_count: Samples of each row.
+    """
+    keeps_files = planned[0].point.direction == "read" or setup.in_place
+
+    def before(suffix: str) -> str:
+        if keeps_files:
+            for one in file_paths(path, setup.process_count):
+                cache.prepare(one)
+        return path
+
+    def after() -> None:
+        if not keeps_files:
+            _remove_files(path, setup)
+
+    if keeps_files:
+        processes.lay_out(path)
+    try:
+        measured = measure([one.row for one in planned], round_count, before=before, after=after)
+    finally:
+        _remove_files(path, setup)
+    by_name = {one.row.name: one for one in measured}
+    return [
+        IoResult(one, mine, _ratio(mine, by_name.get(one.ceiling))) for one, mine in zip(planned, measured, strict=True)
+    ]
+
+
+def _remove_files(path: str, setup: Setup) -> None:
+    """Remove the files, and wait until that is on disk; else the blocks would be freed in the next row's time."""
+    for one in file_paths(path, setup.process_count):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(one)
+    sync_path(os.path.dirname(path))
+
+
+def _ratio(measured: Measured, ceiling: Measured | None) -> float | None:
+    if ceiling is None or not ceiling.samples or not measured.samples:
+        return None
+    return measured.bytes_per_s / ceiling.bytes_per_s
