@@ -1,0 +1,22 @@
+"""Store a GPU tensor by GPUDirect: from the GPU to the disk, with no host memory in between.
+
+There is no GPUDirect engine in this version: this program says so in one line and ends with exit code 77. It shows what
+will have to be written when `fp.engines()` lists one.
+
+python examples/file_access/gds_store_gpu_tensor.py [--file PATH] [--size-mb N] [--loop N] [--validate]
+"""
+
+from __future__ import annotations
+
+import torch
+from command_line import store_command
+
+import fastpersist as fp
+
+with store_command(__doc__) as command:
+    engine = command.gpudirect()
+    tensor = torch.empty(command.size_bytes, dtype=torch.uint8, device=command.gpu())
+    for path in command.stores(tensor):
+        with fp.TensorFile(path, "w", engine=engine) as file:
+            file.write(tensor)
+            file.sync()
