@@ -199,6 +199,8 @@ class RandomAccess:
         *,
         fd: int,
         buffered_fd: int,
+        direct_lock_fd: int,
+        edge_lock_fd: int,
         path: bytes,
         engines: Sequence[str],
         edge_engines: Sequence[str],
@@ -232,6 +234,9 @@ class LockedMemory:
     def address(self) -> int: ...
     @property
     def size_bytes(self) -> int: ...
+
+def has_edge_locks(fd: int) -> bool:
+    """Tell whether a file has the locks that keep direct and buffered writes apart."""
 
 def forget_done_requests() -> None:
     """Drop what was kept for requests that are done by now."""

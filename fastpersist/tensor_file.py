@@ -26,7 +26,7 @@ import torch
 
 from fastpersist import _native
 from fastpersist.config import config_for
-from fastpersist.errors import ConfigError, FastPersistError
+from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.pending_io import PendingIO, failure_of
 from fastpersist.pipeline import announce_engine, engine_ladder, require_engine
@@ -96,6 +96,7 @@ class TensorFile:
         self._lock = threading.Lock()
         self._native: _native.RandomAccess | None = None
         self._fds: list[int] = []
+        self._lock_fds: list[int] = []
         self._end_bytes = 0
         self._closed = True
         self._sync_error: FastPersistError | None = None
@@ -128,13 +129,15 @@ class TensorFile:
             except FileNotFoundError:
                 is_new = mode in ("w", "x")
             fd = os.open(self.path, _FLAGS[mode] | os.O_CLOEXEC, 0o666)
+        self._fds = [fd]
         try:
-            self._open_native(fd, given)
+            self._open_native(given)
             if mode == "w" and self._end_bytes > 0:
                 filesystem().truncate(fd, 0, self.path)
                 self._end_bytes = 0
         except BaseException:
-            self._give_up(fd)
+            self._close_native()
+            self._close_descriptors()
             if is_new:
                 with contextlib.suppress(OSError):
                     os.unlink(self.path)
@@ -143,23 +146,30 @@ class TensorFile:
         self._closed = False
         _open_files.add(self)
 
-    def _open_native(self, fd: int, given: tuple[int | None, int | None, int | None]) -> None:
+    def _open_native(self, given: tuple[int | None, int | None, int | None]) -> None:
         """Give the native side its descriptors: one for direct I/O, and, to write edges, one through the page cache."""
-        self._fds = fds = [fd]
+        fd = self._fds[0]
         self._refuse_kind(os.fstat(fd).st_mode)
         tuned = config_for(fd)
         queue_depth, chunk_bytes, threads = given
         self.queue_depth = queue_depth or tuned.queue_depth or _QUEUE_DEPTH
         self.chunk_bytes = chunk_bytes or tuned.chunk_bytes
         self.threads = threads or tuned.threads
-        if self.mode != "r":
-            fds.append(_reopened(fd, self.path, os.O_RDWR))
         ladder = engine_ladder(self._wished_engine, fd, for_reading=self.mode == "r")
         if ladder[0].endswith("-buffered"):  # requests that were cut for it would not do for a direct one
             ladder = [name for name in ladder if name.endswith("-buffered")]
+        buffered_fd = direct_lock_fd = edge_lock_fd = -1
+        if self.mode != "r":
+            buffered_fd = _reopened(fd, self.path, os.O_RDWR)
+            self._fds.append(buffered_fd)
+            if not ladder[0].endswith(("-buffered", "null")):
+                ladder = _those_that_can_do_without_locks(ladder, fd, self.path)
+                direct_lock_fd, edge_lock_fd = self._open_for_lock(), self._open_for_lock()
         self._native = _native.RandomAccess(
             fd=fd,
-            buffered_fd=fds[-1] if self.mode != "r" else -1,
+            buffered_fd=buffered_fd,
+            direct_lock_fd=direct_lock_fd,
+            edge_lock_fd=edge_lock_fd,
             path=os.fsencode(self.path),
             engines=ladder,
             edge_engines=["fault:threads-buffered" if ladder[0].startswith("fault:") else "threads-buffered"],
@@ -172,11 +182,23 @@ class TensorFile:
         self._process_id = os.getpid()
         announce_engine(self.path, self._wished_engine, self._native.engine, self._native.demotions)
 
-    def _give_up(self, fd: int) -> None:
+    def _open_for_lock(self) -> int:
+        fd = _reopened(self._fds[0], self.path, os.O_RDWR)
+        self._lock_fds.append(fd)
+        _native.close_in_forked_child(fd)  # who would hold the lock as long as it lives
+        return fd
+
+    def _close_native(self) -> None:
         if self._native is not None:
             self._native.close()
-        for each in self._fds or [fd]:
-            os.close(each)
+
+    def _close_descriptors(self) -> None:
+        fds, self._fds = self._fds, []
+        lock_fds, self._lock_fds = self._lock_fds, []
+        for fd in lock_fds:
+            _native.forget_descriptor(fd)
+        for fd in fds + lock_fds:
+            os.close(fd)
 
     def _refuse_kind(self, file_mode: int) -> None:
         if stat.S_ISDIR(file_mode):
@@ -247,9 +269,10 @@ class TensorFile:
         """Start what `read_list` does."""
         tensors: list[torch.Tensor] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        given = list(in_slices(items))  # here, since what callers compute on the way may use this very file
 
         def slices() -> Iterator[list[Part]]:
-            for some in in_slices(items):
+            for some in given:
                 found, parts, elsewhere = looked_at(some, len(tensors))
                 # What goes by a tensor's version must hear that it changes.
                 torch.autograd.graph.increment_version([tensor for tensor in found if not tensor.is_inference()])
@@ -399,7 +422,6 @@ class TensorFile:
                 return
             self._closed = True
             native, self._native = self._native, None
-            fds, self._fds = self._fds, []
         _open_files.discard(self)
         failures: list[_native.FileRequest] = []
         try:
@@ -410,8 +432,7 @@ class TensorFile:
         finally:
             if native is not None:
                 native.close()  # Ctrl-C ended the wait: descriptors may be closed only after this
-            for fd in fds:
-                os.close(fd)
+            self._close_descriptors()
             _native.forget_done_requests()
         for request in failures:
             error = failure_of(request, self.path)
@@ -454,12 +475,11 @@ class TensorFile:
             raise ConfigError(f"{self.path} is closed")
         if self._native is None or os.getpid() != self._process_id:
             inherited = self._fds
-            fd = _reopened(inherited[0], self._full_path, os.O_RDONLY if self.mode == "r" else os.O_RDWR)
+            self._fds = [_reopened(inherited[0], self._full_path, os.O_RDONLY if self.mode == "r" else os.O_RDWR)]
             try:
-                self._open_native(fd, (self.queue_depth, self.chunk_bytes, self.threads or None))
+                self._open_native((self.queue_depth, self.chunk_bytes, self.threads or None))
             except BaseException:
-                for each in self._fds:
-                    os.close(each)
+                self._close_descriptors()
                 self._fds = inherited  # the next use tries again
                 raise
             for each in inherited:
@@ -477,6 +497,7 @@ class TensorFile:
     def _forget_parent(self) -> None:
         self._lock = threading.Lock()  # the parent's may be held for ever here
         self._native = None
+        self._lock_fds = []  # closed already
 
 
 def _open_again(path: str, engine: str, queue_depth: int, chunk_bytes: int, threads: int) -> TensorFile:
@@ -489,6 +510,19 @@ def _checked(name: str, value: int | None, low: int, high: int) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
     return value
+
+
+def _those_that_can_do_without_locks(ladder: list[str], fd: int, path: str) -> list[str]:
+    """Return the ladder, without the asynchronous direct engines where nothing keeps buffered writes away from them."""
+    if _native.has_edge_locks(fd):
+        return ladder
+    found = [name for name in ladder if "threads" in name]
+    if not found:
+        raise UnsupportedError(
+            f"{ladder[0]} cannot write to {path}: its file system has no locks of open file descriptions, which keep "
+            "direct writes apart from those through the page cache; engine='threads' needs none"
+        )
+    return found
 
 
 def _reopened(fd: int, path: str, flags: int) -> int:

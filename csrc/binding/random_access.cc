@@ -19,6 +19,7 @@
 #include "core/file.h"
 #include "core/fork.h"
 #include "core/memory.h"
+#include "transfer/edge_lock.h"
 
 namespace py = pybind11;
 
@@ -237,11 +238,13 @@ void BindRandomAccess(py::module_& m) {
       .def_property_readonly("done_bytes", [](const PyRequest& self) { return self.request->done_bytes(); });
 
   py::class_<PyRandomAccess>(m, "RandomAccess")
-      .def(py::init([](int fd, int buffered_fd, std::string path, std::vector<std::string> engines,
-                       std::vector<std::string> edge_engines, uint32_t queue_depth, uint32_t thread_count,
-                       uint64_t chunk_bytes, uint64_t staging_bytes) {
+      .def(py::init([](int fd, int buffered_fd, int direct_lock_fd, int edge_lock_fd, std::string path,
+                       std::vector<std::string> engines, std::vector<std::string> edge_engines, uint32_t queue_depth,
+                       uint32_t thread_count, uint64_t chunk_bytes, uint64_t staging_bytes) {
              return std::make_unique<PyRandomAccess>(RandomAccessOptions{.fd = fd,
                                                                          .buffered_fd = buffered_fd,
+                                                                         .direct_lock_fd = direct_lock_fd,
+                                                                         .edge_lock_fd = edge_lock_fd,
                                                                          .path = std::move(path),
                                                                          .engines = std::move(engines),
                                                                          .edge_engines = std::move(edge_engines),
@@ -250,9 +253,9 @@ void BindRandomAccess(py::module_& m) {
                                                                          .chunk_bytes = chunk_bytes,
                                                                          .staging_bytes = staging_bytes});
            }),
-           py::kw_only(), py::arg("fd"), py::arg("buffered_fd"), py::arg("path"), py::arg("engines"),
-           py::arg("edge_engines"), py::arg("queue_depth"), py::arg("thread_count"), py::arg("chunk_bytes"),
-           py::arg("staging_bytes"))
+           py::kw_only(), py::arg("fd"), py::arg("buffered_fd"), py::arg("direct_lock_fd"), py::arg("edge_lock_fd"),
+           py::arg("path"), py::arg("engines"), py::arg("edge_engines"), py::arg("queue_depth"),
+           py::arg("thread_count"), py::arg("chunk_bytes"), py::arg("staging_bytes"))
       .def("submit", &PyRandomAccess::Submit, py::arg("write"), py::arg("slices"), py::arg("kept"))
       .def("wait_for_all", &PyRandomAccess::WaitForAll, py::arg("timeout_s") = py::none())
       .def("take_failed_writes", &PyRandomAccess::TakeFailedWrites)
@@ -278,6 +281,7 @@ void BindRandomAccess(py::module_& m) {
                              [](const LockedMemory& self) { return reinterpret_cast<uintptr_t>(self.address()); })
       .def_property_readonly("size_bytes", &LockedMemory::size_bytes);
 
+  m.def("has_edge_locks", &EdgeLock::Works, py::arg("fd"));
   m.def("forget_done_requests", &OpenRequests::Forget);
   m.def(
       "allocate_range",

@@ -92,7 +92,9 @@ Result<std::unique_ptr<RandomAccess>> RandomAccess::Open(RandomAccessOptions opt
   }
   const uint64_t staging_bytes = std::max(
       2 * chunk_bytes, std::min(own.staging_bytes, AlignUp(chunk_bytes, Staging::kUnitBytes) * own.queue_depth));
-  file->worker_ = std::make_unique<RequestWorker>(std::move(pump).value(), file->limits_, chunk_bytes, staging_bytes);
+  file->worker_ =
+      std::make_unique<RequestWorker>(std::move(pump).value(), file->limits_, chunk_bytes, staging_bytes, own.fd,
+                                      EdgeLock(own.direct_lock_fd, own.path), RequestWorker::Side::kShared);
   return file;
 }
 
@@ -117,7 +119,9 @@ Result<RequestWorker*> RandomAccess::EdgeWorker() {
     Result<std::unique_ptr<IoPump>> pump = IoPump::Open(options_.buffered_fd, options_.path, std::move(pump_options));
     if (!pump.ok()) return pump.status();
     FP_CHECK(!pump.value()->direct());
-    edge_worker_ = std::make_unique<RequestWorker>(std::move(pump).value(), limits_, options_.chunk_bytes, 0);
+    edge_worker_ =
+        std::make_unique<RequestWorker>(std::move(pump).value(), limits_, options_.chunk_bytes, 0, options_.buffered_fd,
+                                        EdgeLock(options_.edge_lock_fd, options_.path), RequestWorker::Side::kAlone);
   }
   return edge_worker_.get();
 }

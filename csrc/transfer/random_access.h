@@ -8,7 +8,8 @@
 // - What is written in less than a whole page, at the ends of a part, goes through the page cache, by a second
 //   descriptor and a second pump. The kernel puts it into its page under its own lock, so writers of neighbouring
 //   bytes, in this process or another one, cannot undo each other; reading, changing and writing the block here could.
-//   Direct writes cover whole pages and nothing else, so the two never meet in one page.
+//   Direct writes cover whole pages and nothing else; and while any are in flight, nothing is written through the page
+//   cache (edge_lock.h).
 //
 // A thread owns each pump; it is started by the first request and stays. Requests do not wait for each other, and
 // nothing is said about their order.
@@ -92,6 +93,9 @@ class RequestWorker;
 struct RandomAccessOptions {
   int fd = -1;           // of a file description of its own: the flag for direct I/O is set on it
   int buffered_fd = -1;  // of another one, open for writing; -1 if nothing will be written
+  // Two more, closed in forked children, for the locks between what goes through the one and the other (edge_lock.h).
+  int direct_lock_fd = -1;
+  int edge_lock_fd = -1;
   std::string path;
   std::vector<std::string> engines;       // as in PumpOptions; after one through the page cache no direct one follows
   std::vector<std::string> edge_engines;  // for what is written through the page cache beside a direct engine

@@ -1,5 +1,6 @@
 #include "transfer/request_worker.h"
 
+#include <fcntl.h>
 #include <signal.h>
 
 #include <algorithm>
@@ -20,8 +21,14 @@ constexpr uint32_t kBatchedBytes = 64 << 10;
 }  // namespace
 
 RequestWorker::RequestWorker(std::unique_ptr<IoPump> pump, DirectIoLimits limits, uint64_t chunk_bytes,
-                             uint64_t staging_bytes)
-    : limits_(std::move(limits)), chunk_bytes_(chunk_bytes), pump_(std::move(pump)), staging_(staging_bytes) {
+                             uint64_t staging_bytes, int fd, EdgeLock lock, Side side)
+    : limits_(std::move(limits)),
+      chunk_bytes_(chunk_bytes),
+      fd_(fd),
+      side_(side),
+      pump_(std::move(pump)),
+      staging_(staging_bytes),
+      lock_(std::move(lock)) {
   pieces_.resize(pump_->queue_depth());
   for (size_t i = pieces_.size(); i > 0; --i) free_pieces_.push_back(i - 1);
   NoteEngine();
@@ -109,14 +116,43 @@ void RequestWorker::Run() {
       for (const IoPump::Finished& request : finished) Finish(request);
     }
     if (!status.ok()) FailEverything(status);
+    if (write_count_ == 0 && !next_is_write()) LeaveLock();
   }
 }
 
 // Cut pieces off the jobs and give them to the kernel until it has enough, or staging has no room.
 Status RequestWorker::StartPieces() {
   bool started = true;
-  while (started && !jobs_.empty() && !free_pieces_.empty()) FP_RETURN_IF_ERROR(StartPiece(started));
+  while (started && !jobs_.empty() && !free_pieces_.empty()) {
+    if (next_is_write()) FP_RETURN_IF_ERROR(PrepareToWrite(started));
+    if (started) FP_RETURN_IF_ERROR(StartPiece(started));
+  }
   return Status::Ok();
+}
+
+// Writes are started with the lock only. If somebody waits for it, those in flight come to their end first.
+Status RequestWorker::PrepareToWrite(bool& may_write) {
+  if (lock_.held() && (is_leaving_ || lock_.SomebodyWaits())) {
+    is_leaving_ = write_count_ > 0;
+    may_write = !is_leaving_;
+    if (is_leaving_) return Status::Ok();
+    LeaveLock();
+  }
+  return side_ == Side::kAlone ? lock_.EnterAlone() : lock_.EnterShared();
+}
+
+// What was written through the page cache is clean again before others write directly. An error of that is kept by the
+// kernel for the next sync.
+void RequestWorker::LeaveLock() {
+  constexpr unsigned kStart = SYNC_FILE_RANGE_WRITE;
+  constexpr unsigned kFinish = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+  for (const unsigned flags : {kStart, kFinish}) {
+    for (const auto& [first, end] : dirty_) {
+      sync_file_range(fd_, static_cast<off_t>(first), static_cast<off_t>(end - first), flags);
+    }
+  }
+  dirty_.clear();
+  lock_.Leave();
 }
 
 // Example, direct, chunks of 1 MiB, blocks of 512: a read of [1000, 2 MiB) is cut into [1000, 1 MiB), for which
@@ -157,6 +193,12 @@ Status RequestWorker::StartPiece(bool& started) {
                   .size_bytes = static_cast<uint32_t>(until - from),
                   .skipped_bytes = static_cast<uint32_t>(from - start),
                   .staged = staged};
+  if (is_write) {
+    ++write_count_;
+    if (lock_.held() && side_ == Side::kAlone) {
+      dirty_.emplace_back(AlignDown(from, Staging::kUnitBytes), AlignUp(until, Staging::kUnitBytes));
+    }
+  }
   ++job->piece_count;
   job->next_part_bytes += until - from;
   if (job->next_part_bytes == part.size_bytes) {
@@ -180,6 +222,7 @@ void RequestWorker::Finish(const IoPump::Finished& finished) {
   Job& job = *piece.job;
   const FilePart& part = job.parts[piece.part];
   --job.piece_count;
+  if (job.request->op() == IoOp::kWrite) --write_count_;
   const bool is_end = finished.status.code() == StatusCode::kEndOfFile;
   const uint32_t behind_skipped_bytes = finished.done_bytes - std::min(finished.done_bytes, piece.skipped_bytes);
   uint32_t done_bytes = finished.status.ok() ? piece.size_bytes : 0;
@@ -224,6 +267,7 @@ void RequestWorker::FailEverything(const Status& status) {
     if (piece.staged != nullptr) staging_.Put(piece.staged);
     free_pieces_.push_back(tag);
     --piece.job->piece_count;
+    if (piece.job->request->op() == IoOp::kWrite) --write_count_;
     if (std::find(failed.begin(), failed.end(), piece.job) == failed.end()) failed.push_back(piece.job);
   }
   for (const std::shared_ptr<Job>& job : failed) {

@@ -9,9 +9,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/file.h"
+#include "transfer/edge_lock.h"
 #include "transfer/io_pump.h"
 #include "transfer/random_access.h"
 #include "transfer/staging.h"
@@ -21,7 +23,15 @@ namespace fastpersist {
 // Thread-safe, but for the destructor.
 class RequestWorker {
  public:
-  RequestWorker(std::unique_ptr<IoPump> pump, DirectIoLimits limits, uint64_t chunk_bytes, uint64_t staging_bytes);
+  // What a worker writes, with respect to what others write to the same file.
+  enum class Side : uint8_t {
+    kShared,  // direct writes, or whatever has nobody on the other side
+    kAlone,   // bytes through the page cache beside direct writes; clean again when the lock is left
+  };
+
+  // `fd` is the pump's; it stays the caller's, and so does the lock's.
+  RequestWorker(std::unique_ptr<IoPump> pump, DirectIoLimits limits, uint64_t chunk_bytes, uint64_t staging_bytes,
+                int fd, EdgeLock lock, Side side);
   // Waits for all jobs.
   ~RequestWorker();
   RequestWorker(const RequestWorker&) = delete;
@@ -61,6 +71,9 @@ class RequestWorker {
   void Run();
   Status StartPieces();
   Status StartPiece(bool& started);
+  Status PrepareToWrite(bool& may_write);
+  void LeaveLock();
+  bool next_is_write() const { return !jobs_.empty() && jobs_.front()->request->op() == IoOp::kWrite; }
   void Finish(const IoPump::Finished& finished);
   void FinishIfDone(const std::shared_ptr<Job>& job);
   void FailEverything(const Status& status);
@@ -68,6 +81,8 @@ class RequestWorker {
 
   const DirectIoLimits limits_;
   const uint64_t chunk_bytes_;
+  const int fd_;
+  const Side side_;
 
   // The thread's own.
   std::unique_ptr<IoPump> pump_;
@@ -75,7 +90,11 @@ class RequestWorker {
   std::deque<std::shared_ptr<Job>> jobs_;  // of which something is still to be cut
   std::vector<Piece> pieces_;              // by tag
   std::vector<size_t> free_pieces_;
-  Status broken_;  // the pump is of no use any more
+  Status broken_;           // the pump is of no use any more
+  EdgeLock lock_;           // held while writes are in flight
+  size_t write_count_ = 0;  // in flight
+  bool is_leaving_ = false;
+  std::vector<std::pair<uint64_t, uint64_t>> dirty_;  // alone: pages written since the lock was entered, first and end
 
   mutable std::mutex mutex_;
   std::condition_variable arrived_;

@@ -1,0 +1,53 @@
+// Keeps two things apart that the kernel does not: direct writes under way, and bytes of the same file written through
+// the page cache. A direct write that has been submitted asynchronously throws the cached copy of what it covers away
+// when it is done; if that copy has been made dirty meanwhile, it cannot, and stale bytes stay cached, and get back to
+// the disk. It does not help that the two never meet in a page: what is thrown away, and is dirty, are folios, of up to
+// 2 MiB (ext4 since Linux 6.16, xfs since 5.18, as soon as somebody has read the file through the page cache).
+//
+// So the one side holds a lock, shared, while direct writes are in flight, and the other, alone, from the first byte
+// until nothing is dirty any more. The lock is one of open file descriptions on a byte that no file reaches, so it
+// holds between all of these files of all processes of the machine. Whoever wants to be alone holds a second byte, the
+// turnstile, which the others pass on their way in: nobody starves.
+//
+// Source: fcntl(2), "Open file description locks"; the kernel's message "Page cache invalidation failure on direct I/O.
+// Possible data corruption due to collision with buffered I/O!" (mm/filemap.c).
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "core/status.h"
+
+namespace fastpersist {
+
+// One side of the lock. Not thread-safe: one owner.
+class EdgeLock {
+ public:
+  // `fd` stays the caller's, is open for reading and writing, of a file description that has no other use, and is
+  // closed in forked children, who would hold the lock for ever. -1: every call does nothing.
+  EdgeLock(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
+
+  // All of them wait for the others.
+  Status EnterShared();
+  Status EnterAlone();
+  void Leave();
+  bool held() const { return held_; }
+
+  // REQUIRES: held(). Whether somebody waits for this side to leave. Looks every few milliseconds, and says no in
+  // between.
+  bool SomebodyWaits();
+
+  // Whether there are such locks on this file.
+  static bool Works(int fd);
+
+ private:
+  Status Change(short type, int64_t place);
+
+  const int fd_;
+  const std::string path_;
+  bool held_ = false;
+  bool alone_ = false;
+  std::chrono::steady_clock::time_point next_look_;
+};
+
+}  // namespace fastpersist
