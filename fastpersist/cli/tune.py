@@ -1,0 +1,505 @@
+"""`fastpersist tune DIR`: find the values with which saves to a file system are fastest, and keep them for it.
+
+Saves fresh files to a scratch directory in DIR, in processes of their own (`tune_worker`), with values that
+`tune_search` chooses; says what is gained against the defaults; writes the file (`tune_file`) that saves to this file
+system use from then on. Where the difference is inside the noise, the default is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import errno
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
+
+if TYPE_CHECKING:
+    from fastpersist.cli.tune_search import Choice, Comparison
+    from fastpersist.cli.tune_worker import Foreman
+
+__all__ = ["add_parser", "run"]
+
+_MIB = 1 << 20
+_SIZE_MIN_BYTES = 64 * _MIB
+_SIZE_MAX_BYTES = 1024 * _MIB
+_RUN_SHARE = 1 / 240  # of the time, that one save shall take: a quarter of a second in a minute
+_DISK_SHARE = 8  # the file is at most an eighth of what is free, and of the memory that is available
+_PAIR_COUNTS = (7, 15)
+
+# What is over by when, as parts of the time.
+_SEARCH_UNTIL, _SIMPLIFY_UNTIL, _COMPARE_UNTIL, _LOAD_UNTIL = 0.45, 0.6, 0.75, 0.85
+
+_EPILOG = """\
+Each value is found by saving fresh files as fastpersist.save does, until they are durable. Choices take turns; half of
+them are left after each round. What is left at last is compared with the defaults in further runs, and is kept only if
+it is faster in 95 of 100 cases, and by 2 % at least.
+
+The values hold for loading, too, except that a file is not loaded through the page cache for their sake. So loading a
+file from the disk is compared as well; where that has become slower, everything stays as it is by default.
+
+--json prints one object:
+  facts                  machine, file system, device, versions, date
+  size_bytes, run_count  bytes of a file; how many were saved
+  default_engine         what "auto" takes here
+  rounds                 list of lists of {settings, seconds}
+  failed                 list of {settings, why}
+  comparison             {settings, gain, interval, pair_count, noise, is_kept}: the best against the defaults, or null
+  loading                the same for loading; null when the defaults are the best for saving
+  writers                the same for the number of writers against 8; null when it was not tried
+  settings               what the tuning file sets
+  file, written          where it belongs, and whether it was written
+  notes                  what else there is to know
+
+Exit codes: 0 good, 2 the directory is missing, full, or takes no file.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's options."""
+    parser = subparsers.add_parser(
+        "tune",
+        help="find the fastest settings for the file system of a directory, and use them from then on",
+        description="Find the values with which saves to a file system are fastest, and write them to a file that\n"
+        "fastpersist finds by itself. Takes about a minute, in which the machine should do nothing else.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", metavar="DIR", help="existing directory; a scratch directory in it is removed")
+    parser.add_argument("--seconds", type=_positive, default=60.0, metavar="S", help="about so long (default: 60)")
+    parser.add_argument("--size-mb", type=_positive_integer, metavar="N", help="MiB of a file (default: as it fits)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--dry-run", action="store_true", help="measure, and print the file instead of writing it")
+    parser.add_argument("--output", metavar="FILE", help="write there, for FASTPERSIST_CONFIG=FILE")
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError("must be a number above 0")
+    return value
+
+
+def _positive_integer(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, say what was found, write the file.
+
+    Raises:
+        ConfigError: DIR is no directory, or there is no place for the file.
+        NoSpaceError: DIR has no room.
+        StorageError: DIR takes no files, or the tuning file cannot be written.
+    """
+    from fastpersist.cli.bench_report import machine_facts
+    from fastpersist.cli.tune_file import tuning_text, write_tuning
+
+    directory = arguments.directory
+    place = _place(arguments)
+    tell = _silent if arguments.json else _tell
+    facts = machine_facts(directory)
+    tell(f"tuning for {printable(facts['file_system'])} on {printable(facts['device'])}, in {printable(directory)}")
+    with _stopped_by_signals(), _scratch(directory) as scratch:
+        found = _tune(scratch, arguments.seconds, arguments.size_mb, tell)
+    text = tuning_text(found.settings, facts, found.findings())
+    is_written = not arguments.dry_run
+    if is_written:
+        write_tuning(place, text, found.settings, make_parents=arguments.output is None)
+    notes = _notes(place, is_automatic=arguments.output is None)
+    if arguments.json:
+        print(json.dumps(found.as_json(facts, place, is_written, notes), indent=2))
+        return EXIT_GOOD
+    if not is_written:
+        print(f"\nnot written, as this is a dry run: {printable(place)}\n\n{text}", end="")
+    elif not found.settings:
+        print(f"wrote {printable(place)}, which says that the defaults are best")
+    elif arguments.output is None:
+        print(f"wrote {printable(place)}, which saves to this file system use from now on")
+    else:
+        print(f"wrote {printable(place)}, which FASTPERSIST_CONFIG={printable(place)} puts in force")
+    for note in notes:
+        print(printable(note))
+    return EXIT_GOOD
+
+
+def _silent(_line: str) -> None:
+    pass
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
+
+
+def _place(arguments: argparse.Namespace) -> str:
+    """Return where the tuning file belongs, before anything is measured in vain."""
+    from fastpersist.config import tuning_path
+    from fastpersist.errors import ConfigError
+    from fastpersist.filesystem import storage_errors
+
+    if not os.path.isdir(arguments.directory):
+        raise ConfigError(f"{arguments.directory} is no directory; name one on the disk that shall be tuned for")
+    if arguments.output is not None:
+        if os.path.isdir(arguments.output) or not os.path.isdir(os.path.dirname(os.path.abspath(arguments.output))):
+            raise ConfigError(f"--output {arguments.output} is no name for a file in a directory that is there")
+        return str(arguments.output)
+    with storage_errors("opening", arguments.directory):
+        fd = os.open(arguments.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        place = tuning_path(fd, named=False)
+    finally:
+        os.close(fd)
+    if place is None:
+        raise ConfigError("there is no home directory for the tuning file; name one with --output FILE")
+    return place
+
+
+def _notes(place: str, *, is_automatic: bool) -> list[str]:
+    """Say what in the environment keeps the file from being used."""
+    notes = []
+    chosen = os.environ.get("FASTPERSIST_CONFIG")
+    if is_automatic and chosen is not None and (not chosen or os.path.realpath(chosen) != os.path.realpath(place)):
+        notes.append(f"note: FASTPERSIST_CONFIG is set to {chosen!r}, so this file does not count until it is unset")
+    keys = ("ENGINE", "CHUNK_BYTES", "QUEUE_DEPTH", "RING_BYTES", "THREADS")
+    names = [name for key in keys if (name := f"FASTPERSIST_{key}") in os.environ]
+    if names:
+        notes.append(f"note: {', '.join(names)} set in the environment: what it says goes before the file")
+    return notes
+
+
+# ------------------------------------------------------------------------------------------------- cleaning up
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """End as by Ctrl-C when told to end, so that everything is cleaned up."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _scratch(directory: str) -> Iterator[str]:
+    """Give a directory that is removed in any case; a second Ctrl-C does not keep it."""
+    from fastpersist.filesystem import storage_errors
+
+    with storage_errors("creating a directory in", directory):
+        scratch = tempfile.mkdtemp(prefix=".fastpersist-tune-", dir=directory)
+    try:
+        yield scratch
+    finally:
+        is_main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)
+        finally:
+            if is_main:
+                signal.signal(signal.SIGINT, before)
+
+
+# ------------------------------------------------------------------------------------------------- measuring
+
+
+@dataclasses.dataclass(slots=True)
+class _Found:
+    """What came of it all.
+
+    Attributes:
+        size_bytes: Of a file.
+        default_engine: What "auto" takes here.
+        rounds: Seconds by choice, round by round.
+        failed: Why, by choice.
+        best: What was compared with the defaults at last; None when nothing beat them on the way.
+        comparison: Of it with the defaults.
+        loading: Of the same two, for loading; None when the best is not kept.
+        writer_count: What was compared with the default number of writers.
+        writers: Of it with that.
+        run_count: Files that were saved.
+        seconds: How long it took.
+    """
+
+    size_bytes: int
+    default_engine: str
+    rounds: list[dict[Choice, list[float]]]
+    failed: dict[Choice, str]
+    best: Choice | None = None
+    comparison: Comparison | None = None
+    loading: Comparison | None = None
+    writer_count: int | None = None
+    writers: Comparison | None = None
+    run_count: int = 0
+    seconds: float = 0.0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the tuning file sets."""
+        found: dict[str, Any] = {}
+        if self.best is not None and self.saves_faster and not self.loads_slower:
+            found |= self.best.settings()
+        if self.writers is not None and self.writers.is_faster:
+            found["writers"] = self.writer_count
+        return found
+
+    @property
+    def saves_faster(self) -> bool:
+        """Whether saving is faster with the best choice than with the defaults."""
+        return self.comparison is not None and self.comparison.is_faster
+
+    @property
+    def loads_slower(self) -> bool:
+        """Whether loading is slower with it, by more than the noise."""
+        return self.loading is not None and self.loading.is_slower
+
+    def findings(self) -> list[str]:
+        """Say what was measured and what came of it."""
+        lines = [
+            f"Measured: {self.run_count} saves of {self.size_bytes // _MIB} MiB into fresh files, until they were "
+            f"durable, in {self.seconds:.0f} s.",
+            self.verdict(),
+        ]
+        if self.loading is not None:
+            lines.append(self.loading_verdict())
+        if self.writers is not None:
+            lines.append(self.writers_verdict())
+        return lines
+
+    def verdict(self) -> str:
+        """Say what is gained against the defaults, or that nothing is."""
+        if self.best is None or self.comparison is None:
+            return f"The defaults ({self.default_engine}) are the best that was found."
+        than = f"the defaults ({self.default_engine})"
+        text = f"{self.best} {_gain_text(self.comparison, than)}{_consequence(self.comparison)}"
+        return f"{text} Half of the runs with the defaults lie within ±{self.comparison.noise:.1%}."
+
+    def loading_verdict(self) -> str:
+        """Say what that means for loading."""
+        if self.loading is None:
+            return ""
+        text = f"Loading from the disk with it {_gain_text(self.loading, 'with the defaults')}"
+        return text + (": slower, so the defaults stay after all." if self.loading.is_slower else ".")
+
+    def writers_verdict(self) -> str:
+        """Say how many processes should write a file."""
+        from fastpersist.cli.tune_search import WRITER_COUNTS
+
+        if self.writers is None or self.writer_count == WRITER_COUNTS[-1]:
+            return f"writers {WRITER_COUNTS[-1]}, as by default, are the best that was found."
+        text = _gain_text(self.writers, f"{WRITER_COUNTS[-1]} of them")
+        return f"writers {self.writer_count} {text}{_consequence(self.writers)}"
+
+    def as_json(self, facts: dict[str, Any], place: str, is_written: bool, notes: Sequence[str]) -> dict[str, Any]:
+        """Return everything as JSON can hold it."""
+        return {
+            "facts": facts,
+            "size_bytes": self.size_bytes,
+            "run_count": self.run_count,
+            "default_engine": self.default_engine,
+            "rounds": [
+                [{"settings": choice.settings(), "seconds": seconds} for choice, seconds in found.items()]
+                for found in self.rounds
+            ],
+            "failed": [{"settings": choice.settings(), "why": why} for choice, why in self.failed.items()],
+            "comparison": self.best and self.comparison and _as_json(self.comparison, self.best.settings()),
+            "loading": self.best and self.loading and _as_json(self.loading, self.best.settings()),
+            "writers": self.writers and _as_json(self.writers, {"writers": self.writer_count}),
+            "settings": self.settings,
+            "file": place,
+            "written": is_written,
+            "notes": list(notes),
+        }
+
+
+def _gain_text(comparison: Comparison, than: str) -> str:
+    low, high = comparison.interval
+    count = len(comparison.ratios)
+    if not count:
+        return f"could not be compared with {than}"
+    if not low or not math.isfinite(high):
+        return f"is {comparison.gain:.2f} times as fast as {than} ({count} pairs of runs, too few to tell)"
+    return f"is {comparison.gain:.2f} times as fast as {than} (95 %: {low:.2f} to {high:.2f}; {count} pairs of runs)"
+
+
+def _consequence(comparison: Comparison) -> str:
+    if comparison.is_faster:
+        return "."
+    why = "less than 2 %" if comparison.interval[0] > 1 else "inside the noise" if comparison.ratios else "unknown"
+    return f": {why}, so the default stays."
+
+
+def _as_json(comparison: Comparison, settings: dict[str, Any]) -> dict[str, Any]:
+    low, high = comparison.interval
+    return {
+        "settings": settings,
+        "gain": comparison.gain,
+        "interval": [low, high] if math.isfinite(high) else None,
+        "pair_count": len(comparison.ratios),
+        "noise": comparison.noise,
+        "is_kept": comparison.is_faster,
+    }
+
+
+def _tune(scratch: str, seconds: float, size_mib: int | None, tell: Callable[[str], None]) -> _Found:
+    from fastpersist import engines
+    from fastpersist.cli import tune_search
+    from fastpersist.cli.tune_search import DEFAULTS, Choice, Race
+    from fastpersist.cli.tune_worker import Foreman
+
+    with Foreman(scratch) as foreman:  # starts while the engines are probed
+        usable = [probe.name for probe in engines(scratch) if probe.usable]
+        size_bytes, run_s, engine = _sized(foreman, scratch, size_mib, seconds)
+        started_s = time.monotonic()
+        rate = size_bytes / run_s[0]
+        tell(f"the defaults take {engine}: {size_text(size_bytes)} in {run_s[0]:.2f} s, {size_text(int(rate))}/s")
+
+        def save(choice: Choice) -> float:
+            _require_room(scratch, size_bytes)
+            return foreman.save(choice.environment(), (choice.ring_bytes, choice.chunk_bytes))[0]
+
+        race = Race(save, time.monotonic)
+        choices = tune_search.choices_for(usable, engine, ring_limit_bytes=size_bytes // 4)
+
+        def tell_round(things: Sequence[Choice], repeat_count: int) -> None:
+            foreman.keep({(choice.ring_bytes, choice.chunk_bytes) for choice in things})
+            tell(f"{len(things) - 1} choices beside the defaults, {repeat_count} runs of each")
+
+        deadline_s = started_s + _SEARCH_UNTIL * seconds
+        best, rounds = tune_search.search(race, choices, DEFAULTS, deadline_s, run_s[1], tell_round)
+        found = _Found(size_bytes, engine, rounds, race.failed)
+        if best != DEFAULTS:
+            found.best = tune_search.simplify(race, best, 6, started_s + _SIMPLIFY_UNTIL * seconds)
+            found.comparison = tune_search.compare(
+                race,
+                DEFAULTS,
+                found.best,
+                started_s + _COMPARE_UNTIL * seconds,
+                pair_count_min=_PAIR_COUNTS[0],
+                pair_count_max=_PAIR_COUNTS[1],
+            )
+        tell(found.verdict())
+        found.run_count = race.run_count
+        if found.best is not None and found.saves_faster:
+            found.loading = _compare_loading(foreman, found.best, started_s + _LOAD_UNTIL * seconds)
+            tell(found.loading_verdict())
+        chosen = Choice(**found.settings)
+        _compare_writers(foreman, scratch, chosen, found, started_s + seconds)
+        if found.writers is not None:
+            tell(found.writers_verdict())
+        found.seconds = time.monotonic() - started_s
+    return found
+
+
+def _compare_loading(foreman: Foreman, choice: Choice, deadline_s: float) -> Comparison:
+    """Find out what is good for saving does to loading. The file that is loaded is one more than is saved."""
+    from fastpersist.cli import tune_search
+    from fastpersist.cli.tune_search import DEFAULTS, Race
+
+    def load(choice: Choice) -> float:
+        if choice.engine.endswith("-buffered"):
+            choice = choice._replace(engine=DEFAULTS.engine)  # as pipeline.engine_ladder has it
+        return foreman.load(choice.environment(), (choice.ring_bytes, choice.chunk_bytes))
+
+    race = Race(load, time.monotonic)
+    race.round([DEFAULTS, choice], 1, math.inf)  # the first one finds a process that has loaded nothing yet
+    return tune_search.compare(race, DEFAULTS, choice, deadline_s, pair_count_min=_PAIR_COUNTS[0], pair_count_max=11)
+
+
+def _compare_writers(foreman: Foreman, scratch: str, choice: Choice, found: _Found, deadline_s: float) -> None:
+    """Find out how many processes should write one file."""
+    from fastpersist.cli import tune_search
+    from fastpersist.cli.tune_search import WRITER_COUNTS, Race
+
+    if WRITER_COUNTS[-1] * choice.ring_bytes > _available_bytes() // 2:
+        return
+    foreman.keep(set())
+
+    def share(count: int) -> float:
+        _require_room(scratch, found.size_bytes)
+        return foreman.share(choice.environment(), (choice.ring_bytes, choice.chunk_bytes), count)
+
+    race = Race(share, time.monotonic)
+    default = WRITER_COUNTS[-1]
+    first = race.round([default, *WRITER_COUNTS[:-1]], 2, deadline_s)
+    if default in first:
+        found.writer_count = min(first, key=lambda count: statistics.median(first[count]))
+        found.writers = tune_search.Comparison(first[default], first[default])
+        if found.writer_count != default:
+            found.writers = tune_search.compare(
+                race, default, found.writer_count, deadline_s, pair_count_min=_PAIR_COUNTS[0], pair_count_max=9
+            )
+    found.run_count += race.run_count
+
+
+def _sized(
+    foreman: Foreman, scratch: str, size_mib: int | None, seconds: float
+) -> tuple[int, tuple[float, float], str]:
+    """Have bytes ready to be saved; return how many, the seconds of a save and of all around it, and the engine."""
+    from fastpersist.cli.tune_search import DEFAULTS
+
+    most = min(shutil.disk_usage(scratch).free, _available_bytes()) // _DISK_SHARE
+    size_bytes = max(_MIB, min(_SIZE_MIN_BYTES, most // _MIB * _MIB)) if size_mib is None else size_mib * _MIB
+    _require_room(scratch, size_bytes)
+    while True:
+        foreman.fill(size_bytes)
+        inside, around = [], []
+        for _ in range(3):
+            started_s = time.monotonic()
+            run_s, engine = foreman.save(DEFAULTS.environment(), (DEFAULTS.ring_bytes, DEFAULTS.chunk_bytes))
+            inside.append(run_s)
+            around.append(time.monotonic() - started_s)
+        if size_mib is not None or size_bytes != _SIZE_MIN_BYTES:
+            return size_bytes, (statistics.median(inside), statistics.median(around)), engine
+        wanted = size_bytes / min(inside) * seconds * _RUN_SHARE
+        wanted = min(wanted, most, _SIZE_MAX_BYTES)
+        if wanted < 2 * size_bytes:
+            return size_bytes, (statistics.median(inside), statistics.median(around)), engine
+        size_bytes = 1 << int(math.log2(wanted))
+
+
+def _require_room(directory: str, size_bytes: int) -> None:
+    """Refuse to fill a disk.
+
+    Raises:
+        NoSpaceError: There is not room for a file twice the size.
+    """
+    from fastpersist.errors import NoSpaceError
+
+    needed_bytes = 2 * size_bytes + 64 * _MIB
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < needed_bytes:
+        raise NoSpaceError(
+            errno.ENOSPC,
+            f"{directory} has {size_text(free_bytes)} free, and this needs {size_text(needed_bytes)}: choose another "
+            "directory, or a smaller --size-mb",
+            directory,
+        )
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))

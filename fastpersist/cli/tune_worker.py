@@ -1,0 +1,362 @@
+"""The processes in which `fastpersist tune` saves: as a program would, with nothing but the environment to go by.
+
+The command starts one fresh interpreter, the *foreman*, and sends it requests, each a line of JSON; each is answered by
+a line. The foreman holds the bytes that are saved, and forks a *saver* for each ring that is asked for, since a ring
+stays as long as its process; the bytes are shared. It does not save itself, so each saver starts with no ring and no
+engine. A saver's first save is a short one that is not told: it makes the ring, as the first save of a program does.
+
+    {"do": "fill", "size_bytes": n}                     hold so many bytes; savers are ended
+    {"do": "save", "environment": {…}, "ring": [r, c]}  one process saves a fresh file          → seconds, engine
+    {"do": "share", … , "count": n}                     n processes write parts of one file     → seconds
+    {"do": "load", … }                                  one process loads a file from the disk  → seconds
+    {"do": "keep", "rings": [[r, c], …]}                end the savers of all other rings
+
+Files are made in the scratch directory and removed outside the measured time. When the command is gone, whatever the
+reason, its end of the pipe closes: then the foreman ends the savers and removes the scratch directory itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+import fastpersist
+from fastpersist.cli.bench_load_rows import PageCache
+from fastpersist.config import BLOCK_BYTES
+from fastpersist.errors import FastPersistError, NoSpaceError, UnsupportedError
+from fastpersist.filesystem import filesystem
+from fastpersist.pipeline import Pieces, Writer
+
+__all__ = ["Foreman", "Ring", "main"]
+
+Ring: TypeAlias = tuple[int, int]
+"""Bytes of the ring and of a chunk."""
+
+_TILE_BYTES = 16 << 20
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Foreman:
+    """The command's end: a context manager around the process. One owner thread.
+
+    Args:
+        scratch: Where files are made.
+    """
+
+    def __init__(self, scratch: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("FASTPERSIST_")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from fastpersist.cli.tune_worker import main; main()", scratch],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment | {"FASTPERSIST_CONFIG": ""},
+            start_new_session=True,  # Ctrl-C is for the command alone; and `end` reaches the savers, too
+        )
+
+    def fill(self, size_bytes: int) -> None:
+        """Hold so many bytes to be saved."""
+        self._ask({"do": "fill", "size_bytes": size_bytes})
+
+    def save(self, environment: dict[str, str], ring: Ring) -> tuple[float, str]:
+        """Save once; return the seconds until that was durable, and the engine.
+
+        Raises:
+            UnsupportedError: It cannot be done so; the message says why.
+            NoSpaceError: The disk is full.
+        """
+        answer = self._ask({"do": "save", "environment": environment, "ring": ring})
+        return answer["seconds"], answer["engine"]
+
+    def share(self, environment: dict[str, str], ring: Ring, count: int) -> float:
+        """Let several processes write one file; return the seconds until all of it was durable. Raises as `save`."""
+        return float(self._ask({"do": "share", "environment": environment, "ring": ring, "count": count})["seconds"])
+
+    def load(self, environment: dict[str, str], ring: Ring) -> float:
+        """Load a file that is not in the page cache; return the seconds. Raises as `save`."""
+        return float(self._ask({"do": "load", "environment": environment, "ring": ring})["seconds"])
+
+    def keep(self, rings: set[Ring]) -> None:
+        """End the savers of all other rings, and have their memory back."""
+        self._ask({"do": "keep", "rings": sorted(rings)})
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._process.stdin is None or self._process.stdout is None:
+            raise UnsupportedError("the process that saves has no pipe")
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise FastPersistError(f"the process that saves has ended (exit status {self._process.wait()})")
+        answer: dict[str, Any] = json.loads(line)
+        return _checked(answer)
+
+    def end(self) -> None:
+        """End all of its processes, and wait for them."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def __enter__(self) -> Foreman:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
+
+# ------------------------------------------------------------------------------------------------- the foreman
+
+
+def main() -> None:
+    """Serve one command until it closes its end."""
+    scratch = sys.argv[1]
+    requests = sys.stdin
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whoever prints cannot come between the answers
+    logging.getLogger("fastpersist").setLevel(logging.ERROR)  # which engine "auto" takes is told by the command
+    torch.set_num_threads(1)  # a forked child cannot use OpenMP where its parent has
+    warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of forking beside numpy's idle threads
+    crew = _Crew(scratch)
+    try:
+        for line in requests:
+            answers.write(json.dumps(_answer(functools.partial(crew.do, json.loads(line)))) + "\n")
+            answers.flush()
+    except BrokenPipeError:
+        pass
+    finally:
+        crew.end()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _answer(do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return do()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what came of this request
+        text = str(error) if isinstance(error, FastPersistError) else f"{type(error).__name__}: {error}"
+        return {"error": text, "is_full": isinstance(error, NoSpaceError)}
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    """Raise what an answer tells of."""
+    if answer.get("is_full"):
+        raise NoSpaceError(errno.ENOSPC, answer["error"])
+    if "error" in answer:
+        raise UnsupportedError(answer["error"])
+    return answer
+
+
+class _Saver(NamedTuple):
+    pipe: Connection
+    process: BaseProcess
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for what it says."""
+        try:
+            said: dict[str, Any] = self.pipe.recv()
+        except (EOFError, OSError):
+            return {"error": "the process that saved has died"}
+        return said
+
+    def end(self) -> None:
+        self.pipe.close()  # siblings may hold copies of this end, so it would not notice
+        self.process.kill()
+        self.process.join()
+
+
+class _Crew:
+    """The savers, by ring and number; and the bytes that they save."""
+
+    def __init__(self, scratch: str) -> None:
+        self._scratch = scratch
+        self._data = torch.empty(0, dtype=torch.uint8)
+        self._savers: dict[tuple[Ring, int], _Saver] = {}
+        self._count = 0
+        self._loaded = ""  # the file that is loaded, as long as there is one
+
+    def do(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what a request asks for."""
+        if request["do"] != "load" and self._loaded:
+            _remove(self._loaded)
+            self._loaded = ""
+        if request["do"] == "fill":
+            self.end()
+            self._data = _random_bytes(request["size_bytes"])
+            return {}
+        if request["do"] == "keep":
+            self._end_all_but({tuple(ring) for ring in request["rings"]})
+            return {}
+        ring: Ring = tuple(request["ring"])
+        environment = request["environment"]
+        if request["do"] == "save":
+            saver, _ = self._saver(ring, 0)
+            saver.pipe.send(("save", environment, self._fresh_path()))
+            return _checked(saver.answer())
+        if request["do"] == "load":
+            self._loaded = self._loaded or self._fresh_path()
+            saver, _ = self._saver(ring, 0)
+            saver.pipe.send(("load", environment, self._loaded))
+            return _checked(saver.answer())
+        return self._share(ring, environment, request["count"])
+
+    def _share(self, ring: Ring, environment: dict[str, str], count: int) -> dict[str, Any]:
+        crew = [self._saver(ring, number) for number in range(count)]
+        seconds = self._share_once(environment, [saver for saver, _ in crew])
+        if any(is_new for _, is_new in crew):
+            seconds = self._share_once(environment, [saver for saver, _ in crew])
+        return {"seconds": seconds}
+
+    def _share_once(self, environment: dict[str, str], savers: list[_Saver]) -> float:
+        """Have equal parts written, in whole blocks, as the ranks of a group do it."""
+        path = self._fresh_path()
+        block_count = self._data.numel() // BLOCK_BYTES
+        cuts = [index * block_count // len(savers) * BLOCK_BYTES for index in range(len(savers) + 1)]
+        started_s = time.perf_counter()
+        fd = filesystem().create(path)
+        try:
+            filesystem().allocate(fd, cuts[-1], path)
+            for saver, low, high in zip(savers, cuts, cuts[1:], strict=False):
+                saver.pipe.send(("part", environment, path, low, high))
+            answers = [saver.answer() for saver in savers]
+            filesystem().sync(fd, path)
+            seconds = time.perf_counter() - started_s
+        finally:
+            os.close(fd)
+            _remove(path)
+        for answer in answers:
+            _checked(answer)
+        return seconds
+
+    def _fresh_path(self) -> str:
+        self._count += 1
+        return os.path.join(self._scratch, f"tune-{self._count}.pt")
+
+    def _saver(self, ring: Ring, number: int) -> tuple[_Saver, bool]:
+        """Return a saver, and whether it is a new one."""
+        known = self._savers.get((ring, number))
+        if known is not None and known.process.is_alive():
+            return known, False
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, self._data, ring[0], os.getpid()), daemon=True)
+        process.start()
+        theirs.close()
+        saver = self._savers[ring, number] = _Saver(ours, process)
+        return saver, True
+
+    def _end_all_but(self, rings: set[Any]) -> None:
+        for key in [key for key in self._savers if key[0] not in rings]:
+            self._savers.pop(key).end()
+
+    def end(self) -> None:
+        """End all savers, at once."""
+        self._end_all_but(set())
+
+
+def _random_bytes(size_bytes: int) -> torch.Tensor:
+    """Return bytes that no file system makes smaller, as far as one looks that compresses."""
+    tile = torch.frombuffer(bytearray(os.urandom(min(size_bytes, _TILE_BYTES))), dtype=torch.uint8)
+    data = torch.empty(size_bytes, dtype=torch.uint8)
+    for start in range(0, size_bytes, tile.numel()):
+        part = data[start : start + tile.numel()]
+        part.copy_(tile[: part.numel()])
+    return data
+
+
+def _remove(path: str) -> None:
+    """Remove a file and wait until its blocks are free, which would else happen in the next one's time."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    filesystem().sync_directory(os.path.dirname(path))
+
+
+# ------------------------------------------------------------------------------------------------- a saver
+
+
+def _serve(pipe: Connection, data: torch.Tensor, ring_bytes: int, foreman: int) -> None:
+    """Save when told to, until the foreman closes its end or is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # siblings hold copies of the pipe, so it may never end
+    if os.getppid() != foreman:
+        return
+    gc.freeze()
+    is_warm = False
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            what, environment, path, *place = pipe.recv()
+            for name in [name for name in os.environ if name.startswith("FASTPERSIST_")]:
+                del os.environ[name]
+            os.environ.update(environment)
+            if what == "part":
+                pipe.send(_answer(functools.partial(_write_part, data, path, *place)))
+                continue
+            if what == "load":
+                pipe.send(_answer(functools.partial(_load, data, path)))
+                continue
+            if not is_warm:
+                _answer(functools.partial(_save, data[:ring_bytes].clone(), path))
+                is_warm = True
+            pipe.send(_answer(functools.partial(_save, data, path)))
+
+
+def _save(data: torch.Tensor, path: str) -> dict[str, Any]:
+    gc.collect()
+    try:
+        started_s = time.perf_counter()
+        report = fastpersist.save({"data": data}, path)
+        seconds = time.perf_counter() - started_s
+    finally:
+        _remove(path)
+    return {"seconds": seconds, "engine": report.engine}
+
+
+def _load(data: torch.Tensor, path: str) -> dict[str, Any]:
+    if not os.path.exists(path):
+        fastpersist.save({"data": data}, path)
+    gc.collect()
+    PageCache(warm=False, whole_machine=False).prepare(path)
+    started_s = time.perf_counter()
+    fastpersist.load(path)
+    return {"seconds": time.perf_counter() - started_s}
+
+
+def _write_part(data: torch.Tensor, path: str, low: int, high: int) -> dict[str, Any]:
+    """Write a part of the file that the foreman has made, as `fastpersist.sharing` does."""
+    if low == high:
+        return {}
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        pieces = Pieces()
+        pieces.add_storage(data.untyped_storage(), 0, offset_bytes=low, size_bytes=high - low)
+        with Writer(fd, path) as writer:
+            writer.seek(low)
+            writer.append(pieces)
+            writer.finish()
+        filesystem().sync(fd, path)
+    finally:
+        os.close(fd)
+    return {}
