@@ -88,7 +88,7 @@ def save(
             out among the writers; samples of them are compared first. All writers see the same file system. Of torch,
             only the first call for a group uses the group.
         writers: With a process_group, the ranks that write: "all", "node" (one of each node), a number, or "auto": up
-            to 8 of one node, or one of each of several.
+            to 8 of one node (or as many as rank 0's tuning file says), or one of each of several.
         check_replicas: With a process_group, compare all bytes of the replicas.
 
     Returns:
@@ -130,6 +130,7 @@ def save(
         stock_save(obj, path)
         return SaveReport("", 0, "torch.save", 0.0, 0.0, 0.0, time.monotonic() - started_s)
     name = os.fspath(path)
+    require_engine(engine)
     if make_parents:
         make_directories(os.path.dirname(os.path.abspath(name)))
     target = resolve_target(name, replace_links=replace_links)

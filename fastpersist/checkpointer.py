@@ -105,8 +105,8 @@ class Checkpointer:
             The state that is saved is rank 0's; what the optimizer owns, or constant= names, is the same on all ranks,
             and its storages of 1 MiB and more are written by all writers, each a part, into one ordinary file. After
             this constructor, torch's group is used by load() only. All writers see the same file system.
-        writers: The ranks that write: "all", "node" (one of each node), a number, or "auto": up to 8 of one node, or
-            one of each of several.
+        writers: The ranks that write: "all", "node" (one of each node), a number, or "auto": up to 8 of one node
+            (or as many as rank 0's tuning file says), or one of each of several.
         check_replicas: Compare all bytes of what the ranks should hold alike, not samples of it.
         peer_timeout_s: A rank that was not heard of for so long has failed. One whose process has died is noticed at
             once.

@@ -109,6 +109,7 @@ class DirectorySave:
         if _together is not None:
             self._pending.when_failed(_together.session.fail)
         self._entries: dict[str, FileEntry | None] = {}
+        self._written_elsewhere: list[str] = []
         self._spread = Spread()
         self._failed = False
         self._unsynced: deque[tuple[int, str]] = deque()  # written; after an error the directory closes them
@@ -192,6 +193,24 @@ class DirectorySave:
         self._entries[name] = None
         kept = bytes(data)
         self._submit(lambda: self._write_bytes(name, kept))
+
+    def add_written(self, name: str, size_bytes: int, crc32: int | None) -> None:
+        """Take a file that somebody else (another rank) has written and synced below `path`; it is not read again.
+
+        Without this, such files are published, too, and are read for their CRC.
+
+        Args:
+            name: Relative to `path`.
+            size_bytes: Its length.
+            crc32: Of the whole file; None if it is not known, and then `verify` cannot check the file.
+
+        Raises:
+            ConfigError: The name is no relative file name or is taken. If the file is missing or has another length,
+                `publish` fails with a StorageError.
+        """
+        self._check_new(name)
+        self._note(name, size_bytes, crc32)
+        self._written_elsewhere.append(name)
 
     @untraced
     def publish(
@@ -357,6 +376,8 @@ class DirectorySave:
         if missing := sorted(set(self._entries).difference(present)):
             path = self._directory.final_path
             raise StorageError(errno.ENOENT, f"cannot save {path}: {missing[0]} is gone; somebody has deleted it", path)
+        for name in self._written_elsewhere:
+            self._check_length(name)
         self._pending.check()
         begun_s = time.monotonic()
         ranks = {} if self._together is None else {"rank_count": self._together.session.count}
@@ -404,6 +425,15 @@ class DirectorySave:
         finally:
             os.close(fd)
         self._note(name, size_bytes, crcs[0])
+
+    def _check_length(self, name: str) -> None:
+        path = os.path.join(self._directory.path, name)
+        entry = self._entries[name]
+        with storage_errors("looking at", path):
+            size_bytes = os.stat(path).st_size
+        if entry is not None and entry.size_bytes != size_bytes:
+            told = f"{name} has {size_bytes} bytes, and its writer wrote {entry.size_bytes}"
+            raise StorageError(None, f"cannot save {self._directory.final_path}: {told}", path)
 
     def _stats_so_far(self) -> dict[str, float | int | str]:
         self._pending.count_bytes()

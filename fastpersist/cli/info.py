@@ -20,6 +20,7 @@ _EPILOG = """\
   machine                                 architecture, such as "x86_64"
   crc32                                   which CRC-32 implementation runs here
   ring_bytes, chunk_bytes                 host memory for all transfers; one request
+  tuned_by                                the tuning file that counts here, null when there is none
   directory, filesystem                   what was probed; its type, such as "ext4"
   direct_io       {supported, memory_alignment_bytes, offset_alignment_bytes, why_not}
   engines         list of {name, usable, why_not}, best first
@@ -57,15 +58,16 @@ def _find(directory: str) -> dict[str, Any]:
     import torch
 
     from fastpersist import __version__, _native, engines
-    from fastpersist.config import config
+    from fastpersist.config import config_for, tuning_path
     from fastpersist.filesystem import storage_errors
     from fastpersist.pipeline import engine_ladder
 
-    limits = config()
     probes = engines(directory)
     with storage_errors("creating a file in", directory), tempfile.TemporaryFile(dir=directory) as file:
         supported, memory_alignment_bytes, offset_alignment_bytes, why_not = _native.direct_io_limits(file.fileno())
         ladder = engine_ladder("auto", file.fileno())
+        limits = config_for(file.fileno())
+        tuned_by = tuning_path(file.fileno())
     usable = {probe.name for probe in probes if probe.usable}
     return {
         "fastpersist": __version__,
@@ -76,6 +78,7 @@ def _find(directory: str) -> dict[str, Any]:
         "crc32": _native.crc32_implementation(),
         "ring_bytes": limits.ring_bytes,
         "chunk_bytes": limits.chunk_bytes,
+        "tuned_by": tuned_by if tuned_by is not None and os.path.exists(tuned_by) else None,
         "directory": os.path.realpath(directory),
         "filesystem": filesystem_name(directory),
         "direct_io": {
@@ -105,6 +108,7 @@ def _print_text(found: dict[str, Any]) -> None:
     print(f"with         {versions}, Linux {found['kernel']} {found['machine']}")
     print(f"CRC-32 by    {found['crc32']}")
     print(f"ring         {size_text(found['ring_bytes'])}, in requests of {size_text(found['chunk_bytes'])}")
+    print(f"tuned by     {printable(found['tuned_by'] or 'nothing; fastpersist tune finds out whether that is best')}")
     print(f"directory    {printable(found['directory'])}")
     print(f"file system  {found['filesystem']}")
     print(f"direct I/O   {limits}")

@@ -27,12 +27,14 @@ def test_json_has_the_documented_keys(tmp_path: Path, capsys: pytest.CaptureFixt
         "crc32",
         "ring_bytes",
         "chunk_bytes",
+        "tuned_by",
         "directory",
         "filesystem",
         "direct_io",
         "engines",
         "auto",
     ]
+    assert found["tuned_by"] is None
     assert found["torch"] == torch.__version__
     assert found["kernel"] == platform.release()
     assert found["ring_bytes"] % found["chunk_bytes"] == 0
@@ -106,3 +108,16 @@ def test_nonsense_in_the_environment_is_named(
 def test_filesystem_name_is_that_of_the_innermost_mount() -> None:
     assert filesystem_name("/proc/self") == "proc"
     assert filesystem_name("/") not in ("proc", "unknown")
+
+
+def test_the_values_of_a_tuning_file_and_its_name_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning = tmp_path / "tuning.toml"
+    tuning.write_text('engine = "threads"\nchunk_bytes = 1048576\n')
+    monkeypatch.setenv("FASTPERSIST_CONFIG", str(tuning))
+    assert main(["info", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tuned_by"], found["chunk_bytes"]) == (str(tuning), 1 << 20)
+    assert main(["info", str(tmp_path)]) == 0
+    assert f"tuned by     {tuning}" in capsys.readouterr().out

@@ -119,6 +119,35 @@ def test_what_was_not_published_is_removed(
             call()
 
 
+def test_a_file_that_another_rank_has_written_is_published_with_what_it_told(tmp_path: Path, leak_check: None) -> None:
+    path = tmp_path / "a"
+    directory = fp.DirectorySave(path)
+    for name in ("told.bin", "unknown.bin"):
+        (Path(directory.path) / name).write_bytes(b"bytes of another rank")
+    directory.add_written("told.bin", 21, zlib.crc32(b"not read, so not noticed"))
+    directory.add_written("unknown.bin", 21, None)
+    with pytest.raises(fp.ConfigError, match=r"told\.bin is in"):
+        directory.add_written("told.bin", 21, None)
+    directory.publish().result()
+    entries = {entry["name"]: entry for entry in manifest_in(path)["files"]}
+    assert entries["told.bin"]["crc32"] == f"{zlib.crc32(b'not read, so not noticed'):08x}"
+    assert entries["unknown.bin"]["crc32"] is None
+    assert not fp.verify(path).ok
+
+
+@pytest.mark.parametrize(("size_bytes", "said"), [(None, "is gone"), (20, r"has 20 bytes, and its writer wrote 21")])
+def test_a_file_of_another_rank_that_is_missing_or_short_is_not_published(
+    tmp_path: Path, size_bytes: int | None, said: str, leak_check: None
+) -> None:
+    directory = fp.DirectorySave(tmp_path / "a")
+    if size_bytes is not None:
+        (Path(directory.path) / "told.bin").write_bytes(b"x" * size_bytes)
+    directory.add_written("told.bin", 21, None)
+    with pytest.raises(fp.StorageError, match=said):
+        directory.publish().result()
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("state", ["idle", "writing"])
 def test_what_is_forgotten_is_removed_and_the_process_can_end(
     tmp_path: Path, state: str, caplog: pytest.LogCaptureFixture, leak_check: None
