@@ -241,5 +241,8 @@ def has_edge_locks(fd: int) -> bool:
 def forget_done_requests() -> None:
     """Drop what was kept for requests that are done by now."""
 
-def allocate_range(fd: int, offset_bytes: int, size_bytes: int, path: bytes) -> None:
-    """Reserve a range, and let the file reach as far; nothing where the file system cannot."""
+def allocate_alone(lock_fd: int, fd: int, offset_bytes: int, size_bytes: int, path: bytes) -> None:
+    """Reserve a range, and let the file reach as far, where the file system can; with lock_fd as in EdgeLock, or -1."""
+
+def truncate_alone(lock_fd: int, fd: int, size_bytes: int, path: bytes) -> None:
+    """Give a file another length; with lock_fd as in EdgeLock, or -1."""

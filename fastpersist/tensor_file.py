@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import errno
 import logging
+import mmap
 import os
 import stat
 import threading
@@ -133,7 +134,7 @@ class TensorFile:
         try:
             self._open_native(given)
             if mode == "w" and self._end_bytes > 0:
-                filesystem().truncate(fd, 0, self.path)
+                self._truncate(0)
                 self._end_bytes = 0
         except BaseException:
             self._close_native()
@@ -319,7 +320,7 @@ class TensorFile:
         # Not where they lie far apart: holes are to stay holes.
         if written_bytes >= _RESERVED_BYTES_MIN and end_bytes - start_bytes <= 2 * written_bytes:
             if not native.engine.endswith(("-buffered", "null")):
-                _native.allocate_range(self._fds[0], start_bytes, end_bytes - start_bytes, os.fsencode(self.path))
+                self._allocate(start_bytes, end_bytes - start_bytes)
             self._end_bytes = end_bytes
 
     # --- the file itself
@@ -372,7 +373,7 @@ class TensorFile:
         native.wait_for_all()
         with self._lock:
             self._opened()
-            filesystem().truncate(self._fds[0], size_bytes, self.path)
+            self._truncate(size_bytes)
             self._end_bytes = size_bytes
 
     def allocate(self, size_bytes: int) -> None:
@@ -386,8 +387,33 @@ class TensorFile:
         size_bytes = self._checked_size(size_bytes)
         with self._lock:
             self._opened()
-            _native.allocate_range(self._fds[0], 0, size_bytes, os.fsencode(self.path))
-            self._end_bytes = max(self._end_bytes, os.lseek(self._fds[0], 0, os.SEEK_END))
+            self._allocate(0, size_bytes)
+            if os.lseek(self._fds[0], 0, os.SEEK_END) < size_bytes:  # its file system cannot reserve
+                self._truncate(size_bytes)
+            self._end_bytes = max(self._end_bytes, size_bytes)
+
+    def _allocate(self, offset_bytes: int, size_bytes: int) -> None:
+        with self._lock_fd_for_the_end(offset_bytes + size_bytes) as lock_fd:
+            _native.allocate_alone(lock_fd, self._fds[0], offset_bytes, size_bytes, os.fsencode(self.path))
+
+    def _truncate(self, size_bytes: int) -> None:
+        with self._lock_fd_for_the_end(size_bytes) as lock_fd:
+            _native.truncate_alone(lock_fd, self._fds[0], size_bytes, os.fsencode(self.path))
+
+    @contextlib.contextmanager
+    def _lock_fd_for_the_end(self, new_end_bytes: int) -> Iterator[int]:
+        """Give a descriptor for the lock under which the end of the file is moved; -1 where it can be moved without."""
+        end_bytes = os.lseek(self._fds[0], 0, os.SEEK_END)
+        if not self._lock_fds or (end_bytes | new_end_bytes) % mmap.PAGESIZE == 0:
+            yield -1
+            return
+        lock_fd = self._open_for_lock()
+        try:
+            yield lock_fd
+        finally:
+            self._lock_fds.remove(lock_fd)
+            _native.forget_descriptor(lock_fd)
+            os.close(lock_fd)
 
     def _checked_size(self, size_bytes: int) -> int:
         if self.mode == "r":

@@ -284,16 +284,27 @@ void BindRandomAccess(py::module_& m) {
   m.def("has_edge_locks", &EdgeLock::Works, py::arg("fd"));
   m.def("forget_done_requests", &OpenRequests::Forget);
   m.def(
-      "allocate_range",
-      [](int fd, uint64_t offset_bytes, uint64_t size_bytes, const std::string& path) {
+      "allocate_alone",
+      [](int lock_fd, int fd, uint64_t offset_bytes, uint64_t size_bytes, const std::string& path) {
         Status status;
         {
           const py::gil_scoped_release release;
-          status = AllocateRange(fd, offset_bytes, size_bytes, path);
+          status = AllocateAlone(lock_fd, fd, offset_bytes, size_bytes, path);
         }
         ThrowIfError(status, path);
       },
-      py::arg("fd"), py::arg("offset_bytes"), py::arg("size_bytes"), py::arg("path"));
+      py::arg("lock_fd"), py::arg("fd"), py::arg("offset_bytes"), py::arg("size_bytes"), py::arg("path"));
+  m.def(
+      "truncate_alone",
+      [](int lock_fd, int fd, uint64_t size_bytes, const std::string& path) {
+        Status status;
+        {
+          const py::gil_scoped_release release;
+          status = TruncateAlone(lock_fd, fd, size_bytes, path);
+        }
+        ThrowIfError(status, path);
+      },
+      py::arg("lock_fd"), py::arg("fd"), py::arg("size_bytes"), py::arg("path"));
 }
 
 }  // namespace fastpersist

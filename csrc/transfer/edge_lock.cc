@@ -1,15 +1,20 @@
 #include "transfer/edge_lock.h"
 
 #include <fcntl.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <thread>
+
+#include "core/alignment.h"
+#include "core/file.h"
 
 // Open file description locks, Linux 3.15; the numbers are those of include/uapi/asm-generic/fcntl.h.
 #ifndef F_OFD_GETLK
 #define F_OFD_GETLK 36
 #define F_OFD_SETLK 37
-#define F_OFD_SETLKW 38
 #endif
 
 namespace fastpersist {
@@ -19,6 +24,8 @@ namespace {
 constexpr int64_t kTurnstile = INT64_MAX - 2;
 constexpr int64_t kGate = INT64_MAX - 1;
 constexpr auto kLookInterval = std::chrono::milliseconds(5);
+constexpr auto kPause = std::chrono::milliseconds(1);
+constexpr auto kPatience = std::chrono::seconds(30);
 
 struct flock LockOf(short type, int64_t place) {
   struct flock lock = {};
@@ -31,44 +38,66 @@ struct flock LockOf(short type, int64_t place) {
 
 }  // namespace
 
-Status EdgeLock::Change(short type, int64_t place) {
+// False, with errno set, if it was refused.
+bool EdgeLock::Change(short type, int64_t place) {
   struct flock lock = LockOf(type, place);
-  int answer = 0;
-  do {
-    answer = fcntl(fd_, F_OFD_SETLKW, &lock);
-  } while (answer != 0 && errno == EINTR);
-  return answer == 0 ? Status::Ok() : Status::FromErrno(errno, "locking", path_);
+  return fcntl(fd_, F_OFD_SETLK, &lock) == 0;
 }
 
-Status EdgeLock::EnterShared() {
-  if (fd_ < 0 || held_) return Status::Ok();
-  FP_RETURN_IF_ERROR(Change(F_RDLCK, kTurnstile));
-  Status status = Change(F_RDLCK, kGate);
-  const Status passed = Change(F_UNLCK, kTurnstile);
-  if (status.ok()) status = passed;
-  held_ = status.ok();
-  alone_ = false;
-  next_look_ = std::chrono::steady_clock::now() + kLookInterval;
+Result<bool> EdgeLock::TryEnter(bool alone) {
+  if (fd_ < 0 || held_) return true;
+  const short type = alone ? F_WRLCK : F_RDLCK;
+  const int64_t place = in_turnstile_ ? kGate : kTurnstile;
+  if (Change(type, place)) {
+    if (!in_turnstile_) {
+      in_turnstile_ = true;
+      return TryEnter(alone);
+    }
+    Change(F_UNLCK, kTurnstile);
+    in_turnstile_ = false;
+    held_ = true;
+    alone_ = alone;
+    refused_since_ = std::chrono::steady_clock::time_point::max();
+    next_look_ = std::chrono::steady_clock::now() + kLookInterval;
+    return true;
+  }
+  const int sys_errno = errno;
+  const auto now = std::chrono::steady_clock::now();
+  const bool in_the_way = sys_errno == EAGAIN || sys_errno == EACCES || sys_errno == EINTR;
+  refused_since_ = std::min(refused_since_, now);
+  if (in_the_way && now - refused_since_ < kPatience) return false;
+  Status status = in_the_way ? WhoIsInTheWay(type, place) : Status::FromErrno(sys_errno, "locking", path_);
+  if (in_turnstile_) Change(F_UNLCK, kTurnstile);
+  in_turnstile_ = false;
   return status;
 }
 
-Status EdgeLock::EnterAlone() {
-  if (fd_ < 0 || held_) return Status::Ok();
-  FP_RETURN_IF_ERROR(Change(F_WRLCK, kTurnstile));
-  Status status = Change(F_WRLCK, kGate);
-  const Status passed = Change(F_UNLCK, kTurnstile);
-  if (status.ok()) status = passed;
-  held_ = status.ok();
-  alone_ = true;
-  next_look_ = std::chrono::steady_clock::now() + kLookInterval;
-  return status;
+Status EdgeLock::WhoIsInTheWay(short type, int64_t place) const {
+  struct flock lock = LockOf(type, place);
+  std::string who = "somebody";
+  if (fcntl(fd_, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK) {
+    who = lock.l_pid > 0 ? "process " + std::to_string(lock.l_pid) : "another open file of this kind";
+  }
+  return Status::Error(StatusCode::kIoError,
+                       "write to " + path_ + ": " + who +
+                           " has held a lock (fcntl) on all of it, or on its last bytes, for " +
+                           std::to_string(std::chrono::duration_cast<std::chrono::seconds>(kPatience).count()) +
+                           " s; is a process stopped?");
+}
+
+Status EdgeLock::Enter(bool alone) {
+  for (;;) {
+    Result<bool> entered = TryEnter(alone);
+    if (!entered.ok()) return entered.status();
+    if (entered.value()) return Status::Ok();
+    std::this_thread::sleep_for(kPause);
+  }
 }
 
 void EdgeLock::Leave() {
   if (!held_) return;
   held_ = false;
-  // Unlocking fails for no reason that could be mended here; the kernel unlocks when the description is closed.
-  [[maybe_unused]] const Status ignored = Change(F_UNLCK, kGate);
+  Change(F_UNLCK, kGate);  // if that failed, nothing could be mended here
 }
 
 bool EdgeLock::SomebodyWaits() {
@@ -83,6 +112,50 @@ bool EdgeLock::SomebodyWaits() {
 bool EdgeLock::Works(int fd) {
   struct flock lock = LockOf(F_RDLCK, kGate);
   return fcntl(fd, F_OFD_GETLK, &lock) == 0;
+}
+
+namespace {
+
+// Make the page clean in which a file of this length ends.
+void CleanEnd(int fd, uint64_t size_bytes) {
+  const auto page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  sync_file_range(fd, static_cast<off_t>(AlignDown(size_bytes, page_bytes)), static_cast<off_t>(page_bytes),
+                  SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+}
+
+uint64_t LengthOf(int fd) {
+  const off_t end = lseek(fd, 0, SEEK_END);
+  return end < 0 ? 0 : static_cast<uint64_t>(end);
+}
+
+template <class Change>
+Status ChangeAlone(int lock_fd, int fd, const std::string& path, Change change) {
+  EdgeLock lock(lock_fd, path);
+  FP_RETURN_IF_ERROR(lock.Enter(/*alone=*/true));
+  const uint64_t before_bytes = LengthOf(fd);
+  Status status = change();
+  if (lock.held()) {
+    CleanEnd(fd, before_bytes);
+    CleanEnd(fd, LengthOf(fd));
+  }
+  lock.Leave();
+  return status;
+}
+
+}  // namespace
+
+Status TruncateAlone(int lock_fd, int fd, uint64_t size_bytes, const std::string& path) {
+  return ChangeAlone(lock_fd, fd, path, [&] {
+    int answer = 0;
+    do {
+      answer = ftruncate(fd, static_cast<off_t>(size_bytes));
+    } while (answer != 0 && errno == EINTR);
+    return answer == 0 ? Status::Ok() : Status::FromErrno(errno, "truncating", path);
+  });
+}
+
+Status AllocateAlone(int lock_fd, int fd, uint64_t offset_bytes, uint64_t size_bytes, const std::string& path) {
+  return ChangeAlone(lock_fd, fd, path, [&] { return AllocateRange(fd, offset_bytes, size_bytes, path); });
 }
 
 }  // namespace fastpersist

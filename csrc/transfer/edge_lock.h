@@ -27,11 +27,14 @@ class EdgeLock {
   // closed in forked children, who would hold the lock for ever. -1: every call does nothing.
   EdgeLock(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
 
-  // All of them wait for the others.
-  Status EnterShared();
-  Status EnterAlone();
+  // Take the lock if nobody is in the way; false: try again, in a millisecond or so. An error if somebody has been in
+  // the way for half a minute, or the kernel refuses: then, too, it may be tried again.
+  Result<bool> TryEnter(bool alone);
+  // The same, and wait.
+  Status Enter(bool alone);
   void Leave();
   bool held() const { return held_; }
+  bool alone() const { return held_ && alone_; }
 
   // REQUIRES: held(). Whether somebody waits for this side to leave. Looks every few milliseconds, and says no in
   // between.
@@ -41,13 +44,21 @@ class EdgeLock {
   static bool Works(int fd);
 
  private:
-  Status Change(short type, int64_t place);
+  bool Change(short type, int64_t place);
+  Status WhoIsInTheWay(short type, int64_t place) const;
 
   const int fd_;
   const std::string path_;
+  bool in_turnstile_ = false;
   bool held_ = false;
   bool alone_ = false;
+  std::chrono::steady_clock::time_point refused_since_ = std::chrono::steady_clock::time_point::max();
   std::chrono::steady_clock::time_point next_look_;
 };
+
+// Cut a file or let it grow, or reserve a range: alone, since the kernel zeroes the rest of the page in which the file
+// ends, in the page cache. `lock_fd` as for an EdgeLock, not in use; -1 for no lock.
+Status TruncateAlone(int lock_fd, int fd, uint64_t size_bytes, const std::string& path);
+Status AllocateAlone(int lock_fd, int fd, uint64_t offset_bytes, uint64_t size_bytes, const std::string& path);
 
 }  // namespace fastpersist

@@ -103,6 +103,8 @@ void RequestWorker::Run() {
       if (jobs_.empty() && pump_->in_flight() == 0) {
         arrived_.wait(lock, [this] { return !inbox_.empty() || stopping_; });
         if (inbox_.empty()) return;
+      } else if (is_locked_out_ && pump_->in_flight() == 0) {
+        arrived_.wait_for(lock, kLookInterval);
       }
       jobs_.insert(jobs_.end(), inbox_.begin(), inbox_.end());
       inbox_.clear();
@@ -111,8 +113,9 @@ void RequestWorker::Run() {
     if (status.ok()) status = StartPieces();
     if (status.ok() && pump_->in_flight() > 0) {
       finished.clear();
-      // What is left to be cut waits for room, so nothing that arrives could be started either.
-      status = pump_->Collect(jobs_.empty() ? kLookInterval : std::chrono::milliseconds::max(), finished);
+      // What is left to be cut waits for room, so nothing that arrives could be started either; or for the lock.
+      const bool looks = jobs_.empty() || is_locked_out_;
+      status = pump_->Collect(looks ? kLookInterval : std::chrono::milliseconds::max(), finished);
       for (const IoPump::Finished& request : finished) Finish(request);
     }
     if (!status.ok()) FailEverything(status);
@@ -124,21 +127,26 @@ void RequestWorker::Run() {
 Status RequestWorker::StartPieces() {
   bool started = true;
   while (started && !jobs_.empty() && !free_pieces_.empty()) {
-    if (next_is_write()) FP_RETURN_IF_ERROR(PrepareToWrite(started));
+    if (next_is_write()) PrepareToWrite(started);
     if (started) FP_RETURN_IF_ERROR(StartPiece(started));
   }
   return Status::Ok();
 }
 
 // Writes are started with the lock only. If somebody waits for it, those in flight come to their end first.
-Status RequestWorker::PrepareToWrite(bool& may_write) {
-  if (lock_.held() && (is_leaving_ || lock_.SomebodyWaits())) {
+void RequestWorker::PrepareToWrite(bool& may_write) {
+  // What began as direct writes goes through the page cache if no direct engine was left.
+  const bool alone = side_ == Side::kAlone || !pump_->direct();
+  if (lock_.held() && (is_leaving_ || lock_.alone() != alone || lock_.SomebodyWaits())) {
     is_leaving_ = write_count_ > 0;
     may_write = !is_leaving_;
-    if (is_leaving_) return Status::Ok();
+    if (is_leaving_) return;
     LeaveLock();
   }
-  return side_ == Side::kAlone ? lock_.EnterAlone() : lock_.EnterShared();
+  Result<bool> entered = lock_.TryEnter(alone);
+  may_write = entered.ok() && entered.value();
+  is_locked_out_ = entered.ok() && !entered.value();
+  if (!entered.ok()) FailNext(entered.status());
 }
 
 // What was written through the page cache is clean again before others write directly. An error of that is kept by the
@@ -152,6 +160,7 @@ void RequestWorker::LeaveLock() {
     }
   }
   dirty_.clear();
+  is_leaving_ = false;
   lock_.Leave();
 }
 
@@ -195,7 +204,7 @@ Status RequestWorker::StartPiece(bool& started) {
                   .staged = staged};
   if (is_write) {
     ++write_count_;
-    if (lock_.held() && side_ == Side::kAlone) {
+    if (lock_.alone()) {
       dirty_.emplace_back(AlignDown(from, Staging::kUnitBytes), AlignUp(until, Staging::kUnitBytes));
     }
   }
@@ -253,6 +262,17 @@ void RequestWorker::FinishIfDone(const std::shared_ptr<Job>& job) {
   if (!job->all_cut() || job->piece_count > 0) return;
   NoteEngine();
   job->request->JobDone(job->done_bytes, job->failed_count, std::move(job->first_failure));
+}
+
+// What has to be started next cannot be. The others may still.
+void RequestWorker::FailNext(const Status& status) {
+  const std::shared_ptr<Job> job = jobs_.front();
+  jobs_.pop_front();
+  const FilePart& part = job->parts[job->next_part];
+  if (job->failed_count++ == 0)
+    job->first_failure = {.status = status, .part = part, .done_bytes = job->next_part_bytes};
+  job->next_part = job->parts.size();
+  FinishIfDone(job);
 }
 
 // The pump is broken: nothing that was asked for, or will be, can be done.

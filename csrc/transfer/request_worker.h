@@ -71,11 +71,12 @@ class RequestWorker {
   void Run();
   Status StartPieces();
   Status StartPiece(bool& started);
-  Status PrepareToWrite(bool& may_write);
+  void PrepareToWrite(bool& may_write);
   void LeaveLock();
   bool next_is_write() const { return !jobs_.empty() && jobs_.front()->request->op() == IoOp::kWrite; }
   void Finish(const IoPump::Finished& finished);
   void FinishIfDone(const std::shared_ptr<Job>& job);
+  void FailNext(const Status& status);
   void FailEverything(const Status& status);
   void NoteEngine();
 
@@ -94,6 +95,7 @@ class RequestWorker {
   EdgeLock lock_;           // held while writes are in flight
   size_t write_count_ = 0;  // in flight
   bool is_leaving_ = false;
+  bool is_locked_out_ = false;                        // somebody else has the lock that the next write needs
   std::vector<std::pair<uint64_t, uint64_t>> dirty_;  // alone: pages written since the lock was entered, first and end
 
   mutable std::mutex mutex_;
