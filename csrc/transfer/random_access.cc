@@ -29,26 +29,19 @@ void FileRequest::AddJob() {
 }
 
 void FileRequest::JobDone(uint64_t done_bytes, uint64_t failed_count, Failure first_failure) {
-  std::function<void()> on_done;
-  {
-    const std::lock_guard lock(mutex_);
-    done_bytes_ += done_bytes;
-    if (failed_count_ == 0 && failed_count > 0) {
-      status_ = std::move(first_failure.status);
-      failed_part_ = first_failure.part;
-      failed_part_done_bytes_ = first_failure.done_bytes;
-    }
-    failed_count_ += failed_count;
-    if (open_job_count_ > 1) {
-      --open_job_count_;
-      return;
-    }
-    on_done = std::move(on_done_);
-  }
-  // Noted by the file before anybody can see that it is done: who has seen it finds it noted.
-  if (on_done) on_done();
+  std::function<void()> on_done;  // destroyed when the mutex is free: it holds what the file holds
   const std::lock_guard lock(mutex_);
-  open_job_count_ = 0;
+  done_bytes_ += done_bytes;
+  if (failed_count_ == 0 && failed_count > 0) {
+    status_ = std::move(first_failure.status);
+    failed_part_ = first_failure.part;
+    failed_part_done_bytes_ = first_failure.done_bytes;
+  }
+  failed_count_ += failed_count;
+  if (--open_job_count_ > 0) return;
+  // The file notes it and the request is done, in one step for whoever looks at both.
+  on_done = std::move(on_done_);
+  if (on_done) on_done();
   changed_.notify_all();
 }
 
