@@ -81,7 +81,7 @@ class aio_handle:
     """Reads and writes tensors from and to files, as DeepNVMe's `aio_handle` does.
 
     A file is looked up by its name at each call, and opened if it has to be: never a file that had the name before.
-    The one that was used last stays open until another is used, or the handle goes.
+    The one that was read last stays open until another is read, or the handle goes.
     Writing makes the file if there is none, and changes only the bytes that are written. Asynchronous operations are
     done when `wait` has returned; until then buffers must not be changed, and may be dropped. Synchronous ones leave
     those under way alone, and return 1.

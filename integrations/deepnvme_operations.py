@@ -49,7 +49,7 @@ class Options:
 
 
 class Files:
-    """The files of a handle: open while operations use them, the last one until there is another. Thread-safe.
+    """The files of a handle: open while operations use them, the last one read until there is another. Thread-safe.
 
     They are told apart by inode, looked up at each operation, so a file that was replaced is never taken for the new
     one. All operations on an inode share one opening where they can: its edges are then written by one queue.
@@ -85,6 +85,9 @@ class Files:
         with self._lock:
             opened.users -= 1
             if opened.users:
+                return
+            if opened.key[2]:  # cheap to open again, and if it was removed meanwhile its space is wanted
+                self._close(opened)
                 return
             idle, self._idle = self._idle, opened
             if idle is not None:

@@ -95,10 +95,18 @@ def test_repeated_operations_open_a_file_once(source: Path, tmp_path: Path, monk
         handle.sync_pread(buffer, source)
     assert opened == [("source.bin", "r")]
     opened.clear()
-    for _ in range(5):  # written and read, by two names
-        handle.sync_pwrite(buffer, source)
-        handle.sync_pread(buffer, tmp_path / "." / "source.bin")
+    for _ in range(5):
+        handle.async_pwrite(buffer, source)
+    handle.wait()
     assert opened == [("source.bin", "r+")]
+
+
+def test_a_file_that_was_written_and_removed_gives_its_space_back(tmp_path: Path) -> None:
+    handle = aio_handle()
+    handle.sync_pwrite(torch.empty(SIZE, dtype=torch.uint8), tmp_path / "a.bin")
+    (tmp_path / "a.bin").unlink()
+    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd.isdigit()]
+    assert not [name for name in held if "a.bin" in name]
 
 
 def test_one_file_stays_open_whatever_was_used(handle: Handle, tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""benchmarks/deepnvme.py runs, with a tensor so small that its figures mean nothing, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "deepnvme.py"
+
+
+def test_all_ways_take_turns_and_leave_nothing(tmp_path: Path) -> None:
+    disk, result_path = tmp_path / "disk", tmp_path / "result.json"
+    disk.mkdir()
+    options = ["--size-mb", "8", "--block", "1M", "--rounds", "2", "--json", str(result_path)]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(BENCHMARK), str(disk), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = json.loads(result_path.read_text())["samples"]
+    for found in samples.values():
+        assert {"TensorFile", "our aio_handle"} <= set(found)
+        assert {len(seconds) for seconds in found.values()} == {2}
+    assert "DeepNVMe is left out" in done.stdout or "DeepNVMe" in samples["read"]
+    assert not list(disk.iterdir())
