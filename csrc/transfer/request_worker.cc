@@ -127,10 +127,22 @@ void RequestWorker::Run() {
 Status RequestWorker::StartPieces() {
   bool started = true;
   while (started && !jobs_.empty() && !free_pieces_.empty()) {
-    if (next_is_write()) PrepareToWrite(started);
-    if (started) FP_RETURN_IF_ERROR(StartPiece(started));
+    std::shared_ptr<Job> next = jobs_.front();
+    if (next_is_write()) {
+      bool may_write = false;
+      PrepareToWrite(may_write);
+      if (!may_write) next = FirstRead();  // which needs no lock
+    }
+    if (next == nullptr) break;
+    FP_RETURN_IF_ERROR(StartPiece(next, started));
   }
   return Status::Ok();
+}
+
+std::shared_ptr<RequestWorker::Job> RequestWorker::FirstRead() const {
+  const auto read =
+      std::find_if(jobs_.begin(), jobs_.end(), [](const auto& job) { return job->request->op() == IoOp::kRead; });
+  return read == jobs_.end() ? nullptr : *read;
 }
 
 // Writes are started with the lock only. If somebody waits for it, those in flight come to their end first.
@@ -166,8 +178,7 @@ void RequestWorker::LeaveLock() {
 
 // Example, direct, chunks of 1 MiB, blocks of 512: a read of [1000, 2 MiB) is cut into [1000, 1 MiB), for which
 // [512, 1 MiB) is read and 488 bytes are skipped, and [1 MiB, 2 MiB).
-Status RequestWorker::StartPiece(bool& started) {
-  const std::shared_ptr<Job> job = jobs_.front();
+Status RequestWorker::StartPiece(const std::shared_ptr<Job>& job, bool& started) {
   const FilePart& part = job->parts[job->next_part];
   const bool is_write = job->request->op() == IoOp::kWrite;
   const uint64_t from = part.offset_bytes + job->next_part_bytes;
@@ -214,7 +225,7 @@ Status RequestWorker::StartPiece(bool& started) {
     ++job->next_part;
     job->next_part_bytes = 0;
   }
-  if (job->all_cut()) jobs_.pop_front();
+  if (job->all_cut()) std::erase(jobs_, job);
   const auto size_bytes = static_cast<uint32_t>(end - start);
   return pump_->Start({.op = job->request->op(),
                        .buffer = staged == nullptr ? address : staged,

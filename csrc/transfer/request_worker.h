@@ -70,8 +70,9 @@ class RequestWorker {
   static void* Main(void* self);
   void Run();
   Status StartPieces();
-  Status StartPiece(bool& started);
+  Status StartPiece(const std::shared_ptr<Job>& job, bool& started);
   void PrepareToWrite(bool& may_write);
+  std::shared_ptr<Job> FirstRead() const;
   void LeaveLock();
   bool next_is_write() const { return !jobs_.empty() && jobs_.front()->request->op() == IoOp::kWrite; }
   void Finish(const IoPump::Finished& finished);
