@@ -52,8 +52,13 @@ LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # Bytes and integers: these never see a tensor, so they are tested and fuzzed without torch.
 PURE_ROOMS = {"errors", "config", "layout", "partition", "formats"}
 
-# Integrations use public names. This one writes files that torch's DCP reads, and needs the parts of a file.
-INTEGRATION_EXCEPTIONS = {"torch_dcp": {"formats", "layout", "pipeline"}}
+# Integrations use public names. These write and read files of torch's DCP, and need the parts of a file.
+INTEGRATION_EXCEPTIONS = {
+    "torch_dcp": {"formats"},
+    "dcp_blobs": {"formats", "layout", "pickling"},
+    "dcp_reading": {"filesystem", "formats", "pipeline"},
+    "dcp_writing": {"filesystem", "layout", "pipeline"},
+}
 
 # What a folder of csrc may include from csrc.
 NATIVE_LAYERS = {

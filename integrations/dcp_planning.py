@@ -1,0 +1,161 @@
+"""A DCP save planner that cuts large tensors which several ranks hold alike, so that all of these ranks write a part.
+
+DCP's own planner gives each replicated tensor to one rank as a whole, so one large embedding keeps one rank busy. Here
+it is cut along its first dimension before DCP looks for duplicates, and each holder keeps some of the chunks. To
+readers these are chunks of a sharded tensor, which every reader of DCP puts together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from fastpersist import InternalError
+
+__all__ = ["FastPersistSavePlanner", "cut_replicas"]
+
+_CUT_BYTES_MIN = 1 << 20
+"""Of a chunk. Smaller tensors are left to DCP, which gives each to one of its holders."""
+
+
+class FastPersistSavePlanner(DefaultSavePlanner):
+    """Plans a save as DCP's DefaultSavePlanner does, but lets all ranks that hold a large tensor write a part of it.
+
+    Takes the arguments of DefaultSavePlanner. As there, plain tensors of one name count as equal on all ranks; with
+    dedup_save_to_lowest_rank=True nothing is cut.
+    """
+
+    _held: dict[str, list[WriteItem]] = {}  # noqa: RUF012 - replaced, never changed
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan what this rank holds; called by dcp.save."""
+        plan: SavePlan = super().create_local_plan()
+        held: dict[str, list[WriteItem]] = {}
+        for item in self.plan.items:  # `plan` is empty if it is the one of the last save
+            held.setdefault(item.index.fqn, []).append(item)
+        self._held = held
+        return plan
+
+    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if not self.dedup_save_to_lowest_rank:
+            all_plans = cut_replicas(all_plans)
+        return super()._create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take over what was planned for all; called by dcp.save."""
+        # A plan that was kept knows where the last save went, not where this one goes.
+        self.plan = dataclasses.replace(super().finish_plan(new_plan), storage_data=new_plan.storage_data)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return what is to be written: of a tensor that was cut, the rows of this chunk."""
+        source = self._cut_from(write_item)
+        if source is None:
+            return super().resolve_data(write_item)
+        whole = super().resolve_data(source)
+        if not isinstance(whole, torch.Tensor):
+            raise InternalError(f"{source.index.fqn!r} is planned as a tensor, and is none")
+        chunk, first = _chunk_of(write_item), _chunk_of(source).offsets[0]
+        return whole.narrow(0, chunk.offsets[0] - first, chunk.sizes[0])
+
+    def _cut_from(self, write_item: WriteItem) -> WriteItem | None:
+        """Return the item of this rank that a chunk was cut from; None if it was not cut."""
+        held = self._held.get(write_item.index.fqn, [])
+        if write_item.tensor_data is None or not held:
+            return None
+        chunk = _chunk_of(write_item)
+        for item in held:
+            if item.tensor_data is not None and _contains(_chunk_of(item), chunk):
+                return None if _chunk_of(item) == chunk else item
+        raise InternalError(f"this rank is to write a chunk of {write_item.index.fqn!r} that it does not hold: {chunk}")
+
+
+def _chunk_of(item: WriteItem) -> ChunkStorageMetadata:
+    return item.tensor_data.chunk  # type: ignore[union-attr]
+
+
+def _contains(outer: ChunkStorageMetadata, inner: ChunkStorageMetadata) -> bool:
+    return all(
+        first <= own and own + size <= first + length
+        for first, length, own, size in zip(outer.offsets, outer.sizes, inner.offsets, inner.sizes, strict=True)
+    )
+
+
+def cut_replicas(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Cut large tensors that several plans have into chunks, one for each of these plans, or for some of them.
+
+    Args:
+        plans: Of each rank, with all that it holds.
+
+    Returns:
+        The plans with chunks in place of what was cut. What is small, or not the same everywhere, stays as it is.
+    """
+    holders: dict[MetadataIndex, list[int]] = {}
+    items: dict[MetadataIndex, WriteItem] = {}
+    alike: dict[MetadataIndex, bool] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            first = items.setdefault(item.index, item)
+            holders.setdefault(item.index, []).append(rank)
+            alike[item.index] = alike.get(item.index, True) and _is_alike(first, item)
+    loads_bytes = [0] * len(plans)
+    for index, item in items.items():
+        if len(holders[index]) == 1:
+            loads_bytes[holders[index][0]] += _size_bytes(item)
+    chunks: dict[MetadataIndex, dict[int, WriteItem]] = {}
+    for index, item in sorted(items.items(), key=lambda entry: -_size_bytes(entry[1])):
+        size_bytes = _size_bytes(item)
+        row_count = _chunk_of(item).sizes[0] if size_bytes and _chunk_of(item).sizes else 0
+        count = min(len(holders[index]), size_bytes // _CUT_BYTES_MIN, row_count)
+        if count < 2 or not alike[index]:
+            continue
+        ranks = sorted(holders[index], key=lambda rank: loads_bytes[rank])[:count]
+        chunks[index] = dict(zip(ranks, _cut(item, count), strict=True))
+        for rank in ranks:
+            loads_bytes[rank] += size_bytes // count
+    return [
+        dataclasses.replace(
+            plan,
+            items=[
+                item if item.index not in chunks else chunks[item.index][rank]
+                for item in plan.items
+                if item.index not in chunks or rank in chunks[item.index]
+            ],
+        )
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def _is_alike(one: WriteItem, other: WriteItem) -> bool:
+    if one.tensor_data is None or other.tensor_data is None:
+        return False
+    first, second = one.tensor_data, other.tensor_data
+    return (first.chunk, first.size, first.properties.dtype) == (second.chunk, second.size, second.properties.dtype)
+
+
+def _size_bytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _cut(item: WriteItem, count: int) -> list[WriteItem]:
+    """Cut an item along its first dimension."""
+    whole = _chunk_of(item)
+    bounds = [whole.sizes[0] * part // count for part in range(count + 1)]
+    cut = []
+    for start, end in pairwise(bounds):
+        offsets = torch.Size((whole.offsets[0] + start, *whole.offsets[1:]))
+        chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size((end - start, *whole.sizes[1:])))
+        data = dataclasses.replace(item.tensor_data, chunk=chunk)  # type: ignore[type-var]
+        index = MetadataIndex(item.index.fqn, offsets)
+        cut.append(dataclasses.replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data))
+    return cut

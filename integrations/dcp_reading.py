@@ -1,0 +1,519 @@
+"""Reads tensors from the part files of a DCP checkpoint, ours or those of DCP's own writer, to where they belong.
+
+A plain tensor of ours is found by arithmetic, and only as much of it is read as is wanted, straight into the target
+where both lie together; head and tail of its blob, read with it, prove that it was there. All else is looked at first:
+what is a contiguous tensor is read likewise, what is not goes through torch.load.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import io
+import itertools
+import math
+import operator
+import os
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from fastpersist import (
+    CheckpointNotFoundError,
+    ChecksumError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    StorageError,
+    UnsupportedError,
+)
+from fastpersist.filesystem import storage_errors
+from fastpersist.formats import torch_zip
+from fastpersist.formats.pickle_scan import SymbolicTensor, iter_tensors, scan_pickle
+from fastpersist.pipeline import Extents, byte_tensor, read_extents
+
+from .dcp_blobs import QUANTIZED, Blob, Shape, is_plain, plain_blob
+
+__all__ = ["PartReader", "Wanted"]
+
+_PART_NAME = re.compile(r"__(\d+)_\d+\.distcp")
+
+_TEMPORARY_BYTES = 64 << 20
+"""So much memory beside the targets is taken at a time, or one item of more."""
+
+_EXTENT_COUNT = 16384
+"""So many places of the file are read at a time."""
+
+_RUN_BYTES_MIN = 4096
+"""Shorter runs are read with all that lies between them, and taken out in memory."""
+
+_HEAD_BYTES = 8 << 10
+_TAIL_BYTES = 66 << 10
+"""What is read of a blob of unknown make to find its tensor: behind a zip's end there may be a comment of 64 KiB."""
+
+_LOOK_COUNT = 512
+"""So many of those at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Something to read from a part.
+
+    Attributes:
+        name: Of the item, for messages.
+        offset_bytes: Where its blob lies.
+        size_bytes: How long the blob is.
+        stored: Dtype and shape of the tensor in it, as the metadata have them; None where they do not say.
+        offsets: The first element that is wanted, in each dimension of that tensor.
+        lengths: How many, in each dimension.
+        target: Where they go; None for bytes.
+        done: Gets the bytes, or nothing of a tensor, whose target is filled by then.
+    """
+
+    name: str
+    offset_bytes: int
+    size_bytes: int
+    stored: tuple[torch.dtype, Shape] | None
+    offsets: Shape
+    lengths: Shape
+    target: torch.Tensor | None
+    done: Callable[[bytes], None]
+
+
+class PartReader:
+    """Reads items of one part file. A context manager; one owner thread.
+
+    Args:
+        directory: Of the checkpoint.
+        name: Of the part.
+        engine: Engine name or "auto".
+        verify: Check the CRC of every tensor that is read as a whole.
+
+    Raises:
+        CheckpointNotFoundError: The part is missing.
+        StorageError: It cannot be opened.
+    """
+
+    def __init__(self, directory: str, name: str, *, engine: str, verify: bool) -> None:
+        self.path = os.path.join(directory, name)
+        self.verify = verify
+        self._engine = engine
+        match = _PART_NAME.fullmatch(name)
+        self._writer = f"rank {match[1]}" if match else "its writer"
+        try:
+            with storage_errors("opening", self.path):
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            message = f"{self.path} is missing, which {self._writer} wrote: {directory} is not the whole checkpoint"
+            raise CheckpointNotFoundError(errno.ENOENT, message, self.path) from None
+        self._size_bytes = os.fstat(self._fd).st_size
+
+    def __enter__(self) -> PartReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._fd)
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Read items to where they belong.
+
+        Args:
+            wanted: In the order of the file, best. Asked for little by little.
+
+        Raises:
+            ChecksumError: The bytes of a tensor have changed since they were written.
+            CorruptionError: The file is cut off, or holds something else where an item ought to be.
+            UnsupportedError: torch.load does not load what is there.
+            StorageError: An error of the disk.
+        """
+        unknown: list[Wanted] = []
+        batch = _Batch(self)
+        for one in wanted:
+            self._check_place(one)
+            blob = _expected_blob(one)
+            for piece in _pieces(one):
+                if one.target is None:
+                    batch.add_blob(one, functools.partial(self._take, one))
+                elif blob is not None:
+                    batch.add_own(piece, blob, unknown.append)
+                else:
+                    unknown.append(piece)
+                batch.run_if_full()
+        batch.run()
+        for first in range(0, len(unknown), _LOOK_COUNT):
+            looks = [(one, batch.add_look(one)) for one in unknown[first : first + _LOOK_COUNT]]
+            batch.run()
+            for one, look in looks:
+                with self.errors_of(one):
+                    self._add_found(one, look, batch)
+                batch.run_if_full()
+            batch.run()
+
+    def transfer(self, extents: Extents) -> list[int]:
+        """Read extents; return their CRCs."""
+        return read_extents(self._fd, self.path, extents, engine=self._engine).crcs if len(extents) else []
+
+    @contextmanager
+    def errors_of(self, one: Wanted) -> Iterator[None]:
+        """Say of what is found to be damaged in the block which item it is, and who wrote it."""
+        try:
+            yield
+        except CorruptionError as error:
+            message = f"{one.name!r}, which {self._writer} wrote, is damaged: {error.message}"
+            raise type(error)(message, path=self.path, offset_bytes=one.offset_bytes) from None
+
+    def _check_place(self, one: Wanted) -> None:
+        if not 0 <= one.offset_bytes <= one.offset_bytes + one.size_bytes <= self._size_bytes:
+            raise CorruptionError(
+                f"{one.name!r}, which {self._writer} wrote, ends at {one.offset_bytes + one.size_bytes}, and the file "
+                f"at {self._size_bytes}: it was cut off, or is of another checkpoint",
+                path=self.path,
+                offset_bytes=one.offset_bytes,
+            )
+
+    def _add_found(self, one: Wanted, look: _Look, batch: _Batch) -> None:
+        """Have a tensor read from where its blob says that it is; what is not plain goes through torch.load."""
+        try:
+            directory = torch_zip.read_directory(look.read_at, one.size_bytes, path=self.path)
+            payload = _found_payload(directory, look)
+        except UnsupportedError:
+            payload = None
+        if payload is None:
+            batch.add_blob(one, functools.partial(self._load, one))
+        else:
+            batch.add_found(one, payload)
+
+    def _take(self, one: Wanted, data: bytes) -> None:
+        """Give bytes to whom they are for; as a rule they are what torch.save wrote of an object."""
+        self._check_records(one, data)
+        try:
+            one.done(data)
+        except Exception as error:
+            raise UnsupportedError(f"{self.path}: the planner does not take {one.name!r}: {error}") from error
+
+    def _load(self, one: Wanted, data: bytes) -> None:
+        self._check_records(one, data)
+        try:
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise UnsupportedError(f"{self.path}: torch.load does not load {one.name!r}: {error}") from error
+        for dimension, (start, length) in enumerate(zip(one.offsets, one.lengths, strict=True)):
+            if (start, length) != (0, tensor.size(dimension)):
+                tensor = tensor.narrow(dimension, start, length)
+        _target_of(one).copy_(tensor)
+        one.done(b"")
+
+    def _check_records(self, one: Wanted, data: bytes) -> None:
+        """Check the CRCs of a whole zip."""
+        if not self.verify or not data.startswith(torch_zip.LOCAL_HEADER_MAGIC):
+            return
+        with self.errors_of(one):
+            try:
+                directory = torch_zip.read_directory(
+                    lambda offset, size: data[offset : offset + size], len(data), path=self.path
+                )
+            except UnsupportedError:  # a zip, but of somebody else
+                return
+            for entry in directory.entries.values() if directory.has_checksums else ():
+                if zlib.crc32(data[entry.data_offset_bytes :][: entry.size_bytes]) != entry.crc:
+                    raise ChecksumError(f"its record {entry.name} does not have the recorded checksum")
+
+
+def _target_of(one: Wanted) -> torch.Tensor:
+    if one.target is None or tuple(one.target.shape) != one.lengths:
+        shape = None if one.target is None else tuple(one.target.shape)
+        raise ConfigError(f"the planner wants {one.lengths} elements of {one.name!r}, and gives {shape} for them")
+    return one.target
+
+
+def _expected_blob(one: Wanted) -> Blob | None:
+    """Return what the blob looks like if it is ours, and a plain tensor's; None if it is not."""
+    if one.stored is None or one.stored[0] in QUANTIZED:
+        return None
+    if not 0 <= math.prod(one.stored[1]) * one.stored[0].itemsize < one.size_bytes:
+        return None
+    blob = plain_blob(*one.stored)
+    return blob if blob.size_bytes == one.size_bytes else None
+
+
+# --- tensors in a file
+
+
+@dataclass(frozen=True, slots=True)
+class _Payload:
+    """A contiguous tensor in a file: where its first element lies, and the CRC of all of it, if one is recorded."""
+
+    offset_bytes: int
+    dtype: torch.dtype
+    shape: Shape
+    crc: int | None = None
+
+
+class _Look:
+    """The first and the last bytes of a blob; the rest is read when it is asked for."""
+
+    def __init__(self, reader: PartReader, one: Wanted) -> None:
+        self._reader = reader
+        self._one = one
+        self._known: list[tuple[int, torch.Tensor]] = []
+        self.offset_bytes = one.offset_bytes
+
+    def add(self, offset_bytes: int, data: torch.Tensor) -> None:
+        """Bytes from this offset of the blob on, which are there when something is read."""
+        self._known.append((offset_bytes, data))
+
+    def read_at(self, offset_bytes: int, size_bytes: int) -> bytes:
+        """Read from the blob."""
+        for first, data in self._known:
+            if first <= offset_bytes and offset_bytes + size_bytes <= first + data.numel():
+                return _to_bytes(data[offset_bytes - first : offset_bytes - first + size_bytes])
+        if offset_bytes < 0 or offset_bytes + size_bytes > self._one.size_bytes:
+            raise FormatError("a structure points outside of it")
+        batch = _Batch(self._reader)
+        data = batch.add_bytes(self._one.offset_bytes + offset_bytes, size_bytes)
+        batch.run()
+        return _to_bytes(data)
+
+
+def _to_bytes(data: torch.Tensor) -> bytes:
+    return ctypes.string_at(data.data_ptr(), data.numel()) if data.numel() else b""  # numpy may be missing
+
+
+def _found_payload(directory: torch_zip.Directory, look: _Look) -> _Payload | None:
+    """Return the tensor in a blob if its elements lie there as they do in memory."""
+    pickled, order = directory.entries.get("data.pkl"), directory.entries.get("byteorder")
+    if pickled is None:
+        raise FormatError("there is no data.pkl in it")
+    if order is not None and look.read_at(order.data_offset_bytes, order.size_bytes) != sys.byteorder.encode():
+        return None
+    tensor = _described(look.read_at(pickled.data_offset_bytes, pickled.size_bytes))
+    if tensor is None or tensor.storage is None:
+        return None
+    dtype = getattr(torch, tensor.dtype)
+    entry = directory.entries.get(f"data/{tensor.storage.key}")
+    first_byte, size_bytes = tensor.storage_offset * dtype.itemsize, math.prod(tensor.shape) * dtype.itemsize
+    if entry is None or first_byte + size_bytes > entry.size_bytes:
+        raise FormatError("its tensor is larger than its storage")
+    crc = entry.crc if directory.has_checksums and size_bytes == entry.size_bytes else None
+    return _Payload(look.offset_bytes + entry.data_offset_bytes + first_byte, dtype, tensor.shape, crc)
+
+
+@functools.lru_cache(maxsize=4096)
+def _described(pickled: bytes) -> SymbolicTensor | None:
+    """Return the tensor that is all of a pickle, if it is dense and contiguous."""
+    named = list(iter_tensors(scan_pickle(pickled).root))
+    if len(named) != 1 or named[0][0] != "":
+        return None
+    tensor = named[0][1]
+    is_dense = tensor.kind == "dense" and not tensor.is_conj and not tensor.is_neg
+    stride = 1
+    for length, own_stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
+        is_dense &= length <= 1 or own_stride == stride
+        stride *= max(1, length)
+    return tensor if is_dense and isinstance(getattr(torch, tensor.dtype, None), torch.dtype) else None
+
+
+# --- parts of tensors
+
+
+def _run_of(shape: Shape, lengths: Shape) -> tuple[int, int]:
+    """Return how many of the leading dimensions part a box into runs that lie together, and elements of a run.
+
+    Worked example: (2, 3, 8) of a tensor of (5, 4, 8) lies in two runs, one for each index of the first dimension, of
+    3 * 8 elements: (1, 24).
+    """
+    dimension = len(shape)
+    run = 1
+    while dimension:
+        dimension -= 1
+        run *= lengths[dimension]
+        if lengths[dimension] != shape[dimension]:
+            break
+    return dimension, run
+
+
+def _strides(shape: Shape) -> Shape:
+    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
+
+
+def _covered_count(lengths: Shape, strides: Shape) -> int:
+    """Return the elements from the first of a box to its last."""
+    return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
+
+
+def _pieces(one: Wanted) -> Iterator[Wanted]:
+    """Cut what would be read with too much that nobody wants, so that little memory will do."""
+    if one.stored is None or one.target is None or not all(one.lengths):
+        yield one
+        return
+    dtype, shape = one.stored
+    cut = next((dimension for dimension, length in enumerate(one.lengths) if length > 1), None)
+    _, run = _run_of(shape, one.lengths)
+    covered_bytes = _covered_count(one.lengths, _strides(shape)) * dtype.itemsize
+    if cut is None or covered_bytes <= _TEMPORARY_BYTES or run * dtype.itemsize >= _RUN_BYTES_MIN:
+        yield one
+        return
+    target = _target_of(one)
+    half = one.lengths[cut] // 2
+    for start, length in ((0, half), (half, one.lengths[cut] - half)):
+        offsets = (*one.offsets[:cut], one.offsets[cut] + start, *one.offsets[cut + 1 :])
+        lengths = (*one.lengths[:cut], length, *one.lengths[cut + 1 :])
+        done = one.done if start else _nothing
+        narrow = target.narrow(cut, start, length)
+        yield from _pieces(replace(one, offsets=offsets, lengths=lengths, target=narrow, done=done))
+
+
+def _nothing(_: bytes) -> None:
+    """Stand for what is done once, when the last piece is there."""
+
+
+class _Batch:
+    """What is read at once, and what is done with it then."""
+
+    def __init__(self, reader: PartReader) -> None:
+        self._reader = reader
+        self._begin()
+
+    def _begin(self) -> None:
+        self._extents = Extents()
+        self._steps: list[Callable[[list[int]], None]] = []
+        self._bytes = 0
+
+    def run(self) -> None:
+        """Read everything, and begin again."""
+        extents, steps = self._extents, self._steps
+        self._begin()
+        crcs = self._reader.transfer(extents)
+        for step in steps:
+            step(crcs)
+
+    def run_if_full(self) -> None:
+        """Read everything if it is enough."""
+        if self._bytes >= _TEMPORARY_BYTES or len(self._extents) >= _EXTENT_COUNT:
+            self.run()
+
+    def add_bytes(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+        """Read to memory of our own."""
+        data = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        if size_bytes:
+            self._extents.add_memory(offset_bytes, size_bytes, data.data_ptr(), data, with_crc=False)
+        self._bytes += size_bytes
+        return data
+
+    def add_blob(self, one: Wanted, take: Callable[[bytes], None]) -> None:
+        """Read a whole blob, for somebody who takes its bytes."""
+        data = self.add_bytes(one.offset_bytes, one.size_bytes)
+        self._steps.append(lambda _: take(_to_bytes(data)))
+
+    def add_look(self, one: Wanted) -> _Look:
+        """Read the ends of a blob."""
+        look = _Look(self._reader, one)
+        if one.size_bytes <= _HEAD_BYTES + _TAIL_BYTES:
+            look.add(0, self.add_bytes(one.offset_bytes, one.size_bytes))
+        else:
+            first = one.size_bytes - _TAIL_BYTES
+            look.add(0, self.add_bytes(one.offset_bytes, _HEAD_BYTES))
+            look.add(first, self.add_bytes(one.offset_bytes + first, _TAIL_BYTES))
+        return look
+
+    def add_own(self, one: Wanted, blob: Blob, otherwise: Callable[[Wanted], None]) -> None:
+        """Read a tensor whose blob is expected to look like this; hand it on if it does not."""
+        dtype, shape = one.stored  # type: ignore[misc]
+        head = self.add_bytes(one.offset_bytes, len(blob.head))
+        payload = _Payload(one.offset_bytes + len(blob.head), dtype, shape)
+        crc_index, fill = self._add_tensor(one, payload)
+        end_bytes = one.offset_bytes + one.size_bytes
+        checked = self._reader.verify and one.lengths == shape
+        tail = self.add_bytes(end_bytes - blob.tail_bytes, blob.tail_bytes) if checked else None
+
+        def step(crcs: list[int]) -> None:
+            if _to_bytes(head) != blob.head:
+                otherwise(one)
+                return
+            if tail is not None and _to_bytes(tail) != blob.tail_with(0 if crc_index is None else crcs[crc_index]):
+                self._refuse(one)
+            fill()
+
+        self._steps.append(step)
+
+    def add_found(self, one: Wanted, payload: _Payload) -> None:
+        """Read a tensor from where it was found."""
+        if len(payload.shape) != len(one.lengths) or any(
+            start < 0 or start + length > size
+            for start, length, size in zip(one.offsets, one.lengths, payload.shape, strict=False)
+        ):
+            raise CorruptionError(f"it is a tensor of shape {payload.shape}, and not what the metadata say")
+        crc_index, fill = self._add_tensor(one, payload)
+
+        def step(crcs: list[int]) -> None:
+            if self._reader.verify and crc_index is not None and payload.crc not in (None, crcs[crc_index]):
+                self._refuse(one)
+            fill()
+
+        self._steps.append(step)
+
+    def _refuse(self, one: Wanted) -> None:
+        with self._reader.errors_of(one):
+            raise ChecksumError("its bytes do not have the recorded checksum")
+
+    def _add_tensor(self, one: Wanted, payload: _Payload) -> tuple[int | None, Callable[[], None]]:
+        """Read elements to the target, or to memory from where they are copied.
+
+        Returns:
+            The extent whose CRC is that of the whole tensor, and what is left to do when all is read.
+        """
+        target = _target_of(one)
+        strides = _strides(payload.shape)
+        itemsize = payload.dtype.itemsize
+        first = payload.offset_bytes + itemsize * sum(map(operator.mul, one.offsets, strides))
+        count = math.prod(one.lengths)
+        with_crc = self._reader.verify and one.lengths == payload.shape
+        if not count:
+            return None, lambda: one.done(b"")
+        outer, run = _run_of(payload.shape, one.lengths)
+        run_bytes = run * itemsize
+        if run != count and run_bytes < _RUN_BYTES_MIN:
+            covered = self.add_bytes(first, _covered_count(one.lengths, strides) * itemsize)
+            return None, lambda: _copy(covered.view(payload.dtype).as_strided(one.lengths, strides), target, one)
+        straight = is_plain(target) and target.is_contiguous() and target.dtype == payload.dtype
+        straight = straight and not target.is_conj() and not target.is_neg()
+        memory = target if straight else torch.empty(one.lengths, dtype=payload.dtype, device="cpu")
+        self._bytes += 0 if straight else count * itemsize
+        index = -1
+        for number, places in enumerate(itertools.product(*map(range, one.lengths[:outer]))):
+            offset_bytes = first + itemsize * sum(map(operator.mul, places, strides))
+            index = self._add_run(offset_bytes, run_bytes, memory, number * run_bytes, with_crc=with_crc)
+        crc_index = index if with_crc else None
+        return crc_index, (lambda: one.done(b"")) if straight else (lambda: _copy(memory, target, one))
+
+    def _add_run(
+        self, offset_bytes: int, size_bytes: int, memory: torch.Tensor, from_bytes: int, *, with_crc: bool
+    ) -> int:
+        """Read to bytes of a contiguous tensor, wherever it is."""
+        if _is_on_host(memory):
+            address = memory.data_ptr() + from_bytes
+            return self._extents.add_memory(offset_bytes, size_bytes, address, memory, with_crc=with_crc)
+        first_byte = int(memory.storage_offset()) * memory.element_size() + from_bytes
+        target = byte_tensor(memory.untyped_storage())[first_byte : first_byte + size_bytes]
+
+        def push(behind_bytes: int, data: torch.Tensor) -> None:
+            target[behind_bytes : behind_bytes + data.numel()].copy_(data)
+
+        return self._extents.add_pushed(offset_bytes, size_bytes, push, with_crc=with_crc)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, one: Wanted) -> None:
+    target.copy_(source)
+    one.done(b"")

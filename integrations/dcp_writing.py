@@ -1,0 +1,229 @@
+"""Writes the part file of one rank of a DCP checkpoint: a row of blobs, in one stream, each item when its turn comes.
+
+What is not a plain tensor (sparse, quantized, subclasses) goes through torch.save, as in DCP's own writer. Which items
+these are is the planner's business, the directory, its name and its durability the storage writer's (torch_dcp.py).
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import io
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from fastpersist import StorageError, UnsupportedError
+from fastpersist.filesystem import filesystem
+from fastpersist.layout import align_up
+from fastpersist.pipeline import Pieces, Writer, refuse_null_engine
+
+from .dcp_blobs import BLOCK_BYTES, QUANTIZED, SMALL_ALIGNMENT, is_plain, plain_blob
+
+__all__ = ["Part", "WrittenPart", "write_part"]
+
+_BATCH_COUNT = 512
+_BATCH_BYTES = 4 << 20
+"""Items are handed to the writer when there are so many, or of so many bytes; then those that were made can go."""
+
+
+def part_name(rank: int) -> str:
+    """Return the name of a rank's file, as DCP's own writer has it."""
+    return f"__{rank}_0.distcp"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank is told of its part of a save.
+
+    Attributes:
+        rank: Whose part it is.
+        directory: Where the parts are written; published when all are there.
+        final_path: The name that the directory gets, for messages.
+    """
+
+    rank: int
+    directory: str
+    final_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """A finished part file, for the manifest."""
+
+    name: str
+    size_bytes: int
+    crc32: int | None
+
+
+def write_part(
+    part: Part, items: Sequence[WriteItem], planner: SavePlanner, *, engine: str, durable: bool
+) -> tuple[list[WriteResult], WrittenPart]:
+    """Write all items of a rank to its file, one after the other; each is asked for when its turn comes.
+
+    Args:
+        part: Where to.
+        items: What; a tensor's own bytes are written, not those of the storage it views.
+        planner: Knows the tensors, on whatever device.
+        engine: Engine name or "auto".
+        durable: Sync the file.
+
+    Returns:
+        Where each item lies, and the file.
+
+    Raises:
+        StorageError: The file could not be written; the message says which rank, and at which tensor. It is removed.
+        UnsupportedError: This rank does not see the directory that the first rank has made.
+    """
+    name = part_name(part.rank)
+    path, shown_path = os.path.join(part.directory, name), os.path.join(part.final_path, name)
+    try:
+        fd = filesystem().create(path)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        raise UnsupportedError(
+            f"rank {part.rank} does not see {part.directory}, where the first rank saves {part.final_path}: all ranks "
+            "need one file system, and with enable_plan_caching=True the planner has to be FastPersistSavePlanner"
+        ) from error
+    places: list[tuple[int, WriteItem]] = []
+    try:
+        filesystem().allocate(fd, align_up(_expected_bytes(items), BLOCK_BYTES), shown_path)
+        with Writer(fd, shown_path, engine=engine) as writer:
+            results = _write_items(writer, items, planner, name, places)
+            size_bytes = writer.position
+            refuse_null_engine(writer.finish())
+            runs = writer.runs()
+        filesystem().truncate(fd, size_bytes, shown_path)
+        if durable:
+            filesystem().sync(fd, shown_path)
+    except BaseException as error:
+        with suppress(StorageError):  # its bytes are of no use, and perhaps the disk is full
+            filesystem().unlink(path)
+        if not isinstance(error, StorageError):
+            raise
+        message = f"rank {part.rank}: {error}{_where(error, places)}"
+        raise type(error)(error.errno, message, shown_path, error.offset_bytes) from error
+    finally:
+        os.close(fd)
+    return results, WrittenPart(name, size_bytes, runs[0][2] if runs else None)
+
+
+def _where(error: StorageError, places: Sequence[tuple[int, WriteItem]]) -> str:
+    """Say at which tensor an error was met, as far as that is known."""
+    if error.offset_bytes is None or not places:
+        return ""
+    index = bisect.bisect_right(places, error.offset_bytes, key=lambda place: place[0])
+    return f" (at {places[max(0, index - 1)][1].index.fqn!r})"
+
+
+def _expected_bytes(items: Iterable[WriteItem]) -> int:
+    """Return about how long the file will be, from what is planned: nothing has been asked for yet."""
+    blobs = [
+        plain_blob(item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes))
+        for item in items
+        if item.tensor_data is not None and item.tensor_data.properties.dtype not in QUANTIZED
+    ]
+    return BLOCK_BYTES + sum(align_up(blob.size_bytes, blob.alignment) for blob in blobs)
+
+
+def _write_items(
+    writer: Writer,
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    name: str,
+    places: list[tuple[int, WriteItem]],
+) -> list[WriteResult]:
+    stream = _BlobStream(writer)
+    results = []
+    for slot, item in enumerate(items):
+        data = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            data = data.detach()
+            offset_bytes, length_bytes = stream.add_tensor(data, slot)
+        else:
+            if item.type != WriteItemType.BYTE_IO:
+                raise UnsupportedError(f"{item.index.fqn!r} is planned as a tensor, and the planner gives bytes")
+            offset_bytes, length_bytes = stream.add_bytes(data.getvalue())
+        places.append((offset_bytes, item))
+        info = _StorageInfo(name, offset_bytes, length_bytes)
+        results.append(WriteResult(index=item.index, size_in_bytes=length_bytes, storage_data=info))
+    stream.end()
+    return results
+
+
+class _BlobStream:
+    """Hands blobs to a writer: large ones one at a time, so that what was made of them can go, and many small ones."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._pieces = Pieces()
+        self._count = 0
+        self._bytes = 0
+        self._position = writer.position
+
+    def add_tensor(self, tensor: torch.Tensor, slot: int) -> tuple[int, int]:
+        """Add a tensor, whose CRC goes into a slot of its own; return offset and length of its blob."""
+        if not is_plain(tensor):
+            file = io.BytesIO()
+            torch.save(_compact(tensor), file)
+            return self.add_bytes(file.getvalue())
+        blob = plain_blob(tensor.dtype, tuple(tensor.shape))
+        own = tensor.resolve_conj().resolve_neg().contiguous()
+        offset_bytes = self._begin(blob.alignment)
+        self._pieces.add_bytes(blob.head)
+        if blob.payload_bytes:
+            first_byte = int(own.storage_offset()) * own.element_size()
+            storage = own.untyped_storage()
+            self._pieces.add_storage(storage, slot, offset_bytes=first_byte, size_bytes=blob.payload_bytes)
+        for index, part in enumerate(blob.tail):
+            if index:
+                self._pieces.add_crc(slot)
+            self._pieces.add_bytes(part)
+        self._added(blob.size_bytes)
+        return offset_bytes, blob.size_bytes
+
+    def add_bytes(self, data: bytes) -> tuple[int, int]:
+        """Add bytes as they are; return where they lie."""
+        offset_bytes = self._begin(SMALL_ALIGNMENT)
+        self._pieces.add_bytes(data)
+        self._added(len(data))
+        return offset_bytes, len(data)
+
+    def end(self) -> None:
+        """Fill the last block and hand over what is left."""
+        self._begin(BLOCK_BYTES)
+        self._flush()
+
+    def _begin(self, alignment: int) -> int:
+        offset_bytes = align_up(self._position, alignment)
+        if gap_bytes := offset_bytes - self._position:
+            self._pieces.add_bytes(bytes(gap_bytes))
+            self._position = offset_bytes
+        return offset_bytes
+
+    def _added(self, size_bytes: int) -> None:
+        self._position += size_bytes
+        self._bytes += size_bytes
+        self._count += 1
+        if self._count >= _BATCH_COUNT or self._bytes >= _BATCH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._writer.append(self._pieces)
+        self._pieces = Pieces()
+        self._count = self._bytes = 0
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the host whose storage holds nothing else, as far as it has one of its own."""
+    tensor = tensor.cpu()
+    if tensor.layout is torch.strided and not tensor.is_nested and tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return tensor.clone()
+    return tensor

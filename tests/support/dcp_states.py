@@ -1,0 +1,108 @@
+"""States for tests of DCP in one process: made, saved, loaded and compared; and what DCP raises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistWriter
+
+PART = "__0_0.distcp"
+
+
+def make_state(seed: int = 1) -> dict[str, Any]:
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "weight": rand(300, 400),
+        "on blocks": rand(1 << 17),
+        "bias": rand(5),
+        "scalar": torch.tensor(float(seed)),
+        "empty": torch.empty(0, 3),
+        "transposed": rand(30, 40).t(),
+        "strided": rand(40, 50)[::2, ::3],
+        "view": rand(100, 10)[3:7],
+        "parameter": torch.nn.Parameter(rand(7)),
+        "conjugate": torch.complex(rand(9), rand(9)).conj(),
+        "negative": torch.complex(rand(9), rand(9)).conj().imag,
+        "many": [
+            (rand(33) * 100).to(dtype)
+            for dtype in (
+                *(torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
+                *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
+                *(torch.float8_e4m3fn, torch.float8_e5m2),
+            )
+        ],
+        "nested": {"text": f"seed {seed}", "number": seed, "list": [torch.full((3,), seed), None, 2.5]},
+    }
+
+
+def blank(state: Any) -> Any:
+    """Return a state of the same shape with nothing in it."""
+
+    def emptied(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return torch.zeros(leaf.shape, dtype=leaf.dtype)
+        return None if leaf is None else type(leaf)()
+
+    return tree_map(emptied, state)
+
+
+def portrait(state: Any) -> list[Any]:
+    """Return every value, tensors as their bits."""
+
+    def drawn(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        plain = leaf.detach().to_dense() if leaf.layout is not torch.strided else leaf.detach()
+        plain = plain.resolve_conj().resolve_neg().contiguous()
+        return plain.dtype, tuple(plain.shape), bytes(plain.reshape(-1).view(torch.uint8).numpy())
+
+    return [drawn(leaf) for leaf in tree_leaves(state)]
+
+
+def loaded(path: Path, reader: Any, like: Any) -> list[Any]:
+    target = blank(like)
+    dcp.load(target, storage_reader=reader(path))
+    return portrait(target)
+
+
+def save(state: Any, path: Path, **options: Any) -> None:
+    dcp.save(state, storage_writer=FastPersistWriter(path, **options))
+
+
+def load(path: Path, like: Any, **options: Any) -> Any:
+    target = blank(like)
+    dcp.load(target, storage_reader=FastPersistReader(path, **options))
+    return target
+
+
+def failures(error: BaseException) -> list[BaseException]:
+    """Return what the ranks raised."""
+    return [raised for raised, _ in error.failures.values()]  # type: ignore[attr-defined]
+
+
+def failure_of(call: Any) -> BaseException:
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        call()
+    return failures(caught.value)[0]
+
+
+def place_of(path: Path, name: str) -> Any:
+    metadata = FastPersistReader(path).read_metadata()
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+
+
+WRITERS = {
+    "ours": FastPersistWriter,
+    "torch's": dcp.FileSystemWriter,
+    "torch's with 2 threads": lambda path: dcp.FileSystemWriter(path, thread_count=2),
+    "torch's, a file an item": lambda path: dcp.FileSystemWriter(path, single_file_per_rank=False),
+}
