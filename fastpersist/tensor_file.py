@@ -312,7 +312,7 @@ class TensorFile:
 
     def _reserve(self, native: _native.RandomAccess, parts: Sequence[Part]) -> None:
         """Give the file its length before direct writes reach beyond it: writes that extend a file take turns."""
-        beyond = [(offset, offset + size) for _, size, offset in parts if offset + size > self._end_bytes]
+        beyond = [(offset, offset + size) for _, size, offset in parts if size and offset + size > self._end_bytes]
         if not beyond:
             return
         start_bytes, end_bytes = min(beyond)[0], max(end for _, end in beyond)

@@ -63,6 +63,8 @@ def looked_at(items: Sequence[Item], before_count: int) -> tuple[list[torch.Tens
     elsewhere: list[Item] = []
     for item in items:
         try:
+            if isinstance(item, torch.Tensor):  # which can be unpacked, too
+                raise TypeError
             tensor, offset_bytes = item
         except (TypeError, ValueError):
             raise ConfigError(
@@ -91,6 +93,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
             tensor.is_cpu
             and tensor.dtype in _PLAIN_DTYPES
             and tensor.layout is torch.strided
+            and not tensor.is_nested
             and tensor.is_contiguous()
             and not tensor.is_conj()
             and not tensor.is_neg()
