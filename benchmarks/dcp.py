@@ -147,8 +147,9 @@ def _data_files(path: str) -> list[str]:
 
 
 def _fio_read(files: Sequence[str]) -> float:
-    block_bytes = 8 * _MIB
-    size_bytes = min(os.path.getsize(path) for path in files) // block_bytes * block_bytes
+    smallest_bytes = min(os.path.getsize(path) for path in files)
+    block_bytes = min(8 * _MIB, smallest_bytes // 4096 * 4096)
+    size_bytes = smallest_bytes // block_bytes * block_bytes
     sample = run_fio(FioJob("read", size_bytes, block_bytes=block_bytes), list(files))
     return sample.size_bytes / sample.seconds
 

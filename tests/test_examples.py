@@ -16,7 +16,7 @@ import pytest
 import fastpersist as fp
 
 FOLDER = Path(__file__).parent.parent / "examples"
-WITH_TESTS_OF_THEIR_OWN = {"ddp_partitioned.py", "train_gpt.py"}
+WITH_TESTS_OF_THEIR_OWN = {"ddp_partitioned.py", "fsdp_dcp_reshard.py", "train_gpt.py"}
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.name not in WITH_TESTS_OF_THEIR_OWN)
 
 
