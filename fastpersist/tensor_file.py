@@ -322,6 +322,10 @@ class TensorFile:
             if not native.engine.endswith(("-buffered", "null")):
                 self._allocate(start_bytes, end_bytes - start_bytes)
             self._end_bytes = end_bytes
+        elif self._lock_fds and self._end_bytes % mmap.PAGESIZE:
+            # Else the write would move the end, and the kernel make the page dirty in which it was.
+            self._allocate(end_bytes - 1, 1)
+            self._end_bytes = end_bytes
 
     # --- the file itself
 

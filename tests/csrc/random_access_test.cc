@@ -1,0 +1,443 @@
+// Reads and writes at any place of a file (transfer/random_access.h), by many threads and with every engine: against a
+// model, beyond the end, with requests that fail, with a queue that is full, and in a forked child.
+#include "transfer/random_access.h"
+
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <atomic>
+#include <filesystem>
+#include <iterator>
+#include <thread>
+
+#include "core/file.h"
+#include "testing.h"
+
+namespace fastpersist {
+namespace {
+
+constexpr auto kLong = std::chrono::milliseconds(60000);
+constexpr uint64_t kAll = Fault::kAll;
+const std::vector<std::string> kEngines = {"uring", "libaio", "threads", "threads-buffered"};
+
+struct Descriptor {
+  explicit Descriptor(const std::string& path) : fd(open(path.c_str(), O_RDWR | O_CLOEXEC)) {}
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  ~Descriptor() { close(fd); }
+  const int fd;
+};
+
+// A file, open as TensorFile opens it. Ends with all requests done.
+class OpenFile {
+ public:
+  OpenFile(const std::string& path, std::vector<std::string> engines, uint64_t chunk_bytes = 16384,
+           uint32_t queue_depth = 8, uint64_t staging_bytes = uint64_t{1} << 20)
+      : direct_(path), buffered_(path), direct_lock_(path), edge_lock_(path) {
+    const std::string edge = engines[0].starts_with("fault:") ? "fault:threads-buffered" : "threads-buffered";
+    Result<std::unique_ptr<RandomAccess>> opened = RandomAccess::Open({.fd = direct_.fd,
+                                                                       .buffered_fd = buffered_.fd,
+                                                                       .direct_lock_fd = direct_lock_.fd,
+                                                                       .edge_lock_fd = edge_lock_.fd,
+                                                                       .path = path,
+                                                                       .engines = std::move(engines),
+                                                                       .edge_engines = {edge},
+                                                                       .queue_depth = queue_depth,
+                                                                       .thread_count = 2,
+                                                                       .chunk_bytes = chunk_bytes,
+                                                                       .staging_bytes = staging_bytes});
+    status_ = opened.status();
+    if (opened.ok()) file_ = std::move(opened).value();
+  }
+
+  const Status& status() const { return status_; }
+  bool ok() const { return file_ != nullptr; }
+  RandomAccess* operator->() { return file_.get(); }
+  void Close() { file_.reset(); }
+
+  std::shared_ptr<FileRequest> Submit(IoOp op, std::vector<FilePart> parts) {
+    std::shared_ptr<FileRequest> request = file_->Begin(op);
+    file_->Add(request, std::move(parts));
+    file_->End(request);
+    return request;
+  }
+  std::shared_ptr<FileRequest> Write(const Bytes& bytes, uint64_t offset) {
+    return Submit(IoOp::kWrite, {{const_cast<std::byte*>(bytes.data()), bytes.size(), offset}});
+  }
+  std::shared_ptr<FileRequest> Read(Bytes& bytes, uint64_t offset) {
+    return Submit(IoOp::kRead, {{bytes.data(), bytes.size(), offset}});
+  }
+
+ private:
+  Descriptor direct_;
+  Descriptor buffered_;
+  Descriptor direct_lock_;
+  Descriptor edge_lock_;
+  Status status_;
+  std::unique_ptr<RandomAccess> file_;
+};
+
+bool Well(const std::shared_ptr<FileRequest>& request) {
+  return EXPECT(request->WaitFor(kLong)) && EXPECT_WITH(request->status().ok(), request->status().message());
+}
+
+// Of the engines that work in the scratch directory; the others are left out.
+template <class Test>
+void WithEachEngine(Test test) {
+  size_t tried_count = 0;
+  for (const std::string& engine : kEngines) {
+    const ScratchFile probe("probe", RandomBytes(4096, 1));
+    if (!OpenFile(probe.path(), {engine}).ok()) continue;
+    ++tried_count;
+    test(engine);
+  }
+  EXPECT(tried_count > 0);
+}
+
+// --- What is written is read again
+
+void AnySequenceLeavesWhatAModelWouldHold() {
+  WithEachEngine([](const std::string& engine) {
+    std::mt19937_64 random(7);
+    for (const uint64_t chunk_bytes : {4096, 16384, 1 << 20}) {
+      Bytes model = RandomBytes(100000, 1);
+      const ScratchFile scratch("model", model);
+      OpenFile file(scratch.path(), {engine}, chunk_bytes, 1 + static_cast<uint32_t>(random() % 8));
+      Bytes memory(200000 + 8192);
+      for (int step = 0; step < 150; ++step) {
+        const uint64_t size = random() % 3 == 0 ? 4096 * (random() % 6) : random() % 30000;
+        const uint64_t offset = random() % 2 == 0 ? 4096 * (random() % 24) : random() % 100000;
+        std::byte* const address = memory.data() + random() % 8192;
+        if (random() % 2 == 0) {
+          const Bytes data = RandomBytes(size, random());
+          std::copy(data.begin(), data.end(), address);
+          const auto request = file.Submit(IoOp::kWrite, {{address, size, offset}});
+          if (!Well(request)) return;
+          EXPECT(request->done_bytes() == size);
+          if (size > 0) model.resize(std::max<size_t>(model.size(), offset + size));
+          std::copy(data.begin(), data.end(), model.begin() + static_cast<ptrdiff_t>(offset));
+        } else {
+          const uint64_t there = offset >= model.size() ? 0 : std::min<uint64_t>(size, model.size() - offset);
+          const auto request = file.Submit(IoOp::kRead, {{address, there, offset}});
+          if (!Well(request)) return;
+          EXPECT_WITH(std::memcmp(address, model.data() + offset, there) == 0,
+                      engine + ": " + std::to_string(there) + " bytes at " + std::to_string(offset));
+        }
+      }
+      file.Close();
+      EXPECT_WITH(scratch.Content() == model, engine);
+    }
+  });
+}
+
+void ARequestOfManyPartsIsDoneWhenAllAre() {
+  WithEachEngine([](const std::string& engine) {
+    constexpr size_t kCount = 5000;
+    constexpr size_t kRowBytes = 700;
+    const Bytes content = RandomBytes(kCount * kRowBytes, 3);
+    const ScratchFile scratch("rows");
+    OpenFile file(scratch.path(), {engine}, 8192, 16);
+    Bytes memory = content;
+    const auto write = file->Begin(IoOp::kWrite);
+    const auto read_parts = [&](size_t first, size_t count) {
+      std::vector<FilePart> parts;
+      for (size_t row = first; row < first + count; ++row) {
+        parts.push_back({memory.data() + row * kRowBytes, kRowBytes, row * kRowBytes});
+        parts.push_back({memory.data(), 0, 1 << 20});  // nothing
+      }
+      return parts;
+    };
+    for (size_t first = 0; first < kCount; first += 1000) file->Add(write, read_parts(first, 1000));
+    EXPECT(!write->done());  // not before it is ended
+    EXPECT(!file->WaitForAll(std::chrono::milliseconds(20)));
+    file->End(write);
+    EXPECT(Well(write) && write->done_bytes() == content.size());
+    EXPECT(scratch.Content() == content);
+    std::fill(memory.begin(), memory.end(), std::byte{0});
+    EXPECT(Well(file.Submit(IoOp::kRead, read_parts(0, kCount))));
+    EXPECT_WITH(memory == content, engine);
+  });
+}
+
+void ARequestOfNothingIsDoneAtOnce() {
+  const ScratchFile scratch("nothing");
+  OpenFile file(scratch.path(), {"threads-buffered"});
+  for (const IoOp op : {IoOp::kRead, IoOp::kWrite}) {
+    const auto request = file.Submit(op, {});
+    EXPECT(request->done() && request->status().ok() && request->done_bytes() == 0);
+    EXPECT(file.Submit(op, {{nullptr, 0, INT64_MAX}})->done());
+  }
+  EXPECT(file->WaitForAll(std::chrono::milliseconds(0)));
+}
+
+// --- The end of the file
+
+void AReadBeyondTheEndSaysHowMuchIsThere() {
+  WithEachEngine([](const std::string& engine) {
+    const Bytes content = RandomBytes(40000, 4);
+    const ScratchFile scratch("end", content);
+    for (const uint64_t chunk_bytes : {4096, 1 << 20}) {
+      OpenFile file(scratch.path(), {engine}, chunk_bytes);
+      for (const uint64_t offset : {0, 1, 4096, 39999, 40000, 50000}) {
+        Bytes memory(100000);
+        const auto request = file.Read(memory, offset);
+        EXPECT(request->WaitFor(kLong));
+        const uint64_t there = offset > content.size() ? 0 : content.size() - offset;
+        EXPECT_WITH(request->status().code() == StatusCode::kEndOfFile, request->status().message());
+        EXPECT_WITH(request->failed_part_done_bytes() == there,
+                    engine + ": " + std::to_string(request->failed_part_done_bytes()));
+        EXPECT(request->failed_part().offset_bytes == offset && request->failed_part().size_bytes == memory.size());
+        EXPECT(std::memcmp(memory.data(), content.data() + (content.size() - there), there) == 0);
+      }
+    }
+  });
+}
+
+// --- Failures
+
+void AFailedWriteIsFoundByWhoeverLooks() {
+  const ScratchFile scratch("failed");
+  OpenFile file(scratch.path(), {"fault:threads-buffered"});
+  const Bytes content = RandomBytes(30000, 5);
+  {
+    const Fault fault(Fault::Errno(EIO, 1, 1));
+    const auto request = file.Write(content, 0);
+    EXPECT(request->WaitFor(kLong));
+    EXPECT(request->status().sys_errno() == EIO && request->failed_count() == 1);
+    EXPECT_WITH(Contains(request->status().message(), scratch.path()), request->status().message());
+    auto failed = file->TakeFailedWrites();
+    EXPECT(failed.size() == 1 && failed[0] == request && !request->told());
+    EXPECT(file->TakeFailedWrites().empty());
+  }
+  EXPECT(Well(file.Write(content, 0)));
+  EXPECT(file->TakeFailedWrites().empty());
+  {
+    const Fault fault(Fault::Errno(EIO, 1, 1));
+    Bytes memory(30000);
+    const auto request = file.Read(memory, 0);
+    EXPECT(request->WaitFor(kLong) && !request->status().ok());
+    EXPECT(file->TakeFailedWrites().empty());  // a read
+  }
+}
+
+void EveryRequestEndsWhicheverPieceFails() {
+  WithEachEngine([](const std::string& engine) {
+    const Bytes content = RandomBytes(100000, 6);
+    for (uint64_t nth = 1;; ++nth) {
+      const ScratchFile scratch("nth", Bytes(100000));
+      OpenFile file(scratch.path(), {"fault:" + engine}, 16384, 4);
+      uint64_t hit_count = 0;
+      std::vector<std::shared_ptr<FileRequest>> requests;
+      {
+        const Fault fault(Fault::Errno(EIO, nth, 3));
+        for (uint64_t at = 0; at < content.size(); at += 12500) {
+          requests.push_back(file.Submit(IoOp::kWrite, {{const_cast<std::byte*>(content.data()) + at, 12500, at}}));
+        }
+        for (const auto& request : requests) EXPECT(request->WaitFor(kLong));
+        hit_count = ClearFaultPlan();
+      }
+      const auto failed_count = static_cast<uint64_t>(
+          std::count_if(requests.begin(), requests.end(), [](const auto& each) { return !each->status().ok(); }));
+      EXPECT(failed_count <= hit_count && (hit_count == 0 || failed_count > 0));
+      EXPECT(file->TakeFailedWrites().size() == failed_count);
+      const Bytes written = scratch.Content();
+      for (size_t i = 0; i < requests.size(); ++i) {
+        if (!requests[i]->status().ok()) continue;
+        EXPECT_WITH(std::memcmp(written.data() + i * 12500, content.data() + i * 12500, 12500) == 0, engine);
+      }
+      EXPECT(Well(file.Write(content, 0)));
+      if (hit_count == 0) {
+        EXPECT(nth > 8);
+        return;
+      }
+    }
+  });
+}
+
+void AnEngineThatIsLeftInMidFileLosesNothing() {
+  const ScratchFile probe("probe", RandomBytes(4096, 1));
+  if (!OpenFile(probe.path(), {"threads"}).ok()) return;
+  const Bytes content = RandomBytes(200000, 8);
+  for (const uint64_t nth : {1, 3, 7}) {
+    const ScratchFile scratch("demoted", Bytes(200000));
+    OpenFile file(scratch.path(), {"fault:threads", "threads-buffered"}, 16384, 4);
+    Bytes memory(200000);
+    {
+      const Fault fault(Fault::Errno(EOPNOTSUPP, nth, kAll));
+      const auto read = file.Read(memory, 0);
+      EXPECT(Well(read));
+    }
+    EXPECT(file->engine_name() == "threads-buffered" && file->demotions().size() == 1);
+    const auto first = file.Submit(IoOp::kWrite, {{const_cast<std::byte*>(content.data()), 100001, 0}});
+    const auto second = file.Submit(IoOp::kWrite, {{const_cast<std::byte*>(content.data()) + 100001, 99999, 100001}});
+    EXPECT(Well(first) && Well(second));
+    EXPECT(Well(file.Read(memory, 0)) && memory == content);
+  }
+}
+
+void ALadderThatGoesFromThePageCacheToDirectIsRefused() {
+  const ScratchFile scratch("ladder");
+  EXPECT(OpenFile(scratch.path(), {"threads-buffered", "threads"}).status().code() == StatusCode::kInvalidArgument);
+  EXPECT(!OpenFile(scratch.path(), {"abacus"}).ok());
+  EXPECT(OpenFile(scratch.path(), {"threads-buffered", "uring-buffered"}).ok());
+}
+
+// --- Many
+
+void ThousandsOfRequestsOfManyThreads() {
+  WithEachEngine([](const std::string& engine) {
+    constexpr size_t kThreads = 4;
+    constexpr size_t kRequests = 400;
+    constexpr size_t kRequestBytes = 1777;
+    const Bytes content = RandomBytes(kThreads * kRequests * kRequestBytes, 9);
+    const ScratchFile scratch("threads");
+    OpenFile file(scratch.path(), {engine}, 4096, 4, 16384);
+    Bytes memory(content.size());
+    std::vector<std::thread> threads;
+    std::atomic<int> failure_count{0};
+    for (size_t number = 0; number < kThreads; ++number) {
+      threads.emplace_back([&, number] {
+        std::vector<std::shared_ptr<FileRequest>> requests;
+        for (const IoOp op : {IoOp::kWrite, IoOp::kRead}) {
+          for (size_t i = 0; i < kRequests; ++i) {
+            const size_t at = (i * kThreads + number) * kRequestBytes;
+            std::byte* const address = op == IoOp::kWrite ? const_cast<std::byte*>(content.data()) : memory.data();
+            requests.push_back(file.Submit(op, {{address + at, kRequestBytes, at}}));
+          }
+          for (const auto& request : requests) {
+            if (!request->WaitFor(kLong) || !request->status().ok()) ++failure_count;
+          }
+          requests.clear();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_WITH(failure_count == 0, engine);
+    EXPECT(file->WaitForAll(std::chrono::milliseconds(0)));
+    EXPECT_WITH(memory == content && scratch.Content() == content, engine);
+  });
+}
+
+void WhenAllWereWaitedForEachIsDone() {
+  const ScratchFile scratch("all");
+  OpenFile file(scratch.path(), {"threads-buffered"});
+  const Bytes content = RandomBytes(5000, 10);
+  for (int round = 0; round < 300; ++round) {
+    const auto request = file.Write(content, 0);
+    EXPECT(file->WaitForAll(kLong));
+    if (!EXPECT_WITH(request->done(), std::to_string(round))) return;
+  }
+}
+
+void ClosingWaitsForWhatIsUnderWay() {
+  const ScratchFile scratch("closing");
+  const Bytes content = RandomBytes(50000, 11);
+  const Fault fault(Fault::Delay(100));
+  OpenFile file(scratch.path(), {"fault:threads-buffered"}, 4096, 4);
+  const auto request = file.Write(content, 3);
+  EXPECT(!request->WaitFor(std::chrono::milliseconds(1)));
+  file.Close();
+  EXPECT(request->done() && request->status().ok());
+}
+
+size_t CountIn(const char* directory) {
+  const auto entries = std::filesystem::directory_iterator(directory);
+  return static_cast<size_t>(std::distance(begin(entries), end(entries)));
+}
+
+void DescriptorsAreGivenBack() {
+  WithEachEngine([](const std::string& engine) {
+    const ScratchFile scratch("given back");
+    const size_t before = CountIn("/proc/self/fd");
+    for (int round = 0; round < 5; ++round) {
+      OpenFile file(scratch.path(), {engine});
+      EXPECT(Well(file.Write(RandomBytes(10001, 1), 5)));
+    }
+    EXPECT_WITH(CountIn("/proc/self/fd") == before, engine);
+  });
+}
+
+// --- Neighbours
+
+void WritersOfNeighbouringBytesLoseNoneWhileOthersRead() {
+  WithEachEngine([](const std::string& engine) {
+    constexpr size_t kFiles = 3;
+    constexpr size_t kSize = 30000;
+    if (engine == "threads-buffered") return;
+    Bytes content = RandomBytes(kSize, 12);
+    const ScratchFile scratch("neighbours", content);
+    std::atomic<bool> stop{false};
+    std::atomic<int> failure_count{0};
+    std::thread reader([&] {
+      while (!stop) {
+        if (scratch.Content().size() != kSize) ++failure_count;
+      }
+    });
+    std::vector<std::thread> writers;
+    for (size_t number = 0; number < kFiles; ++number) {
+      writers.emplace_back([&, number] {
+        OpenFile file(scratch.path(), {engine}, 4096, 4);
+        std::mt19937_64 random(number);
+        const size_t start = number * kSize / kFiles;
+        const size_t end = (number + 1) * kSize / kFiles;
+        const int fd = open(scratch.path().c_str(), O_RDWR | O_CLOEXEC);
+        for (int round = 0; round < 120; ++round) {
+          const size_t size = 1 + random() % (end - start);
+          const size_t offset = start + random() % (end - start - size + 1);
+          const Bytes data = RandomBytes(size, random());
+          std::copy(data.begin(), data.end(), content.begin() + static_cast<ptrdiff_t>(offset));
+          const auto write = file.Write(data, offset);
+          if (!write->WaitFor(kLong) || !write->status().ok()) ++failure_count;
+          Bytes memory(end - start);
+          const auto read = file.Read(memory, start);
+          if (!read->WaitFor(kLong) || !read->status().ok()) ++failure_count;
+          if (std::memcmp(memory.data(), content.data() + start, end - start) != 0) ++failure_count;
+          if (round % 8 == 0 && fdatasync(fd) != 0) ++failure_count;  // EIO: the kernel's alarm
+        }
+        close(fd);
+      });
+    }
+    for (std::thread& writer : writers) writer.join();
+    stop = true;
+    reader.join();
+    EXPECT_WITH(failure_count == 0, engine + ": " + std::to_string(failure_count));
+    EXPECT_WITH(scratch.Content() == content, engine);
+  });
+}
+
+// --- Fork
+
+void AForkedChildTouchesNothing() {
+#if !defined(__SANITIZE_THREAD__)  // which ends a child of a process with threads
+  const ScratchFile scratch("fork");
+  const Bytes content = RandomBytes(50000, 13);
+  const Fault fault(Fault::Delay(50));
+  OpenFile file(scratch.path(), {"fault:threads-buffered"}, 4096, 4);
+  const auto request = file.Write(content, 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    file.Close();  // waits for nothing, joins nobody
+    _exit(0);
+  }
+  int ending = -1;
+  waitpid(child, &ending, 0);
+  EXPECT(ending == 0);
+  EXPECT(Well(request));
+  EXPECT(scratch.Content() == content);
+#endif
+}
+
+}  // namespace
+}  // namespace fastpersist
+
+int main(int argc, char** argv) {
+  using namespace fastpersist;
+  return Run(argc, argv,
+             {TEST(AnySequenceLeavesWhatAModelWouldHold), TEST(ARequestOfManyPartsIsDoneWhenAllAre),
+              TEST(ARequestOfNothingIsDoneAtOnce), TEST(AReadBeyondTheEndSaysHowMuchIsThere),
+              TEST(AFailedWriteIsFoundByWhoeverLooks), TEST(EveryRequestEndsWhicheverPieceFails),
+              TEST(AnEngineThatIsLeftInMidFileLosesNothing), TEST(ALadderThatGoesFromThePageCacheToDirectIsRefused),
+              TEST(ThousandsOfRequestsOfManyThreads), TEST(WhenAllWereWaitedForEachIsDone),
+              TEST(ClosingWaitsForWhatIsUnderWay), TEST(DescriptorsAreGivenBack),
+              TEST(WritersOfNeighbouringBytesLoseNoneWhileOthersRead), TEST(AForkedChildTouchesNothing)});
+}

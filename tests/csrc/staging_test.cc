@@ -1,0 +1,130 @@
+// The memory for what direct I/O does not take (transfer/staging.h): pieces are aligned, apart, and inside; what is
+// given back can be had again; the lowest place is taken; and with nothing out, any size up to the capacity fits.
+#include "transfer/staging.h"
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+#include <map>
+
+#include "testing.h"
+
+namespace fastpersist {
+namespace {
+
+constexpr size_t kUnit = Staging::kUnitBytes;
+
+void EveryPieceIsAlignedAndHoldsItsBytes() {
+  Staging staging(4 * kUnit);
+  EXPECT_OK(staging.Prepare());
+  EXPECT_OK(staging.Prepare());
+  std::byte* const first = staging.Take(1);
+  std::byte* const second = staging.Take(kUnit + 1);
+  EXPECT(reinterpret_cast<uintptr_t>(first) % kUnit == 0 && second == first + kUnit);
+  std::memset(first, 1, 1);
+  std::memset(second, 2, kUnit + 1);
+  EXPECT(first[0] == std::byte{1});
+  staging.Put(first);
+  staging.Put(second);
+}
+
+void AnySizeUpToTheCapacityFitsWhenNothingIsOut() {
+  Staging staging(3 * kUnit - 5);  // rounded up
+  EXPECT_OK(staging.Prepare());
+  for (const size_t size : {size_t{1}, kUnit, 2 * kUnit + 1, 3 * kUnit}) {
+    std::byte* const piece = staging.Take(size);
+    EXPECT_WITH(piece != nullptr, std::to_string(size));
+    std::memset(piece, 0xA5, size);
+    staging.Put(piece);
+  }
+  EXPECT(staging.Take(3 * kUnit + 1) == nullptr);
+  EXPECT(staging.Take(SIZE_MAX - 2 * kUnit) == nullptr);
+}
+
+void WhatDoesNotFitIsRefusedAndFitsLater() {
+  Staging staging(4 * kUnit);
+  EXPECT_OK(staging.Prepare());
+  std::byte* const first = staging.Take(2 * kUnit);
+  std::byte* const second = staging.Take(kUnit);
+  EXPECT(staging.Take(2 * kUnit) == nullptr);
+  EXPECT(staging.Take(kUnit) == second + kUnit);
+  staging.Put(first);
+  EXPECT(staging.Take(3 * kUnit) == nullptr);  // three units are free, but not side by side
+  EXPECT(staging.Take(2 * kUnit) == first);
+}
+
+void TheLowestPlaceIsTaken() {
+  Staging staging(8 * kUnit);
+  EXPECT_OK(staging.Prepare());
+  std::byte* const memory = staging.Take(kUnit);
+  std::byte* const gap = staging.Take(2 * kUnit);
+  EXPECT(staging.Take(kUnit) == memory + 3 * kUnit);
+  staging.Put(gap);
+  EXPECT(staging.Take(3 * kUnit) == memory + 4 * kUnit);
+  EXPECT(staging.Take(kUnit) == gap);
+  EXPECT(staging.Take(kUnit) == gap + kUnit);
+  EXPECT(staging.Take(kUnit) == memory + 7 * kUnit);
+  EXPECT(staging.Take(1) == nullptr);
+}
+
+void PiecesNeverMeetWhateverTheOrder() {
+  constexpr size_t kCapacityUnits = 32;
+  Staging staging(kCapacityUnits * kUnit);
+  EXPECT_OK(staging.Prepare());
+  std::byte* const memory = staging.Take(1);
+  staging.Put(memory);
+  std::mt19937_64 random(1);
+  std::map<std::byte*, size_t> out;  // the model: where pieces begin, and their units
+  for (int step = 0; step < 20000; ++step) {
+    if (!out.empty() && random() % 2 == 0) {
+      const auto chosen = std::next(out.begin(), static_cast<ptrdiff_t>(random() % out.size()));
+      staging.Put(chosen->first);
+      out.erase(chosen);
+      continue;
+    }
+    const size_t units = 1 + random() % 12;
+    std::byte* expected = memory;  // the lowest gap
+    for (const auto& [begin, taken_units] : out) {
+      if (begin >= expected + units * kUnit) break;
+      expected = begin + taken_units * kUnit;
+    }
+    if (expected + units * kUnit > memory + kCapacityUnits * kUnit) expected = nullptr;
+    std::byte* const piece = staging.Take(units * kUnit - random() % kUnit);
+    if (!EXPECT_WITH(piece == expected, std::to_string(step))) return;
+    if (piece != nullptr) out.emplace(piece, units);
+  }
+}
+
+void MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain() {
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which need more address space than that
+  // In a child: a limit that was lowered for good would hurt the other tests.
+  const pid_t child = fork();
+  if (child == 0) {
+    Staging staging(size_t{1} << 40);
+    rlimit limit = {};
+    getrlimit(RLIMIT_AS, &limit);
+    rlimit small = limit;
+    small.rlim_cur = size_t{1} << 34;
+    setrlimit(RLIMIT_AS, &small);
+    const Status status = staging.Prepare();
+    const bool refused = status.code() == StatusCode::kNoMemory && Contains(status.message(), "staging");
+    setrlimit(RLIMIT_AS, &limit);
+    Staging other(kUnit);
+    _exit(refused && other.Prepare().ok() ? 0 : 1);
+  }
+  int ending = 0;
+  waitpid(child, &ending, 0);
+  EXPECT(ending == 0);
+#endif
+}
+
+}  // namespace
+}  // namespace fastpersist
+
+int main(int argc, char** argv) {
+  using namespace fastpersist;
+  return Run(argc, argv,
+             {TEST(EveryPieceIsAlignedAndHoldsItsBytes), TEST(AnySizeUpToTheCapacityFitsWhenNothingIsOut),
+              TEST(WhatDoesNotFitIsRefusedAndFitsLater), TEST(TheLowestPlaceIsTaken),
+              TEST(PiecesNeverMeetWhateverTheOrder), TEST(MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain)});
+}
