@@ -23,7 +23,7 @@ TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc))
 WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 
-.PHONY: help setup build check test test-oldest san crash fuzz bench overlap trainers ranks demo wheel warnings tidy
+.PHONY: help setup build check test test-oldest san crash fuzz bench overlap trainers ranks dcp io demo wheel warnings tidy
 .DELETE_ON_ERROR:
 
 help:
@@ -40,6 +40,8 @@ help:
 	@echo 'make overlap DIR=…         what checkpoints cost a training, against others (20 minutes; benchmarks/overlap.py --help)'
 	@echo 'make trainers DIR=…        what checkpoints cost inside frameworks (benchmarks/trainers.py --help)'
 	@echo 'make ranks DIR=…           what several ranks gain, and what agreeing costs (benchmarks/ranks.py --help)'
+	@echo 'make dcp DIR=…             what torch.distributed.checkpoint gains (benchmarks/dcp.py --help)'
+	@echo 'make io DIR=…              tensors between memory and disk, against fio and DeepNVMe (fastpersist bench io --help)'
 	@echo 'make wheel                 a wheel in dist/, tried in a clean environment outside the repository'
 
 # --- environment ---
@@ -147,6 +149,16 @@ trainers: $(BUILT)
 ranks: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: ranks DIR=…: an existing directory on the disk to measure'; exit 1; }
 	$(BIN)/python benchmarks/ranks.py '$(DIR)'
+
+dcp: $(BUILT)
+	@test -d '$(DIR)' || { echo 'make: dcp DIR=…: an existing directory on the disk to measure'; exit 1; }
+	$(BIN)/python benchmarks/dcp.py '$(DIR)'
+
+io: $(BUILT)
+	@test -d '$(DIR)' || { echo 'make: io DIR=…: an existing directory on the disk to measure'; exit 1; }
+	$(BIN)/fastpersist bench io '$(DIR)'
+	$(BIN)/fastpersist bench io '$(DIR)' --read --random --depth 64 256
+	$(BIN)/python benchmarks/deepnvme.py '$(DIR)'
 
 overlap: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: overlap DIR=…: an existing directory on the disk to measure'; exit 1; }

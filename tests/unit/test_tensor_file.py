@@ -243,6 +243,31 @@ def test_whole_numbers_of_other_kinds_are_offsets(path: Path) -> None:
             assert bytes_of(tensor) == pattern(100)[7:11]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+@engines
+def test_tensors_of_a_device_come_and_go_through_the_host(engine: str, path: Path) -> None:
+    skip_without(engine, path.parent)
+    tensors = [torch.randn(100_003, device="cuda"), torch.arange(7, device="cuda"), torch.ones(3, device="cuda").half()]
+    host = torch.randn(1000)
+    read = [torch.zeros_like(tensor) for tensor in [*tensors, host]]
+    places = [3, 500_000, 600_001, 700_000]
+    with no_leaks(), fp.TensorFile(path, "w", engine=engine) as file:
+        file.write_list(zip([*tensors, host], places, strict=True))
+        before = [tensor._version for tensor in read]
+        file.read_list(zip(read, places, strict=True))
+        for tensor, expected, version in zip(read, [*tensors, host], before, strict=True):
+            assert torch.equal(tensor, expected)
+            assert tensor._version > version
+        pending = [file.read_async(tensor.zero_(), place) for tensor, place in zip(read, places, strict=True)]
+        assert sum(one.result() for one in pending) == sum(tensor.nbytes for tensor in read)
+        assert all(torch.equal(tensor, expected) for tensor, expected in zip(read, [*tensors, host], strict=True))
+        # Nothing of a read that failed is copied: the rest of the host's copy would be anything.
+        untouched = torch.full((1 << 20,), 7.0, device="cuda")
+        with pytest.raises(EndOfFileError):
+            file.read(untouched)
+        assert bool((untouched == 7).all())
+
+
 # -------------------------------------------------------------------------------------------------------- lists
 
 
