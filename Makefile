@@ -119,7 +119,7 @@ build/check/%.tidied: %.cc $(HEADERS) .clang-tidy Makefile | $(BUILT)
 # --- tests ---
 
 test: $(BUILT)
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
 test-oldest:
 	$(MAKE) --no-print-directory test VENV=.venv-oldest TORCH=2.7.0 OWN_TORCH=1

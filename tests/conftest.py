@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with Ctrl-C ignored
     os.environ["FASTPERSIST_CONFIG"] = ""  # what somebody has tuned on this machine is not what the tests are about
     try:
         importlib.import_module("fastpersist._native")

@@ -15,8 +15,8 @@ import pytest
 import torch
 from support.forking import Child, Report, run_in_child
 from support.leaks import no_leaks
-from support.tensor_files import ENGINES, PAGE_BYTES, bytes_of, pattern, skip_without, slow, tensor_of
-from torch.utils.data import DataLoader, Dataset
+from support.tensor_files import ENGINES, PAGE_BYTES, ROW_BYTES, Rows, bytes_of, pattern, skip_without, slow, tensor_of
+from torch.utils.data import DataLoader
 
 import fastpersist as fp
 from fastpersist.errors import ConfigError, StorageError
@@ -27,7 +27,6 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 engines = pytest.mark.parametrize("engine", ENGINES)
-ROW_BYTES = 1000
 
 
 @pytest.fixture
@@ -234,27 +233,6 @@ def test_a_child_that_dies_in_a_write_blocks_nobody(path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ DataLoader
-
-
-class Rows(Dataset[torch.Tensor]):
-    """Rows of a file, each read when it is asked for."""
-
-    def __init__(self, file: fp.TensorFile, count: int) -> None:
-        self._file = file
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        read = torch.zeros(ROW_BYTES, dtype=torch.uint8)
-        self._file.read(read, row * ROW_BYTES)
-        return read
-
-    def __getitems__(self, rows: list[int]) -> list[torch.Tensor]:
-        read = torch.zeros(len(rows), ROW_BYTES, dtype=torch.uint8)
-        self._file.read_list((read[at], row * ROW_BYTES) for at, row in enumerate(rows))
-        return list(read)
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 import fastpersist as fp
 from fastpersist import _native
@@ -18,6 +19,7 @@ ENGINES = ("auto", "uring", "libaio", "threads", "threads-buffered")
 """They differ in what is direct, and in how the kernel completes. The buffered others are like the last."""
 
 PAGE_BYTES = 4096
+ROW_BYTES = 1000
 EVERY = 2**64 - 1
 
 
@@ -87,3 +89,24 @@ def slow(delay_ms: int, op: str = "any") -> Iterator[None]:
     """Let every request of the engines named "fault:<engine>" take so long."""
     with faults(op=op, kind="delay", count=EVERY, delay_ms=delay_ms):
         yield
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Rows of a file, each read when it is asked for. Here, where spawned workers find it."""
+
+    def __init__(self, file: fp.TensorFile, count: int) -> None:
+        self._file = file
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        read = torch.zeros(ROW_BYTES, dtype=torch.uint8)
+        self._file.read(read, row * ROW_BYTES)
+        return read
+
+    def __getitems__(self, rows: list[int]) -> list[torch.Tensor]:
+        read = torch.zeros(len(rows), ROW_BYTES, dtype=torch.uint8)
+        self._file.read_list((read[at], row * ROW_BYTES) for at, row in enumerate(rows))
+        return list(read)
