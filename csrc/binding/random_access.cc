@@ -98,13 +98,13 @@ class OpenRequests {
 
  private:
   static OpenRequests& Own() {
-    static OpenRequests* own = new OpenRequests;
+    static auto* const of_generations = new std::vector<OpenRequests*>{new OpenRequests};
     static uint64_t generation = ForkGeneration();
     if (generation != ForkGeneration()) {
-      own = new OpenRequests;
+      of_generations->push_back(new OpenRequests);
       generation = ForkGeneration();
     }
-    return *own;
+    return *of_generations->back();
   }
 
   std::vector<std::shared_ptr<PyRequest>> requests_;
@@ -167,8 +167,9 @@ class PyRandomAccess {
   void Close() {
     if (file_ == nullptr) return;
     if (generation_ != ForkGeneration()) {
-      // The parent's: its locks may be held for ever here. Leaked on purpose.
-      [[maybe_unused]] const auto* const left_alone = new std::shared_ptr<RandomAccess>(std::move(file_));
+      // The parent's: its locks may be held for ever here, so it is kept for ever.
+      static auto* const left_alone = new std::vector<std::shared_ptr<RandomAccess>>;
+      left_alone->push_back(std::move(file_));
       file_ = nullptr;
       return;
     }

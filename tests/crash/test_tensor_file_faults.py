@@ -49,7 +49,11 @@ SIZE = 5 * CHUNK_BYTES + 777
 OFFSET = 1000  # so that writes have edges, and reads are staged
 REQUESTS_MIN = 5  # fewer would be no loop worth the name
 
-engines = pytest.mark.parametrize("engine", ENGINES)
+# One of each kind at any time (asynchronous and direct; threads and buffered), all of them in `make crash`.
+engines = pytest.mark.parametrize(
+    "engine",
+    [pytest.param(engine, marks=[pytest.mark.long] if engine in ("libaio", "threads") else []) for engine in ENGINES],
+)
 fault_kinds = pytest.mark.parametrize("fault", FAULTS)
 
 
