@@ -30,7 +30,7 @@ from fastpersist.config import config_for
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.pending_io import PendingIO, failure_of
-from fastpersist.pipeline import announce_engine, engine_ladder, require_engine
+from fastpersist.pipeline import announce_engine, engine_ladder, refuse_null_engine, require_engine
 from fastpersist.tensor_memory import byte_view
 from fastpersist.tensor_parts import SLICE_COUNT, Item, Part, checked_offset, in_slices, looked_at
 
@@ -114,7 +114,7 @@ class TensorFile:
         self.mode = mode
         if not isinstance(engine, str):
             raise ConfigError(f"engine is {engine!r}; it must be a name")
-        require_engine(engine)
+        refuse_null_engine(require_engine(engine))
         self._wished_engine = engine
         given = (
             _checked("queue_depth", queue_depth, 1, _DEPTH_MAX),
@@ -340,7 +340,7 @@ class TensorFile:
             native = self._opened()
         native.wait_for_all()
         _native.forget_done_requests()
-        self._raise_what_nobody_heard(native)
+        self._raise_first(native.take_failed_writes())
         if self._sync_error is not None:
             raise self._sync_error
         with self._lock:
@@ -464,10 +464,7 @@ class TensorFile:
                 native.close()  # Ctrl-C ended the wait: descriptors may be closed only after this
             self._close_descriptors()
             _native.forget_done_requests()
-        for request in failures:
-            error = failure_of(request, self.path)
-            if error is not None:
-                raise error
+        self._raise_first(failures)
 
     def __enter__(self) -> TensorFile:
         return self
@@ -487,8 +484,10 @@ class TensorFile:
         if getattr(self, "_closed", True):
             return
         warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2, source=self)
-        with contextlib.suppress(Exception):
+        try:
             self.close()
+        except FastPersistError as error:
+            _log.error("%s", error)
 
     def __repr__(self) -> str:
         return f"<TensorFile {self.path!r} mode={self.mode!r}{' closed' if self._closed else ''}>"
@@ -518,11 +517,13 @@ class TensorFile:
             raise ConfigError(f"{self.path} is closed")
         return self._native
 
-    def _raise_what_nobody_heard(self, native: _native.RandomAccess) -> None:
-        errors = [failure_of(request, self.path) for request in native.take_failed_writes()]
-        for error in errors:
-            if error is not None:
-                raise error
+    def _raise_first(self, failed: Sequence[_native.FileRequest]) -> None:
+        """Raise the first error of writes that nobody has asked about; the others go to the log."""
+        errors = [error for request in failed if (error := failure_of(request, self.path)) is not None]
+        for error in errors[1:]:
+            _log.error("%s; one more write that failed", error)
+        if errors:
+            raise errors[0]
 
     def _forget_parent(self) -> None:
         self._lock = threading.Lock()  # the parent's may be held for ever here

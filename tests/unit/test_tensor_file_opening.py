@@ -224,3 +224,9 @@ def test_only_what_is_for_reading_can_be_pickled(path: Path, monkeypatch: pytest
             assert bytes_of(read) == data
     with fp.TensorFile(path, "r+") as file, pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(file)
+
+
+def test_the_engine_that_moves_nothing_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(fp.ConfigError, match="null engine moves nothing"):
+        fp.TensorFile(tmp_path / "new", "w", engine="null")
+    assert not list(tmp_path.iterdir())

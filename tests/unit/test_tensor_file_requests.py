@@ -305,6 +305,26 @@ def test_a_lock_that_stays_is_an_error_that_names_its_holder(path: Path) -> None
 # ------------------------------------------------------------------------------------------------ failures, unheard
 
 
+@pytest.mark.parametrize("end", ["sync", "close", "forgotten"])
+def test_of_several_failed_writes_one_is_raised_and_the_others_are_in_the_log(
+    path: Path, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_bytes(pattern(100_000))
+    file = fp.TensorFile(path, "r+", engine="fault:threads-buffered", threads=1)
+    with faults(op="write", count=2):
+        for offset_bytes in (1000, 50_000):
+            file.write_async(torch.zeros(10), offset_bytes)
+        if end == "forgotten":
+            with pytest.warns(ResourceWarning, match="was not closed"):
+                file.__del__()
+        else:
+            with pytest.raises(StorageError, match="offset"):
+                getattr(file, end)()
+    file.close()
+    told = " ".join(record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert ("at offset 1000" in told) + ("at offset 50000" in told) == (2 if end == "forgotten" else 1)
+
+
 def test_a_failed_write_that_nobody_asks_about_is_raised_by_sync_or_close(path: Path) -> None:
     for end in (fp.TensorFile.sync, fp.TensorFile.close):
         with no_leaks():
