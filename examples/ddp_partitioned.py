@@ -67,8 +67,11 @@ if __name__ == "__main__":
     parser.add_argument("root", metavar="DIR", nargs="?", type=Path, default=Path("runs/ddp_partitioned"))
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--width", type=int, default=384)
+    arguments = parser.parse_args()
+    if not dist.is_torchelastic_launched():
+        parser.error("it trains with several processes, which torchrun starts; --help shows how")
     dist.init_process_group("gloo")
     try:
-        main(**vars(parser.parse_args()))
+        main(**vars(arguments))
     finally:
         dist.destroy_process_group()

@@ -101,8 +101,11 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=20, help="more than there are (default: 20)")
     parser.add_argument("--every", type=int, default=5, help="steps from one checkpoint to the next (default: 5)")
     parser.add_argument("--width", type=int, default=128)
+    arguments = parser.parse_args()
+    if not dist.is_torchelastic_launched():
+        parser.error("it trains with several processes, which torchrun starts; --help shows how")
     dist.init_process_group("gloo")
     try:
-        main(**vars(parser.parse_args()))
+        main(**vars(arguments))
     finally:
         dist.destroy_process_group()

@@ -146,3 +146,11 @@ def test_ranks_that_lose_one_go_on_with_another_number(tmp_path: Path) -> None:
     path = tmp_path / f"step-{saved + 2:08d}" / "state.pt"
     stock = subprocess.run([sys.executable, "-c", STOCK_LOAD, str(path)], capture_output=True, text=True, check=False)
     assert (stock.stdout, stock.stderr) == (f"{saved + 2}\n", "")
+
+
+@pytest.mark.parametrize("name", ["ddp_partitioned.py", "fsdp_dcp_reshard.py"])
+def test_what_needs_torchrun_says_so_without_it(name: str) -> None:
+    done = subprocess.run([sys.executable, str(FOLDER / name)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "which torchrun starts" in done.stderr
+    assert "Traceback" not in done.stderr

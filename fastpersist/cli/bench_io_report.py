@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from fastpersist.cli.bench_io_points import IoSample, Setup, size_name
 from fastpersist.cli.bench_io_rows import IoResult
-from fastpersist.cli.bench_report import report_text
+from fastpersist.cli.bench_report import report_text, samples_json
 
 __all__ = ["io_report_json", "io_report_text"]
 
@@ -50,15 +50,8 @@ def _row_json(result: IoResult, setup: Setup) -> dict[str, Any]:
     }
     if not measured.samples:
         return row
-    seconds = [sample.seconds for sample in measured.samples]
     return row | {
-        "engine": measured.samples[0].engine,
-        "size_bytes": measured.samples[0].size_bytes,
-        "seconds": seconds,
-        "median_s": measured.median_s,
-        "min_s": min(seconds),
-        "max_s": max(seconds),
-        "bytes_per_s": measured.bytes_per_s,
+        **samples_json(measured),
         "io_per_s": _io_per_s(result),
         "cpu_us_per_io": _cpu_us_per_io(result),
         "ratio_to_fio": result.ratio,

@@ -16,7 +16,7 @@ import fastpersist
 from fastpersist.cli.bench_fio import CEILING_NAMES, fio_version
 from fastpersist.cli.bench_rows import Measured
 
-__all__ = ["StateResult", "machine_facts", "report_json", "report_text"]
+__all__ = ["StateResult", "machine_facts", "report_json", "report_text", "samples_json"]
 
 _FORMAT = 1
 _COLUMNS = 118
@@ -136,8 +136,17 @@ def _row_json(measured: Measured, ceiling: float | None) -> dict[str, Any]:
     row = {"name": measured.row.name, "kind": measured.row.kind, "note": measured.note}
     if not measured.samples:
         return row
-    seconds = [sample.seconds for sample in measured.samples]
     return row | {
+        **samples_json(measured),
+        "ratio_to_fio": measured.bytes_per_s / ceiling if ceiling else None,
+        "peak_bytes": measured.peak_bytes,
+    }
+
+
+def samples_json(measured: Measured) -> dict[str, Any]:
+    """Return what was measured of a row that has samples."""
+    seconds = [sample.seconds for sample in measured.samples]
+    return {
         "engine": measured.samples[0].engine,
         "size_bytes": measured.samples[0].size_bytes,
         "seconds": seconds,
@@ -145,8 +154,6 @@ def _row_json(measured: Measured, ceiling: float | None) -> dict[str, Any]:
         "min_s": min(seconds),
         "max_s": max(seconds),
         "bytes_per_s": measured.bytes_per_s,
-        "ratio_to_fio": measured.bytes_per_s / ceiling if ceiling else None,
-        "peak_bytes": measured.peak_bytes,
     }
 
 
