@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import fastpersist as fp
-from fastpersist import _native
+from fastpersist import _native, tensor_file
 from fastpersist.cli import bench_io, main
 from fastpersist.cli.bench_io_points import IoSample, Point, Setup
 from fastpersist.cli.bench_io_worker import IoProcesses, Requests, Timing, together
@@ -122,8 +122,19 @@ def test_goes_without_fio_block_by_block(
     assert capsys.readouterr().out.count("apt install fio") == 1
 
 
-def test_wrong_bytes_fail_the_row_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # The null engine moves nothing, and says that all went well.
+def test_wrong_bytes_fail_the_row_and_the_command(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # The null engine moves nothing, and says that all went well. TensorFile refuses it, but not here.
+    monkeypatch.setattr(tensor_file, "refuse_null_engine", lambda used: None)
+    lenient = tmp_path_factory.mktemp("lenient")
+    lenient.joinpath("sitecustomize.py").write_text(
+        "from fastpersist import tensor_file\ntensor_file.refuse_null_engine = lambda used: None\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(lenient), prepend=os.pathsep)
     options = ("--engine", "null", "--size-mb", "1", "--block", "64K", "--repeat", "2", "--no-fio")
     result = run_io(tmp_path, *options, "--validate", code=1)
 
