@@ -1,5 +1,6 @@
 // The memory for what direct I/O does not take (transfer/staging.h): pieces are aligned, apart, and inside; what is
-// given back can be had again; the lowest place is taken; and with nothing out, any size up to the capacity fits.
+// given back can be had again; the lowest place is taken; with nothing out, any size up to the capacity fits; and the
+// memory of one file is the next one's.
 #include "transfer/staging.h"
 
 #include <sys/resource.h>
@@ -95,6 +96,51 @@ void PiecesNeverMeetWhateverTheOrder() {
   }
 }
 
+void TheNextFileHasTheMemoryOfTheLastIfItIsLargeEnough() {
+  std::byte* memory = nullptr;
+  {
+    Staging staging(8 * kUnit);
+    EXPECT_OK(staging.Prepare());
+    memory = staging.Take(1);
+  }
+  Staging next(4 * kUnit);
+  EXPECT_OK(next.Prepare());
+  EXPECT(next.Take(kUnit) == memory);
+  EXPECT(next.Take(4 * kUnit) == nullptr);  // its capacity is what it asked for
+  Staging beside(4 * kUnit);
+  EXPECT_OK(beside.Prepare());
+  std::byte* const other = beside.Take(4 * kUnit);
+  EXPECT(other + 4 * kUnit <= memory || memory + 8 * kUnit <= other);
+  std::memset(other, 1, 4 * kUnit);
+}
+
+void TooLittleMemoryOfTheLastFileIsNotTaken() {
+  {
+    EXPECT_OK(Staging(4 * kUnit).Prepare());
+  }
+  Staging large(1024 * kUnit);
+  EXPECT_OK(large.Prepare());
+  std::byte* const piece = large.Take(1024 * kUnit);
+  EXPECT(piece != nullptr);
+  std::memset(piece, 1, 1024 * kUnit);
+}
+
+void AForkedChildHasMemoryOfItsOwn() {
+  {
+    EXPECT_OK(Staging(4 * kUnit).Prepare());
+  }
+  const pid_t child = fork();
+  if (child == 0) {
+    Staging staging(4 * kUnit);
+    if (!staging.Prepare().ok()) _exit(1);
+    std::memset(staging.Take(4 * kUnit), 1, 4 * kUnit);  // what the parent has kept is not mapped here
+    _exit(0);
+  }
+  int ending = 0;
+  waitpid(child, &ending, 0);
+  EXPECT(ending == 0);
+}
+
 void MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain() {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which need more address space than that
   // In a child: a limit that was lowered for good would hurt the other tests.
@@ -123,8 +169,10 @@ void MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain() {
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(argc, argv,
-             {TEST(EveryPieceIsAlignedAndHoldsItsBytes), TEST(AnySizeUpToTheCapacityFitsWhenNothingIsOut),
-              TEST(WhatDoesNotFitIsRefusedAndFitsLater), TEST(TheLowestPlaceIsTaken),
-              TEST(PiecesNeverMeetWhateverTheOrder), TEST(MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain)});
+  return Run(
+      argc, argv,
+      {TEST(EveryPieceIsAlignedAndHoldsItsBytes), TEST(AnySizeUpToTheCapacityFitsWhenNothingIsOut),
+       TEST(WhatDoesNotFitIsRefusedAndFitsLater), TEST(TheLowestPlaceIsTaken), TEST(PiecesNeverMeetWhateverTheOrder),
+       TEST(TheNextFileHasTheMemoryOfTheLastIfItIsLargeEnough), TEST(TooLittleMemoryOfTheLastFileIsNotTaken),
+       TEST(AForkedChildHasMemoryOfItsOwn), TEST(MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain)});
 }
