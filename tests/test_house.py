@@ -42,7 +42,7 @@ LAYERS = (
     {"background", "directory_inspection", "explaining", "filling", "fitting", "inspection", "loading", "resuming"}
     | {"loading_together", "replicas", "saving", "sharing"},
     {"directory_save", "group_save", "peer_save", "signal_save"},
-    {"api", "group_directory", "root_upkeep", "step_loading"},
+    {"api", "group_directory", "root_upkeep", "sharded", "step_loading"},
     {"checkpointer"},
     {"cli", "integrations"},
     {"__main__", "examples"},
@@ -52,13 +52,8 @@ LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # Bytes and integers: these never see a tensor, so they are tested and fuzzed without torch.
 PURE_ROOMS = {"errors", "config", "layout", "partition", "formats"}
 
-# Integrations use public names. These write and read files of torch's DCP, and need the parts of a file.
-INTEGRATION_EXCEPTIONS = {
-    "torch_dcp": {"formats"},
-    "dcp_blobs": {"formats", "layout", "pickling"},
-    "dcp_reading": {"filesystem", "formats", "pipeline"},
-    "dcp_writing": {"filesystem", "layout", "pipeline"},
-}
+# Integrations use public names. torch_dcp is the name under which a room of the package is reached.
+INTEGRATION_EXCEPTIONS = {"torch_dcp": {"sharded"}}
 
 # What a folder of csrc may include from csrc.
 NATIVE_LAYERS = {
@@ -405,7 +400,7 @@ LAYOUT = Path("fastpersist/layout.py")
         (
             outsiders_use_public_names,
             Path("integrations/torch_dcp.py"),
-            "from fastpersist.formats import torch_zip",
+            "from fastpersist.sharded import writer",
             0,
         ),
         (outsiders_use_public_names, Path("examples/quickstart.py"), "from fastpersist.api import save", 1),

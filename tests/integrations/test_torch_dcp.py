@@ -35,10 +35,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fastpersist as fp
 from fastpersist import pipeline
 from fastpersist.filesystem import Filesystem, using
-from fastpersist.integrations import dcp_reading
-from fastpersist.integrations.dcp_planning import cut_replicas
-from fastpersist.integrations.dcp_reading import PartReader, Wanted
 from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistSavePlanner, FastPersistWriter
+from fastpersist.sharded import reading
+from fastpersist.sharded.planning import cut_replicas
+from fastpersist.sharded.reading import PartReader, Wanted
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -115,7 +115,7 @@ def test_sparse_tensors_go_through_torch_load(tmp_path: Path) -> None:
 def test_tensors_of_a_device_are_copied_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands for the device, and what is read and written goes through the copies that a device needs."""
     monkeypatch.setattr(pipeline, "is_host_memory", lambda _: False)
-    monkeypatch.setattr(dcp_reading, "_is_on_host", lambda _: False)
+    monkeypatch.setattr(reading, "_is_on_host", lambda _: False)
     state = make_state()
     save(state, tmp_path / "checkpoint")
     assert portrait(load(tmp_path / "checkpoint", state)) == portrait(state)
@@ -335,7 +335,7 @@ BOXES = [
 def test_any_box_of_a_tensor_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, temporary_bytes: int, transposed: bool
 ) -> None:
-    monkeypatch.setattr(dcp_reading, "_TEMPORARY_BYTES", temporary_bytes)
+    monkeypatch.setattr(reading, "_TEMPORARY_BYTES", temporary_bytes)
     tensors = {str(number): torch.randn(shape) for number, (shape, _, _) in enumerate(BOXES)}
     dcp.save(tensors, storage_writer=WRITERS[writer](tmp_path / "checkpoint"))
     wanted, targets, done = [], [], []

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fastpersist import (
+from fastpersist.errors import (
     CheckpointNotFoundError,
     ChecksumError,
     ConfigError,
@@ -37,8 +37,7 @@ from fastpersist.filesystem import storage_errors
 from fastpersist.formats import torch_zip
 from fastpersist.formats.pickle_scan import SymbolicTensor, iter_tensors, scan_pickle
 from fastpersist.pipeline import Extents, byte_tensor, read_extents
-
-from .dcp_blobs import QUANTIZED, Blob, Shape, is_plain, plain_blob
+from fastpersist.sharded.blobs import QUANTIZED, Blob, Shape, is_plain, plain_blob
 
 __all__ = ["PartReader", "Wanted"]
 

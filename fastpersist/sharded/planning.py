@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from fastpersist import InternalError
+from fastpersist.errors import InternalError
 
 __all__ = ["FastPersistSavePlanner", "cut_replicas"]
 

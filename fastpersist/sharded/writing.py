@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fastpersist import StorageError, UnsupportedError
+from fastpersist.errors import StorageError, UnsupportedError
 from fastpersist.filesystem import filesystem
 from fastpersist.layout import align_up
 from fastpersist.pipeline import Pieces, Writer, refuse_null_engine
-
-from .dcp_blobs import BLOCK_BYTES, QUANTIZED, SMALL_ALIGNMENT, is_plain, plain_blob
+from fastpersist.sharded.blobs import BLOCK_BYTES, QUANTIZED, SMALL_ALIGNMENT, is_plain, plain_blob
 
 __all__ = ["Part", "WrittenPart", "write_part"]
 

@@ -1,0 +1,197 @@
+"""The StorageReader of torch.distributed.checkpoint that reads our files and DCP's own; what `dcp.load` calls.
+
+What each rank wants is the planner's business, how it is found in a part file and brought to its place `reading`'s.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, UnsupportedError
+from fastpersist.formats.manifest import check_file_name
+from fastpersist.pipeline import require_engine
+from fastpersist.sharded.blobs import Shape
+from fastpersist.sharded.metadata import METADATA_NAME, Found, is_path, read_metadata
+from fastpersist.sharded.reading import PartReader, Wanted
+
+__all__ = ["FastPersistReader"]
+
+
+class FastPersistReader(StorageReader):
+    """Reads a DCP checkpoint that FastPersistWriter or DCP's FileSystemWriter has written, on any number of ranks.
+
+    Args:
+        path: The directory; or `checkpoint_id=` of dcp.load says it.
+        engine: "auto", or an engine's name, which then never falls back.
+        verify: Check the CRC of every tensor that a rank reads as a whole.
+
+    Raises:
+        ConfigError: Unknown engine.
+
+    Thread safety: one load at a time.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, engine: str = "auto", verify: bool = True
+    ) -> None:
+        super().__init__()
+        require_engine(engine)
+        self._path = None if path is None else os.fspath(path)
+        self._engine = engine
+        self._verify = verify
+        self._load_id = str(uuid.uuid4())
+        self._metadata: Metadata | None = None
+        self._found: Found | None = None
+        self._shapes: dict[str, dict[Shape, Shape]] = {}
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The directory."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether this is a path."""
+        return is_path(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load; called by dcp.load."""
+        if checkpoint_id is not None:
+            self._path = os.fspath(checkpoint_id)
+        self._load_id = str(uuid.uuid4())
+        self._metadata = self._found = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read what is in the checkpoint.
+
+        Args:
+            args: None.
+            kwargs: `rank=`: of the save, for checkpoints that DCP's own writer made without collectives.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            FormatError: The metadata are damaged, or name classes that do not belong there.
+        """
+        if self._path is None:
+            raise ConfigError("FastPersistReader does not know where from: pass path, or checkpoint_id= to dcp.load")
+        rank = kwargs.get("rank")
+        path = os.path.join(self._path, METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}")
+        metadata, self._found = read_metadata(path)
+        metadata.storage_meta = replace(metadata.storage_meta or StorageMeta(), load_id=self._load_id)
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a load on this rank; called by dcp.load."""
+        self._metadata = metadata
+        self._shapes = {}
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan; called by dcp.load on each rank."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans; called by dcp.load on the first rank."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what this rank wants; called by dcp.load on each rank.
+
+        Raises:
+            CheckpointNotFoundError: A part is missing, or the checkpoint was replaced since its metadata were read.
+            ChecksumError, CorruptionError: A part is damaged; the message says where, and which rank wrote it.
+            UnsupportedError: It was written through an extension of DCP's writer, or torch.load does not load it.
+            StorageError: An error of the disk.
+        """
+        if self._path is None or self._metadata is None:
+            raise ConfigError("read_data() was called on a reader that has begun no load")
+        by_part: dict[str, list[tuple[Any, ReadItem]]] = {}
+        for item in plan.items:
+            info = self._info_of(item)
+            by_part.setdefault(info.relative_path, []).append((info, item))
+        for name, items in sorted(by_part.items()):
+            items.sort(key=lambda placed: placed[0].offset)
+            try:
+                reader = PartReader(self._path, name, engine=self._engine, verify=self._verify)
+            except CheckpointNotFoundError:
+                self._refuse_replaced()
+                raise
+            with reader:
+                self._refuse_replaced()
+                reader.read(self._wanted(items, planner))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _info_of(self, item: ReadItem) -> Any:
+        info = self._metadata.storage_data.get(item.storage_index)  # type: ignore[union-attr]
+        if info is None:
+            raise FormatError(f"the metadata do not say where {item.storage_index} lies", path=self._path)
+        if info.transform_descriptors:
+            raise UnsupportedError(
+                f"{self._path}: {item.storage_index.fqn!r} was written through {list(info.transform_descriptors)}; "
+                "read it with DCP's FileSystemReader, which knows these extensions"
+            )
+        try:
+            check_file_name(info.relative_path)
+        except ConfigError as error:
+            raise FormatError(f"the metadata name no file of the checkpoint: {error}", path=self._path) from None
+        return info
+
+    def _wanted(self, items: list[tuple[Any, ReadItem]], planner: LoadPlanner) -> Iterator[Wanted]:
+        """Ask the planner for each target when its turn comes."""
+        for info, item in items:
+            name = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                take = _bytes_taker(planner, item)
+                yield Wanted(name, info.offset, info.length, None, (), (), None, take)
+            else:
+                target = planner.resolve_tensor(item).detach()
+                done = _tensor_committer(planner, item, target)
+                offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+                yield Wanted(name, info.offset, info.length, self._stored(item), offsets, lengths, target, done)
+
+    def _stored(self, item: ReadItem) -> tuple[torch.dtype, Shape] | None:
+        """Return dtype and shape of the chunk that is to be read, as the metadata have them."""
+        fqn, offset = item.storage_index.fqn, item.storage_index.offset
+        described = self._metadata.state_dict_metadata.get(fqn)  # type: ignore[union-attr]
+        if not isinstance(described, TensorStorageMetadata) or offset is None:
+            return None
+        shapes = self._shapes.get(fqn)
+        if shapes is None:
+            shapes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in described.chunks}
+            self._shapes[fqn] = shapes
+        shape = shapes.get(tuple(offset))
+        return None if shape is None else (described.properties.dtype, shape)
+
+    def _refuse_replaced(self) -> None:
+        """Refuse to mix two checkpoints: what was opened is of the one whose metadata were read, if those are there."""
+        if self._found is None:
+            return
+        path, identity = self._found
+        try:
+            status = os.stat(path)
+        except OSError:
+            status = None
+        if status is None or (status.st_dev, status.st_ino) != identity:
+            message = f"{self._path} was replaced or removed while it was being loaded: load it again"
+            raise CheckpointNotFoundError(errno.ENOENT, message, self._path)
+
+
+def _bytes_taker(planner: LoadPlanner, item: ReadItem) -> Callable[[bytes], None]:
+    return lambda data: planner.load_bytes(item, io.BytesIO(data))
+
+
+def _tensor_committer(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Callable[[bytes], None]:
+    return lambda _: planner.commit_tensor(item, target)

@@ -1,0 +1,158 @@
+"""The StorageWriter of torch.distributed.checkpoint that writes our files; what `dcp.save` calls, in which order.
+
+DCP makes the ranks agree; who writes which tensors is the planner's business (`planning`), what is in a part file
+`writing`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import uuid
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem as dcp_filesystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from fastpersist.directory_save import DirectorySave
+from fastpersist.errors import ConfigError, UnsupportedError
+from fastpersist.pipeline import require_engine
+from fastpersist.sharded.metadata import METADATA_NAME, is_path
+from fastpersist.sharded.writing import Part, WrittenPart, write_part
+
+__all__ = ["FastPersistWriter"]
+
+
+class FastPersistWriter(StorageWriter):
+    """Writes a DCP checkpoint as a directory that appears when all ranks are done, durable, or not at all.
+
+    Args:
+        path: The directory; or `checkpoint_id=` of dcp.save says it.
+        overwrite: Replace a checkpoint of that name, ours or DCP's own, as a whole. Without it, the name is free.
+        engine: "auto", or an engine's name, which then never falls back.
+        durable: Survive power loss once dcp.save has returned.
+
+    Raises:
+        ConfigError: Unknown engine.
+
+    All ranks need to see the directory. A save that fails leaves what had the name as it was; what it has written is
+    removed by its first rank with this writer, at its next save at the latest. Thread safety: one save at a time.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        overwrite: bool = True,
+        engine: str = "auto",
+        durable: bool = True,
+    ) -> None:
+        super().__init__()
+        require_engine(engine)
+        self._path = None if path is None else os.fspath(path)
+        self._overwrite = overwrite
+        self._engine = engine
+        self._durable = durable
+        self._save_id = str(uuid.uuid4())
+        self._directory: DirectorySave | None = None  # on the first rank, while a save is under way
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The directory."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether this is a path."""
+        return is_path(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save; called by dcp.save."""
+        self._give_up()
+        if checkpoint_id is not None:
+            self._path = os.fspath(checkpoint_id)
+        self._save_id = str(uuid.uuid4())
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save on this rank; called by dcp.save."""
+        alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        if not kwargs.get("use_collectives", True) and not alone:
+            raise UnsupportedError(
+                "FastPersistWriter publishes what all ranks have written as one, so they have to agree: "
+                "leave use_collectives=True, or let one process save with no_dist=True"
+            )
+        self._give_up()
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what DCP notes of a save."""
+        return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan; called by dcp.save on each rank."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the directory, and tell each rank where its part goes; called by dcp.save on the first rank."""
+        if self._path is None:
+            raise ConfigError("FastPersistWriter does not know where to: pass path, or checkpoint_id= to dcp.save")
+        overwrite: Any = self._overwrite
+        if overwrite and os.path.exists(os.path.join(self._path, METADATA_NAME)):
+            overwrite = "foreign"  # DCP's own checkpoints have no manifest
+        self._directory = DirectorySave(self._path, overwrite=overwrite, engine=self._engine, make_parents=True)
+        parts = [Part(rank, self._directory.path, os.path.abspath(self._path)) for rank in range(len(plans))]
+        return [replace(plan, storage_data=part) for plan, part in zip(plans, parts, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part, and sync it; called by dcp.save on each rank."""
+        try:
+            results = self._write(plan, planner)
+        except BaseException:
+            self._give_up()
+            raise
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        part = plan.storage_data
+        if not isinstance(part, Part) or (self._directory is not None and self._directory.path != part.directory):
+            raise ConfigError(
+                "this plan is of an earlier save: with enable_plan_caching=True, pass a FastPersistSavePlanner"
+            )
+        if not plan.items:
+            return []
+        results, written = write_part(part, plan.items, planner, engine=self._engine, durable=self._durable)
+        # One more result, for `finish`: DCP takes all to the first rank.
+        return [*results, replace(results[0], storage_data=written)]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Add DCP's metadata and make the directory visible and durable; called by dcp.save on the first rank."""
+        directory, self._directory = self._directory, None
+        if directory is None:
+            raise ConfigError("finish() was called on a writer that has begun no save")
+        with directory:
+            found = [result for of_rank in results for result in of_rank]
+            for result in found:
+                if isinstance(result.storage_data, WrittenPart):
+                    written = result.storage_data
+                    directory.add_written(written.name, written.size_bytes, written.crc32)
+            metadata.storage_data = {
+                result.index: result.storage_data
+                for result in found
+                if not isinstance(result.storage_data, WrittenPart)
+            }
+            metadata.storage_meta = self.storage_meta()
+            if hasattr(metadata, "version"):  # not before torch 2.9
+                metadata.version = dcp_filesystem.CURRENT_DCP_VERSION
+            directory.add_bytes(METADATA_NAME, pickle.dumps(metadata))
+            directory.publish(durable=self._durable).result()
+
+    def _give_up(self) -> None:
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.abort()
