@@ -441,6 +441,8 @@ PYBIND11_MODULE(_native, m) {
             return self.Add(reinterpret_cast<const std::byte*>(address), size_bytes, kind);
           },
           py::arg("address"), py::arg("size_bytes"), py::arg("kind"))
+      .def("narrow", &Snapshot::Narrow, py::arg("source"), py::arg("from_bytes"), py::arg("until_bytes"),
+           py::call_guard<py::gil_scoped_release>())
       .def("capture", &CaptureSnapshot, py::arg("kind"), py::arg("wait"))
       .def(
           "pace",

@@ -31,6 +31,39 @@ uint32_t Snapshot::Add(const std::byte* address, uint64_t size_bytes, SourceKind
   return static_cast<uint32_t>(sources_.size() - 1);
 }
 
+void Snapshot::Narrow(uint32_t source_index, uint64_t from_bytes, uint64_t until_bytes) {
+  FP_CHECK(source_index < sources_.size());
+  std::unique_lock lock(arena_->mutex());
+  while (copying_ && !closed_) arena_->changed().wait(lock);  // perhaps what is dropped here
+  if (closed_) return;
+  Source& source = sources_[source_index];
+  FP_CHECK(from_bytes <= until_bytes && until_bytes <= source.size_bytes);
+  FP_CHECK(source.taken_bytes == 0 && source.leased_bytes == 0);
+  const uint64_t size_bytes = until_bytes - from_bytes;
+  const uint64_t live_bytes = std::clamp(source.claimed_bytes, from_bytes, until_bytes) - from_bytes;
+  counts_.remaining_bytes[IndexOf(source.kind)] -= source.claimed_bytes - live_bytes;
+  total_bytes_ -= source.size_bytes - size_bytes;
+  std::vector<Segment> kept;
+  for (const Segment& segment : source.segments) {
+    const uint64_t first = std::max(segment.from_bytes, from_bytes);
+    const uint64_t end = std::min(segment.from_bytes + segment.size_bytes, until_bytes);
+    if (first >= end) {
+      Release(segment.block);
+      continue;
+    }
+    kept.push_back({.from_bytes = first - from_bytes,
+                    .size_bytes = end - first,
+                    .memory = segment.memory + (first - segment.from_bytes),
+                    .block = segment.block});
+  }
+  source.segments = std::move(kept);
+  source.address += from_bytes;
+  source.size_bytes = size_bytes;
+  source.claimed_bytes = live_bytes;
+  source.copied_from_bytes = live_bytes;
+  arena_->changed().notify_all();
+}
+
 // Sleep until something changed, or the timeout. False when `poll` says stop.
 bool Snapshot::Wait(std::unique_lock<std::mutex>& lock, std::chrono::nanoseconds timeout, const Poll& poll,
                     Status& stopped) {

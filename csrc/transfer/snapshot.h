@@ -41,6 +41,11 @@ class Snapshot {
   // order. The memory stays where it is, and allocated, until the writer has passed or Close().
   uint32_t Add(const std::byte* address, uint64_t size_bytes, SourceKind kind);
 
+  // From now on a source is these bytes of it, which the writer takes from offset 0 on; the others are nobody's concern
+  // any more, and their copies are given back. For whoever learns only after save() which bytes will be written.
+  // REQUIRES: the writer has taken none of the source; from_bytes <= until_bytes <= its size.
+  void Narrow(uint32_t source, uint64_t from_bytes, uint64_t until_bytes);
+
   using Poll = std::function<Status()>;
 
   // Make it safe to change the bytes of all sources of a kind. Copies while the arena has room; what does not fit is

@@ -177,6 +177,42 @@ void WithoutRoomACaptureThatMayNotWaitReturnsAndLosesNothing() {
   }
 }
 
+void WhatIsLeftOutIsNeitherCopiedNorKept() {
+  const auto arena = MakeArena(kPlenty);
+  Snapshot snapshot(arena);
+  Bytes bytes[] = {RandomBytes(3 * kBlock, 1), RandomBytes(2 * kBlock + 3, 2), RandomBytes(100, 3)};
+  const Bytes before[] = {bytes[0], bytes[1], bytes[2]};
+  snapshot.Add(bytes[0].data(), bytes[0].size(), SourceKind::kStable);
+  snapshot.Add(bytes[1].data(), bytes[1].size(), SourceKind::kVolatile);
+  snapshot.Add(bytes[2].data(), bytes[2].size(), SourceKind::kVolatile);
+  EXPECT_OK(snapshot.Capture(SourceKind::kVolatile, true, kNoPoll));
+  const uint64_t used_bytes = UsedBytes(*arena);
+  snapshot.Narrow(0, 10, kBlock + 10);              // not copied yet
+  snapshot.Narrow(1, kBlock + 500, kBlock + 1000);  // copied, and one of the blocks is free now
+  snapshot.Narrow(2, 100, 100);
+  EXPECT(Remaining(snapshot, SourceKind::kStable) == kBlock);
+  EXPECT(UsedBytes(*arena) < used_bytes);
+  EXPECT_OK(snapshot.Capture(SourceKind::kStable, true, kNoPoll));
+  EXPECT(Copied(snapshot, SourceKind::kStable) == kBlock);
+  Scribble(bytes[0]);
+  Scribble(bytes[1]);
+  EXPECT(TakeSource(snapshot, 0, kBlock) == Bytes(before[0].begin() + 10, before[0].begin() + 10 + kBlock));
+  EXPECT(TakeSource(snapshot, 1, 500) == Bytes(before[1].begin() + kBlock + 500, before[1].begin() + kBlock + 1000));
+  snapshot.Close();
+  snapshot.Narrow(0, 0, 1);  // nothing is left to be narrowed
+  EXPECT(UsedBytes(*arena) == 0);
+}
+
+void AGateWithoutMemoryGoesWhenWhatItWaitsForIsLeftOut() {
+  Snapshot snapshot(MakeArena(0));
+  const Bytes stable = RandomBytes(100000, 1);
+  snapshot.Add(stable.data(), stable.size(), SourceKind::kStable);
+  auto gate = std::async(std::launch::async, [&] { return snapshot.Capture(SourceKind::kStable, true, kNoPoll); });
+  EXPECT(gate.wait_for(std::chrono::milliseconds(20)) == std::future_status::timeout);
+  snapshot.Narrow(0, 0, 0);
+  EXPECT_OK(gate.get());
+}
+
 // --- Writer and gate
 
 // All kinds of sources, sizes, leases and moments: what is taken is what was there, though each kind is overwritten the
@@ -195,8 +231,18 @@ void WriterAndGateMeetAnywhere(uint64_t limit_bytes) {
       sources.push_back(RandomBytes(sizes[random() % 4], random()));
       kinds.push_back(static_cast<SourceKind>(random() % kSourceKindCount));
     }
-    const std::vector<Bytes> before = sources;
+    std::vector<Bytes> before = sources;
     for (size_t i = 0; i < count; ++i) snapshot.Add(sources[i].data(), sources[i].size(), kinds[i]);
+    std::vector<std::pair<uint64_t, uint64_t>> narrowed(count);  // what the writer wants in the end
+    for (size_t i = 0; i < count; ++i) {
+      const uint64_t one = random() % (sources[i].size() + 1);
+      const uint64_t other = random() % (sources[i].size() + 1);
+      const bool is_whole = random() % 2 == 0;
+      narrowed[i] = {is_whole ? 0 : std::min(one, other), is_whole ? sources[i].size() : std::max(one, other)};
+      before[i] = Bytes(before[i].begin() + static_cast<ptrdiff_t>(narrowed[i].first),
+                        before[i].begin() + static_cast<ptrdiff_t>(narrowed[i].second));
+    }
+    const bool narrows_late = random() % 2 == 0;
     const auto scribble = [&](SourceKind kind) {
       for (size_t i = 0; i < count; ++i) {
         if (kinds[i] == kind) Scribble(sources[i]);
@@ -206,8 +252,11 @@ void WriterAndGateMeetAnywhere(uint64_t limit_bytes) {
     const auto pause = random() % 3000;
     std::vector<Bytes> written(count);
     std::thread writer([&] {
+      const auto narrow = [&](uint32_t i) { snapshot.Narrow(i, narrowed[i].first, narrowed[i].second); };
+      for (uint32_t i = 0; i < count && !narrows_late; ++i) narrow(i);
       for (uint32_t i = 0; i < count; ++i) {
-        EXPECT_OK(TakeSource(snapshot, i, sources[i].size(), max_bytes, written[i]));
+        if (narrows_late) narrow(i);
+        EXPECT_OK(TakeSource(snapshot, i, before[i].size(), max_bytes, written[i]));
       }
     });
     (void)snapshot.Capture(SourceKind::kVolatile, false, kNoPoll);
@@ -515,6 +564,8 @@ int main(int argc, char** argv) {
               TEST(EmptySourcesAreNothing),
               TEST(ManySmallSourcesShareABlock),
               TEST(WithoutRoomACaptureThatMayNotWaitReturnsAndLosesNothing),
+              TEST(WhatIsLeftOutIsNeitherCopiedNorKept),
+              TEST(AGateWithoutMemoryGoesWhenWhatItWaitsForIsLeftOut),
               TEST(WriterAndGateMeetWithPlentyOfMemory),
               TEST(WriterAndGateMeetWithTwoBlocks),
               TEST(WriterAndGateMeetWithOneBlock),
