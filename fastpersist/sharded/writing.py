@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fastpersist.errors import StorageError, UnsupportedError
 from fastpersist.filesystem import filesystem
 from fastpersist.layout import align_up
-from fastpersist.pipeline import Pieces, Writer, refuse_null_engine
+from fastpersist.pipeline import Pieces, Poll, Writer, refuse_null_engine
 from fastpersist.sharded.blobs import BLOCK_BYTES, QUANTIZED, SMALL_ALIGNMENT, is_plain, plain_blob
+from fastpersist.sharded.capturing import ShardedCapture
 
 __all__ = ["Part", "WrittenPart", "write_part"]
 
@@ -62,7 +63,14 @@ class WrittenPart:
 
 
 def write_part(
-    part: Part, items: Sequence[WriteItem], planner: SavePlanner, *, engine: str, durable: bool
+    part: Part,
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    *,
+    engine: str,
+    durable: bool,
+    capture: ShardedCapture | None = None,
+    poll: Poll | None = None,
 ) -> tuple[list[WriteResult], WrittenPart]:
     """Write all items of a rank to its file, one after the other; each is asked for when its turn comes.
 
@@ -72,6 +80,8 @@ def write_part(
         planner: Knows the tensors, on whatever device.
         engine: Engine name or "auto".
         durable: Sync the file.
+        capture: Has the bytes, for these items; without it they do not change meanwhile.
+        poll: See `pipeline.Poll`.
 
     Returns:
         Where each item lies, and the file.
@@ -94,8 +104,8 @@ def write_part(
     places: list[tuple[int, WriteItem]] = []
     try:
         filesystem().allocate(fd, align_up(_expected_bytes(items), BLOCK_BYTES), shown_path)
-        with Writer(fd, shown_path, engine=engine) as writer:
-            results = _write_items(writer, items, planner, name, places)
+        with Writer(fd, shown_path, engine=engine, poll=poll, sparing=capture is not None) as writer:
+            results = _write_items(_BlobStream(writer, capture), items, planner, name, places)
             size_bytes = writer.position
             refuse_null_engine(writer.finish())
             runs = writer.runs()
@@ -133,16 +143,16 @@ def _expected_bytes(items: Iterable[WriteItem]) -> int:
 
 
 def _write_items(
-    writer: Writer,
+    stream: _BlobStream,
     items: Sequence[WriteItem],
     planner: SavePlanner,
     name: str,
     places: list[tuple[int, WriteItem]],
 ) -> list[WriteResult]:
-    stream = _BlobStream(writer)
     results = []
     for slot, item in enumerate(items):
-        data = planner.resolve_data(item)
+        captured = stream.captured(slot)
+        data = planner.resolve_data(item) if captured is None else captured
         if isinstance(data, torch.Tensor):
             data = data.detach()
             offset_bytes, length_bytes = stream.add_tensor(data, slot)
@@ -160,12 +170,17 @@ def _write_items(
 class _BlobStream:
     """Hands blobs to a writer: large ones one at a time, so that what was made of them can go, and many small ones."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: Writer, capture: ShardedCapture | None) -> None:
         self._writer = writer
+        self._capture = capture
         self._pieces = Pieces()
         self._count = 0
         self._bytes = 0
         self._position = writer.position
+
+    def captured(self, slot: int) -> torch.Tensor | None:
+        """Return the tensor of an item that was captured; for its dtype and shape, since its bytes may have changed."""
+        return None if self._capture is None else self._capture.tensor_of(slot)
 
     def add_tensor(self, tensor: torch.Tensor, slot: int) -> tuple[int, int]:
         """Add a tensor, whose CRC goes into a slot of its own; return offset and length of its blob."""
@@ -174,10 +189,11 @@ class _BlobStream:
             torch.save(_compact(tensor), file)
             return self.add_bytes(file.getvalue())
         blob = plain_blob(tensor.dtype, tuple(tensor.shape))
-        own = tensor.resolve_conj().resolve_neg().contiguous()
         offset_bytes = self._begin(blob.alignment)
         self._pieces.add_bytes(blob.head)
-        if blob.payload_bytes:
+        is_captured = self._capture is not None and self._capture.add_to(self._pieces, slot)
+        if blob.payload_bytes and not is_captured:
+            own = tensor.resolve_conj().resolve_neg().contiguous()
             first_byte = int(own.storage_offset()) * own.element_size()
             storage = own.untyped_storage()
             self._pieces.add_storage(storage, slot, offset_bytes=first_byte, size_bytes=blob.payload_bytes)

@@ -1,0 +1,260 @@
+"""The tensors of a state dict that this rank holds, captured before it is known which of them this rank will write.
+
+Who writes what is planned by all ranks together, which takes a while, and training does not wait for it. So all that
+is held here is captured as `capture` does it: what an optimizer owns stays where it is until its step, what may change
+at once is copied. When the plan is there, `settle` drops what others write, and `writing` takes the rest from here.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from fastpersist.arena import Arena
+from fastpersist.capture import Capture
+from fastpersist.errors import InternalError, UnsupportedError
+from fastpersist.owners import Owners, Ownership
+from fastpersist.pipeline import Pieces
+from fastpersist.saving import Source
+from fastpersist.sharded.blobs import is_plain
+
+__all__ = ["ShardedCapture"]
+
+
+class ShardedCapture:
+    """The bytes of this rank's tensors in a state dict, from save() until they are written.
+
+    Making one notes what there is; `capture` then copies, holds back steps and raises as for any save. One thread
+    saves, one writes.
+
+    Args:
+        state: Nested dicts and lists of tensors (plain, DTensor, ShardedTensor) and objects. Objects are copied at
+            once, as are tensors of other kinds, and those that are not contiguous.
+        owners: Whose storages are stable.
+        arena: For copied bytes.
+        paranoid: As in `capture`.
+        on_gate: As in `capture`.
+        look: As in `capture`.
+
+    Attributes:
+        state: What to plan from, and to resolve items from: the same tensors, with copies of the rest.
+        capture: For whoever waits, holds or raises.
+        snapshot: What the file is written from.
+        size_bytes: Of the tensors.
+    """
+
+    def __init__(
+        self,
+        state: object,
+        owners: Owners,
+        arena: Arena,
+        *,
+        paranoid: bool = False,
+        on_gate: Callable[[float], None] | None = None,
+        look: Callable[[], Ownership] | None = None,
+    ) -> None:
+        self._held = _Held()
+        self._memo: dict[int, Any] = {}  # of deepcopy: what is shared stays shared
+        self.state: Any = self._copied(state, "")
+        self.capture = Capture(owners, arena, paranoid=paranoid, on_gate=on_gate, look=look)
+        self.snapshot = self.capture.add(self._held)
+        self.size_bytes = sum(source.size_bytes for source in self._held.sources)
+        self._resolved: list[_Resolved | None] = []
+
+    def settle(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+        """Learn what this rank writes; the rest is captured no longer. Once, before anything is written.
+
+        Args:
+            items: In the order in which they are written.
+            planner: Resolves them to the tensors of `state`, or to rows of these.
+
+        Raises:
+            UnsupportedError: It makes tensors of its own, which would be computed beside training.
+        """
+        unclaimed = self._held.by_place()
+        claimed: set[int] = set()
+        for item in items:
+            if item.type == WriteItemType.BYTE_IO:
+                self._resolved.append(None)
+                continue
+            data = planner.resolve_data(item)
+            if not isinstance(data, torch.Tensor):
+                raise UnsupportedError(f"{item.index.fqn!r} is planned as a tensor, and the planner gives bytes")
+            data = data.detach()
+            source, from_bytes = -1, 0
+            if is_plain(data) and data.numel() and not self._held.is_private(data):
+                source, from_bytes = unclaimed.take(data, item)
+                self.snapshot.narrow(source, from_bytes, from_bytes + data.nbytes)
+                claimed.add(source)
+            self._resolved.append(_Resolved(data, source))
+        for source in range(len(self._held.sources)):
+            if source not in claimed:
+                self.snapshot.narrow(source, 0, 0)
+
+    def tensor_of(self, slot: int) -> torch.Tensor | None:
+        """Return what the planner has resolved an item to; None for bytes. Its memory may have changed by now.
+
+        Args:
+            slot: The item's place among those that were settled.
+        """
+        resolved = self._resolved[slot]
+        return None if resolved is None else resolved.tensor
+
+    def add_to(self, pieces: Pieces, slot: int) -> bool:
+        """Have the captured bytes of an item's tensor written, with their CRC into the slot of its number.
+
+        Returns:
+            False if they are not captured here, since nobody else has that tensor.
+        """
+        resolved = self._resolved[slot]
+        if resolved is None or resolved.source < 0:
+            return False
+        pieces.add_captured(self.snapshot, resolved.source, resolved.tensor.nbytes, slot)
+        return True
+
+    # --- what is captured
+
+    def _copied(self, value: object, name: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._hold(value, name)
+        if isinstance(value, dict) and type(value) in (dict, OrderedDict):
+            return type(value)((key, self._copied(inner, _below(name, key))) for key, inner in value.items())
+        if isinstance(value, list | tuple) and type(value) in (list, tuple):
+            return type(value)(self._copied(inner, _below(name, index)) for index, inner in enumerate(value))
+        return copy.deepcopy(value, self._memo)
+
+    def _hold(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a tensor, every byte of which is captured, or is nobody else's."""
+        locals_ = _local_tensors(tensor)
+        if locals_ is None:
+            return copy.deepcopy(tensor.detach(), self._memo)
+        if all(_is_whole(local) for local in locals_):
+            for local in locals_:
+                self._held.add(local, tensor, name)
+            return tensor
+        if isinstance(tensor, DTensor):
+            own = _own_copy(tensor._local_tensor)
+            self._held.add_private(own)
+            return DTensor.from_local(
+                own,
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.size(),
+                stride=tensor.stride(),
+            )
+        own = copy.deepcopy(tensor.detach(), self._memo) if len(locals_) > 1 else _own_copy(tensor)
+        for local in _local_tensors(own) or []:
+            self._held.add_private(local)
+        return own
+
+
+class _Resolved:
+    """What an item was resolved to, and the source that has its bytes; -1 if none has."""
+
+    __slots__ = ("source", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, source: int) -> None:
+        self.tensor = tensor
+        self.source = source
+
+
+class _Held:
+    """What `capture` sees of a state dict: a source for each local tensor, in the order of the dict."""
+
+    def __init__(self) -> None:
+        self.sources: list[Source] = []
+        self.tensors: list[list[torch.Tensor]] = []
+        self.wrappers: list[torch.Tensor] = []
+        self._names: list[str] = []
+        self._addresses: list[int] = []
+        self._private: set[int] = set()
+        self._kept: list[torch.Tensor] = []
+
+    def names_of(self, source: int) -> list[str]:
+        """Return the names of the tensors in a source."""
+        return [self._names[source]]
+
+    def add(self, local: torch.Tensor, holder: torch.Tensor, name: str) -> None:
+        """Add the bytes of a tensor, by which `holder` has them."""
+        if not local.numel():
+            return
+        storage = local.untyped_storage()
+        self.sources.append(Source(storage, int(local.storage_offset()) * local.element_size(), local.nbytes))
+        self.tensors.append([local] if holder is local else [local, holder])
+        self._names.append(name)
+        self._addresses.append(local.data_ptr())
+        if holder is not local:
+            self.wrappers.append(holder)
+
+    def add_private(self, local: torch.Tensor) -> None:
+        """Add a tensor that nobody else has: it does not change, wherever it is."""
+        self._private.add(local.untyped_storage()._cdata)
+        self._kept.append(local)
+
+    def is_private(self, tensor: torch.Tensor) -> bool:
+        """Tell whether the bytes of a tensor are nobody else's."""
+        return tensor.untyped_storage()._cdata in self._private
+
+    def by_place(self) -> _Unclaimed:
+        """Return where the sources are, to be taken one after the other."""
+        return _Unclaimed(sorted(zip(self._addresses, range(len(self.sources)), strict=True)), self.sources)
+
+
+class _Unclaimed:
+    """The sources that nobody writes yet. One of a name's several sources at the same place is as good as another."""
+
+    def __init__(self, places: list[tuple[int, int]], sources: Sequence[Source]) -> None:
+        self._places = places
+        self._sources = sources
+        self._taken: set[int] = set()
+
+    def take(self, tensor: torch.Tensor, item: WriteItem) -> tuple[int, int]:
+        """Return a source in which a tensor lies, and where in it."""
+        address = tensor.data_ptr()
+        if tensor.is_contiguous():
+            # The last source that begins there or before; those that overlap it begin further ahead.
+            for place in range(bisect.bisect_right(self._places, (address, len(self._sources))) - 1, -1, -1):
+                first, source = self._places[place]
+                if source not in self._taken and address + tensor.nbytes <= first + self._sources[source].size_bytes:
+                    self._taken.add(source)
+                    return source, address - first
+        raise UnsupportedError(
+            f"the planner makes a tensor of its own of {item.index.fqn!r}, or takes parts of it that do not lie "
+            "together: in the background that would be of a state that has changed. Pass async_stager=DefaultStager() "
+            "to dcp.async_save, or save with dcp.save"
+        )
+
+
+def _below(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _local_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """Return the tensors of this rank in which the bytes are; None if this is no kind that is known here."""
+    if isinstance(tensor, DTensor):
+        found = [tensor._local_tensor]
+    elif isinstance(tensor, ShardedTensor):
+        found = [shard.tensor for shard in tensor.local_shards()]
+    else:
+        found = [tensor]
+    return found if all(is_plain(local) for local in found) else None
+
+
+def _is_whole(local: torch.Tensor) -> bool:
+    return local.is_contiguous() and not local.is_conj() and not local.is_neg()
+
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    own = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    if not own.is_contiguous():
+        raise InternalError("a contiguous copy of a tensor is not contiguous")
+    return own

@@ -1,0 +1,290 @@
+"""dcp.async_save with our writer: nothing of the state is copied that need not be, and no later step is in the file.
+
+torch plans and writes on a thread of its own; the planners here hold it back, so that what comes before is certain.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.dcp_states import blank, failures, load, make_state, portrait
+from support.process_groups import run_ranks
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fastpersist as fp
+from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistSavePlanner, FastPersistWriter
+
+torch.set_num_threads(1)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*synchronize_staging.*:FutureWarning")
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone, which dcp.async_save wants."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class HeldPlanner(FastPersistSavePlanner):
+    """Plans once it may: what the test does before that, it does before a byte is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_plan = threading.Event()
+
+    def create_local_plan(self) -> SavePlan:
+        assert self.may_plan.wait(30)
+        return super().create_local_plan()
+
+
+class FailingPlanner(HeldPlanner):
+    """Fails where no code of ours is."""
+
+    def create_local_plan(self) -> SavePlan:
+        super().create_local_plan()
+        raise ArithmeticError("no plan")
+
+
+class DoublingPlanner(FastPersistSavePlanner):
+    """Writes something else than what is in the state."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        return super().resolve_data(write_item) * 2
+
+
+def model_and_optimizer(width: int = 400) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, 7))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, width: int = 400) -> None:
+    model(torch.ones(2, width)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def states_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def tensor_bytes(state: dict[str, Any]) -> int:
+    tree = torch.utils._pytree.tree_leaves(state)
+    return sum(leaf.nbytes for leaf in tree if isinstance(leaf, torch.Tensor))
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("max_host_bytes", [None, 0])
+def test_a_step_before_anything_is_planned_is_not_in_the_checkpoint(tmp_path: Path, max_host_bytes: int | None) -> None:
+    model, optimizer = model_and_optimizer()
+    train(model, optimizer)
+    state = states_of(model, optimizer)
+    expected = portrait(state)
+    planner = HeldPlanner()
+    writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=optimizer, max_host_bytes=max_host_bytes)
+    future = dcp.async_save(state, storage_writer=writer, planner=planner)
+    if max_host_bytes is None:
+        train(model, optimizer)  # nothing is written yet, so it copies
+        planner.may_plan.set()
+    else:  # it has to wait for the writer
+        threading.Timer(0.2, planner.may_plan.set).start()
+        train(model, optimizer)
+    train(model, optimizer)
+    future.result()
+    assert portrait(states_of(model, optimizer)) != expected
+    assert portrait(load(tmp_path / "checkpoint", state)) == expected
+    assert fp.verify(tmp_path / "checkpoint").ok
+
+
+@pytest.mark.usefixtures("group")
+def test_what_an_optimizer_owns_is_not_copied_when_no_step_comes(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    train(model, optimizer)
+    state = {**states_of(model, optimizer), "average": torch.ones(1000), "epoch": 3}
+    planner = HeldPlanner()
+    writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=optimizer)
+    future = dcp.async_save(state, storage_writer=writer, planner=planner)
+    capture = writer._staged.sharded.capture  # type: ignore[union-attr]
+    assert capture.count("volatile_copied_bytes") == 4000
+    planner.may_plan.set()
+    future.result()
+    assert capture.count("stable_copied_bytes") == 0
+    assert capture.count("taken_bytes") == tensor_bytes(state)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("max_host_bytes", [None, 1 << 16])
+def test_without_an_optimizer_all_is_safe_when_async_save_returns(tmp_path: Path, max_host_bytes: int | None) -> None:
+    state = {**make_state(), "sparse": torch.eye(5).to_sparse()}
+    state["nested"]["again"] = state["weight"]
+    state["part of it"] = state["weight"][10:20]
+    expected = portrait(state)
+    writer = FastPersistWriter(tmp_path / "checkpoint", max_host_bytes=max_host_bytes)
+    future = dcp.async_save(state, storage_writer=writer)
+    with torch.no_grad():
+        for leaf in torch.utils._pytree.tree_leaves(state):
+            if isinstance(leaf, torch.Tensor):
+                leaf.zero_()
+    state["nested"]["list"][2] = 7.5
+    future.result()
+    target = {key: torch.eye(5).to_sparse() if key == "sparse" else blank(value) for key, value in state.items()}
+    dcp.load(target, storage_reader=FastPersistReader(tmp_path / "checkpoint"))
+    assert portrait(target) == expected
+
+
+@pytest.mark.usefixtures("group")
+def test_one_writer_saves_again_and_again(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    writer = FastPersistWriter(optimizer=optimizer)
+    expected = []
+    futures = []
+    for step in range(4):
+        train(model, optimizer)
+        state = states_of(model, optimizer)
+        expected.append(portrait(state))
+        futures.append(dcp.async_save(state, checkpoint_id=tmp_path / str(step), storage_writer=writer))
+    dcp.save({"last": torch.ones(2)}, checkpoint_id=tmp_path / "last", storage_writer=writer)  # waits for those
+    writer.close()
+    assert all(future.done() for future in futures)
+    for step in range(4):
+        assert portrait(load(tmp_path / str(step), state)) == expected[step]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_save_that_fails_in_dcp_holds_no_step_and_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    train(model, optimizer)
+    state = states_of(model, optimizer)
+    expected = portrait(state)
+    writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=optimizer, max_host_bytes=0)
+    dcp.async_save(state, storage_writer=writer).result()
+    planner = FailingPlanner()
+    future = dcp.async_save(state, storage_writer=writer, planner=planner)
+    threading.Timer(0.2, planner.may_plan.set).start()
+    train(model, optimizer)  # finds no memory, and nobody will ever write
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        future.result()
+    assert isinstance(failures(caught.value)[0], ArithmeticError)
+    assert portrait(load(tmp_path / "checkpoint", state)) == expected
+    state = states_of(model, optimizer)
+    expected = portrait(state)
+    dcp.async_save(state, storage_writer=writer).result()
+    assert portrait(load(tmp_path / "checkpoint", state)) == expected
+
+
+@pytest.mark.usefixtures("group")
+def test_what_was_staged_and_never_saved_holds_nobody(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=optimizer, max_host_bytes=0)
+    writer.stage(model.state_dict())
+    train(model, optimizer)
+    state = model.state_dict()
+    dcp.async_save(state, storage_writer=writer).result()
+    assert portrait(load(tmp_path / "checkpoint", state)) == portrait(state)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_change_that_no_step_made_fails_the_save(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    train(model, optimizer)
+    planner = HeldPlanner()
+    writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=optimizer)
+    future = dcp.async_save({"model": model.state_dict()}, storage_writer=writer, planner=planner)
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # type: ignore[union-attr, operator]
+    planner.may_plan.set()
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        future.result()
+    error = failures(caught.value)[0]
+    assert isinstance(error, fp.TornStateError)
+    assert "model.0.weight" in str(error)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.usefixtures("group")
+def test_with_a_manual_gate_the_caller_waits(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    train(model, optimizer)
+    state = states_of(model, optimizer)
+    expected = portrait(state)
+    planner = HeldPlanner()
+    writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=optimizer, gate="manual")
+    future = dcp.async_save(state, storage_writer=writer, planner=planner)
+    writer.wait_captured()
+    train(model, optimizer)
+    planner.may_plan.set()
+    future.result()
+    assert portrait(load(tmp_path / "checkpoint", state)) == expected
+
+
+@pytest.mark.usefixtures("group")
+def test_a_planner_that_computes_what_it_writes_is_refused(tmp_path: Path) -> None:
+    future = dcp.async_save(
+        {"weight": torch.ones(10)}, storage_writer=FastPersistWriter(tmp_path / "checkpoint"), planner=DoublingPlanner()
+    )
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        future.result()
+    assert isinstance(failures(caught.value)[0], fp.UnsupportedError)
+    assert "'weight'" in str(failures(caught.value)[0])
+
+
+@pytest.mark.usefixtures("group")
+def test_what_is_captured_here_is_not_sent_to_another_process(tmp_path: Path) -> None:
+    writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=model_and_optimizer()[1])
+    with pytest.raises(fp.UnsupportedError, match="DefaultStager"):
+        pickle.dumps(writer.stage({"weight": torch.ones(3)}))
+    elsewhere = pickle.loads(pickle.dumps(writer))
+    dcp.save({"weight": torch.ones(3)}, storage_writer=elsewhere)
+    assert portrait(load(tmp_path / "checkpoint", {"weight": torch.ones(3)})) == portrait({"weight": torch.ones(3)})
+
+
+# --- several ranks
+
+
+def test_steps_of_sharded_ranks_are_not_in_the_checkpoint(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> tuple[list[Any], list[Any]]:
+        own_group = dist.new_group()
+        mesh = init_device_mesh("cpu", (count,))
+        model, optimizer = model_and_optimizer(64)
+        for layer in model:  # type: ignore[attr-defined]
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        train(model, optimizer, 64)
+        state = {**states_of(model, optimizer), "replica": torch.arange(1 << 19)}
+        whole = [tensor.full_tensor() for tensor in state["model"].values()]
+        expected = portrait({"model": whole})
+        planner = HeldPlanner()
+        writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=optimizer)
+        future = dcp.async_save(state, storage_writer=writer, planner=planner, process_group=own_group)
+        train(model, optimizer, 64)
+        state["replica"].zero_()
+        planner.may_plan.set()
+        train(model, optimizer, 64)
+        future.result()
+        target = states_of(model, optimizer)
+        target["replica"] = torch.zeros(1 << 19, dtype=torch.int64)
+        dcp.load(target, storage_reader=FastPersistReader(tmp_path / "checkpoint"))
+        assert torch.equal(target["replica"], torch.arange(1 << 19))
+        found = portrait({"model": [tensor.full_tensor() for tensor in target["model"].values()]})
+        return expected, found
+
+    for expected, found in run_ranks(2, work):
+        assert found == expected
+    shares = [(tmp_path / "checkpoint" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
+    assert max(shares) - min(shares) < 1 << 18  # each wrote a part of the replica
