@@ -55,11 +55,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """A finished part file, for the manifest."""
+    """A finished part file, for the manifest; and the engine that wrote it."""
 
     name: str
     size_bytes: int
     crc32: int | None
+    engine: str
 
 
 def write_part(
@@ -107,7 +108,8 @@ def write_part(
         with Writer(fd, shown_path, engine=engine, poll=poll, sparing=capture is not None) as writer:
             results = _write_items(_BlobStream(writer, capture), items, planner, name, places)
             size_bytes = writer.position
-            refuse_null_engine(writer.finish())
+            used_engine = writer.finish()
+            refuse_null_engine(used_engine)
             runs = writer.runs()
         filesystem().truncate(fd, size_bytes, shown_path)
         if durable:
@@ -121,7 +123,7 @@ def write_part(
         raise type(error)(error.errno, message, shown_path, error.offset_bytes) from error
     finally:
         os.close(fd)
-    return results, WrittenPart(name, size_bytes, runs[0][2] if runs else None)
+    return results, WrittenPart(name, size_bytes, runs[0][2] if runs else None, used_engine)
 
 
 def _where(error: StorageError, places: Sequence[tuple[int, WriteItem]]) -> str:
