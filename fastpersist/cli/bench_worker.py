@@ -1,21 +1,15 @@
 """A second process that runs fastpersist's rows: to measure its memory, or without io_uring.
 
-The parent starts `main` in a fresh interpreter, sends a job and then rows to run, each a line of JSON, and gets a line
-of JSON for each: first the rows there are, then a sample or an error. It is a process of its own, because a peak of
-memory belongs to a process, and a system call that was denied cannot be allowed again.
+The parent (`child_process`) starts `main`, sends a job and then rows to run, and gets an answer to each: first the rows
+there are, then a sample or an error.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
-import json
 import logging
 import os
-import signal
-import subprocess
-import sys
 import warnings
 from types import TracebackType
 from typing import Any
@@ -27,6 +21,7 @@ from fastpersist.cli.bench_rows import Row, Sample
 from fastpersist.cli.bench_sandbox import deny_io_uring
 from fastpersist.cli.bench_save_rows import own_save_rows
 from fastpersist.cli.bench_states import StateRecipe
+from fastpersist.cli.child_process import Answers, ChildProcess
 from fastpersist.errors import FastPersistError, UnsupportedError
 
 __all__ = ["Job", "Worker", "main"]
@@ -64,14 +59,10 @@ class Worker:
     """
 
     def __init__(self, job: Job) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", "from fastpersist.cli.bench_worker import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the parent alone; and `end` reaches forked children, too
+        self._process = ChildProcess(
+            "from fastpersist.cli.bench_worker import main; main()", title="the second process"
         )
-        self._send(dataclasses.asdict(job))
+        self._process.send(dataclasses.asdict(job))
         self._rows: dict[str, str] = {}
 
     def rows(self) -> dict[str, str]:
@@ -91,30 +82,19 @@ class Worker:
             UnsupportedError: The worker could not do it, or is dead; the message says why.
         """
         self.rows()
-        self._send({"row": row_name, "path": path})
+        self._process.send({"row": row_name, "path": path})
         answer = self._receive()
         return Sample(**answer["sample"]), answer["peak_bytes"]
 
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._process.stdin is None or self._process.poll() is not None:
-            raise UnsupportedError(f"the second process has ended (exit status {self._process.poll()})")
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
-
     def _receive(self) -> dict[str, Any]:
-        line = self._process.stdout.readline() if self._process.stdout is not None else ""
-        if not line:
-            raise UnsupportedError(f"the second process has ended (exit status {self._process.wait()})")
-        answer: dict[str, Any] = json.loads(line)
+        answer = self._process.receive()
         if "error" in answer:
             raise UnsupportedError(answer["error"])
         return answer
 
     def end(self) -> None:
         """End the process and wait for it; it owns nothing that outlives it, as its files are in our directory."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()  # until the last one that could answer is gone
+        self._process.end()
 
     def __enter__(self) -> Worker:
         return self
@@ -130,21 +110,15 @@ class Worker:
 
 def main() -> None:
     """Serve one parent until it closes its end."""
-    requests = sys.stdin
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whoever prints cannot come between the answers
-    description = json.loads(requests.readline())
+    answers = Answers()
+    requests = answers.requests()
+    description = next(requests)
     job = Job(**{**description, "recipe": StateRecipe(**description["recipe"])})
-
-    def answer(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
 
     if job.apart:
         torch.set_num_threads(1)  # a forked child cannot use OpenMP where its parent has
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # from Python 3.12 on, of forking beside numpy's idle threads
+        # From Python 3.12 on, of forking beside numpy's idle threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
     try:
         if job.deny_io_uring:
             deny_io_uring()
@@ -152,21 +126,20 @@ def main() -> None:
             logging.getLogger("fastpersist").setLevel(logging.ERROR)
         rows = {row.name: row for row in _rows(job)}
     except FastPersistError as error:
-        answer({"error": str(error)})
+        answers.send({"error": str(error)})
         return
-    answer({"rows": {row.name: row.suffix for row in rows.values()}})
-    for line in requests:
-        request = json.loads(line)
+    answers.send({"rows": {row.name: row.suffix for row in rows.values()}})
+    for request in requests:
         child = os.fork() if job.apart else 0
         if child:
             # A child that dies without an answer would leave the parent waiting.
             if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
-                answer({"error": "the process that ran it died"})
+                answers.send({"error": "the process that ran it died"})
             continue
         try:
-            answer(_run(job, rows[request["row"]], request["path"]))
+            answers.send(_run(job, rows[request["row"]], request["path"]))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the row's result
-            answer({"error": f"{type(error).__name__}: {error}"})
+            answers.send({"error": f"{type(error).__name__}: {error}"})
         if job.apart:
             os._exit(0)
 

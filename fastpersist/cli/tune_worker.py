@@ -1,9 +1,9 @@
 """The processes in which `fastpersist tune` saves: as a program would, with nothing but the environment to go by.
 
-The command starts one fresh interpreter, the *foreman*, and sends it requests, each a line of JSON; each is answered by
-a line. The foreman holds the bytes that are saved, and forks a *saver* for each ring that is asked for, since a ring
-stays as long as its process; the bytes are shared. It does not save itself, so each saver starts with no ring and no
-engine. A saver's first save is a short one that is not told: it makes the ring, as the first save of a program does.
+The command starts one process, the *foreman*, and sends it requests (`child_process`). The foreman holds the bytes that
+are saved, and forks a *saver* for each ring that is asked for, since a ring stays as long as its process; the bytes are
+shared. It does not save itself, so each saver starts with no ring and no engine. A saver's first save is a short one
+that is not told: it makes the ring, as the first save of a program does.
 
     {"do": "fill", "size_bytes": n}                     hold so many bytes; savers are ended
     {"do": "save", "environment": {…}, "ring": [r, c]}  one process saves a fresh file          → seconds, engine
@@ -22,13 +22,11 @@ import ctypes
 import errno
 import functools
 import gc
-import json
 import logging
 import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -42,6 +40,7 @@ import torch
 
 import fastpersist
 from fastpersist.cli.bench_load_rows import PageCache
+from fastpersist.cli.child_process import Answers, ChildProcess
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import FastPersistError, NoSpaceError, UnsupportedError
 from fastpersist.filesystem import filesystem
@@ -65,13 +64,11 @@ class Foreman:
 
     def __init__(self, scratch: str) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FASTPERSIST_")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", "from fastpersist.cli.tune_worker import main; main()", scratch],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment | {"FASTPERSIST_CONFIG": ""},
-            start_new_session=True,  # Ctrl-C is for the command alone; and `end` reaches the savers, too
+        self._process = ChildProcess(
+            "from fastpersist.cli.tune_worker import main; main()",
+            scratch,
+            environment=environment | {"FASTPERSIST_CONFIG": ""},
+            title="the process that saves",
         )
 
     def fill(self, size_bytes: int) -> None:
@@ -101,22 +98,12 @@ class Foreman:
         self._ask({"do": "keep", "rings": sorted(rings)})
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self._process.stdin is None or self._process.stdout is None:
-            raise UnsupportedError("the process that saves has no pipe")
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise FastPersistError(f"the process that saves has ended (exit status {self._process.wait()})")
-        answer: dict[str, Any] = json.loads(line)
-        return _checked(answer)
+        self._process.send(request)
+        return _checked(self._process.receive())
 
     def end(self) -> None:
         """End all of its processes, and wait for them."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+        self._process.end()
 
     def __enter__(self) -> Foreman:
         return self
@@ -136,17 +123,14 @@ class Foreman:
 def main() -> None:
     """Serve one command until it closes its end."""
     scratch = sys.argv[1]
-    requests = sys.stdin
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whoever prints cannot come between the answers
+    answers = Answers()
     logging.getLogger("fastpersist").setLevel(logging.ERROR)  # which engine "auto" takes is told by the command
     torch.set_num_threads(1)  # a forked child cannot use OpenMP where its parent has
     warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of forking beside numpy's idle threads
     crew = _Crew(scratch)
     try:
-        for line in requests:
-            answers.write(json.dumps(_answer(functools.partial(crew.do, json.loads(line)))) + "\n")
-            answers.flush()
+        for request in answers.requests():
+            answers.send(_answer(functools.partial(crew.do, request)))
     except BrokenPipeError:
         pass
     finally:
