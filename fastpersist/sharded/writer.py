@@ -25,7 +25,6 @@ from fastpersist.arena import Arena
 from fastpersist.capture import watch_steps
 from fastpersist.directory_save import DirectorySave
 from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.filesystem import make_directories
 from fastpersist.owners import Owners
 from fastpersist.pacing import Spread
 from fastpersist.pipeline import require_engine
@@ -45,8 +44,6 @@ class FastPersistWriter(StorageWriter):
         overwrite: Replace a checkpoint of that name, ours or DCP's own, as a whole. Without it, the name is free.
         engine: "auto", or an engine's name, which then never falls back.
         durable: Survive power loss once dcp.save has returned.
-        within: On the first rank: a directory that is being put together, and that you publish; `path` is its `path`,
-            or below it. Then nothing is published here, and `overwrite` does not count.
         optimizer: For dcp.async_save: whose tensors are in the state, as in `fastpersist.save_async`. They are written
             from where they are while forward and backward run, and its next step waits for what is not written by then.
             Without it, dcp.async_save copies the whole state before it returns.
@@ -74,7 +71,6 @@ class FastPersistWriter(StorageWriter):
         overwrite: bool = True,
         engine: str = "auto",
         durable: bool = True,
-        within: DirectorySave | None = None,
         optimizer: object = None,
         constant: object = (),
         gate: Literal["optimizer", "manual"] = "optimizer",
@@ -91,7 +87,6 @@ class FastPersistWriter(StorageWriter):
         self._overwrite = overwrite
         self._engine = engine
         self._durable = durable
-        self._within = within
         self._save_id = str(uuid.uuid4())
         self._directory: DirectorySave | None = None  # on the first rank, while a save is under way
 
@@ -137,11 +132,6 @@ class FastPersistWriter(StorageWriter):
         """Make the directory, and tell each rank where its part goes; called by dcp.save on the first rank."""
         if self._path is None:
             raise ConfigError("FastPersistWriter does not know where to: pass path, or checkpoint_id= to dcp.save")
-        if self._within is not None:
-            self._below(self._within)
-            make_directories(self._path)
-            place = os.path.abspath(self._path)
-            return [replace(plan, storage_data=Part(rank, place, place)) for rank, plan in enumerate(plans)]
         overwrite: Any = self._overwrite
         if overwrite and os.path.exists(os.path.join(self._path, METADATA_NAME)):
             overwrite = "foreign"  # DCP's own checkpoints have no manifest
@@ -190,38 +180,25 @@ class FastPersistWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Add DCP's metadata and make the directory visible and durable; called by dcp.save on the first rank."""
-        if self._within is not None:
-            self._add_to(self._within, self._below(self._within), metadata, results)
-            return
         directory, self._directory = self._directory, None
         if directory is None:
             raise ConfigError("finish() was called on a writer that has begun no save")
         with directory:
-            self._add_to(directory, "", metadata, results)
+            found = [result for of_rank in results for result in of_rank]
+            for result in found:
+                if isinstance(result.storage_data, WrittenPart):
+                    written = result.storage_data
+                    directory.add_written(written.name, written.size_bytes, written.crc32)
+            metadata.storage_data = {
+                result.index: result.storage_data
+                for result in found
+                if not isinstance(result.storage_data, WrittenPart)
+            }
+            metadata.storage_meta = self.storage_meta()
+            if hasattr(metadata, "version"):  # not before torch 2.9
+                metadata.version = dcp_filesystem.CURRENT_DCP_VERSION
+            directory.add_bytes(METADATA_NAME, pickle.dumps(metadata))
             directory.publish(durable=self._durable).result()
-
-    def _below(self, within: DirectorySave) -> str:
-        """Return where in a directory that is being put together this checkpoint goes, as names in it begin."""
-        below = os.path.relpath(os.path.abspath(self._path or ""), within.path)
-        if below.split(os.sep)[0] == os.pardir:
-            raise ConfigError(f"{self._path} is not below {within.path}, with which it is to be published")
-        return "" if below == os.curdir else f"{below}/"
-
-    def _add_to(
-        self, directory: DirectorySave, below: str, metadata: Metadata, results: list[list[WriteResult]]
-    ) -> None:
-        found = [result for of_rank in results for result in of_rank]
-        for result in found:
-            if isinstance(result.storage_data, WrittenPart):
-                written = result.storage_data
-                directory.add_written(below + written.name, written.size_bytes, written.crc32)
-        metadata.storage_data = {
-            result.index: result.storage_data for result in found if not isinstance(result.storage_data, WrittenPart)
-        }
-        metadata.storage_meta = self.storage_meta()
-        if hasattr(metadata, "version"):  # not before torch 2.9
-            metadata.version = dcp_filesystem.CURRENT_DCP_VERSION
-        directory.add_bytes(below + METADATA_NAME, pickle.dumps(metadata))
 
     # --- torch's AsyncStager, which dcp.async_save takes a storage writer for
 
@@ -281,7 +258,7 @@ class FastPersistWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Be as good as new in another process."""
-        return {**self.__dict__, "_directory": None, "_within": None, "_staged": None, "_arena": None, "_owners": None}
+        return {**self.__dict__, "_directory": None, "_staged": None, "_arena": None, "_owners": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Be made of what __getstate__ gave."""

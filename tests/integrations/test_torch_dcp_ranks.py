@@ -486,34 +486,3 @@ def test_an_older_save_of_more_ranks_leaves_nothing(tmp_path: Path) -> None:
     save_on(2, tmp_path / "checkpoint", 2)
     assert sorted(os.listdir(tmp_path / "checkpoint")) == [".metadata", "MANIFEST.json", "__0_0.distcp", "__1_0.distcp"]
     expect_on(3, tmp_path / "checkpoint", 2)
-
-
-# --- within a directory that somebody else publishes
-
-
-@pytest.mark.parametrize("below", ["", "weights/sharded"])
-def test_a_checkpoint_is_published_with_what_it_is_within(tmp_path: Path, below: str) -> None:
-    def work(rank: int, count: int) -> None:
-        files = fp.DirectorySave(tmp_path / "step") if rank == 0 else None
-        told = [None if files is None else files.path]
-        dist.broadcast_object_list(told)
-        writer = FastPersistWriter(Path(str(told[0])) / below, within=files)
-        dcp.save(state_of("rows", count, 2), storage_writer=writer, planner=FastPersistSavePlanner())
-        assert not (tmp_path / "step").exists()
-        if files is not None:
-            files.add_bytes("config.json", b"{}")
-            files.publish().result()
-
-    run_ranks(2, work)
-    expect_on(2, tmp_path / "step" / below, 2)
-    report = fp.verify(tmp_path / "step")
-    assert report.ok
-    assert report.has_checksums
-
-
-def test_a_checkpoint_that_is_not_within_its_directory_is_refused(tmp_path: Path) -> None:
-    with fp.DirectorySave(tmp_path / "step") as files:
-        writer = FastPersistWriter(tmp_path / "elsewhere", within=files)
-        with pytest.raises(dcp.api.CheckpointException) as caught:
-            dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
-    assert any("is not below" in str(error) for error, _ in caught.value.failures.values())
