@@ -22,13 +22,15 @@ when: `background`.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -41,7 +43,7 @@ from fastpersist.owners import PLAIN, Owners, Ownership, note_step_of, storage_k
 from fastpersist.pacing import note_step
 from fastpersist.pipeline import byte_tensor, is_host_memory
 
-__all__ = ["Capture", "Kind", "Sources", "watch_steps"]
+__all__ = ["Capture", "Kind", "Sources", "no_garbage_collection", "watch_steps"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -126,16 +128,31 @@ def _forget_pending() -> None:
 os.register_at_fork(after_in_child=_forget_pending)
 
 
-class _Watched:
-    """A tensor and its count of changes when save() saw it."""
+class _Watched(NamedTuple):
+    """The tensors by which a source is held, and each one's count of changes when save() saw it."""
 
-    __slots__ = ("container", "source", "tensor", "version")
+    tensors: list[tuple[torch.Tensor, int]]
+    container: Sources
+    source: int
 
-    def __init__(self, tensor: torch.Tensor, version: int, container: Sources, source: int) -> None:
-        self.tensor = tensor
-        self.version = version
-        self.container = container
-        self.source = source
+    def has_changed(self) -> bool:
+        """Tell whether one of them has been changed since."""
+        return any(tensor._version != version for tensor, version in self.tensors)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep the collector away while tens of thousands of objects are made of which none is garbage.
+
+    It would go through all objects of the process again and again, which takes longer than making these.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Capture:
@@ -188,6 +205,7 @@ class Capture:
 
     # --- on the thread that saves
 
+    @no_garbage_collection()
     def add(self, container: Sources) -> _native.Snapshot:
         """Sort the bytes of a file by who may change them when, and note the counters of what is stable.
 
@@ -211,8 +229,9 @@ class Capture:
             self._kept.append(storage)
             snapshot.add(storage.data_ptr() + start_bytes, source.size_bytes, kind)
             self.kinds.append(kind)
-            into = self._watched if kind == Kind.STABLE else self._constants_watched
-            into.extend(_Watched(tensor, version, container, index) for tensor, version in watched)
+            if watched:
+                into = self._watched if kind == Kind.STABLE else self._constants_watched
+                into.append(_Watched(watched, container, index))
             if kind == Kind.STABLE:
                 self._stable_keys.add(storage._cdata)
                 self._places.append((container, index, storage.data_ptr(), storage.nbytes()))
@@ -416,7 +435,8 @@ class Capture:
                 return Kind.VOLATILE, []
             del _torn[key]
         try:
-            return kind, [(tensor, tensor._version) for tensor in (*held_by, *reached_by)]
+            distinct = {id(tensor): tensor for tensor in (*held_by, *reached_by)}
+            return kind, [(tensor, tensor._version) for tensor in distinct.values()]
         except RuntimeError:  # inference tensors do not count
             return Kind.VOLATILE, []
 
@@ -438,7 +458,7 @@ class Capture:
 
     def _compare(self, watched: list[_Watched], rule: str) -> None:
         for entry in watched:
-            if entry.tensor._version != entry.version:
+            if entry.has_changed():
                 self._tear(entry.container, entry.source, rule)
                 return
 
@@ -446,7 +466,7 @@ class Capture:
         storage = container.sources[source].storage
         _torn[storage._cdata] = StorageWeakRef(storage)
         for entry in (*self._watched, *self._constants_watched):  # all that changed, so that one cause fails one save
-            if entry.tensor._version != entry.version:
+            if entry.has_changed():
                 changed = entry.container.sources[entry.source].storage
                 _torn[changed._cdata] = StorageWeakRef(changed)
         names = ", ".join(container.names_of(source)) or f"storage {source}"

@@ -40,13 +40,17 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def storage_keys(tensor: torch.Tensor) -> list[int]:
     """Return what identifies the storages of a tensor while they live; none for sparse, meta and the like."""
-    found = []
-    for inner in inner_tensors(tensor):
-        try:
-            found.append(inner.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):
-            continue
-    return found
+    if type(tensor) in PLAIN:
+        key = _storage_key(tensor)
+        return [] if key is None else [key]
+    return [key for inner in inner_tensors(tensor) if (key := _storage_key(inner)) is not None]
+
+
+def _storage_key(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.tensor import DTensor
 
 from fastpersist.arena import Arena
-from fastpersist.capture import Capture
+from fastpersist.capture import Capture, no_garbage_collection
 from fastpersist.errors import InternalError, UnsupportedError
 from fastpersist.owners import Owners, Ownership
 from fastpersist.pipeline import Pieces
@@ -51,6 +51,7 @@ class ShardedCapture:
         size_bytes: Of the tensors.
     """
 
+    @no_garbage_collection()
     def __init__(
         self,
         state: object,
