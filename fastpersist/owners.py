@@ -48,9 +48,10 @@ def storage_keys(tensor: torch.Tensor) -> list[int]:
 
 def _storage_key(tensor: torch.Tensor) -> int | None:
     try:
-        return tensor.untyped_storage()._cdata
+        key: int = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
+    return key
 
 
 @dataclass(frozen=True)
