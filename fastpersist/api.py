@@ -20,6 +20,7 @@ from fastpersist.capture import Capture
 from fastpersist.commit import PendingFile, resolve_target
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.filesystem import filesystem, make_directories, storage_errors
+from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
 from fastpersist.group_save import Writers, end_session, save_together, together_with
 from fastpersist.inspection import Manifest, VerifyReport
 from fastpersist.loading import MapLocation, load_checkpoint
@@ -456,7 +457,12 @@ def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> V
     name = os.fspath(path)
     if os.path.isdir(name):
         with _progress(name, directory_inspection.directory_bytes(name) if progress else 0, progress) as poll:
-            return directory_inspection.verify_directory(name, engine=engine, poll=poll)
+            report = directory_inspection.verify_directory(name, engine=engine, poll=poll)
+        if any(writer_of(damage.file) is not None for damage in report.damages):
+            from fastpersist.sharded.inspection import with_damaged_tensors  # slow to import, like all of DCP
+
+            report = with_damaged_tensors(report)
+        return report
     with CheckpointSource(name) as source:
         with _progress(source.path, source.size_bytes, progress) as poll:
             return inspection.verify_source(source, engine=engine, poll=poll)
@@ -466,7 +472,8 @@ def inspect(path: PathLike) -> Manifest:
     """Say what a checkpoint holds without loading it and without running any of its code.
 
     Lists names, dtypes, shapes, places and CRCs of the tensors, and the globals that the pickle names; for a directory
-    also its files, step and metrics; for a root its committed steps.
+    also its files, step and metrics; for a root its committed steps. Of sharded tensors the shapes are those of all
+    ranks together.
 
     Args:
         path: A file, a checkpoint directory, or a root.
@@ -481,7 +488,12 @@ def inspect(path: PathLike) -> Manifest:
     """
     name = os.fspath(path)
     if os.path.isdir(name):
-        return directory_inspection.inspect_directory(name)
+        found = directory_inspection.inspect_directory(name)
+        if any(entry.name == DCP_METADATA_NAME for entry in found.files):
+            from fastpersist.sharded.inspection import with_sharded_tensors  # slow to import, like all of DCP
+
+            found = with_sharded_tensors(found)
+        return found
     with CheckpointSource(name) as source:
         return inspection.inspect_source(source)
 

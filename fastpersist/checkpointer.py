@@ -5,6 +5,9 @@
     root/LATEST                                                     a hint for people and scripts
     root/.lock                                                      held by the process that saves here
 
+With sharded state, DCP's files stand in place of state.pt: `.metadata`, and `__0_0.distcp`, `__1_0.distcp` … of each
+rank.
+
 A step is committed when its directory has a manifest that can be read and every file that the manifest names, at its
 length; nothing else is trusted. How a directory becomes visible: `directory_commit`. How its bytes are captured:
 `capture`. Which steps go: `retention`. How they come back: `resuming`.
@@ -19,12 +22,13 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastpersist.arena import Arena
-from fastpersist.background import Lane, PendingSave, SaveStats
+from fastpersist.background import PendingSave, SaveStats
 from fastpersist.capture import watch_steps
 from fastpersist.committed import check_files, committed_steps, read_manifest
 from fastpersist.coordination import Ranks
@@ -32,7 +36,6 @@ from fastpersist.directory_commit import (
     RootLock,
     sweep_directories,
 )
-from fastpersist.directory_save import DirectorySave
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -40,20 +43,21 @@ from fastpersist.errors import (
     SkippedError,
     StorageError,
 )
-from fastpersist.explaining import explain, warn_caller, warn_of_globals
+from fastpersist.explaining import explain, warn_caller
 from fastpersist.filesystem import make_directories
 from fastpersist.formats.manifest import step_name
 from fastpersist.group_save import Writers, tuned_writer_count
 from fastpersist.loading import MapLocation
 from fastpersist.owners import Owners
 from fastpersist.partition import choose_writers
-from fastpersist.peer_save import PeerSave
 from fastpersist.pipeline import require_engine
 from fastpersist.retention import RetentionPolicy
 from fastpersist.root_upkeep import RootUpkeep, checked_metrics
 from fastpersist.sharing import Together
 from fastpersist.signal_save import SignalSave
-from fastpersist.step_loading import RANK_KEY, STATE_NAME, LoadOptions, load_newest, load_step, rank_file_name
+from fastpersist.step_loading import RANK_KEY, LoadOptions, load_newest, load_step
+from fastpersist.step_saving import StepSave, StepSaver
+from fastpersist.stores import Stores
 from fastpersist.untraced import untraced
 
 if TYPE_CHECKING:
@@ -69,6 +73,14 @@ _STATS_COUNT = 1000
 _FAILED_COUNT = 16
 
 PathLike = str | os.PathLike[str]
+
+
+def _saver_class(sharded: bool) -> type[StepSaver]:
+    if not sharded:
+        return StepSaver
+    from fastpersist.sharded.step_saving import ShardedSaver  # torch.distributed.checkpoint takes long to import
+
+    return ShardedSaver
 
 
 class Checkpointer:
@@ -104,7 +116,11 @@ class Checkpointer:
         process_group: Save with all its ranks, each with a Checkpointer of its own, made and used in the same order.
             The state that is saved is rank 0's; what the optimizer owns, or constant= names, is the same on all ranks,
             and its storages of 1 MiB and more are written by all writers, each a part, into one ordinary file. After
-            this constructor, torch's group is used by load() only. All writers see the same file system.
+            this constructor, torch's group is used by load() only. Ranks that see no common directory below their roots
+            each get a part of every step there; load() with the group puts the parts together.
+        sharded: Each rank's state holds its shards (DTensors, as of FSDP2 or tensor parallelism) and what it has of the
+            rest. All ranks write what they hold, and it is loaded on any number of ranks, sharded in any way. A step
+            holds a checkpoint of torch.distributed.checkpoint, which its readers read, too.
         writers: The ranks that write: "all", "node" (one of each node), a number, or "auto": up to 8 of one node
             (or as many as rank 0's tuning file says), or one of each of several.
         check_replicas: Compare all bytes of what the ranks should hold alike, not samples of it.
@@ -133,6 +149,7 @@ class Checkpointer:
         paranoid: bool = False,
         engine: str = "auto",
         process_group: ProcessGroup | None = None,
+        sharded: bool = False,
         writers: Writers = "auto",
         check_replicas: bool = False,
         peer_timeout_s: float = 600.0,
@@ -147,25 +164,24 @@ class Checkpointer:
         if self._owners.optimizers():
             watch_steps()
         self._upkeep = RootUpkeep(self._root, RetentionPolicy(keep, keep_every, keep_best))
-        self._arena = Arena(max_host_bytes)
+        arena = Arena(max_host_bytes)
         self._busy = busy
         self._on_error = on_error
-        self._paranoid = paranoid
         self._engine = engine
-        self._lane = Lane("fastpersist-save")
-        self._removal_lane = Lane("fastpersist-rm")  # of its own: removing gigabytes takes long enough to save some
+        self._saver = _saver_class(sharded)(self._root, self._owners, arena, engine=engine, paranoid=paranoid)
         self._lock: RootLock | None = None
         self._unfinished: deque[PendingSave] = deque()
         self._failed: deque[PendingSave] = deque(maxlen=_FAILED_COUNT)
         self._stats: deque[SaveStats] = deque(maxlen=_STATS_COUNT)
         self._unloadable: set[int] = set()  # steps that load() went back from
-        self._known_keys: tuple[str, ...] | None = None
-        self._why_told = ""
         self._signals = SignalSave(self._owners, self._save_for_signal)
         self._process = os.getpid()
         self._closed = False
         self._check_replicas = check_replicas
+        if sharded and (check_replicas or writers not in ("auto", "all")):
+            raise ConfigError("with sharded=True each rank writes what it holds: there is no writers or check_replicas")
         self._ranks: Ranks | None = None
+        self._stores = Stores(self._own_root)
         self._writers = choose_writers(writers, [0])
         self._process_group: ProcessGroup | None = None
         if process_group is not None:
@@ -227,7 +243,7 @@ class Checkpointer:
         earlier, self._failed = self._failed, deque(maxlen=_FAILED_COUNT)
         try:
             overwrite = self._ranks.rank == 0 and (overwrite or self._is_damaged(step))
-            together = Together(session, step_name(step), self._writers, self._check_replicas)
+            together = Together(session, step_name(step), self._writers, self._check_replicas, stores=self._stores)
             pending = self._save(step, state, rank_state, checked_metrics(metrics), overwrite, self._busy, together)
         except BaseException as error:
             self._failed.extendleft(reversed(earlier))
@@ -374,11 +390,13 @@ class Checkpointer:
             self._stats.append(stats)
             return pending
         try:
-            if together is not None and together.session.rank:
-                pending = self._begin_part(state, rank_state, stats, together)
-            else:
+            if together is None or not together.session.rank:
                 self._own_root()
-                pending = self._begin(step, state, rank_state, metrics, overwrite, stats, together)
+            after = partial(self._committed, step, metrics=metrics)
+            pending = self._saver.begin(StepSave(step, state, rank_state, metrics, overwrite, stats, after), together)
+            self._unfinished.append(pending)
+            pending.when_finished(lambda: self._finished(pending))
+            self._saver.tell_once(state)
         except StorageError as error:
             if self._on_error == "raise":
                 raise
@@ -391,64 +409,9 @@ class Checkpointer:
         stats.stall_s = time.monotonic() - started_s  # what its parts have noted included
         return pending
 
-    def _begin(
-        self,
-        step: int,
-        state: object,
-        rank_state: object,
-        metrics: dict[str, float],
-        overwrite: bool,
-        stats: SaveStats,
-        together: Together | None,
-    ) -> PendingSave:
-        directory = DirectorySave(
-            stats.path,
-            overwrite=overwrite,
-            engine=self._engine,
-            _arena=self._arena,
-            _lane=self._lane,
-            _stats=stats,
-            _paranoid=self._paranoid,
-            _together=together,
-        )
-        with directory:  # an error below removes it
-            directory.save(state, STATE_NAME, owners=self._owners)
-            if rank_state is not None:
-                directory.save(rank_state, rank_file_name(0), owners=self._owners, own=True)
-            pending = directory.publish(
-                step=step,
-                metrics=metrics,
-                after=lambda: self._committed(step, metrics),
-                _lane=self._removal_lane,
-            )
-        self._unfinished.append(pending)
-        pending.when_finished(lambda: self._finished(pending))
-        self._tell_once(state, directory.captures[0].why_volatile)
-        return pending
-
-    def _begin_part(self, state: object, rank_state: object, stats: SaveStats, together: Together) -> PendingSave:
-        """Begin what this rank, which is not the first, does of a save."""
-        peer = PeerSave(
-            stats.path,
-            together,
-            engine=self._engine,
-            durable=True,
-            arena=self._arena,
-            lane=self._lane,
-            stats=stats,
-            paranoid=self._paranoid,
-        )
-        if rank_state is not None:
-            peer.add_own(rank_state, rank_file_name(together.session.rank), self._owners)
-        peer.save(state, STATE_NAME, self._owners, self._owners.look)
-        pending = peer.publish()
-        self._unfinished.append(pending)
-        pending.when_finished(lambda: self._finished(pending))
-        return pending
-
-    def _committed(self, step: int, metrics: dict[str, float]) -> None:
-        """The step is durable; beside the writing of the next one."""
-        if self._upkeep.after_commit(step, metrics):
+    def _committed(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> None:
+        """The step is durable; beside the writing of the next one. `among`: see `RootUpkeep.after_commit`."""
+        if self._upkeep.after_commit(step, metrics, among):
             self._unloadable.discard(step)
 
     def _make_room(self, busy: str) -> bool:
@@ -474,16 +437,6 @@ class Checkpointer:
         self._lock = RootLock.acquire(self._root)
         sweep_directories(self._root, _STEP_PATTERN)
         self._upkeep.forget()
-
-    def _tell_once(self, state: object, why_volatile: str) -> None:
-        """Say what makes saves slow, and, at the first save of each structure, what a default load would refuse."""
-        if why_volatile and why_volatile != self._why_told:
-            self._why_told = why_volatile
-            _log.info("%s: the whole state is copied inside save(): %s", self._root, why_volatile)
-        keys = tuple(map(str, state)) if isinstance(state, Mapping) else ()
-        if keys != self._known_keys:
-            self._known_keys = keys
-            warn_of_globals(state)
 
     def _finished(self, pending: PendingSave) -> None:
         stats = pending.stats
@@ -565,14 +518,16 @@ class Checkpointer:
         """Load the state of a step, or of the newest one that is whole.
 
         Saves of this object that are under way are waited for first. With several ranks all of them call this, and load
-        the same step; each may give another map_location.
+        the same step; each may give another map_location. Whether a step is sharded, it says itself.
 
         Args:
             step: Which; None for the newest committed one. If that one turns out to be damaged, a warning says so and
                 the one before it is taken; an explicit step is never replaced by another.
             map_location: As in torch.load.
             into: From keys of the state to what is filled in place, without a second copy: modules, optimizers,
-                tensors in dicts and lists, anything with load_state_dict.
+                tensors in dicts and lists, anything with load_state_dict. Of a sharded step, tensors may be DTensors
+                with any sharding, and each rank reads what its shards consist of; tensors without a target are whole
+                on every rank.
             verify: Check every CRC; with `into`, before anything is changed.
             strict: Raise when the newest is damaged, instead of going back.
             weights_only: Only build tensors and plain containers. Set it to False only for files that you trust.
@@ -585,6 +540,7 @@ class Checkpointer:
             CorruptionError, StorageError: It is damaged (explicit step, strict, or no step is whole).
             ConfigError: `into` does not fit the state; nothing was changed.
             PeerError: With several ranks: another one could not load it.
+            UnsupportedError: It lies in parts, in several file systems, and this process is alone.
         """
         if self._process == os.getpid():
             self._join_all(None)

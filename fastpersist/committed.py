@@ -22,6 +22,7 @@ from fastpersist.formats.manifest import (
     parse_manifest,
     step_name,
     step_of,
+    writer_of,
 )
 
 __all__ = ["candidate_steps", "check_files", "committed_steps", "read_committed", "read_manifest"]
@@ -147,9 +148,13 @@ def check_files(path: str, manifest: CheckpointManifest) -> None:
     """
     for entry in manifest.files:
         file_path = os.path.join(path, entry.name)
+        rank = writer_of(entry.name)
+        wrote = "" if rank is None else f" (rank {rank} wrote it)"
         try:
             size_bytes = os.stat(file_path).st_size
         except OSError as error:
-            raise FormatError(f"it is in the manifest, but cannot be read: {error.strerror}", path=file_path) from error
+            message = f"it is in the manifest, but cannot be read: {error.strerror}{wrote}"
+            raise FormatError(message, path=file_path) from error
         if size_bytes != entry.size_bytes:
-            raise FormatError(f"it has {size_bytes} bytes, its manifest says {entry.size_bytes}", path=file_path)
+            message = f"it has {size_bytes} bytes, its manifest says {entry.size_bytes}{wrote}"
+            raise FormatError(message, path=file_path)

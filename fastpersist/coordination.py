@@ -9,7 +9,7 @@ thread that calls save(), so a number is enough to tell which. They may be at di
 that this rank has not begun is kept, what comes of one that is over is dropped. In a session,
 
     others → first   tell(message)   … gather() returns one message of each rank
-    first → others   answer(message) … hear() returns it
+    first → others   answer(message), or answer_each(messages) … hear() returns it
 
 A rank that fails tells rank 0, which tells all others at once who it was: their next call raises `PeerError`. A
 connection that is lost is a failure of all sessions that were begun and are not over; those that are begun later make
@@ -25,8 +25,8 @@ import secrets
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fastpersist.connections import (
     FAILED,
@@ -39,7 +39,8 @@ from fastpersist.connections import (
     Connections,
     frame,
 )
-from fastpersist.errors import AgreementTimeoutError, ConfigError, CoordinationError, InternalError, PeerError
+from fastpersist.errors import ConfigError, CoordinationError, InternalError
+from fastpersist.failing import Failure, named
 from fastpersist.meeting import is_dead, loopback_place, own_hosts, own_process, own_version, refuse_other_versions
 
 if TYPE_CHECKING:
@@ -60,30 +61,6 @@ _PULSE_S = 15.0  # a rank that writes for long says so as often
 _MEETING_S = 30.0
 _WELCOME_S = 5.0  # then the next address is tried
 _OLD_FAILURE_COUNT = 64
-
-
-class _Failure(NamedTuple):
-    """Why a session came to nothing, as rank 0 tells it to all."""
-
-    rank: int
-    how: str  # "failed", "gone" or "silent"
-    text: str
-
-    def error(self, subject: str) -> PeerError:
-        if self.how == "silent":
-            return AgreementTimeoutError(f"{self.text} while saving {subject}", rank=self.rank, subject=subject)
-        verb = "is gone" if self.how == "gone" else "failed"
-        return PeerError(
-            f"rank {self.rank} {verb} while saving {subject}: {self.text}", rank=self.rank, subject=subject
-        )
-
-    def frame(self, number: int) -> bytes:
-        return frame(FAILED, number, json.dumps(self).encode())
-
-
-def _named(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:8])) + more
 
 
 class Session:
@@ -114,7 +91,7 @@ class Session:
         self._ranks = ranks
         self._number = number
         self._inbox: list[deque[bytes]] = [deque() for _ in range(1 if ranks.rank else ranks.count)]  # by sender
-        self._failure: _Failure | None = None
+        self._failure: Failure | None = None
         self._settled = False
         self._is_over = False
 
@@ -140,9 +117,9 @@ class Session:
             lambda: ranks._silent_since(self._missing()),
         ):
             silent = self._missing()
-            text = f"nothing came from {_named(silent)} for {ranks._patience_s:g} s"
+            text = f"nothing came from {named(silent)} for {ranks._patience_s:g} s"
             longest = min(silent, key=lambda rank: ranks._silent_since([rank]))
-            ranks._give_up(self, _Failure(longest, "silent", text))
+            ranks._give_up(self, Failure(longest, "silent", text))
         self._raise_failure()
         return [own, *(inbox.popleft() for inbox in self._inbox[1:])]
 
@@ -157,7 +134,22 @@ class Session:
             CoordinationError: The ranks were closed, or the message is too large.
         """
         self._refuse_role(first=True)
-        self._send(message)
+        self._send(dict.fromkeys(range(1, self.count), message))
+
+    def answer_each(self, messages: Sequence[bytes]) -> None:
+        """Send each other rank a message of its own; on rank 0.
+
+        Args:
+            messages: By rank; what stands there for this one is not sent.
+
+        Raises:
+            AgreementTimeoutError: A rank did not read until the deadline.
+            CoordinationError: The ranks were closed, or a message is too large.
+        """
+        self._refuse_role(first=True)
+        if len(messages) != self.count:
+            raise InternalError(f"there are {len(messages)} messages for {self.count} ranks")
+        self._send(dict(enumerate(messages[1:], 1)))
 
     def tell(self, message: bytes) -> None:
         """Send a message to rank 0; on the other ranks.
@@ -170,7 +162,7 @@ class Session:
         self._refuse_role(first=False)
         self._raise_failure()
         self._reach()
-        self._send(message)
+        self._send({0: message})
         self._raise_failure()
 
     def hear(self) -> bytes:
@@ -230,7 +222,7 @@ class Session:
             return
         try:
             text = f"{type(error).__name__}: {error}"[:_TEXT_LIMIT]
-            self._ranks._give_up(self, _Failure(self.rank, "failed", text))
+            self._ranks._give_up(self, Failure(self.rank, "failed", text))
         except Exception:  # noqa: BLE001 - the caller's error matters more, and the others see that we are gone
             _log.debug("telling the other ranks that %s failed", self.subject, exc_info=True)
         self.finish()
@@ -260,9 +252,9 @@ class Session:
         if self._failure is not None:
             raise self._failure.error(self.subject)
 
-    def _silent_first(self) -> _Failure:
+    def _silent_first(self) -> Failure:
         text = f"rank 0 was silent for {self._ranks._patience_s:g} s, says rank {self.rank},"
-        return _Failure(0, "silent", text)
+        return Failure(0, "silent", text)
 
     def _wait(self, over: Callable[[], bool], limit_s: float, silent_since: Callable[[], float] | None = None) -> bool:
         """Serve the connections until something is over; return whether it is, or only the time.
@@ -288,22 +280,23 @@ class Session:
                     return False
         return True
 
-    def _send(self, message: bytes) -> None:
-        """Send a message to all whom this rank is connected with, and wait until the kernel has taken it."""
-        if len(message) > MESSAGE_LIMIT_BYTES:
-            raise CoordinationError(
-                f"what rank {self.rank} has to say about {self.subject} is {len(message)} bytes long, and the limit is "
-                f"{MESSAGE_LIMIT_BYTES}; a smaller rank_state, or fewer tensors, helps"
-            )
+    def _send(self, messages: Mapping[int, bytes]) -> None:
+        """Send messages to those whom this rank is connected with, and wait until the kernel has taken them."""
+        for message in messages.values():
+            if len(message) > MESSAGE_LIMIT_BYTES:
+                raise CoordinationError(
+                    f"what rank {self.rank} has to say about {self.subject} is {len(message)} bytes long, and the "
+                    f"limit is {MESSAGE_LIMIT_BYTES}; a smaller rank_state, or fewer tensors, helps"
+                )
         ranks = self._ranks
         if self.count == 1:
             return
-        ranks._send(self, frame(MESSAGE, self._number, message))
+        ranks._send(self, messages)
         connections = ranks._connections
         if not self._wait(lambda: not connections.unsent() or bool(self.rank and self._failure), ranks._patience_s):
             deaf = connections.unsent()
-            text = f"{_named(deaf)} did not read for {ranks._patience_s:g} s"
-            ranks._give_up(self, _Failure(deaf[0], "silent", text) if deaf and self.rank == 0 else self._silent_first())
+            text = f"{named(deaf)} did not read for {ranks._patience_s:g} s"
+            ranks._give_up(self, Failure(deaf[0], "silent", text) if deaf and self.rank == 0 else self._silent_first())
             self._raise_failure()
 
     def _reach(self) -> None:
@@ -316,7 +309,7 @@ class Session:
             except OSError as error:
                 # The kernel of a machine that is there refuses: rank 0 does not listen any more.
                 if isinstance(error, ConnectionRefusedError) or time.monotonic() >= end_s:
-                    self._ranks._give_up(self, _Failure(0, "gone", f"it cannot be reached ({error})"))
+                    self._ranks._give_up(self, Failure(0, "gone", f"it cannot be reached ({error})"))
             self._wait(lambda: self._failure is not None, _WAKE_S)
         self._raise_failure()
 
@@ -343,8 +336,8 @@ class Ranks:
         self._begun = 0
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._early: dict[int, list[tuple[int, bytes]]] = {}  # of sessions that are not begun here
-        self._failures: dict[int, _Failure] = {}  # by session: of those that are not begun here, and of old ones too
-        self._absent: dict[int, tuple[_Failure, bool]] = {}  # lost connections, and whether for good
+        self._failures: dict[int, Failure] = {}  # by session: of those that are not begun here, and of old ones too
+        self._absent: dict[int, tuple[Failure, bool]] = {}  # lost connections, and whether for good
         self._processes: list[Any] = [None] * count  # of the ranks on this machine
         self._heard_s: dict[int, float] = {}  # when each rank was last heard of
         self._pulsed_s = 0.0
@@ -436,7 +429,7 @@ class Ranks:
         while not self._connections.serve_until(lambda: len(self._connections.ranks()) == self.count - 1, _WAKE_S):
             if time.monotonic() >= end_s:
                 missing = sorted(set(range(1, self.count)) - set(self._connections.ranks()))
-                return f"{_named(missing)} did not connect to rank 0 within {_MEETING_S:g} s"
+                return f"{named(missing)} did not connect to rank 0 within {_MEETING_S:g} s"
         return None
 
     def _find_first(self) -> str | None:
@@ -517,15 +510,20 @@ class Ranks:
         """Return since when the one of these ranks that was last heard of longest ago has been silent."""
         return min((self._heard_s.get(rank, 0.0) for rank in ranks), default=0.0)
 
-    def _send(self, session: Session, data: bytes) -> None:
-        """Send a message to all that this rank is connected with."""
+    def _send(self, session: Session, messages: Mapping[int, bytes]) -> None:
+        """Send messages to those of these ranks that this one is connected with; one frame where all get the same."""
         with self._connections.lock:
-            ranks = self._connections.ranks()
-            self._connections.send(data, ranks)
-            for _ in ranks:
-                session._count(len(data))
+            by_message: dict[int, list[int]] = {}
+            for rank in self._connections.ranks():
+                if rank in messages:
+                    by_message.setdefault(id(messages[rank]), []).append(rank)
+            for ranks in by_message.values():
+                data = frame(MESSAGE, session._number, messages[ranks[0]])
+                self._connections.send(data, ranks)
+                for _ in ranks:
+                    session._count(len(data))
 
-    def _give_up(self, session: Session, failure: _Failure) -> None:
+    def _give_up(self, session: Session, failure: Failure) -> None:
         """Have a session fail, here and on all other ranks. Returns within a second."""
         connections, number = self._connections, session._number
         if session._failure is not None and number not in self._broken:
@@ -555,7 +553,7 @@ class Ranks:
         for number, failure in self._failures.items():
             self._connections.send(failure.frame(number), [rank])
         for number in said:
-            self._record(number, _Failure(rank, "gone", "it had lost its connection to rank 0"), rank)
+            self._record(number, Failure(rank, "gone", "it had lost its connection to rank 0"), rank)
 
     def took(self, rank: int, kind: int, number: int, payload: bytes) -> None:
         """Sort a message or a failure to its session."""
@@ -563,7 +561,7 @@ class Ranks:
         session = self._sessions.get(number)
         if kind == FAILED:
             culprit, how, text = json.loads(payload)
-            self._record(number, _Failure(culprit, how, text), rank)
+            self._record(number, Failure(culprit, how, text), rank)
         elif kind == MESSAGE and session is not None:
             session._arrive(rank, payload)
         elif kind == MESSAGE and number > self._begun:
@@ -572,7 +570,7 @@ class Ranks:
     def lost(self, rank: int, why: str, said_goodbye: bool) -> None:
         """Have the sessions fail that were under way with a rank."""
         text = f"its connection was lost ({why}); it was killed, or its machine or the network is down"
-        failure = _Failure(rank, "gone", "it has closed, and takes no more part" if said_goodbye else text)
+        failure = Failure(rank, "gone", "it has closed, and takes no more part" if said_goodbye else text)
         self._absent[rank] = (failure, said_goodbye)
         if said_goodbye and self.rank == 0:
             return  # all that it had to say may be here
@@ -582,7 +580,7 @@ class Ranks:
                     self._broken.append(number)
                 self._record(number, failure, rank)
 
-    def _record(self, number: int, failure: _Failure, told_by: int = 0) -> None:
+    def _record(self, number: int, failure: Failure, told_by: int = 0) -> None:
         """Note that a session has come to nothing, the first time; rank 0 passes it on."""
         session = self._sessions.get(number)
         if number in self._failures or (session is None and number <= self._begun):

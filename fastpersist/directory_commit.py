@@ -208,7 +208,9 @@ class PendingDirectory:
         _native.forget_descriptor(fd)
         os.close(fd)
 
-    def publish(self, manifest: bytes, *, durable: bool = True, overwrite: Overwrite = False) -> None:
+    def publish(
+        self, manifest: bytes, *, durable: bool = True, overwrite: Overwrite = False, keep_replaced: bool = False
+    ) -> str | None:
         """Steps 4 to 7, and close.
 
         Args:
@@ -216,6 +218,10 @@ class PendingDirectory:
             durable: Sync what steps 4 and 6 say; without it, the directory is complete for readers, but may be lost or
                 torn by a power failure.
             overwrite: Replace a checkpoint that has the final name by now; as in `create`.
+            keep_replaced: Leave step 7 to the caller: others may have to commit first.
+
+        Returns:
+            With `keep_replaced`, where the directory is that was replaced, if one was.
 
         Raises:
             ConfigError: Something has the final name that may not be replaced; nothing was published.
@@ -240,8 +246,9 @@ class PendingDirectory:
             except StorageError as error:  # what was replaced stays: it may be all that a power failure leaves
                 message = f"{self.final_path} is published, but a power failure may undo that: {error}"
                 raise type(error)(error.errno, message, self.final_path) from error
-        if replaced is not None:
+        if replaced is not None and not keep_replaced:
             remove_replaced(replaced)
+        return replaced if keep_replaced else None
 
     def _complete(self, manifest: bytes, durable: bool) -> None:
         """Step 4."""

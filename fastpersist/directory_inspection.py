@@ -33,6 +33,7 @@ from fastpersist.formats.manifest import (
     step_of,
 )
 from fastpersist.inspection import Damage, Manifest, VerifyReport, inspect_source, verify_source
+from fastpersist.part_reading import read_record
 from fastpersist.pipeline import Extents, Poll, read_extents
 from fastpersist.source import CheckpointSource
 
@@ -58,7 +59,7 @@ def inspect_directory(path: str) -> Manifest:
     """
     if _is_checkpoint(path):
         with _held(path) as manifest:
-            found = _summary(path, manifest)
+            found = _with_other_parts(_summary(path, manifest), manifest)
             for entry in manifest.files:
                 if problem := _size_problem(path, entry):
                     raise FormatError(problem, path=path)
@@ -238,6 +239,15 @@ def _summary(path: str, manifest: CheckpointManifest) -> Manifest:
         host=manifest.host,
         stats=manifest.stats,
     )
+
+
+def _with_other_parts(found: Manifest, manifest: CheckpointManifest) -> Manifest:
+    """Add where the rest of the checkpoint is, if this is what one of several file systems has of it."""
+    record = read_record(found.path, manifest)
+    if record is None:
+        return found
+    others = record.describe([number for number in range(len(record.stores)) if number != record.store])
+    return dataclasses.replace(found, host={**found.host, "other_parts": others})
 
 
 def _with_tensors(found: Manifest) -> Manifest:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal, NamedTuple
 
-from fastpersist.commit import LEFTOVER_AGE_S, TOKEN_BYTES, hidden_prefix
+from fastpersist.commit import LEFTOVER_AGE_S, TOKEN_BYTES, hidden_prefix, is_live
 from fastpersist.directory_locks import Lock, claimed
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, StorageError
 from fastpersist.filesystem import filesystem, storage_errors
@@ -29,6 +29,7 @@ __all__ = [
     "remove_directory",
     "remove_quietly",
     "remove_replaced",
+    "replaced_directories",
     "resolve_final_path",
     "sweep_directories",
 ]
@@ -104,6 +105,21 @@ def committed_path(parent: str, name: str) -> str | None:
             if _published_ns(leftover) >= 0:
                 return leftover.path
     return None
+
+
+def replaced_directories(path: str) -> list[str]:
+    """Return where whole directories are that had this name, or were to get it, and have a hidden one now."""
+    parent, name = os.path.split(path)
+    return [leftover.path for leftover in _leftovers(parent, name) if _has_manifest(leftover.path)]
+
+
+def _has_manifest(path: str) -> bool:
+    """Tell whether a directory is finished, and this process is not about to make it visible."""
+    try:
+        status = os.lstat(os.path.join(path, MANIFEST_NAME))
+    except OSError:
+        return False
+    return status.st_size > 0 and not is_live(status)
 
 
 def sweep_directories(parent: str, name: re.Pattern[str] | str) -> list[str]:

@@ -8,32 +8,35 @@ steps, retention and resume on top. The protocol is `directory_commit`'s, the ca
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
-import platform
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-
-import torch
+from typing import Any
 
 from fastpersist import _native
 from fastpersist.arena import Arena
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
+from fastpersist.committed import candidate_steps
+from fastpersist.config import BLOCK_BYTES
 from fastpersist.directory_commit import Overwrite, PendingDirectory, files_in
-from fastpersist.errors import ConfigError, SkippedError, StorageError
+from fastpersist.errors import ConfigError, CoordinationError, SkippedError, StorageError
 from fastpersist.filesystem import filesystem, make_directories, storage_errors
-from fastpersist.formats.manifest import CheckpointManifest, FileEntry, check_file_name, encode_manifest
-from fastpersist.meeting import own_version
+from fastpersist.formats.manifest import FileEntry, check_file_name, encode_manifest
+from fastpersist.formats.parts import PARTS_NAME, part_name
+from fastpersist.guest_writing import Guest, Site
+from fastpersist.layout import align_up
 from fastpersist.owners import Owners, Ownership, step_count
 from fastpersist.pacing import Spread
 from fastpersist.pipeline import Extents, read_extents, require_engine
 from fastpersist.replicas import replicas_in
-from fastpersist.saving import Container, WrittenFile, container_for, padded_bytes, write_container
-from fastpersist.sharing import FirstShare, Together
+from fastpersist.saving import Container, WrittenFile, container_for, write_container
+from fastpersist.sharing import FirstShare, Together, decoded, encoded
+from fastpersist.stores import Split, Stores, find_stores, manifest_now
 from fastpersist.untraced import untraced
 
 __all__ = ["DirectorySave"]
@@ -106,8 +109,11 @@ class DirectorySave:
         abort = self._directory.abort  # without a reference to this object: it may be forgotten
         self._pending.when_failed(lambda _: abort())
         self._together = _together
+        self._split: Split | None = None  # among several file systems
         if _together is not None:
             self._pending.when_failed(_together.session.fail)
+            if (stores := _together.stores) is not None:
+                self._pending.when_failed(lambda _: stores.forget())
         self._entries: dict[str, FileEntry | None] = {}
         self._written_elsewhere: list[str] = []
         self._spread = Spread()
@@ -181,6 +187,25 @@ class DirectorySave:
         self.captures.append(capture)
         self._stats.plan_s += time.monotonic() - started_s
         self._submit_file(name, container, share, capture, snapshot)
+        self._stats.stall_s += time.monotonic() - started_s
+
+    def save_guest(self, guest: Guest) -> None:
+        """Have somebody else write files of the directory, on the writing thread; returns as `save` does.
+
+        Raises:
+            FastPersistError, …: What `guest.hold` raises.
+        """
+        started_s = time.monotonic()
+        self._refuse_closed()
+        if self._failed:
+            return
+        owners = guest.owners
+        self._spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
+        held = guest.hold(self._arena, paranoid=self._paranoid, on_gate=self._stats.add_stall)
+        self._spread.add_file(held.snapshot, held.size_bytes)
+        self.captures.append(held.capture)
+        self._stats.plan_s += time.monotonic() - started_s
+        self._pending.begin(held.capture, lambda: self._submit(lambda: self._write_guest(guest)))
         self._stats.stall_s += time.monotonic() - started_s
 
     def add_bytes(self, name: str, data: bytes) -> None:
@@ -296,15 +321,19 @@ class DirectorySave:
         def write() -> None:
             begun_s = time.monotonic()
             final_path = os.path.join(self._directory.final_path, name)
-            fd = self._directory.create_file(name)
-            filesystem().allocate(fd, padded_bytes(container), final_path)
+            own_name, size_bytes = name, container.size_bytes
+            if share is not None and self._find_stores(share) is not None:
+                del self._entries[name]
+                own_name, size_bytes = part_name(name, 0), share.size_bytes
+            fd = self._directory.create_file(own_name)
+            filesystem().allocate(fd, align_up(size_bytes, BLOCK_BYTES), final_path)
             self._pending.refuse_torn()
             written = self._write(name, container, share, fd, snapshot)
-            filesystem().truncate(fd, container.size_bytes, final_path)
+            filesystem().truncate(fd, size_bytes, final_path)
             self._stats.write_s += time.monotonic() - begun_s
             self._sync_later(fd, final_path)
             self._stats.engine = written.engine
-            self._note(name, container.size_bytes, written.crc32)
+            self._note(own_name, size_bytes, written.crc32)
 
         self._pending.begin(capture, lambda: self._submit(write))
 
@@ -317,11 +346,80 @@ class DirectorySave:
             return write_container(container, fd, final_path, engine=engine, poll=poll, snapshot=snapshot)
         pending_path = os.path.join(self._directory.path, name)
         written = share.write(fd, final_path, engine=engine, pending_path=pending_path, poll=poll, snapshot=snapshot)
-        for entries in share.extras.values():
+        split = self._split
+        for rank, entries in share.extras.items():
             for own_name, size_bytes, crc32 in entries or ():
-                self._note(own_name, size_bytes, crc32)
+                if split is None or split.is_first(rank):
+                    self._note(own_name, size_bytes, crc32)
+                else:
+                    split.own_entries.setdefault(rank, []).append(FileEntry(own_name, size_bytes, crc32))
+        if split is not None and share.split_shares is not None:
+            split.files.append(share.split_shares)
+            for rank in share.split_shares.extents:
+                if rank and split.is_first(rank):
+                    entry = share.split_shares.entry(rank)
+                    self._note(entry.name, entry.size_bytes, entry.crc32)
+                    self._written_elsewhere.append(entry.name)
         self._stats.add_shares(share.bytes_by_rank())
         return written
+
+    def _find_stores(self, share: FirstShare) -> Split | None:
+        """Find out, if it is to be found out, which ranks see this directory."""
+        stores = None if self._together is None else self._together.stores
+        if stores is not None and not stores.are_one():
+            share.meet(lambda say: self._found_stores(stores, say))
+        return self._split
+
+    def _found_stores(self, stores: Stores, say: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> Split | None:
+        if self._split is None and not stores.are_one():
+            self._split = find_stores(say, stores, self._directory.path, overwrite=bool(self._overwrite))
+        return self._split
+
+    def _find_stores_for_guest(self) -> Split | None:
+        """Find out before a guest writes, and tell the other ranks where they do."""
+        together = self._together
+        if together is None or together.stores is None:
+            return None
+
+        def hear() -> list[dict[str, Any]]:
+            return [decoded(answer, rank) for rank, answer in enumerate(together.session.gather(b"{}"))]
+
+        def say(message: dict[str, Any]) -> list[dict[str, Any]]:
+            together.session.answer(encoded(message))
+            return hear()
+
+        for rank, said in enumerate(hear()):
+            if rank and not said.get("guest"):
+                raise CoordinationError(
+                    f"the ranks do not save the same in the same way: {together.label} is sharded on rank 0, and "
+                    f"{said.get('name')} is not on rank {rank}"
+                )
+        split = self._found_stores(together.stores, say)
+        together.session.answer(encoded({"ready": True, **({} if split is None else {"split": split.go()})}))
+        return split
+
+    def _write_guest(self, guest: Guest) -> None:
+        begun_s = time.monotonic()
+        self._pending.refuse_torn()
+        site = Site(
+            directory=self._directory.path,
+            final_path=self._directory.final_path,
+            session=None if self._together is None else self._together.session,
+            label=None if self._together is None else self._together.label,
+            engine=self._engine,
+            poll=self._pending.poll,
+            made=lambda _: None,  # what is in the directory goes with it
+            before_done=lambda _: [],  # what else there is has tasks of its own
+            stats=self._stats,
+        )
+        split = self._find_stores_for_guest()
+        for entry in guest.write(site):
+            if entry.name in self._entries:
+                raise ConfigError(f"{entry.name} is in {self._directory.final_path} already")
+            if split is None or split.takes(entry):
+                self._note(entry.name, entry.size_bytes, entry.crc32)
+                self._written_elsewhere.append(entry.name)
+        self._stats.write_s += time.monotonic() - begun_s
 
     def _submit(self, write_file: Callable[[], None]) -> None:
         self._lane.submit(lambda: self._pending.run(write_file, when_it_fails=self._file_failed))
@@ -368,6 +466,9 @@ class DirectorySave:
         after: Callable[[], None] | None,
         after_lane: Lane | None,
     ) -> None:
+        if self._split is not None:
+            self._split.read_common(self._directory.path)
+            self._write_bytes(PARTS_NAME, self._split.record_of(0))
         self._close_files(durable=durable)
         present = list(files_in(self._directory.path))
         for name in present:
@@ -380,24 +481,29 @@ class DirectorySave:
             self._check_length(name)
         self._pending.check()
         begun_s = time.monotonic()
-        ranks = {} if self._together is None else {"rank_count": self._together.session.count}
-        manifest = CheckpointManifest(
-            files=tuple(entry for entry in self._entries.values() if entry is not None),
+        manifest = manifest_now(
+            (entry for entry in self._entries.values() if entry is not None),
             step=step,
-            time_s=time.time(),
             metrics=metrics,
-            versions={"fastpersist": own_version(), "torch": torch.__version__, "python": platform.python_version()},
-            host={"name": socket.gethostname(), "pid": os.getpid(), "kernel": platform.release(), **ranks},
+            rank_count=None if self._together is None else self._together.session.count,
             stats=self._stats_so_far(),
         )
         if self._together is not None:
             if self._together.confirms:
                 self._together.session.gather(b"")
+            if self._split is not None:
+                self._together.session.answer_each(self._split.commits(step, metrics, durable=durable))
+                self._together.session.gather(b"")  # all other stores have published
             self._together.session.settle()
-        self._directory.publish(encode_manifest(manifest), durable=durable, overwrite=self._overwrite)
+        try:
+            self._directory.publish(encode_manifest(manifest), durable=durable, overwrite=self._overwrite)
+        except BaseException:
+            if self._together is not None and self._split is not None:
+                self._split.let_others_undo(self._together.session, self._directory.final_path)
+            raise
         self._stats.sync_s += self._directory.sync_s
         if self._together is not None:
-            self._together.session.answer(b"{}")
+            self._together.session.answer(self._end_message(metrics))
             self._together.session.finish()
         self._pending.written()
 
@@ -411,6 +517,13 @@ class DirectorySave:
             finish()
         else:
             after_lane.submit(lambda: self._pending.run(finish))
+
+    def _end_message(self, metrics: dict[str, float]) -> bytes:
+        """Say that it is published; to other stores also what they need to know of those that came before."""
+        if self._split is None:
+            return b"{}"
+        steps = sorted(candidate_steps(os.path.dirname(self._directory.final_path)))
+        return json.dumps({"metrics": metrics, "steps": steps}).encode()
 
     def _adopt(self, name: str) -> None:
         """Put a file that somebody else wrote into the manifest, with its CRC; the directory's publish syncs it."""

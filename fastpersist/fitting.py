@@ -7,6 +7,7 @@ somebody else takes once all tensors are filled.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -35,6 +36,7 @@ class Leaf:
         device: Where that is; None for what map_location says.
         is_bound: It is filled in place even where another leaf fills the same memory: the last one wins, as with
             load_state_dict. An optimizer's state is not: it may share memory in the target, but not in the file.
+        shard_like: The DTensor of which each rank gets its shard of the value; None where all of it is wanted.
     """
 
     name: str
@@ -42,6 +44,13 @@ class Leaf:
     target: torch.Tensor | None
     device: torch.device | None
     is_bound: bool = True
+    shard_like: torch.Tensor | None = None
+
+    def of_this_rank(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what a target gets in place of the value that was loaded: the tensor that was filled, or its shard."""
+        if self.target is not None:
+            return self.target
+        return value if self.shard_like is None else _shard_of(value, self.shard_like)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +143,8 @@ class Plan:
             if reasons and ((type(target) in PLAIN_TYPES and _is_plain(target)) or target.device.type == "meta"):
                 self.problems.extend(reasons)  # copying would fail as well
             is_filled = can_fill and not reasons and _is_plain(value)
-            self.leaves[path] = Leaf(name, value, target if is_filled else None, _CPU)
+            shard_like = target if _is_sharded(target) and _is_plain(value) else None
+            self.leaves[path] = Leaf(name, value, target if is_filled else None, _CPU, shard_like=shard_like)
             return is_filled
         return False
 
@@ -276,9 +286,30 @@ class _OptimizerState:
                     f"{name} has shape {tuple(live.shape)} in the target, {tuple(value.shape)} in the file"
                 )
         target = live if is_filled and isinstance(live, torch.Tensor) else None
-        self.plan.leaves[path] = Leaf(name, value, target, device, is_bound=False)
+        shard_like = None
+        if target is None and parameter is not None and _is_sharded(parameter) and _is_plain(value) and value.ndim:
+            like = [one for one in (live, parameter) if isinstance(one, torch.Tensor) and _is_sharded(one)]
+            shard_like = next((one for one in like if one.shape == value.shape), None)
+            if shard_like is None:
+                self.plan.problems.append(
+                    f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}, so it is not "
+                    "known how it is sharded; one step of the optimizer, before load(), makes its state"
+                )
+        self.plan.leaves[path] = Leaf(name, value, target, device, is_bound=False, shard_like=shard_like)
         if target is not None:
             self.filled.append((path, inside))
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import; who has a DTensor has done so
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _shard_of(value: torch.Tensor, like: Any) -> torch.Tensor:
+    """Cut this rank's shard out of a tensor that all ranks have, without saying a word to the others."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.detach(), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _unwrapped_optimizer(target: object) -> torch.optim.Optimizer | None:

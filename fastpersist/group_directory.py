@@ -19,6 +19,7 @@ from fastpersist.directory_save import DirectorySave
 from fastpersist.errors import ConfigError, SkippedError
 from fastpersist.formats.manifest import check_file_name
 from fastpersist.group_save import Writers, together_with
+from fastpersist.guest_writing import Guest
 from fastpersist.owners import Owners
 from fastpersist.peer_save import PeerSave
 from fastpersist.pipeline import require_engine
@@ -136,6 +137,11 @@ class PeerDirectorySave:
         else:
             self._peer.save(obj, name, owners, owners.look, file_format=format, metadata=metadata)
         self._names.add(name)
+
+    def save_guest(self, guest: Guest) -> None:
+        """Have somebody else write this rank's part of files; see `DirectorySave.save_guest`."""
+        self._refuse_closed()
+        self._peer.save_guest(guest)
 
     def add_bytes(self, name: str, data: bytes) -> None:
         """Add nothing: rank 0's bytes are those that count.

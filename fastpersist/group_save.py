@@ -21,10 +21,11 @@ from fastpersist.coordination import Ranks, Session
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.filesystem import make_directories
 from fastpersist.partition import choose_writers
+from fastpersist.peer_sharing import OtherShare
 from fastpersist.pipeline import require_engine
 from fastpersist.replicas import replicas_of
 from fastpersist.saving import Container, SaveReport, container_for, padded_bytes
-from fastpersist.sharing import FirstShare, OtherShare, Together
+from fastpersist.sharing import FirstShare, Together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -304,7 +304,7 @@ def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
 
 def _load_stock(source: CheckpointSource, why: str, map_location: MapLocation, weights_only: bool) -> Any:
     _log.info("stock torch.load reads %s: %s", source.path, why)
-    with open(source.path, "rb") as file:
+    with source.open_whole() as file:
         return stock_load(file, map_location=map_location, weights_only=weights_only, mmap=False)
 
 

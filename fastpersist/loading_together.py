@@ -43,7 +43,7 @@ import hashlib
 import logging
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,7 +67,7 @@ from fastpersist.pipeline import Extents, Poll, Read, ReadResult, read_extents, 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["SharedReader", "reader_for"]
+__all__ = ["WANT", "SharedReader", "broadcasts_host_memory", "reader_for"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -80,6 +80,9 @@ _END_BYTES = 64 << 10
 _SAMPLE_BYTES = 512
 _SAMPLE_COUNT = 64
 
+WANT = "want"
+"""The stage in which ranks tell what they want, of what others have."""
+
 UNKNOWN_RANK = -1
 """PeerError.rank where the process group does not say which rank it lost."""
 
@@ -89,7 +92,7 @@ class _Said:
     """What a rank says in a round.
 
     Attributes:
-        stage: "read", "compare", "shared", "done", or "failed".
+        stage: "read", "compare", "shared", "done", or "failed"; or another, if `told` is what it is about.
         path: The file that it reads.
         place: Its page cache and the file in it: ranks with the same one share what is cached.
         size_bytes: Length of the file.
@@ -99,6 +102,7 @@ class _Said:
         any_engine: The engine is ours to choose.
         sample: With "compare", a digest of samples of the file.
         crcs: With "shared", the CRC of each part that this rank has read.
+        told: What else there is to say, of a stage of somebody else's (`parts_exchange`).
         error_text: With "failed", class and message of the error.
         error: With "failed", the error, pickled, if it is one of ours.
     """
@@ -113,6 +117,7 @@ class _Said:
     any_engine: bool = False
     sample: bytes = b""
     crcs: tuple[int, ...] = ()
+    told: Any = None
     error_text: str = ""
     error: bytes = b""
 
@@ -151,6 +156,8 @@ class SharedReader:
     Attributes:
         first_failure: After a failure that all have heard of: the lowest rank that failed, and its error if it is one
             of ours, else None. The same on all ranks, so they can decide alike what to do next.
+        serve: Given what each rank wants, hands out what only this one can read (`parts_exchange`).
+        stack: Closed when all ranks are through.
 
     Raises:
         ConfigError: This process is not in the group.
@@ -167,22 +174,66 @@ class SharedReader:
         self._compared = False  # the ranks have found that they read the same file
         self._over = self._count == 1  # there is nobody to tell, or nobody hears any more
         self.first_failure: tuple[int, FastPersistError | None] | None = None
+        self.serve: Callable[[list[Any]], None] | None = None
+        self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> SharedReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self._over:
-            return
-        if error is not None:
-            # What this rank raises is its own error, whatever the others say now.
+        with self.stack:
+            if error is None and not self._over:
+                try:
+                    self.wait_for_all("done")
+                except BaseException as caught:
+                    self._fail(caught)
+                    raise
+            elif error is not None:
+                self._fail(error)
+            self._over = True
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the others, who may know already: what this rank raises is its own error, whatever they say now."""
+        if not self._over:
             with contextlib.suppress(Exception):
                 self._say(_Said("failed", error_text=f"{type(error).__name__}: {error}", error=_pickled(error)))
             self._over = True
-            return
-        while any(said.stage != "done" for said in self._say(_Said("done"))):
-            pass  # others read on
-        self._over = True
+
+    def wait_for_all(self, stage: str, told: Any = None) -> list[Any]:
+        """Say the same until all ranks do, who may read on before; return what each tells.
+
+        Raises:
+            PeerError: Another rank has failed, or is gone.
+        """
+        while True:
+            heard = self._say(_Said(stage, told=told))
+            if all(said.stage == stage for said in heard):
+                return [said.told for said in heard]
+            if self.serve is not None:
+                self.serve([said.told if said.stage == WANT else None for said in heard])
+
+    def say(self, stage: str, told: Any) -> list[tuple[str, Any]]:
+        """Say something in a round of its own; return what each rank says: its stage, and what it tells.
+
+        Raises:
+            PeerError: Another rank has failed, or is gone.
+        """
+        return [(said.stage, said.told) for said in self._say(_Said(stage, told=told))]
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Of the ranks."""
+        return self._group
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self._rank
+
+    @property
+    def count(self) -> int:
+        """How many ranks there are."""
+        return self._count
 
     def __call__(
         self, fd: int, path: str, extents: Extents, *, engine: str = "auto", poll: Poll | None = None
@@ -217,7 +268,7 @@ class SharedReader:
         if self._over:
             raise CoordinationError(f"loading {self._subject} together has ended already")
         heard: list[Any] = [None] * self._count
-        with self._collective():
+        with self.collective():
             dist.all_gather_object(heard, own, group=self._group)
         failed = [rank for rank, said in enumerate(heard) if said.stage == "failed"]
         if failed:
@@ -234,7 +285,7 @@ class SharedReader:
         return heard
 
     @contextmanager
-    def _collective(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """Run a collective. If it fails, or is interrupted, no other can follow: the ranks are out of step.
 
         Raises:
@@ -266,7 +317,7 @@ class SharedReader:
             size_bytes=status.st_size,
             layout=hashlib.blake2b(_flat(sorted(places)), digest_size=16).digest(),
             only_crcs=len(extents) > 0 and extents.keeps_nothing(),
-            takes_broadcasts=_broadcasts_host_memory(self._group)
+            takes_broadcasts=broadcasts_host_memory(self._group)
             and all(extents.host_memory(index) is not None for index in shared),
             any_engine=require_engine(engine) == "auto",
         )
@@ -328,7 +379,7 @@ class SharedReader:
                 raise InternalError(f"the ranks share {path} out differently")
             crcs.add(share, said.crcs)
         if not only_crcs:
-            with self._collective():
+            with self.collective():
                 for rank, share in enumerate(shares):
                     for part in share:
                         self._broadcast(extents, part, rank)
@@ -449,7 +500,8 @@ def _node() -> str:
         return os.uname().nodename
 
 
-def _broadcasts_host_memory(group: ProcessGroup) -> bool:
+def broadcasts_host_memory(group: ProcessGroup) -> bool:
+    """Tell whether the collectives of a group take host memory."""
     return "cpu:" in dist.get_backend_config(group)
 
 

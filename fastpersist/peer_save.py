@@ -11,6 +11,8 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
 
 from fastpersist import _native
 from fastpersist.arena import Arena
@@ -18,11 +20,14 @@ from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
 from fastpersist.errors import StorageError
 from fastpersist.filesystem import filesystem
+from fastpersist.guest_writing import Guest, Site
 from fastpersist.owners import Owners, Ownership
 from fastpersist.pacing import Spread
+from fastpersist.peer_sharing import OtherShare, needs_same_filesystem
 from fastpersist.replicas import replicas_in
 from fastpersist.saving import container_for, padded_bytes, write_container
-from fastpersist.sharing import OtherShare, Together, needs_same_filesystem
+from fastpersist.sharing import Together, decoded, encoded
+from fastpersist.stores import PeerStore
 
 __all__ = ["PeerSave"]
 
@@ -70,6 +75,10 @@ class PeerSave:
         self._pending = PendingSave(path, stats)
         self._pending.when_failed(together.session.fail)
         self._pending.when_failed(lambda _: _remove_made(made_paths))
+        self._store: PeerStore | None = None
+        if together.stores is not None:
+            self._store = store = PeerStore(path, together.session.rank, together.stores)
+            self._pending.when_failed(store.abort)
 
     def save(
         self,
@@ -110,12 +119,7 @@ class PeerSave:
         except BaseException as error:
             self._together.session.fail(error)
             raise
-        own_files, self._own_files = self._own_files, []
-
-        def before_done(pending_path: str) -> list[tuple[str, int, int | None]]:
-            written = [write_own(os.path.dirname(pending_path)) for write_own in own_files]
-            capture.check()  # of this file alone: steps go on waiting for those that come
-            return written
+        before_done = self._take_own_files(capture)
 
         def write() -> None:
             begun_s = time.monotonic()
@@ -126,7 +130,9 @@ class PeerSave:
                 durable=self._durable,
                 poll=self._pending.poll,
                 snapshot=snapshot,
-                before_done=before_done,
+                before_done=lambda pending_path: before_done(os.path.dirname(pending_path)),
+                made=self._made_paths.append,
+                store=self._store,
             )
             self._made_paths.clear()  # they are the first rank's now
             self._stats.engine = used_engine or self._stats.engine
@@ -136,6 +142,63 @@ class PeerSave:
         self._stats.plan_s += time.monotonic() - started_s
         self._begin(capture, lambda: self._lane.submit(lambda: self._pending.run(write)))
         self._stats.stall_s += time.monotonic() - started_s
+
+    def save_guest(self, guest: Guest) -> None:
+        """Have somebody else write this rank's part of files that are not of our making; returns as `save` does."""
+        if self._pending.done():
+            return
+        started_s = time.monotonic()
+        try:
+            self._spread.expect_step(guest.owners.optimizers(), manual=guest.owners.gate == "manual")
+            held = guest.hold(self._arena, paranoid=self._paranoid, on_gate=self._stats.add_stall)
+            self._spread.add_file(held.snapshot, held.size_bytes)
+        except BaseException as error:
+            self._together.session.fail(error)
+            raise
+        before_done = self._take_own_files(held.capture)
+        site = Site(
+            directory=None,
+            final_path=self._path,
+            session=self._together.session,
+            label=self._together.label,
+            engine=self._engine,
+            poll=self._pending.poll,
+            made=self._made_paths.append,
+            before_done=before_done,
+            stats=self._stats,
+        )
+
+        def write() -> None:
+            begun_s = time.monotonic()
+            self._pending.refuse_torn()
+            own_site = replace(site, directory=self._own_directory())
+            self._stats.bytes += sum(entry.size_bytes for entry in guest.write(own_site))
+            self._made_paths.clear()  # they are the first rank's now
+            self._stats.write_s += time.monotonic() - begun_s
+
+        self._stats.plan_s += time.monotonic() - started_s
+        self._begin(held.capture, lambda: self._lane.submit(lambda: self._pending.run(write)))
+        self._stats.stall_s += time.monotonic() - started_s
+
+    def _own_directory(self) -> str | None:
+        """Find out with the first rank who sees whose files; return where to write if this rank does not see its."""
+        if self._store is None:
+            return None
+        self._together.session.tell(encoded({"guest": True, "name": f"{self._together.label}, sharded"}))
+        while not (said := decoded(self._together.session.hear(), 0)).get("ready"):
+            self._together.session.tell(encoded(self._store.reply(said)))
+        return self._store.directory(said)
+
+    def _take_own_files(self, capture: Capture) -> Callable[[str], list[tuple[str, int, int | None]]]:
+        """Return what writes this rank's own files, and checks that what it has written is not torn."""
+        own_files, self._own_files = self._own_files, []
+
+        def before_done(directory: str) -> list[tuple[str, int, int | None]]:
+            written = [write_own(directory) for write_own in own_files]
+            capture.check()  # of this file alone: steps go on waiting for those that come
+            return written
+
+        return before_done
 
     def add_own(self, obj: object, name: str, owners: Owners) -> None:
         """Write a file of this rank's own, before the part of the file that is saved next; what may change is copied.
@@ -180,10 +243,15 @@ class PeerSave:
 
         self._own_files.append(write)
 
-    def publish(self) -> PendingSave:
-        """Return the save, done when the first rank has published it; no more files come."""
+    def publish(self, after: Callable[[Mapping[str, Any]], None] | None = None) -> PendingSave:
+        """Return the save, done when the first rank has published it; no more files come.
+
+        Args:
+            after: Where this rank has published a store of its own: done at the end, given what the first rank says
+                then ("steps" that are there, "metrics").
+        """
         self._spread.begin()
-        self._lane.submit(lambda: self._pending.run(self._end))
+        self._lane.submit(lambda: self._pending.run(lambda: self._end(after)))
         return self._pending
 
     def abort(self, error: BaseException) -> None:
@@ -197,12 +265,25 @@ class PeerSave:
         if self._pending.done():  # it has failed meanwhile, and nobody else would let the capture go
             capture.release()
 
-    def _end(self) -> None:
+    def _end(self, after: Callable[[Mapping[str, Any]], None] | None) -> None:
+        session, store = self._together.session, self._store
         if self._together.confirms:
-            self._together.session.tell(b"")
-        self._together.session.hear()
-        self._together.session.finish()
+            session.tell(b"")
+        said = session.hear()
+        if store is not None and store.is_split:
+            self._pending.check()
+            store.publish(decoded(said, 0), asdict(self._stats))
+            session.tell(b"")
+            said = session.hear()
+            if decoded(said, 0).get("undo"):
+                store.undo()
+                said = session.hear()  # why
+        session.finish()
+        if store is not None:
+            store.finish()
         self._pending.written()
+        if after is not None and store is not None and store.is_first():
+            after(decoded(said, 0))
         self._pending.succeed()
 
     def _capture(self, owners: Owners, look: Callable[[], Ownership]) -> Capture:

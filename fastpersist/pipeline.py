@@ -395,6 +395,24 @@ class Extents:
         extent = self._wanted[index]
         return None if extent.address is None else host_tensor(extent.address, extent.size_bytes)
 
+    def wants_crc(self, index: int) -> bool:
+        """Whether the CRC of an extent is asked for."""
+        return self._wanted[index].with_crc
+
+    def bring(self, index: int, from_bytes: int, data: torch.Tensor) -> None:
+        """Bring bytes of an extent, which somebody else has read, to where they belong.
+
+        Args:
+            index: Of the extent.
+            from_bytes: The first, counted from the extent's start.
+            data: A uint8 host tensor.
+        """
+        extent = self._wanted[index]
+        if extent.address is not None:
+            host_tensor(extent.address + from_bytes, data.numel()).copy_(data)
+        elif extent.push_index is not None:
+            self._pushes[extent.push_index](from_bytes, data)
+
     def keeps_nothing(self) -> bool:
         """Whether all extents are read for their CRCs alone."""
         return all(extent.address is None and extent.push_index is None for extent in self._wanted)

@@ -55,7 +55,7 @@ from fastpersist.loading import (
 from fastpersist.pipeline import Extents, Read, engine_ladder, read_extents, refuse_null_engine
 from fastpersist.source import CheckpointSource
 
-__all__ = ["load_state"]
+__all__ = ["left_behind", "load_state", "with_touched"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -85,6 +85,7 @@ def load_state(
     engine: str,
     on_filled: Callable[[str], None] | None = None,
     read: Read = read_extents,
+    source: CheckpointSource | None = None,
 ) -> Any:
     """Load a saved dict, restoring the entries named in `into` in place.
 
@@ -103,6 +104,7 @@ def load_state(
         on_filled: Called with a key of `into` directly before the first change to its target. Whoever keeps these
             keys knows after an error which targets are no longer what they were.
         read: How storages are read: a `SharedReader` where several ranks load together.
+        source: The file, if it is open already; closed at the end.
 
     Returns:
         The dict, with the very objects of `into` under their keys. Without `into`, whatever was saved.
@@ -122,7 +124,7 @@ def load_state(
     Thread safety: any thread; nobody else may use the targets meanwhile.
     """
     options = _Options(into or {}, map_location, verify, weights_only, engine, read)
-    with CheckpointSource(path) as source:
+    with source or CheckpointSource(path) as source:
         for name in engine_ladder(engine, source.fd, for_reading=True):
             refuse_null_engine(name)
         _prove(source)
@@ -476,11 +478,11 @@ def _change(
             touch(step.path[0])
             step.apply(_with_targets(_part(ready.loaded, step.path), _part(tree, step.path)))
     except (StorageError, CorruptionError, PeerError) as error:
-        raise _with_touched(error, touched) from error
+        raise with_touched(error, touched) from error
     except Exception as error:
         if step_name is None and isinstance(error, FastPersistError):
             raise  # the named engine cannot be used here: nothing was read
-        reason = f"{type(error).__name__}: {error}; {_left_behind(touched)}"
+        reason = f"{type(error).__name__}: {error}; {left_behind(touched)}"
         if step_name is None:
             raise StorageError(None, f"filling the targets from {source.path} failed: {reason}", source.path) from error
         raise ConfigError(f"{step_name} refused what {source.path} holds for it: {reason}") from error
@@ -497,9 +499,9 @@ def _part(value: Any, path: Path) -> Any:
 
 
 def _with_targets(value: Any, tree: _Tree | Leaf | None) -> Any:
-    """Return a part of the file's object in which the filled tensors of targets stand for their values."""
+    """Return a part of the file's object in which the tensors of targets, or shards, stand for their values."""
     if isinstance(tree, Leaf):
-        return value if tree.target is None else tree.target
+        return tree.of_this_rank(value)
     if not tree:
         return value
     if isinstance(value, dict):
@@ -513,18 +515,20 @@ def _with_targets(value: Any, tree: _Tree | Leaf | None) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
-def _left_behind(touched: list[str]) -> str:
+def left_behind(touched: list[str]) -> str:
+    """Say which targets are not usable."""
     return f"partly overwritten, and not usable until they are restored again: {', '.join(map(str, touched))}"
 
 
-def _with_touched(
+def with_touched(
     error: StorageError | CorruptionError | PeerError, touched: list[str]
 ) -> StorageError | CorruptionError | PeerError:
+    """Return an error that also says which targets are not usable."""
     if not touched:
         return error
     if isinstance(error, PeerError):
-        return type(error)(f"{error}; {_left_behind(touched)}", rank=error.rank, subject=error.subject)
+        return type(error)(f"{error}; {left_behind(touched)}", rank=error.rank, subject=error.subject)
     if isinstance(error, StorageError):
-        message = f"{error}; {_left_behind(touched)}"
+        message = f"{error}; {left_behind(touched)}"
         return type(error)(error.errno, message, error.filename, error.offset_bytes)
-    return type(error)(f"{error.message}; {_left_behind(touched)}", path=error.path, offset_bytes=error.offset_bytes)
+    return type(error)(f"{error.message}; {left_behind(touched)}", path=error.path, offset_bytes=error.offset_bytes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -43,8 +43,14 @@ class RootUpkeep:
         """Somebody else may have changed the root."""
         self._metrics = None
 
-    def after_commit(self, step: int, metrics: dict[str, float]) -> bool:
+    def after_commit(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> bool:
         """A step is durable: name it in LATEST, and remove what is kept no longer.
+
+        Args:
+            step: Which.
+            metrics: Of that step.
+            among: The steps that count, if not all of them do: a root that holds parts of steps (`stores`) may hold
+                some of steps that were never committed.
 
         Returns:
             Whether the root could be read and written; the log says why not.
@@ -57,7 +63,8 @@ class RootUpkeep:
         except StorageError as error:
             _log.warning("%s: step %d is saved, but what comes after was not done: %s", self._root, step, error)
             return False
-        for old in steps_to_remove(self._metrics, self._retention):
+        counted = {found: self._metrics[found] for found in self._metrics if among is None or found in among}
+        for old in steps_to_remove(counted, self._retention):
             if old != step:  # which may be older than others, after a rewind
                 self._remove_step(old, self._metrics)
         return True

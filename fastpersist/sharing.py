@@ -15,6 +15,9 @@ What the ranks say to each other about one file, as JSON (CRCs behind it), in a 
                             others tell a sum of each cut source, so that the error can name those that differ
     others → first   done   the CRC of each range that was written, when it is durable, and what else there is to say
 
+Ranks that share no file system (`stores`) write the same ranges, each to a part of its own: a file in which they lie
+one right behind the other. The first rank's part is all the rest. Who does so is found out between *plan* and *go*.
+
 Names, durability and visibility are the first rank's `commit` or `directory_save`; what the other ranks do around this
 is `peer_save`.
 """
@@ -23,16 +26,12 @@ from __future__ import annotations
 
 import base64
 import bisect
-import errno
 import hashlib
 import itertools
 import json
-import os
 import struct
-import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,18 +40,18 @@ import torch
 from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.coordination import Session
-from fastpersist.errors import CoordinationError, InternalError, StorageError
-from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.errors import CoordinationError, InternalError
+from fastpersist.formats.parts import ExtentMap, FileExtent
 from fastpersist.layout import align_up
 from fastpersist.partition import ByteRange, Extent, interior_of, merged, overlaps, shard_of, without
 from fastpersist.pipeline import Poll, Run, Writer, refuse_null_engine
 from fastpersist.replicas import difference, host_bytes, sums_of
 from fastpersist.saving import Checksum, Container, Literal, Part, PieceStream, Source, Stored, WrittenFile
+from fastpersist.stores import Split, SplitShares, Stores
 
-__all__ = ["FirstShare", "OtherShare", "Share", "Together", "needs_same_filesystem"]
+__all__ = ["FirstShare", "Share", "Together", "checking", "decoded", "encoded", "unpacked_offsets"]
 
 _CRC_BYTES = 4
-_NEWS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,7 @@ class Together:
         writers: The ranks that write what is cut, in order.
         check_replicas: Compare all bytes of what is cut, not samples.
         confirms: Each rank says once more that it is done, when it has no more files.
+        stores: What is known of their file systems; None: they need the same one.
     """
 
     session: Session
@@ -72,6 +72,7 @@ class Together:
     writers: Sequence[int]
     check_replicas: bool
     confirms: bool = False
+    stores: Stores | None = None
 
 
 class Share:
@@ -131,6 +132,19 @@ class Share:
         shard = shard_of(self._interiors, self._writers.index(rank), len(self._writers), BLOCK_BYTES)
         return [ByteRange(self._cut[part.source], part.from_bytes, part.size_bytes) for part in shard]
 
+    def extents_of(self, rank: int, offsets: Mapping[int, int]) -> list[FileExtent]:
+        """Return where the cut bytes that a rank writes lie in the file, ascending, those that touch as one.
+
+        Args:
+            rank: Which.
+            offsets: Of the cut sources in the file, by index.
+        """
+        shard = [
+            (offsets[part.source] + part.from_bytes, offsets[part.source] + part.from_bytes + part.size_bytes)
+            for part in self._shard_of(rank)
+        ]
+        return [(low, high - low) for low, high in merged(shard)]
+
     def _add_range(self, part: ByteRange) -> int:
         whole = self.container.sources[part.source]
         self.ranges.append(part)
@@ -142,10 +156,10 @@ class Share:
         return self.container.names_of(self._cut[position])
 
     def _description(self) -> bytes:
-        return _encoded({"mode": self._mode, "sums": self._sums})
+        return encoded({"mode": self._mode, "sums": self._sums})
 
     def _plan_message(self) -> bytes:
-        return _encoded({"name": self._name, "digest": self._digest()})
+        return encoded({"name": self._name, "digest": self._digest()})
 
     def _digest(self) -> str:
         """Return what is the same on all ranks if their replicas are, as far as they were looked at."""
@@ -153,11 +167,17 @@ class Share:
         return hashlib.sha256(described.encode()).hexdigest()[:32]
 
 
-def _encoded(message: dict[str, Any]) -> bytes:
+def encoded(message: dict[str, Any]) -> bytes:
+    """Return what is sent."""
     return json.dumps(message, separators=(",", ":")).encode()
 
 
-def _decoded(message: bytes, rank: int) -> dict[str, Any]:
+def decoded(message: bytes, rank: int) -> dict[str, Any]:
+    """Return what another rank says.
+
+    Raises:
+        CoordinationError: It is no message of a save.
+    """
     try:
         found = json.loads(message)
     except ValueError:
@@ -183,11 +203,17 @@ class FirstShare(Share):
 
     Attributes:
         extras: After `write`, what each other rank had to say beside its CRCs, by rank.
+        split_shares: After `write`, what each rank has written; None if the file does not lie in parts.
     """
 
     def __init__(self, container: Container, cut: Sequence[int], together: Together, name: str = "") -> None:
         super().__init__(container, cut, together, name)
         self.extras: dict[int, Any] = {}
+        self.split_shares: SplitShares | None = None
+        self._split: Split | None = None
+        self._met = False
+        self._own_extents = ExtentMap([(0, container.size_bytes)])
+        self._crcs_of_others: dict[int, int] = {}  # of their parts
         self._late = self._late_blocks()
         self._own: dict[int, list[int]] = {}  # by source, indices of `ranges`
         self._late_bytes: dict[int, list[_LateBytes]] = {}
@@ -231,6 +257,31 @@ class FirstShare(Share):
             for low, high in late
         ]
 
+    def meet(self, find: Callable[[Callable[[dict[str, Any]], list[dict[str, Any]]]], Split | None]) -> Split | None:
+        """Hear the plans of the others, who are in `OtherShare.write`, and find out where they write; before `write`.
+
+        Args:
+            find: Given what sends a message to the others and returns their answers by rank; returns how the save is
+                split among several stores. Then this rank's file is a part, of `size_bytes`.
+
+        Raises:
+            CoordinationError: The ranks do not hold the same replicas; the message says which differ on which ranks.
+            PeerError: Another rank has failed.
+        """
+        self._agree()
+        self._met = True
+        self._split = find(self._say)
+        if self._split is not None:
+            others = [extent for rank in range(1, self._session.count) for extent in self._extents_of_other(rank)]
+            rest = without((0, self.container.size_bytes), merged((low, low + size) for low, size in others))
+            self._own_extents = ExtentMap([(low, high - low) for low, high in rest])
+        return self._split
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the file that this rank writes to: of the whole one, or of its part."""
+        return self._own_extents.size_bytes
+
     def write(
         self,
         fd: int,
@@ -258,27 +309,35 @@ class FirstShare(Share):
             PeerError: Another rank has failed.
             ConfigError, UnsupportedError, StorageError: As in `write_container`.
         """
-        self._agree(pending_path)
+        if not self._met:
+            self._agree()
+        self._answer_go(pending_path)
         with Writer(
-            fd, path, engine=engine, poll=_checking(poll, self._session), sparing=snapshot is not None
+            fd, path, engine=engine, poll=checking(poll, self._session), sparing=snapshot is not None
         ) as writer:
             stream = PieceStream(writer, snapshot)
             self._write_early(stream)
             stream.flush()
             crcs = writer.crcs(len(self.ranges)) if self.container.has_checksums else [0] * len(self.ranges)
             others = self._hear_done()
-            self._write_late(stream, self._source_crcs(crcs, others))
+            written = [*zip(self.ranges, crcs, strict=True), *others]
+            source_crcs = self._source_crcs(written)
+            self._write_late(stream, source_crcs)
             stream.flush()
             used_engine = writer.finish()
             runs = writer.runs()
         refuse_null_engine(used_engine)
         if runs is None:
             return WrittenFile(used_engine, None)
+        if self._split is not None:
+            crc = _native.combine_runs(runs, self.size_bytes)
+            self.split_shares = self._shares(crc, written, source_crcs)
+            return WrittenFile(used_engine, crc)
         runs += [(self.container.offsets[part.source] + part.from_bytes, part.size_bytes, crc) for part, crc in others]
         return WrittenFile(used_engine, _native.combine_runs(runs, self.container.size_bytes))
 
-    def _agree(self, pending_path: str) -> None:
-        told = [_decoded(plan, rank) for rank, plan in enumerate(self._session.gather(self._plan_message()))]
+    def _agree(self) -> None:
+        told = [decoded(plan, rank) for rank, plan in enumerate(self._session.gather(self._plan_message()))]
         for rank, plan in enumerate(told):
             if plan.get("name") != self._name:
                 raise CoordinationError(
@@ -287,22 +346,34 @@ class FirstShare(Share):
                 )
         plans = [plan.get("digest") for plan in told]
         if any(plan != plans[0] for plan in plans):
-            self._session.answer(_encoded({"describe": True}))
-            described = [_decoded(one, rank) for rank, one in enumerate(self._session.gather(self._description()))]
+            self._session.answer(encoded({"describe": True}))
+            described = [decoded(one, rank) for rank, one in enumerate(self._session.gather(self._description()))]
             raise difference([(one.get("mode"), one.get("sums", [])) for one in described], self._names_of_cut)
+
+    def _answer_go(self, pending_path: str) -> None:
         offsets = [self.container.offsets[source] for source in self._cut]
-        self._session.answer(_encoded({"path": pending_path, "offsets": _packed(offsets)}))
+        go: dict[str, Any] = {"path": pending_path, "offsets": _packed(offsets)}
+        if self._split is not None:
+            go["split"] = self._split.go()
+        self._session.answer(encoded(go))
+
+    def _say(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        self._session.answer(encoded(message))
+        return [decoded(answer, rank) for rank, answer in enumerate(self._session.gather(b"{}"))]
+
+    def _extents_of_other(self, rank: int) -> list[FileExtent]:
+        return self.extents_of(rank, dict(enumerate(self.container.offsets)))
 
     def _write_early(self, stream: PieceStream) -> None:
         container = self.container
         for part in container.parts():
             if isinstance(part, Stored):
                 for index in self._own[part.source]:
-                    stream.seek(part.offset_bytes + self.ranges[index].from_bytes)
+                    stream.seek(self._own_extents.place_of(part.offset_bytes + self.ranges[index].from_bytes))
                     stream.add_source(self.sources[index], index, index if container.has_checksums else None)
                 continue
             for low, high in without(_extent_of(part), self._late):
-                stream.seek(low)
+                stream.seek(self._own_extents.place_of(low))
                 if isinstance(part, Literal):
                     stream.add_bytes(part.data[low - part.offset_bytes : high - part.offset_bytes])
                 else:
@@ -320,22 +391,43 @@ class FirstShare(Share):
         for rank, message in enumerate(self._session.gather(b"{}")):
             if rank == 0:
                 continue
-            text, _, packed = message.partition(b"\n")
-            done, shard = _decoded(text, rank), self._shard_of(rank)
-            crcs = [crc for (crc,) in struct.iter_unpack("<I", packed)] if len(packed) % _CRC_BYTES == 0 else []
+            text, _, crc_bytes = message.partition(b"\n")
+            done, shard = decoded(text, rank), self._shard_of(rank)
+            crcs = [crc for (crc,) in struct.iter_unpack("<I", crc_bytes)] if len(crc_bytes) % _CRC_BYTES == 0 else []
             if len(crcs) != len(shard):
                 raise CoordinationError(f"rank {rank} has not written what it should: {len(shard)} ranges")
             found += zip(shard, crcs, strict=True)
+            if shard:
+                offsets = self.container.offsets
+                self._crcs_of_others[rank] = _joined_crc(
+                    (offsets[one.source] + one.from_bytes, one.size_bytes, crc)
+                    for one, crc in zip(shard, crcs, strict=True)
+                )
             self.extras[rank] = done.get("extra")
         return found
 
-    def _source_crcs(self, own_crcs: Sequence[int], others: Sequence[tuple[ByteRange, int]]) -> list[int]:
+    def _shares(
+        self, own_crc: int | None, written: Sequence[tuple[ByteRange, int]], source_crcs: Sequence[int]
+    ) -> SplitShares:
+        """Say what each rank has written, when all have."""
+        offsets = self.container.offsets
+        runs = [(offset_bytes, len(data), _native.crc32(data)) for offset_bytes, data in self._late_pieces(source_crcs)]
+        runs += [(offsets[part.source] + part.from_bytes, part.size_bytes, crc) for part, crc in written]
+        return SplitShares(
+            self._name.partition("/")[2],
+            self.container.size_bytes,
+            _native.combine_runs(runs, self.container.size_bytes),
+            {0: self._own_extents.extents, **{rank: self._extents_of_other(rank) for rank in self._crcs_of_others}},
+            {0: own_crc, **self._crcs_of_others},
+        )
+
+    def _source_crcs(self, written: Sequence[tuple[ByteRange, int]]) -> list[int]:
         """Combine the CRC of each source from those of its ranges, whoever has written them."""
         sources = self.container.sources
         if not self.container.has_checksums:
             return [0] * len(sources)
         runs: list[list[Run]] = [[] for _ in sources]
-        for part, crc in [*zip(self.ranges, own_crcs, strict=True), *others]:
+        for part, crc in written:
             runs[part.source].append((part.from_bytes, part.size_bytes, crc))
         crcs = []
         for source, found in enumerate(runs):
@@ -356,7 +448,7 @@ class FirstShare(Share):
                 at = low - starts[index]
                 blocks[index][at : at + high - low] = data[low - offset_bytes : high - offset_bytes]
         for start, block in zip(starts, blocks, strict=True):
-            stream.seek(start)
+            stream.seek(self._own_extents.place_of(start))
             stream.add_bytes(bytes(block))
 
     def _late_pieces(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
@@ -376,6 +468,14 @@ def _extent_of(part: Part) -> Extent:
     return part.offset_bytes, part.offset_bytes + size_bytes
 
 
+def _joined_crc(runs: Iterable[Run]) -> int:
+    """Return the CRC of these bytes of a file, one right behind the other, whatever lies between them."""
+    crc = 0
+    for _, size_bytes, run_crc in sorted(runs):
+        crc = _native.combine_crc32(crc, run_crc, size_bytes)
+    return crc
+
+
 def _last_at_most(starts: Sequence[int], value: int) -> int:
     return bisect.bisect_right(starts, value) - 1
 
@@ -386,12 +486,13 @@ def _packed(offsets: Sequence[int]) -> str:
     return base64.b64encode(zlib.compress(struct.pack(f"<{len(distances)}Q", *distances))).decode()
 
 
-def _unpacked(text: str) -> list[int]:
+def unpacked_offsets(text: str) -> list[int]:
+    """Decode the offsets that the first rank tells."""
     data = zlib.decompress(base64.b64decode(text))
     return list(itertools.accumulate(struct.unpack(f"<{len(data) // 8}Q", data)))
 
 
-def _checking(poll: Poll | None, session: Session) -> Poll:
+def checking(poll: Poll | None, session: Session) -> Poll:
     """Stop a transfer when another rank has failed."""
 
     def check(done_bytes: int) -> None:
@@ -400,136 +501,3 @@ def _checking(poll: Poll | None, session: Session) -> Poll:
             poll(done_bytes)
 
     return check
-
-
-# ------------------------------------------------------------------------------------------- the others
-
-
-class OtherShare(Share):
-    """The part of a rank that is not the first."""
-
-    def __init__(self, container: Container, cut: Sequence[int], together: Together, name: str = "") -> None:
-        super().__init__(container, cut, together, name)
-        for part in self._shard_of(together.session.rank):
-            self._add_range(part)
-
-    def write(
-        self,
-        path: str,
-        *,
-        engine: str,
-        durable: bool,
-        poll: Poll | None = None,
-        snapshot: _native.Snapshot | None = None,
-        before_done: Callable[[str], Any] | None = None,
-    ) -> str:
-        """Write this rank's part into the pending file of the first rank, which is in `FirstShare.write`.
-
-        Args:
-            path: For messages: the final name.
-            engine: Engine name or "auto".
-            durable: Sync what was written.
-            poll: See `pipeline.Poll`.
-            snapshot: Holds `sources`; without it they are read from where they are.
-            before_done: Given the path of the pending file, does what else this rank has to do before it tells that its
-                part is written; returns what else it has to say, as JSON can hold it.
-
-        Returns:
-            The engine that wrote; "" if there was nothing to write.
-
-        Raises:
-            PeerError: Another rank has failed.
-            ConfigError, UnsupportedError, StorageError: As in `write_container`.
-        """
-        self._session.tell(self._plan_message())
-        go = _decoded(self._session.hear(), 0)
-        if go.get("describe"):
-            self._session.tell(self._description())
-            go = _decoded(self._session.hear(), 0)  # which tells what differs
-        try:
-            used_engine, crcs = self._write_part(go, path, engine, durable, _checking(poll, self._session), snapshot)
-            said = None if before_done is None else before_done(go["path"])
-        except StorageError as error:
-            self._prefer_failure_of_others(error)
-            raise
-        self._session.tell(_encoded({"extra": said}) + b"\n" + struct.pack(f"<{len(crcs)}I", *crcs))
-        return used_engine
-
-    def _prefer_failure_of_others(self, error: StorageError) -> None:
-        """When a rank has failed, the first one removes the file: then that failure is what there is to tell.
-
-        Raises:
-            PeerError: A rank has failed.
-        """
-        self._session.check()
-        if error.errno == errno.ENOENT:  # over a network, the news may come later than the removal
-            end_s = time.monotonic() + _NEWS_S
-            while time.monotonic() < end_s:
-                time.sleep(0.02)
-                self._session.check()
-
-    def _write_part(
-        self,
-        go: dict[str, Any],
-        path: str,
-        engine: str,
-        durable: bool,
-        poll: Poll,
-        snapshot: _native.Snapshot | None,
-    ) -> tuple[str, list[int]]:
-        """Write the ranges of this rank; return the engine that did, and the CRC of each."""
-        if not self.ranges:
-            return "", []
-        offsets = dict(zip(self._cut, _unpacked(go["offsets"]), strict=True))
-        fd = _open_pending(go["path"], path, self._session.rank)
-        try:
-            written = self._write_ranges(fd, path, offsets, engine, poll, snapshot)
-            if durable:
-                filesystem().sync(fd, path)
-        finally:
-            _native.forget_descriptor(fd)
-            os.close(fd)
-        return written
-
-    def _write_ranges(
-        self,
-        fd: int,
-        path: str,
-        offsets: dict[int, int],
-        engine: str,
-        poll: Poll,
-        snapshot: _native.Snapshot | None,
-    ) -> tuple[str, list[int]]:
-        with_crc = self.container.has_checksums
-        with Writer(fd, path, engine=engine, poll=poll, sparing=snapshot is not None) as writer:
-            stream = PieceStream(writer, snapshot)
-            for index, part in enumerate(self.ranges):
-                stream.seek(offsets[part.source] + part.from_bytes)
-                stream.add_source(self.sources[index], index, index if with_crc else None)
-            stream.flush()
-            used = writer.finish()
-            crcs = writer.crcs(len(self.ranges)) if with_crc else [0] * len(self.ranges)
-        refuse_null_engine(used)
-        return used, crcs
-
-
-def _open_pending(pending_path: str, path: str, rank: int) -> int:
-    """Open the file that the first rank has made."""
-    with needs_same_filesystem(path, rank), storage_errors("opening", pending_path):
-        fd = os.open(pending_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    _native.close_in_forked_child(fd)
-    return fd
-
-
-@contextmanager
-def needs_same_filesystem(path: str, rank: int) -> Iterator[None]:
-    """Say what is wrong when a rank does not find what the first rank has made."""
-    try:
-        yield
-    except StorageError as error:
-        raise type(error)(
-            error.errno,
-            f"cannot save {path}: rank {rank} cannot open what rank 0 has made ({error}). All ranks that write need "
-            "the same file system; writers=1 lets rank 0 write alone, without rank_state of the others",
-            path,
-        ) from error

@@ -14,11 +14,13 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import BinaryIO
 
 from fastpersist.errors import CheckpointNotFoundError, FormatError, StorageError, UnsupportedError
 from fastpersist.filesystem import storage_errors
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
+from fastpersist.formats.parts import PARTS_NAME
 from fastpersist.formats.pickle_scan import (
     PickleScan,
     StorageReference,
@@ -53,6 +55,7 @@ class CheckpointSource:
 
     Args:
         path: A file that torch.save, safetensors or we wrote.
+        fd: An open file that stands for it, and becomes this object's.
 
     Attributes:
         kind: "torch_zip", "safetensors", or "other" (legacy pickles, anything unknown), by the first bytes.
@@ -64,9 +67,10 @@ class CheckpointSource:
         StorageError: It is a directory or cannot be read.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, fd: int | None = None) -> None:
         self.path = path
-        self.fd = _open(path, path)
+        self.fd = _open(path, path) if fd is None else fd
+        self._whole_path = path if fd is None else f"/proc/self/fd/{fd}"
         try:
             status = os.fstat(self.fd)
             self.is_regular = stat.S_ISREG(status.st_mode)
@@ -101,6 +105,10 @@ class CheckpointSource:
         if safetensors_format.is_safetensors(first):
             return "safetensors"
         return "other"
+
+    def open_whole(self) -> BinaryIO:
+        """Open the file for somebody who reads all of it."""
+        return open(self._whole_path, "rb")
 
     def read_at(self, offset_bytes: int, size_bytes: int) -> bytes:
         """Read small things, whole; they must lie inside the file.
@@ -209,7 +217,10 @@ def _open(name: str, path: str) -> int:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
     except StorageError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint at {path}", path) from None
+            parts = ""
+            if os.path.exists(os.path.join(os.path.dirname(path), PARTS_NAME)):
+                parts = ", but some part of one: load it with all ranks' Checkpointer.load(), or `fastpersist merge` it"
+            raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint at {path}{parts}", path) from None
         raise
     if stat.S_ISDIR(os.fstat(fd).st_mode):
         os.close(fd)

@@ -21,28 +21,34 @@ from fastpersist.errors import (
     FormatError,
     PeerError,
     StorageError,
+    UnsupportedError,
 )
 from fastpersist.explaining import warn_caller
-from fastpersist.formats.manifest import CheckpointManifest
+from fastpersist.formats.manifest import (
+    DCP_METADATA_NAME,
+    STATE_NAME,
+    CheckpointManifest,
+    rank_file_name,
+    step_name,
+    writer_of,
+)
+from fastpersist.formats.parts import PartsRecord
 from fastpersist.loading import MapLocation
 from fastpersist.loading_together import UNKNOWN_RANK, SharedReader, reader_for
+from fastpersist.part_reading import read_record
 from fastpersist.pipeline import Read, read_extents
 from fastpersist.resuming import load_state
+from fastpersist.source import CheckpointSource
+from fastpersist.step_parts import StepParts, refuse_alone
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["RANK_KEY", "STATE_NAME", "LoadOptions", "load_newest", "load_step", "rank_file_name"]
+__all__ = ["RANK_KEY", "LoadOptions", "load_newest", "load_step"]
 
-STATE_NAME = "state.pt"
 RANK_KEY = "rank_state"
 
 _Unusable = (CorruptionError, StorageError, CheckpointNotFoundError)
-
-
-def rank_file_name(rank: int) -> str:
-    """Name the file with a rank's own state."""
-    return f"rank-{rank:05d}.pt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +134,7 @@ def _newest(root: str, without: set[int], options: LoadOptions) -> int | None:
 
 
 def _listed(root: str, options: LoadOptions) -> set[int]:
-    """Return the steps that are there; with several ranks, those that the first one sees."""
+    """Return the steps that are there; with several ranks, those that the first one sees, or else that any sees."""
     group = options.process_group
     if group is None:
         return candidate_steps(root)
@@ -140,8 +146,13 @@ def _listed(root: str, options: LoadOptions) -> set[int]:
         except FastPersistError as caught:
             error = caught
             said[1] = f"{type(caught).__name__}: {caught}"
+    seen: list[Any] = [set()] * options.count
     try:
         dist.broadcast_object_list(said, src=dist.get_global_rank(group, 0), group=group)
+        if said == [set(), None]:  # its host may be new, and take part in loading what others hold parts of
+            dist.all_gather_object(seen, candidate_steps(root), group=group)
+    except FastPersistError:
+        raise
     except Exception as lost:
         raise PeerError(
             f"another rank is gone or silent while loading from {root}: {type(lost).__name__}: {lost}",
@@ -153,11 +164,17 @@ def _listed(root: str, options: LoadOptions) -> set[int]:
     if said[1] is not None:
         raise PeerError(f"rank 0 failed while looking for steps in {root}: {said[1]}", rank=0, subject=root)
     found: set[int] = said[0]
-    return found
+    return found.union(*seen)
 
 
 def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
-    def read_file(path: str, name: str, targets: Mapping[str, object] | None, read: Read) -> Any:
+    def read_file(
+        path: str,
+        name: str,
+        targets: Mapping[str, object] | None,
+        read: Read,
+        source: CheckpointSource | None = None,
+    ) -> Any:
         return load_state(
             os.path.join(path, name),
             into=targets,
@@ -166,27 +183,122 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
             weights_only=options.weights_only,
             engine=options.engine,
             read=read,
+            source=source,
         )
 
+    def read_parts(parts: StepParts, shared: SharedReader) -> Any:
+        path = parts.path
+        if parts.are_shards:
+            state = _read_shards(parts, options, shared)
+        else:
+            state = parts.load(STATE_NAME, lambda source, read: read_file(path, STATE_NAME, options.into, read, source))
+        own_name = _own_name(root, step, parts.own_names(), parts.rank_count, options)
+        own = None if own_name is None else parts.own_file(own_name)
+        if own_name is not None and own is not None:
+            state[RANK_KEY] = read_file(path, own_name, None, read_extents, own)
+        return state
+
     def read_all(path: str, manifest: CheckpointManifest) -> Any:
-        state = read_file(path, STATE_NAME, options.into, read)
+        record = read_record(path, manifest)
+        if record is not None and shared is not None:
+            return read_parts(StepParts(shared, path, manifest, record), shared)
+        if record is not None and _is_sharded(manifest):
+            _require_shards(path, record)
+        elif record is not None:
+            refuse_alone(path, record)
+        if _is_sharded(manifest):
+            state = _read_sharded(path, manifest, options, read)
+        else:
+            state = read_file(path, STATE_NAME, options.into, read)
         own_name = _own_file(root, step, manifest, options)
         if own_name is not None:
             state[RANK_KEY] = read_file(path, own_name, None, read_extents)  # nobody else reads it
         return state
 
-    return read_committed(root, step, read_all)
+    shared = read if isinstance(read, SharedReader) and read.count > 1 else None
+    try:
+        return read_committed(root, step, read_all)
+    except CheckpointNotFoundError:
+        if shared is None:
+            raise
+        path = os.path.join(root, step_name(step))
+        parts = StepParts(shared, path, None, None)  # others may have all of it between them
+        if not parts.exists:
+            raise
+        return read_parts(parts, shared)
+
+
+def _is_sharded(manifest: CheckpointManifest) -> bool:
+    """Tell whether a step holds DCP's files: its manifest says so, not who loads it."""
+    names = {entry.name for entry in manifest.files}
+    return DCP_METADATA_NAME in names and STATE_NAME not in names
+
+
+def _read_shards(parts: StepParts, options: LoadOptions, shared: SharedReader) -> Any:
+    from fastpersist.sharded.exchanging import load_shards_together  # torch.distributed.checkpoint takes long to import
+
+    return load_shards_together(
+        parts,
+        shared,
+        into=options.into,
+        map_location=options.map_location,
+        verify=options.verify,
+        weights_only=options.weights_only,
+        engine=options.engine,
+    )
+
+
+def _require_shards(path: str, record: PartsRecord) -> None:
+    """Refuse a sharded step of which parts lie in other stores, if there is nobody to get them from.
+
+    Raises:
+        UnsupportedError: A part is not here; the message says whose, and where it was written.
+    """
+    from fastpersist.sharded.metadata import METADATA_NAME, read_metadata
+
+    metadata, _ = read_metadata(os.path.join(path, METADATA_NAME))
+    here = set(os.listdir(path))
+    missing = sorted({info.relative_path for info in (metadata.storage_data or {}).values()} - here)
+    if missing:
+        writers = {writer_of(name) for name in missing}
+        stores = [number for number, store in enumerate(record.stores) if writers.intersection(store.ranks)]
+        raise UnsupportedError(
+            f"{path} holds only a part of the sharded checkpoint: {missing[0]} and all other parts of "
+            f"{record.describe(stores)} are elsewhere, for the ranks that saved it share no file system. Load it "
+            "with all of them (Checkpointer(process_group=)), or copy the .distcp files of all stores here (all "
+            "names differ), or make one file of them: fastpersist merge DIR DIR… state.pt"
+        )
+
+
+def _read_sharded(path: str, manifest: CheckpointManifest, options: LoadOptions, read: Read) -> Any:
+    from fastpersist.sharded.step_loading import load_sharded_state  # torch.distributed.checkpoint takes long to import
+
+    return load_sharded_state(
+        path,
+        manifest,
+        into=options.into,
+        map_location=options.map_location,
+        verify=options.verify,
+        weights_only=options.weights_only,
+        engine=options.engine,
+        read=read,
+        rank=options.rank,
+        count=options.count,
+    )
 
 
 def _own_file(root: str, step: int, manifest: CheckpointManifest, options: LoadOptions) -> str | None:
     """Return the name of this rank's own file; with another number of ranks, no file is anybody's."""
     names = {entry.name for entry in manifest.files if entry.name.startswith("rank-")}
-    saved_count = manifest.host.get("rank_count", 1)
+    name = _own_name(root, step, names, manifest.host.get("rank_count", 1), options)
+    return name if name in names else None
+
+
+def _own_name(root: str, step: int, names: set[str], saved_count: object, options: LoadOptions) -> str | None:
     if names and saved_count != options.count:
         warn_caller(
             f"{root}: step {step} was saved by {saved_count} ranks and is loaded by {options.count}: each rank's own "
             "rank_state is left out"
         )
         return None
-    name = rank_file_name(options.rank)
-    return name if name in names else None
+    return rank_file_name(options.rank) if names else None

@@ -16,7 +16,9 @@ import pytest
 import fastpersist as fp
 
 FOLDER = Path(__file__).parent.parent / "examples"
-WITH_TESTS_OF_THEIR_OWN = {"ddp_partitioned.py", "fsdp_dcp_reshard.py", "train_gpt.py"}
+WITH_TESTS_OF_THEIR_OWN = {
+    *("ddp_partitioned.py", "deepspeed_zero.py", "fsdp_checkpointer.py", "fsdp_dcp_reshard.py", "train_gpt.py"),
+}
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.name not in WITH_TESTS_OF_THEIR_OWN)
 
 
@@ -148,7 +150,7 @@ def test_ranks_that_lose_one_go_on_with_another_number(tmp_path: Path) -> None:
     assert (stock.stdout, stock.stderr) == (f"{saved + 2}\n", "")
 
 
-@pytest.mark.parametrize("name", ["ddp_partitioned.py", "fsdp_dcp_reshard.py"])
+@pytest.mark.parametrize("name", ["ddp_partitioned.py", "fsdp_checkpointer.py", "fsdp_dcp_reshard.py"])
 def test_what_needs_torchrun_says_so_without_it(name: str) -> None:
     done = subprocess.run([sys.executable, str(FOLDER / name)], capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -18,19 +18,29 @@ from itertools import pairwise
 from fastpersist.errors import ConfigError, FormatError
 
 __all__ = [
+    "DCP_METADATA_NAME",
     "MANIFEST_LIMIT_BYTES",
     "MANIFEST_NAME",
+    "STATE_NAME",
     "CheckpointManifest",
     "FileEntry",
     "check_file_name",
     "encode_manifest",
     "parse_manifest",
+    "rank_file_name",
     "step_name",
     "step_of",
+    "writer_of",
 ]
 
 MANIFEST_NAME = "MANIFEST.json"
 """The name of the manifest in its checkpoint directory."""
+
+STATE_NAME = "state.pt"
+"""The name of the file with the state of a step."""
+
+DCP_METADATA_NAME = ".metadata"
+"""The name of the file that says what is where in the parts of sharded state, given by torch.distributed.checkpoint."""
 
 MANIFEST_LIMIT_BYTES = 16 << 20
 """A manifest is not longer; read at most one byte more of a file that claims to be one."""
@@ -49,6 +59,7 @@ _INTEGER_LIMIT = 1 << 63
 _TIME_LIMIT_S = float(1 << 36)
 
 _STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,18})")
+_OF_RANK = re.compile(r"(?:.*/)?(?:__([0-9]{1,9})_[0-9]+\.distcp|rank-([0-9]{5,9})\.pt)", re.DOTALL)
 _CRC = re.compile(r"[0-9a-f]{8}")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _DRIVE = re.compile(r"[A-Za-z]:")
@@ -121,6 +132,23 @@ def step_of(name: str) -> int | None:
     match = _STEP_NAME.fullmatch(name)
     step = int(match[1]) if match else _INTEGER_LIMIT
     return step if step < _INTEGER_LIMIT else None
+
+
+def rank_file_name(rank: int) -> str:
+    """Return the name of the file with a rank's own state.
+
+    Thread safety: pure.
+    """
+    return f"rank-{rank:05d}.pt"
+
+
+def writer_of(name: str) -> int | None:
+    """Return the rank whose state, or part of sharded state, a file of this name is; None if none is named.
+
+    Thread safety: pure.
+    """
+    match = _OF_RANK.fullmatch(name)
+    return None if match is None else int(match[1] or match[2])
 
 
 def check_file_name(name: str) -> None:

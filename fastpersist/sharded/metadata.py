@@ -13,10 +13,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fastpersist.errors import CheckpointNotFoundError, FormatError, StorageError
+from fastpersist.formats.manifest import DCP_METADATA_NAME
 
-__all__ = ["METADATA_NAME", "Found", "is_path", "read_metadata"]
+__all__ = ["METADATA_NAME", "Found", "is_path", "pickled", "read_metadata"]
 
-METADATA_NAME = ".metadata"
+METADATA_NAME = DCP_METADATA_NAME
 
 
 class Found(NamedTuple):
@@ -29,6 +30,25 @@ class Found(NamedTuple):
 def is_path(checkpoint_id: str | os.PathLike[str]) -> bool:
     """Tell whether what DCP is given as a checkpoint's name is a path."""
     return "://" not in os.fspath(checkpoint_id)
+
+
+class _Pieces:
+    """A file for a pickler, whose other threads get their turn with each piece: pickling keeps Python's lock."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def write(self, piece: bytes | memoryview) -> int:
+        """Take a piece; called by the pickler."""
+        self.pieces.append(bytes(piece))
+        return len(piece)
+
+
+def pickled(value: object) -> bytes:
+    """Pickle a plan, or metadata, which may be megabytes, without keeping training from running meanwhile."""
+    file = _Pieces()
+    pickle.Pickler(file, protocol=4).dump(value)
+    return b"".join(file.pieces)
 
 
 def read_metadata(path: str) -> tuple[Metadata, Found]:

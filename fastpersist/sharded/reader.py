@@ -123,7 +123,7 @@ class FastPersistReader(StorageReader):
         for name, items in sorted(by_part.items()):
             items.sort(key=lambda placed: placed[0].offset)
             try:
-                reader = PartReader(self._path, name, engine=self._engine, verify=self._verify)
+                reader = self._open_part(self._path, name)
             except CheckpointNotFoundError:
                 self._refuse_replaced()
                 raise
@@ -133,6 +133,9 @@ class FastPersistReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _open_part(self, path: str, name: str) -> PartReader:
+        return PartReader(path, name, engine=self._engine, verify=self._verify)
 
     def _info_of(self, item: ReadItem) -> Any:
         info = self._metadata.storage_data.get(item.storage_index)  # type: ignore[union-attr]

@@ -39,7 +39,7 @@ from fastpersist.formats.pickle_scan import SymbolicTensor, iter_tensors, scan_p
 from fastpersist.pipeline import Extents, byte_tensor, read_extents
 from fastpersist.sharded.blobs import QUANTIZED, Blob, Shape, is_plain, plain_blob
 
-__all__ = ["PartReader", "Wanted"]
+__all__ = ["Batch", "PartReader", "Payload", "Wanted", "pieces"]
 
 _PART_NAME = re.compile(r"__(\d+)_\d+\.distcp")
 
@@ -93,13 +93,14 @@ class PartReader:
         name: Of the part.
         engine: Engine name or "auto".
         verify: Check the CRC of every tensor that is read as a whole.
+        fd: An open file that stands for the part, and becomes this object's.
 
     Raises:
         CheckpointNotFoundError: The part is missing.
         StorageError: It cannot be opened.
     """
 
-    def __init__(self, directory: str, name: str, *, engine: str, verify: bool) -> None:
+    def __init__(self, directory: str, name: str, *, engine: str, verify: bool, fd: int | None = None) -> None:
         self.path = os.path.join(directory, name)
         self.verify = verify
         self._engine = engine
@@ -107,7 +108,7 @@ class PartReader:
         self._writer = f"rank {match[1]}" if match else "its writer"
         try:
             with storage_errors("opening", self.path):
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
@@ -134,11 +135,11 @@ class PartReader:
             StorageError: An error of the disk.
         """
         unknown: list[Wanted] = []
-        batch = _Batch(self)
+        batch = Batch(self)
         for one in wanted:
             self._check_place(one)
             blob = _expected_blob(one)
-            for piece in _pieces(one):
+            for piece in pieces(one):
                 if one.target is None:
                     batch.add_blob(one, functools.partial(self._take, one))
                 elif blob is not None:
@@ -178,7 +179,7 @@ class PartReader:
                 offset_bytes=one.offset_bytes,
             )
 
-    def _add_found(self, one: Wanted, look: _Look, batch: _Batch) -> None:
+    def _add_found(self, one: Wanted, look: _Look, batch: Batch) -> None:
         """Have a tensor read from where its blob says that it is; what is not plain goes through torch.load."""
         try:
             directory = torch_zip.read_directory(look.read_at, one.size_bytes, path=self.path)
@@ -247,7 +248,7 @@ def _expected_blob(one: Wanted) -> Blob | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Payload:
+class Payload:
     """A contiguous tensor in a file: where its first element lies, and the CRC of all of it, if one is recorded."""
 
     offset_bytes: int
@@ -276,7 +277,7 @@ class _Look:
                 return _to_bytes(data[offset_bytes - first : offset_bytes - first + size_bytes])
         if offset_bytes < 0 or offset_bytes + size_bytes > self._one.size_bytes:
             raise FormatError("a structure points outside of it")
-        batch = _Batch(self._reader)
+        batch = Batch(self._reader)
         data = batch.add_bytes(self._one.offset_bytes + offset_bytes, size_bytes)
         batch.run()
         return _to_bytes(data)
@@ -286,7 +287,7 @@ def _to_bytes(data: torch.Tensor) -> bytes:
     return ctypes.string_at(data.data_ptr(), data.numel()) if data.numel() else b""  # numpy may be missing
 
 
-def _found_payload(directory: torch_zip.Directory, look: _Look) -> _Payload | None:
+def _found_payload(directory: torch_zip.Directory, look: _Look) -> Payload | None:
     """Return the tensor in a blob if its elements lie there as they do in memory."""
     pickled, order = directory.entries.get("data.pkl"), directory.entries.get("byteorder")
     if pickled is None:
@@ -302,7 +303,7 @@ def _found_payload(directory: torch_zip.Directory, look: _Look) -> _Payload | No
     if entry is None or first_byte + size_bytes > entry.size_bytes:
         raise FormatError("its tensor is larger than its storage")
     crc = entry.crc if directory.has_checksums and size_bytes == entry.size_bytes else None
-    return _Payload(look.offset_bytes + entry.data_offset_bytes + first_byte, dtype, tensor.shape, crc)
+    return Payload(look.offset_bytes + entry.data_offset_bytes + first_byte, dtype, tensor.shape, crc)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -348,7 +349,7 @@ def _covered_count(lengths: Shape, strides: Shape) -> int:
     return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
 
 
-def _pieces(one: Wanted) -> Iterator[Wanted]:
+def pieces(one: Wanted) -> Iterator[Wanted]:
     """Cut what would be read with too much that nobody wants, so that little memory will do."""
     if one.stored is None or one.target is None or not all(one.lengths):
         yield one
@@ -367,14 +368,14 @@ def _pieces(one: Wanted) -> Iterator[Wanted]:
         lengths = (*one.lengths[:cut], length, *one.lengths[cut + 1 :])
         done = one.done if start else _nothing
         narrow = target.narrow(cut, start, length)
-        yield from _pieces(replace(one, offsets=offsets, lengths=lengths, target=narrow, done=done))
+        yield from pieces(replace(one, offsets=offsets, lengths=lengths, target=narrow, done=done))
 
 
 def _nothing(_: bytes) -> None:
     """Stand for what is done once, when the last piece is there."""
 
 
-class _Batch:
+class Batch:
     """What is read at once, and what is done with it then."""
 
     def __init__(self, reader: PartReader) -> None:
@@ -427,7 +428,7 @@ class _Batch:
         """Read a tensor whose blob is expected to look like this; hand it on if it does not."""
         dtype, shape = one.stored  # type: ignore[misc]
         head = self.add_bytes(one.offset_bytes, len(blob.head))
-        payload = _Payload(one.offset_bytes + len(blob.head), dtype, shape)
+        payload = Payload(one.offset_bytes + len(blob.head), dtype, shape)
         crc_index, fill = self._add_tensor(one, payload)
         end_bytes = one.offset_bytes + one.size_bytes
         checked = self._reader.verify and one.lengths == shape
@@ -443,7 +444,7 @@ class _Batch:
 
         self._steps.append(step)
 
-    def add_found(self, one: Wanted, payload: _Payload) -> None:
+    def add_found(self, one: Wanted, payload: Payload) -> None:
         """Read a tensor from where it was found."""
         if len(payload.shape) != len(one.lengths) or any(
             start < 0 or start + length > size
@@ -463,7 +464,7 @@ class _Batch:
         with self._reader.errors_of(one):
             raise ChecksumError("its bytes do not have the recorded checksum")
 
-    def _add_tensor(self, one: Wanted, payload: _Payload) -> tuple[int | None, Callable[[], None]]:
+    def _add_tensor(self, one: Wanted, payload: Payload) -> tuple[int | None, Callable[[], None]]:
         """Read elements to the target, or to memory from where they are copied.
 
         Returns:

@@ -99,10 +99,10 @@ def test_replicas_that_are_none_are_named_and_nothing_is_published(
         trainer = Trainer(root, rank, check_replicas=check_replicas)
         assert trainer.outcome() is None
         if rank == 1:
-            bad, owners = make(), trainer.checkpoints._owners
-            trainer.checkpoints._owners = Owners(bad.optimizer, (), "optimizer")
+            bad, owners = make(), trainer.checkpoints._saver._owners
+            trainer.checkpoints._saver._owners = Owners(bad.optimizer, (), "optimizer")
             error = trainer.checkpoints.save(2, bad.state(), rank_state={"rank": 1, "step": 2}).exception()
-            trainer.checkpoints._owners = owners
+            trainer.checkpoints._saver._owners = owners
             trainer.run.advance()
         else:
             error = trainer.outcome()

@@ -116,7 +116,7 @@ def held_lane(checkpointer: fp.Checkpointer) -> Iterator[None]:
     def wait_for_the_end() -> None:
         over.wait(PATIENCE_S)
 
-    checkpointer._lane.submit(wait_for_the_end)
+    checkpointer._saver._lane.submit(wait_for_the_end)
     try:
         yield
     finally:

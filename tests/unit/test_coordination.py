@@ -98,9 +98,51 @@ def test_a_message_beyond_the_limit_is_refused_where_it_is_said(monkeypatch: pyt
 def test_each_role_has_its_own_calls() -> None:
     with ranks_in_threads(2) as ranks:
         first, other = begin(ranks)
-        for call in (lambda: first.tell(b""), first.hear, lambda: other.gather(b""), lambda: other.answer(b"")):
+        of_first = (lambda: other.gather(b""), lambda: other.answer(b""), lambda: other.answer_each([b"", b""]))
+        for call in (lambda: first.tell(b""), first.hear, *of_first):
             with pytest.raises(InternalError):
                 call()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_each_rank_hears_its_own_answer_among_those_for_all(count: int) -> None:
+    with ranks_in_threads(count) as ranks:
+        first, *others = begin(ranks)
+        first.answer(b"to all")
+        first.answer_each([b"nobody's", *(b"to rank %d" % rank for rank in range(1, count))])
+        first.answer_each([b"x"] * count)  # one and the same goes out once for all, and is heard by each
+        for other in others:
+            assert [other.hear() for _ in range(3)] == [b"to all", b"to rank %d" % other.rank, b"x"]
+        assert first.message_count == 3 * (count - 1)
+        with pytest.raises(InternalError, match=f"{count + 1} messages for {count} ranks"):
+            first.answer_each([b""] * (count + 1))
+
+
+def test_an_answer_beyond_the_limit_is_refused_before_any_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordination, "MESSAGE_LIMIT_BYTES", 1000)
+    with ranks_in_threads(3) as ranks:
+        first, *others = begin(ranks)
+        with pytest.raises(CoordinationError, match="1001 bytes"):
+            first.answer_each([b"", b"short", b"x" * 1001])
+        first.answer(b"after")
+        assert [other.hear() for other in others] == [b"after", b"after"]
+
+
+def test_large_answers_of_each_rank_pass_while_they_tell(leak_check: None) -> None:
+    large = [os.urandom(1 << 20) * 8 for _ in range(3)]
+    with ranks_in_threads(3) as ranks:
+        first, *others = begin(ranks)
+
+        def other(session: Session) -> bytes:
+            session.tell(large[session.rank])
+            return session.hear()
+
+        def answer() -> list[bytes]:
+            first.answer_each(large)  # before it has read anything
+            return first.gather(b"")
+
+        outcomes = at_once([answer, lambda: other(others[0]), lambda: other(others[1])])
+        assert outcomes == [[b"", *large[1:]], *large[1:]]
 
 
 def test_two_groups_of_the_same_ranks_do_not_hear_each_other() -> None:

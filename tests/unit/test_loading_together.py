@@ -124,7 +124,7 @@ def test_way_is_the_one_that_is_faster(situation: str, expected: str, zip_path: 
         watched = watch(node=node, cached_bytes=1 << 40 if "cache" in situation else 0)
         if "no host memory" in situation:
             patched: Any = loading_together
-            patched._broadcasts_host_memory = lambda group: False
+            patched.broadcasts_host_memory = lambda group: False
         engine = "threads" if "engine" in situation else "auto"
         loaded = fp.load(zip_path, process_group=world(), engine=engine)
         assert torch.equal(loaded["large"], content()["large"])

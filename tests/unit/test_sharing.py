@@ -17,9 +17,10 @@ from support.sessions import ThreadSession, run_threads
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.partition import CUT_BYTES_MIN
+from fastpersist.peer_sharing import OtherShare
 from fastpersist.replicas import replicas_of
 from fastpersist.saving import container_for, padded_bytes
-from fastpersist.sharing import FirstShare, OtherShare, Together
+from fastpersist.sharing import FirstShare, Together
 
 MIB = 1 << 20
 

@@ -1,0 +1,61 @@
+"""`fastpersist merge DIR… OUT`: one ordinary file from a checkpoint that lies in several stores, or in shards."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
+
+__all__ = ["add_parser", "run"]
+
+_EPILOG = """\
+Ranks that share no file system save each step into several directories, one in each
+file system. Bring those of one step to one machine (rsync, scp, a mount), and name
+all of them:
+
+  fastpersist merge node-a/step-00000100 node-b/step-00000100 state.pt
+
+The file is what one rank alone would have written, byte for byte, and torch.load reads
+it. A directory of torch.distributed.checkpoint (.metadata and *.distcp) is merged, too;
+that takes as much memory as the state.
+
+Exit codes: 0 good, 1 a part is missing or damaged, 2 usage or not found.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's options."""
+    parser = subparsers.add_parser(
+        "merge",
+        help="make one file of a checkpoint that lies in several directories or in shards",
+        description="Make one ordinary file of a checkpoint that lies in several directories or in shards.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directories", metavar="DIR", nargs="+", help="the directory of a step, one of each store")
+    parser.add_argument("out", metavar="OUT", help="the file to make: .pt, or .safetensors for a flat dict of tensors")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    parser.add_argument(
+        "--format", choices=("auto", "torch", "safetensors"), default="auto", help="of OUT; auto: as its suffix says"
+    )
+    parser.add_argument("--engine", default="auto", metavar="NAME", help="which engine reads and writes")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Merge, and say what was written."""
+    from fastpersist.merging import merge
+
+    report = merge(
+        arguments.directories,
+        arguments.out,
+        overwrite=arguments.overwrite,
+        format=arguments.format,
+        engine=arguments.engine,
+        progress=sys.stderr.isatty() and not arguments.quiet,
+    )
+    if not arguments.quiet:
+        print(f"{printable(report.path)}: {size_text(report.size_bytes)} in {report.total_s:.2f} s")
+    return EXIT_GOOD

@@ -1,0 +1,309 @@
+"""PARTS.json ⇄ dataclasses: how one file lies in several directories. Pure: no I/O, no torch, hostile input expected.
+
+Ranks that share no file system write one checkpoint into several directories, one in each file system: a *store*. A
+file that several ranks write together is no file there: each writer has a *part* of it, its bytes in file order, one
+extent right behind the other. PARTS.json stands in every store's directory and says which part holds what, and which
+stores there are, so that each of them can tell who is missing. FORMAT.md, section 5, is the format.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from fastpersist.errors import ConfigError, FormatError
+from fastpersist.formats.manifest import check_file_name
+
+__all__ = [
+    "PARTS_LIMIT_BYTES",
+    "PARTS_NAME",
+    "ExtentMap",
+    "Part",
+    "PartsRecord",
+    "SplitFile",
+    "Store",
+    "encode_parts",
+    "parse_parts",
+    "part_name",
+]
+
+PARTS_NAME = "PARTS.json"
+"""The name of the record in its checkpoint directory."""
+
+PARTS_LIMIT_BYTES = 64 << 20
+"""A record is not longer."""
+
+_FORMAT = 1
+_LIMIT = 1 << 63
+_RANK_COUNT_MAX = 1_000_000
+_TOKEN = re.compile(r"[0-9a-f]{32}")
+_CRC = re.compile(r"[0-9a-f]{8}")
+
+FileExtent = tuple[int, int]
+"""Bytes of a file: the offset of the first, and how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The ranks that wrote to one file system, and the host that the first of them ran on."""
+
+    ranks: tuple[int, ...]
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank wrote of a file.
+
+    Attributes:
+        rank: Which.
+        extents: Where its bytes belong in the file, ascending; in the part they lie one right behind the other.
+    """
+
+    rank: int
+    extents: tuple[FileExtent, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the part."""
+        return sum(size_bytes for _, size_bytes in self.extents)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitFile:
+    """A file that lies in parts.
+
+    Attributes:
+        name: The name that it would have.
+        size_bytes: Its length.
+        crc32: Of the whole file; None if it is not known.
+        parts: Those that lie in this store.
+    """
+
+    name: str
+    size_bytes: int
+    crc32: int | None
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartsRecord:
+    """What a PARTS.json says.
+
+    Attributes:
+        token: The same in all stores of one save, and in no other save.
+        stores: All of them.
+        store: The index of the one that this record lies in.
+        files: Those that lie in parts.
+    """
+
+    token: str
+    stores: tuple[Store, ...]
+    store: int
+    files: tuple[SplitFile, ...]
+
+    def host_of(self, rank: int) -> str:
+        """Return the name of the host that a rank wrote on."""
+        return next((store.host for store in self.stores if rank in store.ranks), "an unknown host")
+
+    def describe(self, stores: Sequence[int]) -> str:
+        """Name stores, for messages: "ranks 2, 3 (written on node-b)"."""
+        told = []
+        for number in stores:
+            ranks = self.stores[number].ranks
+            shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+            told.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {shown} (written on {self.stores[number].host})")
+        return "; ".join(told)
+
+
+def part_name(file_name: str, rank: int) -> str:
+    """Name the file that holds a rank's part of a file."""
+    return f"{file_name}.part-{rank:05d}"
+
+
+class ExtentMap:
+    """Where the bytes of extents lie in the file that holds them one right behind the other. Pure integers.
+
+    Args:
+        extents: Ascending; none overlaps another.
+    """
+
+    def __init__(self, extents: Sequence[FileExtent]) -> None:
+        self.extents = list(extents)
+        self._starts = [offset_bytes for offset_bytes, _ in extents]
+        self._places = list(accumulate((size_bytes for _, size_bytes in extents), initial=0))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all extents."""
+        return self._places[-1]
+
+    def place_of(self, offset_bytes: int) -> int:
+        """Return where a byte of the file lies; for one that is in no extent, where the extent before it ends."""
+        index = bisect.bisect_right(self._starts, offset_bytes) - 1
+        if index < 0:
+            return 0
+        return self._places[index] + min(offset_bytes - self._starts[index], self.extents[index][1])
+
+    def belonging(self, place_bytes: int, size_bytes: int) -> list[FileExtent]:
+        """Return where bytes that lie here, one right behind the other, belong in the file."""
+        found = []
+        index = max(0, bisect.bisect_right(self._places, place_bytes) - 1)
+        end = place_bytes + size_bytes
+        while index < len(self.extents) and self._places[index] < end:
+            low, high = max(place_bytes, self._places[index]), min(end, self._places[index + 1])
+            if low < high:
+                found.append((self._starts[index] + low - self._places[index], high - low))
+            index += 1
+        return found
+
+    def within(self, offset_bytes: int, size_bytes: int) -> list[FileExtent]:
+        """Return what of some bytes of the file lies in these extents, ascending; each lies in one piece."""
+        found = []
+        index = max(0, bisect.bisect_right(self._starts, offset_bytes) - 1)
+        end = offset_bytes + size_bytes
+        while index < len(self.extents) and self._starts[index] < end:
+            low = max(offset_bytes, self._starts[index])
+            high = min(end, self._starts[index] + self.extents[index][1])
+            if low < high:
+                found.append((low, high - low))
+            index += 1
+        return found
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+def encode_parts(record: PartsRecord) -> bytes:
+    """Encode a record as JSON, in the shortest way: of many tensors there are many extents.
+
+    Raises:
+        ConfigError: Anything that `parse_parts` would refuse.
+    """
+    content = {
+        "format": _FORMAT,
+        "token": record.token,
+        "store": record.store,
+        "stores": [{"ranks": list(store.ranks), "host": store.host} for store in record.stores],
+        "files": [
+            {
+                "name": file.name,
+                "size_bytes": file.size_bytes,
+                **({} if file.crc32 is None else {"crc32": f"{file.crc32:08x}"}),
+                "parts": [
+                    {"rank": part.rank, "extents": [number for extent in part.extents for number in extent]}
+                    for part in file.parts
+                ],
+            }
+            for file in record.files
+        ],
+    }
+    try:
+        data = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        _record_of(json.loads(data))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"there is no record of parts that says this: {error}") from None
+    return data
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+
+def parse_parts(data: bytes, path: str) -> PartsRecord:
+    """Parse and prove a record.
+
+    Args:
+        data: The whole file.
+        path: For messages.
+
+    Raises:
+        FormatError: It is no record of format 1, or breaks one of its rules.
+    """
+    try:
+        if len(data) > PARTS_LIMIT_BYTES:
+            raise ValueError(f"it is longer than {PARTS_LIMIT_BYTES} bytes")
+        return _record_of(json.loads(data.decode()))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"this is no record of parts that can be trusted: {error}", path=path) from None
+
+
+def _record_of(content: Any) -> PartsRecord:
+    if not isinstance(content, dict):
+        raise ValueError("it is JSON, but no object")
+    if content.get("format") != _FORMAT:
+        raise ValueError(f"this FastPersist reads format {_FORMAT} only; upgrade it")
+    token = content.get("token")
+    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+        raise ValueError('"token" is missing, or not 32 hexadecimal digits')
+    stores = tuple(_store_of(one) for one in _list(content, "stores"))
+    ranks = [rank for store in stores for rank in store.ranks]
+    if sorted(ranks) != list(range(len(ranks))):
+        raise ValueError("a rank is in no store, or in two")
+    own = _number(content.get("store"), '"store"')
+    if own >= len(stores):
+        raise ValueError(f"there is no store {own}")
+    files = tuple(_file_of(one, set(stores[own].ranks)) for one in _list(content, "files"))
+    if len({file.name for file in files}) != len(files):
+        raise ValueError("a file occurs twice")
+    return PartsRecord(token, stores, own, files)
+
+
+def _store_of(item: Any) -> Store:
+    if not isinstance(item, dict) or not isinstance(item.get("host"), str):
+        raise ValueError("a store is no object with a host")
+    item["host"].encode()  # escapes can spell half a surrogate pair, which is no text
+    ranks = tuple(_number(rank, "a rank") for rank in _list(item, "ranks"))
+    if not ranks or len(ranks) > _RANK_COUNT_MAX or any(one >= next_one for one, next_one in pairwise(ranks)):
+        raise ValueError("the ranks of a store are none, too many, or not ascending")
+    return Store(ranks, "".join(character for character in item["host"][:255] if character.isprintable()))
+
+
+def _file_of(item: Any, ranks: set[int]) -> SplitFile:
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+        raise ValueError("a file is no object with a name")
+    try:
+        check_file_name(item["name"])
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    size_bytes = _number(item.get("size_bytes"), "the size of a file")
+    crc = item.get("crc32")
+    if crc is not None and not (isinstance(crc, str) and _CRC.fullmatch(crc)):
+        raise ValueError("a CRC is not eight hexadecimal digits")
+    parts = tuple(_part_of(one, size_bytes) for one in _list(item, "parts"))
+    writers = [part.rank for part in parts]
+    if len(set(writers)) != len(writers) or not ranks.issuperset(writers):
+        raise ValueError("a rank has two parts of a file, or is of another store")
+    return SplitFile(item["name"], size_bytes, None if crc is None else int(crc, 16), parts)
+
+
+def _part_of(item: Any, file_bytes: int) -> Part:
+    if not isinstance(item, dict):
+        raise ValueError("a part is no object")
+    numbers = [_number(one, "an extent") for one in _list(item, "extents")]
+    if len(numbers) % 2:
+        raise ValueError("an extent has an offset and a size")
+    extents = tuple(zip(numbers[::2], numbers[1::2], strict=True))
+    end = 0
+    for offset_bytes, size_bytes in extents:
+        if offset_bytes < end or not size_bytes or offset_bytes + size_bytes > file_bytes:
+            raise ValueError("extents are empty, overlap, are not ascending, or lie outside of the file")
+        end = offset_bytes + size_bytes
+    return Part(_number(item.get("rank"), "a rank"), extents)
+
+
+def _list(content: dict[str, Any], key: str) -> list[Any]:
+    found = content.get(key)
+    if not isinstance(found, list):
+        raise ValueError(f'"{key}" is missing or no list')
+    return found
+
+
+def _number(value: object, what: str) -> int:
+    if type(value) is not int or not 0 <= value < _LIMIT:
+        raise ValueError(f"{what} is no integer from 0 to 2**63 - 1")
+    return value

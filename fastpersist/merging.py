@@ -1,0 +1,292 @@
+"""One ordinary file from a checkpoint that lies in pieces: parts in several stores, or shards of a DCP checkpoint.
+
+Parts are bytes of the file that one rank alone would have written. They are copied to their places, compared with
+their CRCs on the way, and the whole with the CRC that was known when it was saved. Shards are loaded into one state,
+which is saved: it needs as much memory as the state. Nothing has the final name before all of it is durable.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from fastpersist import _native
+from fastpersist.api import load, save
+from fastpersist.commit import PendingFile, resolve_target
+from fastpersist.committed import candidate_steps, check_files, read_manifest
+from fastpersist.config import BLOCK_BYTES
+from fastpersist.directory_commit import hold_for_reading
+from fastpersist.errors import (
+    CheckpointNotFoundError,
+    ChecksumError,
+    ConfigError,
+    FormatError,
+    StorageError,
+    UnsupportedError,
+)
+from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, step_name
+from fastpersist.formats.parts import PARTS_NAME, PartsRecord, SplitFile
+from fastpersist.layout import align_up
+from fastpersist.part_reading import (
+    FoundPart,
+    OpenPart,
+    file_in_parts,
+    missing_stores,
+    read_record,
+    require_whole,
+)
+from fastpersist.pipeline import Extents, Pieces, Writer, read_extents, refuse_null_engine, require_engine
+from fastpersist.progress import progress_bar
+from fastpersist.saving import SaveReport, is_safetensors
+
+__all__ = ["merge"]
+
+_log = logging.getLogger("fastpersist")
+
+_COPIED_BYTES = 32 << 20
+"""Held in memory of what is copied."""
+
+
+def merge(
+    directories: Sequence[str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    format: str = "auto",
+    engine: str = "auto",
+    progress: bool = False,
+) -> SaveReport:
+    """Make one ordinary file of a checkpoint that lies in parts or in shards.
+
+    Args:
+        directories: Of one step: one of each store, brought to this machine; or one that holds shards.
+        path: The file to make.
+        overwrite: Replace a file that is there.
+        format: "torch", "safetensors", or "auto": as the path's suffix says.
+        engine: "auto", or an engine's name, which then never falls back.
+        progress: Show bytes, rate and remaining time on standard error.
+
+    Raises:
+        CheckpointNotFoundError: One of the directories holds no checkpoint.
+        ConfigError: The file exists already, or the directories do not belong together.
+        FormatError, ChecksumError: A part is missing or damaged; the message says which, and who wrote it.
+        UnsupportedError: There is nothing to merge: the checkpoint is whole.
+        StorageError: An error of the disk.
+
+    Thread safety: any thread.
+    """
+    require_engine(engine)
+    out = os.path.abspath(path)
+    wants_safetensors = is_safetensors(out, format)
+    names = [os.path.abspath(directory) for directory in directories]
+    if not names:
+        raise ConfigError("there is nothing to merge: name the directory of a step, one of each store")
+    if os.path.lexists(out) and not overwrite:
+        raise ConfigError(f"{out} exists already; choose another name, or say that it may be replaced (--overwrite)")
+    for name in names:
+        if not os.path.isdir(name):
+            raise CheckpointNotFoundError(errno.ENOENT, f"there is no directory {name}", name)
+        if not os.path.lexists(os.path.join(name, MANIFEST_NAME)) and (steps := candidate_steps(name)):
+            raise ConfigError(f"{name} holds steps: name the directory of one, such as {step_name(max(steps))}")
+    if any(os.path.lexists(os.path.join(name, DCP_METADATA_NAME)) for name in names):
+        _require_stores(names)
+        with _one_directory(names) as directory:
+            return save(_shards(directory, engine), out, engine=engine, format=format, progress=progress)
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(hold_for_reading(name))
+        file, parts = _found_parts(names)
+        if not wants_safetensors:
+            return _copied(file, parts, out, engine=engine, progress=progress)
+        with _temporary(os.path.dirname(out)) as whole:
+            _copied(file, parts, whole, engine=engine, progress=progress)
+            return save(load(whole, engine=engine), out, engine=engine, format=format)
+
+
+@contextmanager
+def _temporary(directory: str) -> Iterator[str]:
+    path = os.path.join(directory, f".fastpersist-merge-{os.getpid()}.pt")
+    try:
+        yield path
+    finally:
+        if os.path.lexists(path):
+            os.unlink(path)
+
+
+# --------------------------------------------------------------------------------------------- parts
+
+
+def _found_parts(directories: Sequence[str]) -> tuple[SplitFile, list[FoundPart]]:
+    """Return the file that lies in parts, and all of its parts.
+
+    Raises:
+        CheckpointNotFoundError, ConfigError, FormatError, UnsupportedError: See `merge`.
+    """
+    records: list[tuple[str, PartsRecord]] = []
+    found: dict[str, list[FoundPart]] = {}
+    for directory in directories:
+        manifest = read_manifest(directory)
+        record = read_record(directory, manifest)
+        if record is None:
+            listed = ", ".join(entry.name for entry in manifest.files[:5])
+            raise UnsupportedError(f"{directory} is no part of a checkpoint, it is whole: use its files ({listed})")
+        check_files(directory, manifest)
+        records.append((directory, record))
+        for file in record.files:
+            found.setdefault(file.name, []).extend(file_in_parts(directory, record, manifest, file))
+    _require_one_save(records)
+    first = records[0][1]
+    if len(first.files) != 1:
+        raise UnsupportedError(f"{directories[0]} has {len(first.files)} files in parts; one can be merged")
+    (file,) = first.files
+    parts = found[file.name]
+    require_whole(file.size_bytes, [part.part for part in parts], directories[0])
+    return file, parts
+
+
+def _require_one_save(records: Sequence[tuple[str, PartsRecord]]) -> None:
+    for number, (directory, record) in enumerate(records):
+        if record.token != records[0][1].token:
+            raise ConfigError(
+                f"{directory} and {records[0][0]} are of two saves, even if their names are the same: take the "
+                "directories of one step that all stores have committed"
+            )
+        if any(record.store == other.store for _, other in records[:number]):
+            raise ConfigError(f"{directory} is of the same store as one of the others")
+    for directory, first in records[:1]:
+        if missing := missing_stores(first, (record for _, record in records)):
+            raise FormatError(
+                f"parts are missing: those of {first.describe(missing)}. Bring the directories of that step here, and "
+                "name them too",
+                path=directory,
+            )
+
+
+def _copied(file: SplitFile, parts: Sequence[FoundPart], path: str, *, engine: str, progress: bool) -> SaveReport:
+    """Copy all parts to their places in a new file, and publish it."""
+    started_s = time.monotonic()
+    target = resolve_target(path, replace_links=False)
+    pending = PendingFile.create(target) if target.why_not_replaceable is None else None
+    if pending is None:
+        raise UnsupportedError(
+            f"cannot write {path}: {target.why_not_replaceable or 'its directory takes no new file'}"
+        )
+    with ExitStack() as stack:
+        stack.callback(pending.abort)
+        bar = stack.enter_context(
+            progress_bar(total=file.size_bytes, unit="B", unit_scale=True, desc="merging", disable=not progress)
+        )
+        pending.allocate(align_up(file.size_bytes, BLOCK_BYTES))
+        writer = stack.enter_context(Writer(pending.fd, target.path, engine=engine))
+        runs: list[tuple[int, int, int]] = []
+        memory = torch.UntypedStorage(_COPIED_BYTES)
+        for part in parts:
+            crc = 0
+            for offset_bytes, size_bytes, piece_crc in _copy_part(part, writer, memory, engine):
+                runs.append((offset_bytes, size_bytes, piece_crc))
+                crc = _native.combine_crc32(crc, piece_crc, size_bytes)
+                bar.update(size_bytes)
+            if part.entry.crc32 not in (None, crc):
+                raise ChecksumError(
+                    f"it is damaged: its CRC is {crc:08x}, not {part.entry.crc32:08x}; {part.author}",
+                    path=part.path,
+                    offset_bytes=0,
+                )
+        whole_crc = _native.combine_runs(runs, file.size_bytes)
+        if file.crc32 not in (None, whole_crc):
+            raise ChecksumError("the parts are whole, but do not make up the file that was saved", path=parts[0].path)
+        used_engine = writer.finish()
+        refuse_null_engine(used_engine)
+        written_s = time.monotonic()
+        pending.publish(file.size_bytes, durable=True)
+    ended_s = time.monotonic()
+    return SaveReport(
+        path=path,
+        size_bytes=file.size_bytes,
+        engine=used_engine,
+        plan_s=0.0,
+        write_s=written_s - started_s,
+        sync_s=ended_s - written_s,
+        total_s=ended_s - started_s,
+    )
+
+
+def _copy_part(
+    part: FoundPart, writer: Writer, memory: torch.UntypedStorage, engine: str
+) -> Iterator[tuple[int, int, int]]:
+    """Copy a part piece by piece; yield offset in the file, length and CRC of each."""
+    with OpenPart(part.path, part.part.extents) as opened:
+        for extent_offset_bytes, extent_bytes in part.part.extents:
+            writer.seek(extent_offset_bytes)
+            for from_bytes in range(0, extent_bytes, _COPIED_BYTES):
+                size_bytes = min(_COPIED_BYTES, extent_bytes - from_bytes)
+                offset_bytes = extent_offset_bytes + from_bytes
+                extents = Extents()
+                place = opened.map.place_of(offset_bytes)
+                extents.add_memory(place, size_bytes, memory.data_ptr(), memory, with_crc=True)
+                (crc,) = read_extents(opened.fd, part.path, extents, engine=engine).crcs
+                pieces = Pieces()
+                pieces.add_storage(memory, None, size_bytes=size_bytes)
+                writer.append(pieces)
+                yield offset_bytes, size_bytes, crc
+
+
+# --------------------------------------------------------------------------------------------- shards
+
+
+def _require_stores(directories: Sequence[str]) -> None:
+    """Check that all stores of a sharded step are there, if it lies in several.
+
+    Raises:
+        ConfigError, FormatError: They are not, or are of two saves.
+    """
+    records = []
+    for directory in directories:
+        if os.path.lexists(os.path.join(directory, PARTS_NAME)):
+            records.append((directory, read_record(directory, read_manifest(directory))))
+    _require_one_save([(directory, record) for directory, record in records if record is not None])
+
+
+@contextmanager
+def _one_directory(directories: Sequence[str]) -> Iterator[str]:
+    """Give a directory in which the shards of all these are: a link to each file, where there are several."""
+    if len(directories) == 1:
+        yield directories[0]
+        return
+    with tempfile.TemporaryDirectory(prefix="fastpersist-merge-") as together:
+        for directory in directories:
+            for name in sorted(os.listdir(directory)):
+                if name == DCP_METADATA_NAME or name.endswith(".distcp"):
+                    try:
+                        os.symlink(os.path.join(directory, name), os.path.join(together, name))
+                    except FileExistsError:
+                        if name != DCP_METADATA_NAME:
+                            message = f"{name} is in {directory} and in another of the directories"
+                            raise ConfigError(message) from None
+                    except OSError as error:
+                        raise StorageError(error.errno, f"linking {name}: {error.strerror}", together) from error
+        yield together
+
+
+def _shards(directory: str, engine: str) -> dict[str, object]:
+    """Load all shards of a DCP checkpoint into one state of whole tensors, nested as it was saved."""
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+
+    from fastpersist.sharded.reader import FastPersistReader
+
+    reader = FastPersistReader(directory, engine=engine)
+    planner = _EmptyStateDictLoadPlanner()  # plans everything that the metadata know
+    state: dict[str, object] = {}
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    (plan,) = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    return state

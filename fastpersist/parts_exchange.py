@@ -1,0 +1,467 @@
+"""A file that lies in parts, loaded by all ranks: each reads the parts that it sees, and hands them to the others.
+
+A `PartsExchange` stands where `read_extents` stands in a load, inside the rounds of a `SharedReader`:
+
+    parts      which save each rank has parts of, and which parts; from here on all know whether the file is whole
+    structure  the file's structure (all but large storages), from who has rank 0's part. Every rank has it in memory,
+               as a file of the whole length with holes, by which the file is opened, proven and unpickled as any other
+    want       what each rank wants to read. The union is cut into pieces; who has a piece reads it, and broadcasts it;
+               a rank that wants nothing, or has done with its load, takes part. Ranks may want different bytes
+    exchanged  whether all pieces could be read
+
+So every byte comes from one disk once, whoever wants it, and goes straight to its place where that is host memory. The
+pieces of different holders take turns, and each holder reads its next piece while others hand out theirs.
+"""
+
+from __future__ import annotations
+
+import array
+import bisect
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import zip_longest
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fastpersist import _native
+from fastpersist.errors import CorruptionError, InternalError
+from fastpersist.formats import torch_zip
+from fastpersist.formats.parts import ExtentMap, FileExtent, Part, part_name
+from fastpersist.loading_together import WANT, SharedReader, broadcasts_host_memory
+from fastpersist.part_reading import FoundPart, OpenPart, require_whole
+from fastpersist.partition import CUT_BYTES_MIN, ByteRange, merged, overlaps, without
+from fastpersist.pipeline import Extents, Poll, Push, ReadResult, read_extents
+from fastpersist.source import CheckpointSource
+
+__all__ = ["PartedSource", "PartsExchange", "Piece", "cut_pieces", "writing_to"]
+
+_PIECE_BYTES = 32 << 20
+_GAP_BYTES = 256 << 10
+_STRUCTURE_BYTES = 64 << 10
+"""Smaller storages come with the structure."""
+
+
+class Piece(NamedTuple):
+    """Bytes of the file that one rank reads and broadcasts.
+
+    Attributes:
+        holder: Which rank.
+        part: Whose part they lie in.
+        offset_bytes: In the file.
+        size_bytes: How many.
+    """
+
+    holder: int
+    part: int
+    offset_bytes: int
+    size_bytes: int
+
+
+def cut_pieces(
+    wants: Sequence[Sequence[FileExtent]],
+    parts: Sequence[Part],
+    holders: Sequence[int],
+    piece_bytes: int = _PIECE_BYTES,
+) -> list[Piece]:
+    """Cut what all ranks want into pieces, the holders taking turns: pure, and so the same on all ranks.
+
+    Args:
+        wants: What each rank wants of the file, in any order.
+        parts: All parts of the file.
+        holders: Which rank reads each of them.
+        piece_bytes: The most of one piece; a multiple of the block size.
+    """
+    edges: set[int] = set()
+    reached: list[FileExtent] = []
+    for offset_bytes, size_bytes in {extent for want in wants for extent in want}:
+        reached.append((offset_bytes, offset_bytes + size_bytes + _GAP_BYTES))  # what lies close is read at once
+        if size_bytes >= CUT_BYTES_MIN:  # what goes straight to its place lies in pieces of its own
+            edges.update((offset_bytes, offset_bytes + size_bytes))
+    union = [(low, high - _GAP_BYTES) for low, high in merged(reached)]
+    cuts = sorted(edges)
+    queues: dict[int, list[Piece]] = {}
+    for part, holder in zip(parts, holders, strict=True):
+        queue = queues.setdefault(holder, [])
+        for offset_bytes, size_bytes in part.extents:
+            for low, high in overlaps((offset_bytes, offset_bytes + size_bytes), union):
+                inner = cuts[bisect.bisect_right(cuts, low) : bisect.bisect_left(cuts, high)]
+                for start, end in zip([low, *inner], [*inner, high], strict=True):
+                    queue += [
+                        Piece(holder, part.rank, at, min(piece_bytes, end - at))
+                        for at in range(start, end, piece_bytes)
+                    ]
+    turns = zip_longest(*(queues[holder] for holder in sorted(queues)))
+    return [piece for turn in turns for piece in turn if piece is not None]
+
+
+def structure_of(part: OpenPart, size_bytes: int, path: str) -> list[FileExtent]:
+    """Return where a torch zip has its structure: all but its storages of 64 KiB and more.
+
+    Args:
+        part: The one of rank 0, in which all of that lies.
+        size_bytes: Length of the file.
+        path: Of the file, for messages.
+
+    Raises:
+        FormatError: It is no torch zip, or is damaged.
+    """
+    directory = torch_zip.read_directory(part.read_small, size_bytes, path=path)
+    large = [
+        (entry.data_offset_bytes, entry.data_offset_bytes + entry.size_bytes)
+        for entry in directory.entries.values()
+        if entry.name.startswith("data/") and entry.size_bytes >= _STRUCTURE_BYTES
+    ]
+    return [(low, high - low) for low, high in without((0, size_bytes), merged(large))]
+
+
+class PartedSource(CheckpointSource):
+    """A file in parts, opened: its structure is in memory, the rest is read by an exchange.
+
+    Args:
+        path: The name that the file would have.
+        fd: Of the file in memory; becomes this object's.
+        exchange: Of its ranks.
+    """
+
+    def __init__(self, path: str, fd: int, exchange: PartsExchange) -> None:
+        self._exchange = exchange
+        super().__init__(path, fd)
+
+    def open_whole(self) -> BinaryIO:
+        """Read all of the file into memory, and open it there: some need more than we know how to fill."""
+        self._exchange.complete(self.fd)
+        return super().open_whole()
+
+
+class PartsExchange:
+    """Reads a file in parts together with the other ranks, as a `pipeline.Read`, until they are all through.
+
+    Args:
+        reader: The rounds of this load.
+        path: The name that the file would have, for messages.
+        own: The parts that this rank sees.
+        size_bytes: Length of the file.
+        with_structure: It is a torch zip, whose structure all ranks get. Else nothing of it is read but extents.
+
+    All ranks make one at the same time.
+
+    Raises:
+        FormatError: The parts do not make up the file, or the structure of the file is damaged.
+        PeerError: Another rank has failed.
+    """
+
+    def __init__(
+        self,
+        reader: SharedReader,
+        path: str,
+        own: Sequence[FoundPart],
+        size_bytes: int,
+        *,
+        with_structure: bool = True,
+    ) -> None:
+        self._reader = reader
+        self.path = path
+        self._size_bytes = size_bytes
+        self._stack = reader.stack
+        self._open: dict[int, OpenPart] = {}
+        self._engine = "auto"
+        self._sizes: dict[int, int] = {}  # of what was read, by offset
+        self._carrier = torch.device("cpu")
+        if not broadcasts_host_memory(reader.group):
+            accelerator = torch.accelerator.current_accelerator()
+            self._carrier = accelerator if accelerator is not None else self._carrier
+        self._agree({found.part.rank: found for found in own})
+        self._structure = ExtentMap([])
+        self.fd = self._share_structure() if with_structure else -1
+        reader.serve = self._serve
+
+    def _agree(self, own: dict[int, FoundPart]) -> None:
+        """Find out who reads which part, and what is in it."""
+        seen = [set(told or ()) for _, told in self._reader.say("parts", sorted(own))]
+        load = [0] * len(seen)
+        chosen: dict[int, int] = {}
+        for rank in sorted(set().union(*seen)):
+            holder = min((one for one in range(len(seen)) if rank in seen[one]), key=lambda one: (load[one], one))
+            load[holder] += 1
+            chosen[rank] = holder
+        mine = [own[rank] for rank in chosen if chosen[rank] == self._reader.rank]
+        described = [(found.part, found.author) for found in mine]
+        told = [one for _, said in self._reader.say("extents", described) for one in said or ()]
+        self.parts: list[Part] = sorted((part for part, _ in told), key=lambda part: part.rank)
+        self._authors = {part.rank: author for part, author in told}
+        self._holders = [chosen[part.rank] for part in self.parts]
+        require_whole(self._size_bytes, self.parts, self.path)
+        for found in mine:
+            opened = OpenPart(found.path, found.part.extents)
+            self._stack.callback(opened.close)
+            self._open[found.part.rank] = opened
+
+    def _share_structure(self) -> int:
+        """Return a file in memory, of the whole length, that has the structure and holes."""
+        first = self._open.get(self.parts[0].rank)  # rank 0 wrote all that is not cut
+        extents = None if first is None else structure_of(first, self._size_bytes, self.path)
+        heard = self._reader.say("structure", extents)
+        holder = next(rank for rank, (_, told) in enumerate(heard) if told is not None)
+        self._structure = ExtentMap(heard[holder][1])
+        fd = os.memfd_create("fastpersist", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, self._size_bytes)
+            for offset_bytes, size_bytes in self._structure.extents:
+                for at in range(offset_bytes, offset_bytes + size_bytes, _PIECE_BYTES):
+                    length_bytes = min(_PIECE_BYTES, offset_bytes + size_bytes - at)
+                    data = b"" if first is None else first.read_small(at, length_bytes)
+                    os.pwrite(fd, data, at)
+            self._broadcast_structure(fd, holder)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _broadcast_structure(self, fd: int, holder: int) -> None:
+        """Hand the bytes of the structure out, many small extents at a time."""
+        at = 0
+        while at < self._structure.size_bytes:
+            size_bytes = min(_PIECE_BYTES, self._structure.size_bytes - at)
+            buffer = torch.empty(size_bytes, dtype=torch.uint8)
+            memory = _memory(buffer)
+            places = self._structure.belonging(at, size_bytes)
+            if self._reader.rank == holder:
+                done_bytes = 0
+                for offset_bytes, length_bytes in places:
+                    memory[done_bytes : done_bytes + length_bytes] = os.pread(fd, length_bytes, offset_bytes)
+                    done_bytes += length_bytes
+            with self._reader.collective():
+                self._broadcast(buffer, holder)
+            if self._reader.rank != holder:
+                done_bytes = 0
+                for offset_bytes, length_bytes in places:
+                    os.pwrite(fd, memory[done_bytes : done_bytes + length_bytes], offset_bytes)
+                    done_bytes += length_bytes
+            at += size_bytes
+
+    # --- reading
+
+    def source(self) -> PartedSource:
+        """Open the file; once."""
+        return PartedSource(self.path, self.fd, self)
+
+    def with_authors(self, error: CorruptionError) -> CorruptionError:
+        """Return an error of the file that also says in which parts the damage lies, and who wrote them."""
+        if error.offset_bytes is None:
+            return error
+        size_bytes = self._sizes.get(error.offset_bytes, 1)
+        found = [part.rank for part in self.parts if ExtentMap(part.extents).within(error.offset_bytes, size_bytes)]
+        told = "; ".join(f"{part_name(os.path.basename(self.path), rank)}: {self._authors[rank]}" for rank in found)
+        return type(error)(f"{error.message} ({told})", path=error.path, offset_bytes=error.offset_bytes)
+
+    def __call__(
+        self, fd: int, path: str, extents: Extents, *, engine: str = "auto", poll: Poll | None = None
+    ) -> ReadResult:
+        """Read extents together with the other ranks.
+
+        Args: as in `read_extents`.
+
+        Raises:
+            PeerError: Another rank has failed, or is gone.
+            ConfigError, UnsupportedError, StorageError: As in `read_extents`.
+        """
+        places = extents.places()
+        self._engine = engine
+        self._sizes.update(places)
+        here = [index for index in range(len(places)) if self._is_here(places[index])]
+        there = sorted(set(range(len(places))).difference(here))
+        crcs = [0] * len(places)
+        if here:
+            local = extents.parts(ByteRange(index, 0, places[index][1]) for index in here)
+            for index, crc in zip(here, read_extents(fd, path, local, poll=None).crcs, strict=True):
+                crcs[index] = crc
+        wanted = sorted({places[index] for index in there if places[index][1]})
+        heard = self._reader.say(WANT, _flat(wanted))
+        taking = _Taking(extents, there, poll)
+        self._exchange([told if stage == WANT else None for stage, told in heard], taking)
+        for index, crc in taking.crcs().items():
+            crcs[index] = crc
+        return ReadResult(crcs, "exchange")
+
+    def _is_here(self, place: FileExtent) -> bool:
+        return self._structure.within(*place) == [place]
+
+    def complete(self, fd: int) -> None:
+        """Read all that is missing into the file in memory."""
+        holes = without((0, self._size_bytes), [(low, low + size) for low, size in self._structure.extents])
+        for low, high in holes:
+            for at in range(low, high, 1 << 30):
+                extents = Extents()
+                extents.add_pushed(at, min(1 << 30, high - at), writing_to(fd, at), with_crc=False)
+                self(fd, self.path, extents)
+
+    def _serve(self, told: list[Any]) -> None:
+        if any(one is not None for one in told):
+            self._exchange(told, _Taking(Extents(), [], None))
+
+    def _exchange(self, told: Sequence[bytes | None], taking: _Taking) -> None:
+        """Read and broadcast what the ranks want, all of them; then hear whether all could be read.
+
+        Raises:
+            PeerError: Another rank has failed, or is gone.
+            ConfigError, UnsupportedError, StorageError: As in `read_extents`, on the rank that it happened to.
+        """
+        wants = [_unflat(one) for one in told]
+        pieces = cut_pieces(wants, self.parts, self._holders)
+        taking.plan(pieces)
+        own = [index for index, piece in enumerate(pieces) if piece.holder == self._reader.rank]
+        reading: dict[int, tuple[torch.Tensor, Future[None]]] = {}
+        errors: list[BaseException] = []
+        with ThreadPoolExecutor(1, thread_name_prefix="fastpersist-parts") as pool:
+
+            def read_ahead(number: int) -> None:
+                if number < len(own):
+                    index = own[number]
+                    buffer = taking.buffer_for(index)
+                    reading[index] = (buffer, pool.submit(self._read_piece, pieces[index], buffer))
+
+            read_ahead(0)
+            for index, piece in enumerate(pieces):
+                if piece.holder == self._reader.rank:
+                    read_ahead(bisect.bisect_right(own, index))
+                    buffer, read = reading.pop(index)
+                    try:
+                        read.result()
+                    except Exception as error:  # noqa: BLE001 - the others count on the broadcast, and hear of it then
+                        errors.append(error)
+                else:
+                    buffer = taking.buffer_for(index)
+                with self._reader.collective():
+                    self._broadcast(buffer, piece.holder)
+                if not errors:
+                    try:
+                        taking.take(index, buffer)
+                    except Exception as error:  # noqa: BLE001 - as above
+                        errors.append(error)
+        if errors:
+            raise errors[0]
+        self._reader.say("exchanged", None)
+
+    def _read_piece(self, piece: Piece, buffer: torch.Tensor) -> None:
+        part = self._open[piece.part]
+        extents = Extents()
+        place = part.map.place_of(piece.offset_bytes)
+        extents.add_memory(place, piece.size_bytes, buffer.data_ptr(), buffer, with_crc=False)
+        read_extents(part.fd, part.path, extents, engine=self._engine)
+
+    def _broadcast(self, memory: torch.Tensor, holder: int) -> None:
+        if self._carrier.type == "cpu":
+            dist.broadcast(memory, group=self._reader.group, group_src=holder)
+            return
+        carried = memory.to(self._carrier)
+        dist.broadcast(carried, group=self._reader.group, group_src=holder)
+        memory.copy_(carried)
+
+
+class _Taking:
+    """What one rank takes of the pieces that go by.
+
+    Args:
+        extents: What it reads.
+        wanted: Which of them, by index.
+        poll: See `Poll`.
+    """
+
+    def __init__(self, extents: Extents, wanted: Sequence[int], poll: Poll | None) -> None:
+        self._extents = extents
+        self._places = extents.places()
+        self._wanted = wanted
+        self._poll = poll
+        self._targets: dict[int, list[tuple[int, int, int, int]]] = {}
+        self._runs: dict[int, list[tuple[int, int, int]]] = {}
+        self._pieces: Sequence[Piece] = ()
+        self._done_bytes = 0
+        self._longest_bytes = 0
+        self._spare: list[torch.Tensor] = []
+        self._lent: dict[int, torch.Tensor] = {}
+
+    def plan(self, pieces: Sequence[Piece]) -> None:
+        """Find out what is to be taken of each piece."""
+        self._pieces = pieces
+        self._longest_bytes = max((piece.size_bytes for piece in pieces), default=0)
+        order = sorted(range(len(pieces)), key=lambda index: pieces[index].offset_bytes)
+        starts = [pieces[index].offset_bytes for index in order]
+        for extent in self._wanted:
+            offset_bytes, size_bytes = self._places[extent]
+            at = max(0, bisect.bisect_right(starts, offset_bytes) - 1)
+            while at < len(order) and starts[at] < offset_bytes + size_bytes:
+                piece = pieces[order[at]]
+                low = max(offset_bytes, piece.offset_bytes)
+                high = min(offset_bytes + size_bytes, piece.offset_bytes + piece.size_bytes)
+                if low < high:
+                    target = (extent, low - offset_bytes, low - piece.offset_bytes, high - low)
+                    self._targets.setdefault(order[at], []).append(target)
+                at += 1
+
+    def buffer_for(self, index: int) -> torch.Tensor:
+        """Return memory for a piece: where it belongs, if that is one place in host memory."""
+        size_bytes = self._pieces[index].size_bytes
+        targets = self._targets.get(index, [])
+        if len(targets) == 1 and targets[0][3] == size_bytes:
+            extent, from_bytes, _, _ = targets[0]
+            memory = self._extents.host_memory(extent)
+            if memory is not None:
+                return memory[from_bytes : from_bytes + size_bytes]
+        # Kept for the next piece: fresh memory costs as much time as the disk.
+        staging = self._spare.pop() if self._spare else torch.empty(self._longest_bytes, dtype=torch.uint8)
+        self._lent[index] = staging
+        return staging[:size_bytes]
+
+    def take(self, index: int, buffer: torch.Tensor) -> None:
+        """Bring a piece to where it belongs."""
+        for extent, from_bytes, at, size_bytes in self._targets.get(index, ()):
+            data = buffer[at : at + size_bytes]
+            if self._extents.wants_crc(extent):
+                self._runs.setdefault(extent, []).append((from_bytes, size_bytes, _native.crc32(_memory(data))))
+            memory = self._extents.host_memory(extent)
+            if memory is None or memory.data_ptr() + from_bytes != data.data_ptr():
+                self._extents.bring(extent, from_bytes, data)
+            self._done_bytes += size_bytes
+        if index in self._lent:
+            self._spare.append(self._lent.pop(index))
+        if self._poll is not None:
+            self._poll(self._done_bytes)
+
+    def crcs(self) -> dict[int, int]:
+        """Return the CRC of each extent for which one was asked."""
+        found = {}
+        for extent, runs in self._runs.items():
+            crc = _native.combine_runs(runs, self._places[extent][1])
+            if crc is None:
+                raise InternalError("an extent was not covered by the pieces of an exchange")
+            found[extent] = crc
+        return found
+
+
+def _memory(data: torch.Tensor) -> memoryview:
+    array_of_it: Any = data.numpy()
+    return memoryview(array_of_it)
+
+
+def _flat(places: Sequence[FileExtent]) -> bytes:
+    return array.array("Q", [number for place in places for number in place]).tobytes()
+
+
+def _unflat(data: bytes | None) -> list[FileExtent]:
+    numbers = array.array("Q", data or b"")
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def writing_to(fd: int, from_bytes: int) -> Push:
+    """Return what writes the bytes of an extent to a file in memory, from an offset on."""
+
+    def push(offset_bytes: int, data: torch.Tensor) -> None:
+        memory = _memory(data)
+        done_bytes = 0
+        while done_bytes < len(memory):
+            done_bytes += os.pwrite(fd, memory[done_bytes:], from_bytes + offset_bytes + done_bytes)
+
+    return push

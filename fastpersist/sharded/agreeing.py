@@ -1,0 +1,315 @@
+"""The ranks plan a save of sharded state together: who writes which chunks, where; over a Session, not by collectives.
+
+DCP's planners do the planning; here is what dcp.save does around them, on the writing thread. For each save
+
+    others → first   hello   what is saved, and which plan this rank has kept of the last save, if its tensors are alike
+    first → others   go      the directory; and whether that plan still holds, or else *plan anew*, which is
+    others → first   plan    what this rank holds
+    first → others   plan    to each rank what it writes
+    others → first   done    where each item lies in this rank's part, how long that is, and what else it has written
+
+`hello`, `go` and `done` are JSON (the places behind it, packed). Plans are pickles: they come over connections that
+only ranks of this group have, and from the code that runs here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+import secrets
+import struct
+import threading
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from fastpersist.capture import no_garbage_collection
+from fastpersist.coordination import Session
+from fastpersist.errors import ConfigError, CoordinationError
+from fastpersist.sharded.metadata import pickled
+from fastpersist.sharded.planning import FastPersistSavePlanner
+from fastpersist.sharing import decoded, encoded
+
+__all__ = ["Done", "Planned", "SharedPlans", "gather_done", "tell_done"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What came of planning.
+
+    Attributes:
+        directory: Where the parts go.
+        items: What this rank writes.
+        indexes: Of what each rank writes; on the first rank.
+        metadata: What is saved, for all ranks; on the first rank.
+    """
+
+    directory: str
+    items: list[WriteItem]
+    indexes: list[list[MetadataIndex]]
+    metadata: Metadata | None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a rank has written.
+
+    Attributes:
+        part: Name, length and CRC of its part; None if it has none.
+        places: Offset and length of each of its items.
+        extra: Name, length and CRC of what else it has written.
+    """
+
+    part: tuple[str, int, int | None] | None
+    places: list[tuple[int, int]]
+    extra: list[tuple[str, int, int | None]]
+
+
+class SharedPlans:
+    """Plans saves that follow each other; what was planned once holds as long as the tensors stay alike.
+
+    One thread at a time uses it.
+
+    Attributes:
+        planner: Resolves the items of the plan that was made last.
+    """
+
+    def __init__(self) -> None:
+        self.planner = FastPersistSavePlanner()
+        self._taken = threading.Lock()
+        self._kinds = _Kinds()
+        self._structure: object = None  # of this rank's state, for which `_local` is the plan
+        self._local: list[WriteItem] = []
+        self._version = ""  # of the plan of all ranks in which `_local` is; "" if it is in none
+        self._items: list[WriteItem] = []  # of this rank, by that plan
+        self._indexes: list[list[MetadataIndex]] = []  # of all ranks, by that plan; on the first one
+        self._metadata: Metadata | None = None
+
+    def agree(self, state: Mapping[str, Any], session: Session | None, label: str, directory: str | None) -> Planned:
+        """Plan the save of a state with the other ranks.
+
+        Args:
+            state: What this rank holds of it.
+            session: With the others; None without any.
+            label: What all ranks mean that save the same.
+            directory: Where the parts go; on the first rank.
+
+        Raises:
+            ConfigError: DCP cannot tell the names in the state apart; or there is one rank, and it does not hold all.
+            CoordinationError: The ranks do not save the same, or what they hold makes no whole tensors.
+            PeerError: Another rank has failed.
+        """
+        self._plan_locally(state, is_first=session is None or session.rank == 0)
+        if session is None or session.count == 1:
+            if not self._version:
+                (self._items,) = self._plan_for_all([self._local], [self.planner.mappings])
+        elif session.rank == 0:
+            self._lead(session, label, directory)
+        else:
+            directory = self._follow(session, label)
+        # What the ranks write is the planner's affair again: it knows by now what was cut.
+        self.planner.finish_plan(SavePlan(self._items))
+        return Planned(directory or "", self._items, self._indexes, self._metadata)
+
+    @contextmanager
+    def taken(self) -> Iterator[SharedPlans]:
+        """Give these plans to a save, or new ones if another save has them: ranks need not overlap in the same way."""
+        if not self._taken.acquire(blocking=False):
+            yield SharedPlans()
+            return
+        try:
+            yield self
+        finally:
+            self.planner.state_dict = {}  # the tensors can go, the plan stays
+            self._taken.release()
+
+    @no_garbage_collection()
+    def _plan_locally(self, state: Mapping[str, Any], *, is_first: bool) -> None:
+        planner = self.planner
+        try:
+            planner.set_up_planner(dict(state), is_coordinator=is_first)
+        except ValueError as error:  # "a.b" and "b" in "a"
+            raise ConfigError(f"two entries of the state have the same name for DCP: {error}") from error
+        # Numbers, not tuples: they stay until the next save, and the garbage collector would look at each.
+        kinds = [self._kinds.number_of(value) for value in planner.state_dict.values()]
+        structure = (list(planner.state_dict), planner.mappings, kinds)
+        if structure != self._structure:
+            self._version = ""
+            self._structure = None
+            self._local = planner.create_local_plan().items
+            self._structure = structure
+
+    @no_garbage_collection()
+    def _plan_for_all(self, items: list[list[WriteItem]], mappings: list[dict[str, Any]]) -> list[list[WriteItem]]:
+        """Return what each rank writes; on the first one, which keeps no more than it needs to say where that is."""
+        self._version = ""
+        _refuse_differences(items)
+        plans = [SavePlan(own, planner_data=paths) for own, paths in zip(items, mappings, strict=True)]
+        try:
+            shared, metadata = self.planner.create_global_plan(plans)
+        except (ValueError, AssertionError) as error:
+            raise CoordinationError(f"what the ranks hold makes no whole tensors: {error}") from error
+        _refuse_parts(metadata)
+        self.planner.global_plan, self.planner.metadata = [], Metadata({})
+        self._indexes = [[item.index for item in plan.items] for plan in shared]
+        self._metadata = _in_order(metadata, mappings)
+        self._version = secrets.token_hex(8)
+        return [plan.items for plan in shared]
+
+    def _lead(self, session: Session, label: str, directory: str | None) -> None:
+        hellos = [decoded(one, rank) for rank, one in enumerate(session.gather(b"{}"))]
+        for rank, hello in enumerate(hellos[1:], 1):
+            if hello.get("label") != label:
+                raise CoordinationError(
+                    f"the ranks do not save the same in the same order: rank 0 is at {label}, rank {rank} at "
+                    f"{hello.get('label')}. All ranks save equally often, with the same steps or names"
+                )
+        holds = bool(self._version) and all(hello.get("version") == self._version for hello in hellos[1:])
+        session.answer(encoded({"directory": directory, "holds": holds}))
+        if holds:
+            return
+        told = [_unpacked(one, rank) for rank, one in enumerate(session.gather(b"")) if rank]
+        shared = self._plan_for_all(
+            [self._local, *(items for items, _ in told)], [self.planner.mappings, *(paths for _, paths in told)]
+        )
+        self._items = shared[0]
+        session.answer_each([b"", *(_packed((self._version, items)) for items in shared[1:])])
+
+    def _follow(self, session: Session, label: str) -> str:
+        session.tell(encoded({"label": label, "version": self._version}))
+        go = decoded(session.hear(), 0)
+        if not go.get("holds"):
+            session.tell(_packed((self._local, self.planner.mappings)))
+            self._version, self._items = _unpacked(session.hear(), 0)
+        return str(go["directory"])
+
+
+def tell_done(session: Session, done: Done) -> None:
+    """Tell the first rank what this one has written."""
+    numbers = [number for place in done.places for number in place]
+    places = zlib.compress(struct.pack(f"<{len(numbers)}Q", *numbers), 1)
+    session.tell(encoded({"part": done.part, "extra": done.extra}) + b"\n" + places)
+
+
+def gather_done(session: Session | None, own: Done, indexes: Sequence[Sequence[MetadataIndex]]) -> list[Done]:
+    """Return what each rank has written, when all have.
+
+    Raises:
+        CoordinationError: A rank has written something else than was planned.
+        PeerError: A rank has failed.
+    """
+    found = [own]
+    for rank, message in enumerate([] if session is None else session.gather(b"")):
+        if rank == 0:
+            continue
+        text, _, packed = message.partition(b"\n")
+        said = decoded(text, rank)
+        numbers = [number for (number,) in struct.iter_unpack("<Q", zlib.decompress(packed))]
+        places = list(zip(numbers[::2], numbers[1::2], strict=True))
+        part = said["part"]
+        extra = [(name, size_bytes, crc) for name, size_bytes, crc in said["extra"]]
+        found.append(Done(None if part is None else (part[0], part[1], part[2]), places, extra))
+    for rank, (done, planned) in enumerate(zip(found, indexes, strict=True)):
+        if len(done.places) != len(planned):
+            raise CoordinationError(f"rank {rank} has written {len(done.places)} items, and not {len(planned)}")
+    return found
+
+
+# --- what the ranks say
+
+
+def _packed(plan: object) -> bytes:
+    return zlib.compress(pickled(plan), 1)
+
+
+def _unpacked(message: bytes, rank: int) -> Any:
+    try:
+        return pickle.loads(zlib.decompress(message))
+    except Exception as error:
+        raise CoordinationError(f"the plan of rank {rank} cannot be read: {error}") from error
+
+
+# --- what fits together
+
+
+class _Kinds:
+    """Numbers values by all that decides how they are planned."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[object, int] = {}
+        self._unknown = itertools.count(-1, -1)
+
+    def number_of(self, value: object) -> int:
+        """Return the same for what is planned in the same way; something new where that is not known."""
+        kind: object = None
+        if type(value) is DTensor:
+            kind = (value.shape, value.dtype, value.requires_grad, value.placements, value.device_mesh)
+        elif type(value) in (torch.Tensor, torch.nn.Parameter):
+            kind = (value.shape, value.dtype, value.requires_grad, value.layout)  # type: ignore[attr-defined]
+        elif isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
+            return next(self._unknown)
+        return self._numbers.setdefault(kind, len(self._numbers))
+
+
+def _refuse_differences(items: Sequence[Sequence[WriteItem]]) -> None:
+    """Refuse what has one name on several ranks, and is not the same thing.
+
+    Raises:
+        CoordinationError: There is something.
+    """
+    firsts: dict[str, tuple[int, WriteItem]] = {}
+    for rank, own in enumerate(items):
+        for item in own:
+            first_rank, first = firsts.setdefault(item.index.fqn, (rank, item))
+            if first is not item and _essence(first) != _essence(item):
+                raise CoordinationError(
+                    f"the ranks do not save the same: {item.index.fqn!r} is {_described(first)} on rank {first_rank}, "
+                    f"and {_described(item)} on rank {rank}"
+                )
+
+
+def _essence(item: WriteItem) -> object:
+    data = item.tensor_data
+    return None if data is None else (item.type, data.size, data.properties.dtype)
+
+
+def _described(item: WriteItem) -> str:
+    if item.tensor_data is None:
+        return "an object"
+    kind = "a sharded tensor" if item.type == WriteItemType.SHARD else "a plain tensor"
+    return f"{kind} of shape {tuple(item.tensor_data.size)} and {item.tensor_data.properties.dtype}"
+
+
+def _in_order(metadata: Metadata, mappings: Sequence[Mapping[str, Any]]) -> Metadata:
+    """Return metadata in the order of the state, which DCP loses: the first rank's, then what others have beside it."""
+    paths: dict[str, Any] = {}
+    for own in mappings:
+        for name, path in own.items():
+            paths.setdefault(name, path)
+    described = metadata.state_dict_metadata
+    names = [*(name for name in paths if name in described), *(name for name in described if name not in paths)]
+    return replace(metadata, state_dict_metadata={name: described[name] for name in names}, planner_data=paths)
+
+
+def _refuse_parts(metadata: Metadata) -> None:
+    """Refuse tensors of which nobody holds some part: with several ranks DCP has looked for them already.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if held != math.prod(entry.size):
+                raise ConfigError(
+                    f"{name!r} is sharded over several ranks, and this one holds {held} of its "
+                    f"{math.prod(entry.size)} elements: save with process_group= of all of these ranks"
+                )

@@ -1,0 +1,159 @@
+"""A DCP checkpoint of which each rank sees some parts, loaded by all of them: what one lacks comes from who has it.
+
+All parts, one behind the other, are what a `PartsExchange` reads. Before a rank reads items (`FastPersistReader`), the
+blobs of those that lie in parts of other stores are fetched into memory, as files of the parts' lengths with holes, and
+read there. So a rank holds what it wants of other stores once more while it reads that, and no rank holds everything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from fastpersist.errors import FormatError
+from fastpersist.filesystem import storage_errors
+from fastpersist.formats.manifest import CheckpointManifest, writer_of
+from fastpersist.formats.parts import Part
+from fastpersist.loading import MapLocation
+from fastpersist.loading_together import SharedReader
+from fastpersist.part_reading import FoundPart
+from fastpersist.partition import merged
+from fastpersist.parts_exchange import PartsExchange, writing_to
+from fastpersist.pipeline import Extents
+from fastpersist.sharded.metadata import METADATA_NAME, read_metadata
+from fastpersist.sharded.reader import FastPersistReader
+from fastpersist.sharded.reading import PartReader
+from fastpersist.sharded.step_loading import load_sharded_state
+from fastpersist.step_parts import StepParts
+
+__all__ = ["load_shards_together"]
+
+_NO_FILES = CheckpointManifest((), None, 0.0, {}, {}, {}, {})
+
+
+def load_shards_together(
+    parts: StepParts,
+    read: SharedReader,
+    *,
+    into: Mapping[str, object] | None,
+    map_location: MapLocation,
+    verify: bool,
+    weights_only: bool,
+    engine: str,
+) -> dict[str, Any]:
+    """Load the state of a sharded step whose parts lie in several stores; all ranks call this at the same time.
+
+    Args:
+        parts: Who sees what.
+        read: The rounds of the load.
+        into: As in `load_sharded_state`, and so are those that follow.
+        map_location: See there.
+        verify: Check the CRC of every file, each store's by the ranks that see it.
+        weights_only: See there.
+        engine: See there.
+
+    Raises:
+        FormatError: The parts that the ranks see are not those that the metadata name.
+        FastPersistError, …: As by `load_sharded_state`.
+    """
+    manifest = parts.manifest or _NO_FILES
+    turn, turn_count = parts.own_turn()
+    return load_sharded_state(
+        parts.path,
+        replace(manifest, files=manifest.files[turn::turn_count]),
+        into=into,
+        map_location=map_location,
+        verify=verify,
+        weights_only=weights_only,
+        engine=engine,
+        read=read,
+        rank=0,
+        count=1,
+        reader=_ExchangingReader(parts, read, engine),
+        agree=lambda: read.wait_for_all("agreed"),
+    )
+
+
+class _ExchangingReader(FastPersistReader):
+    """Reads parts that are here as they are, and what is wanted of others when it has been fetched."""
+
+    def __init__(self, parts: StepParts, read: SharedReader, engine: str) -> None:
+        super().__init__(parts.path, engine=engine)
+        manifest = parts.manifest or _NO_FILES
+        self._sizes = {
+            entry.name: entry.size_bytes
+            for entry in manifest.files
+            if entry.name.endswith(".distcp") and "/" not in entry.name
+        }
+        here = set(self._sizes)
+        own_metadata = None
+        if parts.is_first_with(METADATA_NAME):  # for ranks that see nothing of the step
+            path = os.path.join(parts.path, METADATA_NAME)
+            with storage_errors("reading", path), open(path, "rb") as file:
+                own_metadata = file.read()
+        for _, told in read.say("shards", (self._sizes, own_metadata)):
+            self._sizes.update(told[0])
+            self._metadata_bytes = told[1] or getattr(self, "_metadata_bytes", b"")
+        self._sees_step = parts.manifest is not None
+        names = sorted(name for name in self._sizes if self._sizes[name])
+        starts = list(accumulate((self._sizes[name] for name in names), initial=0))
+        self._starts = dict(zip(names, starts, strict=False))
+        missing = self._sizes.keys() - here
+        self._missing = {name: _file_in_memory(self._sizes[name], read) for name in sorted(missing)}
+        entries = {entry.name: entry for entry in manifest.files}
+        own = []
+        for name in names:
+            rank = writer_of(name)
+            if rank is None or [writer_of(other) for other in names].count(rank) > 1:
+                raise FormatError(f"{name} is no part that one rank wrote", path=parts.path)
+            if name in here:
+                part = Part(rank, ((self._starts[name], self._sizes[name]),))
+                own.append(FoundPart(os.path.join(parts.path, name), entries[name], part, parts.host_of(rank)))
+        self._exchange = PartsExchange(read, parts.path, own, starts[-1], with_structure=False)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read what is in the checkpoint."""
+        if self._sees_step:
+            return super().read_metadata(*args, **kwargs)
+        fd = os.memfd_create("fastpersist", os.MFD_CLOEXEC)
+        with open(fd, "wb") as file:
+            file.write(self._metadata_bytes)
+            file.flush()
+            metadata, _ = read_metadata(f"/proc/self/fd/{fd}")
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fetch, with the other ranks, what lies in parts of other stores, and read everything."""
+        extents = Extents()
+        for name, fd in self._missing.items():
+            infos = [info for info in map(self._info_of, plan.items) if info.relative_path == name]
+            for low, high in merged((info.offset, info.offset + info.length) for info in infos):
+                extents.add_pushed(self._starts[name] + low, high - low, writing_to(fd, low), with_crc=False)
+        self._exchange(-1, self._exchange.path, extents, engine=self._engine)
+        try:
+            return super().read_data(plan, planner)
+        finally:
+            for name, fd in self._missing.items():
+                os.ftruncate(fd, 0)
+                os.ftruncate(fd, self._sizes[name])
+
+    def _open_part(self, path: str, name: str) -> PartReader:
+        fd = self._missing.get(name)
+        if fd is None:
+            return super()._open_part(path, name)
+        return PartReader(path, name, engine="auto", verify=self._verify, fd=os.dup(fd))
+
+
+def _file_in_memory(size_bytes: int, read: SharedReader) -> int:
+    """Return a file of holes, which lives until all ranks are through."""
+    fd = os.memfd_create("fastpersist", os.MFD_CLOEXEC)
+    read.stack.callback(os.close, fd)
+    os.ftruncate(fd, size_bytes)
+    return fd

@@ -1,0 +1,212 @@
+"""Sharded state of a step → tensors in place, whatever their sharding, and everything else as it was saved.
+
+Each rank reads DCP's `.metadata`, and plans by itself what it wants of the parts. In this order: the objects, which are
+small; then whether all targets fit; with `verify` the CRCs of all files, shared out among the ranks; then all ranks
+agree, and only then tensors are filled and targets get what else is theirs.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from fastpersist.errors import (
+    ChecksumError,
+    ConfigError,
+    CorruptionError,
+    FastPersistError,
+    FormatError,
+    StorageError,
+    UnsupportedError,
+)
+from fastpersist.filesystem import storage_errors
+from fastpersist.filling import misfit
+from fastpersist.formats.manifest import CheckpointManifest, FileEntry, writer_of
+from fastpersist.loading import MapLocation
+from fastpersist.pipeline import Extents, Read, read_extents
+from fastpersist.resuming import left_behind, with_touched
+from fastpersist.sharded.metadata import METADATA_NAME
+from fastpersist.sharded.reader import FastPersistReader
+from fastpersist.sharded.targets import Fit, Node, full_value, holds_nothing, saved_tree
+
+__all__ = ["load_sharded_state"]
+
+_SHOWN_COUNT = 10
+
+
+def load_sharded_state(
+    path: str,
+    manifest: CheckpointManifest,
+    *,
+    into: Mapping[str, object] | None,
+    map_location: MapLocation,
+    verify: bool,
+    weights_only: bool,
+    engine: str,
+    read: Read,
+    rank: int,
+    count: int,
+    reader: FastPersistReader | None = None,
+    agree: Callable[[], object] | None = None,
+) -> dict[str, Any]:
+    """Load the state of a step whose parts several ranks may have written.
+
+    Args:
+        path: Directory of the step.
+        manifest: Its manifest.
+        into: By key of the state, what is filled in place: modules, optimizers, tensors (DTensors, too), dicts and
+            lists of these, or what has load_state_dict.
+        map_location: A device, for tensors that have no target; None for the host.
+        verify: Check the CRC of every file before anything changes.
+        weights_only: As in torch.load, for what is no tensor.
+        engine: "auto", or an engine's name, which then never falls back.
+        read: Agrees with the other ranks that load.
+        rank: Of this process among them.
+        count: How many there are.
+        reader: Of the step's directory; None for one that reads what is there.
+        agree: Returns when all ranks call it; None for a round of `read`.
+
+    Returns:
+        The state, with the very objects of `into` under their keys. Tensors without a target are whole, on every rank.
+
+    Raises:
+        FormatError, ChecksumError, CheckpointNotFoundError: The checkpoint is damaged, or a part is missing.
+        StorageError: An error of the disk. Where a message says *partly overwritten*, the targets it names are not
+            usable until they are restored.
+        ConfigError: The targets do not fit, and nothing was changed; or a target's load_state_dict refused.
+        UnsupportedError: An object that weights_only refuses.
+        PeerError: Another rank has failed.
+    """
+    device = _device_of(map_location)
+    # Always: one wrong byte in it may lead anywhere, and it is small.
+    _verify(
+        path, [entry for entry in manifest.files if entry.name == METADATA_NAME and entry.crc32 is not None], engine
+    )
+    reader = reader or FastPersistReader(path, engine=engine)
+    metadata = reader.read_metadata()
+    try:
+        tree = saved_tree(metadata)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        metadata_path = os.path.join(path, METADATA_NAME)
+        raise FormatError(f"its names make no state: {error}", path=metadata_path) from error
+    objects = _read_objects(reader, metadata, weights_only)
+    targets = dict(into or {})
+    fit = Fit(objects, device, [one for one in targets.values() if isinstance(one, torch.nn.Module)])
+    for key, target in targets.items():
+        node = tree.get(str(key))
+        if node is not None:
+            fit.add(key, str(key), target, node)
+        elif not holds_nothing(target):
+            held = ", ".join(list(tree)[:_SHOWN_COUNT]) or "nothing"
+            fit.problems.append(f"{key} is in the target, but not in the checkpoint, which holds {held}")
+    if fit.problems:
+        raise misfit(path, fit.problems)
+    loaded = {key: full_value(node, fit.value_of) for key, node in _without(tree, targets).items()}
+    if verify:
+        _verify(path, manifest.files[rank::count], engine)
+    if agree is None:
+        _agree(path, engine, read)
+    else:
+        agree()
+    _change(path, reader, metadata, fit)
+    return {**loaded, **targets}
+
+
+def _device_of(map_location: MapLocation) -> torch.device:
+    if map_location is None or isinstance(map_location, str | torch.device):
+        return torch.device(map_location or "cpu")
+    raise ConfigError("of a sharded step, map_location is a device: it was saved from as many as there were ranks")
+
+
+def _without(tree: Mapping[str, Node], targets: Mapping[str, object]) -> dict[str, Node]:
+    taken = set(map(str, targets))
+    return {key: node for key, node in tree.items() if key not in taken}
+
+
+class _Planner(DefaultLoadPlanner):
+    """Plans the load of tensors and objects by their names, without looking for older ways to name them."""
+
+    def __init__(self, *, weights_only: bool) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take an object; called by the reader."""
+        loaded = torch.load(value, map_location="cpu", weights_only=self._weights_only)
+        self.original_state_dict[read_item.dest_index.fqn] = loaded
+
+
+def _read(reader: FastPersistReader, metadata: Metadata, state: dict[str, Any], *, weights_only: bool = True) -> None:
+    planner = _Planner(weights_only=weights_only)
+    planner.set_up_planner(state, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+
+
+def _read_objects(reader: FastPersistReader, metadata: Metadata, weights_only: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        fqn: None
+        for fqn, described in metadata.state_dict_metadata.items()
+        if not isinstance(described, TensorStorageMetadata)
+    }
+    _read(reader, metadata, state, weights_only=weights_only)
+    return state
+
+
+def _verify(path: str, entries: Sequence[FileEntry], engine: str) -> None:
+    for entry in entries:
+        file_path = os.path.join(path, entry.name)
+        if entry.crc32 is None:
+            raise UnsupportedError(f"{file_path} has no checksum in the manifest, so it cannot be verified")
+        with storage_errors("opening", file_path):
+            fd = os.open(file_path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            extents = Extents()
+            extents.add_checked(0, entry.size_bytes)
+            crcs = read_extents(fd, file_path, extents, engine=engine).crcs if entry.size_bytes else [0]
+        finally:
+            os.close(fd)
+        if crcs[0] != entry.crc32:
+            by_whom = "" if writer_of(entry.name) is None else f" (rank {writer_of(entry.name)} wrote it)"
+            message = f"its bytes are damaged: their CRC is {crcs[0]:08x}, not {entry.crc32:08x}{by_whom}"
+            raise ChecksumError(message, path=file_path)
+
+
+def _agree(path: str, engine: str, read: Read) -> None:
+    """Go on when all ranks have come as far as this: one may have found that its targets do not fit."""
+    metadata_path = os.path.join(path, METADATA_NAME)
+    with storage_errors("opening", metadata_path):
+        fd = os.open(metadata_path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        read(fd, metadata_path, Extents(), engine=engine)
+    finally:
+        os.close(fd)
+
+
+def _change(path: str, reader: FastPersistReader, metadata: Metadata, fit: Fit) -> None:
+    """Fill the tensors, then take the steps. From here on, errors say what they leave behind."""
+    touched = list(map(str, fit.filled_keys))
+    step_name = None
+    try:
+        _read(reader, metadata, dict(fit.tensors))
+        for step in sorted(fit.steps, key=lambda step: step.rank):
+            step_name = step.name
+            if str(step.key) not in touched:
+                touched.append(str(step.key))
+            step.apply()
+    except (StorageError, CorruptionError) as error:
+        raise with_touched(error, touched) from error
+    except Exception as error:
+        if step_name is None and (isinstance(error, FastPersistError) or not touched):
+            raise
+        reason = f"{type(error).__name__}: {error}; {left_behind(touched)}"
+        if step_name is None:
+            raise StorageError(None, f"filling the targets from {path} failed: {reason}", path) from error
+        raise ConfigError(f"{step_name} refused what {path} holds for it: {reason}") from error

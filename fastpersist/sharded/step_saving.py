@@ -1,0 +1,297 @@
+"""Sharded state as files of a directory that is saved while training goes on: a guest of `DirectorySave`.
+
+Each rank captures the tensors that it holds. On the writing thread the ranks plan who writes what (`agreeing`), each
+writes its part (`writing`), and the first one adds DCP's `.metadata`, so that any reader of DCP finds its way.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem as dcp_filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from fastpersist import _native
+from fastpersist.arena import Arena
+from fastpersist.capture import no_garbage_collection
+from fastpersist.coordination import Session
+from fastpersist.directory_save import DirectorySave
+from fastpersist.errors import ConfigError, InternalError, StorageError, UnsupportedError
+from fastpersist.explaining import warn_caller, warn_of_globals
+from fastpersist.filesystem import filesystem
+from fastpersist.formats.manifest import FileEntry, check_file_name
+from fastpersist.group_directory import PeerDirectorySave
+from fastpersist.guest_writing import Held, Site
+from fastpersist.owners import Owners
+from fastpersist.peer_save import PeerSave
+from fastpersist.pipeline import Poll
+from fastpersist.sharded.agreeing import Done, Planned, SharedPlans, gather_done, tell_done
+from fastpersist.sharded.capturing import ShardedCapture
+from fastpersist.sharded.metadata import METADATA_NAME, pickled
+from fastpersist.sharded.writing import Part, WrittenPart, part_name, write_part
+from fastpersist.step_saving import StepSave, StepSaver
+
+__all__ = ["ShardedFiles", "ShardedSaver", "save_sharded"]
+
+_NEWS_S = 1.0
+
+
+class ShardedFiles:
+    """This rank's part of a sharded state, as a guest of a save.
+
+    Args:
+        state: Nested dicts and lists of tensors (plain, DTensor, ShardedTensor) and objects.
+        owners: Whose storages are stable.
+        plans: Of the saves before.
+        name: Directory below that of the save; "" for that one.
+    """
+
+    def __init__(self, state: Mapping[str, Any], owners: Owners, plans: SharedPlans, name: str = "") -> None:
+        self.owners = owners
+        self._state: Mapping[str, Any] | None = state
+        self._plans = plans
+        self._name = name
+        self._captured: ShardedCapture | None = None
+
+    def hold(self, arena: Arena, *, paranoid: bool, on_gate: Callable[[float], None]) -> Held:
+        """Look at what is to be written; called by the save.
+
+        Raises:
+            UnsupportedError, RuntimeError, …: A tensor or object that cannot be copied.
+        """
+        captured = ShardedCapture(self._state, self.owners, arena, paranoid=paranoid, on_gate=on_gate)
+        self._state = None
+        self._captured = captured
+        return Held(captured.capture, captured.snapshot, captured.size_bytes)
+
+    def write(self, site: Site) -> list[FileEntry]:
+        """Plan and write with the other ranks; called by the save, on its writing thread.
+
+        Returns:
+            On the first rank the files of all, else this rank's.
+
+        Raises:
+            ConfigError, CoordinationError, PeerError: As `SharedPlans.agree`.
+            StorageError, UnsupportedError, TornStateError: As `write_part`, or the state changed.
+        """
+        captured, self._captured = self._captured, None
+        if captured is None:
+            raise InternalError("what a rank is to write was not captured")
+        directory = None if site.directory is None else self._made_directory(site.directory)
+        label = f"{site.label}/{self._name}" if self._name else site.label or ""
+        with self._plans.taken() as plans:
+            planned = plans.agree(captured.state, site.session, label, directory)
+            return self._write(planned, plans.planner, captured, site)
+
+    def _made_directory(self, path: str) -> str:
+        """Make the directories of the name, before any rank hears of them."""
+        for part in filter(None, self._name.split("/")):
+            path = os.path.join(path, part)
+            try:
+                filesystem().make_directory(path)
+            except StorageError as error:
+                if error.errno != errno.EEXIST:
+                    raise
+        return path
+
+    def _write(self, planned: Planned, planner: SavePlanner, captured: ShardedCapture, site: Site) -> list[FileEntry]:
+        session = site.session
+        rank = 0 if session is None else session.rank
+        if rank and site.directory is not None:  # it does not see that of the first rank
+            planned = replace(planned, directory=os.path.join(site.directory, self._name))
+        with no_garbage_collection():
+            captured.settle(planned.items, planner)
+        part = Part(rank, planned.directory, os.path.join(site.final_path, self._name))
+        try:
+            done = self._write_part(part, planned.items, planner, captured, site)
+        except (StorageError, UnsupportedError) as error:
+            if rank and session is not None:
+                prefer_failure_of_others(session, error)
+            raise
+        if rank and session is not None:
+            tell_done(session, done)
+            return [FileEntry(*one) for one in done.extra + ([done.part] if done.part else [])]
+        return self._complete(planned, gather_done(session, done, planned.indexes), site)
+
+    def _write_part(
+        self, part: Part, items: list[WriteItem], planner: SavePlanner, captured: ShardedCapture, site: Site
+    ) -> Done:
+        written: WrittenPart | None = None
+        places: list[tuple[int, int]] = []
+        poll = _checking(site)
+        if items:
+            site.made(os.path.join(part.directory, part_name(part.rank)))
+            results, written = write_part(
+                part,
+                items,
+                planner,
+                engine=site.engine,
+                durable=True,
+                capture=captured,
+                poll=poll,
+            )
+            places = [(result.storage_data.offset, result.storage_data.length) for result in results]
+            site.stats.engine = written.engine
+        above = part.directory.removesuffix(f"/{self._name}") if self._name else part.directory
+        extra = site.before_done(above)
+        return Done(None if written is None else (written.name, written.size_bytes, written.crc32), places, extra)
+
+    @no_garbage_collection()
+    def _complete(self, planned: Planned, done: list[Done], site: Site) -> list[FileEntry]:
+        """Write DCP's metadata; return the files of all ranks."""
+        entries = [FileEntry(*one) for of_rank in done for one in of_rank.extra]
+        parts = [of_rank.part for of_rank in done]
+        prefix = f"{self._name}/" if self._name else ""
+        entries += [FileEntry(prefix + part[0], part[1], part[2]) for part in parts if part is not None]
+        if len(done) > 1:
+            site.stats.add_shares([0 if part is None else part[1] for part in parts])
+        storage_data = {
+            index: _StorageInfo(part_name(rank), offset_bytes, size_bytes)
+            for rank, (indexes, of_rank) in enumerate(zip(planned.indexes, done, strict=True))
+            for index, (offset_bytes, size_bytes) in zip(indexes, of_rank.places, strict=True)
+        }
+        if planned.metadata is None:
+            raise InternalError("the first rank has no metadata of what it has planned")
+        final_path = os.path.join(site.final_path, self._name)
+        data = pickled(_metadata_of(planned.metadata, storage_data, final_path))
+        _write_small(os.path.join(planned.directory, METADATA_NAME), os.path.join(final_path, METADATA_NAME), data)
+        return [*entries, FileEntry(prefix + METADATA_NAME, len(data), _native.crc32(data))]
+
+
+def _metadata_of(planned: Metadata, storage_data: dict[Any, Any], path: str) -> Metadata:
+    meta = StorageMeta(checkpoint_id=path, save_id=str(uuid.uuid4()))
+    metadata = replace(planned, storage_data=storage_data, storage_meta=meta)
+    if hasattr(metadata, "version"):  # not before torch 2.9
+        metadata.version = dcp_filesystem.CURRENT_DCP_VERSION
+    return metadata
+
+
+def _write_small(path: str, final_path: str, data: bytes) -> None:
+    fd = filesystem().create(path)
+    try:
+        filesystem().write(fd, data, final_path)
+        filesystem().sync(fd, final_path)
+    finally:
+        os.close(fd)
+
+
+def _checking(site: Site) -> Poll:
+    """Stop writing when the save is cancelled, or another rank has failed."""
+
+    def check(done_bytes: int) -> None:
+        if site.session is not None:
+            site.session.check()
+        site.poll(done_bytes)
+
+    return check
+
+
+def prefer_failure_of_others(session: Session, error: BaseException) -> None:
+    """When a rank has failed, the first one removes the directory: then that failure is what there is to tell.
+
+    Raises:
+        PeerError: A rank has failed.
+    """
+    session.check()
+    if isinstance(error, UnsupportedError) or getattr(error, "errno", None) == errno.ENOENT:
+        end_s = time.monotonic() + _NEWS_S  # over a network, the news may come later than the removal
+        while time.monotonic() < end_s:
+            time.sleep(0.02)
+            session.check()
+
+
+def save_sharded(
+    files: DirectorySave | PeerDirectorySave,
+    state: object,
+    name: str = "",
+    optimizer: object = None,
+    *,
+    constant: object = (),
+    gate: str = "optimizer",
+    owners: Owners | None = None,
+    plans: SharedPlans | None = None,
+) -> None:
+    """Save sharded state among the files of a directory; returns when what may change at once is copied.
+
+    Of a directory that several ranks save (`directory_save_together`) all of them call this, in the same order, each
+    with the shards that it holds. What is written is a DCP checkpoint: a part file of each rank, and `.metadata`.
+
+    Args:
+        files: A DirectorySave, or what `directory_save_together` returns.
+        state: Nested dicts and lists of tensors (plain, DTensor, ShardedTensor) and objects.
+        name: Directory below it; "" for the directory itself.
+        optimizer: Whose tensors are in the state, as in `save_async`.
+        constant: What never changes, as in `save_async`.
+        gate: "optimizer" or "manual", as in `save_async`.
+        owners: Optimizer, constant and gate, for those who have them already.
+        plans: Kept from one save to the next, it spares planning what has not changed.
+
+    Raises:
+        ConfigError: The state is no dict, or the name no relative path. All else `publish().result()` raises.
+    """
+    if name:
+        check_file_name(name)
+    owners = owners or Owners(optimizer, constant, gate)
+    files.save_guest(ShardedFiles(_required_mapping(state), owners, plans or SharedPlans(), name))
+
+
+def _required_mapping(state: object) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"sharded state is a dict, not a {type(state).__name__}")
+    return state
+
+
+def _find_objects(
+    value: Any, name: str, objects: dict[str, Any], changed: list[str], *, knows_ids: bool = False
+) -> None:
+    """Find what is no tensor, by name, and the dicts whose keys are not text: for DCP all keys are."""
+    if isinstance(value, torch.Tensor):
+        return
+    if isinstance(value, Mapping):
+        if not knows_ids and not all(isinstance(key, str) for key in value):
+            changed.append(name)
+        # The groups of an optimizer tell which keys of its state were numbers, and a load makes them so again.
+        is_optimizer = isinstance(value.get("state"), Mapping) and isinstance(value.get("param_groups"), list)
+        for key, item in value.items():
+            inner = f"{name}.{key}" if name else str(key)
+            _find_objects(item, inner, objects, changed, knows_ids=is_optimizer and key == "state")
+    elif isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor | Mapping | list) for item in value):
+        for index, item in enumerate(value):
+            _find_objects(item, f"{name}.{index}", objects, changed)
+    else:
+        objects[name] = value
+
+
+class ShardedSaver(StepSaver):
+    """Saves the steps of a Checkpointer whose state is sharded."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._plans = SharedPlans()
+
+    def _begin_first(self, step: StepSave, directory: DirectorySave) -> None:
+        save_sharded(directory, step.state, owners=self._owners, plans=self._plans)
+
+    def _begin_other(self, step: StepSave, peer: PeerSave) -> None:
+        peer.save_guest(ShardedFiles(_required_mapping(step.state), self._owners, self._plans))
+
+    def _warn_of(self, state: Any) -> None:
+        """Warn of objects that a load refuses, and of keys that come back as text."""
+        objects: dict[str, Any] = {}
+        changed: list[str] = []
+        _find_objects(state, "", objects, changed)
+        warn_of_globals(objects)
+        if changed:
+            warn_caller(
+                f"the keys of {', '.join(map(repr, changed[:5]))} are not all text; in sharded state, as in DCP, they "
+                "come back as text"
+            )

@@ -1,0 +1,528 @@
+"""Which saved tensor goes to which tensor of a target, on this rank, and whatever keeps the two from fitting.
+
+The counterpart of `fitting` for sharded state. What is saved is a tree of names, with global shapes; a target may hold
+a shard of each. Reads no file and changes nothing: what it finds is a `Fit`, tensors to be filled and steps to be taken
+then. State that an optimizer does not have yet gets memory here, sharded as its parameter is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fastpersist.filling import why_not_fillable
+
+__all__ = ["Fit", "Node", "Saved", "Step", "full_value", "holds_nothing", "saved_tree"]
+
+_CPU = torch.device("cpu")
+_SHOWN_COUNT = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One thing that was saved.
+
+    Attributes:
+        fqn: Its name for DCP.
+        described: A tensor's global shape, dtype and chunks; or that it is an object.
+    """
+
+    fqn: str
+    described: TensorStorageMetadata | BytesStorageMetadata
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Global shape of a tensor; None for an object."""
+        return tuple(self.described.size) if isinstance(self.described, TensorStorageMetadata) else None
+
+
+Node: TypeAlias = "Saved | dict[str, Node] | list[Node | None]"
+
+
+def saved_tree(metadata: Metadata) -> dict[str, Node]:
+    """Return what was saved, nested as it was; the keys of dicts are text."""
+    root: dict[str, Node] = {}
+    paths = metadata.planner_data or {}
+    for fqn, described in metadata.state_dict_metadata.items():
+        path = paths.get(fqn) or (fqn,)
+        container: Any = root
+        for part, next_part in zip(path, [*path[1:], None], strict=True):
+            new: Node = Saved(fqn, described) if next_part is None else [] if isinstance(next_part, int) else {}
+            if isinstance(part, int):
+                container += [None] * (part + 1 - len(container))
+                if next_part is None or container[part] is None:
+                    container[part] = new
+            elif next_part is None:
+                container[part] = new
+            else:
+                container.setdefault(part, new)
+            container = container[part]
+    return root
+
+
+def _leaves(node: Node | None) -> Iterator[Saved]:
+    if isinstance(node, Saved):
+        yield node
+    elif node is not None:
+        for below in node.values() if isinstance(node, dict) else node:
+            yield from _leaves(below)
+
+
+def full_value(node: Node | None, value_of: Callable[[Saved], Any]) -> Any:
+    """Return what a part of the tree stands for; ids of an optimizer's parameters are numbers again, where they were.
+
+    Args:
+        node: The part.
+        value_of: Gives the tensor or object of a leaf.
+    """
+    if isinstance(node, Saved):
+        return value_of(node)
+    if isinstance(node, list):
+        return [full_value(below, value_of) for below in node]
+    if node is None:
+        return None
+    found = {key: full_value(below, value_of) for key, below in node.items()}
+    groups, state = found.get("param_groups"), found.get("state")
+    if isinstance(groups, list) and isinstance(state, dict | None):
+        ids = {str(one): one for group in groups if isinstance(group, dict) for one in _ids_of(group)}
+        found["state"] = {ids.get(key, key): value for key, value in (state or {}).items()}
+    return found
+
+
+def _ids_of(group: Mapping[str, Any]) -> list[Any]:
+    ids = group.get("params")
+    return ids if isinstance(ids, list) else []
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is done with a target when all tensors are filled.
+
+    Attributes:
+        rank: Modules 0, optimizers 1, all else 2.
+        key: Of the target.
+        name: Of what takes it.
+        apply: Does it.
+    """
+
+    rank: int
+    key: str
+    name: str
+    apply: Callable[[], object]
+
+
+@dataclass(slots=True)
+class Fit:
+    """What goes where.
+
+    Attributes:
+        objects: What was saved and is no tensor, by DCP's name; loaded already.
+        device: Of tensors that have no target.
+        modules: Of all targets: they name the parameters of optimizers.
+        tensors: To be filled, by DCP's name.
+        filled_keys: The keys of targets whose own tensors are filled.
+        steps: To be taken when they are.
+        problems: Why the targets do not fit.
+    """
+
+    objects: Mapping[str, Any]
+    device: torch.device
+    modules: list[torch.nn.Module]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    filled_keys: dict[str, None] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def value_of(self, saved: Saved) -> Any:
+        """Return an object, or the tensor that is going to be filled: a full one if no target has it."""
+        if not isinstance(saved.described, TensorStorageMetadata):
+            return self.objects[saved.fqn]
+        if saved.fqn not in self.tensors:
+            dtype = saved.described.properties.dtype
+            self.tensors[saved.fqn] = torch.empty(saved.described.size, dtype=dtype, device=self.device)
+        return self.tensors[saved.fqn]
+
+    def add(self, key: str, name: str, target: object, node: Node) -> None:
+        """Plan a target.
+
+        Args:
+            key: Under which it was given.
+            name: For messages.
+            target: A module, an optimizer, a tensor, a dict or list of these, or what has load_state_dict.
+            node: What was saved for it.
+        """
+        if isinstance(target, torch.Tensor):
+            self._add_tensor(key, name, target, node)
+        elif isinstance(target, torch.nn.Module):
+            self._add_module(key, name, target, node)
+        elif (optimizer := _optimizer_in(target)) is not None and isinstance(node, dict) and _is_optimizer_state(node):
+            self._add_optimizer(key, name, target, optimizer, node)
+        elif isinstance(target, Optimizer):
+            self.problems.append(
+                f"{name} is an optimizer in the target, but no state_dict of one in the checkpoint (which has "
+                f"'param_groups'); a flattened one is loaded into what get_optimizer_state_dict returns"
+            )
+        elif callable(getattr(target, "load_state_dict", None)):
+            self._add_stateful(key, name, target, node)
+        elif isinstance(target, Mapping):
+            self._add_mapping(key, name, target, node)
+        elif isinstance(target, list | tuple):
+            self._add_sequence(key, name, target, node)
+        else:
+            self.problems.append(f"{name} is {_kind(target)}, which cannot be filled in place")
+
+    def _add_tensor(self, key: str, name: str, target: torch.Tensor, node: Node | None) -> None:
+        if not isinstance(node, Saved) or node.shape is None:
+            self.problems.append(f"{name} is a tensor in the target, but {_kind_of_saved(node)} in the checkpoint")
+        elif torch.nn.parameter.is_lazy(target):
+            self.problems.append(f"{name} has no shape yet (a lazy module); run the module once, then load")
+        elif tuple(target.shape) != node.shape:
+            self.problems.append(
+                f"{name} has shape {tuple(target.shape)} in the target, {node.shape} in the checkpoint"
+            )
+        else:
+            dtype = node.described.properties.dtype  # type: ignore[union-attr]
+            memory = target._local_tensor if isinstance(target, DTensor) else target
+            reasons = why_not_fillable(name, memory.detach(), dtype) if _is_known(memory) else []
+            self.problems += reasons
+            self.tensors[node.fqn] = target.detach()
+            self.filled_keys[key] = None
+
+    # --- modules
+
+    def _add_module(self, key: str, name: str, module: torch.nn.Module, node: Node) -> None:
+        if not isinstance(node, dict):
+            self.problems.append(f"{name} is a module in the target, but {_kind_of_saved(node)} in the checkpoint")
+            return
+        live = module.state_dict()
+        load: Callable[[dict[str, Any]], object] = module.load_state_dict
+        if set(map(str, live)) != set(node):
+            # Wrapped (DistributedDataParallel, torch.compile …): the names without the wrappers, as torch's
+            # get_model_state_dict gives them. One of the two may be what was saved.
+            plain: dict[str, Any] = get_model_state_dict(module)
+            if set(plain) == set(node):
+                live = plain
+                load = lambda state: set_model_state_dict(module, state)  # noqa: E731
+        self._compare_names(name, live, node)
+        for own_name, value in live.items():
+            below = node.get(own_name)
+            if below is not None and isinstance(value, torch.Tensor):
+                self._add_tensor(key, f"{name}.{own_name}", value, below)
+
+        def apply() -> None:
+            for own_name, value in live.items():
+                if not isinstance(value, torch.Tensor):
+                    live[own_name] = like(full_value(node.get(own_name), self.value_of), value)
+            load(live)
+
+        for own_name, value in live.items():
+            if not isinstance(value, torch.Tensor):
+                full_value(node.get(own_name), self.value_of)  # tensors in extra state are read with the others
+        self.steps.append(Step(0, key, name, apply))
+
+    def _compare_names(self, name: str, live: Mapping[str, Any], node: Mapping[str, Node]) -> None:
+        for one, value in live.items():
+            if one not in node and not (isinstance(value, Mapping | list) and not value):  # DCP leaves empty ones out
+                self.problems.append(f"{name}.{one} is in the target, but not in the checkpoint")
+        for one in set(node).difference(live):
+            self.problems.append(f"{name}.{one} is in the checkpoint, but not in the target")
+
+    # --- optimizers
+
+    def _add_optimizer(self, key: str, name: str, target: Any, optimizer: Optimizer, node: Mapping[str, Node]) -> None:
+        saved_groups = node["param_groups"]
+        if not isinstance(saved_groups, list):
+            self.problems.append(f"{name}.param_groups is no list in the checkpoint")
+            return
+        groups = [full_value(group, self.value_of) for group in saved_groups]
+        matched = self._matched(name, optimizer, groups)
+        if matched is None:
+            return
+        parameters, group_of = matched
+        saved_state = node.get("state", {})
+        state: dict[int, Any] = {}
+        ids = _ids(optimizer)
+        for saved_id, below in saved_state.items() if isinstance(saved_state, dict) else ():
+            parameter = parameters.get(saved_id)
+            if parameter is None:
+                self.problems.append(f"{name}.state.{saved_id} is in the checkpoint, and belongs to no parameter")
+                continue
+            live = optimizer.state.get(parameter, {})
+            state[ids[parameter]] = self._state_of(key, f"{name}.state.{saved_id}", parameter, live, below)
+
+        def apply() -> None:
+            before = [dict(group) for group in optimizer.param_groups]
+            loaded_groups = [
+                {**group_of[index], "params": [ids[parameter] for parameter in group["params"]]}
+                for index, group in enumerate(optimizer.param_groups)
+            ]
+            kept = [(parameter, live) for parameter, live in optimizer.state.items() if parameter in ids]
+            target.load_state_dict({"state": state, "param_groups": loaded_groups})
+            _keep_tensors(before, optimizer.param_groups)
+            for parameter, live in kept:
+                _keep_filled(optimizer.state.get(parameter), live, state.get(ids[parameter]))
+
+        self.steps.append(Step(1, key, name, apply))
+
+    def _matched(
+        self, name: str, optimizer: Optimizer, groups: list[Any]
+    ) -> tuple[dict[str, torch.Tensor], list[Any]] | None:
+        """Return the parameter of each id in the checkpoint, and the saved group for each group of the optimizer."""
+        saved_ids = [_ids_of(group) for group in groups]
+        live = [group["params"] for group in optimizer.param_groups]
+        names = _names_of_parameters(self.modules)
+        by_name = any(isinstance(one, str) for ids in saved_ids for one in ids) and any(
+            parameter in names for parameters in live for parameter in parameters
+        )
+        if not by_name:  # as torch does it: by their order
+            if list(map(len, saved_ids)) != list(map(len, live)):
+                self.problems.append(
+                    f"{name} has groups of {list(map(len, live))} parameters in the target, and of "
+                    f"{list(map(len, saved_ids))} in the checkpoint"
+                )
+                return None
+            found = {
+                str(one): parameter
+                for ids, parameters in zip(saved_ids, live, strict=True)
+                for one, parameter in zip(ids, parameters, strict=True)
+            }
+            return found, groups
+        return self._matched_by_name(name, live, names, groups)
+
+    def _matched_by_name(
+        self, name: str, live: list[list[torch.Tensor]], names: Mapping[torch.Tensor, set[str]], groups: list[Any]
+    ) -> tuple[dict[str, torch.Tensor], list[Any]] | None:
+        place = {one: index for index, group in enumerate(groups) for one in _ids_of(group)}
+        found: dict[str, torch.Tensor] = {}
+        group_of: list[Any] = []
+        count = len(self.problems)
+        for index, parameters in enumerate(live):
+            places = set()
+            for parameter in parameters:
+                own = sorted(names.get(parameter, ()))
+                known = [one for one in own if one in place]
+                if not known:
+                    shown = own[0] if own else f"a parameter of shape {tuple(parameter.shape)}"
+                    self.problems.append(f"{name} has {shown} in the target, and not in the checkpoint")
+                    continue
+                found.update(dict.fromkeys(known, parameter))
+                places.add(place[known[0]])
+            if len(places) > 1 or (not parameters and len(groups) != len(live)):
+                self.problems.append(
+                    f"{name}.param_groups[{index}] holds parameters of several groups of the checkpoint"
+                )
+            group_of.append(groups[places.pop() if places else index] if groups else {})
+        for one in place:
+            if one not in found:
+                self.problems.append(f"{name} has {one} in the checkpoint, and not in the target")
+        return (found, group_of) if len(self.problems) == count else None
+
+    def _state_of(self, key: str, name: str, parameter: torch.Tensor, live: Any, node: Node | None) -> Any:
+        """Return the state of a parameter around tensors that are to be filled, its own ones where it has them."""
+        if isinstance(node, dict):
+            return {
+                own: self._state_of(key, f"{name}.{own}", parameter, _item(live, own), below)
+                for own, below in node.items()
+            }
+        if isinstance(node, list):
+            return [
+                self._state_of(key, f"{name}[{index}]", parameter, _item(live, index), below)
+                for index, below in enumerate(node)
+            ]
+        if node is None or node.shape is None:
+            return None if node is None else self.value_of(node)
+        if isinstance(live, torch.Tensor) and tuple(live.shape) == node.shape:
+            self._add_tensor(key, name, live, node)
+            return live
+        new = self._new_state(name, parameter, live, node)
+        if new is not None:
+            self.tensors[node.fqn] = new
+        return new
+
+    def _new_state(self, name: str, parameter: torch.Tensor, live: Any, saved: Saved) -> torch.Tensor | None:
+        dtype = saved.described.properties.dtype  # type: ignore[union-attr]
+        shape = saved.shape or ()
+        if isinstance(live, torch.Tensor) and live.ndim:
+            self.problems.append(f"{name} has shape {tuple(live.shape)} in the target, {shape} in the checkpoint")
+            return None
+        is_step = name.endswith(".step")
+        if shape == tuple(parameter.shape) and not is_step:
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()
+        if isinstance(parameter, DTensor) and shape not in ((), (1,)):
+            self.problems.append(
+                f"{name} has shape {shape}, its parameter {tuple(parameter.shape)}, so it is not known how it is "
+                "sharded; one step of the optimizer, before load(), makes its state"
+            )
+            return None
+        return torch.empty(shape, dtype=dtype, device=_CPU if is_step else parameter.device)
+
+    # --- all else
+
+    def _add_stateful(self, key: str, name: str, target: Any, node: Node) -> None:
+        full_value(node, self.value_of)  # its tensors are read with the others
+
+        def apply() -> None:
+            value = full_value(node, self.value_of)
+            read = getattr(target, "state_dict", None)
+            target.load_state_dict(like(value, read()) if callable(read) else value)
+
+        self.steps.append(Step(2, key, name, apply))
+
+    def _add_mapping(self, key: str, name: str, target: Mapping[Any, object], node: Node | None) -> None:
+        if not isinstance(node, dict):
+            if target or node is not None:
+                self.problems.append(f"{name} is a dict in the target, but {_kind_of_saved(node)} in the checkpoint")
+            return
+        known = {str(own): own for own in target}
+        is_strict = any(map(_is_restorable, target.values()))
+        for text, own in known.items():
+            item, inner = target[own], f"{name}.{text}"
+            if not _is_restorable(item):
+                continue
+            if text in node:
+                self.add(key, inner, item, node[text])
+            elif not isinstance(item, Mapping | list | tuple) or len(item):  # DCP leaves empty ones out
+                self.problems.append(f"{inner} is in the target, but not in the checkpoint")
+        for text, below in node.items():
+            if text not in known and is_strict and any(leaf.shape is not None for leaf in _leaves(below)):
+                self.problems.append(f"{name}.{text} is in the checkpoint, but not in the target")
+            elif not _is_restorable(target.get(known.get(text))) and isinstance(target, MutableMapping):
+                self._set(key, f"{name}.{text}", target, known.get(text, text), below)
+
+    def _add_sequence(self, key: str, name: str, target: list[Any] | tuple[Any, ...], node: Node) -> None:
+        if (
+            isinstance(node, Saved)
+            and isinstance(target, list)
+            and isinstance(self.objects.get(node.fqn), list | tuple)
+        ):
+            self._set(key, name, target, slice(None), node)
+            return
+        if not isinstance(node, list):
+            self.problems.append(
+                f"{name} is {_kind(target)} in the target, but {_kind_of_saved(node)} in the checkpoint"
+            )
+            return
+        if len(target) != len(node):
+            self.problems.append(f"{name} has {len(target)} elements in the target, {len(node)} in the checkpoint")
+            return
+        for index, (item, below) in enumerate(zip(target, node, strict=True)):
+            if below is not None and _is_restorable(item):
+                self.add(key, f"{name}[{index}]", item, below)
+            elif isinstance(target, list):
+                self._set(key, f"{name}[{index}]", target, index, below)
+
+    def _set(self, key: str, name: str, container: Any, place: Any, node: Node | None) -> None:
+        full_value(node, self.value_of)
+
+        def apply() -> None:
+            container[place] = full_value(node, self.value_of)
+
+        self.steps.append(Step(2, key, name, apply))
+
+
+def like(value: Any, live: Any) -> Any:
+    """Return a value with other keys than text where the live one has such, and the empty dicts that DCP leaves out."""
+    if not isinstance(value, Mapping) or not isinstance(live, Mapping):
+        return live if value is None and isinstance(live, Mapping | list) and not live else value
+    keys = {str(key): key for key in live}
+    found = {keys.get(key, key): like(item, live.get(keys.get(key, key))) for key, item in value.items()}
+    for key, item in live.items():
+        if key not in found and isinstance(item, Mapping | list) and not item:
+            found[key] = item
+    return found
+
+
+def holds_nothing(target: Any) -> bool:
+    """Tell whether a target has no state (a scaler that is switched off …): DCP leaves out what is empty."""
+    if isinstance(target, torch.Tensor):
+        return False
+    read = getattr(target, "state_dict", None)
+    state = read() if callable(read) else target
+    return isinstance(state, Mapping | list | tuple) and not state
+
+
+def _optimizer_in(target: object) -> Optimizer | None:
+    """Find the optimizer that a target is, or is a wrapper of."""
+    found, seen = target, set()
+    while id(found) not in seen:
+        seen.add(id(found))
+        found = getattr(found, "optimizer", found)
+    return found if isinstance(found, Optimizer) else None
+
+
+def _is_optimizer_state(node: Mapping[str, Node]) -> bool:
+    return "param_groups" in node and set(node) <= {"state", "param_groups"}
+
+
+def _ids(optimizer: Optimizer) -> dict[torch.Tensor, int]:
+    """Return the number that each parameter has in the optimizer's state_dict."""
+    numbers: dict[torch.Tensor, int] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            numbers.setdefault(parameter, len(numbers))
+    return numbers
+
+
+def _names_of_parameters(modules: Iterable[torch.nn.Module]) -> dict[torch.Tensor, set[str]]:
+    """Name parameters as torch's get_optimizer_state_dict does: without the wrappers around modules."""
+    names: dict[torch.Tensor, set[str]] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, set()).update(_get_fqns(module, name))
+    return names
+
+
+def _keep_tensors(before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """Put a group's own tensors (a learning rate) back, with their new values: schedulers know them."""
+    for old, new in zip(before, groups, strict=False):
+        for key, value in old.items():
+            found = new.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and found is not value:
+                if (value.shape, value.dtype, value.device) == (found.shape, found.dtype, found.device):
+                    with torch.no_grad():
+                        value.copy_(found)
+                    new[key] = value
+
+
+def _keep_filled(state: Any, live: Any, filled: Any) -> None:
+    """Put filled tensors back where load_state_dict put a conversion of them to the parameter's dtype."""
+    if not isinstance(state, dict) or not isinstance(live, Mapping) or not isinstance(filled, Mapping):
+        return
+    tensors: dict[Any, torch.Tensor] = {key: one for key, one in live.items() if isinstance(one, torch.Tensor)}
+    for key, tensor in tensors.items():
+        found = _item(state, key) if filled.get(key) is tensor else None
+        if isinstance(found, torch.Tensor) and (found.shape, found.device) == (tensor.shape, tensor.device):
+            state[key] = tensor
+
+
+def _item(container: Any, key: Any) -> Any:
+    # Keys of what was saved are text; those of what is live may be numbers.
+    if isinstance(container, Mapping):
+        return next((value for own, value in container.items() if str(own) == str(key)), None)
+    return container[key] if isinstance(container, list | tuple) and key < len(container) else None
+
+
+def _is_known(memory: torch.Tensor) -> bool:
+    return type(memory) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_restorable(item: object) -> bool:
+    """Tell what is restored in place from what is replaced."""
+    return isinstance(item, torch.Tensor | Mapping | list | tuple) or callable(getattr(item, "load_state_dict", None))
+
+
+def _kind(value: object) -> str:
+    return f"a value of type {type(value).__name__}"
+
+
+def _kind_of_saved(node: Node | None) -> str:
+    if isinstance(node, Saved):
+        return "an object" if node.shape is None else "a tensor"
+    return "not there" if node is None else "a dict" if isinstance(node, dict) else "a list"

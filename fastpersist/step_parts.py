@@ -1,0 +1,279 @@
+"""A step that lies in parts → its state: what the ranks see of it, and what there is to say if that is not all.
+
+How parts are read and exchanged is `parts_exchange`'s affair, which step is loaded `step_loading`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple
+
+from fastpersist import _native
+from fastpersist.committed import check_files, read_manifest
+from fastpersist.directory_locks import hold_for_reading
+from fastpersist.directory_removal import replaced_directories
+from fastpersist.errors import (
+    ChecksumError,
+    CoordinationError,
+    CorruptionError,
+    FastPersistError,
+    FormatError,
+    UnsupportedError,
+)
+from fastpersist.filesystem import storage_errors
+from fastpersist.formats.manifest import DCP_METADATA_NAME, CheckpointManifest, rank_file_name
+from fastpersist.formats.parts import PartsRecord, Store
+from fastpersist.loading_together import SharedReader
+from fastpersist.part_reading import file_in_parts, read_record
+from fastpersist.parts_exchange import PartsExchange
+from fastpersist.pipeline import Read
+from fastpersist.source import CheckpointSource
+
+__all__ = ["StepParts", "refuse_alone"]
+
+
+class _Seen(NamedTuple):
+    """What a rank tells of the step as it sees it; token "" for nothing."""
+
+    token: str
+    store: int
+    stores: tuple[Store, ...]
+    size_bytes: int
+    files: tuple[str, ...]
+    rank_count: int
+
+
+_NOTHING = _Seen("", -1, (), 0, (), 0)
+
+
+class _Found(NamedTuple):
+    """A directory with parts of the step; without manifest and record there is none."""
+
+    path: str
+    manifest: CheckpointManifest | None
+    record: PartsRecord | None
+
+    def seen(self) -> _Seen:
+        """Return what the others are told of it.
+
+        Raises:
+            FormatError: Not one file lies in parts.
+        """
+        if self.manifest is None or self.record is None:
+            return _NOTHING
+        if len(self.record.files) > 1:
+            raise FormatError(f"{len(self.record.files)} files of it lie in parts, not one", path=self.path)
+        count = self.manifest.host.get("rank_count", 1)
+        return _Seen(
+            self.record.token,
+            self.record.store,
+            self.record.stores,
+            sum(file.size_bytes for file in self.record.files),
+            tuple(entry.name for entry in self.manifest.files),
+            count if isinstance(count, int) else 1,
+        )
+
+
+def _hidden(path: str, stack: ExitStack) -> Iterator[_Found]:
+    """Yield what was replaced in this directory's place, and is there still, and whole; held until the stack ends."""
+    for hidden in replaced_directories(path):
+        with suppress(FastPersistError):
+            stack.enter_context(hold_for_reading(hidden))
+            manifest = read_manifest(hidden)
+            check_files(hidden, manifest)
+            record = read_record(hidden, manifest)
+            if record is not None:
+                yield _Found(hidden, manifest, record)
+
+
+def _problem(seen: Sequence[_Seen]) -> str | None:
+    """Say why what the ranks see is not one whole step; None if it is."""
+    there = [one for one in seen if one.token]
+    if len({one.token for one in there}) > 1:
+        return "the ranks see parts of two saves of this step: a save of it died while it was being made visible"
+    first = there[0]
+    found = {one.store for one in there}
+    missing = [number for number in range(len(first.stores)) if number not in found]
+    if not missing:
+        return None
+    record = PartsRecord(first.token, first.stores, first.store, ())
+    return (
+        f"no rank sees the parts of {record.describe(missing)}: the step was never committed, or that host takes no "
+        "part in this load. Bring them back, or make one file with `fastpersist merge`"
+    )
+
+
+def refuse_alone(path: str, record: PartsRecord) -> None:
+    """Say why one process cannot load a step that lies in parts.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    others = [number for number in range(len(record.stores)) if number != record.store]
+    raise UnsupportedError(
+        f"{path} holds only a part of the checkpoint: the parts of {record.describe(others)} are elsewhere, for the "
+        "ranks that saved it share no file system. Load it with all of them (Checkpointer(process_group=)), or make "
+        "one file of it: fastpersist merge DIR DIR… state.pt"
+    )
+
+
+class StepParts:
+    """A step that some ranks see parts of; all ranks of a load make one, at the same time.
+
+    Args:
+        reader: The rounds of the load.
+        path: The step's directory, below this rank's root.
+        manifest: Of that; None if this rank sees no such step.
+        record: Of parts; None if it sees none.
+
+    Attributes:
+        exists: Whether anybody sees parts of the step.
+
+    Raises:
+        FormatError: Parts are missing, or are of two saves.
+        CoordinationError: Some ranks see a step that is whole.
+        PeerError: Another rank has failed.
+    """
+
+    def __init__(
+        self, reader: SharedReader, path: str, manifest: CheckpointManifest | None, record: PartsRecord | None
+    ) -> None:
+        self._reader = reader
+        self._found = _Found(path, manifest, record)
+        heard = reader.say("step", self._found.seen())
+        self._seen = [told if stage == "step" else _NOTHING for stage, told in heard]
+        self.exists = any(seen.token for seen in self._seen)
+        if not self.exists:
+            return
+        if whole := [rank for rank, (stage, _) in enumerate(heard) if stage != "step"]:
+            raise CoordinationError(
+                f"rank {whole[0]} sees all of the step in one directory, and other ranks see a part of it: {path}"
+            )
+        if _problem(self._seen) is not None:
+            self._look_for_what_was_replaced(path)
+        if problem := _problem(self._seen):
+            raise FormatError(problem, path=path)
+
+    def _look_for_what_was_replaced(self, path: str) -> None:
+        """A save that replaces a step may have died when some stores had made it visible: then they have both."""
+        hidden = list(_hidden(path, self._reader.stack))
+        everybodys = [told or [] for _, told in self._reader.say("replaced", [one.seen() for one in hidden])]
+        tokens = dict.fromkeys(
+            seen.token for one, more in zip(self._seen, everybodys, strict=True) for seen in (one, *more)
+        )
+        for token in tokens:
+            chosen = [
+                next((seen for seen in (one, *more) if seen.token == token), _NOTHING)
+                for one, more in zip(self._seen, everybodys, strict=True)
+            ]
+            if token and _problem(chosen) is None:
+                self._seen = chosen
+                own = chosen[self._reader.rank]
+                self._found = next(
+                    (one for one in (self._found, *hidden) if one.seen() == own), _Found(path, None, None)
+                )
+                return
+
+    @property
+    def are_shards(self) -> bool:
+        """Whether they are those of a DCP checkpoint."""
+        return any(DCP_METADATA_NAME in seen.files for seen in self._seen)
+
+    @property
+    def path(self) -> str:
+        """The directory in which this rank sees parts, or would."""
+        return self._found.path
+
+    @property
+    def manifest(self) -> CheckpointManifest | None:
+        """Of that directory; None if this rank sees nothing."""
+        return self._found.manifest
+
+    def is_first_with(self, name: str) -> bool:
+        """Tell whether this is the lowest rank that sees a file of this name."""
+        seers = [rank for rank, seen in enumerate(self._seen) if name in seen.files]
+        return seers[:1] == [self._reader.rank]
+
+    def own_turn(self) -> tuple[int, int]:
+        """Return which of the ranks that see the same store this is, and how many they are."""
+        own = self._seen[self._reader.rank].store
+        alike = [rank for rank, seen in enumerate(self._seen) if seen.store == own]
+        return alike.index(self._reader.rank), len(alike)
+
+    def host_of(self, rank: int) -> str:
+        """Return on which host a rank has written."""
+        stores = next(seen.stores for seen in self._seen if seen.token)
+        return next((store.host for store in stores if rank in store.ranks), "an unknown host")
+
+    @property
+    def rank_count(self) -> int:
+        """By how many ranks it was saved."""
+        return max(seen.rank_count for seen in self._seen)
+
+    def load(self, name: str, load: Callable[[CheckpointSource, Read], Any]) -> Any:
+        """Load the file that lies in parts.
+
+        Args:
+            name: That it would have.
+            load: Given the opened file and what reads it.
+
+        Raises:
+            CorruptionError: It is damaged; the message says in which parts, and who wrote them.
+            Exception: What `load` raises.
+        """
+        own = []
+        path, manifest, record = self._found
+        if manifest is not None and record is not None:
+            own = [part for file in record.files for part in file_in_parts(path, record, manifest, file)]
+        size_bytes = max(seen.size_bytes for seen in self._seen)
+        exchange = PartsExchange(self._reader, os.path.join(path, name), own, size_bytes)
+        try:
+            return load(exchange.source(), exchange)
+        except CorruptionError as error:
+            raise exchange.with_authors(error) from error
+
+    def own_names(self) -> set[str]:
+        """Return the names of the ranks' own files, in all stores."""
+        return {name for seen in self._seen for name in seen.files if name.startswith("rank-")}
+
+    def own_file(self, name: str) -> CheckpointSource | None:
+        """Open a rank's own file, whoever sees it; None if nobody does. All ranks call this, each with its own name.
+
+        Raises:
+            PeerError: Another rank could not read what it sees.
+            StorageError, ChecksumError: This one could not.
+        """
+        count = self._reader.count
+        sought = [rank for rank in range(count) if rank_file_name(rank) not in self._seen[rank].files]
+        holders = {
+            rank: holder
+            for rank in sought
+            for holder in range(count)
+            if rank_file_name(rank) in self._seen[holder].files
+        }
+        path = os.path.join(self._found.path, name)
+        if holders:  # the node of a rank is not the one that it was saved on
+            sent = {rank: self._read(rank_file_name(rank)) for rank in holders if holders[rank] == self._reader.rank}
+            told = self._reader.wait_for_all("own", sent)
+            if self._reader.rank in holders:
+                return _in_memory(path, told[holders[self._reader.rank]][self._reader.rank])
+        return CheckpointSource(path) if name in self._seen[self._reader.rank].files else None
+
+    def _read(self, name: str) -> bytes:
+        path = os.path.join(self._found.path, name)
+        with storage_errors("reading", path), open(path, "rb") as file:
+            data = file.read()
+        entries = () if self._found.manifest is None else self._found.manifest.files
+        crc = next((entry.crc32 for entry in entries if entry.name == name), None)
+        if crc is not None and _native.crc32(data) != crc:
+            raise ChecksumError("it is damaged: its CRC is not that of the manifest", path=path, offset_bytes=0)
+        return data
+
+
+def _in_memory(path: str, data: bytes) -> CheckpointSource:
+    fd = os.memfd_create("fastpersist", os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    return CheckpointSource(path, fd)
