@@ -1,14 +1,35 @@
-"""torch.distributed.checkpoint with our files: a storage writer, a storage reader, and a planner that shares the work.
+"""torch.distributed.checkpoint with our files: storage writers, storage readers, and a planner that shares the work.
 
     dcp.save(state, storage_writer=FastPersistWriter("ckpt"), planner=FastPersistSavePlanner())
     dcp.load(state, storage_reader=FastPersistReader("ckpt"))
 
 A checkpoint is a directory with one part file of each rank, DCP's `.metadata` and our manifest, published as a whole.
 DCP's FileSystemReader reads ours, FastPersistReader those of DCP's FileSystemWriter.
+
+    dcp.save(model.state_dict(), storage_writer=FastPersistHuggingFaceWriter("out"), planner=FastPersistSavePlanner())
+    dcp.load(state, storage_reader=FastPersistHuggingFaceReader("out"))
+
+Here it is what HuggingFace's save_pretrained writes and from_pretrained reads: safetensors files with whole tensors.
+
+    save_sharded(files, state, "weights", optimizer)
+
+A checkpoint among the other files of a DirectorySave, behind the training; SharedPlans spares planning each time anew.
 """
 
+from fastpersist.sharded.agreeing import SharedPlans
+from fastpersist.sharded.huggingface_reader import FastPersistHuggingFaceReader
+from fastpersist.sharded.huggingface_writer import FastPersistHuggingFaceWriter
 from fastpersist.sharded.planning import FastPersistSavePlanner
 from fastpersist.sharded.reader import FastPersistReader
+from fastpersist.sharded.step_saving import save_sharded
 from fastpersist.sharded.writer import FastPersistWriter
 
-__all__ = ["FastPersistReader", "FastPersistSavePlanner", "FastPersistWriter"]
+__all__ = [
+    "FastPersistHuggingFaceReader",
+    "FastPersistHuggingFaceWriter",
+    "FastPersistReader",
+    "FastPersistSavePlanner",
+    "FastPersistWriter",
+    "SharedPlans",
+    "save_sharded",
+]

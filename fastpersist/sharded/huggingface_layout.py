@@ -1,0 +1,330 @@
+"""Where each tensor of a model lies in the files of a HuggingFace checkpoint, and each rank's pieces of it: no I/O.
+
+Tensors are whole in the files, however they are sharded: what is known of the plans of all ranks (names, shapes,
+dtypes, chunks) says where every byte goes. A chunk that is cut along inner dimensions lies there in many runs. Where
+these are tiny, or where ranks of several machines would write to the same page, the bytes go through a scratch file
+to the first rank, which puts them in their place at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from fastpersist.errors import ConfigError
+from fastpersist.formats import safetensors
+from fastpersist.layout import align_up
+from fastpersist.sharded.blobs import Shape
+
+__all__ = [
+    "INDEX_NAME",
+    "SINGLE_NAME",
+    "ModelLayout",
+    "Place",
+    "Run",
+    "Runs",
+    "chunk_of",
+    "in_file_order",
+    "plan_model",
+    "runs_of",
+    "without_duplicates",
+]
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+_RUN_BYTES_MIN = 16 << 10
+"""Of the many runs in which a chunk lies in a file; if they are smaller, a disk takes longer than the first rank."""
+
+_UNIT_COUNT_MIN = 16
+"""The same, in units: of smaller runs too much would be left for the first rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies.
+
+    Attributes:
+        file: Number of its file, from 0.
+        offset_bytes: Of its first byte, in that file.
+        size_bytes: Of all of it.
+        gathered: Whether all its bytes go through the first rank.
+    """
+
+    file: int
+    offset_bytes: int
+    size_bytes: int
+    gathered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """The files of a model.
+
+    Attributes:
+        names: Of the files.
+        headers: Of each file.
+        places: Of each tensor, by its name.
+    """
+
+    names: tuple[str, ...]
+    headers: tuple[safetensors.HeaderPlan, ...]
+    places: dict[str, Place]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there is more than the one file that needs no index."""
+        return self.names != (SINGLE_NAME,)
+
+    def size_bytes(self, file: int) -> int:
+        """Return the length of a file."""
+        header = self.headers[file].header
+        return header.size_bytes + sum(entry.size_bytes for entry in header.entries)
+
+
+Run: TypeAlias = tuple[int, int, int]
+"""Bytes of a chunk that lie together: the first, from the start of the chunk; how many; their place in the file."""
+
+
+class Runs(NamedTuple):
+    """The bytes of a chunk, in their order.
+
+    Attributes:
+        own: Those that its rank writes.
+        left: Those that go through the first rank.
+    """
+
+    own: list[Run]
+    left: list[Run]
+
+
+# --- the plans of all ranks
+
+
+def chunk_of(item: WriteItem) -> ChunkStorageMetadata:
+    """Return which elements of its tensor an item is."""
+    return item.tensor_data.chunk  # type: ignore[union-attr]
+
+
+def without_duplicates(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Return plans without chunks that an earlier one has, and without empty ones.
+
+    Raises:
+        ConfigError: An item is no tensor.
+    """
+    seen: set[tuple[str, Shape, Shape]] = set()
+    found = []
+    for plan in plans:
+        items = []
+        for item in plan.items:
+            if item.tensor_data is None:
+                raise ConfigError(
+                    f"{item.index.fqn!r} is no tensor, and a safetensors file holds nothing else: leave it out, or "
+                    "save it with FastPersistWriter"
+                )
+            key = (item.index.fqn, tuple(chunk_of(item).offsets), tuple(chunk_of(item).sizes))
+            # Of a tensor without elements one chunk stays: it has to be known.
+            if key in seen or (not math.prod(key[2]) and item.tensor_data.size.numel()):
+                continue
+            seen.add(key)
+            items.append(item)
+        found.append(dataclasses.replace(plan, items=items))
+    return found
+
+
+@dataclass(slots=True)
+class _Tensor:
+    dtype: torch.dtype
+    shape: Shape
+    element_count: int = 0
+    gathered: bool = False
+
+
+def _tensors_in(plans: Sequence[SavePlan], order: Iterable[str], unit_bytes: int) -> dict[str, _Tensor]:
+    """Return what is known of the tensors; those named in `order` come first."""
+    run_bytes_min = _RUN_BYTES_MIN if unit_bytes == 1 else _UNIT_COUNT_MIN * unit_bytes
+    found: dict[str, _Tensor] = {}
+    for item in (item for plan in plans for item in plan.items):
+        data = item.tensor_data
+        if data is None:
+            continue
+        name, shape, dtype = item.index.fqn, tuple(data.size), data.properties.dtype
+        tensor = found.setdefault(name, _Tensor(dtype, shape))
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            raise ConfigError(
+                f"{name!r} is not the same on all ranks: {tensor.dtype} of shape {tensor.shape}, and {dtype} of "
+                f"shape {shape}"
+            )
+        lengths = tuple(data.chunk.sizes)
+        tensor.element_count += math.prod(lengths)
+        outer, run = _run_of(shape, lengths)
+        if math.prod(lengths[:outer]) > 1 and run * dtype.itemsize < run_bytes_min:
+            tensor.gathered = True
+    for name, tensor in found.items():
+        if _dtype_name(tensor.dtype) not in safetensors.DTYPE_NAMES:
+            raise ConfigError(
+                f"{name!r} cannot go into a safetensors file: the format has no dtype for {tensor.dtype}; convert it, "
+                "or save it with FastPersistWriter"
+            )
+        if tensor.element_count != math.prod(tensor.shape):
+            raise ConfigError(
+                f"{name!r} has {math.prod(tensor.shape)} elements, and the ranks together plan to write "
+                f"{tensor.element_count}: their shards overlap, or one is missing"
+            )
+    return {name: found[name] for name in dict.fromkeys([*order, *found]) if name in found}
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- files
+
+
+def plan_model(
+    plans: Sequence[SavePlan],
+    order: Iterable[str],
+    *,
+    max_shard_bytes: int,
+    indices: Mapping[str, int] | None,
+    metadata: Mapping[str, str],
+    unit_bytes: int,
+) -> ModelLayout:
+    """Distribute tensors over files, and place them.
+
+    Args:
+        plans: Of all ranks, each chunk once.
+        order: Names in the order of the model; those that are missing come behind.
+        max_shard_bytes: A new file begins where one would get more bytes of tensors. A larger tensor gets its own.
+        indices: The number of the file of each tensor, from 1; then `max_shard_bytes` says nothing.
+        metadata: For the header of each file.
+        unit_bytes: As in `runs_of`.
+
+    Raises:
+        ConfigError: The tensors are not all of a model, or the format cannot hold them; the message names one.
+    """
+    tensors = _tensors_in(plans, order, unit_bytes)
+    groups = _groups(tensors, max_shard_bytes) if indices is None else _groups_by_index(tensors, indices)
+    count = max(groups)
+    names, headers, places = [], [], {}
+    for file, (number, members) in enumerate(sorted(groups.items())):
+        described = [(name, safetensors.DTYPE_NAMES[_dtype_name(one.dtype)], one.shape) for name, one in members]
+        header = safetensors.place_tensors(described, metadata, checksum=True)
+        names.append(SINGLE_NAME if count == 1 else f"model-{number:05}-of-{count:05}.safetensors")
+        headers.append(header)
+        for entry in header.header.entries:
+            places[entry.name] = Place(file, entry.offset_bytes, entry.size_bytes, tensors[entry.name].gathered)
+    return ModelLayout(tuple(names), tuple(headers), places)
+
+
+_Members = list[tuple[str, _Tensor]]
+
+
+def _groups(tensors: Mapping[str, _Tensor], max_shard_bytes: int) -> dict[int, _Members]:
+    groups: list[_Members] = [[]]
+    group_bytes = 0
+    for name, tensor in tensors.items():
+        size_bytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+        if groups[-1] and group_bytes + size_bytes > max_shard_bytes:
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append((name, tensor))
+        group_bytes += size_bytes
+    return dict(enumerate(groups, 1))
+
+
+def _groups_by_index(tensors: Mapping[str, _Tensor], indices: Mapping[str, int]) -> dict[int, _Members]:
+    groups: dict[int, _Members] = {}
+    for name, tensor in tensors.items():
+        number = indices.get(name)
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 99_999:
+            found = "does not have it" if number is None else f"has {number!r} for it"
+            raise ConfigError(
+                f"fqn_to_index_mapping gives each tensor the number of its file, from 1; of {name!r} it {found}"
+            )
+        groups.setdefault(number, []).append((name, tensor))
+    return groups or {1: []}
+
+
+# --- pieces of chunks
+
+
+def in_file_order(items: Iterable[WriteItem], places: Mapping[str, Place]) -> list[WriteItem]:
+    """Return items in the order in which each rank writes them: that of their tensors, and of their chunks in these."""
+
+    def key(item: WriteItem) -> tuple[int, int, Shape]:
+        place = places[item.index.fqn]
+        return place.file, place.offset_bytes, tuple(chunk_of(item).offsets)
+
+    return sorted(items, key=key)
+
+
+def runs_of(item: WriteItem, place: Place, unit_bytes: int) -> Runs:
+    """Return the runs in which a chunk lies in its file; of a tensor that is gathered, all of the chunk as one.
+
+    Args:
+        item: The chunk.
+        place: Of its tensor.
+        unit_bytes: What is not a whole one of these, counted from the start of the file, goes through the first rank;
+            1 where ranks may write to the same page.
+    """
+    data, chunk = item.tensor_data, chunk_of(item)
+    if data is None:
+        return Runs([], [])
+    shape, offsets, lengths = tuple(data.size), tuple(chunk.offsets), tuple(chunk.sizes)
+    itemsize = data.properties.dtype.itemsize
+    size_bytes = math.prod(lengths) * itemsize
+    if not size_bytes:
+        return Runs([], [])
+    if place.gathered:
+        return Runs([], [(0, size_bytes, place.offset_bytes)])
+    outer, run = _run_of(shape, lengths)
+    run_bytes = run * itemsize
+    starts = _run_starts(shape, offsets, lengths[:outer], itemsize, place.offset_bytes)
+    runs = Runs(list(zip(range(0, size_bytes, run_bytes), itertools.repeat(run_bytes), starts, strict=False)), [])
+    return runs if unit_bytes == 1 else _in_units(runs.own, unit_bytes)
+
+
+def _in_units(runs: Iterable[Run], unit_bytes: int) -> Runs:
+    """Part whole units from what is left of them.
+
+    Worked example: in units of 4096, the run (0, 10000, 5000) is (3192, 4096, 8192) and two that are left,
+    (0, 3192, 5000) and (7288, 2712, 12288).
+    """
+    found = Runs([], [])
+    for start, size_bytes, offset_bytes in runs:
+        end_bytes = offset_bytes + size_bytes
+        low = min(end_bytes, align_up(offset_bytes, unit_bytes))
+        high = max(low, end_bytes // unit_bytes * unit_bytes)
+        found.own.append((start + low - offset_bytes, high - low, low))
+        found.left.append((start, low - offset_bytes, offset_bytes))
+        found.left.append((start + high - offset_bytes, end_bytes - high, high))
+    return Runs([run for run in found.own if run[1]], [run for run in found.left if run[1]])
+
+
+def _run_of(shape: Shape, lengths: Shape) -> tuple[int, int]:
+    """Return how many leading dimensions part a box of a tensor into runs, and the elements of a run."""
+    run = 1
+    for dimension in reversed(range(len(shape))):
+        run *= lengths[dimension]
+        if lengths[dimension] != shape[dimension]:
+            return dimension, run
+    return 0, run
+
+
+def _run_starts(shape: Shape, offsets: Shape, outer_lengths: Shape, itemsize: int, offset_bytes: int) -> list[int]:
+    """Return where each run of a box begins, in a file in which its tensor begins at `offset_bytes`."""
+    strides = [math.prod(shape[dimension + 1 :]) * itemsize for dimension in range(len(shape))]
+    starts = torch.tensor([offset_bytes + sum(map(operator.mul, offsets, strides))])
+    for length, stride in zip(outer_lengths, strides, strict=False):
+        starts = (starts.unsqueeze(-1) + torch.arange(length) * stride).reshape(-1)
+    return starts.tolist()

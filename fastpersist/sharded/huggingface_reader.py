@@ -1,0 +1,336 @@
+"""The StorageReader of torch.distributed.checkpoint that reads HuggingFace checkpoints, whoever has written them.
+
+A directory of safetensors files, with an index or without: ours, those of `save_pretrained`, and those of DCP's own
+HuggingFace writer, whose files may hold parts of tensors. Each rank reads only what it wants, straight to its place;
+what that is, is the planner's business, how it comes there `reading`'s.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError, UnsupportedError
+from fastpersist.filesystem import storage_errors
+from fastpersist.formats import safetensors
+from fastpersist.formats.manifest import check_file_name
+from fastpersist.pipeline import read_exactly, require_engine
+from fastpersist.sharded.blobs import Shape
+from fastpersist.sharded.huggingface_layout import INDEX_NAME, SINGLE_NAME
+from fastpersist.sharded.metadata import is_path
+from fastpersist.sharded.reading import Batch, PartReader, Payload, Wanted, pieces
+
+__all__ = ["FastPersistHuggingFaceReader"]
+
+_SUFFIX = ".safetensors"
+_SHARDS_KEY = "DCP_SHARDING_INFO"
+"""Under which DCP's own writer says, in the metadata of a file, where its parts of tensors begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a file, or a part of one.
+
+    Attributes:
+        file: Name of the file.
+        dtype: Of its elements.
+        entry: Where it lies.
+        offsets: Its first element in each dimension of the whole tensor.
+    """
+
+    file: str
+    dtype: torch.dtype
+    entry: safetensors.Entry
+    offsets: Shape
+
+
+class FastPersistHuggingFaceReader(StorageReader):
+    """Reads the safetensors files of a model, on any number of ranks, into any sharding.
+
+    Args:
+        path: The directory; or `checkpoint_id=` of dcp.load says it.
+        engine: "auto", or an engine's name, which then never falls back.
+        verify: Check the CRC of every tensor that a rank reads as a whole, where one is recorded: in our own files.
+
+    Raises:
+        ConfigError: Unknown engine.
+
+    Thread safety: one load at a time.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, engine: str = "auto", verify: bool = True
+    ) -> None:
+        super().__init__()
+        require_engine(engine)
+        self._path = None if path is None else os.fspath(path)
+        self._engine = engine
+        self._verify = verify
+        self._load_id = str(uuid.uuid4())
+        self._files: dict[str, tuple[int, int]] = {}  # device and number of each, when its header was read
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The directory."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether this is a path."""
+        return is_path(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load; called by dcp.load."""
+        if checkpoint_id is not None:
+            self._path = os.fspath(checkpoint_id)
+        self._load_id = str(uuid.uuid4())
+        self._files = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read what is in the files, from their headers; called by dcp.load on each rank.
+
+        Args:
+            args: None.
+            kwargs: None.
+
+        Raises:
+            CheckpointNotFoundError: There are no safetensors files, or one that the index names is missing.
+            FormatError: A header or the index is damaged, or they contradict each other.
+            UnsupportedError: torch has no such dtype.
+        """
+        if self._path is None:
+            raise ConfigError(
+                "FastPersistHuggingFaceReader does not know where from: pass path, or checkpoint_id= to dcp.load"
+            )
+        weight_map = _read_index(self._path)
+        names = _names_in(self._path) if weight_map is None else sorted(set(weight_map.values()))
+        self._files = {}
+        found: dict[str, list[_Stored]] = {}
+        for name in names:
+            self._files[name], stored = _read_file(self._path, name)
+            for one in stored:
+                found.setdefault(one.entry.name, []).append(one)
+        for tensor, name in (weight_map or {}).items():
+            if name not in [one.file for one in found.get(tensor, ())]:
+                raise FormatError(
+                    f"{INDEX_NAME} says that {tensor!r} is in {name}, and it is not",
+                    path=os.path.join(self._path, name),
+                )
+        every = [one for stored in found.values() for one in stored]
+        return Metadata(
+            state_dict_metadata={tensor: _described(tensor, stored, self._path) for tensor, stored in found.items()},
+            storage_data={MetadataIndex(one.entry.name, torch.Size(one.offsets)): one for one in every},
+            storage_meta=StorageMeta(checkpoint_id=self._path, load_id=self._load_id),
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a load on this rank; called by dcp.load."""
+        self._stored: dict[MetadataIndex, _Stored] = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan; called by dcp.load on each rank."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans; called by dcp.load on the first rank."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what this rank wants; called by dcp.load on each rank.
+
+        Raises:
+            CheckpointNotFoundError: A file is missing, or was replaced since its header was read.
+            ChecksumError: The bytes of a tensor have changed since they were written.
+            StorageError: An error of the disk.
+        """
+        if self._path is None:
+            raise ConfigError("read_data() was called on a reader that has begun no load")
+        by_file: dict[str, list[tuple[_Stored, ReadItem]]] = {}
+        for item in plan.items:
+            stored = self._stored[item.storage_index]
+            by_file.setdefault(stored.file, []).append((stored, item))
+        for name, items in sorted(by_file.items()):
+            items.sort(key=lambda placed: placed[0].entry.offset_bytes)
+            reader = _FileReader(self._path, name, engine=self._engine, verify=self._verify)
+            with reader:
+                self._refuse_replaced(reader)
+                reader.read_tensors(self._wanted(items, planner))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _wanted(
+        self, items: list[tuple[_Stored, ReadItem]], planner: LoadPlanner
+    ) -> Iterator[tuple[Wanted, int | None]]:
+        """Ask the planner for each target when its turn comes."""
+        for stored, item in items:
+            target = planner.resolve_tensor(item).detach()
+            entry = stored.entry
+            wanted = Wanted(
+                entry.name,
+                entry.offset_bytes,
+                entry.size_bytes,
+                (stored.dtype, entry.shape),
+                tuple(item.storage_offsets),
+                tuple(item.lengths),
+                target,
+                _committer(planner, item, target),
+            )
+            yield wanted, entry.crc
+
+    def _refuse_replaced(self, reader: _FileReader) -> None:
+        """Refuse to read a file by the header of another one."""
+        if reader.identity != self._files[os.path.basename(reader.path)]:
+            message = f"{reader.path} was replaced while {self._path} was being loaded: load it again"
+            raise CheckpointNotFoundError(errno.ENOENT, message, reader.path)
+
+
+def _committer(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Callable[[bytes], None]:
+    return lambda _: planner.commit_tensor(item, target)
+
+
+class _FileReader(PartReader):
+    """Reads tensors of a safetensors file."""
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and number of the file that is open."""
+        status = os.fstat(self._fd)
+        return status.st_dev, status.st_ino
+
+    def read_tensors(self, wanted: Iterator[tuple[Wanted, int | None]]) -> None:
+        """Read tensors, and parts of them, to where they belong.
+
+        Args:
+            wanted: Each with the CRC of the whole tensor, if one is recorded.
+        """
+        batch = Batch(self)
+        for one, crc in wanted:
+            self._check_place(one)
+            dtype, shape = one.stored or (torch.uint8, ())
+            for piece in pieces(one):
+                batch.add_found(piece, Payload(one.offset_bytes, dtype, shape, crc))
+                batch.run_if_full()
+        batch.run()
+
+
+# --- what is in a directory
+
+
+def _read_index(directory: str) -> dict[str, str] | None:
+    """Return which file each tensor is in; None without an index, and beside a file that has all of the model."""
+    path = os.path.join(directory, INDEX_NAME)
+    if os.path.exists(os.path.join(directory, SINGLE_NAME)):  # transformers looks for it first, too
+        return None
+    try:
+        with storage_errors("reading", path), open(path, "rb") as file:
+            text = file.read()
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
+    try:
+        weight_map = json.loads(text)["weight_map"]
+        found = {str(tensor): str(name) for tensor, name in weight_map.items()}
+        for name in found.values():
+            check_file_name(name)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"it does not say which tensor is in which file: {error}", path=path) from None
+    return found
+
+
+def _names_in(directory: str) -> list[str]:
+    """Return the names of the safetensors files of a directory without an index."""
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    if SINGLE_NAME in names:
+        return [SINGLE_NAME]
+    found = sorted(name for name in names if name.endswith(_SUFFIX) and not name.startswith("."))
+    if not found:
+        message = f"there is no HuggingFace checkpoint at {directory}: it has neither {INDEX_NAME} nor *{_SUFFIX}"
+        raise CheckpointNotFoundError(errno.ENOENT, message, directory)
+    return found
+
+
+def _read_file(directory: str, name: str) -> tuple[tuple[int, int], list[_Stored]]:
+    """Return which file it is that has this name now, and what is in it."""
+    path = os.path.join(directory, name)
+    try:
+        with storage_errors("opening", path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        message = f"{path} is missing, which {INDEX_NAME} names: {directory} is not the whole checkpoint"
+        raise CheckpointNotFoundError(errno.ENOENT, message, path) from None
+    try:
+        status = os.fstat(fd)
+        header = safetensors.read_header(
+            lambda offset_bytes, size_bytes: read_exactly(fd, offset_bytes, size_bytes, path), status.st_size, path=path
+        )
+    finally:
+        os.close(fd)
+    starts = _starts_of_parts(header, path)
+    return (status.st_dev, status.st_ino), [
+        _Stored(name, _dtype_of(entry, path), entry, starts.get(entry.name, (0,) * len(entry.shape)))
+        for entry in header.entries
+    ]
+
+
+def _dtype_of(entry: safetensors.Entry, path: str) -> torch.dtype:
+    dtype = getattr(torch, safetensors.TORCH_NAMES.get(entry.dtype, ""), None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(f"{path}: {entry.name!r} is {entry.dtype}, which this torch does not have")
+    return dtype
+
+
+def _starts_of_parts(header: safetensors.Header, path: str) -> dict[str, Shape]:
+    """Return where parts of tensors begin, in files of DCP's own writer."""
+    text = header.metadata.get(_SHARDS_KEY)
+    if not text:
+        return {}
+    try:
+        said = json.loads(text)
+        starts = {entry.name: tuple(said[entry.name]["saved_offsets"]) for entry in header.entries}
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise FormatError(f"its {_SHARDS_KEY} does not say where its parts begin: {error!r}", path=path) from None
+    for entry in header.entries:
+        start = starts[entry.name]
+        if len(start) != len(entry.shape) or not all(type(first) is int and 0 <= first < 1 << 62 for first in start):
+            raise FormatError(f"its {_SHARDS_KEY} lets {entry.name!r} begin at {start}", path=path)
+    return starts
+
+
+def _described(tensor: str, stored: list[_Stored], directory: str) -> TensorStorageMetadata:
+    """Return what DCP wants to know of a tensor that is in one piece, or in several."""
+    first = stored[0]
+    seen: dict[Shape, _Stored] = {}
+    for one in stored:
+        other = seen.setdefault(one.offsets, one)
+        if other is not one:
+            raise FormatError(f"{tensor!r} is in two files, {other.file} and {one.file}", path=directory)
+        if (one.dtype, len(one.offsets)) != (first.dtype, len(first.offsets)):
+            raise FormatError(f"{first.file} and {one.file} have parts of {tensor!r} that do not match", path=directory)
+    size = [max(one.offsets[n] + one.entry.shape[n] for one in stored) for n in range(len(first.offsets))]
+    chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.entry.shape)) for one in stored]
+    return TensorStorageMetadata(TensorProperties(dtype=first.dtype), torch.Size(size), chunks)

@@ -1,0 +1,292 @@
+"""The StorageWriter of torch.distributed.checkpoint that writes a HuggingFace checkpoint: safetensors and an index.
+
+As `save_pretrained` lays it out: each tensor whole, in one file, whatever its sharding. There is no second pass over
+the bytes. The plans of all ranks say where each byte goes (`huggingface_layout`), all ranks write at once
+(`huggingface_writing`), and the first one publishes the directory.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from fastpersist.config import BLOCK_BYTES
+from fastpersist.directory_commit import Overwrite
+from fastpersist.directory_save import DirectorySave
+from fastpersist.errors import ConfigError, UnsupportedError
+from fastpersist.filesystem import storage_errors
+from fastpersist.formats.manifest import MANIFEST_NAME
+from fastpersist.meeting import loopback_place
+from fastpersist.pipeline import require_engine
+from fastpersist.sharded.huggingface_layout import INDEX_NAME, ModelLayout, plan_model, without_duplicates
+from fastpersist.sharded.huggingface_writing import ModelPart, finish_files, make_files, write_model_part
+from fastpersist.sharded.metadata import is_path
+
+__all__ = ["FastPersistHuggingFaceWriter"]
+
+_MAX_SHARD_BYTES = 5_000_000_000
+
+_WEIGHTS = re.compile(r"(?:sharded/)?(?:shard-\d+-)?model(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")
+"""Files of a model, ours or those of others: what a new one replaces."""
+
+_NAMES_OF_MODELS = frozenset(
+    ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "adapter_config.json")
+)
+"""What else shows that a directory is meant for a model."""
+
+
+class _Begun(NamedTuple):
+    """What the first rank knows of a save that is under way."""
+
+    directory: DirectorySave
+    layout: ModelLayout
+    parts: list[ModelPart]
+    plans: list[SavePlan]
+
+
+class FastPersistHuggingFaceWriter(StorageWriter):
+    """Writes a sharded model as `model-0000x-of-0000y.safetensors` and their index, or as one `model.safetensors`.
+
+    The directory appears when all ranks are done, durable, or not at all. For state dicts of tensors: those of a model.
+
+    Args:
+        path: The directory; or `checkpoint_id=` of dcp.save says it.
+        max_shard_bytes: Of the tensors in a file. A larger tensor gets a file of its own.
+        fqn_to_index_mapping: The number of the file of each tensor, from 1, in place of `max_shard_bytes`.
+        metadata: Text to text, for the header of each file, beside `"format": "pt"`.
+        overwrite: Write a model into a directory that is there: its weights are replaced, what else is in it
+            (config.json, a tokenizer) stays. Without it, the name is free.
+        engine: "auto", or an engine's name, which then never falls back.
+        durable: Survive power loss once dcp.save has returned.
+
+    Raises:
+        ConfigError: Unknown engine, or no such size.
+
+    All ranks need to see the directory. A save that fails leaves what had the name as it was; what it has written is
+    removed by its first rank with this writer, at its next save at the latest. Thread safety: one save at a time.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        max_shard_bytes: int = _MAX_SHARD_BYTES,
+        fqn_to_index_mapping: Mapping[str, int] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        overwrite: bool = True,
+        engine: str = "auto",
+        durable: bool = True,
+    ) -> None:
+        super().__init__()
+        require_engine(engine)
+        if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+            raise ConfigError(f"max_shard_bytes is {max_shard_bytes!r}; it must be a number of bytes, 1 or more")
+        self._path = None if path is None else os.fspath(path)
+        self._max_shard_bytes = max_shard_bytes
+        self._indices = None if fqn_to_index_mapping is None else dict(fqn_to_index_mapping)
+        self._metadata = {"format": "pt", **(metadata or {})}
+        self._overwrite = overwrite
+        self._engine = engine
+        self._durable = durable
+        self._order: list[str] = []
+        self._plans: list[SavePlan] = []  # the last that was heard of each rank, and on which machine it is
+        self._machines: list[object] = []
+        self._begun: _Begun | None = None  # on the first rank, while a save is under way
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The directory."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether this is a path."""
+        return is_path(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save; called by dcp.save."""
+        self._give_up()
+        if checkpoint_id is not None:
+            self._path = os.fspath(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save on this rank; called by dcp.save."""
+        alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        if not kwargs.get("use_collectives", True) and not alone:
+            raise UnsupportedError(
+                "FastPersistHuggingFaceWriter makes files that all ranks write to, so they have to agree: "
+                "leave use_collectives=True, or let one process save with no_dist=True"
+            )
+        self._give_up()
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what DCP notes of a save."""
+        return StorageMeta(checkpoint_id=self._path)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Say on which machine this rank is; called by dcp.save on each rank."""
+        if plan.items:  # else it is the one of the last save
+            self._order = [item.index.fqn for item in plan.items]
+        return replace(plan, storage_data=loopback_place()[0])
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Decide where each tensor goes, and make the files; called by dcp.save on the first rank."""
+        if self._path is None:
+            raise ConfigError(
+                "FastPersistHuggingFaceWriter does not know where to: pass path, or checkpoint_id= to dcp.save"
+            )
+        self._remember(plans)
+        unique = without_duplicates(self._plans)
+        # Of a page that two machines have in memory, each may write what the other one has not seen yet.
+        unit_bytes = 1 if len(set(self._machines)) == 1 else max(BLOCK_BYTES, mmap.PAGESIZE)
+        layout = plan_model(
+            unique,
+            self._order,
+            max_shard_bytes=self._max_shard_bytes,
+            indices=self._indices,
+            metadata=self._metadata,
+            unit_bytes=unit_bytes,
+        )
+        directory = DirectorySave(self._path, overwrite=self._may_replace(), engine=self._engine, make_parents=True)
+        final_path = os.path.abspath(self._path)
+        parts = []
+        for rank, plan in enumerate(unique):
+            places = {item.index.fqn: layout.places[item.index.fqn] for item in plan.items}
+            parts.append(ModelPart(rank, directory.path, final_path, layout.names, places, unit_bytes))
+        self._begun = _Begun(directory, layout, parts, unique)
+        try:
+            make_files(layout, directory.path, final_path)
+        except BaseException:
+            self._give_up()
+            raise
+        told = [own if plan.usable else plan for own, plan in zip(unique, plans, strict=True)]
+        return [replace(plan, storage_data=part) for plan, part in zip(told, parts, strict=True)]
+
+    def _remember(self, plans: list[SavePlan]) -> None:
+        """Take over what is planned, and what a planner that caches plans has left out since it has not changed."""
+        if not all(plan.usable for plan in plans) and len(self._plans) != len(plans):
+            raise ConfigError(
+                "this plan says that nothing has changed since a save with another writer: with "
+                "enable_plan_caching=True, use one FastPersistHuggingFaceWriter for all saves"
+            )
+        before = self._plans or plans
+        machines = self._machines or [None] * len(plans)
+        self._plans = [new if new.usable else old for new, old in zip(plans, before, strict=True)]
+        self._machines = [
+            plan.storage_data if isinstance(plan.storage_data, str) else old
+            for plan, old in zip(plans, machines, strict=True)
+        ]
+
+    def _may_replace(self) -> Overwrite:
+        if not self._overwrite or self._path is None or not os.path.isdir(self._path):
+            return self._overwrite
+        names = os.listdir(self._path)
+        if MANIFEST_NAME in names or not any(name in _NAMES_OF_MODELS or _WEIGHTS.fullmatch(name) for name in names):
+            return True
+        return "foreign"
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's chunks, and sync them; called by dcp.save on each rank."""
+        try:
+            results = self._write(plan, planner)
+        except BaseException:
+            self._give_up()
+            raise
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        part = plan.storage_data
+        if not isinstance(part, ModelPart) or (
+            self._begun is not None and self._begun.directory.path != part.directory
+        ):
+            raise ConfigError(
+                "this plan is of an earlier save: with enable_plan_caching=True, pass a FastPersistSavePlanner"
+            )
+        return write_model_part(part, plan.items, planner, engine=self._engine, durable=self._durable)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write headers and index, and publish the directory; called by dcp.save on the first rank."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            raise ConfigError("finish() was called on a writer that has begun no save")
+        with begun.directory as directory:
+            _refuse_gaps(begun.plans, results)
+            files = finish_files(
+                begun.layout,
+                begun.parts,
+                [plan.items for plan in begun.plans],
+                [result for of_rank in results for result in of_rank],
+                engine=self._engine,
+                durable=self._durable,
+            )
+            for name, size_bytes, crc in files:
+                directory.add_written(name, size_bytes, crc)
+            if begun.layout.is_split:
+                directory.add_bytes(INDEX_NAME, _index_of(begun.layout))
+            if self._overwrite:
+                _keep_others(begun.parts[0].final_path, directory.path)
+            directory.publish(durable=self._durable).result()
+
+    def _give_up(self) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.directory.abort()
+
+
+def _refuse_gaps(plans: list[SavePlan], results: list[list[WriteResult]]) -> None:
+    """Refuse to publish a model of which something was not written."""
+    for rank, (plan, of_rank) in enumerate(zip(plans, results, strict=True)):
+        missing = {item.index for item in plan.items}.difference(result.index for result in of_rank)
+        if missing:
+            raise ConfigError(
+                f"rank {rank} was to write a chunk of {min(index.fqn for index in missing)!r} and has not: its planner "
+                "has left it out"
+            )
+
+
+def _index_of(layout: ModelLayout) -> bytes:
+    weight_map = {name: layout.names[place.file] for name, place in sorted(layout.places.items())}
+    total_bytes = sum(place.size_bytes for place in layout.places.values())
+    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2).encode() + b"\n"
+
+
+def _keep_others(from_path: str, to_path: str) -> None:
+    """Give what is no part of a model a second name in the directory that replaces its own."""
+    for name in _files_below(from_path):
+        source, target = os.path.join(from_path, name), os.path.join(to_path, name)
+        if name == MANIFEST_NAME or _WEIGHTS.fullmatch(name) or os.path.lexists(target):
+            continue
+        with storage_errors("keeping", source):
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            if os.path.islink(source):  # which would lead elsewhere
+                shutil.copyfile(source, target)
+                continue
+            try:
+                os.link(source, target)
+            except PermissionError:  # a file of somebody else, or a file system without links
+                shutil.copyfile(source, target)
+
+
+def _files_below(path: str) -> Iterator[str]:
+    """Yield the names of all files below a directory, relative to it."""
+    for directory, inner, names in os.walk(path):
+        if links := [name for name in inner if os.path.islink(os.path.join(directory, name))]:
+            raise UnsupportedError(
+                f"{os.path.join(directory, links[0])} is a link to a directory, which a checkpoint cannot keep: remove "
+                "it, or save elsewhere"
+            )
+        yield from (os.path.relpath(os.path.join(directory, name), path) for name in names)
