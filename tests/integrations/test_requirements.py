@@ -12,7 +12,7 @@ import pytest
 import fastpersist as fp
 from fastpersist.integrations.requirements import release_of, require
 
-EXTRAS = {"huggingface": "transformers", "lightning": "lightning", "accelerate": "accelerate"}
+EXTRAS = {"huggingface": "transformers", "lightning": "lightning", "accelerate": "accelerate", "deepspeed": "deepspeed"}
 
 
 def version_that_is(installed: str) -> Callable[[str], str]:
@@ -72,7 +72,7 @@ def test_release_is_the_numbers_of_a_version(version: str, release: tuple[int, .
     assert release_of(version) == release
 
 
-@pytest.mark.parametrize("extra", ["huggingface"])
+@pytest.mark.parametrize("extra", ["huggingface", "deepspeed"])
 def test_import_without_the_framework_names_the_extra(extra: str) -> None:
     program = f"import sys; sys.modules[{EXTRAS[extra]!r}] = None; import fastpersist.integrations.{extra}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
