@@ -8,7 +8,8 @@
 What is in a checkpoint is Accelerate's affair: its own save_state is called, with a hidden directory as its output, and
 what it saves there goes into a `DirectorySave` (`redirecting`). The files are those that it writes by itself, plus a
 MANIFEST.json, so its own load_state reads them, and this one reads those that it wrote. New is that training goes on
-meanwhile, that a directory is visible only when it is complete, and that nothing old is removed before that.
+meanwhile, that a directory is visible only when it is complete, and that nothing old is removed before that. With FSDP
+each process writes its shards, and reads those that it needs (`redirecting_sharded`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -33,8 +34,10 @@ from fastpersist import (
     ConfigError,
     DirectorySave,
     FastPersistError,
+    PeerDirectorySave,
     PendingSave,
     StorageError,
+    directory_save_together,
     inspect,
     installed,
     verify,
@@ -59,9 +62,12 @@ _RANDOM_STATE = re.compile(r"random_states_\d+\.pkl")
 # What Accelerate's own save_state writes, in all versions.
 _FILE_OF_ACCELERATE = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.(bin|safetensors)"
+    r"|pytorch_model_fsdp(_\d+)?(_rank\d+)?\.bin|(pytorch_model_fsdp|optimizer)_\d+"
     rf"|{_RANDOM_STATE.pattern}|custom_checkpoint_\d+\.pkl|scaler\.pt"
 )
-_STRATEGIES = ("NO", "MULTI_")  # every process has all of the state; the others have savers of their own
+_STRATEGIES = ("NO", "MULTI_", "FSDP")  # the others have savers of their own
+
+_Files: TypeAlias = DirectorySave | PeerDirectorySave
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class _Latest:
 
 
 _latest: weakref.WeakKeyDictionary[Any, _Latest] = weakref.WeakKeyDictionary()
+_plans: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # of shards, for the next save
 os.register_at_fork(after_in_child=_latest.clear)  # the saves under way are the parent's
 
 
@@ -98,7 +105,9 @@ def save_state(
     naming the names are Accelerate's (checkpoints/checkpoint_N), and what `total_limit` has too many is removed when
     the new one is durable. Hooks that were registered for saving run, and write into the hidden directory.
 
-    All processes call it. They need one file system.
+    All processes call it. They need one file system. With FSDP and SHARDED_STATE_DICT each process writes its shards,
+    under the names of Accelerate, with FULL_STATE_DICT the main one what was gathered. With FSDP1, which moves
+    parameters between two steps, everything is copied before this returns.
 
     Args:
         accelerator: With everything prepared.
@@ -110,12 +119,13 @@ def save_state(
         **save_model_func_kwargs: For accelerator.save_state.
 
     Returns:
-        The save: done(), result(), captured(). On all processes but the main one: None, and their part is done. None
-        also where on_error="warn" and the disk refused the beginning.
+        The save: done(), result(), captured(). On all processes but the main one, without FSDP: None, and their part is
+        done. None also where on_error="warn" and the disk refused the beginning.
 
     Raises:
-        ConfigError: The strategy shards the state (FSDP, DeepSpeed, Megatron, XLA, tensor parallel); stock saving works
-            there. Or the directory holds what belongs to no checkpoint, or is not seen by all processes.
+        ConfigError: The strategy has savers of its own (DeepSpeed, Megatron, XLA), or the model is sharded without FSDP
+            (tensor parallel); stock saving works there. Or the directory holds what belongs to no checkpoint, or is not
+            seen by all processes.
         ValueError: Automatic checkpoint naming, and the name is taken.
         StorageError: The directory cannot be made; or the last save failed, which is raised once.
         FastPersistError: Another process failed; nothing is published then.
@@ -155,7 +165,7 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
         set accelerator.project_configuration.iteration to a number that is not taken.
 
     Raises:
-        ConfigError: The strategy shards the state, as in `save_state`; or there is no name to load from.
+        ConfigError: The strategy has savers of its own, as in `save_state`; or there is no name to load from.
         CheckpointNotFoundError: Automatic checkpoint naming, and there is none that is whole.
         StorageError: The last save failed, which is raised once.
         FastPersistError: Another process failed.
@@ -175,12 +185,13 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
             failure = error
         _agree(accelerator, failure)
         input_dir = str(broadcast_object_list([newest])[0])
-    accelerator.load_state(os.fspath(input_dir), **load_kwargs)
+    with _reading_shards(accelerator):
+        accelerator.load_state(os.fspath(input_dir), **load_kwargs)
     return Path(input_dir)
 
 
 def wait(accelerator: Accelerator) -> None:
-    """Return when the save that is under way is done. On all processes but the main one there is none.
+    """Return when the save that is under way is done. Without FSDP, there is one on the main process only.
 
     Raises:
         StorageError, TornStateError: It failed, and nobody was told; with on_error="warn" it is a RuntimeWarning.
@@ -202,20 +213,35 @@ def _save(
     save_model_func_kwargs: dict[str, Any],
 ) -> PendingSave | None:
     """Do what `save_state` says. What one process raises, all raise, each time before the next thing is begun."""
-    target, files, failure = "", None, None
+    target, failure = "", None
+    options: dict[str, Any] = {}
+    files: _Files | None = None
     try:
         _refuse_tensor_parallel(accelerator)
         if accelerator.is_main_process:
-            target, files = _begin(accelerator, output_dir, engine)
+            target, options = _choose(accelerator, output_dir)
+            if not _is_sharding(accelerator):
+                files = DirectorySave(target, engine=engine, **options)
     except Exception as error:  # noqa: BLE001 - the other processes wait
         failure = error
-    with files or nullcontext():  # whatever is not published is removed
+    with ExitStack() as stack:  # whatever is not published is removed
+        if files is not None:
+            stack.enter_context(files)
         _agree(accelerator, failure)
-        pending_path = broadcast_object_list([files.path if files is not None else None])[0]
+        if _is_sharding(accelerator):
+            failure, target = None, broadcast_object_list([target])[0]
+            try:
+                files = _begin_together(target, engine, options)
+                stack.enter_context(files)
+            except Exception as error:  # noqa: BLE001 - the other processes wait
+                failure = error
+            _agree(accelerator, failure)
+        main_path = files.path if isinstance(files, DirectorySave) else None
+        pending_path = broadcast_object_list([main_path])[0]
         _agree(accelerator, _why_not_shared(accelerator, pending_path))
         failure = None
         try:
-            with _without_automatic_naming(accelerator), _saving(accelerator, files):
+            with _without_automatic_naming(accelerator), _saving(accelerator, files, pending_path):
                 accelerator.save_state(pending_path, safe_serialization, **save_model_func_kwargs)
         except Exception as error:  # noqa: BLE001 - the other processes wait
             failure = error
@@ -229,10 +255,8 @@ def _save(
     return pending
 
 
-def _begin(
-    accelerator: Accelerator, output_dir: str | os.PathLike[str] | None, engine: str
-) -> tuple[str, DirectorySave]:
-    """Choose the name as Accelerate does, and make the hidden directory."""
+def _choose(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> tuple[str, dict[str, Any]]:
+    """Choose the name as Accelerate does; return it with the options of its DirectorySave."""
     if accelerator.project_configuration.automatic_checkpoint_naming:
         folder = _automatic_folder(accelerator)
         target = os.path.join(folder, f"checkpoint_{accelerator.save_iteration}")
@@ -241,13 +265,21 @@ def _begin(
                 f"{target} exists already: set accelerator.project_configuration.iteration to the number that the next "
                 "checkpoint is to have"
             )
-        return target, DirectorySave(target, engine=engine, make_parents=True, pending_in=_hiding_place(folder))
+        return target, {"make_parents": True, "pending_in": _hiding_place(folder)}
     if output_dir is None:
         raise ConfigError("save_state needs an output_dir, or automatic_checkpoint_naming in the ProjectConfiguration")
     target = os.path.abspath(output_dir)
     if os.path.isdir(target):
         _refuse_to_lose(accelerator, target)
-    return target, DirectorySave(target, overwrite="foreign", engine=engine, make_parents=True)
+    return target, {"make_parents": True, "overwrite": "foreign"}
+
+
+def _begin_together(target: str, engine: str, options: dict[str, Any]) -> _Files:
+    """Make the hidden directory with all processes; those that are not the main one need no options."""
+    if not torch.distributed.is_initialized():
+        return DirectorySave(target, engine=engine, **options)
+    everybody: Any = torch.distributed.group.WORLD
+    return directory_save_together(target, everybody, engine=engine, **options)
 
 
 def _refuse_to_lose(accelerator: Accelerator, target: str) -> None:
@@ -279,14 +311,39 @@ def _why_not_shared(accelerator: Accelerator, pending_path: str) -> ConfigError 
 
 
 @contextmanager
-def _saving(accelerator: Accelerator, files: DirectorySave | None) -> Iterator[None]:
+def _saving(accelerator: Accelerator, files: _Files | None, pending_path: str) -> Iterator[None]:
     """Let what Accelerate saves in the block go into `files`; on other processes, durably where it says."""
-    if files is None:
-        with installed():
-            yield
-    else:
-        with saves_into(files, optimizer=list(accelerator._optimizers)):
-            yield
+    optimizers = None if _moves_parameters(accelerator) else list(accelerator._optimizers)
+    with ExitStack() as stack:
+        if isinstance(files, DirectorySave):
+            of_main_process = (lambda _name: False) if _is_sharding(accelerator) else None
+            stack.enter_context(saves_into(files, optimizer=optimizers, shared=of_main_process))
+        else:
+            stack.enter_context(installed())
+        if files is not None and _is_sharding(accelerator):
+            from .redirecting_sharded import shards_into  # slow to import, and few need it
+
+            plans = _plans.setdefault(accelerator, {})
+            stack.enter_context(shards_into(files, pending_path, optimizer=optimizers, plans=plans))
+        yield
+
+
+def _reading_shards(accelerator: Accelerator) -> AbstractContextManager[None]:
+    """In the block, let what is sharded be read by us."""
+    if not _is_sharding(accelerator):
+        return nullcontext()
+    from .redirecting_sharded import reads_shards
+
+    return reads_shards()
+
+
+def _is_sharding(accelerator: Accelerator) -> bool:
+    return str(accelerator.distributed_type.value) == "FSDP"
+
+
+def _moves_parameters(accelerator: Accelerator) -> bool:
+    """Tell whether parameters are gathered and freed between two steps, where the optimizer has them: by FSDP1."""
+    return _is_sharding(accelerator) and not getattr(accelerator, "is_fsdp2", False)
 
 
 @contextmanager
@@ -350,13 +407,13 @@ def _refuse_strategy(accelerator: Accelerator) -> None:
     strategy = str(accelerator.distributed_type.value)
     if not strategy.startswith(_STRATEGIES):
         raise ConfigError(
-            f"fastpersist does not save the sharded state of {strategy} yet: stock accelerator.save_state and "
+            f"fastpersist does not save the state of {strategy} yet: stock accelerator.save_state and "
             "load_state work there"
         )
 
 
 def _refuse_tensor_parallel(accelerator: Accelerator) -> None:
-    if not torch.distributed.is_available():
+    if not torch.distributed.is_available() or _is_sharding(accelerator):
         return
     from torch.distributed.tensor import DTensor
 
@@ -448,17 +505,30 @@ def _damage_of(accelerator: Accelerator, path: str) -> str:
             return f"{missing[0]} is missing"
         for name in found:
             if _FILE_OF_ACCELERATE.fullmatch(name):
-                damages = verify(os.path.join(path, name)).damages
-                if damages:
-                    return f"{name}: {damages[0].message}"
+                damage = _damage_of_part(os.path.join(path, name))
+                if damage:
+                    return f"{name}: {damage}"
     except (FastPersistError, OSError) as error:
         return str(error)
     return ""
 
 
+def _damage_of_part(path: str) -> str:
+    """Say what is wrong with a file that Accelerate has written, or with a directory of shards, "" if nothing is."""
+    if os.path.isdir(path):
+        from .redirecting_sharded import why_not_whole
+
+        return why_not_whole(path) or ""
+    damages = verify(path).damages
+    return damages[0].message if damages else ""
+
+
 def _needed_names(accelerator: Accelerator) -> Iterator[str]:
     """Name what Accelerate's load_state does not do without. Models: a hook may have saved them elsewhere."""
-    for kind, parts in (("optimizer", accelerator._optimizers), ("scheduler", accelerator._schedulers)):
-        yield from (f"{kind}_{index}.bin" if index else f"{kind}.bin" for index in range(len(parts)))
+    kind = getattr(getattr(accelerator.state, "fsdp_plugin", None), "state_dict_type", None)
+    is_one_file = not _is_sharding(accelerator) or "FULL" in str(kind)
+    for index in range(len(accelerator._optimizers)):
+        yield ("optimizer" if index == 0 and is_one_file else f"optimizer_{index}") + (".bin" if is_one_file else "")
+    yield from (f"scheduler_{index}.bin" if index else "scheduler.bin" for index in range(len(accelerator._schedulers)))
     yield from (f"custom_checkpoint_{index}.pkl" for index in range(len(accelerator._custom_objects)))
     yield "random_states_0.pkl"

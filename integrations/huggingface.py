@@ -38,6 +38,7 @@ from fastpersist import (  # noqa: E402
 )
 
 from .huggingface_callback import FastPersistCallback  # noqa: E402
+from .huggingface_fsdp import LOADING_NAMES, sharded_loads, shards_in  # noqa: E402
 from .huggingface_saving import (  # noqa: E402
     SENTINEL_NAME,
     CheckpointSaves,
@@ -55,7 +56,7 @@ _WAITING_FIRST = ("hyperparameter_search", "_load_best_model", "_finalize_traini
 _WAITING_HERE = ("evaluate", "predict")  # perhaps on one rank only: what went wrong is told by the next of the others
 _MANIFEST_NAME = "MANIFEST.json"
 _TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-_WEIGHTS = re.compile(r"(pytorch_model|model|adapter_model)(\.safetensors|\.bin)(\.index\.json)?")
+_WEIGHTS = re.compile(r"(pytorch_model|pytorch_model_fsdp|model|adapter_model)(\.safetensors|\.bin)(\.index\.json)?")
 
 
 def attach(
@@ -79,11 +80,15 @@ def attach(
     `_save_optimizer_and_scheduler`, that of the model `save_pretrained` or `state_dict`, that of the optimizer
     `state_dict`: what they do may be meant for one rank.
 
+    With FSDP and SHARDED_STATE_DICT each rank writes its shards, durable, before it trains on, with `FastPersistWriter`
+    and under Accelerate's names; `FastPersistReader` reads them, on as many ranks as there are then. With
+    FULL_STATE_DICT rank 0 writes what was gathered. The directory is published behind the training in both cases.
+
     `train(resume_from_checkpoint=True)` takes the newest checkpoint that is whole, and warns about those it skips. An
     exception that ends train() leaves it when the save under way is finished.
 
     Args:
-        trainer: On one process, or on several with DDP or DataParallel; one machine, or a shared output_dir.
+        trainer: On one process, or on several with DDP, DataParallel or FSDP; one machine, or a shared output_dir.
         on_save: "published": callbacks hear of a save at the end of the first step after its publication, with a copy
             of the state as it was saved. "sync": every save is published before the Trainer goes on.
         on_error: What becomes of an error of the disk. "raise": it is raised by train(), at the end of a step, by the
@@ -97,8 +102,8 @@ def attach(
         What takes it off again.
 
     Raises:
-        ConfigError: Unknown options, a trainer that has one already, or a strategy with savers of its own (FSDP,
-            DeepSpeed, …).
+        ConfigError: Unknown options, a trainer that has one already, or a strategy with savers of its own (DeepSpeed,
+            FSDP of XLA, …).
 
     Thread safety: the thread that trains.
     """
@@ -135,7 +140,13 @@ class Attachment:
         self._replace(trainer.callback_handler, "on_save", self._on_save)
         for name in (*_WAITING_FIRST, *_WAITING_HERE):
             if hasattr(trainer, name):
-                self._replace(trainer, name, self._waiting(getattr(trainer, name), is_local=name in _WAITING_HERE))
+                function = getattr(trainer, name)
+                if name in LOADING_NAMES:
+                    function = self._loading(function)
+                self._replace(trainer, name, self._waiting(function, is_local=name in _WAITING_HERE))
+        for name in LOADING_NAMES:
+            if name not in _WAITING_FIRST:
+                self._replace(trainer, name, self._loading(getattr(trainer, name)))
         self._callback = _GateCallback(self)
         trainer.callback_handler.callbacks.insert(0, self._callback)  # others see what a step starts with
         setattr(trainer, _ATTRIBUTE, self)
@@ -235,6 +246,16 @@ class Attachment:
             return stock(*args, **options)
 
         return waiting
+
+    def _loading(self, stock: Function) -> Function:
+        """Return a function that does the same, and has shards read by us."""
+
+        @functools.wraps(stock)
+        def loading(*args: Any, **options: Any) -> Any:
+            with sharded_loads(self._trainer, self._saves.engine):
+                return stock(*args, **options)
+
+        return loading
 
     # --- what callbacks hear
 
@@ -389,7 +410,10 @@ def _why_not_whole(path: str) -> str | None:
         names = [
             os.path.relpath(os.path.join(folder, name), path) for folder, _, names in os.walk(path) for name in names
         ]
-        if not any(_WEIGHTS.fullmatch(os.path.basename(name)) for name in names):
+        has_shards, why_not = shards_in(path, names)
+        if why_not is not None:
+            return why_not
+        if not has_shards and not any(_WEIGHTS.fullmatch(os.path.basename(name)) for name in names):
             return "it has no weights"
         for name in sorted(names):
             if name.endswith(_TENSOR_SUFFIXES):

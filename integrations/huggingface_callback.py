@@ -41,7 +41,7 @@ class FastPersistCallback(TrainerCallback):
 
     Raises:
         ConfigError: Unknown options; and, from train(): save_strategy="best", load_best_model_at_end, push_to_hub, a
-            gradient scaler (fp16), or a strategy with savers of its own.
+            gradient scaler (fp16), FSDP, or a strategy with savers of its own.
     """
 
     def __init__(self, *, on_error: str = "raise", engine: str = "auto", writers: str | int = "auto") -> None:
@@ -68,6 +68,7 @@ class FastPersistCallback(TrainerCallback):
             (args.load_best_model_at_end, "load_best_model_at_end=True"),
             (args.push_to_hub, "push_to_hub=True"),
             (getattr(known.get("optimizer"), "scaler", None) is not None, "fp16=True"),
+            (args.fsdp, "FSDP"),
         ):
             if unsupported:
                 raise ConfigError(

@@ -4,7 +4,8 @@ What the ways to save share, whoever asks for it: `huggingface.attach` or `huggi
 owns the directory and decides; the others learn its hidden name, put their own files there, and hear how it ended.
 Weights and optimizer, of which each rank has a replica, are written by all ranks, each a part: for that the others
 have the Trainer put these files together as well, in a directory that is thrown away. Where somebody has replaced the
-functions that do it, perhaps for one rank only, rank 0 writes alone.
+functions that do it, perhaps for one rank only, rank 0 writes alone. With FSDP each rank writes its shards, or rank 0
+what was gathered, as the Trainer is told to (`huggingface_fsdp`).
 When to save, and who is told, is not decided here.
 """
 
@@ -18,7 +19,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,6 +44,7 @@ from fastpersist import (
     require_engine,
 )
 
+from .huggingface_fsdp import is_sharding, moves_parameters, sharded_saves
 from .redirecting import saves_into
 from .requirements import require_writers
 
@@ -65,8 +67,9 @@ def refuse_unsupported(args: TrainingArguments, model: object) -> None:
         ConfigError: It does; the message names it.
     """
     strategy = None
-    if args.fsdp:
-        strategy = "FSDP"
+    fsdp_config: Any = args.fsdp_config or {}
+    if args.fsdp and fsdp_config.get("xla"):
+        strategy = "FSDP of XLA"
     elif args.deepspeed:
         strategy = "DeepSpeed"
     elif is_sagemaker_mp_enabled():
@@ -75,7 +78,8 @@ def refuse_unsupported(args: TrainingArguments, model: object) -> None:
         strategy = "a model that was sharded when it was loaded"
     elif AcceleratorState._shared_state:
         kind = AcceleratorState().distributed_type.value
-        strategy = None if kind == "NO" or kind.startswith("MULTI_") else kind  # one process, and DDP
+        is_known = kind in ("NO", "FSDP") or kind.startswith("MULTI_")  # one process, FSDP, and DDP
+        strategy = None if is_known else kind
     if strategy is not None:
         raise ConfigError(
             f"fastpersist cannot save a Trainer with {strategy} yet; without fastpersist, its own saving works as ever"
@@ -135,11 +139,17 @@ class CheckpointSaves:
         self._flight: Flight | None = None
         self._rotating: PendingSave | None = None  # is published, and perhaps still deletes old ones
         self._frozen = _FrozenParameters()
+        self._plans: dict[str, Any] = {}  # of shards, for the next save
 
     @property
     def pending(self) -> PendingSave | None:
         """The save that is under way, or this rank's part of it; None without one."""
         return None if self._flight is None else self._flight.pending
+
+    @property
+    def engine(self) -> str:
+        """What writes: "auto", or an engine of that name."""
+        return self._engine
 
     def wait_captured(self) -> None:
         """Return when the optimizer may step."""
@@ -221,7 +231,8 @@ class CheckpointSaves:
             views = _on_all_ranks(lambda: self._view(trainer, path, run_dir))
             state.best_model_checkpoint = views[0].best_checkpoint
             synchronous = synchronous or views[0].is_urgent
-            all_write = len(views) > 1 and self._writers != 1 and all(view.can_take_part for view in views)
+            are_allowed = self._writers != 1 or is_sharding(trainer)  # nobody else has a rank's shards
+            all_write = len(views) > 1 and are_allowed and all(view.can_take_part for view in views)
             frozen = functools.reduce(int.__and__, (view.frozen for view in views)) if all_write else views[0].frozen
             hidden_path = _on_all_ranks(begin)[0] or ""
             _on_all_ranks(lambda: self._put_together(trainer, files, hidden_path, frozen, all_write=all_write))
@@ -243,12 +254,17 @@ class CheckpointSaves:
 
     def _view(self, trainer: Any, path: str, run_dir: str) -> _View:
         """Look at what the ranks have to know of each other before a save begins."""
-        can_take_part = _are_several() and _is_put_together_as_ever(trainer)
+        if is_sharding(trainer):
+            can_take_part, frozen = _are_several(), 0  # what FSDP wraps is no plain parameter
+        else:
+            can_take_part = _are_several() and _is_put_together_as_ever(trainer)
+            looks = can_take_part or _is_first_rank()
+            frozen = self._frozen.unchanged_in(trainer.model) if looks else 0
         if not _is_first_rank():
-            return _View(can_take_part, self._frozen.unchanged_in(trainer.model) if can_take_part else 0)
+            return _View(can_take_part, frozen)
         return _View(
             can_take_part,
-            self._frozen.unchanged_in(trainer.model),
+            frozen,
             _best_checkpoint(trainer, run_dir),
             os.path.exists(os.path.join(path, SENTINEL_NAME)),
         )
@@ -259,7 +275,7 @@ class CheckpointSaves:
             return directory_save_together(
                 path,
                 everybody,
-                writers=self._writers,
+                writers="auto" if self._writers == 1 else self._writers,
                 overwrite="foreign",
                 engine=self._engine,
                 make_parents=True,
@@ -282,18 +298,21 @@ class CheckpointSaves:
             raise StorageError(
                 None, f"rank {args.process_index} does not see {path}: output_dir must be shared by all ranks", path
             )
+        shards = is_sharding(trainer)
+        optimizer = _optimizer_of(trainer)
         options: dict[str, Any] = {
-            "optimizer": _optimizer_of(trainer),
+            "optimizer": optimizer,
             "constant": _parameters_at(trainer.model, frozen),
-            "shared": _is_shared if all_write else None,
+            "shared": (_is_none_shared if shards else _is_shared) if all_write else None,
         }
-        if isinstance(files, PeerDirectorySave):
+        if isinstance(files, PeerDirectorySave) and not shards:
             with saves_into(files, **options), _as_first_rank(trainer):
                 _save_tensors(trainer, files.path)
-        if isinstance(files, DirectorySave):
-            with saves_into(files, **options):
-                _save_files(trainer, path)
-        else:
+        with ExitStack() as stack:
+            if isinstance(files, DirectorySave):
+                stack.enter_context(saves_into(files, **options))
+            if shards and files is not None:
+                stack.enter_context(sharded_saves(files, path, optimizer, self._plans))
             _save_files(trainer, path)  # of other ranks: what is their own
         if args.should_save:
             for exporter in [*trainer.callback_handler.callbacks, trainer.control]:
@@ -363,6 +382,8 @@ def _rotate(run_dir: str, limit: int | None, best: str | None) -> None:
 
 def _optimizer_of(trainer: Any) -> object:
     """Return the optimizer if only its step changes parameters; else None, and everything is copied at once."""
+    if moves_parameters(trainer):
+        return None
     optimizer = trainer.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
     steps_in_backward = "lomo" in str(getattr(trainer.args.optim, "value", trainer.args.optim))
@@ -383,6 +404,11 @@ _SHARED_NAMES = re.compile(r"(.*/)?(adapter_)?model(-\d+-of-\d+)?\.safetensors|"
 def _is_shared(name: str) -> bool:
     """Tell whether a file is what all ranks have replicas of."""
     return _SHARED_NAMES.fullmatch(name) is not None
+
+
+def _is_none_shared(_name: str) -> bool:
+    """With FSDP, each file is one rank's, and what all have a part in is no file of torch.save."""
+    return False
 
 
 def _is_put_together_as_ever(trainer: Any) -> bool:

@@ -7,7 +7,8 @@ The plugin saves and loads, the callback says when the optimizer is about to ste
 .ckpt of Lightning. When `fit()` returns, or raises, all of them are durable. Between a save and that, a name that was
 accepted counts as taken, loading it through the Trainer waits for it, and what ModelCheckpoint removes or links to is
 removed or linked once the new file is durable. Code of yours that opens a file in the middle of `fit()` calls
-`io.wait()` before. Which files wait for which: `lightning_order`. What all ranks of DDP write: `lightning_ranks`.
+`io.wait()` before. Which files wait for which: `lightning_order`. What all ranks of DDP write: `lightning_ranks`. What
+FSDP and ModelParallel save in shards: `lightning_fsdp`, with Fabric `lightning_fabric`.
 
 Written for `lightning`. Where the program has imported `pytorch_lightning` alone, or that alone is installed, the
 classes here derive from its classes. Both accept them.
@@ -27,16 +28,17 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from fastpersist import ConfigError, FastPersistError, PendingSave, load, require_engine, save, save_async, verify
+from fastpersist import ConfigError, PendingSave, load, require_engine, save, save_async
 
-from .lightning_order import FileOrder, Likeness, key_of, sync_path
+from .lightning_fsdp import ShardedSaving
+from .lightning_order import FileOrder, Likeness, key_of, local_path, sync_path
 from .lightning_ranks import SLURM_PREFIX, Share, SharedSaving, gated_optimizers, refuse_bypassing
+from .lightning_resuming import last_checkpoint
 from .requirements import require, require_writers
 
 __all__ = ["FastPersistCallback", "FastPersistCheckpointIO", "last_checkpoint"]
@@ -67,7 +69,6 @@ else:
     CheckpointIO, TorchCheckpointIO = _plugins.CheckpointIO, _plugins.TorchCheckpointIO
 
 _PLUGIN_MODULES = ("lightning.fabric.plugins", "lightning_fabric.plugins")
-_LOCAL_PROTOCOLS = ("file", "local")
 _FORCING_VARIABLES = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
 _ADVICE = (
@@ -203,17 +204,11 @@ class FastPersistCheckpointIO(CheckpointIO):
             raise TypeError(
                 "FastPersistCheckpointIO takes no storage_options; write your own CheckpointIO if you need them"
             )
-        local = _local_path(path)
+        local = local_path(path)
         if local is None:
             TorchCheckpointIO().save_checkpoint(checkpoint, path)  # type: ignore[arg-type]
             return
-        optimizer, gate, sees_steps = self._optimizer, "optimizer", self._optimizer is not None
-        if self._gated is not None:
-            optimizer, gate, sees_steps = self._gated() or None, "manual", True
-        if not sees_steps:
-            self._has_stepped = True
-        self.end_burst()
-        self._deliver()
+        optimizer, gate = self.prepare()
         key = key_of(local)
         if os.path.basename(key).startswith(SLURM_PREFIX):
             self._save_for_slurm(checkpoint, key)
@@ -244,7 +239,7 @@ class FastPersistCheckpointIO(CheckpointIO):
             StorageError: It could not be written, with on_error="raise"; or cannot be read.
             FormatError: It is damaged.
         """
-        local = _local_path(path)
+        local = local_path(path)
         if local is None:
             return _stock_load(path, map_location, weights_only)
         self.wait_for(local)
@@ -260,7 +255,7 @@ class FastPersistCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint once every save that was accepted before is durable; it stays if one of them fails."""
-        local = _local_path(path)
+        local = local_path(path)
         if local is None:
             TorchCheckpointIO().remove_checkpoint(path)  # type: ignore[arg-type]
         else:
@@ -352,6 +347,34 @@ class FastPersistCheckpointIO(CheckpointIO):
     # --- for the other ranks, and for rank 0 when it saves with them
 
     @property
+    def durable(self) -> bool:
+        """Whether what is saved survives power loss."""
+        return self._durable
+
+    @property
+    def engine(self) -> str:
+        """What writes and reads."""
+        return self._engine
+
+    def prepare(self) -> tuple[object, str]:
+        """Begin a save: wait as needed, raise what has failed; return whose step it waits for, and with which gate."""
+        optimizer, gate = self._optimizer, "optimizer"
+        if self._gated is not None:
+            optimizer, gate = self._gated() or None, "manual"
+        elif optimizer is None:  # then nobody says when a step comes
+            self._has_stepped = True
+        self.end_burst()
+        self._deliver()
+        return optimizer, gate
+
+    def accept(self, key: str, pending: PendingSave) -> None:
+        """Take the save of a directory, which somebody else has begun on all ranks."""
+        self._last = None
+        self._order.add(key, pending)
+        if self._is_over:
+            self.wait()
+
+    @property
     def writers(self) -> str | int:
         """Which ranks write what all hold alike."""
         return self._writers  # type: ignore[no-any-return]
@@ -437,19 +460,6 @@ class FastPersistCheckpointIO(CheckpointIO):
         return os.path.isfile(last.key) if expected is None else expected
 
 
-def _local_path(path: object) -> str | None:
-    """Return the path on this machine, None if it is elsewhere or no path at all."""
-    if not isinstance(path, str | os.PathLike):
-        return None
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        return None
-    protocol, separator, rest = text.partition("://")
-    if not separator:
-        return text
-    return rest if protocol in _LOCAL_PROTOCOLS else None
-
-
 def _stock_load(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
     if map_location is None:
         return TorchCheckpointIO().load_checkpoint(path, weights_only=weights_only)
@@ -467,9 +477,11 @@ class FastPersistCallback(Callback):
     returns when the file is durable. With DDPStrategy all ranks write each file of `fit()`; the plugin's `writers` says
     which. All of them call `trainer.save_checkpoint`, as always in Lightning.
 
+    FSDPStrategy(state_dict_type="sharded") and ModelParallelStrategy save directories, of which each rank writes its
+    shards; they are Lightning's, and visible when all ranks are done.
+
     All is copied before a save returns, because weights change outside of steps, with WeightAveraging,
-    StochasticWeightAveraging, ModelPruning, FSDP and model parallelism (in one file each), and optimizers that have
-    train() and eval() of their own.
+    StochasticWeightAveraging, ModelPruning, FSDPStrategy, and optimizers that have train() and eval() of their own.
 
     Raises:
         ConfigError: In setup: the plugin is not there, is inside an AsyncCheckpointIO, or is not asked by the strategy.
@@ -487,6 +499,7 @@ class FastPersistCallback(Callback):
         """Find the plugin; in `fit()` take the gate over."""
         refuse_bypassing(trainer.strategy)
         self._plugin = _find_plugin(trainer.strategy)
+        ShardedSaving.stand_in(trainer.strategy, self._plugin)
         if stage == "fit":
             self._end_sharing()
             if type(self._plugin).save_checkpoint is FastPersistCheckpointIO.save_checkpoint:
@@ -553,7 +566,7 @@ def _give_back(trainer: Any) -> None:
 
 def _file_exists(order: FileOrder, checkpoint: Any, filepath: Any, trainer: Any) -> bool:
     """In ModelCheckpoint's place: tell whether a name is taken, by what is there or by what will be."""
-    local = _local_path(filepath) if trainer.is_global_zero else None
+    local = local_path(filepath) if trainer.is_global_zero else None
     expected = trainer.strategy.broadcast(None if local is None else order.expects(key_of(local)))
     if expected is not None:
         return bool(expected)
@@ -565,36 +578,3 @@ def _link_checkpoint(order: FileOrder, trainer: Any, filepath: str, linkpath: st
     if trainer.is_global_zero and key_of(filepath) != key_of(linkpath):
         order.link(key_of(filepath), key_of(linkpath), symbolic=True)
     trainer.strategy.barrier()
-
-
-# ------------------------------------------------------------------------------------------- after a crash
-
-
-def last_checkpoint(dirpath: str | os.PathLike[str]) -> str | None:
-    """Return the newest .ckpt of a directory that is whole, for `fit(ckpt_path=...)`; None if there is none.
-
-    Files are read and their checksums compared, from the newest on, by time of modification. One that is damaged is
-    skipped, with a warning that says which and why. Directories (sharded checkpoints) are not looked at.
-
-    Args:
-        dirpath: That of ModelCheckpoint.
-
-    Thread safety: any thread, any process, also while training saves there.
-    """
-    found: dict[tuple[int, int], tuple[int, str]] = {}
-    for path in sorted(Path(dirpath).glob("[!.]*.ckpt")):
-        with contextlib.suppress(OSError):  # removed meanwhile, or a symbolic link to nothing
-            status = path.stat()
-            if path.is_file():
-                found.setdefault((status.st_dev, status.st_ino), (status.st_mtime_ns, str(path)))
-    for _, name in sorted(found.values(), reverse=True):
-        try:
-            report = verify(name)
-        except (FastPersistError, OSError) as error:
-            why = str(error)
-        else:
-            if report.ok:
-                return name
-            why = "; ".join(str(damage) for damage in report.damages[:3])
-        warnings.warn(f"{name} is damaged and skipped: {why}", RuntimeWarning, stacklevel=2)
-    return None

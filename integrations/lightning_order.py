@@ -22,19 +22,33 @@ import torch
 
 from fastpersist import PendingSave
 
-__all__ = ["FileOrder", "Likeness", "key_of", "sync_path"]
+__all__ = ["FileOrder", "Likeness", "key_of", "local_path", "sync_path"]
 
 _log = logging.getLogger("fastpersist")
 
 _NO_LINK = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 _NAME_LIMIT_BYTES = 255
 _COMPARED_COUNT = 20_000
+_LOCAL_PROTOCOLS = ("file", "local")
 
 
 def key_of(path: str) -> str:
     """Return what identifies a name in a directory, whatever the name itself refers to."""
     absolute = os.path.abspath(path)
     return os.path.join(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
+
+
+def local_path(path: object) -> str | None:
+    """Return the path on this machine, None if it is elsewhere or no path at all."""
+    if not isinstance(path, str | os.PathLike):
+        return None
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        return None
+    protocol, separator, rest = text.partition("://")
+    if not separator:
+        return text
+    return rest if protocol in _LOCAL_PROTOCOLS else None
 
 
 @dataclass(eq=False)
@@ -306,7 +320,9 @@ def _content(value: Any, tensors: list[torch.Tensor]) -> object:
 def _remove(key: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # asked for twice, or somebody else has done it
         if os.path.isdir(key) and not os.path.islink(key):
-            shutil.rmtree(key)
+            hidden = _hidden_name(key)
+            os.rename(key, hidden)  # first, and for good: nobody may ever see a part of a checkpoint
+            shutil.rmtree(hidden)
         else:
             os.remove(key)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
@@ -29,7 +29,18 @@ from fastpersist import ConfigError, PeerError, PendingSave
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["SLURM_PREFIX", "Share", "SharedSaving", "gated_optimizers", "refuse_bypassing"]
+__all__ = [
+    "SLURM_PREFIX",
+    "Share",
+    "SharedSaving",
+    "gated_optimizers",
+    "moves_parameters",
+    "on_all_ranks",
+    "refuse_bypassing",
+    "shards_checkpoints",
+]
+
+Result = TypeVar("Result")
 
 Share: TypeAlias = Callable[[str, Callable[["ProcessGroup | None"], PendingSave]], PendingSave]
 """Begins a save with all ranks: given its file, and what begins it with a process group or with none."""
@@ -39,8 +50,6 @@ SLURM_PREFIX = "hpc_ckpt_"
 
 # Callbacks of Lightning that change parameters outside of steps, some of them in ways that torch does not count.
 _CHANGING_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
-# Strategies whose parameters move between a save and the step, whoever writes them.
-_SHARDING_STRATEGIES = ("FSDPStrategy", "ModelParallelStrategy")
 
 _DDP_MODULES = ("lightning.pytorch.strategies.ddp", "pytorch_lightning.strategies.ddp")
 _WORTH_SHARING_BYTES = 1 << 20  # fastpersist cuts no smaller tensor; without one, there is nothing to talk about
@@ -201,6 +210,28 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def on_all_ranks(subject: str, work: Callable[[], Result]) -> list[Result]:
+    """Do something on every rank, and return what came of it, by rank, when all are done; collective.
+
+    Raises:
+        PeerError: It failed on another rank. Where it failed, what it raised is raised.
+    """
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001 - raised below, when the others know
+        failure = error
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (result, None if failure is None else _described(failure)))
+    if failure is not None:
+        raise failure
+    for rank, (_, described) in enumerate(outcomes):
+        if described is not None:
+            raise PeerError(f"rank {rank} failed while saving {subject}: {described}", rank=rank, subject=subject)
+    return [result for result, _ in outcomes]
+
+
 def _are_worth_sharing(optimizers: Iterable[Optimizer]) -> bool:
     """Tell whether the ranks hold the same large tensors."""
     is_any_large = False
@@ -216,19 +247,28 @@ def _are_worth_sharing(optimizers: Iterable[Optimizer]) -> bool:
 # ------------------------------------------------------------------------------------------- what a strategy allows
 
 
-def refuse_bypassing(strategy: Any) -> None:
-    """Raise for a strategy that writes checkpoints without asking its CheckpointIO."""
+def shards_checkpoints(strategy: Any) -> bool:
+    """Tell whether each rank saves its shards: into a directory, and without asking a CheckpointIO."""
     names = _names_of(type(strategy))
-    shards = "FSDPStrategy" in names and getattr(strategy, "_state_dict_type", "") == "sharded"
-    shards = shards or ("ModelParallelStrategy" in names and getattr(strategy, "_save_distributed_checkpoint", True))
-    if shards or "DeepSpeedStrategy" in names or any("XLA" in name for name in names):
-        whole = " or let it save whole checkpoints (state_dict_type='full')," if "FSDPStrategy" in names else ""
-        whole = (
-            " or let it save whole checkpoints (save_distributed_checkpoint=False)," if not whole and shards else whole
-        )
+    if any("XLA" in name for name in names):
+        return False
+    if "FSDPStrategy" in names:
+        return bool(getattr(strategy, "_state_dict_type", "") == "sharded")
+    return "ModelParallelStrategy" in names and bool(getattr(strategy, "_save_distributed_checkpoint", True))
+
+
+def moves_parameters(strategy: Any) -> bool:
+    """Tell whether parameters are gathered and freed between a save and the step, whoever writes them: by FSDP1."""
+    return "FSDPStrategy" in _names_of(type(strategy))
+
+
+def refuse_bypassing(strategy: Any) -> None:
+    """Raise for a strategy that writes checkpoints by itself, in ways of its own."""
+    names = _names_of(type(strategy))
+    if "DeepSpeedStrategy" in names or any("XLA" in name for name in names):
         raise ConfigError(
             f"{type(strategy).__name__} writes checkpoints by itself, not through FastPersistCheckpointIO. Use another "
-            f"strategy,{whole} or leave FastPersistCallback and FastPersistCheckpointIO out: stock saving works there"
+            "strategy, or leave FastPersistCallback and FastPersistCheckpointIO out: stock saving works there"
         )
 
 
@@ -237,7 +277,7 @@ def gated_optimizers(trainer: Any) -> list[Optimizer]:
     module = trainer.lightning_module
     if any(_names_of(type(one)).intersection(_CHANGING_CALLBACKS) for one in trainer.callbacks):
         return []
-    if _names_of(type(trainer.strategy)).intersection(_SHARDING_STRATEGIES):
+    if moves_parameters(trainer.strategy):
         return []
     # With manual optimization ModelCheckpoint saves weights of before the step, if the module keeps them, and puts
     # those of now back as soon as the save has returned.

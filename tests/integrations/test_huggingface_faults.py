@@ -301,15 +301,16 @@ def test_a_trainer_takes_one_attachment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("options", "message"),
     [
-        ("fsdp", ["full_shard"], "FSDP"),
-        ("deepspeed", {"zero_optimization": {}}, "DeepSpeed"),
+        ({"fsdp": True, "fsdp_config": {"xla": True}}, "FSDP of XLA"),
+        ({"deepspeed": {"zero_optimization": {}}}, "DeepSpeed"),
     ],
 )
-def test_strategies_with_savers_of_their_own_are_named(tmp_path: Path, name: str, value: object, message: str) -> None:
+def test_strategies_with_savers_of_their_own_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     trainer = trainer_for(output_dir=tmp_path)
-    setattr(trainer.args, name, value)
+    for name, value in options.items():
+        setattr(trainer.args, name, value)
     with pytest.raises(fp.ConfigError, match=f"{message} yet; without fastpersist, its own saving works"):
         attach(trainer)
 

@@ -37,7 +37,7 @@ import fastpersist as fp
 from fastpersist.filesystem import Filesystem, using
 from fastpersist.integrations.huggingface import FastPersistCallback, attach
 from fastpersist.integrations.redirecting import saves_into
-from fastpersist.sharing import OtherShare
+from fastpersist.peer_sharing import OtherShare
 
 MIB = 1 << 20
 BLOCK_BYTES = 4096

@@ -354,31 +354,23 @@ def strategy_of(name: str, **attributes: Any) -> Any:
     return strategy
 
 
-@pytest.mark.parametrize(
-    ("name", "attributes", "more"),
-    [
-        ("FSDPStrategy", {"_state_dict_type": "sharded"}, "state_dict_type='full'"),
-        ("ModelParallelStrategy", {"_save_distributed_checkpoint": True}, "save_distributed_checkpoint=False"),
-        ("DeepSpeedStrategy", {}, "stock saving works"),
-        ("XLAFSDPStrategy", {}, "stock saving works"),
-        ("SingleDeviceXLAStrategy", {}, "stock saving works"),
-    ],
-)
-def test_strategy_that_writes_by_itself_is_refused_by_name(name: str, attributes: dict[str, Any], more: str) -> None:
-    trainer = SimpleNamespace(strategy=strategy_of(name, **attributes), checkpoint_callbacks=[])
-    with pytest.raises(fp.ConfigError, match=f"{name} writes checkpoints by itself") as told:
+@pytest.mark.parametrize("name", ["DeepSpeedStrategy", "XLAFSDPStrategy", "SingleDeviceXLAStrategy"])
+def test_strategy_that_writes_by_itself_is_refused_by_name(name: str) -> None:
+    trainer = SimpleNamespace(strategy=strategy_of(name), checkpoint_callbacks=[])
+    with pytest.raises(fp.ConfigError, match=f"{name} writes checkpoints by itself.*stock saving works"):
         FastPersistCallback().setup(trainer, None, "fit")
-    assert more in str(told.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "attributes"),
+    ("name", "attributes", "moves"),
     [
-        ("FSDPStrategy", {"_state_dict_type": "full"}),
-        ("ModelParallelStrategy", {"_save_distributed_checkpoint": False}),
+        ("FSDPStrategy", {"_state_dict_type": "full"}, True),
+        ("FSDPStrategy", {"_state_dict_type": "sharded"}, True),
+        ("ModelParallelStrategy", {"_save_distributed_checkpoint": False}, False),
+        ("ModelParallelStrategy", {"_save_distributed_checkpoint": True}, False),
     ],
 )
-def test_strategy_that_shards_and_saves_whole_has_all_copied(name: str, attributes: dict[str, Any]) -> None:
+def test_strategy_that_moves_parameters_has_all_copied(name: str, attributes: dict[str, Any], moves: bool) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
     trainer = SimpleNamespace(
         strategy=strategy_of(name, **attributes),
@@ -389,7 +381,7 @@ def test_strategy_that_shards_and_saves_whole_has_all_copied(name: str, attribut
     )
     callback = FastPersistCallback()
     callback.setup(trainer, None, "fit")
-    assert trainer.strategy.checkpoint_io._gated() == []
+    assert trainer.strategy.checkpoint_io._gated() == ([] if moves else [optimizer])
     trainer.strategy = strategy_of("DDPStrategy")
     callback.setup(trainer, None, "fit")
     assert trainer.strategy.checkpoint_io._gated() == [optimizer]
