@@ -1,138 +1,47 @@
-"""Sharded states through torch.distributed.checkpoint: our storage writer and reader beside DCP's own, and fio.
+"""Sharded states through torch.distributed.checkpoint: our storage writer and reader beside their peers, and fio.
 
-    python benchmarks/dcp.py DIR                                  2 and 4 ranks, 1.6 GB; takes three minutes
-    python benchmarks/dcp.py DIR --ranks 2 --size-mb 4096 --rounds 5
+    python benchmarks/dcp.py DIR                                  2 and 4 ranks, 1.6 GB; takes ten minutes
+    python benchmarks/dcp.py DIR --ranks 2 --size-mb 4096 --rounds 5 --parts save load
 
 The state is that of an FSDP2 training: parameters and two moments of each as DTensors, sharded along their first
-dimension over all ranks of a gloo group, in unequal tensors. All ways take turns in the same processes. Save: from the
-first rank that begins until the last one returns; ours is durable then, DCP's has synced its files, but not the
-directory. Load: into tensors that are there, from files that were dropped from the page cache (checked). fio reads the
-very files that the ranks read, one job a rank. Memory: what the process that grew most grew by during a save, beyond
-the state.
+dimension over all ranks of a gloo group, in unequal tensors. All ways take turns in the same processes.
+
+Save: from the first rank that begins until the last one returns; ours is durable then, DCP's has synced its files, but
+not the directory, torch_checkpointing is made to sync both. Load: into tensors that are there, from files that were
+dropped from the page cache (checked). fio reads the very files that the ranks read, one job a rank. Memory: what the
+process that grew most grew by during a save, beyond the state. Async: dcp.async_save and its like, then --between
+seconds in which nothing is done, as the CPU has little to do while a GPU computes, then the next step of the optimizer.
+Stall: how long the call and the step take, on the rank where they take longest. Each way has had one save before the
+one that counts, so that memory it keeps is there; of the first of these it is checked that the state of the step before
+is what was written.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
 import json
 import os
 import shutil
 import statistics
 import sys
 import tempfile
-import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import dcp_ways as ways
 import ranks_parts as parts
-import torch
-import torch.distributed.checkpoint as dcp
 from overlap_report import machine_facts, report_facts
 from tabulate import tabulate
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from fastpersist.cli.bench_fio import FioJob, fio_version, run_fio
 from fastpersist.cli.bench_load_rows import PageCache
-from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistSavePlanner, FastPersistWriter
 
 _MIB = 1 << 20
-_SEED = 11
 _SAVE_TIMES_MIN = 2.0
 _LOAD_TIMES_MIN, _OF_FIO_MIN = 1.5, 0.9
+_STALL_SHARE_MAX = 0.1
 _GROWTH_BYTES_MAX = (64 + 100) * _MIB
-
-# ------------------------------------------------------------------------------------------------ what ranks do
-
-
-def hold_shards(here: parts.Here, size_bytes: int, count: int) -> int:
-    """Make this rank's shards of the state; return the bytes of the whole."""
-    mesh = init_device_mesh("cpu", (count,)) if count > 1 else None
-    column_count = 1024
-    layer_count = max(2, min(48, size_bytes // (4 * _MIB)))
-    row_count = size_bytes // layer_count // 3 // 4 // column_count
-    generator = torch.Generator().manual_seed(_SEED + here.rank)
-    state: dict[str, Any] = {"step": 7}
-    total_bytes = 0
-    for layer in range(layer_count):
-        rows = max(count, row_count + 16 * (layer - layer_count // 2))
-        for name in ("weight", "exp_avg", "exp_avg_sq"):
-            chunk_count = -(-rows // count)
-            low = min(rows, chunk_count * here.rank)
-            local = torch.rand(min(rows, low + chunk_count) - low, column_count, generator=generator)
-            total_bytes += rows * column_count * 4
-            state[f"layers.{layer}.{name}"] = (
-                local
-                if mesh is None
-                else DTensor.from_local(
-                    local, mesh, [Shard(0)], run_check=False, shape=(rows, column_count), stride=(column_count, 1)
-                )
-            )
-    here.state = state
-    here.state_resident_bytes = _resident("VmRSS")  # type: ignore[attr-defined]
-    return total_bytes
-
-
-def _span_of(here: parts.Here, count: int, do: Callable[[], object]) -> tuple[parts.Span, int]:
-    """Return when it began and ended, and how much larger the process was at most than with the state alone."""
-    here.together(count)
-    with open("/proc/self/clear_refs", "w") as control:
-        control.write("5")  # the peak begins here
-    start_s = time.monotonic()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(None):
-        warnings.simplefilter("ignore")
-        do()
-    end_s = time.monotonic()
-    return (start_s, end_s), _resident("VmHWM") - here.state_resident_bytes  # type: ignore[attr-defined]
-
-
-def _resident(name: str) -> int:
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
-def save(here: parts.Here, path: str, count: int, way: str) -> tuple[parts.Span, int]:
-    """Save the state in one of the ways."""
-    planner = FastPersistSavePlanner() if way == "fastpersist" else None
-    if way == "fastpersist":
-        writer: Any = FastPersistWriter(path)
-    else:
-        writer = FileSystemWriter(path, thread_count=int(way.split()[1]))
-    save_it = functools.partial(dcp.save, here.state, storage_writer=writer, planner=planner, no_dist=count == 1)
-    return _span_of(here, count, save_it)
-
-
-def load(here: parts.Here, path: str, count: int, way: str) -> tuple[parts.Span, int]:
-    """Load the state in one of the ways, over what it is."""
-    reader: Any = FastPersistReader(path) if way == "fastpersist" else FileSystemReader(path)
-    return _span_of(here, count, functools.partial(dcp.load, here.state, storage_reader=reader, no_dist=count == 1))
-
-
-def digest(here: parts.Here) -> float:
-    """Return a number that other shards would not give."""
-    return sum(
-        float((tensor.to_local() if isinstance(tensor, DTensor) else tensor).double().sum())
-        for tensor in here.state.values()
-        if isinstance(tensor, torch.Tensor)
-    )
-
-
-def forget(here: parts.Here) -> None:
-    """Fill the shards with something else, so that a load has to bring them back."""
-    for tensor in here.state.values():
-        if isinstance(tensor, torch.Tensor):
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(-1)
-
-
-# ------------------------------------------------------------------------------------------------ the benchmark
-
-_SAVE_WAYS = ("fastpersist", "stock, 1 thread", "stock, 2 threads")
-_WAYS = {"fastpersist": "fastpersist", "stock, 1 thread": "stock 1", "stock, 2 threads": "stock 2"}
-_LOAD_WAYS = ("fastpersist", "stock")
+_PARTS = ("save", "load", "async")
 
 
 def _remove(path: str) -> None:
@@ -143,7 +52,7 @@ def _remove(path: str) -> None:
 
 
 def _data_files(path: str) -> list[str]:
-    return sorted(entry.path for entry in os.scandir(path) if entry.name.endswith(".distcp"))
+    return sorted(entry.path for entry in os.scandir(path) if entry.name.endswith((".distcp", ".pt")))
 
 
 def _fio_read(files: Sequence[str]) -> float:
@@ -154,88 +63,200 @@ def _fio_read(files: Sequence[str]) -> float:
     return sample.size_bytes / sample.seconds
 
 
-def _measure(arguments: argparse.Namespace, count: int, directory: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "save": {way: [] for way in _SAVE_WAYS},
-        "growth": {way: [] for way in _SAVE_WAYS},
-        "load": {way: [] for way in _LOAD_WAYS},
-        "fio_read": [],
-    }
-    cache = PageCache(warm=False, whole_machine=False)
-    with parts.RankProcesses([count], directory, arguments.timeout) as ranks:
-        found["size_bytes"] = ranks.call(count, hold_shards, arguments.size_mb * _MIB, count)[0]
-        wanted = ranks.call(count, digest)
-        kept = {"fastpersist": os.path.join(directory, "ours"), "stock": os.path.join(directory, "stock")}
-        for way, path in kept.items():  # not counted: connections, and memory that is touched for the first time
-            ranks.call(count, save, path, count, way if way == "fastpersist" else "stock 1")
-        for number in range(arguments.rounds):
-            for way in _SAVE_WAYS if number % 2 == 0 else _SAVE_WAYS[::-1]:
-                print(f"… {count} ranks, save, round {number + 1} of {arguments.rounds}, {way}", file=sys.stderr)
-                path = os.path.join(directory, "fresh")
-                results = ranks.call(count, save, path, count, _WAYS[way])
-                found["save"][way].append(parts.whole_span([span for span, _ in results]))
-                found["growth"][way].append(max(growth for _, growth in results))
-                _remove(path)
-        for number in range(arguments.rounds):
-            for way in _LOAD_WAYS if number % 2 == 0 else _LOAD_WAYS[::-1]:
-                print(f"… {count} ranks, load, round {number + 1} of {arguments.rounds}, {way}", file=sys.stderr)
-                ranks.call(count, forget)
-                for file in _data_files(kept[way]):
-                    cache.prepare(file)
-                results = ranks.call(count, load, kept[way], count, way)
-                found["load"][way].append(parts.whole_span([span for span, _ in results]))
-                if ranks.call(count, digest) != wanted:
-                    raise parts.Failed(f"{way} has loaded other numbers than were saved")
-            if fio_version():
-                files = _data_files(kept["fastpersist"])
+class _Measurement:
+    """Has the ranks of one count do everything, and notes what it took.
+
+    Attributes:
+        found: The samples, as they go into the JSON.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, count: int, directory: str, ranks: parts.RankProcesses) -> None:
+        self._arguments = arguments
+        self._count = count
+        self._directory = directory
+        self._ranks = ranks
+        self._cache = PageCache(warm=False, whole_machine=False)
+        self.found: dict[str, Any] = {"unavailable": {}, "cold": self._cache.describe()}
+        self.found["size_bytes"] = self._call(ways.hold_shards, arguments.size_mb * _MIB, count)[0]
+        self._wanted = self._call(ways.digest)
+
+    def _call(self, function: Callable[..., Any], *more: Any) -> list[Any]:
+        return self._ranks.call(self._count, function, *more)
+
+    def _available(self, what: str, names: Sequence[str], begin: Callable[[str], object]) -> list[str]:
+        """Return the ways that can be tried here; what the others lack is noted and said."""
+        found = []
+        for name in names:
+            if reason := self._call(ways.why_not, name)[0]:
+                self.found["unavailable"][f"{what}, {name}"] = reason
+                print(f"without {what} by {name}: {reason}", file=sys.stderr)
+                continue
+            begin(name)
+            found.append(name)
+        return found
+
+    def _turns(self, what: str, names: Sequence[str]) -> Iterator[tuple[int, str]]:
+        """Yield each round and the way whose turn it is, in an order that changes."""
+        for number in range(self._arguments.rounds):
+            for way in names if number % 2 == 0 else names[::-1]:
+                said = f"round {number + 1} of {self._arguments.rounds}, {way}"
+                print(f"… {self._count} ranks, {what}, {said}", file=sys.stderr)
+                yield number, way
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._directory, name)
+
+    def measure_saves(self) -> None:
+        """Save in all ways."""
+
+        def begin(way: str) -> None:  # not counted: connections, and memory that is touched for the first time
+            self._call(ways.save, self._path("first"), self._count, way)
+            _remove(self._path("first"))
+
+        names = self._available("save", ways.SAVE_WAYS, begin)
+        self.found["save"] = {way: [] for way in names}
+        self.found["growth"] = {way: [] for way in names}
+        for _, way in self._turns("save", names):
+            results = self._call(ways.save, self._path("fresh"), self._count, way)
+            self.found["save"][way].append(parts.whole_span([span for span, _ in results]))
+            self.found["growth"][way].append(max(growth for _, growth in results))
+            _remove(self._path("fresh"))
+
+    def measure_loads(self) -> None:
+        """Load in all ways, each what it has saved."""
+        kept = {way: self._path(way.split(",")[0]) for way in ways.LOAD_WAYS}
+
+        def begin(way: str) -> None:
+            self._call(ways.save, kept[way], self._count, ways.SAVE_WAY_FOR_LOAD.get(way, way))
+
+        names = self._available("load", ways.LOAD_WAYS, begin)
+        self.found["load"] = {way: [] for way in names}
+        self.found["fio_read"] = []
+        for _, way in self._turns("load", names):
+            self._call(ways.forget)
+            for file in _data_files(kept[way]):
+                self._cache.prepare(file)
+            results = self._call(ways.load, kept[way], self._count, way)
+            self.found["load"][way].append(parts.whole_span([span for span, _ in results]))
+            self._check(way)
+            if way == "fastpersist" and fio_version():
+                files = _data_files(kept[way])
                 for file in files:
-                    cache.prepare(file)
-                found["fio_read"].append(_fio_read(files))
-        for path in kept.values():
-            _remove(path)
-    found["cold"] = cache.describe()
-    return found
+                    self._cache.prepare(file)
+                self.found["fio_read"].append(_fio_read(files))
+        for way in names:
+            _remove(kept[way])
+
+    def _check(self, way: str) -> None:
+        if self._call(ways.digest) != self._wanted:
+            raise parts.Failed(f"{way} has loaded other numbers than were saved")
+
+    def measure_async(self, chosen: Sequence[str]) -> None:
+        """Save in the background in the chosen ways, each started anew for each round: none keeps another's memory."""
+        load_ways: dict[str, str] = {}
+
+        def start(way: str) -> None:
+            load_ways[way] = self._call(ways.start_async, self._count, way)[0]
+
+        def save(way: str, *, forgets: bool) -> list[Any]:
+            between_s = self._arguments.between
+            return self._call(ways.save_async, self._path("fresh"), self._count, way, between_s, forgets)
+
+        def begin(way: str) -> None:
+            start(way)
+            save(way, forgets=True)
+            self._call(ways.load, self._path("fresh"), self._count, load_ways[way])
+            self._check(way)
+            _remove(self._path("fresh"))
+            self._call(ways.close_async, way)
+
+        names = self._available("async", chosen, begin)
+        self.found["async"] = {way: {"stall": [], "durable": [], "growth": []} for way in names}
+        for _, way in self._turns("async", names):
+            start(way)
+            save(way, forgets=False)
+            _remove(self._path("fresh"))
+            results = save(way, forgets=False)
+            samples = self.found["async"][way]
+            samples["stall"].append(max(stall for _, _, stall in results))
+            samples["durable"].append(parts.whole_span([span for span, _, _ in results]))
+            samples["growth"].append(max(growth for _, growth, _ in results))
+            _remove(self._path("fresh"))
+            self._call(ways.close_async, way)
+
+
+# ------------------------------------------------------------------------------------------------ what is printed
 
 
 def _cell(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds):.3f} ({min(seconds):.3f} – {max(seconds):.3f})"
 
 
-def _report(count: int, found: dict[str, Any]) -> list[list[str]]:
-    """Print the tables of one number of ranks; return the checks."""
-    size_bytes, checks = found["size_bytes"], []
+def _times_ours(samples: dict[str, list[float]], way: str) -> str:
+    ratios = [other / own for other, own in zip(samples[way], samples["fastpersist"], strict=True)]
+    return f"{statistics.median(ratios):.2f}"
+
+
+def _grown(growth_bytes: Sequence[int]) -> str:
+    return f"{max(growth_bytes) / _MIB:.0f}"
+
+
+def _report(count: int, found: dict[str, Any]) -> None:
+    """Print the tables of one number of ranks."""
+    size_bytes = found["size_bytes"]
     rows = []
-    for way, seconds in found["save"].items():
-        rate = f"{size_bytes / statistics.median(seconds) / 1e9:.2f}"
-        growth = f"{max(found['growth'][way]) / _MIB:.0f}"
-        ratios = [other / own for other, own in zip(seconds, found["save"]["fastpersist"], strict=True)]
-        rows.append(["save", way, _cell(seconds), rate, f"{statistics.median(ratios):.2f}", growth])
-    for way, seconds in found["load"].items():
-        rate = f"{size_bytes / statistics.median(seconds) / 1e9:.2f}"
-        ratios = [other / own for other, own in zip(seconds, found["load"]["fastpersist"], strict=True)]
-        rows.append(["load", way, _cell(seconds), rate, f"{statistics.median(ratios):.2f}", ""])
-    if found["fio_read"]:
+    for what in ("save", "load"):
+        for way, seconds in found.get(what, {}).items():
+            rate = f"{size_bytes / statistics.median(seconds) / 1e9:.2f}"
+            grown = _grown(found["growth"][way]) if what == "save" else ""
+            rows.append([what, way, _cell(seconds), rate, _times_ours(found[what], way), grown])
+    if found.get("fio_read"):
         rows.append(["read", "fio", "", f"{statistics.median(found['fio_read']) / 1e9:.2f}", "", ""])
-    print(f"\n{count} ranks, {size_bytes / 1e9:.2f} GB; {found['cold']}\n")
+    print(f"\n{count} ranks, {size_bytes / 1e9:.2f} GB; {found['cold']}")
     headers = ["what", "by", "median s (min – max)", "GB/s", "times ours", "grew by MiB at most"]
-    print(tabulate(rows, headers, disable_numparse=True, tablefmt="pipe"), flush=True)
+    if rows:
+        print("\n" + tabulate(rows, headers, disable_numparse=True, tablefmt="pipe"))
+    rows = []
+    for way, samples in found.get("async", {}).items():
+        milliseconds = [1000 * stall_s for stall_s in samples["stall"]]
+        stall = f"{statistics.median(milliseconds):.1f} ({min(milliseconds):.1f} – {max(milliseconds):.1f})"
+        rows.append([way, stall, _cell(samples["durable"]), _grown(samples["growth"])])
+    headers = ["async by", "stall, median ms (min – max)", "durable after s", "grew by MiB at most"]
+    if rows:
+        print("\n" + tabulate(rows, headers, disable_numparse=True, tablefmt="pipe"))
+    for what, reason in found["unavailable"].items():
+        print(f"\nnot tried: {what}: {reason}")
+    sys.stdout.flush()
 
-    def times(what: str, ways: Sequence[str]) -> float:
-        own = statistics.median(found[what]["fastpersist"])
-        return min(statistics.median(found[what][way]) for way in ways) / own
 
-    saved, loaded = times("save", _SAVE_WAYS[1:]), times("load", _LOAD_WAYS[1:])
-    own_rate = size_bytes / statistics.median(found["load"]["fastpersist"])
-    of_fio = own_rate / statistics.median(found["fio_read"]) if found["fio_read"] else 0.0
-    growth_bytes = max(found["growth"]["fastpersist"])
-    name = f"{count} ranks"
-    load_found = f"{loaded:.2f} times, {100 * of_fio:.0f} % of fio"
-    load_ok = loaded >= _LOAD_TIMES_MIN or of_fio >= _OF_FIO_MIN
-    growth_ok = growth_bytes <= _GROWTH_BYTES_MAX
-    checks.append([f"{name}: save 2 × stock", f"{saved:.2f}", "PASS" if saved >= _SAVE_TIMES_MIN else "FAIL"])
-    checks.append([f"{name}: load 1.5 × stock or 90 % of fio", load_found, "PASS" if load_ok else "FAIL"])
-    grown = f"{growth_bytes / _MIB:.0f} MiB"
-    checks.append([f"{name}: memory ≤ ring + 100 MiB", grown, "PASS" if growth_ok else "FAIL"])
+def _checks(count: int, found: dict[str, Any]) -> list[list[str]]:
+    """Return what is expected of one number of ranks, what was found, and whether that will do."""
+    checks = []
+
+    def add(what: str, said: str, ok: bool) -> None:
+        checks.append([f"{count} ranks: {what}", said, "PASS" if ok else "FAIL"])
+
+    def times(samples: dict[str, list[float]], ways_of_stock: Sequence[str]) -> float:
+        own = statistics.median(samples["fastpersist"])
+        return min(statistics.median(samples[way]) for way in ways_of_stock) / own
+
+    def stock_of(samples: dict[str, Any]) -> list[str]:
+        return [way for way in samples if way.startswith("stock")]
+
+    if "save" in found:
+        saved, growth_bytes = times(found["save"], stock_of(found["save"])), max(found["growth"]["fastpersist"])
+        add("save 2 × stock", f"{saved:.2f}", saved >= _SAVE_TIMES_MIN)
+        add("memory ≤ ring + 100 MiB", f"{growth_bytes / _MIB:.0f} MiB", growth_bytes <= _GROWTH_BYTES_MAX)
+    if "load" in found:
+        loaded, own_s = times(found["load"], stock_of(found["load"])), statistics.median(found["load"]["fastpersist"])
+        of_fio = found["size_bytes"] / own_s / statistics.median(found["fio_read"]) if found["fio_read"] else 0.0
+        said = f"{loaded:.2f} times, {100 * of_fio:.0f} % of fio"
+        add("load 1.5 × stock or 90 % of fio", said, loaded >= _LOAD_TIMES_MIN or of_fio >= _OF_FIO_MIN)
+    stalls = {way: samples["stall"] for way, samples in found.get("async", {}).items()}
+    if {"fastpersist", "stock"} <= stalls.keys():
+        share, of_best = 1 / times(stalls, ["stock"]), 1 / times(stalls, stock_of(stalls))
+        said = f"{share:.3f}, of the best setting's {of_best:.2f}"
+        add("stall ≤ a tenth of async_save's own", said, share <= _STALL_SHARE_MAX)
     return checks
 
 
@@ -248,6 +269,9 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], metavar="N")
     parser.add_argument("--size-mb", type=int, default=1536, metavar="MIB", help="of the whole state (default: 1536)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS, help="what to measure (default: all)")
+    parser.add_argument("--async-ways", nargs="+", choices=ways.ASYNC_WAYS, default=ways.ASYNC_WAYS, metavar="WAY")
+    parser.add_argument("--between", type=float, default=0.5, metavar="S", help="from async_save to the step")
     parser.add_argument("--timeout", type=int, default=300, metavar="S", help="of one save")
     parser.add_argument("--json", metavar="PATH", help="write all samples there as well")
     arguments = parser.parse_args()
@@ -257,9 +281,20 @@ def main() -> int:
     print(report_facts(" ".join(["python", "benchmarks/dcp.py", *sys.argv[1:]]), facts), flush=True)
     results, checks = {}, []
     for count in arguments.ranks:
-        with tempfile.TemporaryDirectory(prefix=".dcp-", dir=arguments.directory) as directory:
-            results[count] = _measure(arguments, count, directory)
-        checks += _report(count, results[count])
+        with (
+            tempfile.TemporaryDirectory(prefix=".dcp-", dir=arguments.directory) as directory,
+            parts.RankProcesses([count], directory, arguments.timeout) as ranks,
+        ):
+            measurement = _Measurement(arguments, count, directory, ranks)
+            if "save" in arguments.parts:
+                measurement.measure_saves()
+            if "load" in arguments.parts:
+                measurement.measure_loads()
+            if "async" in arguments.parts:
+                measurement.measure_async(arguments.async_ways)
+        results[count] = measurement.found
+        _report(count, results[count])
+        checks += _checks(count, results[count])
     print()
     print(tabulate(checks, ["check", "found", ""], disable_numparse=True, tablefmt="pipe"))
     if arguments.json:

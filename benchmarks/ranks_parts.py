@@ -118,6 +118,7 @@ class RankProcesses:
         for connection in waiting:
             connection.send((function, arguments))
         results: dict[int, Any] = {}
+        failures: list[str] = []  # raised when all have answered, or an answer would be taken for one to the next call
         deadline_s = time.monotonic() + self._timeout_s
         while waiting:
             for ready in wait(list(waiting), max(0.0, deadline_s - time.monotonic())):
@@ -127,9 +128,12 @@ class RankProcesses:
                 except EOFError:
                     raise Failed(f"rank {rank} of {count} has died in {function.__name__}") from None
                 if failed:
-                    raise Failed(f"rank {rank} of {count} failed in {function.__name__}:\n{results[rank]}")
+                    failures.append(f"rank {rank} of {count} failed in {function.__name__}:\n{results[rank]}")
             if waiting and time.monotonic() >= deadline_s:
-                raise Failed(f"ranks {sorted(waiting.values())} still are in {function.__name__}")
+                late = f"ranks {sorted(waiting.values())} still are in {function.__name__}"
+                raise Failed("\n".join([*failures, late]))
+        if failures:
+            raise Failed(failures[0])
         return [results[rank] for rank in range(count)]
 
     def __enter__(self) -> RankProcesses:
