@@ -381,6 +381,9 @@ def save_and_listen(here: Here, root: str, count: int, tensor_count: int) -> tup
     try:
         with fp.Checkpointer(root, constant=weights, process_group=here.groups[count]) as checkpoints:
             checkpoints.save(1, {"weights": weights}, rank_state={"rank": here.rank}).result()
+            sessions.clear()  # in the first one, rank 0 asks who sees its files; that is asked once
+            said.clear()
+            checkpoints.save(2, {"weights": weights}, rank_state={"rank": here.rank}).result()
     finally:
         changed.begin, talking.tell, talking.answer = begin, tell, answer
     return [message.decode("latin-1") for message in said], sessions[0].message_count, sessions[0].message_bytes
