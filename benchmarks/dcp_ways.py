@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from overlap_ways import sync_checkpoint, sync_parent
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -221,7 +221,10 @@ def save(here: _Sharded, path: str, count: int, way: str) -> tuple[parts.Span, i
         writer: Any = FastPersistWriter(path)
     else:
         writer = FileSystemWriter(path, thread_count=2 if "2 threads" in way else 1)
-    planner = FastPersistSavePlanner() if way == "fastpersist" else None
+    planner = here.ways.get(f"planner, {way}")
+    if planner is None:  # kept, so that what has not changed is planned once: each way's best setting
+        kind = FastPersistSavePlanner if way == "fastpersist" else DefaultSavePlanner
+        planner = here.ways[f"planner, {way}"] = kind(enable_plan_caching=True)
     save_it = functools.partial(dcp.save, here.state, storage_writer=writer, planner=planner, no_dist=count == 1)
     return _span_of(here, count, save_it)
 
