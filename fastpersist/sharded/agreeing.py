@@ -156,7 +156,8 @@ class SharedPlans:
         try:
             shared, metadata = self.planner.create_global_plan(plans)
         except (ValueError, AssertionError) as error:
-            raise CoordinationError(f"what the ranks hold makes no whole tensors: {error}") from error
+            kind = ConfigError if len(items) == 1 else CoordinationError
+            raise kind(f"what the ranks hold makes no whole tensors: {error}") from error
         _refuse_parts(metadata)
         self.planner.global_plan, self.planner.metadata = [], Metadata({})
         self._indexes = [[item.index for item in plan.items] for plan in shared]

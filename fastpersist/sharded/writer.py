@@ -35,6 +35,9 @@ from fastpersist.untraced import untraced
 
 __all__ = ["FastPersistWriter"]
 
+_COMES_S = 60.0
+"""After so long a thread that has not begun to write what was staged will not come."""
+
 
 class FastPersistWriter(StorageWriter):
     """Writes a DCP checkpoint as a directory that appears when all ranks are done, durable, or not at all.
@@ -102,8 +105,8 @@ class FastPersistWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save; called by dcp.save."""
-        self._give_up()
         self._take_staged()
+        self._give_up()
         if checkpoint_id is not None:
             self._path = os.fspath(checkpoint_id)
         self._save_id = str(uuid.uuid4())
@@ -116,8 +119,8 @@ class FastPersistWriter(StorageWriter):
                 "FastPersistWriter publishes what all ranks have written as one, so they have to agree: "
                 "leave use_collectives=True, or let one process save with no_dist=True"
             )
-        self._give_up()
         self._take_staged()
+        self._give_up()
 
     def storage_meta(self) -> StorageMeta:
         """Return what DCP notes of a save; what it calls first."""
@@ -237,6 +240,7 @@ class FastPersistWriter(StorageWriter):
     def synchronize_staging(self) -> None:
         """Wait for what found no room while it was staged: it is written first; called by dcp.async_save."""
         if self._staged is not None:
+            self._staged.is_async = True
             self._staged.copy(wait=True)
 
     def wait_captured(self, timeout: float | None = None) -> None:
@@ -294,6 +298,7 @@ class _Staged:
         self.sharded = sharded
         self._over = threading.Event()
         self._staged_by = threading.current_thread()
+        self.is_async = False  # a thread of torch's comes, or has come
         self._writer: threading.Thread | None = None
 
     def copy(self, *, wait: bool) -> None:
@@ -312,6 +317,8 @@ class _Staged:
             return False
         this = threading.current_thread()
         if self._writer is None:
+            if self.is_async and this is self._staged_by:
+                return False  # it is on to the next save, and torch's thread has not begun yet
             self._writer = this
             if this is not self._staged_by:
                 threading.Thread(target=self._end_with, args=(this,), name="fastpersist-dcp", daemon=True).start()
@@ -341,4 +348,6 @@ class _Staged:
         if self._writer is self._staged_by:  # no async_save, but its parts: one after the other
             self._end()
         self.sharded.capture.hurry()
-        self._over.wait()
+        while not self._over.wait(_COMES_S):
+            if self._writer is None:  # it never came
+                self._end()

@@ -166,6 +166,22 @@ def test_one_writer_saves_again_and_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_a_save_right_behind_leaves_the_one_before_to_its_thread(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    train(model, optimizer)
+    state = states_of(model, optimizer)
+    expected = portrait(state)
+    writer = FastPersistWriter(tmp_path / "first", optimizer=optimizer)
+    staged = writer.stage(state)
+    writer.synchronize_staging()  # as async_save does, whose thread has not begun yet
+    later: list[threading.Timer] = [threading.Timer(0.2, dcp.save, (staged,), {"storage_writer": writer})]
+    later[0].start()
+    writer.reset(tmp_path / "second")  # the next save
+    later[0].join()
+    assert portrait(load(tmp_path / "first", state)) == expected
+
+
+@pytest.mark.usefixtures("group")
 def test_a_save_that_fails_in_dcp_holds_no_step_and_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     model, optimizer = model_and_optimizer()
     train(model, optimizer)
