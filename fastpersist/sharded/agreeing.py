@@ -152,13 +152,13 @@ class SharedPlans:
         """Return what each rank writes; on the first one, which keeps no more than it needs to say where that is."""
         self._version = ""
         _refuse_differences(items)
+        if len(items) == 1:
+            _refuse_parts(items[0])
         plans = [SavePlan(own, planner_data=paths) for own, paths in zip(items, mappings, strict=True)]
         try:
             shared, metadata = self.planner.create_global_plan(plans)
         except (ValueError, AssertionError) as error:
-            kind = ConfigError if len(items) == 1 else CoordinationError
-            raise kind(f"what the ranks hold makes no whole tensors: {error}") from error
-        _refuse_parts(metadata)
+            raise CoordinationError(f"what the ranks hold makes no whole tensors: {error}") from error
         self.planner.global_plan, self.planner.metadata = [], Metadata({})
         self._indexes = [[item.index for item in plan.items] for plan in shared]
         self._metadata = _in_order(metadata, mappings)
@@ -300,17 +300,22 @@ def _in_order(metadata: Metadata, mappings: Sequence[Mapping[str, Any]]) -> Meta
     return replace(metadata, state_dict_metadata={name: described[name] for name in names}, planner_data=paths)
 
 
-def _refuse_parts(metadata: Metadata) -> None:
-    """Refuse tensors of which nobody holds some part: with several ranks DCP has looked for them already.
+def _refuse_parts(items: Sequence[WriteItem]) -> None:
+    """Refuse tensors of which a rank that saves alone holds some part only; with several ranks DCP looks for them.
 
     Raises:
         ConfigError: There is one.
     """
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if held != math.prod(entry.size):
-                raise ConfigError(
-                    f"{name!r} is sharded over several ranks, and this one holds {held} of its "
-                    f"{math.prod(entry.size)} elements: save with process_group= of all of these ranks"
-                )
+    held: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for item in items:
+        if item.tensor_data is not None:
+            name = item.index.fqn
+            held[name] = held.get(name, 0) + math.prod(item.tensor_data.chunk.sizes)
+            sizes[name] = math.prod(item.tensor_data.size)
+    for name, count in held.items():
+        if count != sizes[name]:
+            raise ConfigError(
+                f"{name!r} is sharded over several ranks, and this one holds {count} of its {sizes[name]} elements: save "
+                "with process_group= of all of these ranks"
+            )
