@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -316,6 +316,6 @@ def _refuse_parts(items: Sequence[WriteItem]) -> None:
     for name, count in held.items():
         if count != sizes[name]:
             raise ConfigError(
-                f"{name!r} is sharded over several ranks, and this one holds {count} of its {sizes[name]} elements: save "
-                "with process_group= of all of these ranks"
+                f"{name!r} is sharded over several ranks, and this one holds {count} of its {sizes[name]} elements: "
+                "save with process_group= of all of these ranks"
             )
