@@ -2,8 +2,8 @@
 // pieces of any size are given. At most a queue depth of pieces is out at once, so a list that is searched is enough.
 //
 // One mapping is kept in the process when its file is closed, for the next file: fresh pages cost more than the copy
-// that goes through them (in a virtual machine, where the host has to find them too, 7 ms for 2 MiB were seen). The
-// kernel may take its pages at any time (MADV_FREE).
+// that goes through them, above all in a virtual machine, whose host has to find them, too. The kernel may take its
+// pages at any time (MADV_FREE).
 #pragma once
 
 #include <cstddef>

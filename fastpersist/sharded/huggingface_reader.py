@@ -35,8 +35,8 @@ from fastpersist.formats.manifest import check_file_name
 from fastpersist.pipeline import read_exactly, require_engine
 from fastpersist.sharded.blobs import Shape
 from fastpersist.sharded.huggingface_layout import INDEX_NAME, SINGLE_NAME
-from fastpersist.sharded.metadata import is_path
 from fastpersist.sharded.reading import Batch, PartReader, Payload, Wanted, pieces
+from fastpersist.sharded.storage_path import StoragePath
 
 __all__ = ["FastPersistHuggingFaceReader"]
 
@@ -62,7 +62,7 @@ class _Stored:
     offsets: Shape
 
 
-class FastPersistHuggingFaceReader(StorageReader):
+class FastPersistHuggingFaceReader(StoragePath, StorageReader):
     """Reads the safetensors files of a model, on any number of ranks, into any sharding.
 
     Args:
@@ -79,23 +79,12 @@ class FastPersistHuggingFaceReader(StorageReader):
     def __init__(
         self, path: str | os.PathLike[str] | None = None, *, engine: str = "auto", verify: bool = True
     ) -> None:
-        super().__init__()
+        super().__init__(path)
         require_engine(engine)
-        self._path = None if path is None else os.fspath(path)
         self._engine = engine
         self._verify = verify
         self._load_id = str(uuid.uuid4())
         self._files: dict[str, tuple[int, int]] = {}  # device and number of each, when its header was read
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The directory."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this is a path."""
-        return is_path(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load; called by dcp.load."""
@@ -116,29 +105,28 @@ class FastPersistHuggingFaceReader(StorageReader):
             FormatError: A header or the index is damaged, or they contradict each other.
             UnsupportedError: torch has no such dtype.
         """
-        if self._path is None:
-            raise ConfigError(
-                "FastPersistHuggingFaceReader does not know where from: pass path, or checkpoint_id= to dcp.load"
-            )
-        weight_map = _read_index(self._path)
-        names = _names_in(self._path) if weight_map is None else sorted(set(weight_map.values()))
+        directory_path = self._known_path("dcp.load")
+        weight_map = _read_index(directory_path)
+        names = _names_in(directory_path) if weight_map is None else sorted(set(weight_map.values()))
         self._files = {}
         found: dict[str, list[_Stored]] = {}
         for name in names:
-            self._files[name], stored = _read_file(self._path, name)
+            self._files[name], stored = _read_file(directory_path, name)
             for one in stored:
                 found.setdefault(one.entry.name, []).append(one)
         for tensor, name in (weight_map or {}).items():
             if name not in [one.file for one in found.get(tensor, ())]:
                 raise FormatError(
                     f"{INDEX_NAME} says that {tensor!r} is in {name}, and it is not",
-                    path=os.path.join(self._path, name),
+                    path=os.path.join(directory_path, name),
                 )
         every = [one for stored in found.values() for one in stored]
         return Metadata(
-            state_dict_metadata={tensor: _described(tensor, stored, self._path) for tensor, stored in found.items()},
+            state_dict_metadata={
+                tensor: _described(tensor, stored, directory_path) for tensor, stored in found.items()
+            },
             storage_data={MetadataIndex(one.entry.name, torch.Size(one.offsets)): one for one in every},
-            storage_meta=StorageMeta(checkpoint_id=self._path, load_id=self._load_id),
+            storage_meta=StorageMeta(checkpoint_id=directory_path, load_id=self._load_id),
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

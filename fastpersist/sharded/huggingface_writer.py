@@ -32,7 +32,7 @@ from fastpersist.meeting import loopback_place
 from fastpersist.pipeline import require_engine
 from fastpersist.sharded.huggingface_layout import INDEX_NAME, ModelLayout, plan_model, without_duplicates
 from fastpersist.sharded.huggingface_writing import ModelPart, finish_files, make_files, write_model_part
-from fastpersist.sharded.metadata import is_path
+from fastpersist.sharded.storage_path import StoragePath
 
 __all__ = ["FastPersistHuggingFaceWriter"]
 
@@ -56,7 +56,7 @@ class _Begun(NamedTuple):
     plans: list[SavePlan]
 
 
-class FastPersistHuggingFaceWriter(StorageWriter):
+class FastPersistHuggingFaceWriter(StoragePath, StorageWriter):
     """Writes a sharded model as `model-0000x-of-0000y.safetensors` and their index, or as one `model.safetensors`.
 
     The directory appears when all ranks are done, durable, or not at all. For state dicts of tensors: those of a model.
@@ -89,11 +89,10 @@ class FastPersistHuggingFaceWriter(StorageWriter):
         engine: str = "auto",
         durable: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(path)
         require_engine(engine)
         if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes!r}; it must be a number of bytes, 1 or more")
-        self._path = None if path is None else os.fspath(path)
         self._max_shard_bytes = max_shard_bytes
         self._indices = None if fqn_to_index_mapping is None else dict(fqn_to_index_mapping)
         self._metadata = {"format": "pt", **(metadata or {})}
@@ -104,16 +103,6 @@ class FastPersistHuggingFaceWriter(StorageWriter):
         self._plans: list[SavePlan] = []  # the last that was heard of each rank, and on which machine it is
         self._machines: list[object] = []
         self._begun: _Begun | None = None  # on the first rank, while a save is under way
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The directory."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this is a path."""
-        return is_path(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save; called by dcp.save."""
@@ -143,10 +132,7 @@ class FastPersistHuggingFaceWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decide where each tensor goes, and make the files; called by dcp.save on the first rank."""
-        if self._path is None:
-            raise ConfigError(
-                "FastPersistHuggingFaceWriter does not know where to: pass path, or checkpoint_id= to dcp.save"
-            )
+        directory_path = self._known_path("dcp.save")
         self._remember(plans)
         unique = without_duplicates(self._plans)
         # Of a page that two machines have in memory, each may write what the other one has not seen yet.
@@ -159,8 +145,8 @@ class FastPersistHuggingFaceWriter(StorageWriter):
             metadata=self._metadata,
             unit_bytes=unit_bytes,
         )
-        directory = DirectorySave(self._path, overwrite=self._may_replace(), engine=self._engine, make_parents=True)
-        final_path = os.path.abspath(self._path)
+        directory = DirectorySave(directory_path, overwrite=self._may_replace(), engine=self._engine, make_parents=True)
+        final_path = os.path.abspath(directory_path)
         parts = []
         for rank, plan in enumerate(unique):
             places = {item.index.fqn: layout.places[item.index.fqn] for item in plan.items}

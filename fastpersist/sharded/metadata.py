@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from fastpersist.errors import CheckpointNotFoundError, FormatError, StorageError
 from fastpersist.formats.manifest import DCP_METADATA_NAME
 
-__all__ = ["METADATA_NAME", "Found", "is_path", "pickled", "read_metadata"]
+__all__ = ["METADATA_NAME", "Found", "pickled", "read_metadata"]
 
 METADATA_NAME = DCP_METADATA_NAME
 
@@ -25,11 +25,6 @@ class Found(NamedTuple):
 
     path: str
     identity: tuple[int, int]
-
-
-def is_path(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Tell whether what DCP is given as a checkpoint's name is a path."""
-    return "://" not in os.fspath(checkpoint_id)
 
 
 class _Pieces:

@@ -23,13 +23,14 @@ from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError
 from fastpersist.formats.manifest import check_file_name
 from fastpersist.pipeline import require_engine
 from fastpersist.sharded.blobs import Shape
-from fastpersist.sharded.metadata import METADATA_NAME, Found, is_path, read_metadata
+from fastpersist.sharded.metadata import METADATA_NAME, Found, read_metadata
 from fastpersist.sharded.reading import PartReader, Wanted
+from fastpersist.sharded.storage_path import StoragePath
 
 __all__ = ["FastPersistReader"]
 
 
-class FastPersistReader(StorageReader):
+class FastPersistReader(StoragePath, StorageReader):
     """Reads a DCP checkpoint that FastPersistWriter or DCP's FileSystemWriter has written, on any number of ranks.
 
     Args:
@@ -46,25 +47,14 @@ class FastPersistReader(StorageReader):
     def __init__(
         self, path: str | os.PathLike[str] | None = None, *, engine: str = "auto", verify: bool = True
     ) -> None:
-        super().__init__()
+        super().__init__(path)
         require_engine(engine)
-        self._path = None if path is None else os.fspath(path)
         self._engine = engine
         self._verify = verify
         self._load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
         self._found: Found | None = None
         self._shapes: dict[str, dict[Shape, Shape]] = {}
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The directory."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this is a path."""
-        return is_path(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load; called by dcp.load."""
@@ -84,10 +74,9 @@ class FastPersistReader(StorageReader):
             CheckpointNotFoundError: There is none.
             FormatError: The metadata are damaged, or name classes that do not belong there.
         """
-        if self._path is None:
-            raise ConfigError("FastPersistReader does not know where from: pass path, or checkpoint_id= to dcp.load")
+        directory_path = self._known_path("dcp.load")
         rank = kwargs.get("rank")
-        path = os.path.join(self._path, METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}")
+        path = os.path.join(directory_path, METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}")
         metadata, self._found = read_metadata(path)
         metadata.storage_meta = replace(metadata.storage_meta or StorageMeta(), load_id=self._load_id)
         return metadata

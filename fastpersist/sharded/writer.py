@@ -29,7 +29,8 @@ from fastpersist.owners import Owners
 from fastpersist.pacing import Spread
 from fastpersist.pipeline import require_engine
 from fastpersist.sharded.capturing import ShardedCapture
-from fastpersist.sharded.metadata import METADATA_NAME, is_path
+from fastpersist.sharded.metadata import METADATA_NAME
+from fastpersist.sharded.storage_path import StoragePath
 from fastpersist.sharded.writing import Part, WrittenPart, write_part
 from fastpersist.untraced import untraced
 
@@ -39,7 +40,7 @@ _COMES_S = 60.0
 """After so long a thread that has not begun to write what was staged will not come."""
 
 
-class FastPersistWriter(StorageWriter):
+class FastPersistWriter(StoragePath, StorageWriter):
     """Writes a DCP checkpoint as a directory that appears when all ranks are done, durable, or not at all.
 
     Args:
@@ -79,29 +80,18 @@ class FastPersistWriter(StorageWriter):
         gate: Literal["optimizer", "manual"] = "optimizer",
         max_host_bytes: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(path)
         require_engine(engine)
         self._owners = Owners(optimizer, constant, gate)
         if self._owners.optimizers():
             watch_steps()
         self._arena = Arena(max_host_bytes)
         self._staged: _Staged | None = None
-        self._path = None if path is None else os.fspath(path)
         self._overwrite = overwrite
         self._engine = engine
         self._durable = durable
         self._save_id = str(uuid.uuid4())
         self._directory: DirectorySave | None = None  # on the first rank, while a save is under way
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The directory."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this is a path."""
-        return is_path(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save; called by dcp.save."""
@@ -133,13 +123,12 @@ class FastPersistWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the directory, and tell each rank where its part goes; called by dcp.save on the first rank."""
-        if self._path is None:
-            raise ConfigError("FastPersistWriter does not know where to: pass path, or checkpoint_id= to dcp.save")
+        directory_path = self._known_path("dcp.save")
         overwrite: Any = self._overwrite
-        if overwrite and os.path.exists(os.path.join(self._path, METADATA_NAME)):
+        if overwrite and os.path.exists(os.path.join(directory_path, METADATA_NAME)):
             overwrite = "foreign"  # DCP's own checkpoints have no manifest
-        self._directory = DirectorySave(self._path, overwrite=overwrite, engine=self._engine, make_parents=True)
-        parts = [Part(rank, self._directory.path, os.path.abspath(self._path)) for rank in range(len(plans))]
+        self._directory = DirectorySave(directory_path, overwrite=overwrite, engine=self._engine, make_parents=True)
+        parts = [Part(rank, self._directory.path, os.path.abspath(directory_path)) for rank in range(len(plans))]
         return [replace(plan, storage_data=part) for plan, part in zip(plans, parts, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
