@@ -33,10 +33,12 @@ from fastpersist import _native
 from fastpersist.errors import CoordinationError
 
 __all__ = [
+    "ASK",
     "FAILED",
     "HEADER_BYTES",
     "MESSAGE",
     "MESSAGE_LIMIT_BYTES",
+    "OFFER",
     "PROTOCOL",
     "PULSE",
     "TOKEN_BYTES",
@@ -47,15 +49,15 @@ __all__ = [
 
 _log = logging.getLogger("fastpersist")
 
-PROTOCOL = 1
-"""What the ranks say to each other, here and in `coordination` and `sharing`; all must speak the same."""
+PROTOCOL = 2
+"""What the ranks say to each other, here and in `session`, `sharing` and `own_files`; all must speak the same."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 TOKEN_BYTES = 32
 
 _MAGIC = b"FPR%d" % PROTOCOL
 _HEADER = struct.Struct("<4sBIQ")
 HEADER_BYTES = _HEADER.size
-MESSAGE, FAILED, _HELLO, _WELCOME, _GOODBYE, PULSE = range(1, 7)
+MESSAGE, FAILED, _HELLO, _WELCOME, _GOODBYE, PULSE, ASK, OFFER = range(1, 9)
 
 _HELLO_LIMIT_BYTES = 64 << 10  # of somebody who has not shown the token yet
 _READ_BYTES = 64 << 10
@@ -68,7 +70,7 @@ def frame(kind: int, number: int = 0, payload: bytes = b"") -> bytes:
     """Return the bytes of a frame.
 
     Args:
-        kind: `MESSAGE` or `FAILED`.
+        kind: `MESSAGE`, `FAILED`, `PULSE`, `ASK` or `OFFER`.
         number: Of the session.
         payload: What it says.
     """

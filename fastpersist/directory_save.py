@@ -30,12 +30,13 @@ from fastpersist.formats.manifest import FileEntry, check_file_name, encode_mani
 from fastpersist.formats.parts import PARTS_NAME, part_name
 from fastpersist.guest_writing import Guest, Site
 from fastpersist.layout import align_up
+from fastpersist.own_files import confirmed, refusing_second
 from fastpersist.owners import Owners, Ownership, step_count
 from fastpersist.pacing import Spread
-from fastpersist.pipeline import Extents, read_extents, require_engine
+from fastpersist.pipeline import Extents, Poll, read_extents, require_engine
 from fastpersist.replicas import replicas_in
 from fastpersist.saving import Container, WrittenFile, container_for, write_container
-from fastpersist.sharing import FirstShare, Together, decoded, encoded
+from fastpersist.sharing import FirstShare, Together, checking, decoded, encoded
 from fastpersist.stores import Split, Stores, find_stores, manifest_now
 from fastpersist.untraced import untraced
 
@@ -114,6 +115,8 @@ class DirectorySave:
             self._pending.when_failed(_together.session.fail)
             if (stores := _together.stores) is not None:
                 self._pending.when_failed(lambda _: stores.forget())
+            if _together.confirms:
+                _together.session.offer(os.fsencode(self._directory.path))
         self._entries: dict[str, FileEntry | None] = {}
         self._written_elsewhere: list[str] = []
         self._spread = Spread()
@@ -152,7 +155,8 @@ class DirectorySave:
             format: "torch", "safetensors", or "auto", as in `save`.
             metadata: Text to text, for safetensors only.
             owners: Optimizer, constant and gate, for those who have them already.
-            own: With several ranks: the object is this rank's own, and no other has a part in writing it.
+            own: With several ranks: the object is this rank's own, and no other has a part in writing it. Each rank
+                writes such files while the others write theirs, under names that no other rank has.
 
         Raises:
             ConfigError: The name is no relative file name or is taken, or the format cannot hold the object.
@@ -325,7 +329,7 @@ class DirectorySave:
             if share is not None and self._find_stores(share) is not None:
                 del self._entries[name]
                 own_name, size_bytes = part_name(name, 0), share.size_bytes
-            fd = self._directory.create_file(own_name)
+            fd = self._create(own_name, own=share is None)
             filesystem().allocate(fd, align_up(size_bytes, BLOCK_BYTES), final_path)
             self._pending.refuse_torn()
             written = self._write(name, container, share, fd, snapshot)
@@ -341,8 +345,11 @@ class DirectorySave:
         self, name: str, container: Container, share: FirstShare | None, fd: int, snapshot: _native.Snapshot
     ) -> WrittenFile:
         final_path = os.path.join(self._directory.final_path, name)
-        engine, poll = self._engine, self._pending.poll
+        engine = self._engine
+        poll: Poll = self._pending.poll
         if share is None:
+            if self._together is not None:
+                poll = checking(poll, self._together.session)
             return write_container(container, fd, final_path, engine=engine, poll=poll, snapshot=snapshot)
         pending_path = os.path.join(self._directory.path, name)
         written = share.write(fd, final_path, engine=engine, pending_path=pending_path, poll=poll, snapshot=snapshot)
@@ -431,13 +438,25 @@ class DirectorySave:
         else:
             self._failed = True
             self._pending.cancel(error)
+            if self._together is not None:
+                self._together.session.fail(error)  # what they write now is for nothing
 
     def _write_bytes(self, name: str, data: bytes) -> None:
         final_path = os.path.join(self._directory.final_path, name)
-        fd = self._directory.create_file(name)
+        fd = self._create(name)
         filesystem().write(fd, data, final_path)
         self._sync_later(fd, final_path)
         self._note(name, len(data), _native.crc32(data))
+
+    def _create(self, name: str, *, own: bool = False) -> int:
+        if self._together is None or not self._together.confirms:
+            return self._directory.create_file(name)
+        if own:
+            self._together.session.announce()  # the others have such files, too
+        else:
+            self._together.session.check()  # and answer who has asked, before space is reserved, which may take long
+        with refusing_second(name, os.path.join(self._directory.final_path, name)):
+            return self._directory.create_file(name)
 
     def _sync_later(self, fd: int, path: str) -> None:
         """A file is written. A step waits for what is written, not for what is synced, so the next file comes first."""
@@ -470,6 +489,9 @@ class DirectorySave:
             self._split.read_common(self._directory.path)
             self._write_bytes(PARTS_NAME, self._split.record_of(0))
         self._close_files(durable=durable)
+        if self._together is not None and self._together.confirms:
+            for rank, entry in confirmed(self._together.session.gather(b"")):
+                self._take_own(rank, entry)
         present = list(files_in(self._directory.path))
         for name in present:
             if self._entries.get(name) is None:
@@ -489,8 +511,6 @@ class DirectorySave:
             stats=self._stats_so_far(),
         )
         if self._together is not None:
-            if self._together.confirms:
-                self._together.session.gather(b"")
             if self._split is not None:
                 self._together.session.answer_each(self._split.commits(step, metrics, durable=durable))
                 self._together.session.gather(b"")  # all other stores have published
@@ -524,6 +544,13 @@ class DirectorySave:
             return b"{}"
         steps = sorted(candidate_steps(os.path.dirname(self._directory.final_path)))
         return json.dumps({"metrics": metrics, "steps": steps}).encode()
+
+    def _take_own(self, rank: int, entry: FileEntry) -> None:
+        if entry.name in self._entries:
+            path = self._directory.final_path
+            raise ConfigError(f"{entry.name} is in {path} already: rank {rank} and another one have saved such a file")
+        self._note(entry.name, entry.size_bytes, entry.crc32)
+        self._written_elsewhere.append(entry.name)
 
     def _adopt(self, name: str) -> None:
         """Put a file that somebody else wrote into the manifest, with its CRC; the directory's publish syncs it."""

@@ -1,7 +1,8 @@
 """A `DirectorySave` of several ranks: one directory, to which all of them write.
 
 The first rank has an ordinary DirectorySave. The others have its counterpart here, with the same methods: what they
-save is their replicas of the same files, of which each writes its part.
+save is their replicas of the same files, of which each writes its part. What is one rank's alone, that rank writes, at
+the same time as the others write theirs: `own_files`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def directory_save_together(
     """Make a DirectorySave with all ranks of a group, which save the same files in the same order.
 
     Of each file, rank 0's object is saved. What an optimizer owns, or constant= names, is the same on all ranks, and
-    its storages of 1 MiB and more are written by all writers, each a part. A file with `own=True` is one rank's alone.
+    its storages of 1 MiB and more are written by all writers, each a part. A file with `own=True` is one rank's alone:
+    each rank writes its own ones, while the others write theirs, however many and with whatever names nobody else has.
     All ranks call publish(), and the directory is visible when rank 0 has published it for all.
 
     Args:
@@ -125,15 +127,13 @@ class PeerDirectorySave:
     ) -> None:
         """Write this rank's part of a file, or with `own` a file that no other rank has; see `DirectorySave.save`.
 
-        An own file comes before the last one that is shared.
-
         Raises:
             ConfigError: The name is no relative file name or is taken, or the format cannot hold the object.
         """
         self._check_new(name)
         owners = owners or Owners(optimizer, constant, gate)
         if own:
-            self._peer.add_own(obj, name, owners)
+            self._peer.add_own(obj, name, owners, file_format=format, metadata=metadata)
         else:
             self._peer.save(obj, name, owners, owners.look, file_format=format, metadata=metadata)
         self._names.add(name)

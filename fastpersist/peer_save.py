@@ -1,7 +1,8 @@
 """What a rank that is not the first does of a save: its shards of the first rank's files, and files of its own.
 
-The counterpart of `api.save_async` and of `DirectorySave`, which the first rank runs meanwhile: the same files in the
-same order. Here nothing is made visible: the first rank does that for all, and says how it ended.
+The counterpart of `api.save_async` and of `DirectorySave`, which the first rank runs meanwhile: files that all share
+come in the same order there, those of one rank in between, as each likes (`own_files`). Here nothing is made visible:
+the first rank does that for all, and says how it ended.
 """
 
 from __future__ import annotations
@@ -14,24 +15,22 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastpersist import _native
 from fastpersist.arena import Arena
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
 from fastpersist.errors import StorageError
 from fastpersist.filesystem import filesystem
 from fastpersist.guest_writing import Guest, Site
+from fastpersist.own_files import OwnFile, Told, confirmation
 from fastpersist.owners import Owners, Ownership
 from fastpersist.pacing import Spread
-from fastpersist.peer_sharing import OtherShare, needs_same_filesystem
+from fastpersist.peer_sharing import OtherShare, prefer_failure_of_others
 from fastpersist.replicas import replicas_in
-from fastpersist.saving import container_for, padded_bytes, write_container
-from fastpersist.sharing import Together, decoded, encoded
+from fastpersist.saving import container_for
+from fastpersist.sharing import Together, checking, decoded, encoded
 from fastpersist.stores import PeerStore
 
 __all__ = ["PeerSave"]
-
-_OwnFile = Callable[[str], tuple[str, int, int | None]]
 
 
 class PeerSave:
@@ -69,7 +68,8 @@ class PeerSave:
         self._stats = stats
         self._paranoid = paranoid
         self._spread = Spread()
-        self._own_files: list[_OwnFile] = []
+        self._waiting: list[OwnFile] = []  # for the file that tells where they are written
+        self._own_files: list[Told] = []  # written, and not told yet
         made_paths: list[str] = []
         self._made_paths = made_paths
         self._pending = PendingSave(path, stats)
@@ -189,59 +189,87 @@ class PeerSave:
             self._together.session.tell(encoded(self._store.reply(said)))
         return self._store.directory(said)
 
-    def _take_own_files(self, capture: Capture) -> Callable[[str], list[tuple[str, int, int | None]]]:
-        """Return what writes this rank's own files, and checks that what it has written is not torn."""
-        own_files, self._own_files = self._own_files, []
+    def _take_own_files(self, capture: Capture) -> Callable[[str], list[Told]]:
+        """Return what writes the own files that wait, and checks that what is written by then is not torn."""
+        waiting, self._waiting = self._waiting, []
 
-        def before_done(directory: str) -> list[tuple[str, int, int | None]]:
-            written = [write_own(directory) for write_own in own_files]
+        def before_done(directory: str) -> list[Told]:
+            written = [self._write_own(file, directory) for file in waiting]
             capture.check()  # of this file alone: steps go on waiting for those that come
             return written
 
         return before_done
 
-    def add_own(self, obj: object, name: str, owners: Owners) -> None:
-        """Write a file of this rank's own, before the part of the file that is saved next; what may change is copied.
+    def add_own(
+        self,
+        obj: object,
+        name: str,
+        owners: Owners,
+        *,
+        file_format: str = "auto",
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write a file of this rank's own; returns when what may change at once is copied.
+
+        Where ranks confirm (`Together.confirms`) it is written when its turn comes. Else it is written behind the part
+        of the file that is saved next, which tells where.
 
         Args:
             obj: Whatever torch.save takes.
             name: Below the directory; no other rank writes a file of this name.
             owners: Whose storages are stable.
+            file_format: As in `container_for`.
+            metadata: As in `container_for`.
         """
         if self._pending.done():
             return
+        started_s = time.monotonic()
         final_path = os.path.join(self._path, name)
         try:
-            container = container_for(obj, final_path, checksum=True)
+            container = container_for(obj, final_path, checksum=True, file_format=file_format, metadata=metadata)
             capture = self._capture(owners, owners.look)
-            snapshot = capture.add(container)
+            self._spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
+            file = OwnFile(name, final_path, container, capture, capture.add(container))
+            self._spread.add_file(file.snapshot, sum(source.size_bytes for source in container.sources))
         except BaseException as error:
             self._together.session.fail(error)
             raise
-        self._begin(capture, lambda: None)
+        self._stats.plan_s += time.monotonic() - started_s
+        if self._together.confirms:
+            self._begin(
+                capture, lambda: self._lane.submit(lambda: self._pending.run(lambda: self._write_at_once(file)))
+            )
+        else:
+            self._waiting.append(file)
+            self._begin(capture, lambda: None)
+        self._stats.stall_s += time.monotonic() - started_s
 
-        def write(directory: str) -> tuple[str, int, int | None]:
-            path = os.path.join(directory, name)
-            with needs_same_filesystem(final_path, self._together.session.rank):
-                fd = filesystem().create(path)
-            self._made_paths.append(path)
-            _native.close_in_forked_child(fd)
-            try:
-                filesystem().allocate(fd, padded_bytes(container), final_path)
-                written = write_container(
-                    container, fd, final_path, engine=self._engine, poll=self._pending.poll, snapshot=snapshot
-                )
-                filesystem().truncate(fd, container.size_bytes, final_path)
-                if self._durable:
-                    filesystem().sync(fd, final_path)
-            finally:
-                _native.forget_descriptor(fd)
-                os.close(fd)
-            capture.check()
-            self._stats.bytes += container.size_bytes
-            return name, container.size_bytes, written.crc32
+    def _write_at_once(self, file: OwnFile) -> None:
+        """Write an own file into the directory that the first rank offers."""
+        session = self._together.session
+        directory = os.fsdecode(session.offered())
+        begun_s = time.monotonic()
+        self._pending.refuse_torn()
+        try:
+            self._own_files.append(self._write_own(file, directory))
+        except StorageError as error:
+            prefer_failure_of_others(session, error)
+            raise
+        self._stats.write_s += time.monotonic() - begun_s
 
-        self._own_files.append(write)
+    def _write_own(self, file: OwnFile, directory: str) -> Told:
+        session = self._together.session
+        told, used_engine = file.write(
+            directory,
+            session.rank,
+            engine=self._engine,
+            durable=self._durable,
+            poll=checking(self._pending.poll, session),
+            made=self._made_paths.append,
+        )
+        self._stats.engine = used_engine
+        self._stats.bytes += told[1]
+        return told
 
     def publish(self, after: Callable[[Mapping[str, Any]], None] | None = None) -> PendingSave:
         """Return the save, done when the first rank has published it; no more files come.
@@ -268,7 +296,9 @@ class PeerSave:
     def _end(self, after: Callable[[Mapping[str, Any]], None] | None) -> None:
         session, store = self._together.session, self._store
         if self._together.confirms:
-            session.tell(b"")
+            session.check()  # what is made after the first rank has removed its directory, only this one removes
+            session.tell(confirmation(self._own_files))
+            self._made_paths.clear()  # they are the first rank's now
         said = session.hear()
         if store is not None and store.is_split:
             self._pending.check()
@@ -291,8 +321,10 @@ class PeerSave:
 
 
 def _remove_made(paths: list[str]) -> None:
-    """Remove this rank's own files: the first rank may have removed the directory just before they were made."""
-    for path in paths:
+    """Remove what this rank has made: the first one may have removed its directory just before that was made."""
+    for path in reversed(paths):
         with suppress(StorageError):
             filesystem().unlink(path)
-            filesystem().remove_directory(os.path.dirname(path))  # which fails while anything is in it
+        for directory in (path, os.path.dirname(path)):  # which fails while anything is in it
+            with suppress(StorageError):
+                filesystem().remove_directory(directory)

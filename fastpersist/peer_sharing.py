@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fastpersist import _native
+from fastpersist.coordination import Session
 from fastpersist.errors import StorageError
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.parts import ExtentMap, part_name
@@ -19,7 +20,7 @@ from fastpersist.saving import Container, PieceStream
 from fastpersist.sharing import Share, Together, checking, decoded, encoded, unpacked_offsets
 from fastpersist.stores import PeerStore
 
-__all__ = ["OtherShare", "needs_same_filesystem"]
+__all__ = ["OtherShare", "needs_same_filesystem", "prefer_failure_of_others"]
 
 _NEWS_S = 1.0
 
@@ -79,7 +80,7 @@ class OtherShare(Share):
             )
             said = None if before_done is None else before_done(pending_path)
         except StorageError as error:
-            self._prefer_failure_of_others(error)
+            prefer_failure_of_others(self._session, error)
             raise
         self._session.tell(encoded({"extra": said}) + b"\n" + struct.pack(f"<{len(crcs)}I", *crcs))
         return used_engine
@@ -95,19 +96,6 @@ class OtherShare(Share):
                 return go
             else:
                 self._session.tell(encoded(store.reply(go)))
-
-    def _prefer_failure_of_others(self, error: StorageError) -> None:
-        """When a rank has failed, the first one removes the file: then that failure is what there is to tell.
-
-        Raises:
-            PeerError: A rank has failed.
-        """
-        self._session.check()
-        if error.errno == errno.ENOENT:  # over a network, the news may come later than the removal
-            end_s = time.monotonic() + _NEWS_S
-            while time.monotonic() < end_s:
-                time.sleep(0.02)
-                self._session.check()
 
     def _write_part(
         self,
@@ -165,6 +153,20 @@ class OtherShare(Share):
             crcs = writer.crcs(len(self.ranges)) if with_crc else [0] * len(self.ranges)
         refuse_null_engine(used)
         return used, crcs
+
+
+def prefer_failure_of_others(session: Session, error: StorageError) -> None:
+    """When a rank has failed, the first one removes the file: then that failure is what there is to tell.
+
+    Raises:
+        PeerError: A rank has failed.
+    """
+    session.check()
+    if error.errno == errno.ENOENT:  # over a network, the news may come later than the removal
+        end_s = time.monotonic() + _NEWS_S
+        while time.monotonic() < end_s:
+            time.sleep(0.02)
+            session.check()
 
 
 def _open_pending(pending_path: str, path: str, rank: int) -> int:

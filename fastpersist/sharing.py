@@ -63,7 +63,7 @@ class Together:
         label: What is saved: the last part of its path. All ranks must mean the same.
         writers: The ranks that write what is cut, in order.
         check_replicas: Compare all bytes of what is cut, not samples.
-        confirms: Each rank says once more that it is done, when it has no more files.
+        confirms: Each rank says once more that it is done, when it has no more files, and which are its own.
         stores: What is known of their file systems; None: they need the same one.
     """
 

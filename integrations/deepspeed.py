@@ -12,7 +12,8 @@ checkpoint engine of ours (`deepspeed_engine`), and the files that it saves go i
 stock DeepSpeed, zero_to_fp32.py and ds_to_universal.py read what is written here, and this reads what they wrote. New
 is that training goes on meanwhile, that a tag is visible only when the files of all ranks are durable, and that
 `latest` names it only then. What all data-parallel ranks hold alike, all of them write, each a part; ZeRO's partitions
-are written by the rank that has them. What may be written from where it is: `deepspeed_owners`.
+are written by the rank that has them, while the other ranks write theirs. What may be written from where it is:
+`deepspeed_owners`.
 """
 
 from __future__ import annotations
@@ -55,9 +56,8 @@ _Result = TypeVar("_Result")
 _REPLACED = ("checkpoint_engine", "save_non_zero_checkpoint", "save_checkpoint", "load_checkpoint")
 _MODEL_NAME = re.compile(r"mp_rank_\d+_model_states\.pt")
 _MANIFEST_NAME = "MANIFEST.json"
-_CLOSING_NAME = "fastpersist_ranks.pt"
-"""A file that all ranks save, behind those that are one rank's alone, where there is no other."""
-_FILE_OF_DEEPSPEED = re.compile(rf".*(model|optim)_states\.pt|{re.escape(_CLOSING_NAME)}|{re.escape(_MANIFEST_NAME)}")
+# The second one was saved by several ranks before a rank could save files alone; nobody reads it.
+_FILE_OF_CHECKPOINT = re.compile(rf".*(model|optim)_states\.pt|fastpersist_ranks\.pt|{re.escape(_MANIFEST_NAME)}")
 
 
 def attach(
@@ -307,34 +307,32 @@ class Attachment:
     ) -> _Result:
         """Have DeepSpeed save all of its files into `files`."""
         engine = self._checkpoint_engine
-        shared: list[tuple[Any, str]] = []  # of all ranks; they come last, for with them the others are written
+        is_seen = os.path.isdir(hidden_path)  # else all ranks are told so at the end, and nothing is saved before
 
         def take(state_dict: Any, name: str, copies: list[Any]) -> None:
+            if not is_seen:
+                return
             if self._all_write and _MODEL_NAME.fullmatch(name):
-                shared.append((state_dict, name))
+                files.save(state_dict, name, self._tensors.replicas_owner, constant=self._constant)
             else:
                 constant = [self._constant, copies]
                 files.save(state_dict, name, self._tensors.owner, constant=constant, own=True)
 
-        def save_shared() -> None:
+        def check() -> None:
             failure, engine.failure = engine.failure, None
             if failure is not None:
                 raise failure
-            if not os.path.isdir(hidden_path):
+            if not is_seen:
                 raise UnsupportedError(
                     f"rank {dist.get_rank()} does not see {save_dir} of rank 0: all ranks need one file system; save "
                     "without fastpersist where each node has its own"
                 )
-            for state_dict, name in shared:
-                files.save(state_dict, name, self._tensors.replicas_owner, constant=self._constant)
-            if not shared and _are_several():
-                files.save({"rank_count": dist.get_world_size()}, _CLOSING_NAME)
 
         self._tensors.look()
         directory = os.path.join(save_dir, tag)
         with engine.taking(directory, take):
             result = save_checkpoint()
-        _on_all_ranks(save_shared, directory)
+        _on_all_ranks(check, directory)
         return result
 
     # --- how saves end
@@ -426,7 +424,7 @@ def _refuse_to_lose(directory: str) -> None:
             belong.update(file.name.split("/")[0] for file in inspect(directory).files)
         except FastPersistError as error:  # damaged; what is known by its name may go all the same
             _log.info("%s is replaced without its manifest: %s", directory, error)
-    foreign = sorted(name for name in found if name not in belong and not _FILE_OF_DEEPSPEED.fullmatch(name))
+    foreign = sorted(name for name in found if name not in belong and not _FILE_OF_CHECKPOINT.fullmatch(name))
     if foreign:
         raise ConfigError(
             f"{directory} is replaced as a whole, and {foreign[0]} in it is no part of a checkpoint: save with another "

@@ -38,12 +38,13 @@ LAYERS = (
         "retention",
     }
     | {"stock", "tensor_memory", "tensor_parts", "untraced"},
-    {"capture", "commit", "coordination", "pickling", "source", "tensor_file"},
+    {"capture", "commit", "coordination", "pickling", "session", "source", "tensor_file"},
     {"committed", "directory_commit", "directory_locks", "directory_removal"},
     {"background", "directory_inspection", "explaining", "filling", "fitting", "inspection", "loading", "resuming"}
     | {
         "guest_writing",
         "loading_together",
+        "own_files",
         "part_reading",
         "parts_exchange",
         "peer_sharing",

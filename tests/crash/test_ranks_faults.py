@@ -353,7 +353,7 @@ def test_each_operation_of_one_rank_fails_once_in_save(tmp_path: Path, failing: 
 
 
 def test_file_that_a_rank_makes_while_the_first_one_gives_up_does_not_stay(tmp_path: Path) -> None:
-    root, removing, made = tmp_path / "run", tmp_path / "removing", tmp_path / "made"
+    root, removing, made, making = (tmp_path / name for name in ("run", "removing", "made", "making"))
 
     class Disk(Filesystem):
         """Rank 1's is full; rank 2 makes its own file between the last look of rank 0 and its rmdir()."""
@@ -363,11 +363,13 @@ def test_file_that_a_rank_makes_while_the_first_one_gives_up_does_not_stay(tmp_p
 
         def sync(self, fd: int, path: str) -> None:
             if self.armed and self.rank == 1:
+                wait_until(making.exists)
                 raise fp.NoSpaceError(errno.ENOSPC, f"syncing {path}: full", path)
             super().sync(fd, path)
 
         def create(self, path: str, mode: int = 0o666) -> int:
             if self.armed and self.rank == 2:
+                making.touch()
                 wait_until(removing.exists)
                 fd = super().create(path, mode)
                 made.touch()

@@ -6,6 +6,7 @@ The ranks are real, the engine is a stand-in.
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -33,12 +34,11 @@ WIDTH = 8192  # 2 MiB of weights: enough to be shared out
 
 MODEL = "mp_rank_00_model_states.pt"
 PARTITIONS = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
-CLOSING = "fastpersist_ranks.pt"
 MODELS = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)]
 NAMES = {
     0: [MODEL],
     1: [MODEL, *PARTITIONS],
-    3: [CLOSING, *MODELS, *PARTITIONS],
+    3: [*MODELS, *PARTITIONS],
 }
 
 
@@ -92,6 +92,56 @@ def test_each_rank_writes_its_own_and_its_half_of_what_all_have(tmp_path: Path, 
     assert None not in listed.values()
 
 
+def test_each_rank_writes_its_partitions_while_the_other_one_has_not_begun(tmp_path: Path) -> None:
+    written = multiprocessing.Semaphore(0)
+
+    class Held(Filesystem):
+        """Rank 0 writes when rank 1 has written both of its files."""
+
+        rank = 0
+
+        def allocate(self, fd: int, size_bytes: int, path: str) -> None:
+            if self.rank == 0 and path.endswith(MODELS[0]):
+                assert written.acquire(timeout=PATIENCE_S)
+                assert written.acquire(timeout=PATIENCE_S)
+            super().allocate(fd, size_bytes, path)
+
+        def sync(self, fd: int, path: str) -> None:
+            super().sync(fd, path)
+            if self.rank == 1:
+                written.release()
+
+    def work(rank: int, count: int) -> None:
+        engine = StandInEngine(3, width=WIDTH)
+        with using(disk := Held()), attach(engine):
+            disk.rank = rank
+            engine.save_checkpoint(str(tmp_path), "a")
+
+    run_ranks(2, work)
+    assert fp.verify(tmp_path / "a").ok
+
+
+def test_checkpoint_with_the_file_that_was_once_saved_by_all_ranks_loads_and_is_replaced(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> bool:
+        engine = StandInEngine(1)
+        with attach(engine) as saving:
+            engine.save_checkpoint(str(tmp_path), "a")
+            saving.wait()
+            if rank == 0:
+                fp.save({"rank_count": count}, tmp_path / "a" / "fastpersist_ranks.pt")
+                (tmp_path / "a" / "MANIFEST.json").write_text("damaged, so that names alone tell whose files these are")
+            dist.barrier()
+            resumed = StandInEngine(1)
+            resumed.load_checkpoint(str(tmp_path))
+            expected = engine.train()
+            is_same = resumed.train() == expected
+            engine.save_checkpoint(str(tmp_path), "a")
+        return is_same
+
+    assert run_ranks(2, work) == [True, True]
+    assert names_in(tmp_path / "a") == sorted(["MANIFEST.json", *NAMES[1]])
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("is_attached", [True, False])
 def test_training_resumes_bit_by_bit(tmp_path: Path, stage: int, is_attached: bool) -> None:
@@ -124,7 +174,7 @@ def test_writers_are_those_that_were_chosen(tmp_path: Path, writers: Any, is_sha
     first, second = run_ranks(2, work)
     assert [first[0], second[0]] == [True, False], "as it was before"
     assert (len([one for one in first[1] if one]) == 2) == is_shared
-    assert names_in(tmp_path / "a") == sorted(["MANIFEST.json", MODEL, *([] if is_shared else [CLOSING])])
+    assert names_in(tmp_path / "a") == sorted(["MANIFEST.json", MODEL])
 
 
 @pytest.mark.parametrize("why", ["experts", "pipeline", "tensor parallel"])
@@ -145,7 +195,7 @@ def test_models_that_ranks_have_different_parts_of_are_not_shared(tmp_path: Path
         return writes
 
     assert run_ranks(2, work) == [True, False]
-    assert names_in(tmp_path / "a") == sorted(["MANIFEST.json", MODEL, CLOSING])
+    assert names_in(tmp_path / "a") == sorted(["MANIFEST.json", MODEL])
 
 
 def test_a_file_that_all_save_at_once_is_there_when_all_go_on(tmp_path: Path) -> None:

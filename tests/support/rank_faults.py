@@ -46,7 +46,7 @@ SIZES = (280_000, 7)
 Run((1,)).advance()  # the first optimizer of a process imports for seconds: here once, not in every rank
 
 _CALLS: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (Session, ("gather", "answer", "answer_each", "settle", "tell", "hear", "finish")),
+    (Session, ("gather", "answer", "answer_each", "settle", "tell", "hear", "offer", "announce", "offered", "finish")),
     (Writer, ("append", "finish")),
 )
 

@@ -33,8 +33,10 @@ from support.ranks_in_threads import (
 )
 
 from fastpersist import connections, coordination, meeting
+from fastpersist import session as session_room
 from fastpersist.coordination import Ranks, Session
 from fastpersist.errors import (
+    AgreementTimeoutError,
     ConfigError,
     CoordinationError,
     InternalError,
@@ -42,7 +44,7 @@ from fastpersist.errors import (
     PeerError,
 )
 
-# --- all goes well
+# --- all goes well, and what is offered
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -84,7 +86,7 @@ def test_large_messages_pass_both_ways_at_once() -> None:
 
 
 def test_a_message_beyond_the_limit_is_refused_where_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordination, "MESSAGE_LIMIT_BYTES", 1000)
+    monkeypatch.setattr(session_room, "MESSAGE_LIMIT_BYTES", 1000)
     with ranks_in_threads(2) as ranks:
         first, other = begin(ranks)
         other.tell(b"x" * 1000)
@@ -95,11 +97,63 @@ def test_a_message_beyond_the_limit_is_refused_where_it_is_said(monkeypatch: pyt
             first.answer(b"x" * 1001)
 
 
+def test_who_asks_hears_what_is_offered_whoever_comes_first_and_nobody_else_hears_anything() -> None:
+    with ranks_in_threads(4) as ranks:
+        asking = ranks[1].begin("a")  # before rank 0 knows of it
+        found: list[bytes] = []
+        thread = threading.Thread(target=lambda: found.append(asking.offered()))
+        thread.start()
+        first = ranks[0].begin("a")
+        late, silent = ranks[2].begin("a"), ranks[3].begin("a")
+        first.offer(b"here")
+        calls = [
+            lambda: first.gather(b""),
+            lambda: (late.offered(), late.offered(), late.tell(b"2")),
+            lambda: silent.tell(b"3"),
+            lambda: (thread.join(TIMEOUT_S), asking.tell(b"1")),
+        ]
+        outcomes = at_once(calls)
+        assert outcomes[0] == [b"", b"1", b"2", b"3"], "what is asked for has no place in the order of messages"
+        assert (found, outcomes[1]) == ([b"here"], (b"here", b"here", None))
+        assert [one.message_count for one in (asking, late, silent)] == [3, 3, 1]
+        assert first.message_count == 7
+
+
+def test_what_is_announced_is_told_once_and_waits_for_who_has_not_begun() -> None:
+    with ranks_in_threads(3) as ranks:
+        first, here = ranks[0].begin("a"), ranks[1].begin("a")
+        first.offer(b"here")
+        first.announce()
+        first.announce()
+        assert here.offered() == b"here"
+        late = ranks[2].begin("a")
+        first.answer(b"next")
+        assert late.hear() == b"next"
+        assert late.offered() == b"here"
+        assert (first.message_count, late.message_count) == (2 * 2, 2)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_who_waits_for_an_offer_is_told_of_a_failure(failing: int) -> None:
+    with ranks_in_threads(3) as ranks:
+        sessions = begin(ranks)
+        outcomes = at_once([sessions[1].offered, lambda: sessions[failing].fail(FULL), lambda: sessions[0].gather(b"")])
+        assert_failed(outcomes[0], failing, "no room on /data")
+
+
+def test_rank_that_never_offers_what_is_asked_for_is_silent() -> None:
+    with ranks_in_threads(2, timeout_s=0.5) as ranks:
+        _, other = begin(ranks)
+        with pytest.raises(AgreementTimeoutError, match="rank 0 was silent"):
+            other.offered()
+
+
 def test_each_role_has_its_own_calls() -> None:
     with ranks_in_threads(2) as ranks:
         first, other = begin(ranks)
         of_first = (lambda: other.gather(b""), lambda: other.answer(b""), lambda: other.answer_each([b"", b""]))
-        for call in (lambda: first.tell(b""), first.hear, *of_first):
+        of_first = (*of_first, lambda: other.offer(b""), other.announce)
+        for call in (lambda: first.tell(b""), first.hear, first.offered, *of_first):
             with pytest.raises(InternalError):
                 call()
 
@@ -119,7 +173,7 @@ def test_each_rank_hears_its_own_answer_among_those_for_all(count: int) -> None:
 
 
 def test_an_answer_beyond_the_limit_is_refused_before_any_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordination, "MESSAGE_LIMIT_BYTES", 1000)
+    monkeypatch.setattr(session_room, "MESSAGE_LIMIT_BYTES", 1000)
     with ranks_in_threads(3) as ranks:
         first, *others = begin(ranks)
         with pytest.raises(CoordinationError, match="1001 bytes"):

@@ -256,6 +256,21 @@ def test_a_connection_that_is_lost_in_a_session_fails_this_one_only(breaker: int
         assert_went_well(say_all(begin(ranks)))
 
 
+@pytest.mark.parametrize("breaker", [0, 1])
+def test_what_is_offered_reaches_a_rank_whose_connection_was_lost_before(breaker: int) -> None:
+    def other_asks() -> bytes:
+        offered = other.offered()
+        other.tell(offered)
+        return offered
+
+    with ranks_in_threads(2) as ranks:
+        connection_of(ranks[breaker], 1 - breaker).shutdown(socket.SHUT_RDWR)
+        first, other = begin(ranks)
+        first.offer(b"here")
+        first.announce()  # to nobody, if it sees by now that nobody is there
+        assert at_once([lambda: first.gather(b""), other_asks]) == [[b"", b"here"], b"here"]
+
+
 def test_a_rank_that_comes_twice_is_taken_by_its_last_connection() -> None:
     with ranks_in_threads(2) as ranks:
         before = connection_of(ranks[0], 1)
