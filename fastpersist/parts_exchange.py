@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from fastpersist import _native
-from fastpersist.errors import CorruptionError, InternalError
+from fastpersist.errors import CorruptionError, FormatError, InternalError
 from fastpersist.formats import torch_zip
 from fastpersist.formats.parts import ExtentMap, FileExtent, Part, part_name
 from fastpersist.loading_together import WANT, SharedReader, broadcasts_host_memory
@@ -106,7 +106,7 @@ def structure_of(part: OpenPart, size_bytes: int, path: str) -> list[FileExtent]
         path: Of the file, for messages.
 
     Raises:
-        FormatError: It is no torch zip, or is damaged.
+        FormatError: It is no torch zip, or is damaged, or rank 0's part lacks some of that.
     """
     directory = torch_zip.read_directory(part.read_small, size_bytes, path=path)
     large = [
@@ -114,7 +114,15 @@ def structure_of(part: OpenPart, size_bytes: int, path: str) -> list[FileExtent]
         for entry in directory.entries.values()
         if entry.name.startswith("data/") and entry.size_bytes >= _STRUCTURE_BYTES
     ]
-    return [(low, high - low) for low, high in without((0, size_bytes), merged(large))]
+    structure = without((0, size_bytes), merged(large))
+    for low, high in structure:
+        if sum(size for _, size in part.map.within(low, high - low)) != high - low:
+            raise FormatError(
+                "a storage of less than 64 KiB is cut, or lies in the part of a rank that is not the first",
+                path=path,
+                offset_bytes=low,
+            )
+    return [(low, high - low) for low, high in structure]
 
 
 class PartedSource(CheckpointSource):

@@ -11,7 +11,7 @@ import bisect
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -26,7 +26,10 @@ from fastpersist.pipeline import Pieces
 from fastpersist.saving import Source
 from fastpersist.sharded.blobs import is_plain
 
-__all__ = ["ShardedCapture"]
+__all__ = ["Piece", "ShardedCapture"]
+
+Piece: TypeAlias = tuple[int, int]
+"""A source of a snapshot, and how many bytes of it are written."""
 
 
 class ShardedCapture:
@@ -43,6 +46,7 @@ class ShardedCapture:
         paranoid: As in `capture`.
         on_gate: As in `capture`.
         look: As in `capture`.
+        piece_bytes: Have longer tensors in several sources, for who takes so much at a time. None: each is one source.
 
     Attributes:
         state: What to plan from, and to resolve items from: the same tensors, with copies of the rest.
@@ -61,8 +65,9 @@ class ShardedCapture:
         paranoid: bool = False,
         on_gate: Callable[[float], None] | None = None,
         look: Callable[[], Ownership] | None = None,
+        piece_bytes: int | None = None,
     ) -> None:
-        self._held = _Held()
+        self._held = _Held(piece_bytes)
         self._memo: dict[int, Any] = {}  # of deepcopy: what is shared stays shared
         self.state: Any = self._copied(state, "")
         self.capture = Capture(owners, arena, paranoid=paranoid, on_gate=on_gate, look=look)
@@ -90,12 +95,11 @@ class ShardedCapture:
             if not isinstance(data, torch.Tensor):
                 raise UnsupportedError(f"{item.index.fqn!r} is planned as a tensor, and the planner gives bytes")
             data = data.detach()
-            source, from_bytes = -1, 0
+            pieces: list[Piece] = []
             if is_plain(data) and data.numel() and not self._held.is_private(data):
-                source, from_bytes = unclaimed.take(data, item)
-                self.snapshot.narrow(source, from_bytes, from_bytes + data.nbytes)
-                claimed.add(source)
-            self._resolved.append(_Resolved(data, source))
+                pieces = self._narrow(*unclaimed.take(data, item), data.nbytes)
+                claimed.update(source for source, _ in pieces)
+            self._resolved.append(_Resolved(data, pieces))
         for source in range(len(self._held.sources)):
             if source not in claimed:
                 self.snapshot.narrow(source, 0, 0)
@@ -115,11 +119,25 @@ class ShardedCapture:
         Returns:
             False if they are not captured here, since nobody else has that tensor.
         """
+        captured = self.pieces_of(slot)
+        for source, size_bytes in captured:
+            pieces.add_captured(self.snapshot, source, size_bytes, slot)
+        return bool(captured)
+
+    def pieces_of(self, slot: int) -> Sequence[Piece]:
+        """Return the sources that have the bytes of an item, in order; none if they are not captured here."""
         resolved = self._resolved[slot]
-        if resolved is None or resolved.source < 0:
-            return False
-        pieces.add_captured(self.snapshot, resolved.source, resolved.tensor.nbytes, slot)
-        return True
+        return () if resolved is None else resolved.pieces
+
+    def _narrow(self, tensor: _HeldTensor, from_bytes: int, size_bytes: int) -> list[Piece]:
+        """Capture these bytes of a tensor only; return the sources that have them, and how much each."""
+        found, until_bytes, piece_bytes = [], from_bytes + size_bytes, tensor.piece_bytes
+        for number in range(from_bytes // piece_bytes, -(-until_bytes // piece_bytes)):
+            at = number * piece_bytes
+            low, high = max(0, from_bytes - at), min(piece_bytes, until_bytes - at)
+            self.snapshot.narrow(tensor.first_source + number, low, high)
+            found.append((tensor.first_source + number, high - low))
+        return found
 
     # --- what is captured
 
@@ -159,24 +177,34 @@ class ShardedCapture:
 
 
 class _Resolved:
-    """What an item was resolved to, and the source that has its bytes; -1 if none has."""
+    """What an item was resolved to, and the sources that have its bytes, if any have."""
 
-    __slots__ = ("source", "tensor")
+    __slots__ = ("pieces", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, source: int) -> None:
+    def __init__(self, tensor: torch.Tensor, pieces: list[Piece]) -> None:
         self.tensor = tensor
-        self.source = source
+        self.pieces = pieces
+
+
+class _HeldTensor(NamedTuple):
+    """Where a tensor lies, and the sources that it is cut into: all of one length, but the last."""
+
+    address: int
+    size_bytes: int
+    first_source: int
+    piece_bytes: int
 
 
 class _Held:
-    """What `capture` sees of a state dict: a source for each local tensor, in the order of the dict."""
+    """What `capture` sees of a state dict: one source, or several, for each local tensor, in the order of the dict."""
 
-    def __init__(self) -> None:
+    def __init__(self, piece_bytes: int | None) -> None:
+        self._piece_bytes = piece_bytes
         self.sources: list[Source] = []
         self.tensors: list[list[torch.Tensor]] = []
         self.wrappers: list[torch.Tensor] = []
         self._names: list[str] = []
-        self._addresses: list[int] = []
+        self._tensors: list[_HeldTensor] = []
         self._private: set[int] = set()
         self._kept: list[torch.Tensor] = []
 
@@ -188,11 +216,14 @@ class _Held:
         """Add the bytes of a tensor, by which `holder` has them."""
         if not local.numel():
             return
-        storage = local.untyped_storage()
-        self.sources.append(Source(storage, int(local.storage_offset()) * local.element_size(), local.nbytes))
-        self.tensors.append([local] if holder is local else [local, holder])
-        self._names.append(name)
-        self._addresses.append(local.data_ptr())
+        storage, size_bytes = local.untyped_storage(), local.nbytes
+        piece_bytes = min(self._piece_bytes or size_bytes, size_bytes)
+        self._tensors.append(_HeldTensor(local.data_ptr(), size_bytes, len(self.sources), piece_bytes))
+        first_byte = int(local.storage_offset()) * local.element_size()
+        for at in range(0, size_bytes, piece_bytes):
+            self.sources.append(Source(storage, first_byte + at, min(piece_bytes, size_bytes - at)))
+            self.tensors.append([local] if holder is local else [local, holder])
+            self._names.append(name)
         if holder is not local:
             self.wrappers.append(holder)
 
@@ -206,28 +237,28 @@ class _Held:
         return tensor.untyped_storage()._cdata in self._private
 
     def by_place(self) -> _Unclaimed:
-        """Return where the sources are, to be taken one after the other."""
-        return _Unclaimed(sorted(zip(self._addresses, range(len(self.sources)), strict=True)), self.sources)
+        """Return where the tensors are, to be taken one after the other."""
+        return _Unclaimed(sorted(self._tensors, key=lambda held: (held.address, held.first_source)))
 
 
 class _Unclaimed:
-    """The sources that nobody writes yet. One of a name's several sources at the same place is as good as another."""
+    """The tensors that nobody writes yet. One of a name's several tensors at the same place is as good as another."""
 
-    def __init__(self, places: list[tuple[int, int]], sources: Sequence[Source]) -> None:
+    def __init__(self, places: list[_HeldTensor]) -> None:
         self._places = places
-        self._sources = sources
+        self._addresses = [held.address for held in places]
         self._taken: set[int] = set()
 
-    def take(self, tensor: torch.Tensor, item: WriteItem) -> tuple[int, int]:
-        """Return a source in which a tensor lies, and where in it."""
+    def take(self, tensor: torch.Tensor, item: WriteItem) -> tuple[_HeldTensor, int]:
+        """Return one in which a tensor lies, and where in it."""
         address = tensor.data_ptr()
         if tensor.is_contiguous():
-            # The last source that begins there or before; those that overlap it begin further ahead.
-            for place in range(bisect.bisect_right(self._places, (address, len(self._sources))) - 1, -1, -1):
-                first, source = self._places[place]
-                if source not in self._taken and address + tensor.nbytes <= first + self._sources[source].size_bytes:
-                    self._taken.add(source)
-                    return source, address - first
+            # The last one that begins there or before; those that overlap it begin further ahead.
+            for place in range(bisect.bisect_right(self._addresses, address) - 1, -1, -1):
+                held = self._places[place]
+                if place not in self._taken and address + tensor.nbytes <= held.address + held.size_bytes:
+                    self._taken.add(place)
+                    return held, address - held.address
         raise UnsupportedError(
             f"the planner makes a tensor of its own of {item.index.fqn!r}, or takes parts of it that do not lie "
             "together: in the background that would be of a state that has changed. Pass async_stager=DefaultStager() "

@@ -2,8 +2,9 @@
 
 Tensors are whole in the files, however they are sharded: what is known of the plans of all ranks (names, shapes,
 dtypes, chunks) says where every byte goes. A chunk that is cut along inner dimensions lies there in many runs. Where
-these are tiny, or where ranks of several machines would write to the same page, the bytes go through a scratch file
-to the first rank, which puts them in their place at the end.
+these are tiny, the ranks of one machine put them together in windows (`huggingface_windows`). Of several machines, and
+where these would write to the same page, the bytes go through a scratch file to the first rank, which puts them in
+their place at the end.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import itertools
 import math
 import operator
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -33,6 +35,7 @@ __all__ = [
     "Run",
     "Runs",
     "chunk_of",
+    "first_byte_of",
     "in_file_order",
     "plan_model",
     "runs_of",
@@ -43,7 +46,7 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 _RUN_BYTES_MIN = 16 << 10
-"""Of the many runs in which a chunk lies in a file; if they are smaller, a disk takes longer than the first rank."""
+"""Of the many runs in which a chunk lies in a file; if they are smaller, a disk takes longer than to gather them."""
 
 _UNIT_COUNT_MIN = 16
 """The same, in units: of smaller runs too much would be left for the first rank."""
@@ -58,12 +61,16 @@ class Place:
         offset_bytes: Of its first byte, in that file.
         size_bytes: Of all of it.
         gathered: Whether all its bytes go through the first rank.
+        windowed: Whether they go through windows that the ranks share.
+        run_bytes: Of the shortest of the many runs in which a chunk lies; 0 if none lies in many.
     """
 
     file: int
     offset_bytes: int
     size_bytes: int
     gathered: bool
+    windowed: bool = False
+    run_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +153,7 @@ class _Tensor:
     dtype: torch.dtype
     shape: Shape
     element_count: int = 0
+    run_bytes: int = 0
     gathered: bool = False
 
 
@@ -167,8 +175,9 @@ def _tensors_in(plans: Sequence[SavePlan], order: Iterable[str], unit_bytes: int
         lengths = tuple(data.chunk.sizes)
         tensor.element_count += math.prod(lengths)
         outer, run = _run_of(shape, lengths)
-        if math.prod(lengths[:outer]) > 1 and run * dtype.itemsize < run_bytes_min:
-            tensor.gathered = True
+        if math.prod(lengths[:outer]) > 1 and run:
+            tensor.run_bytes = min(tensor.run_bytes or sys.maxsize, run * dtype.itemsize)
+            tensor.gathered = tensor.run_bytes < run_bytes_min
     for name, tensor in found.items():
         if _dtype_name(tensor.dtype) not in safetensors.DTYPE_NAMES:
             raise ConfigError(
@@ -222,7 +231,9 @@ def plan_model(
         names.append(SINGLE_NAME if count == 1 else f"model-{number:05}-of-{count:05}.safetensors")
         headers.append(header)
         for entry in header.header.entries:
-            places[entry.name] = Place(file, entry.offset_bytes, entry.size_bytes, tensors[entry.name].gathered)
+            tensor = tensors[entry.name]
+            place = Place(file, entry.offset_bytes, entry.size_bytes, tensor.gathered, run_bytes=tensor.run_bytes)
+            places[entry.name] = place
     return ModelLayout(tuple(names), tuple(headers), places)
 
 
@@ -259,17 +270,30 @@ def _groups_by_index(tensors: Mapping[str, _Tensor], indices: Mapping[str, int])
 
 
 def in_file_order(items: Iterable[WriteItem], places: Mapping[str, Place]) -> list[WriteItem]:
-    """Return items in the order in which each rank writes them: that of their tensors, and of their chunks in these."""
+    """Return items in the order in which each rank writes them: that of their tensors, and of their chunks in these.
 
-    def key(item: WriteItem) -> tuple[int, int, Shape]:
+    What goes through windows comes first: the ranks wait for each other there.
+    """
+
+    def key(item: WriteItem) -> tuple[bool, int, int, Shape]:
         place = places[item.index.fqn]
-        return place.file, place.offset_bytes, tuple(chunk_of(item).offsets)
+        return not place.windowed, place.file, place.offset_bytes, tuple(chunk_of(item).offsets)
 
     return sorted(items, key=key)
 
 
+def first_byte_of(item: WriteItem, place: Place) -> int:
+    """Return where the first byte of a chunk belongs in its file."""
+    if item.tensor_data is None:
+        return place.offset_bytes
+    shape, itemsize = tuple(item.tensor_data.size), item.tensor_data.properties.dtype.itemsize
+    return _run_starts(shape, tuple(chunk_of(item).offsets), (), itemsize, place.offset_bytes)[0]
+
+
 def runs_of(item: WriteItem, place: Place, unit_bytes: int) -> Runs:
     """Return the runs in which a chunk lies in its file; of a tensor that is gathered, all of the chunk as one.
+
+    There are none of what goes through windows.
 
     Args:
         item: The chunk.
@@ -284,6 +308,8 @@ def runs_of(item: WriteItem, place: Place, unit_bytes: int) -> Runs:
     itemsize = data.properties.dtype.itemsize
     size_bytes = math.prod(lengths) * itemsize
     if not size_bytes:
+        return Runs([], [])
+    if place.windowed:
         return Runs([], [])
     if place.gathered:
         return Runs([], [(0, size_bytes, place.offset_bytes)])

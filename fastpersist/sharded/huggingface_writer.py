@@ -14,11 +14,11 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -26,13 +26,23 @@ from fastpersist.config import BLOCK_BYTES
 from fastpersist.directory_commit import Overwrite
 from fastpersist.directory_save import DirectorySave
 from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.filesystem import storage_errors
+from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.manifest import MANIFEST_NAME
-from fastpersist.meeting import loopback_place
+from fastpersist.meeting import loopback_place, own_process
+from fastpersist.owners import Owners
 from fastpersist.pipeline import require_engine
-from fastpersist.sharded.huggingface_layout import INDEX_NAME, ModelLayout, plan_model, without_duplicates
-from fastpersist.sharded.huggingface_writing import ModelPart, finish_files, make_files, write_model_part
-from fastpersist.sharded.storage_path import StoragePath
+from fastpersist.sharded.captured_bytes import PIECE_BYTES
+from fastpersist.sharded.huggingface_finishing import finish_files
+from fastpersist.sharded.huggingface_layout import (
+    INDEX_NAME,
+    ModelLayout,
+    in_file_order,
+    plan_model,
+    without_duplicates,
+)
+from fastpersist.sharded.huggingface_windows import SharedWindows, failure_told, is_for_windows, make_windows, windowed
+from fastpersist.sharded.huggingface_writing import ModelPart, make_files, write_model_part
+from fastpersist.sharded.staging import CapturingWriter
 
 __all__ = ["FastPersistHuggingFaceWriter"]
 
@@ -47,6 +57,13 @@ _NAMES_OF_MODELS = frozenset(
 """What else shows that a directory is meant for a model."""
 
 
+class _Site(NamedTuple):
+    """Where a rank runs."""
+
+    machine: str
+    process: tuple[int, str, str]
+
+
 class _Begun(NamedTuple):
     """What the first rank knows of a save that is under way."""
 
@@ -56,7 +73,7 @@ class _Begun(NamedTuple):
     plans: list[SavePlan]
 
 
-class FastPersistHuggingFaceWriter(StoragePath, StorageWriter):
+class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
     """Writes a sharded model as `model-0000x-of-0000y.safetensors` and their index, or as one `model.safetensors`.
 
     The directory appears when all ranks are done, durable, or not at all. For state dicts of tensors: those of a model.
@@ -70,12 +87,21 @@ class FastPersistHuggingFaceWriter(StoragePath, StorageWriter):
             (config.json, a tokenizer) stays. Without it, the name is free.
         engine: "auto", or an engine's name, which then never falls back.
         durable: Survive power loss once dcp.save has returned.
+        optimizer: For dcp.async_save, as in `FastPersistWriter`; so are those that follow. Without it, dcp.async_save
+            copies the whole state before it returns.
+        constant: See there.
+        gate: See there.
+        max_host_bytes: See there.
 
     Raises:
-        ConfigError: Unknown engine, or no such size.
+        ConfigError: Unknown engine or gate, no such size, or something that is no optimizer.
 
     All ranks need to see the directory. A save that fails leaves what had the name as it was; what it has written is
-    removed by its first rank with this writer, at its next save at the latest. Thread safety: one save at a time.
+    removed by its first rank with this writer, at its next save at the latest.
+
+    dcp.async_save plans and writes on a thread of torch's, with collectives: give it a process_group of its own. It
+    takes this writer for a stager, too; with AsyncCheckpointerType.PROCESS pass async_stager=DefaultStager().
+    Thread safety: one save at a time; the next one waits for an async_save before it.
     """
 
     def __init__(
@@ -88,9 +114,13 @@ class FastPersistHuggingFaceWriter(StoragePath, StorageWriter):
         overwrite: bool = True,
         engine: str = "auto",
         durable: bool = True,
+        optimizer: object = None,
+        constant: object = (),
+        gate: Literal["optimizer", "manual"] = "optimizer",
+        max_host_bytes: int | None = None,
     ) -> None:
-        super().__init__(path)
         require_engine(engine)
+        super().__init__(path, Owners(optimizer, constant, gate), max_host_bytes, piece_bytes=PIECE_BYTES)
         if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes!r}; it must be a number of bytes, 1 or more")
         self._max_shard_bytes = max_shard_bytes
@@ -101,34 +131,38 @@ class FastPersistHuggingFaceWriter(StoragePath, StorageWriter):
         self._durable = durable
         self._order: list[str] = []
         self._plans: list[SavePlan] = []  # the last that was heard of each rank, and on which machine it is
-        self._machines: list[object] = []
+        self._sites: list[_Site | None] = []
+        self._alone = False
         self._begun: _Begun | None = None  # on the first rank, while a save is under way
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save; called by dcp.save."""
+        self._take_staged()
         self._give_up()
         if checkpoint_id is not None:
             self._path = os.fspath(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save on this rank; called by dcp.save."""
-        alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-        if not kwargs.get("use_collectives", True) and not alone:
+        self._alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        if not kwargs.get("use_collectives", True) and not self._alone:
             raise UnsupportedError(
                 "FastPersistHuggingFaceWriter makes files that all ranks write to, so they have to agree: "
                 "leave use_collectives=True, or let one process save with no_dist=True"
             )
+        self._take_staged()
         self._give_up()
 
     def storage_meta(self) -> StorageMeta:
-        """Return what DCP notes of a save."""
+        """Return what DCP notes of a save; what it calls first."""
+        self._take_staged()
         return StorageMeta(checkpoint_id=self._path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Say on which machine this rank is; called by dcp.save on each rank."""
+        """Say on which machine this rank is, and which process; called by dcp.save on each rank."""
         if plan.items:  # else it is the one of the last save
             self._order = [item.index.fqn for item in plan.items]
-        return replace(plan, storage_data=loopback_place()[0])
+        return replace(plan, storage_data=_Site(loopback_place()[0], own_process()))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decide where each tensor goes, and make the files; called by dcp.save on the first rank."""
@@ -136,7 +170,8 @@ class FastPersistHuggingFaceWriter(StoragePath, StorageWriter):
         self._remember(plans)
         unique = without_duplicates(self._plans)
         # Of a page that two machines have in memory, each may write what the other one has not seen yet.
-        unit_bytes = 1 if len(set(self._machines)) == 1 else max(BLOCK_BYTES, mmap.PAGESIZE)
+        machines = {site.machine if site is not None else None for site in self._sites}
+        unit_bytes = 1 if len(machines) == 1 else max(BLOCK_BYTES, mmap.PAGESIZE)
         layout = plan_model(
             unique,
             self._order,
@@ -147,18 +182,37 @@ class FastPersistHuggingFaceWriter(StoragePath, StorageWriter):
         )
         directory = DirectorySave(directory_path, overwrite=self._may_replace(), engine=self._engine, make_parents=True)
         final_path = os.path.abspath(directory_path)
-        parts = []
-        for rank, plan in enumerate(unique):
-            places = {item.index.fqn: layout.places[item.index.fqn] for item in plan.items}
-            parts.append(ModelPart(rank, directory.path, final_path, layout.names, places, unit_bytes))
+        parts: list[ModelPart] = []
         self._begun = _Begun(directory, layout, parts, unique)
         try:
             make_files(layout, directory.path, final_path)
+            windows = self._windows(directory.path, final_path, layout, unique) if unit_bytes == 1 else None
+            for rank, plan in enumerate(unique):
+                places = {item.index.fqn: layout.places[item.index.fqn] for item in plan.items}
+                parts.append(ModelPart(rank, directory.path, final_path, layout.names, places, unit_bytes, windows))
         except BaseException:
             self._give_up()
             raise
         told = [own if plan.usable else plan for own, plan in zip(unique, plans, strict=True)]
         return [replace(plan, storage_data=part) for plan, part in zip(told, parts, strict=True)]
+
+    def _windows(
+        self, directory: str, final_path: str, layout: ModelLayout, plans: list[SavePlan]
+    ) -> SharedWindows | None:
+        """Have tensors of short runs go through windows, if the ranks can share some."""
+        items: dict[str, dict[int, list[WriteItem]]] = {}
+        for rank, plan in enumerate(plans):
+            for item in plan.items:
+                if is_for_windows(layout.places[item.index.fqn]):
+                    items.setdefault(item.index.fqn, {}).setdefault(rank, []).append(item)
+        tensors = [windowed(name, layout.places[name], list(own.values())) for name, own in items.items()]
+        found = [tensor for tensor in tensors if tensor is not None]
+        found.sort(key=lambda tensor: (tensor.place.file, tensor.place.offset_bytes))
+        processes = [site.process if site is not None else None for site in self._sites]
+        windows = make_windows(directory, final_path, processes, found)
+        if windows is not None:
+            layout.places.update({tensor.name: tensor.place for tensor in found})
+        return windows
 
     def _remember(self, plans: list[SavePlan]) -> None:
         """Take over what is planned, and what a planner that caches plans has left out since it has not changed."""
@@ -168,11 +222,11 @@ class FastPersistHuggingFaceWriter(StoragePath, StorageWriter):
                 "enable_plan_caching=True, use one FastPersistHuggingFaceWriter for all saves"
             )
         before = self._plans or plans
-        machines = self._machines or [None] * len(plans)
+        sites = self._sites or [None] * len(plans)
         self._plans = [new if new.usable else old for new, old in zip(plans, before, strict=True)]
-        self._machines = [
-            plan.storage_data if isinstance(plan.storage_data, str) else old
-            for plan, old in zip(plans, machines, strict=True)
+        self._sites = [
+            plan.storage_data if isinstance(plan.storage_data, _Site) else old
+            for plan, old in zip(plans, sites, strict=True)
         ]
 
     def _may_replace(self) -> Overwrite:
@@ -188,7 +242,8 @@ class FastPersistHuggingFaceWriter(StoragePath, StorageWriter):
         try:
             results = self._write(plan, planner)
         except BaseException:
-            self._give_up()
+            if self._alone:  # else others may be about to write there; they have to hear from this rank what it met
+                self._give_up()
             raise
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -202,7 +257,9 @@ class FastPersistHuggingFaceWriter(StoragePath, StorageWriter):
             raise ConfigError(
                 "this plan is of an earlier save: with enable_plan_caching=True, pass a FastPersistSavePlanner"
             )
-        return write_model_part(part, plan.items, planner, engine=self._engine, durable=self._durable)
+        items = in_file_order(plan.items, part.places)
+        with failure_told(part.windows, part.rank), self._captured(items, planner) as capture:
+            return write_model_part(part, items, planner, engine=self._engine, durable=self._durable, capture=capture)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write headers and index, and publish the directory; called by dcp.save on the first rank."""
@@ -211,6 +268,8 @@ class FastPersistHuggingFaceWriter(StoragePath, StorageWriter):
             raise ConfigError("finish() was called on a writer that has begun no save")
         with begun.directory as directory:
             _refuse_gaps(begun.plans, results)
+            if begun.parts[0].windows is not None:
+                filesystem().unlink(begun.parts[0].windows.path)
             files = finish_files(
                 begun.layout,
                 begun.parts,
@@ -226,6 +285,10 @@ class FastPersistHuggingFaceWriter(StoragePath, StorageWriter):
             if self._overwrite:
                 _keep_others(begun.parts[0].final_path, directory.path)
             directory.publish(durable=self._durable).result()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Be as good as new in another process."""
+        return {**super().__getstate__(), "_begun": None}
 
     def _give_up(self) -> None:
         begun, self._begun = self._begun, None

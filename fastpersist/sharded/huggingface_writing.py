@@ -1,47 +1,53 @@
-"""Writes what a rank has of a model into the files of a HuggingFace checkpoint, and on the first rank what is left.
+"""Writes what a rank has of a model into the files of a HuggingFace checkpoint.
 
-All ranks write to the same files at once, each where its own bytes belong; `huggingface_layout` says where. What goes
-through the first rank is in a scratch file of each rank until then. CRCs are computed while the bytes are written: of
-each chunk what it adds to the CRC of its tensor.
+All ranks write to the same files at once, each where its own bytes belong; `huggingface_layout` says where. What lies
+in many short runs goes through windows first (`huggingface_windows`), and what is left for the first rank into a
+scratch file (`huggingface_finishing`). CRCs are computed while the bytes are written: of each chunk what it adds to the
+CRC of its tensor.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import math
+import bisect
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import StorageError, UnsupportedError
 from fastpersist.filesystem import filesystem
-from fastpersist.formats import safetensors
 from fastpersist.layout import align_up
 from fastpersist.pending_io import PendingIO
 from fastpersist.pipeline import Pieces, Writer, refuse_null_engine
 from fastpersist.sharded.blobs import is_plain
-from fastpersist.sharded.huggingface_layout import ModelLayout, Place, Run, chunk_of, in_file_order, runs_of
+from fastpersist.sharded.captured_bytes import WINDOW_COUNT, CapturedBytes
+from fastpersist.sharded.capturing import ShardedCapture
+from fastpersist.sharded.crc_terms import term_of
+from fastpersist.sharded.huggingface_layout import (
+    ModelLayout,
+    Place,
+    Run,
+    chunk_of,
+    first_byte_of,
+    runs_of,
+)
+from fastpersist.sharded.huggingface_windows import SharedWindows, write_windows
 from fastpersist.tensor_file import TensorFile
 from fastpersist.tensor_memory import byte_view
 
-__all__ = ["ModelPart", "finish_files", "make_files", "write_model_part"]
+__all__ = ["ModelPart", "make_files", "said_of", "scratch_engine", "submit_runs", "write_model_part"]
 
 _BATCH_BYTES = 32 << 20
 _BATCH_COUNT = 8192
-"""So much is handed over at a time; two such are under way at most. Tensors of a device are copied in such pieces."""
-
-_WINDOW_BYTES = 16 << 20
-"""So much of a tensor is put together at a time on the first rank."""
+"""So much is handed over at a time; as much as two such is under way. Tensors of a device are copied in such pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class ModelPart:
         names: Of the files.
         places: Of the tensors that it has chunks of.
         unit_bytes: It writes whole ones of these only; what is left goes through the first rank.
+        windows: Through which some of the tensors go.
     """
 
     rank: int
@@ -63,6 +70,7 @@ class ModelPart:
     names: tuple[str, ...]
     places: dict[str, Place]
     unit_bytes: int
+    windows: SharedWindows | None = None
 
     @property
     def scratch_path(self) -> str:
@@ -91,16 +99,23 @@ def make_files(layout: ModelLayout, directory: str, final_path: str) -> None:
 
 
 def write_model_part(
-    part: ModelPart, items: Iterable[WriteItem], planner: SavePlanner, *, engine: str, durable: bool
+    part: ModelPart,
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    *,
+    engine: str,
+    durable: bool,
+    capture: ShardedCapture | None = None,
 ) -> list[WriteResult]:
     """Write all items of a rank to their places; each is asked for when its turn comes.
 
     Args:
         part: Where to.
-        items: What.
+        items: What, in the order of `in_file_order`.
         planner: Knows the tensors, on whatever device.
         engine: Engine name or "auto".
         durable: Sync the files.
+        capture: Has the bytes, for these items; without it they do not change meanwhile.
 
     Returns:
         One result for each item; its `storage_data` is what the chunk adds to the CRC of its tensor.
@@ -111,52 +126,134 @@ def write_model_part(
             plain tensor.
     """
     by_file: dict[int, list[WriteItem]] = {}
-    for item in in_file_order(items, part.places):
+    windowed = [item for item in items if part.places[item.index.fqn].windowed]
+    for item in items[len(windowed) :]:
         by_file.setdefault(part.places[item.index.fqn].file, []).append(item)
     results = []
-    with _Scratch(part, engine) as scratch:
+    with _Scratch(part, engine) as scratch, _Chunks(part, items, planner, capture) as chunks:
+        if part.windows is not None:
+            results += _write_windows(part, part.windows, windowed, chunks, engine, durable)
         for file, own in by_file.items():
-            for item, crc in zip(own, _write_file(part, file, own, planner, scratch, engine, durable), strict=True):
+            for item, crc in zip(own, _write_file(part, file, own, chunks, scratch, engine, durable), strict=True):
                 place = part.places[item.index.fqn]
                 results.append(WriteResult(index=item.index, size_in_bytes=place.size_bytes, storage_data=crc))
     return results
+
+
+def _write_windows(
+    part: ModelPart, windows: SharedWindows, items: Sequence[WriteItem], chunks: _Chunks, engine: str, durable: bool
+) -> list[WriteResult]:
+    """Write what goes through windows; return one result for each item, and one for what each tensor's windows add."""
+
+    def open_file(file: int) -> TensorFile:
+        return TensorFile(os.path.join(part.directory, part.names[file]), "r+", engine=engine)
+
+    def parts(item: WriteItem) -> Iterator[torch.Tensor]:
+        return chunks.next_parts(item, lambda: None)  # each part is copied when it comes
+
+    _require_sight(part, windows.path)
+    with said_of(part, None, ()):
+        terms = write_windows(windows, part.rank, items, parts, open_file, durable=durable)
+    results = [WriteResult(index=item.index, size_in_bytes=0, storage_data=0) for item in items]
+    for name, term in terms.items():
+        nowhere = MetadataIndex(name, torch.Size([-1]))  # of no item
+        results.append(WriteResult(index=nowhere, size_in_bytes=0, storage_data=term))
+    return results
+
+
+def _require_sight(part: ModelPart, path: str) -> None:
+    if not os.path.exists(path):
+        raise UnsupportedError(
+            f"rank {part.rank} does not see {part.directory}, where the first rank saves {part.final_path}: all ranks "
+            "need one file system"
+        )
 
 
 def _write_file(
     part: ModelPart,
     file: int,
     items: Sequence[WriteItem],
-    planner: SavePlanner,
+    chunks: _Chunks,
     scratch: _Scratch,
     engine: str,
     durable: bool,
 ) -> list[int]:
     """Write a rank's items of one file; return what each adds to the CRC of its tensor."""
     path = os.path.join(part.directory, part.names[file])
-    if not os.path.exists(path):
-        raise UnsupportedError(
-            f"rank {part.rank} does not see {part.directory}, where the first rank saves {part.final_path}: all ranks "
-            "need one file system"
-        )
-    with _said_of(part, file, items), TensorFile(path, "r+", engine=engine) as out:
+    _require_sight(part, path)
+    with said_of(part, file, items), TensorFile(path, "r+", engine=engine) as out:
         stream = _Stream(out)
         for number, item in enumerate(items):
             place = part.places[item.index.fqn]
-            data = _bytes_of(planner.resolve_data(item), item)
             runs = runs_of(item, place, part.unit_bytes)
             stream.begin(number, place.offset_bytes + place.size_bytes)
-            stream.write(data, runs.own)
-            scratch.add(data, runs.left)
-            if not place.gathered:
-                stream.count(data, runs.left)
+            from_bytes = 0
+            for data in chunks.next_parts(item, stream.turn):
+                own, left = (_within(each, from_bytes, data.numel()) for each in runs)
+                stream.write(data, own)
+                scratch.add(data, left)
+                if not place.gathered:
+                    stream.count(data, left)
+                from_bytes += data.numel()
         stream.end()
         if durable:
             out.sync()
     return stream.crcs
 
 
-def _bytes_of(data: object, item: WriteItem) -> torch.Tensor:
-    """Return the bytes of a chunk, in order, wherever it is."""
+def _within(runs: Sequence[Run], from_bytes: int, size_bytes: int) -> Sequence[Run]:
+    """Return what of the runs of a chunk, in its order, lies in a part of it; as runs of that part."""
+    until_bytes, found = from_bytes + size_bytes, []
+    if not from_bytes and (not runs or runs[-1][0] + runs[-1][1] <= until_bytes):
+        return runs  # all of them
+    first = bisect.bisect_right(runs, from_bytes, key=lambda run: run[0] + run[1])
+    end = bisect.bisect_left(runs, until_bytes, key=lambda run: run[0])
+    for start, length_bytes, offset_bytes in runs[first:end]:
+        low, high = max(start, from_bytes), min(start + length_bytes, until_bytes)
+        found.append((low - from_bytes, high - low, offset_bytes + low - start))
+    return found
+
+
+class _Chunks:
+    """The bytes of this rank's items, which are asked for one after the other."""
+
+    def __init__(
+        self, part: ModelPart, items: Sequence[WriteItem], planner: SavePlanner, capture: ShardedCapture | None
+    ) -> None:
+        self._planner = planner
+        self._capture = capture
+        self._slot = -1
+        self._captured: CapturedBytes | None = None
+        if capture is not None:
+            self._captured = CapturedBytes(capture)
+            for slot, item in enumerate(items):
+                self._captured.expect(slot, first_byte_of(item, part.places[item.index.fqn]))
+
+    def __enter__(self) -> _Chunks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._captured is not None:
+            self._captured.close()
+
+    def next_parts(self, item: WriteItem, before_turn: Callable[[], None]) -> Iterator[torch.Tensor]:
+        """Return the bytes of the next item, in order: all at once, wherever they are, or parts of what is captured.
+
+        Args:
+            item: It.
+            before_turn: See `CapturedBytes.parts_of`.
+        """
+        self._slot += 1
+        if self._captured is None or self._capture is None:
+            return iter([_bytes_of(_checked(self._planner.resolve_data(item), item))])
+        data = _checked(self._capture.tensor_of(self._slot), item)
+        if self._capture.pieces_of(self._slot):
+            return self._captured.parts_of(self._slot, before_turn)
+        return iter([_bytes_of(data)])
+
+
+def _checked(data: object, item: WriteItem) -> torch.Tensor:
+    """Return what an item was resolved to, if it is a tensor as it was planned."""
     name, shape = item.index.fqn, tuple(chunk_of(item).sizes)
     if not isinstance(data, torch.Tensor) or not is_plain(data):
         raise UnsupportedError(
@@ -167,13 +264,18 @@ def _bytes_of(data: object, item: WriteItem) -> torch.Tensor:
         raise UnsupportedError(
             f"{name!r} is planned with shape {shape}, and the planner gives a tensor of shape {tuple(data.shape)}"
         )
+    return data
+
+
+def _bytes_of(data: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a chunk, in order, wherever it is."""
     return byte_view(data.detach().resolve_conj().resolve_neg().contiguous())
 
 
 @contextmanager
-def _said_of(part: ModelPart, file: int, items: Sequence[WriteItem]) -> Iterator[None]:
+def said_of(part: ModelPart, file: int | None, items: Sequence[WriteItem]) -> Iterator[None]:
     """Say of an error which rank met it, and at which tensor."""
-    path = os.path.join(part.final_path, part.names[file])
+    path = part.final_path if file is None else os.path.join(part.final_path, part.names[file])
     try:
         yield
     except StorageError as error:
@@ -202,7 +304,8 @@ class _Stream:
         self.crcs: list[int] = []
         self._file = file
         self._end_bytes = 0
-        self._pending: deque[PendingIO] = deque()
+        self._pending: deque[tuple[PendingIO, int]] = deque()
+        self._turns: deque[list[tuple[PendingIO, int]]] = deque()
         self._begin_batch()
 
     def _begin_batch(self) -> None:
@@ -228,11 +331,19 @@ class _Stream:
         for host, some in _on_host(data, runs):
             self._add(host, some)
 
+    def turn(self) -> None:
+        """Return when that is written which came before the last few times that this was called: a window is filled."""
+        self._flush()
+        self._turns.append(list(self._pending))
+        if len(self._turns) == WINDOW_COUNT:
+            for pending, _ in self._turns.popleft():
+                pending.wait()
+
     def end(self) -> None:
         """Wait until all is written."""
         self._flush()
         while self._pending:
-            self._pending.popleft().result()
+            self._pending.popleft()[0].wait()
 
     def _add(self, host: torch.Tensor, runs: Sequence[Run]) -> None:
         self._kept.append(host)
@@ -242,17 +353,17 @@ class _Stream:
             self._flush()
 
     def _flush(self) -> None:
-        parts, kept, counted = self._parts, self._kept, self._counted
+        parts, kept, counted, size_bytes = self._parts, self._kept, self._counted, self._bytes
         self._begin_batch()
         if parts:
-            self._pending.append(_submit_runs(self._file, parts, kept))
+            self._pending.append((submit_runs(self._file, parts, kept), size_bytes))
         for one in counted:
-            self.crcs[one.number] ^= _term_of(one.address, one.runs, one.end_bytes)
-        while len(self._pending) > 1:
-            self._pending.popleft().result()
+            self.crcs[one.number] ^= term_of(one.address, one.runs, one.end_bytes)
+        while len(self._pending) > 1 and sum(each for _, each in self._pending) > 2 * _BATCH_BYTES:
+            self._pending.popleft()[0].wait()
 
 
-def _submit_runs(file: TensorFile, parts: Sequence[tuple[int, int, int]], kept: object) -> PendingIO:
+def submit_runs(file: TensorFile, parts: Sequence[tuple[int, int, int]], kept: object) -> PendingIO:
     """Write memory (address, bytes, offset in the file) as `write_list_async` does, without a tensor for each run."""
     return PendingIO(file._submit(True, [parts], kept), file.path, None)
 
@@ -303,7 +414,7 @@ class _Scratch:
         if self._writer is None:
             path = self._part.scratch_path
             self._fd = filesystem().create(path)
-            self._writer = Writer(self._fd, path, engine=_scratch_engine(self._engine))
+            self._writer = Writer(self._fd, path, engine=scratch_engine(self._engine))
         self._writer.append(pieces)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -317,195 +428,6 @@ class _Scratch:
             os.close(self._fd)
 
 
-def _scratch_engine(engine: str) -> str:
+def scratch_engine(engine: str) -> str:
     """Return the engine for scratch files, which as a rule are gone again before the kernel writes them to the disk."""
     return "threads-buffered" if engine == "auto" else engine
-
-
-# --- CRCs of parts
-#
-# The CRC of bytes of which some are exchanged for zeros differs from theirs by a term that only depends on what was
-# exchanged, and on how far from the end it lay. So each chunk of a tensor, whoever has it, adds a term of its own to
-# the CRC of as many zeros, and it does not matter in which order: crc(a b) = crc(0 0) ^ term(a, behind=|b|) ^ term(b).
-
-
-def _term_of(address: int, runs: Sequence[Run], end_bytes: int) -> int:
-    """Return what runs add to the CRC of a tensor that ends at `end_bytes` of the file."""
-    first, end = runs[0][0], runs[-1][0] + runs[-1][1]
-    data = memoryview((ctypes.c_char * (end - first)).from_address(address + first))
-    term = 0
-    for start, size_bytes, offset_bytes in runs:
-        crc = _native.crc32(data[start - first : start - first + size_bytes])
-        term ^= _native.combine_crc32(crc ^ _crc_of_zeros(size_bytes), 0, end_bytes - offset_bytes - size_bytes)
-    return term
-
-
-def _crc_of(data: torch.Tensor, crc: int) -> int:
-    return _native.crc32((ctypes.c_char * data.numel()).from_address(data.data_ptr()), crc)
-
-
-@functools.lru_cache(maxsize=4096)
-def _crc_of_zeros(size_bytes: int) -> int:
-    if not size_bytes:
-        return 0
-    half = _crc_of_zeros(size_bytes // 2)
-    crc = _native.combine_crc32(half, half, size_bytes // 2)
-    return _native.combine_crc32(crc, _native.crc32(b"\0"), 1) if size_bytes % 2 else crc
-
-
-# --- on the first rank
-
-
-def finish_files(
-    layout: ModelLayout,
-    parts: Sequence[ModelPart],
-    items: Sequence[Sequence[WriteItem]],
-    results: Iterable[WriteResult],
-    *,
-    engine: str,
-    durable: bool,
-) -> Iterator[tuple[str, int, int]]:
-    """Write what the ranks have left, and the headers that make the files readable.
-
-    Args:
-        layout: Of the model.
-        parts: Of all ranks.
-        items: Of all ranks.
-        results: Of all ranks, as `write_model_part` gives them.
-        engine: Engine name or "auto".
-        durable: Sync the files.
-
-    Yields:
-        Name, length and CRC of each file, when it is finished.
-
-    Raises:
-        StorageError: A file could not be written, or what a rank has left not be read.
-    """
-    crcs = {name: _crc_of_zeros(place.size_bytes) for name, place in layout.places.items()}
-    for result in results:
-        crcs[result.index.fqn] ^= result.storage_data
-    left = [_Left(part, own, engine) for part, own in zip(parts, items, strict=True)]
-    try:
-        for file, (name, header) in enumerate(zip(layout.names, layout.headers, strict=True)):
-            path = os.path.join(parts[0].directory, name)
-            with _said_of(parts[0], file, ()), TensorFile(path, "r+", engine=engine) as out:
-                for rank_left in left:
-                    rank_left.write_edges(file, out)
-                entries = header.header.entries
-                for entry in entries:
-                    if layout.places[entry.name].gathered:
-                        crcs[entry.name] = _put_together(entry, left, out)
-                own_crcs = [crcs[entry.name] for entry in entries]
-                text = safetensors.encode_header(header, own_crcs)
-                out.write(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
-                if durable:
-                    out.sync()
-            file_crc = _native.crc32(text)
-            for entry, crc in zip(entries, own_crcs, strict=True):
-                file_crc = _native.combine_crc32(file_crc, crc, entry.size_bytes)
-            yield name, layout.size_bytes(file), file_crc
-        for rank_left in left:
-            rank_left.remove()
-    finally:
-        for rank_left in left:
-            rank_left.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Box:
-    """A chunk of a tensor in a scratch file."""
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    dtype: torch.dtype
-    scratch_bytes: int
-
-
-class _Left:
-    """What a rank has left in its scratch file."""
-
-    def __init__(self, part: ModelPart, items: Iterable[WriteItem], engine: str) -> None:
-        self._path = part.scratch_path
-        self._engine = engine
-        self._file: TensorFile | None = None
-        self._edges: dict[int, list[Run]] = {}
-        self.boxes: dict[str, list[_Box]] = {}
-        position = 0
-        for item in in_file_order(items, part.places):
-            place, data = part.places[item.index.fqn], item.tensor_data
-            for _, size_bytes, offset_bytes in runs_of(item, place, part.unit_bytes).left:
-                if place.gathered and data is not None:
-                    box = _Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype, position)
-                    self.boxes.setdefault(item.index.fqn, []).append(box)
-                else:
-                    self._edges.setdefault(place.file, []).append((position, size_bytes, offset_bytes))
-                position += size_bytes
-        self._size_bytes = position
-
-    def write_edges(self, file: int, out: TensorFile) -> None:
-        """Write pieces of tensors whose bulk the rank has written."""
-        edges = self._edges.get(file, [])
-        while edges:
-            some, edges = _first_of(edges)
-            start, (last, last_bytes, _) = some[0][0], some[-1]
-            data = self.read(start, last + last_bytes - start)
-            parts = [(data.data_ptr() + at - start, size_bytes, place) for at, size_bytes, place in some]
-            _submit_runs(out, parts, data).result()
-
-    def read(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-        """Read bytes of the scratch file."""
-        if self._file is None:
-            self._file = TensorFile(self._path, engine=_scratch_engine(self._engine))
-        data = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-        self._file.read(data, offset_bytes)
-        return data
-
-    def close(self) -> None:
-        """Close the scratch file."""
-        if self._file is not None:
-            self._file.close()
-
-    def remove(self) -> None:
-        """Remove the scratch file, if there is one: everything in the directory becomes part of the checkpoint."""
-        self.close()
-        if self._size_bytes:
-            filesystem().unlink(self._path)
-
-
-def _first_of(edges: list[Run]) -> tuple[list[Run], list[Run]]:
-    """Part as many edges from the others as may be in memory at once."""
-    end = next((n for n, edge in enumerate(edges) if edge[0] - edges[0][0] >= _WINDOW_BYTES), len(edges))
-    return edges[:end], edges[end:]
-
-
-def _put_together(entry: safetensors.Entry, left: Sequence[_Left], out: TensorFile) -> int:
-    """Write a tensor of which the ranks have left all chunks, some of it at a time; return its CRC."""
-    boxes = [(rank_left, box) for rank_left in left for box in rank_left.boxes.get(entry.name, ())]
-    dtype, crc, offset_bytes = boxes[0][1].dtype, 0, entry.offset_bytes
-    # The first dimension that can be cut: in any chunk, too, each index of it lies in one piece.
-    cut = next(dimension for dimension, length in enumerate(entry.shape) if length > 1)
-    step = max(1, _WINDOW_BYTES // (entry.size_bytes // entry.shape[cut]))
-    pending: PendingIO | None = None
-    for first in range(0, entry.shape[cut], step):
-        end = min(first + step, entry.shape[cut])
-        window = torch.empty((*entry.shape[:cut], end - first, *entry.shape[cut + 1 :]), dtype=dtype, device="cpu")
-        for rank_left, box in boxes:
-            low, high = max(first, box.offsets[cut]), min(end, box.offsets[cut] + box.lengths[cut])
-            if low >= high:
-                continue
-            lengths = (*box.lengths[:cut], high - low, *box.lengths[cut + 1 :])
-            row_bytes = math.prod(lengths[cut + 1 :]) * dtype.itemsize
-            own = rank_left.read(box.scratch_bytes + (low - box.offsets[cut]) * row_bytes, (high - low) * row_bytes)
-            target = window.narrow(cut, low - first, high - low)
-            for dimension in range(cut + 1, len(lengths)):
-                target = target.narrow(dimension, box.offsets[dimension], lengths[dimension])
-            target.copy_(own.view(dtype).view(lengths))
-        if pending is not None:
-            pending.result()
-        data = byte_view(window)
-        pending = out.write_async(data, offset_bytes)
-        crc = _crc_of(data, crc)
-        offset_bytes += data.numel()
-    if pending is not None:
-        pending.result()
-    return crc

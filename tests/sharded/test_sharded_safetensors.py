@@ -40,7 +40,14 @@ from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceWriter,
     FastPersistSavePlanner,
 )
-from fastpersist.sharded import huggingface_layout, huggingface_writer, huggingface_writing, reading
+from fastpersist.sharded import (
+    huggingface_finishing,
+    huggingface_layout,
+    huggingface_windows,
+    huggingface_writer,
+    huggingface_writing,
+    reading,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -93,7 +100,14 @@ def files_of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
     return {name: (path / name).read_bytes() for name in os.listdir(path) if name != "MANIFEST.json"}
 
 
-WAYS = {"in place": 1, "short runs through the first rank": None, "all runs through the first rank": 1 << 30}
+WAYS: dict[str, tuple[int | None, bool]] = {
+    "in place": (1, True),
+    "short runs in windows": (None, True),
+    "all runs in windows": (1 << 30, True),
+    "short runs through the first rank": (None, False),
+    "all runs through the first rank": (1 << 30, False),
+}
+"""Runs of which length go another way, and whether the ranks can share windows."""
 
 
 @pytest.mark.parametrize(
@@ -102,6 +116,9 @@ WAYS = {"in place": 1, "short runs through the first rank": None, "all runs thro
         ("rows", "in place", 1),
         ("columns", "in place", 1),
         ("blocks", "in place", 1),
+        ("columns", "short runs in windows", 1),
+        ("columns", "all runs in windows", 1),
+        ("blocks", "all runs in windows", 1),
         ("columns", "short runs through the first rank", 1),
         ("columns", "all runs through the first rank", 1),
         ("blocks", "all runs through the first rank", 1),
@@ -120,11 +137,17 @@ def test_files_are_those_that_one_rank_writes_byte_by_byte(
     machine_count: int,
 ) -> None:
     """With CRCs, which are put together from those of the pieces."""
-    if WAYS[way] is not None:
-        monkeypatch.setattr(huggingface_layout, "_RUN_BYTES_MIN", WAYS[way])
+    run_bytes_min, has_windows = WAYS[way]
+    if run_bytes_min is not None:
+        monkeypatch.setattr(huggingface_layout, "_RUN_BYTES_MIN", run_bytes_min)
+        monkeypatch.setattr(huggingface_windows, "_RUN_BYTES_MIN", run_bytes_min)
+    if not has_windows:
+        monkeypatch.setattr(huggingface_writer, "make_windows", lambda *_: None)
+    monkeypatch.setattr(huggingface_windows, "_WINDOW_BYTES", 20_000)
+    monkeypatch.setattr(huggingface_windows, "_SLOT_COUNT_MAX", 4)
     monkeypatch.setattr(huggingface_layout, "_UNIT_COUNT_MIN", 1)
     monkeypatch.setattr(huggingface_writing, "_BATCH_BYTES", 30_000)
-    monkeypatch.setattr(huggingface_writing, "_WINDOW_BYTES", 20_000)
+    monkeypatch.setattr(huggingface_finishing, "_WINDOW_BYTES", 20_000)
     count = 4 if PLACEMENTS[layout][0] == 2 else 3
 
     def work(rank: int, count: int) -> None:

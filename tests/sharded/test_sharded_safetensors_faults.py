@@ -37,7 +37,7 @@ from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceWriter,
     FastPersistSavePlanner,
 )
-from fastpersist.sharded import huggingface_layout, huggingface_writing
+from fastpersist.sharded import huggingface_layout, huggingface_writer, huggingface_writing
 from fastpersist.sharded.huggingface_layout import plan_model, without_duplicates
 
 pytestmark = [
@@ -109,7 +109,9 @@ def test_whichever_request_fails_nothing_is_published_and_the_next_save_works(tm
             _native.clear_fault_plan()
             if failed is None:
                 return failed_count
-            assert all(isinstance(error, fp.StorageError) for error, _ in failed.values())
+            errors = {rank: error for rank, (error, _) in failed.items()}
+            assert isinstance(errors.pop(0), fp.StorageError)
+            assert all(isinstance(error, fp.PeerError) and error.rank == 0 for error in errors.values()), errors
             assert not path.exists()
             failed_count += 1
             dist.barrier()
@@ -120,9 +122,12 @@ def test_whichever_request_fails_nothing_is_published_and_the_next_save_works(tm
 
 
 @pytest.mark.parametrize(("victim", "name"), [(0, "create"), (0, "sync"), (1, "sync"), (1, "create")])
-def test_a_rank_that_is_killed_leaves_the_older_model(tmp_path: Path, victim: int, name: str) -> None:
+def test_a_rank_that_is_killed_leaves_the_older_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, name: str
+) -> None:
     path = tmp_path / "model"
     save_on(2, path, 1)
+    monkeypatch.setattr(huggingface_writer, "make_windows", lambda *_: None)
 
     def work(rank: int, count: int) -> None:
         state = state_of("columns", count, 2)
@@ -174,6 +179,7 @@ def test_a_rank_with_another_file_system_is_told_so(tmp_path: Path) -> None:
 
 def test_what_a_rank_has_left_and_somebody_deletes_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_layout, "_RUN_BYTES_MIN", 1 << 30)
+    monkeypatch.setattr(huggingface_writer, "make_windows", lambda *_: None)
     original = huggingface_writing.write_model_part
 
     def deleting(part: Any, *arguments: Any, **options: Any) -> Any:

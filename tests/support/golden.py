@@ -1,6 +1,6 @@
 """The golden files of format version 1: small files that this and every later version must load and write alike.
 
-    python tests/support/golden.py      # writes those that are missing, and never touches one that is there
+    PYTHONPATH=tests python tests/support/golden.py   # writes those that are missing, touches none that is there
 
 Everything in them is exact and typed out here, so that no random generator or rounding can change it.
 """
@@ -86,9 +86,44 @@ def make_checkpoints() -> None:
     (left / "state.pt").write_bytes(bytes(100))
 
 
+PARTS = DIRECTORY.parent / "parts-v1"
+"""The roots `a` and `b` of two ranks that share no file system, with one step in parts."""
+
+PARTS_STEP = 7
+
+
+def parted() -> Any:
+    return {"weight": torch.arange(16 * 1024, dtype=torch.int32), "step": PARTS_STEP}
+
+
+def save_parts(directory: Path) -> None:
+    """Save a step as two ranks, below a root each; what lies in parts would be larger, were it not told otherwise."""
+    import torch.distributed as dist
+    from support.process_groups import run_ranks
+
+    import fastpersist
+    from fastpersist import replicas
+
+    def work(rank: int, _count: int) -> None:
+        replicas.CUT_BYTES_MIN = 64 << 10
+        root = directory / "ab"[rank]
+        state, group = parted(), dist.group.WORLD
+        with fastpersist.Checkpointer(
+            root, constant=state["weight"], process_group=group, writers="all"
+        ) as checkpointer:
+            checkpointer.save(PARTS_STEP, state, metrics={"loss": 0.25})
+
+    run_ranks(2, work)
+    for root in "ab":
+        (directory / root / ".lock").unlink(missing_ok=True)
+
+
 def main() -> None:
     import fastpersist
 
+    if not PARTS.exists():
+        save_parts(PARTS)
+        print(f"wrote {PARTS.name}")
     if not CHECKPOINTS.exists():
         make_checkpoints()
         print(f"wrote {CHECKPOINTS.name}")

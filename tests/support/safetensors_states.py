@@ -63,7 +63,7 @@ def state_of(layout: str, count: int, seed: int | None) -> dict[str, Any]:
 
 def plain_tensors(seed: int) -> dict[str, torch.Tensor]:
     """Return what all ranks hold alike, one of them so large that it is cut."""
-    return {"replica": torch.full((600_000,), float(seed)), "scalar": torch.tensor(seed), "empty": torch.empty(0, 3)}
+    return {"replica": torch.arange(600_000.0) + seed, "scalar": torch.tensor(seed), "empty": torch.empty(0, 3)}
 
 
 def expect(state: dict[str, Any], layout: str, count: int, seed: int) -> None:

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
-from support.golden import CHECKPOINTS, DIRECTORY, GOLDEN, RANK_STATE, checkpoint
+from support.golden import (
+    CHECKPOINTS,
+    DIRECTORY,
+    GOLDEN,
+    PARTS,
+    PARTS_STEP,
+    RANK_STATE,
+    checkpoint,
+    parted,
+    save_parts,
+)
+from support.process_groups import run_ranks
 from support.sameness import assert_same
 
 import fastpersist as fp
+from fastpersist import replicas
+from fastpersist.errors import FormatError, PeerError
 from fastpersist.formats import safetensors, torch_zip
+from fastpersist.formats.parts import encode_parts, parse_parts
+from fastpersist.merging import merge
 from fastpersist.pickling import pickle_skeleton
 from fastpersist.source import CheckpointSource
 
@@ -116,3 +134,76 @@ def test_saving_beside_checkpoints_of_format_1_sweeps_what_was_left(tmp_path: Pa
         checkpointer.save(123456790, {"step": 1})
     assert not left.exists()
     assert checkpointer.steps() == [7, 123456789, 123456790]
+
+
+# --- a step in parts, of two ranks that share no file system
+
+STEP = f"step-{PARTS_STEP:08d}"
+RANDOM_KEYS = ("time_s", "versions", "host", "stats")
+"""Of a manifest: what is of the save, and not of what was saved."""
+
+
+def test_parts_of_format_1_are_loaded_by_their_ranks(tmp_path: Path) -> None:
+    shutil.copytree(PARTS, tmp_path / "stores")
+
+    def load(rank: int, _count: int) -> None:
+        with fp.Checkpointer(tmp_path / "stores" / "ab"[rank], process_group=dist.group.WORLD) as checkpointer:
+            assert checkpointer.steps() == [PARTS_STEP]
+            assert_same(checkpointer.load(verify=True), parted())
+
+    run_ranks(2, load)
+    for root in "ab":
+        assert fp.verify(PARTS / root / STEP).has_checksums
+        assert fp.inspect(PARTS / root / STEP).metrics == {"loss": 0.25}
+
+
+def test_a_step_whose_short_storage_is_cut_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    def work(rank: int, _count: int) -> None:
+        replicas.CUT_BYTES_MIN = 4096  # which no writer of ours does
+        root, state = tmp_path / "ab"[rank], {"weight": torch.arange(8 * 1024, dtype=torch.int32)}
+        with fp.Checkpointer(
+            root, constant=state["weight"], process_group=dist.group.WORLD, writers="all"
+        ) as checkpointer:
+            checkpointer.save(1, state).result()
+            with pytest.raises((FormatError, PeerError), match="less than 64 KiB"):
+                checkpointer.load(1)
+
+    run_ranks(2, work)
+
+
+def test_parts_of_format_1_are_merged_to_the_ordinary_file(tmp_path: Path) -> None:
+    merge([PARTS / "b" / STEP, PARTS / "a" / STEP], tmp_path / "merged.pt")
+    for loaded in (fp.load(tmp_path / "merged.pt", verify=True), torch.load(tmp_path / "merged.pt")):
+        assert_same(loaded, parted())
+
+
+def test_same_step_is_written_in_the_same_parts(tmp_path: Path) -> None:
+    merge([PARTS / "a" / STEP, PARTS / "b" / STEP], tmp_path / "merged.pt")
+    with CheckpointSource(str(tmp_path / "merged.pt")) as source:
+        if pickle_skeleton(parted()).pickle != source.pickle:
+            pytest.skip(f"torch {torch.__version__} on this Python pickles in another way")
+    save_parts(tmp_path)
+    for root in "ab":
+        golden, written = PARTS / root / STEP, tmp_path / root / STEP
+        assert sorted(path.name for path in written.iterdir()) == sorted(path.name for path in golden.iterdir())
+        for path in golden.glob("*.part-*"):
+            assert (written / path.name).read_bytes() == path.read_bytes()
+        # The token is of the save; the rest of the record is of what was saved.
+        record = parse_parts((golden / "PARTS.json").read_bytes(), "golden")
+        own = parse_parts((written / "PARTS.json").read_bytes(), "written")
+        hosts = tuple(replace(store, host=other.host) for store, other in zip(own.stores, record.stores, strict=True))
+        assert own.token != record.token
+        assert replace(own, token=record.token, stores=hosts) == record
+        manifest, own_manifest = (json.loads((path / "MANIFEST.json").read_text()) for path in (golden, written))
+        assert own_manifest.keys() == manifest.keys()
+        for key in set(manifest).difference((*RANDOM_KEYS, "files")):
+            assert own_manifest[key] == manifest[key], key
+        assert [file["name"] for file in own_manifest["files"]] == [file["name"] for file in manifest["files"]]
+        assert manifest["host"].keys() == own_manifest["host"].keys()
+
+
+@pytest.mark.parametrize("root", ["a", "b"])
+def test_record_of_parts_is_encoded_byte_for_byte(root: str) -> None:
+    """Unlike the test above, whatever the installed torch makes of a tensor."""
+    data = (PARTS / root / STEP / "PARTS.json").read_bytes()
+    assert encode_parts(parse_parts(data, "golden")) == data

@@ -1,0 +1,135 @@
+"""The captured bytes of a rank's items, put into memory a window at a time, for who writes them to places of their own.
+
+A snapshot gives its bytes to a `Writer` only, in order and once: they may be in the arena by then, or still where they
+were. Here that writer fills a file in memory, of a few windows that take turns. So while some are written to the disk
+the next one is taken, and what is held of the state beside the arena stays small, however large its tensors are.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from fastpersist.config import BLOCK_BYTES
+from fastpersist.layout import align_up
+from fastpersist.pipeline import Pieces, Writer
+from fastpersist.sharded.capturing import ShardedCapture
+
+__all__ = ["PIECE_BYTES", "WINDOW_COUNT", "CapturedBytes"]
+
+PIECE_BYTES = 8 << 20
+"""A tensor is captured in sources of so many bytes, since a source is taken as a whole."""
+
+WINDOW_COUNT = 4
+"""A window is filled again when so many others have been since."""
+
+_WINDOW_BYTES = 16 << 20
+_ENGINE = "threads-buffered"
+
+
+class _Span(NamedTuple):
+    """Bytes of an item that lie together in a window."""
+
+    slot: int
+    at_bytes: int
+    size_bytes: int
+
+
+class _Expected(NamedTuple):
+    """A source that is still to be taken, and where its first byte goes."""
+
+    slot: int
+    source: int
+    size_bytes: int
+    offset_bytes: int
+
+
+class CapturedBytes:
+    """Gives the bytes of items, in the order in which they are expected. One thread.
+
+    Args:
+        capture: Has them; its sources are of PIECE_BYTES at most.
+    """
+
+    def __init__(self, capture: ShardedCapture) -> None:
+        self._capture = capture
+        self._window_bytes = align_up(max(_WINDOW_BYTES, PIECE_BYTES + BLOCK_BYTES), mmap.PAGESIZE)
+        self._memory: torch.Tensor | None = None
+        self._fd = -1
+        self._turn = 0
+        self._left: deque[_Expected] = deque()
+        self._spans: deque[_Span] = deque()
+
+    def close(self) -> None:
+        """Give the memory back, as soon as nobody looks at it."""
+        self._memory = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def expect(self, slot: int, offset_bytes: int) -> None:
+        """Say which item is asked for behind those before.
+
+        Args:
+            slot: The number by which it was settled.
+            offset_bytes: Where its first byte goes. It lies in memory so that direct I/O takes its blocks from there.
+        """
+        for source, size_bytes in self._capture.pieces_of(slot):
+            self._left.append(_Expected(slot, source, size_bytes, offset_bytes))
+            offset_bytes += size_bytes
+
+    def parts_of(self, slot: int, before_turn: Callable[[], None]) -> Iterator[torch.Tensor]:
+        """Yield the bytes of an item, one part behind the other; those of what is not captured here are not among them.
+
+        Args:
+            slot: The item's.
+            before_turn: Called before a window is filled: what was yielded before the last WINDOW_COUNT calls, this one
+                among them, must have been used when it returns.
+
+        Raises:
+            StorageError: There is no memory.
+        """
+        while True:
+            if not self._spans and self._left and self._left[0].slot == slot:
+                before_turn()
+                self._fill()
+            if not self._spans or self._spans[0].slot != slot or self._memory is None:
+                return
+            span = self._spans.popleft()
+            yield self._memory[span.at_bytes : span.at_bytes + span.size_bytes]
+
+    def _fill(self) -> None:
+        """Take as much as a window holds."""
+        if self._memory is None:
+            self._fd = os.memfd_create("fastpersist", os.MFD_CLOEXEC)
+            os.ftruncate(self._fd, WINDOW_COUNT * self._window_bytes)
+            self._memory = torch.frombuffer(mmap.mmap(self._fd, WINDOW_COUNT * self._window_bytes), dtype=torch.uint8)
+        start_bytes, self._turn = self._turn * self._window_bytes, (self._turn + 1) % WINDOW_COUNT
+        end_bytes = start_bytes + self._window_bytes
+        at_bytes = start_bytes
+        pieces = Pieces()
+        while self._left:
+            slot, source, size_bytes, offset_bytes = self._left[0]
+            gap_bytes = (offset_bytes - at_bytes) % BLOCK_BYTES
+            if at_bytes + gap_bytes + size_bytes > end_bytes:
+                break
+            self._left.popleft()
+            if gap_bytes:
+                pieces.add_bytes(bytes(gap_bytes))
+            pieces.add_captured(self._capture.snapshot, source, size_bytes, None)
+            at_bytes += gap_bytes
+            last = self._spans[-1] if self._spans else None
+            if last is not None and last.slot == slot and not gap_bytes:
+                self._spans[-1] = last._replace(size_bytes=last.size_bytes + size_bytes)
+            else:
+                self._spans.append(_Span(slot, at_bytes, size_bytes))
+            at_bytes += size_bytes
+        with Writer(self._fd, "memory for what is captured", engine=_ENGINE, sparing=True) as writer:
+            writer.seek(start_bytes)
+            writer.append(pieces)
+            writer.finish()

@@ -1,0 +1,231 @@
+"""What our storage writers share for dcp.async_save: the state is captured where it is, and torch's thread writes it.
+
+torch calls a storage writer that is an AsyncStager for the state that its thread then plans and writes. Ours gives back
+the same tensors, captured (`capturing`): stable ones stay where they are, and the optimizer's next step waits for what
+is not written by then. However that save ends, no step waits for it any longer than its thread lives.
+
+What is written, and where to, is the storage writers' own affair.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from fastpersist.arena import Arena
+from fastpersist.capture import watch_steps
+from fastpersist.errors import UnsupportedError
+from fastpersist.owners import Owners
+from fastpersist.pacing import Spread
+from fastpersist.sharded.capturing import ShardedCapture
+from fastpersist.sharded.storage_path import StoragePath
+from fastpersist.untraced import untraced
+
+__all__ = ["CapturingWriter"]
+
+_COMES_S = 60.0
+"""After so long a thread that has not begun to write what was staged will not come."""
+
+
+class CapturingWriter(StoragePath):
+    """A storage writer that captures, as torch's AsyncStager, what dcp.async_save saves.
+
+    Args:
+        path: As in `StoragePath`.
+        owners: Whose tensors are in the state.
+        max_host_bytes: Host memory for copied state; None: the bytes of the state, but at most half of what is there.
+        piece_bytes: As in `ShardedCapture`.
+    """
+
+    _synchronize_after_execute = True
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        owners: Owners,
+        max_host_bytes: int | None,
+        *,
+        piece_bytes: int | None = None,
+    ) -> None:
+        super().__init__(path)
+        self._owners = owners
+        if owners.optimizers():
+            watch_steps()
+        self._arena = Arena(max_host_bytes)
+        self._piece_bytes = piece_bytes
+        self._staged: _Staged | None = None
+
+    # --- torch's AsyncStager, which dcp.async_save takes a storage writer for
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Have dcp.async_save call synchronize_staging before it returns."""
+        return self._synchronize_after_execute
+
+    @untraced
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Capture a state, of which dcp.async_save then plans and writes what this returns; called by dcp.async_save.
+
+        Args:
+            state_dict: Of this rank.
+
+        Returns:
+            The same tensors, with copies of everything else.
+        """
+        if self._staged is not None:
+            self._staged.wait()
+        staged = _Staged(ShardedCapture(state_dict, self._owners, self._arena, piece_bytes=self._piece_bytes))
+        try:
+            staged.copy(wait=False)
+        except BaseException:
+            staged.release()
+            raise
+        spread = Spread()
+        spread.expect_step(self._owners.optimizers(), manual=self._owners.gate == "manual")
+        spread.add_file(staged.sharded.snapshot, staged.sharded.size_bytes)
+        spread.begin()
+        self._staged = staged
+        state = _StagedState(staged.sharded.state)
+        weakref.finalize(state, staged.end_unless_begun)
+        return state
+
+    def synchronize_staging(self) -> None:
+        """Wait for what found no room while it was staged: it is written first; called by dcp.async_save."""
+        if self._staged is not None:
+            self._staged.is_async = True
+            self._staged.copy(wait=True)
+
+    def wait_captured(self, timeout: float | None = None) -> None:
+        """Return when the state of the last dcp.async_save may be changed; with gate="manual", call it before that.
+
+        Args:
+            timeout: Seconds.
+
+        Raises:
+            TimeoutError: It may not be changed yet.
+        """
+        if self._staged is not None:
+            self._staged.sharded.capture.wait_captured(timeout)
+
+    def close(self) -> None:
+        """Wait for the last dcp.async_save to end."""
+        if self._staged is not None:
+            self._staged.wait()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Be as good as new in another process."""
+        return {**self.__dict__, "_staged": None, "_arena": None, "_owners": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Be made of what __getstate__ gave."""
+        self.__dict__.update(state, _arena=Arena(), _owners=Owners())
+
+    # --- for the storage writers
+
+    def _take_staged(self) -> None:
+        """A save begins, or goes on: of what was staged for it, or of what dcp.save was given."""
+        if self._staged is not None and not self._staged.is_for_this_thread():
+            self._staged.wait()  # it is of an earlier save
+            self._staged = None
+
+    @contextmanager
+    def _captured(self, items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[ShardedCapture | None]:
+        """Give what was staged for this save to who writes it; None if its tensors do not change meanwhile.
+
+        Args:
+            items: What this rank writes, in that order.
+            planner: As in `ShardedCapture.settle`.
+
+        Raises:
+            UnsupportedError: As by `ShardedCapture.settle`.
+            TornStateError: When all is written: somebody has changed what was captured.
+        """
+        if self._staged is None:
+            yield None
+            return
+        try:
+            captured = self._staged.sharded
+            captured.settle(items, planner)
+            yield captured
+            captured.capture.check()
+        finally:
+            self._staged.release()
+
+
+class _StagedState(dict[str, Any]):
+    """What `CapturingWriter.stage` returns: live tensors, which are captured in this process only."""
+
+    def __reduce__(self) -> Any:
+        """Refuse to be sent to another process."""
+        raise UnsupportedError(
+            "FastPersist's writers capture the state in this process, and AsyncCheckpointerType.PROCESS writes it in "
+            "another: leave that out, for writing takes no time from Python, or pass async_stager=DefaultStager()"
+        )
+
+
+class _Staged:
+    """A state that dcp.async_save has staged, until torch's thread is through with it, or has failed."""
+
+    def __init__(self, sharded: ShardedCapture) -> None:
+        self.sharded = sharded
+        self._over = threading.Event()
+        self._staged_by = threading.current_thread()
+        self.is_async = False  # a thread of torch's comes, or has come
+        self._writer: threading.Thread | None = None
+
+    def copy(self, *, wait: bool) -> None:
+        """Copy what may change as soon as async_save has returned; then steps wait for the rest."""
+        self.sharded.capture.copy_volatile(wait=wait)
+        if not wait:
+            self.sharded.capture.hold()
+
+    def is_for_this_thread(self) -> bool:
+        """Tell whether this thread writes it: the first one that asks, torch's.
+
+        However the save ends, that thread ends with it, and then no step must wait any more: what fails in DCP is told
+        to nobody but the future.
+        """
+        if self._over.is_set():
+            return False
+        this = threading.current_thread()
+        if self._writer is None:
+            if self.is_async and this is self._staged_by:
+                return False  # it is on to the next save, and torch's thread has not begun yet
+            self._writer = this
+            if this is not self._staged_by:
+                threading.Thread(target=self._end_with, args=(this,), name="fastpersist-dcp", daemon=True).start()
+        return self._writer is this
+
+    def _end_with(self, thread: threading.Thread) -> None:
+        thread.join()
+        self._end()
+
+    def _end(self) -> None:
+        self.sharded.capture.release()
+        self._over.set()
+
+    def end_unless_begun(self) -> None:
+        """Nobody has the state any more: if nobody writes it either, nobody will."""
+        if self._writer is None:
+            self._end()
+
+    def release(self) -> None:
+        """This rank has written it, or never will; its save may still be under way."""
+        self.sharded.capture.release()
+        if self._writer in (None, self._staged_by):
+            self._over.set()
+
+    def wait(self) -> None:
+        """Return when its save has ended."""
+        if self._writer is self._staged_by:  # no async_save, but its parts: one after the other
+            self._end()
+        self.sharded.capture.hurry()
+        while not self._over.wait(_COMES_S):
+            if self._writer is None:  # it never came
+                self._end()
