@@ -278,10 +278,13 @@ def _gathering_snapshot(container: Container) -> _native.Snapshot | None:
     on_devices = {ordinal for ordinal in ordinals if ordinal is not None}
     if not on_devices:
         return None
-    if any(o is None and not is_host_memory(s.storage) for o, s in zip(ordinals, container.sources, strict=True)):
+    if any(
+        ordinal is None and not is_host_memory(source.storage)
+        for ordinal, source in zip(ordinals, container.sources, strict=True)
+    ):
         return None  # torch copies from some
-    for ordinal in on_devices:
-        devices.follow_caller(ordinal, to_host=True)
+    for device in on_devices:
+        devices.follow_caller(device, to_host=True)
     snapshot = _native.Snapshot(_gathering.for_state(container.size_bytes))
     for source, ordinal in zip(container.sources, ordinals, strict=True):
         address = source.storage.data_ptr() + source.offset_bytes
