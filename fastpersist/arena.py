@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 
 from fastpersist import _native
@@ -25,6 +26,23 @@ class Arena:
         self._half_bytes: int | None = None
         self._native: _native.Arena | None = None
         self._process = 0
+        self._limit_bytes = 0
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, state_bytes: int) -> None:
+        """Have memory for this much mapped and pinned, in the background: pinning is too slow to be done at a gate."""
+        native = self._native
+        if native is None or native.mapped_bytes >= min(state_bytes, self._limit_bytes):
+            return
+        if self._preparing is not None and self._preparing.is_alive():
+            return
+
+        def prepare() -> None:
+            while threading.main_thread().is_alive() and native.prepare(state_bytes):
+                pass
+
+        self._preparing = threading.Thread(target=prepare, name="fastpersist-arena")
+        self._preparing.start()
 
     def for_state(self, state_bytes: int) -> _native.Arena:
         """Return the native arena, with room for a state of this size as far as the limit allows."""
@@ -39,6 +57,7 @@ class Arena:
             # Sources start on cache lines, blocks are whole and of one save: a little more than the state itself.
             limit_bytes = min(state_bytes + state_bytes // 64 + (32 << 20), self._half_bytes)
         self._native.grow(limit_bytes)
+        self._limit_bytes = limit_bytes
         return self._native
 
 

@@ -36,9 +36,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fastpersist import _native
+from fastpersist import _native, devices
 from fastpersist.arena import Arena
-from fastpersist.errors import TornStateError
+from fastpersist.errors import DeviceError, TornStateError
 from fastpersist.owners import PLAIN, Owners, Ownership, note_step_of, storage_keys
 from fastpersist.pacing import note_step
 from fastpersist.pipeline import byte_tensor, is_host_memory
@@ -49,6 +49,7 @@ _log = logging.getLogger("fastpersist")
 
 Kind = _native.SourceKind
 
+_SETTLING_S = 0.0005
 _SAMPLE_COUNT = 64
 _SAMPLE_BYTES = 64
 
@@ -194,6 +195,7 @@ class Capture:
         self._places: list[tuple[Sources, int, int, int]] = []  # of stable bytes: source, address, length
         self._stable_keys: set[int] = set()
         self._kept: list[torch.UntypedStorage] = []
+        self._devices: list[int] = []  # ordinals of those that copy bytes of this save
         self._lock = threading.RLock()
         self._sealed = False
         self._started_s = time.monotonic()
@@ -218,16 +220,24 @@ class Capture:
         self._look = None
         snapshot = _native.Snapshot(self._arena.for_state(sum(source.size_bytes for source in container.sources)))
         reached_by = self._reached_by(container)
+        on_devices_bytes = 0
+        followed: set[int] = set()  # whose copies come after what the caller's current stream holds
         for index, source in enumerate(container.sources):
             storage = source.storage
             kind, watched = self._kind_of(storage, reached_by[index])
             start_bytes = source.offset_bytes
-            if not is_host_memory(storage):
+            ordinal = devices.ordinal_of(storage)
+            if ordinal is not None:
+                if ordinal not in followed:
+                    devices.follow_caller(ordinal, to_host=True)
+                    followed.add(ordinal)
+                on_devices_bytes += 0 if kind == Kind.CONSTANT else source.size_bytes
+            elif not is_host_memory(storage):
                 # This is its capture; the copy is ours and changes no more.
                 storage = byte_tensor(storage)[start_bytes : start_bytes + source.size_bytes].cpu().untyped_storage()
                 kind, watched, start_bytes = Kind.CONSTANT, [], 0
             self._kept.append(storage)
-            snapshot.add(storage.data_ptr() + start_bytes, source.size_bytes, kind)
+            snapshot.add(storage.data_ptr() + start_bytes, source.size_bytes, kind, ordinal)
             self.kinds.append(kind)
             if watched:
                 into = self._watched if kind == Kind.STABLE else self._constants_watched
@@ -236,6 +246,9 @@ class Capture:
                 self._stable_keys.add(storage._cdata)
                 self._places.append((container, index, storage.data_ptr(), storage.nbytes()))
         self._snapshots.append(snapshot)
+        self._devices += followed.difference(self._devices)
+        if on_devices_bytes:
+            self._arena.prepare(on_devices_bytes)
         if self._paranoid:
             self._take_samples(container)
         return snapshot
@@ -252,6 +265,7 @@ class Capture:
         for snapshot in reversed(self._snapshots):
             if snapshot.counts()["volatile_remaining_bytes"]:
                 snapshot.capture(Kind.VOLATILE, wait)
+        self._hold_caller()
         return not self.remaining_bytes("volatile")
 
     def hold(self) -> None:
@@ -285,9 +299,7 @@ class Capture:
 
     def captured(self) -> bool:
         """Tell whether all may be changed again; once True, the counters have been compared for the last time."""
-        if self._sealed:
-            return True
-        if self.remaining_bytes("stable") or self.remaining_bytes("volatile"):
+        if not self._is_settled():
             return False
         self.seal()
         return True
@@ -303,6 +315,7 @@ class Capture:
             for optimizer in self._optimizers:
                 note_step(optimizer, manual=True)
         if self._sealed:
+            self._hold_caller()  # who comes later may be on another stream
             return
         try:
             if self.is_torn():
@@ -314,6 +327,7 @@ class Capture:
                 for snapshot in reversed(self._snapshots):
                     snapshot.capture(Kind.STABLE, wait)
                     snapshot.capture(Kind.VOLATILE, wait)
+            self._hold_caller()
             self.seal()
         finally:
             if self._on_gate is not None:
@@ -339,7 +353,8 @@ class Capture:
             self._watched.clear()
             self._samples.clear()
             self._places.clear()
-        self._let_go()
+        if not self._devices:
+            self._let_go()
 
     def is_torn(self) -> bool:
         """Compare the counters now; when something has changed the save has failed, and no step waits for it."""
@@ -372,8 +387,12 @@ class Capture:
 
         Raises:
             TornStateError: It may; the message names the tensor.
+            DeviceError: A device could not copy what it was told to.
         """
         self.seal()
+        if self._devices:
+            for snapshot in self._snapshots:
+                snapshot.settled()
         with self._lock:
             if self._error is None:
                 self._compare(self._constants_watched, "it was declared constant")
@@ -397,9 +416,28 @@ class Capture:
             self._places.clear()
             self._kept.clear()
             self._stable, self._constant = {}, {}
+            self._devices = []
             self._sealed = True
 
     # --- inside
+
+    def _hold_caller(self) -> None:
+        """Let the caller's current streams wait for the copies from devices: that is the gate there."""
+        for ordinal in self._devices:
+            # One snapshot for all: a device's copies have one order. A stream that is being captured into a CUDA graph
+            # executes nothing now, so it cannot be told to wait; the thread that will replay the graph does.
+            if not self._snapshots[0].hold_caller(ordinal, devices.caller_stream(ordinal)):
+                while not self._is_settled():
+                    time.sleep(_SETTLING_S)
+
+    def _is_settled(self) -> bool:
+        """Tell whether nothing is left to be captured, and no copy from a device is on its way."""
+        if not self._sealed and (self.remaining_bytes("stable") or self.remaining_bytes("volatile")):
+            return False
+        try:
+            return not self._devices or all(snapshot.settled() for snapshot in self._snapshots)
+        except DeviceError:  # there is nothing to protect: the save fails, and says so
+            return True
 
     def _let_go(self) -> None:
         with _pending_lock:

@@ -325,7 +325,8 @@ def _problem(said: Mapping[str, Any]) -> str:
         if key not in TUNING_KEYS:
             return f"it says {key!r}, and there is only {', '.join(TUNING_KEYS)}"
         if key == "engine":
-            known = ["auto", *(name for name in _native.engine_names() if name != "null")]
+            # What "auto" never takes by itself, a file that is found by itself cannot make it take.
+            known = ["auto", *(name for name in _native.engine_names() if name not in ("null", "cufile"))]
             if value not in known:
                 return f"engine is one of {', '.join(known)}, not {value!r}"
         elif isinstance(value, bool) or not isinstance(value, int):

@@ -14,6 +14,7 @@ __all__ = [
     "ConfigError",
     "CoordinationError",
     "CorruptionError",
+    "DeviceError",
     "EndOfFileError",
     "FastPersistError",
     "FormatError",
@@ -37,6 +38,13 @@ class ConfigError(FastPersistError, ValueError):
 
 class UnsupportedError(FastPersistError):
     """This engine, object, kernel or file system cannot do what was asked; the message says why not."""
+
+
+class DeviceError(FastPersistError, RuntimeError):
+    """The GPU or its driver refused an operation; the message has the driver's name of the error.
+
+    Where the message says that the process cannot use the device any more, tensors on the CPU can still be saved.
+    """
 
 
 class StorageError(FastPersistError, OSError):

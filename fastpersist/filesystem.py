@@ -38,8 +38,8 @@ class Filesystem:
 
     def create(self, path: str, mode: int = 0o666) -> int:
         """Create a file exclusively, with `mode` as open() takes it (less the umask); return its descriptor."""
-        with storage_errors("creating", path):
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+        with storage_errors("creating", path):  # O_EXCL follows no symbolic link; libcufile refuses O_NOFOLLOW
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
     def make_directory(self, path: str, mode: int = 0o777) -> None:
         """Create a directory that is not there yet, with `mode` as mkdir() takes it (less the umask)."""

@@ -494,6 +494,15 @@ def _add_contiguous(extents: Extents, pair: Pair) -> None:
         return
     flat = target.detach().view(-1) if target.is_contiguous() else None
     itemsize = stored.dtype.itemsize
+    if target.device.type == "cuda" and flat is not None and target.dtype == stored.dtype:
+        extents.add_storage(
+            stored.offset_bytes,
+            target.untyped_storage(),
+            with_crc=False,
+            from_bytes=int(target.storage_offset()) * itemsize,
+            size_bytes=size_bytes,
+        )
+        return
     if flat is None or stored.offset_bytes % itemsize:
         # A strided target, or elements that chunk borders could cut in two: gathered first, one tensor at a time.
         whole = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")

@@ -88,7 +88,7 @@ class _PlainStorage:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether torch would reduce a tensor of exactly this type to `_rebuild_tensor_v2`, and nothing more."""
     return (
-        tensor.device.type == "cpu"
+        tensor.device.type in ("cpu", "cuda")
         and tensor.layout is torch.strided
         and tensor.dtype in _CLASSIC_DTYPES
         and tensor._backward_hooks is None

@@ -1,7 +1,8 @@
 """The Python face of the native writer, reader and engines: open them, feed them, probe them, say which one ran.
 
 Tensor memory crosses into the native module as address and length; the objects here keep the tensors alive for as long
-as the native side may look. What is not host memory is copied in ring-sized pieces by torch, through hooks.
+as the native side may look. It copies from and to CUDA devices itself (`devices`); what is neither is copied in
+ring-sized pieces by torch, through hooks.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import logging
 import mmap
 import os
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from fastpersist import _native
+from fastpersist import _native, cufile, devices
 from fastpersist.config import BLOCK_BYTES, check_named_tuning, config, config_for, filesystem_type_name
 from fastpersist.errors import ConfigError, FastPersistError, StorageError
 from fastpersist.filesystem import storage_errors
@@ -89,13 +91,15 @@ def engines(directory: str | os.PathLike[str] = ".") -> list[EngineProbe]:
     with storage_errors("creating", path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.unlink(path)
         return [_probe(fd, path, name) for name in _native.engine_names() if name != "null"]
     finally:
         os.close(fd)
+        os.unlink(path)  # not before: libcufile wants a file that has a name
 
 
 def _probe(fd: int, path: str, name: str) -> EngineProbe:
+    if name == "cufile" and (reason := cufile.why_not()):
+        return EngineProbe(name, False, reason)
     with mmap.mmap(-1, 2 * BLOCK_BYTES) as memory:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         pattern = secrets.token_bytes(BLOCK_BYTES)
@@ -122,7 +126,13 @@ def require_engine(engine: str) -> str:
     known = _native.engine_names()
     if engine != "auto" and engine.removeprefix("fault:") not in known:
         raise ConfigError(f"there is no engine {engine!r}; known are auto, {', '.join(known)}")
+    if _is_cufile(engine):
+        cufile.prepare()
     return engine
+
+
+def _is_cufile(engine: str) -> bool:
+    return engine.removeprefix("fault:") == "cufile"
 
 
 def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[str]:
@@ -201,6 +211,7 @@ class Pieces:
         self.native = _native.PieceList()
         self.pulled: list[torch.Tensor] = []
         self._kept: list[torch.UntypedStorage] = []
+        self.devices: set[int] = set()  # whose memory is among them
 
     def add_bytes(self, data: bytes) -> None:
         """Add literal bytes."""
@@ -232,6 +243,10 @@ class Pieces:
         if is_host_memory(storage):
             self._kept.append(storage)
             self.native.add_memory(storage.data_ptr() + offset_bytes, size_bytes, slot)
+        elif (ordinal := devices.ordinal_of(storage)) is not None:
+            self.devices.add(ordinal)
+            self._kept.append(storage)
+            self.native.add_device(ordinal, storage.data_ptr() + offset_bytes, size_bytes, slot)
         else:
             self.native.add_pulled(len(self.pulled), size_bytes, slot)
             self.pulled.append(byte_tensor(storage)[offset_bytes : offset_bytes + size_bytes])
@@ -250,6 +265,8 @@ class Writer:
         engine: Engine name or "auto".
         poll: See `Poll`.
         sparing: Keep half the requests in flight: enough for the disk, less memory, and less in the way of others.
+        sources: What will be written, if no piece wants a CRC. With the engine "cufile" the ring is then memory of the
+            device on which they lie, and nothing goes through host memory that need not.
 
     Raises:
         ConfigError, UnsupportedError: Unknown or unusable engine.
@@ -257,16 +274,30 @@ class Writer:
     """
 
     def __init__(
-        self, fd: int, path: str, *, engine: str = "auto", poll: Poll | None = None, sparing: bool = False
+        self,
+        fd: int,
+        path: str,
+        *,
+        engine: str = "auto",
+        poll: Poll | None = None,
+        sparing: bool = False,
+        sources: Iterable[torch.UntypedStorage] = (),
     ) -> None:
         self._path = path
         self._wanted = engine
         self._pulled: list[torch.Tensor] = []
-        options = _options(fd, path, engine_ladder(engine, fd), sparing=sparing)
+        ladder = engine_ladder(engine, fd)
+        ordinals = map(devices.ordinal_of, sources) if _is_cufile(ladder[0]) else ()
+        options = _options(fd, path, ladder, sparing=sparing, ring_device=_largest_share(ordinals))
         self._native = _native.FileWriter(options, pull=self._pull, poll=poll)
 
     def append(self, pieces: Pieces) -> None:
-        """Write pieces behind what is there; returns when their bytes have been copied, not when they are on disk."""
+        """Write pieces behind what is there; returns when their bytes have been copied, not when they are on disk.
+
+        Bytes of devices are those that the caller's current streams have made of them by now.
+        """
+        for ordinal in pieces.devices:
+            devices.follow_caller(ordinal, to_host=True)
         self._pulled = pieces.pulled
         self._native.append(pieces.native)
 
@@ -290,6 +321,7 @@ class Writer:
     def finish(self) -> str:
         """Wait for every write; return the name of the engine that did them."""
         self._native.finish()
+        devices.tell_of_pinning()
         announce_engine(self._path, self._wanted, self._native.engine, self._native.demotions)
         return self._native.engine
 
@@ -308,7 +340,15 @@ class Writer:
         host_tensor(address, size_bytes).copy_(source)
 
 
-def _options(fd: int, path: str, ladder: list[str], *, sparing: bool = False) -> _native.TransferOptions:
+def _largest_share(ordinals: Iterable[int | None]) -> int | None:
+    """Return the device that most of these are on; None if there is none."""
+    found = Counter(ordinal for ordinal in ordinals if ordinal is not None)
+    return found.most_common(1)[0][0] if found else None
+
+
+def _options(
+    fd: int, path: str, ladder: list[str], *, sparing: bool = False, ring_device: int | None = None
+) -> _native.TransferOptions:
     limits = config_for(fd)
     queue_depth = limits.queue_depth or min(limits.ring_bytes // limits.chunk_bytes, _QUEUE_DEPTH_MAX)
     return _native.TransferOptions(
@@ -319,6 +359,7 @@ def _options(fd: int, path: str, ladder: list[str], *, sparing: bool = False) ->
         chunk_bytes=limits.chunk_bytes,
         queue_depth=max(1, queue_depth // 2) if sparing else queue_depth,
         thread_count=limits.threads,
+        ring_device=ring_device,
     )
 
 
@@ -329,7 +370,10 @@ Push = Callable[[int, torch.Tensor], None]
 
 
 class _Extent(NamedTuple):
-    """One extent and where its bytes go: to host memory, to a push, or nowhere but into a CRC."""
+    """One extent and where its bytes go: to host memory, to a push, or nowhere but into a CRC.
+
+    With a device, the address is one of its memory, and the push brings bytes there that somebody else has read.
+    """
 
     offset_bytes: int
     size_bytes: int
@@ -337,6 +381,7 @@ class _Extent(NamedTuple):
     address: int | None = None
     push_index: int | None = None
     fresh: bool = False
+    device: int | None = None
 
 
 class Extents:
@@ -352,8 +397,7 @@ class Extents:
 
     def add_memory(self, offset_bytes: int, size_bytes: int, address: int, owner: object, *, with_crc: bool) -> int:
         """Read to host memory at `address`, which `owner` keeps alive; return the index of the extent."""
-        self._kept.append(owner)
-        return self._add(_Extent(offset_bytes, size_bytes, with_crc, address=address))
+        return self._add(_Extent(offset_bytes, size_bytes, with_crc, address=address), owner)
 
     def add_pushed(self, offset_bytes: int, size_bytes: int, push: Push, *, with_crc: bool) -> int:
         """Read and hand the bytes to `push`, at most a chunk at a time, in no particular order."""
@@ -361,26 +405,40 @@ class Extents:
         return self._add(_Extent(offset_bytes, size_bytes, with_crc, push_index=len(self._pushes) - 1))
 
     def add_storage(
-        self, offset_bytes: int, storage: torch.UntypedStorage, *, with_crc: bool, fresh: bool = False
+        self,
+        offset_bytes: int,
+        storage: torch.UntypedStorage,
+        *,
+        with_crc: bool,
+        fresh: bool = False,
+        from_bytes: int = 0,
+        size_bytes: int | None = None,
     ) -> int:
-        """Read all bytes of a storage on any device; return the index of the extent.
+        """Read bytes of a storage on any device; return the index of the extent.
 
         Args:
             offset_bytes: Where they lie in the file.
             storage: Kept alive until this object is dropped.
             with_crc: Compute their CRC.
             fresh: Nobody has touched the storage since it was allocated, so its pages may be prepared ahead.
+            from_bytes: First byte, in the storage.
+            size_bytes: How many; None for all from there.
         """
-        size_bytes = storage.nbytes()
+        if size_bytes is None:
+            size_bytes = storage.nbytes() - from_bytes
+        address = storage.data_ptr() + from_bytes
         if is_host_memory(storage):
-            self._kept.append(storage)
-            return self._add(_Extent(offset_bytes, size_bytes, with_crc, address=storage.data_ptr(), fresh=fresh))
-        target = byte_tensor(storage)
+            return self._add(_Extent(offset_bytes, size_bytes, with_crc, address=address, fresh=fresh), storage)
 
         def push(offset: int, source: torch.Tensor) -> None:
-            target[offset : offset + source.numel()].copy_(source)
+            start = from_bytes + offset
+            byte_tensor(storage)[start : start + source.numel()].copy_(source)
 
-        return self.add_pushed(offset_bytes, size_bytes, push, with_crc=with_crc)
+        index = self.add_pushed(offset_bytes, size_bytes, push, with_crc=with_crc)
+        ordinal = devices.ordinal_of(storage)
+        if ordinal is not None:
+            self._wanted[index] = self._wanted[index]._replace(address=address, device=ordinal)
+        return index
 
     def add_checked(self, offset_bytes: int, size_bytes: int) -> int:
         """Read for the CRC alone; return the index of the extent."""
@@ -393,7 +451,9 @@ class Extents:
     def host_memory(self, index: int) -> torch.Tensor | None:
         """View where an extent goes as a uint8 tensor; None if that is no host memory."""
         extent = self._wanted[index]
-        return None if extent.address is None else host_tensor(extent.address, extent.size_bytes)
+        if extent.address is None or extent.device is not None:
+            return None
+        return host_tensor(extent.address, extent.size_bytes)
 
     def wants_crc(self, index: int) -> bool:
         """Whether the CRC of an extent is asked for."""
@@ -408,7 +468,7 @@ class Extents:
             data: A uint8 host tensor.
         """
         extent = self._wanted[index]
-        if extent.address is not None:
+        if extent.address is not None and extent.device is None:
             host_tensor(extent.address + from_bytes, data.numel()).copy_(data)
         elif extent.push_index is not None:
             self._pushes[extent.push_index](from_bytes, data)
@@ -428,35 +488,48 @@ class Extents:
         for part in wanted:
             extent = self._wanted[part.source]
             offset_bytes = extent.offset_bytes + part.from_bytes
-            if extent.push_index is not None:
-                push = functools.partial(_push_behind, self._pushes[extent.push_index], part.from_bytes)
-                found.add_pushed(offset_bytes, part.size_bytes, push, with_crc=extent.with_crc)
-                continue
             address = None if extent.address is None else extent.address + part.from_bytes
-            found._add(extent._replace(offset_bytes=offset_bytes, size_bytes=part.size_bytes, address=address))
+            extent = extent._replace(offset_bytes=offset_bytes, size_bytes=part.size_bytes, address=address)
+            if extent.push_index is not None:
+                found._pushes.append(functools.partial(_push_behind, self._pushes[extent.push_index], part.from_bytes))
+                extent = extent._replace(push_index=len(found._pushes) - 1)
+            found._add(extent)
         return found
 
-    def _add(self, extent: _Extent) -> int:
+    def _add(self, extent: _Extent, owner: object = None) -> int:
         self._wanted.append(extent)
+        if owner is not None:
+            self._kept.append(owner)
         return len(self._wanted) - 1
 
     def read(self, fd: int, path: str, *, engine: str, poll: Poll | None) -> ReadResult:
         """Read everything; see `read_extents`."""
         order = sorted(range(len(self._wanted)), key=lambda index: self._wanted[index].offset_bytes)
         native = _native.ExtentList()
+        for ordinal in {extent.device for extent in self._wanted if extent.device is not None}:
+            devices.follow_caller(ordinal, to_host=False)
         for index in order:
             extent = self._wanted[index]
-            if extent.address is not None:
+            if extent.device is not None and extent.address is not None:
+                native.add_device(
+                    extent.offset_bytes, extent.size_bytes, extent.device, extent.address, extent.with_crc
+                )
+            elif extent.address is not None:
                 native.add_memory(extent.offset_bytes, extent.size_bytes, extent.address, extent.with_crc, extent.fresh)
             elif extent.push_index is not None:
                 native.add_pushed(extent.offset_bytes, extent.size_bytes, extent.push_index, extent.with_crc)
             else:
                 native.add_checked(extent.offset_bytes, extent.size_bytes)
         ladder = engine_ladder(engine, fd, for_reading=True)
-        report = _native.read_extents(_options(fd, path, ladder), native, push=self._push, poll=poll)
+        ring_device = None
+        if _is_cufile(ladder[0]) and not any(extent.with_crc for extent in self._wanted):
+            ring_device = _largest_share(extent.device for extent in self._wanted)
+        options = _options(fd, path, ladder, ring_device=ring_device)
+        report = _native.read_extents(options, native, push=self._push, poll=poll)
         crcs = [0] * len(order)
         for index, crc in zip(order, report.crcs, strict=True):
             crcs[index] = crc
+        devices.tell_of_pinning()
         announce_engine(path, engine, report.engine, report.demotions)
         return ReadResult(crcs, report.engine)
 

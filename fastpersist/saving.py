@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from fastpersist import _native
+from fastpersist import _native, devices
+from fastpersist.arena import Arena
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import ConfigError
 from fastpersist.formats import safetensors as safetensors_format
@@ -22,7 +24,7 @@ from fastpersist.formats import torch_zip
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
 from fastpersist.layout import align_up
 from fastpersist.pickling import pickle_skeleton
-from fastpersist.pipeline import Pieces, Poll, Writer, refuse_null_engine
+from fastpersist.pipeline import Pieces, Poll, Writer, is_host_memory, refuse_null_engine
 
 __all__ = [
     "Checksum",
@@ -239,7 +241,13 @@ def write_container(
         ConfigError, UnsupportedError: Unknown or unusable engine.
         StorageError: An error of the disk.
     """
-    with Writer(fd, path, engine=engine, poll=poll, sparing=snapshot is not None) as writer:
+    without_crcs = () if container.has_checksums else [source.storage for source in container.sources]
+    gathering = _gathering_snapshot(container) if snapshot is None else None
+    with (
+        nullcontext() if gathering is None else closing(gathering),
+        Writer(fd, path, engine=engine, poll=poll, sparing=snapshot is not None, sources=without_crcs) as writer,
+    ):
+        snapshot = snapshot or gathering
         stream = PieceStream(writer, snapshot)
         for part in container.parts():
             stream.seek(part.offset_bytes)
@@ -259,6 +267,29 @@ def write_container(
         runs = writer.runs()
     refuse_null_engine(used_engine)
     return WrittenFile(used_engine, None if runs is None else _native.combine_runs(runs, container.size_bytes))
+
+
+_gathering = Arena(8 << 20)  # through which small tensors leave a device when nothing is captured
+
+
+def _gathering_snapshot(container: Container) -> _native.Snapshot | None:
+    """Return a snapshot that copies small tensors of devices many at a time; None where all is on the host."""
+    ordinals = [devices.ordinal_of(source.storage) for source in container.sources]
+    on_devices = {ordinal for ordinal in ordinals if ordinal is not None}
+    if not on_devices:
+        return None
+    if any(
+        ordinal is None and not is_host_memory(source.storage)
+        for ordinal, source in zip(ordinals, container.sources, strict=True)
+    ):
+        return None  # torch copies from some
+    for device in on_devices:
+        devices.follow_caller(device, to_host=True)
+    snapshot = _native.Snapshot(_gathering.for_state(container.size_bytes))
+    for source, ordinal in zip(container.sources, ordinals, strict=True):
+        address = source.storage.data_ptr() + source.offset_bytes
+        snapshot.add(address, source.size_bytes, _native.SourceKind.CONSTANT, ordinal)
+    return snapshot
 
 
 _BATCH_COUNT = 2048

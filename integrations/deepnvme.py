@@ -275,8 +275,9 @@ class aio_handle:
 class gds_handle(aio_handle):
     """`aio_handle` with the methods for device tensors, as DeepNVMe's `gds_handle`.
 
-    GPUDirect is not in use: tensors of any device go through host memory, which the log says once. So pinning device
-    memory does nothing but keep count.
+    GPUDirect is not in use here: `TensorFile` takes tensors of any device through host memory of their size, with every
+    engine, which the log says once. So pinning device memory does nothing but keep count. (`fastpersist.save` and
+    `load` do without host memory, by engine="cufile" and without checksums.)
 
     Args, Raises, Thread safety: as `aio_handle`.
     """
@@ -341,7 +342,7 @@ def _note_device(buffer: object) -> None:
     global _device_noted
     if not _device_noted and isinstance(buffer, torch.Tensor) and buffer.device.type != "cpu":
         _device_noted = True
-        _log.warning("GPUDirect is not in use: tensors on %s go through host memory", buffer.device.type)
+        _log.warning("GPUDirect is not in use here: tensors on %s go through host memory", buffer.device.type)
 
 
 def _require_cuda(method: str) -> None:

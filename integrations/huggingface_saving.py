@@ -12,6 +12,7 @@ When to save, and who is told, is not decided here.
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import logging
 import os
@@ -530,20 +531,12 @@ def _error_of(rank: int, message: str, is_of_the_disk: bool) -> Exception:
 # ------------------------------------------------------------------------------------------- frozen parameters
 
 
-@dataclass(frozen=True, eq=False)
-class _Mark:
+class _Mark(NamedTuple):
     """What a frozen parameter was like at a save."""
 
     address: int
     version: int
-    sample: torch.Tensor
-
-    def is_like(self, other: _Mark) -> bool:
-        return (
-            (self.address, self.version) == (other.address, other.version)
-            and self.sample.shape == other.sample.shape
-            and self.sample.equal(other.sample)
-        )
+    sample: bytes
 
 
 class _FrozenParameters:
@@ -557,16 +550,17 @@ class _FrozenParameters:
 
     def unchanged_in(self, model: torch.nn.Module) -> int:
         """Return a bit for each parameter, set for those that are as they were at the last call; none at the first."""
-        marks: dict[str, _Mark] = {}
+        places = [
+            (position, name, parameter)
+            for position, (name, parameter) in enumerate(model.named_parameters())
+            if not parameter.requires_grad and _is_plain(parameter)
+        ]
+        marks = _marks_of([parameter for _, _, parameter in places])
         unchanged = 0
-        for position, (name, parameter) in enumerate(model.named_parameters()):
-            if parameter.requires_grad or not _is_plain(parameter):
-                continue
-            marks[name] = _mark_of(parameter)
-            before = self._marks.get(name)
-            if before is not None and before.is_like(marks[name]):
+        for (position, name, _), mark in zip(places, marks, strict=True):
+            if self._marks.get(name) == mark:
                 unchanged |= 1 << position
-        self._marks = marks
+        self._marks = {name: mark for (_, name, _), mark in zip(places, marks, strict=True)}
         return unchanged
 
 
@@ -581,11 +575,23 @@ def _is_plain(parameter: torch.nn.Parameter) -> bool:
         and parameter.layout is torch.strided
         and parameter.is_contiguous()
         and parameter.device.type != "meta"
-        and not parameter.is_inference()
+        and not (parameter.is_inference() or parameter.is_quantized or parameter.is_conj() or parameter.is_neg())
     )
 
 
-def _mark_of(parameter: torch.nn.Parameter) -> _Mark:
-    flat = parameter.detach().view(-1)
-    sample = flat[:: max(1, flat.numel() // _SAMPLE_COUNT)].clone()
-    return _Mark(parameter.data_ptr(), parameter._version, sample)
+def _marks_of(parameters: Sequence[torch.nn.Parameter]) -> list[_Mark]:
+    """Mark all of them by few copies to the host: at each one the training waits until the device has caught up."""
+    samples = [b""] * len(parameters)
+    alike: dict[tuple[torch.device, int], list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        alike.setdefault((parameter.device, parameter.element_size()), []).append(index)
+    for (_, element_bytes), indexes in alike.items():
+        flats = [parameters[index].detach().view(-1) for index in indexes]
+        taken = [
+            flat.view(torch.uint8).view(flat.numel(), element_bytes)[:: max(1, flat.numel() // _SAMPLE_COUNT)]
+            for flat in flats
+        ]
+        on_host = torch.cat(taken).cpu().split([len(one) for one in taken])
+        for index, sample in zip(indexes, on_host, strict=True):
+            samples[index] = ctypes.string_at(sample.data_ptr(), sample.nbytes) if sample.nbytes else b""
+    return [_Mark(one.data_ptr(), one._version, sample) for one, sample in zip(parameters, samples, strict=True)]

@@ -36,6 +36,8 @@ void SetException(const Status& status, const std::string& path) {
       return storage_error("NoSpaceError", status.sys_errno() == 0 ? ENOSPC : status.sys_errno());
     case StatusCode::kNoMemory:
       return storage_error("StorageError", status.sys_errno() == 0 ? ENOMEM : status.sys_errno());
+    case StatusCode::kDeviceError:
+      return raise(errors.attr("DeviceError"), errors.attr("DeviceError")(message));
     case StatusCode::kOk:
     case StatusCode::kCancelled:
     case StatusCode::kInternal:

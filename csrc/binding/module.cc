@@ -5,8 +5,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <atomic>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -16,6 +14,7 @@
 #include <vector>
 
 #include "binding/errors.h"
+#include "binding/rings.h"
 #include "binding/rooms.h"
 #include "binding/type_filter.h"
 #include "core/buffer_pool.h"
@@ -31,94 +30,6 @@ namespace py = pybind11;
 
 namespace fastpersist {
 namespace {
-
-struct TransferOptions {
-  int fd;
-  std::string path;
-  std::vector<std::string> engines;
-  size_t ring_bytes;
-  size_t chunk_bytes;
-  size_t queue_depth;  // requests in flight; a transfer touches one buffer more
-  uint32_t thread_count;
-};
-
-// ---------------------------------------------------------------------------------------------------- the ring
-
-// One ring for the process, made at first use; one more for each other pair of sizes, which file systems that were
-// tuned may want. A forked child forgets the parent's (their pages did not come along) and makes its own. They are
-// leaked on purpose: transfers of other threads may outlive the interpreter's shutdown.
-using Rings = std::map<std::pair<size_t, size_t>, BufferPool*>;
-std::mutex* g_ring_mutex = new std::mutex;
-Rings* g_rings = new Rings;
-uint64_t g_ring_generation = 0;
-
-BufferPool& Ring(size_t ring_bytes, size_t chunk_bytes) {
-  if (g_ring_generation != ForkGeneration()) {
-    g_ring_mutex = new std::mutex;  // the parent's may have been held while it forked; the child has one thread now
-    g_rings = new Rings;
-    g_ring_generation = ForkGeneration();
-  }
-  const std::lock_guard lock(*g_ring_mutex);
-  BufferPool*& ring = (*g_rings)[{ring_bytes, chunk_bytes}];
-  if (ring == nullptr) {
-    Result<std::unique_ptr<BufferPool>> made = BufferPool::Create(ring_bytes / chunk_bytes, chunk_bytes);
-    if (!made.ok()) {
-      Throw(Status::Error(made.status().code(),
-                          made.status().message() + "; a smaller one is had by setting FASTPERSIST_RING_BYTES"),
-            "");
-    }
-    ring = std::move(made).value().release();
-  }
-  return *ring;
-}
-
-template <class Count>
-size_t SumOverRings(Count count) {
-  if (g_ring_generation != ForkGeneration()) return 0;
-  const std::lock_guard lock(*g_ring_mutex);
-  size_t sum = 0;
-  for (const auto& [sizes, ring] : *g_rings) sum += ring == nullptr ? 0 : count(*ring);
-  return sum;
-}
-
-size_t RingFreeCount() {
-  return SumOverRings([](const BufferPool& ring) { return ring.free_count(); });
-}
-size_t RingBufferCount() {
-  return SumOverRings([](const BufferPool& ring) { return ring.buffer_count(); });
-}
-
-// The transfers that a thread has open. A transfer that is started while another of the same thread is open (a signal
-// handler or a hook that saves) must not wait for buffers that the outer one cannot give back: it gets two of its own.
-// Shared with each transfer, which may be closed on another thread.
-class OpenTransfer {
- public:
-  explicit OpenTransfer(const TransferOptions& options) : open_count_(OfThisThread()) {
-    if (*open_count_ > 0) {
-      Result<std::unique_ptr<BufferPool>> made =
-          BufferPool::Create(BufferPool::kBuffersPerTransfer, options.chunk_bytes);
-      if (!made.ok()) Throw(made.status(), "");
-      own_buffers_ = std::move(made).value();
-    }
-    buffers_ = own_buffers_ != nullptr ? own_buffers_.get() : &Ring(options.ring_bytes, options.chunk_bytes);
-    ++*open_count_;
-  }
-  ~OpenTransfer() { --*open_count_; }
-  OpenTransfer(const OpenTransfer&) = delete;
-  OpenTransfer& operator=(const OpenTransfer&) = delete;
-
-  BufferPool& buffers() { return *buffers_; }
-
- private:
-  static const std::shared_ptr<std::atomic<int>>& OfThisThread() {
-    thread_local const auto count = std::make_shared<std::atomic<int>>(0);
-    return count;
-  }
-
-  const std::shared_ptr<std::atomic<int>> open_count_;
-  std::unique_ptr<BufferPool> own_buffers_;
-  BufferPool* buffers_ = nullptr;
-};
 
 py::list TextList(const std::vector<std::string>& texts) {
   py::list list;
@@ -160,21 +71,29 @@ Status WithGil(HookError& hook_error, Call call) {
 TransferHooks MakeHooks(const std::shared_ptr<HookError>& hook_error, const py::object& pull, const py::object& push,
                         const py::object& poll) {
   TransferHooks hooks;
-  // The hooks live as long as the transfer, which the Python object owns; their destruction holds the GIL.
+  // Transfers copy and drop the hooks without the GIL: they share the Python objects, of which none is copied there.
+  const auto shared = [](const py::object& object) {
+    return std::shared_ptr<const py::object>(new py::object(object), [](const py::object* last) {
+      const py::gil_scoped_acquire gil;
+      delete last;
+    });
+  };
   if (!pull.is_none()) {
-    hooks.pull = [hook_error, pull](uint64_t id, uint64_t offset_bytes, std::byte* target, uint64_t size_bytes) {
-      return WithGil(*hook_error, [&] { pull(id, offset_bytes, reinterpret_cast<uintptr_t>(target), size_bytes); });
+    hooks.pull = [hook_error, pull = shared(pull)](uint64_t id, uint64_t offset_bytes, std::byte* target,
+                                                   uint64_t size_bytes) {
+      return WithGil(*hook_error, [&] { (*pull)(id, offset_bytes, reinterpret_cast<uintptr_t>(target), size_bytes); });
     };
   }
   if (!push.is_none()) {
-    hooks.push = [hook_error, push](uint64_t id, uint64_t offset_bytes, const std::byte* source, uint64_t size_bytes) {
-      return WithGil(*hook_error, [&] { push(id, offset_bytes, reinterpret_cast<uintptr_t>(source), size_bytes); });
+    hooks.push = [hook_error, push = shared(push)](uint64_t id, uint64_t offset_bytes, const std::byte* source,
+                                                   uint64_t size_bytes) {
+      return WithGil(*hook_error, [&] { (*push)(id, offset_bytes, reinterpret_cast<uintptr_t>(source), size_bytes); });
     };
   }
-  hooks.poll = [hook_error, poll](uint64_t done_bytes) {
+  hooks.poll = [hook_error, poll = shared(poll)](uint64_t done_bytes) {
     return WithGil(*hook_error, [&] {
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-      if (!poll.is_none()) poll(done_bytes);
+      if (!poll->is_none()) (*poll)(done_bytes);
     });
   };
   return hooks;
@@ -212,10 +131,11 @@ class PyWriter {
         hook_error_(std::make_shared<HookError>()),
         open_transfer_(std::make_unique<OpenTransfer>(options)) {
     BufferPool& ring = open_transfer_->buffers();
+    Device* const ring_device = open_transfer_->ring_device();
     TransferHooks hooks = MakeHooks(hook_error_, pull, py::none(), poll);
     RunTransfer(*hook_error_, path_, [&] {
       Result<std::unique_ptr<FileWriter>> opened =
-          FileWriter::Open(options.fd, path_, MakePumpOptions(options), ring, std::move(hooks));
+          FileWriter::Open(options.fd, path_, MakePumpOptions(options), ring, std::move(hooks), ring_device);
       if (!opened.ok()) return opened.status();
       writer_ = std::move(opened).value();
       return Status::Ok();
@@ -314,6 +234,14 @@ struct ExtentList {
                        .with_crc = with_crc,
                        .fresh = fresh});
   }
+  void AddDevice(uint64_t offset_bytes, uint64_t size_bytes, int device, uint64_t address, bool with_crc) {
+    extents.push_back({.offset_bytes = offset_bytes,
+                       .size_bytes = size_bytes,
+                       .target = ReadExtent::Target::kDevice,
+                       .device = &DeviceOf(device),
+                       .device_address = address,
+                       .with_crc = with_crc});
+  }
   void AddPushed(uint64_t offset_bytes, uint64_t size_bytes, uint64_t id, bool with_crc) {
     extents.push_back({.offset_bytes = offset_bytes,
                        .size_bytes = size_bytes,
@@ -337,12 +265,13 @@ ReadReport ReadExtents(TransferOptions options, const ExtentList& list, const py
   const auto hook_error = std::make_shared<HookError>();
   OpenTransfer open_transfer(options);
   BufferPool& ring = open_transfer.buffers();
+  Device* const ring_device = open_transfer.ring_device();
   TransferHooks hooks = MakeHooks(hook_error, py::none(), push, poll);
   ReadReport report;
   std::unique_ptr<FileReader> reader;  // destroyed with the GIL: it owns the hooks
   RunTransfer(*hook_error, options.path, [&] {
     Result<std::unique_ptr<FileReader>> opened =
-        FileReader::Open(options.fd, options.path, MakePumpOptions(options), ring, std::move(hooks));
+        FileReader::Open(options.fd, options.path, MakePumpOptions(options), ring, std::move(hooks), ring_device);
     if (!opened.ok()) return opened.status();
     reader = std::move(opened).value();
     Result<std::vector<uint32_t>> crcs = reader->Read(list.extents);
@@ -411,13 +340,15 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "The native core of fastpersist: engines, ring and transfers. Not public; see fastpersist/_native.pyi.";
 
   py::class_<TransferOptions>(m, "TransferOptions")
-      .def(py::init<int, std::string, std::vector<std::string>, size_t, size_t, size_t, uint32_t>(), py::kw_only(),
-           py::arg("fd"), py::arg("path"), py::arg("engines"), py::arg("ring_bytes"), py::arg("chunk_bytes"),
-           py::arg("queue_depth"), py::arg("thread_count") = 0);
+      .def(py::init<int, std::string, std::vector<std::string>, size_t, size_t, size_t, uint32_t, std::optional<int>>(),
+           py::kw_only(), py::arg("fd"), py::arg("path"), py::arg("engines"), py::arg("ring_bytes"),
+           py::arg("chunk_bytes"), py::arg("queue_depth"), py::arg("thread_count") = 0,
+           py::arg("ring_device") = py::none());
 
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init<uint64_t>(), py::arg("limit_bytes"))
       .def("grow", &Arena::Grow, py::arg("limit_bytes"))
+      .def("prepare", &Arena::Prepare, py::arg("size_bytes"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("used_bytes",
                              [](Arena& self) {
                                const std::lock_guard lock(self.mutex());
@@ -437,10 +368,11 @@ PYBIND11_MODULE(_native, m) {
       .def(py::init<std::shared_ptr<Arena>>(), py::arg("arena"))
       .def(
           "add",
-          [](Snapshot& self, uintptr_t address, uint64_t size_bytes, SourceKind kind) {
+          [](Snapshot& self, uintptr_t address, uint64_t size_bytes, SourceKind kind, std::optional<int> device) {
+            if (device.has_value()) return self.Add(DeviceOf(*device), address, size_bytes, kind);
             return self.Add(reinterpret_cast<const std::byte*>(address), size_bytes, kind);
           },
-          py::arg("address"), py::arg("size_bytes"), py::arg("kind"))
+          py::arg("address"), py::arg("size_bytes"), py::arg("kind"), py::arg("device") = py::none())
       .def("narrow", &Snapshot::Narrow, py::arg("source"), py::arg("from_bytes"), py::arg("until_bytes"),
            py::call_guard<py::gil_scoped_release>())
       .def("capture", &CaptureSnapshot, py::arg("kind"), py::arg("wait"))
@@ -451,6 +383,16 @@ PYBIND11_MODULE(_native, m) {
                       std::chrono::nanoseconds(int64_t(seconds * 1e9)));
           },
           py::arg("delay_s"), py::arg("seconds"))
+      .def(
+          "hold_caller",
+          [](Snapshot& self, int device, uintptr_t stream) { return self.HoldCaller(DeviceOf(device), stream); },
+          py::arg("device"), py::arg("stream"))
+      .def("settled",
+           [](Snapshot& self) {
+             Result<bool> settled = self.Settled();
+             ThrowIfError(settled.status(), "");
+             return settled.value();
+           })
       .def("hurry", &Snapshot::Hurry)
       .def("close", &Snapshot::Close, py::call_guard<py::gil_scoped_release>())
       .def("counts", &CountsOf);
@@ -464,6 +406,12 @@ PYBIND11_MODULE(_native, m) {
             self.AddMemory(reinterpret_cast<const std::byte*>(address), size_bytes, crc_slot);
           },
           py::arg("address"), py::arg("size_bytes"), py::arg("crc_slot") = PieceList::kNoCrc)
+      .def(
+          "add_device",
+          [](PieceList& self, int device, uint64_t address, uint64_t size_bytes, uint32_t crc_slot) {
+            self.AddDevice(DeviceOf(device), address, size_bytes, crc_slot);
+          },
+          py::arg("device"), py::arg("address"), py::arg("size_bytes"), py::arg("crc_slot") = PieceList::kNoCrc)
       .def("add_captured", &PieceList::AddCaptured, py::arg("snapshot"), py::arg("source"), py::arg("size_bytes"),
            py::arg("crc_slot") = PieceList::kNoCrc)
       .def("add_pulled", &PieceList::AddPulled, py::arg("id"), py::arg("size_bytes"),
@@ -489,6 +437,8 @@ PYBIND11_MODULE(_native, m) {
       .def(py::init<>())
       .def("add_memory", &ExtentList::AddMemory, py::arg("offset_bytes"), py::arg("size_bytes"), py::arg("address"),
            py::arg("with_crc") = false, py::arg("fresh") = false)
+      .def("add_device", &ExtentList::AddDevice, py::arg("offset_bytes"), py::arg("size_bytes"), py::arg("device"),
+           py::arg("address"), py::arg("with_crc") = false)
       .def("add_pushed", &ExtentList::AddPushed, py::arg("offset_bytes"), py::arg("size_bytes"), py::arg("id"),
            py::arg("with_crc") = false)
       .def("add_checked", &ExtentList::AddChecked, py::arg("offset_bytes"), py::arg("size_bytes"))
@@ -562,6 +512,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("ring_buffer_count", &RingBufferCount);
   m.def("ring_free_count", &RingFreeCount);
 
+  BindCuFile(m);
+  BindDevices(m);
   BindFaultPlan(m);
   BindRandomAccess(m);
 }

@@ -5,6 +5,12 @@
 
 namespace fastpersist {
 
+class Device;
+// By torch's ordinal; raises what Device::Get says. Call it with the GIL.
+Device& DeviceOf(int ordinal);
+
+void BindCuFile(pybind11::module_& m);        // cufile.cc
+void BindDevices(pybind11::module_& m);       // devices.cc
 void BindFaultPlan(pybind11::module_& m);     // fault_plan.cc
 void BindRandomAccess(pybind11::module_& m);  // random_access.cc
 

@@ -15,7 +15,10 @@ Arena::Arena(uint64_t limit_bytes) : limit_count_(limit_bytes / kBlockBytes), fo
 Arena::~Arena() {
   if (forked()) return;
   FP_CHECK(used_count_ == 0);
-  for (std::byte* mapping : mappings_) munmap(mapping, kBlocksPerMapping * kBlockBytes);
+  for (Mapping& mapping : mappings_) {
+    mapping.pinned.reset();  // the device forgets it before it is gone
+    munmap(mapping.memory, mapping.size_bytes);
+  }
 }
 
 bool Arena::forked() const { return ForkGeneration() != fork_generation_; }
@@ -27,13 +30,58 @@ void Arena::Grow(uint64_t limit_bytes) {
 }
 
 bool Arena::Map() {
-  std::byte* const memory = MapBuffers(kBlocksPerMapping * kBlockBytes);
-  if (memory == nullptr) return false;
-  mappings_.push_back(memory);
-  // Handed out from the back.
-  for (size_t i = kBlocksPerMapping; i > 0; --i) free_.push_back(memory + (i - 1) * kBlockBytes);
-  mapped_count_ += kBlocksPerMapping;
+  Mapping mapping = NextMapping();
+  if (mapping.memory == nullptr) return false;
+  if (pin_) mapping.pinned = pin_(std::span(mapping.memory, mapping.size_bytes));
+  Add(std::move(mapping));
   return true;
+}
+
+// As much as is mapped at a time, but no more than the limit; its memory is null where there is none.
+// REQUIRES: less than the limit is mapped.
+Arena::Mapping Arena::NextMapping() const {
+  const size_t size_bytes = std::min<size_t>(kBlocksPerMapping, limit_count_ - mapped_count_) * kBlockBytes;
+  return {.memory = MapBuffers(size_bytes), .size_bytes = size_bytes, .pinned = nullptr};
+}
+
+void Arena::Add(Mapping mapping) {
+  // Handed out from the back.
+  const size_t block_count = mapping.size_bytes / kBlockBytes;
+  for (size_t i = block_count; i > 0; --i) free_.push_back(mapping.memory + (i - 1) * kBlockBytes);
+  mappings_.push_back(std::move(mapping));
+  mapped_count_ += block_count;
+}
+
+void Arena::PinWith(const Pin& pin) {
+  const std::lock_guard lock(mutex_);
+  if (pin_) return;
+  pin_ = pin;
+  for (Mapping& mapping : mappings_) mapping.pinned = pin_(std::span(mapping.memory, mapping.size_bytes));
+}
+
+bool Arena::Prepare(uint64_t size_bytes) {
+  std::unique_lock lock(mutex_);
+  const auto enough = [&] { return mapped_count_ >= limit_count_ || mapped_count_ * kBlockBytes >= size_bytes; };
+  if (enough()) return false;
+  const Pin pin = pin_;
+  Mapping mapping = NextMapping();
+  if (mapping.memory == nullptr) return false;
+  lock.unlock();
+  const std::span memory(mapping.memory, mapping.size_bytes);
+  if (pin) {
+    mapping.pinned = pin(memory);  // finds and clears the pages, too
+  } else {
+    Populate(memory);
+  }
+  lock.lock();
+  if (enough()) {  // somebody who could not wait has mapped it
+    mapping.pinned.reset();
+    munmap(mapping.memory, mapping.size_bytes);
+    return false;
+  }
+  Add(std::move(mapping));
+  changed_.notify_all();
+  return !enough();
 }
 
 std::byte* Arena::TryTake() {

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -28,6 +29,14 @@ class Arena {
   // Raise the limit; a lower one is ignored.
   void Grow(uint64_t limit_bytes);
 
+  // Let a device know the memory: all that is mapped, and what will be. The first call counts.
+  void PinWith(const Pin& pin);
+
+  // Map, touch and pin some more blocks ahead of their use, unless this much is there, within the limit. Returns
+  // whether another call would do more. For a thread that has time, since it costs about as much as filling them;
+  // others use the arena meanwhile.
+  bool Prepare(uint64_t size_bytes);
+
   // This process was forked from the one that made the arena: its blocks did not come along, and its mutex may have
   // been held by a thread that did not.
   bool forked() const;
@@ -43,9 +52,16 @@ class Arena {
   uint64_t mapped_bytes() const { return mapped_count_ * kBlockBytes; }
 
  private:
-  static constexpr size_t kBlocksPerMapping = 32;
+  static constexpr size_t kBlocksPerMapping = 32;  // at most
+  struct Mapping {
+    std::byte* memory;
+    size_t size_bytes;
+    std::shared_ptr<void> pinned;
+  };
 
   bool Map();
+  Mapping NextMapping() const;
+  void Add(Mapping mapping);
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -53,7 +69,8 @@ class Arena {
   uint64_t used_count_ = 0;
   uint64_t mapped_count_ = 0;
   std::vector<std::byte*> free_;
-  std::vector<std::byte*> mappings_;
+  std::vector<Mapping> mappings_;
+  Pin pin_;
   const uint64_t fork_generation_;
 };
 

@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <string>
+#include <utility>
 
 #include "core/alignment.h"
 #include "core/fork.h"
@@ -24,11 +25,21 @@ Result<std::unique_ptr<BufferPool>> BufferPool::Create(size_t buffer_count, size
   if (memory == nullptr) {
     return Status::FromErrno(errno, "mmap", "of " + std::to_string(size_bytes) + " bytes for the ring");
   }
-  return std::unique_ptr<BufferPool>(new BufferPool(memory, buffer_count, buffer_bytes));
+  return std::unique_ptr<BufferPool>(new BufferPool(memory, buffer_count, buffer_bytes, nullptr));
 }
 
-BufferPool::BufferPool(std::byte* memory, size_t buffer_count, size_t buffer_bytes)
-    : memory_(memory), buffer_count_(buffer_count), buffer_bytes_(buffer_bytes), fork_generation_(ForkGeneration()) {
+std::unique_ptr<BufferPool> BufferPool::Over(std::byte* memory, size_t buffer_count, size_t buffer_bytes,
+                                             std::shared_ptr<void> owner) {
+  FP_CHECK(owner != nullptr && buffer_count >= kBuffersPerTransfer);
+  return std::unique_ptr<BufferPool>(new BufferPool(memory, buffer_count, buffer_bytes, std::move(owner)));
+}
+
+BufferPool::BufferPool(std::byte* memory, size_t buffer_count, size_t buffer_bytes, std::shared_ptr<void> owner)
+    : memory_(memory),
+      buffer_count_(buffer_count),
+      buffer_bytes_(buffer_bytes),
+      owner_(std::move(owner)),
+      fork_generation_(ForkGeneration()) {
   free_.reserve(buffer_count);
   // Handed out from the back: the first buffer first, so that small transfers touch few pages.
   for (size_t i = buffer_count; i > 0; --i) free_.push_back(memory_ + (i - 1) * buffer_bytes_);
@@ -36,7 +47,14 @@ BufferPool::BufferPool(std::byte* memory, size_t buffer_count, size_t buffer_byt
 
 BufferPool::~BufferPool() {
   if (ForkGeneration() != fork_generation_) return;  // the mapping did not come along
+  pinned_.reset();                                   // the device forgets it before it is gone
+  if (owner_ != nullptr) return;
   munmap(memory_, buffer_count_ * buffer_bytes_);
+}
+
+void BufferPool::PinWith(const Pin& pin) {
+  if (ForkGeneration() != fork_generation_ || owner_ != nullptr) return;
+  std::call_once(pin_once_, [&] { pinned_ = pin(std::span(memory_, buffer_count_ * buffer_bytes_)); });
 }
 
 size_t BufferPool::free_count() const {

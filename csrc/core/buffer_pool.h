@@ -16,6 +16,7 @@
 #include <mutex>
 #include <vector>
 
+#include "core/memory.h"
 #include "core/status.h"
 
 namespace fastpersist {
@@ -29,6 +30,9 @@ class BufferPool {
   // One anonymous mapping, advised to use huge pages and to stay out of forked children. kNoMemory when it cannot be
   // had. REQUIRES: buffer_bytes is a multiple of kBufferAlignment, buffer_count >= kBuffersPerTransfer.
   static Result<std::unique_ptr<BufferPool>> Create(size_t buffer_count, size_t buffer_bytes);
+  // Over memory of somebody else, whom the pool keeps: of a device, which no thread can look into.
+  static std::unique_ptr<BufferPool> Over(std::byte* memory, size_t buffer_count, size_t buffer_bytes,
+                                          std::shared_ptr<void> owner);
   ~BufferPool();
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
@@ -37,9 +41,12 @@ class BufferPool {
   size_t buffer_count() const { return buffer_count_; }
   size_t free_count() const;
 
+  // Let a device know the ring's memory. The first call counts, for as long as the pool lives; later ones do nothing.
+  void PinWith(const Pin& pin);
+
  private:
   friend class BufferShare;
-  BufferPool(std::byte* memory, size_t buffer_count, size_t buffer_bytes);
+  BufferPool(std::byte* memory, size_t buffer_count, size_t buffer_bytes, std::shared_ptr<void> owner);
 
   Status Join(std::vector<std::byte*>& into, const std::function<Status()>& poll);
   std::byte* TryTake();
@@ -49,7 +56,10 @@ class BufferPool {
   std::byte* const memory_;
   const size_t buffer_count_;
   const size_t buffer_bytes_;
+  const std::shared_ptr<void> owner_;  // of the memory; null: it is ours
   const uint64_t fork_generation_;
+  std::once_flag pin_once_;
+  std::shared_ptr<void> pinned_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::byte*> free_;
@@ -69,6 +79,8 @@ class BufferShare {
   // An idle buffer of this share, else one more from the pool, else nullptr: put one back first.
   std::byte* Take();
   void Put(std::byte* buffer);
+
+  BufferPool& pool() const { return *pool_; }
 
  private:
   explicit BufferShare(BufferPool& pool) : pool_(&pool) {}

@@ -38,6 +38,8 @@ void AdviseHugePages(std::span<std::byte> range) {
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }
 
+void Populate(std::span<std::byte> range) { (void)madvise(range.data(), range.size(), MADV_POPULATE_WRITE); }
+
 namespace {
 
 // Anonymous memory on a huge-page boundary, advised to use huge pages; null, with errno set, when it cannot be had.

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -17,6 +18,10 @@ namespace fastpersist {
 // 512. Only advice: nothing changes where it is refused, and no page is added at the ends.
 void AdviseHugePages(std::span<std::byte> range);
 
+// Let the kernel find and clear the pages of a range now. A kernel before 5.14 does it when they are touched.
+// REQUIRES: on page boundaries.
+void Populate(std::span<std::byte> range);
+
 constexpr size_t kHugePageBytes = size_t{2} << 20;
 
 // Anonymous memory for our own buffers: on a huge-page boundary, advised to use huge pages (without them a first touch
@@ -24,6 +29,10 @@ constexpr size_t kHugePageBytes = size_t{2} << 20;
 // (which have no use of it, and would make this process copy pages that direct I/O writes into). Null, with errno set,
 // when it cannot be had. Unmapped by munmap(memory, size_bytes). REQUIRES: size_bytes is a multiple of 4096.
 std::byte* MapBuffers(size_t size_bytes);
+
+// Makes memory known to a device, so that it copies from and to it by itself; the memory is known to it as long as what
+// is returned lives. Never fails: memory that a device does not know is only slower.
+using Pin = std::function<std::shared_ptr<void>(std::span<std::byte> memory)>;
 
 // Memory that stays where it is: page-locked, so that it is never swapped out, zeroed, on a huge-page boundary where it
 // is large enough. A forked child has a copy that is not locked.

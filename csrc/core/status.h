@@ -21,6 +21,7 @@ enum class StatusCode : uint8_t {
   kNoSpace,          // ENOSPC, EDQUOT
   kNoMemory,         // ENOMEM: the ring or a kernel resource could not be had
   kEndOfFile,        // the file ended before the bytes that were asked for
+  kDeviceError,      // the device or its driver refused; the message has the driver's name of the error
   kCancelled,        // a hook asked to stop (KeyboardInterrupt, an exception in a callback)
   kInternal,         // our own invariant broke
 };
@@ -39,9 +40,10 @@ class [[nodiscard]] Status {
     status.message_ = std::move(message);
     return status;
   }
-  // The message reads "<operation> <path> at offset <n>: <strerror>"; offset is left out when kNoOffset.
+  // The message reads "<operation> <path> at offset <n>: <strerror> (<detail>)"; the offset is left out when kNoOffset,
+  // the detail when it is empty.
   static Status FromErrno(int sys_errno, std::string_view operation, std::string_view path,
-                          uint64_t offset_bytes = kNoOffset);
+                          uint64_t offset_bytes = kNoOffset, std::string_view detail = {});
 
   bool ok() const { return code_ == StatusCode::kOk; }
   StatusCode code() const { return code_; }

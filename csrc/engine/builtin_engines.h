@@ -24,6 +24,7 @@ enum class AioCalls : uint8_t {
 Result<std::unique_ptr<IoEngine>> CreateUringEngine(const EngineOptions& options, bool direct, UringAbi abi);
 Result<std::unique_ptr<IoEngine>> CreateLibaioEngine(const EngineOptions& options, bool direct, AioCalls calls);
 Result<std::unique_ptr<IoEngine>> CreateThreadsEngine(const EngineOptions& options, bool direct);
+Result<std::unique_ptr<IoEngine>> CreateCuFileEngine(const EngineOptions& options, bool direct);
 Result<std::unique_ptr<IoEngine>> CreateNullEngine(const EngineOptions& options, bool direct);
 
 // What no caller may ask of any engine. The offset matters most: io_uring takes UINT64_MAX as "the file's position".

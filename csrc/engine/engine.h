@@ -73,14 +73,19 @@ class IoEngine {
 
   // Requests queued, in the kernel, or completed and not yet reaped.
   virtual size_t in_flight() const = 0;
+
+  // Of a library between us and the kernel: its own error of the request that failed last, which no errno has, such as
+  // "CU_FILE_IO_DISABLED (5034)". Empty where the errno says all.
+  virtual std::string last_failure() const { return {}; }
 };
 
 struct EngineOptions {
-  // "uring", "libaio", "threads" (direct), each also with "-buffered"; "null" (moves nothing, says it did);
+  // "uring", "libaio", "threads" (direct), each also with "-buffered"; "cufile" (direct, and for memory of a CUDA
+  // device: device/cufile.h); "null" (moves nothing, says it did);
   // "fault:<engine>" wraps another and applies the FaultPlan (engine/fault_engine.h).
   std::string name;
   uint32_t queue_depth = 8;   // 1 … 4096
-  uint32_t thread_count = 0;  // threads engine only; 0: min(queue_depth, 16)
+  uint32_t thread_count = 0;  // threads and cufile only; 0: min(queue_depth, 16)
 };
 
 // Every name that CreateEngine knows, without "fault:", best first.

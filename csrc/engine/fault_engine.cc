@@ -60,6 +60,7 @@ class FaultEngine final : public IoEngine {
 
   std::string_view name() const override { return name_; }
   const EngineLimits& limits() const override { return wrapped_->limits(); }
+  std::string last_failure() const override { return wrapped_->last_failure(); }
   QueueResult Queue(const IoRequest& request) override;
   Status Submit() override { return wrapped_->Submit(); }
   Result<size_t> Reap(std::span<IoCompletion> out, size_t min_count, std::chrono::milliseconds timeout) override;

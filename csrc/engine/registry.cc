@@ -28,14 +28,16 @@ EngineResult CreateLibaio(const EngineOptions& options, bool direct) {
   return CreateLibaioEngine(options, direct, AioCalls::kLibrary);
 }
 
-// Best first. Buffered, the threads copy into the page cache side by side; libaio does all its work in Submit.
-constexpr std::array<Entry, 7> kEntries = {{
+// Best first. Buffered, the threads copy into the page cache side by side; libaio does all its work in Submit. cufile
+// stands aside: it is for memory of a device.
+constexpr std::array<Entry, 8> kEntries = {{
     {.name = "uring", .direct = true, .create = CreateUring},
     {.name = "libaio", .direct = true, .create = CreateLibaio},
     {.name = "threads", .direct = true, .create = CreateThreadsEngine},
     {.name = "threads-buffered", .direct = false, .create = CreateThreadsEngine},
     {.name = "uring-buffered", .direct = false, .create = CreateUring},
     {.name = "libaio-buffered", .direct = false, .create = CreateLibaio},
+    {.name = "cufile", .direct = true, .create = CreateCuFileEngine},
     {.name = "null", .direct = false, .create = CreateNullEngine},
 }};
 

@@ -7,31 +7,40 @@
 #include "core/alignment.h"
 #include "core/crc32.h"
 #include "core/memory.h"
+#include "device/pinning.h"
 
 namespace fastpersist {
 
 Result<std::unique_ptr<FileReader>> FileReader::Open(int fd, std::string path, PumpOptions options, BufferPool& pool,
-                                                     TransferHooks hooks) {
+                                                     TransferHooks hooks, Device* ring_device) {
   options.poll = hooks.poll;
   Result<std::unique_ptr<IoPump>> pump = IoPump::Open(fd, std::move(path), std::move(options));
   if (!pump.ok()) return pump.status();
   const auto poll_while_waiting = [&hooks] { return hooks.poll ? hooks.poll(0) : Status::Ok(); };
   Result<BufferShare> share = BufferShare::Join(pool, poll_while_waiting);
   if (!share.ok()) return share.status();
-  return std::unique_ptr<FileReader>(
-      new FileReader(std::move(pump).value(), std::move(share).value(), std::move(hooks), pool.buffer_bytes()));
+  return std::unique_ptr<FileReader>(new FileReader(std::move(pump).value(), std::move(share).value(), std::move(hooks),
+                                                    pool.buffer_bytes(), ring_device));
 }
 
-FileReader::FileReader(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes)
+FileReader::FileReader(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes,
+                       Device* ring_device)
     : pump_(std::move(pump)), share_(std::move(share)), hooks_(std::move(hooks)), chunk_bytes_(chunk_bytes) {
+  if (ring_device != nullptr) device_ring_.emplace(*ring_device);
   in_flight_.resize(pump_->queue_depth());
 }
 
 FileReader::~FileReader() { Abandon(); }
 
-// The kernel lets go of the buffers first; only then do they go back to the share.
+// Kernel and devices let go of the buffers first; only then do they go back to the share.
 void FileReader::Abandon() {
   pump_->Abandon();
+  for (const Landing& landing : landing_) {
+    for (const CopyMark& mark : landing.marks) (void)mark.Wait({});  // a device that fails copies no more
+    for (Device* device : landing.unmarked) device->to_device().Synchronize();
+    share_.Put(landing.buffer);
+  }
+  landing_.clear();
   for (InFlight& slot : in_flight_) {
     if (slot.buffer != nullptr) share_.Put(slot.buffer);
     slot = {};
@@ -78,6 +87,11 @@ std::vector<FileReader::Chunk> FileReader::Cut(std::span<const ReadExtent> exten
 Result<std::vector<uint32_t>> FileReader::Read(std::span<const ReadExtent> extents) {
   FP_CHECK(std::is_sorted(extents.begin(), extents.end(),
                           [](const auto& a, const auto& b) { return a.offset_bytes < b.offset_bytes; }));
+  const bool wants_crcs = std::any_of(extents.begin(), extents.end(), [](const auto& one) { return one.with_crc; });
+  if (device_ring_.has_value() && wants_crcs) {
+    return Status::Error(StatusCode::kInvalidArgument,
+                         "GPUDirect moves bytes that no CPU sees, so no checksums can be compared");
+  }
   crc_parts_.assign(extents.size(), {});
   const std::vector<Chunk> chunks = Cut(extents);
   std::vector<std::span<std::byte>> fresh;
@@ -108,7 +122,13 @@ Result<std::vector<uint32_t>> FileReader::Read(std::span<const ReadExtent> exten
 Status FileReader::Run(std::span<const ReadExtent> extents, std::span<const Chunk> chunks) {
   std::vector<IoPump::Finished> finished;
   size_t next = 0;
-  while (next < chunks.size() || pump_->in_flight() > 0) {
+  while (next < chunks.size() || pump_->in_flight() > 0 || !landing_.empty()) {
+    // With no read to wait for, the buffers that are missing are those out of which devices copy.
+    for (bool wait = pump_->in_flight() == 0; !landing_.empty(); wait = false) {
+      Result<bool> landed = LandFirst(wait);
+      if (!landed.ok()) return landed.status();
+      if (!landed.value()) break;
+    }
     while (next < chunks.size() && pump_->in_flight() < pump_->queue_depth()) {
       const Chunk& chunk = chunks[next];
       std::byte* const buffer = chunk.straight == nullptr ? share_.Take() : nullptr;
@@ -124,6 +144,7 @@ Status FileReader::Run(std::span<const ReadExtent> extents, std::span<const Chun
                                        .offset_bytes = chunk.offset_bytes,
                                        .tag = static_cast<uint64_t>(slot - in_flight_.begin())}));
     }
+    if (pump_->in_flight() == 0) continue;
     finished.clear();
     FP_RETURN_IF_ERROR(pump_->Collect(finished));
     for (const IoPump::Finished& request : finished) FP_RETURN_IF_ERROR(Finish(extents, chunks, request.tag));
@@ -131,12 +152,68 @@ Status FileReader::Run(std::span<const ReadExtent> extents, std::span<const Chun
   return Status::Ok();
 }
 
+// The same, out of a buffer that no thread can look into.
+Status FileReader::DeliverFromDeviceRing(const ReadExtent& extent, uint64_t offset_in_extent, const std::byte* source,
+                                         uint64_t size_bytes) {
+  switch (extent.target) {
+    case ReadExtent::Target::kDevice:
+      CopiesOut(*extent.device);
+      CopiesOut(device_ring_->device());
+      return device_ring_->TakeDevice(*extent.device, extent.device_address + offset_in_extent, source, size_bytes);
+    case ReadExtent::Target::kMemory:
+      return device_ring_->TakeHost(extent.address + offset_in_extent, source, size_bytes);
+    case ReadExtent::Target::kPush: {
+      std::byte* const bounce = device_ring_->Bounce(size_bytes);
+      FP_RETURN_IF_ERROR(device_ring_->TakeHost(bounce, source, size_bytes));
+      return hooks_.push(extent.id, offset_in_extent, bounce, size_bytes);
+    }
+    case ReadExtent::Target::kNone:
+      return Status::Ok();
+  }
+  return Status::Ok();
+}
+
+// A device copies out of the buffer that is being delivered.
+void FileReader::CopiesOut(Device& device) {
+  if (std::find(devices_.begin(), devices_.end(), &device) == devices_.end()) devices_.push_back(&device);
+}
+
+// Get back the first of the buffers out of which devices copy. False: they still do. REQUIRES: there is one.
+Result<bool> FileReader::LandFirst(bool wait) {
+  const Landing& first = landing_.front();
+  for (const CopyMark& mark : first.marks) {
+    if (wait) {
+      FP_RETURN_IF_ERROR(mark.Wait([this] { return hooks_.poll ? hooks_.poll(pump_->done_bytes()) : Status::Ok(); }));
+      continue;
+    }
+    Result<bool> reached = mark.Reached();
+    if (!reached.ok() || !reached.value()) return reached;
+  }
+  share_.Put(first.buffer);
+  landing_.pop_front();
+  return true;
+}
+
 Status FileReader::Finish(std::span<const ReadExtent> extents, std::span<const Chunk> chunks, size_t tag) {
   const InFlight slot = std::exchange(in_flight_[tag], {});
   const Chunk& chunk = chunks[slot.chunk];
   if (slot.buffer != nullptr) {
+    devices_.clear();
     Status status = Deliver(extents, chunk, slot.buffer);
-    share_.Put(slot.buffer);
+    if (devices_.empty()) {
+      share_.Put(slot.buffer);
+      return status;
+    }
+    landing_.push_back({.buffer = slot.buffer, .marks = {}, .unmarked = {}});
+    for (Device* device : devices_) {
+      Result<CopyMark> mark = device->to_device().Mark();
+      if (mark.ok()) {
+        landing_.back().marks.push_back(std::move(mark).value());
+      } else {
+        landing_.back().unmarked.push_back(device);
+        if (status.ok()) status = mark.status();
+      }
+    }
     return status;
   }
   const ReadExtent& extent = extents[chunk.first_extent];
@@ -157,6 +234,10 @@ Status FileReader::Deliver(std::span<const ReadExtent> extents, const Chunk& chu
     const std::byte* source = buffer + (from - chunk.offset_bytes);
     const uint64_t offset_in_extent = from - extent.offset_bytes;
     const uint64_t size_bytes = until - from;
+    if (device_ring_.has_value()) {
+      FP_RETURN_IF_ERROR(DeliverFromDeviceRing(extent, offset_in_extent, source, size_bytes));
+      continue;
+    }
     uint32_t crc = 0;
     if (extent.target == ReadExtent::Target::kMemory) {
       if (extent.with_crc) {
@@ -166,6 +247,12 @@ Status FileReader::Deliver(std::span<const ReadExtent> extents, const Chunk& chu
       }
     } else {
       if (extent.with_crc) crc = Crc32(0, source, size_bytes);
+      if (extent.target == ReadExtent::Target::kDevice) {
+        CopiesOut(*extent.device);
+        share_.pool().PinWith(PinFor(*extent.device));
+        FP_RETURN_IF_ERROR(
+            extent.device->to_device().ToDevice(extent.device_address + offset_in_extent, source, size_bytes));
+      }
       if (extent.target == ReadExtent::Target::kPush) {
         FP_RETURN_IF_ERROR(hooks_.push(extent.id, offset_in_extent, source, size_bytes));
       }

@@ -2,16 +2,23 @@
 // copies what was asked for out of each as it comes, whatever the alignment of file and memory, with the CRC computed
 // in the same pass. Extents that lie close together share a chunk; what lies between them is read and dropped.
 //
+// What belongs into a device's memory is copied by the device, while the next chunks are read; when Read returns, all
+// of it is there.
+//
 // With a buffered engine, whose bytes the kernel copies anyway, large extents go straight to their memory.
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "core/buffer_pool.h"
+#include "device/device.h"
+#include "transfer/device_ring.h"
 #include "transfer/hooks.h"
 #include "transfer/io_pump.h"
 
@@ -20,6 +27,7 @@ namespace fastpersist {
 struct ReadExtent {
   enum class Target : uint8_t {
     kMemory,  // to `address`
+    kDevice,  // to `device_address` in the memory of `device`
     kPush,    // through the `push` hook as `id`
     kNone,    // nowhere: only the CRC is wanted
   };
@@ -27,6 +35,8 @@ struct ReadExtent {
   uint64_t size_bytes = 0;
   Target target = Target::kNone;
   std::byte* address = nullptr;
+  Device* device = nullptr;
+  CudaAddress device_address = 0;
   uint64_t id = 0;
   bool with_crc = false;
   bool fresh = false;  // kMemory: nothing has touched this memory yet, so its pages may be prepared ahead
@@ -41,14 +51,16 @@ class FileReader {
   // Smaller extents are worth more together in one chunk than a request and no second copy each.
   static constexpr uint64_t kStraightBytes = 256 << 10;
 
+  // With a ring device, the pool's buffers are memory of that device; no extent may want a CRC then (kInvalidArgument).
   static Result<std::unique_ptr<FileReader>> Open(int fd, std::string path, PumpOptions options, BufferPool& pool,
-                                                  TransferHooks hooks);
+                                                  TransferHooks hooks, Device* ring_device = nullptr);
   ~FileReader();
   FileReader(const FileReader&) = delete;
   FileReader& operator=(const FileReader&) = delete;
 
   // Read all extents; returns their CRCs (0 where none was asked for). REQUIRES: sorted by offset. They may overlap.
-  // After an error, targets may be partly filled, and nothing of ours is in flight any more.
+  // After an error, targets may be partly filled, and nothing of ours is in flight any more. Devices copy after what
+  // their to_device() streams were made to follow: see CopyStream::FollowCaller.
   Result<std::vector<uint32_t>> Read(std::span<const ReadExtent> extents);
 
   const IoPump& pump() const { return *pump_; }
@@ -74,19 +86,34 @@ class FileReader {
     uint32_t crc;
   };
 
-  FileReader(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes);
+  FileReader(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes,
+             Device* ring_device);
 
   std::vector<Chunk> Cut(std::span<const ReadExtent> extents) const;
   Status Run(std::span<const ReadExtent> extents, std::span<const Chunk> chunks);
   Status Deliver(std::span<const ReadExtent> extents, const Chunk& chunk, const std::byte* buffer);
+  Status DeliverFromDeviceRing(const ReadExtent& extent, uint64_t offset_in_extent, const std::byte* source,
+                               uint64_t size_bytes);
+  void CopiesOut(Device& device);
   Status Finish(std::span<const ReadExtent> extents, std::span<const Chunk> chunks, size_t tag);
+  Result<bool> LandFirst(bool wait);
   void Abandon();
+
+  // Out of this buffer devices copy; it is theirs until the marks are reached.
+  struct Landing {
+    std::byte* buffer;
+    std::vector<CopyMark> marks;
+    std::vector<Device*> unmarked;  // whose copies have no mark: that is an error, and they are waited for otherwise
+  };
 
   std::unique_ptr<IoPump> pump_;
   BufferShare share_;
   const TransferHooks hooks_;
   const size_t chunk_bytes_;
+  std::optional<DeviceRing> device_ring_;        // none: the buffers are host memory
   std::vector<InFlight> in_flight_;              // by tag
+  std::deque<Landing> landing_;                  // in the order in which the copies were started
+  std::vector<Device*> devices_;                 // that were told to copy out of the buffer that is being delivered
   std::vector<std::vector<CrcPart>> crc_parts_;  // by extent, in the order the chunks came
 };
 

@@ -5,6 +5,7 @@
 
 #include "core/alignment.h"
 #include "core/crc32.h"
+#include "device/pinning.h"
 
 namespace fastpersist {
 
@@ -14,12 +15,17 @@ void PieceList::AddBytes(std::string bytes) {
 }
 
 void PieceList::Add(Kind kind, uint64_t size_bytes, uint32_t crc_slot, const std::byte* address, uint64_t id) {
-  pieces_.push_back({kind, crc_slot, size_bytes, address, id, nullptr});
+  pieces_.push_back({kind, crc_slot, size_bytes, address, id, nullptr, nullptr});
   size_bytes_ += size_bytes;
 }
 
 void PieceList::AddMemory(const std::byte* address, uint64_t size_bytes, uint32_t crc_slot) {
   Add(Kind::kMemory, size_bytes, crc_slot, address, 0);
+}
+
+void PieceList::AddDevice(Device& device, CudaAddress address, uint64_t size_bytes, uint32_t crc_slot) {
+  Add(Kind::kDevice, size_bytes, crc_slot, nullptr, address);
+  pieces_.back().device = &device;
 }
 
 void PieceList::AddCaptured(std::shared_ptr<Snapshot> snapshot, uint32_t source, uint64_t size_bytes,
@@ -36,32 +42,44 @@ void PieceList::AddPulled(uint64_t id, uint64_t size_bytes, uint32_t crc_slot) {
 void PieceList::AddCrc(uint32_t crc_slot) { Add(Kind::kCrc, sizeof(uint32_t), crc_slot, nullptr, 0); }
 
 Result<std::unique_ptr<FileWriter>> FileWriter::Open(int fd, std::string path, PumpOptions options, BufferPool& pool,
-                                                     TransferHooks hooks) {
+                                                     TransferHooks hooks, Device* ring_device) {
   options.poll = hooks.poll;
   Result<std::unique_ptr<IoPump>> pump = IoPump::Open(fd, std::move(path), std::move(options));
   if (!pump.ok()) return pump.status();
   const auto poll_while_waiting = [&hooks] { return hooks.poll ? hooks.poll(0) : Status::Ok(); };
   Result<BufferShare> share = BufferShare::Join(pool, poll_while_waiting);
   if (!share.ok()) return share.status();
-  return std::unique_ptr<FileWriter>(
-      new FileWriter(std::move(pump).value(), std::move(share).value(), std::move(hooks), pool.buffer_bytes()));
+  return std::unique_ptr<FileWriter>(new FileWriter(std::move(pump).value(), std::move(share).value(), std::move(hooks),
+                                                    pool.buffer_bytes(), ring_device));
 }
 
-FileWriter::FileWriter(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes)
+FileWriter::FileWriter(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes,
+                       Device* ring_device)
     : pump_(std::move(pump)), share_(std::move(share)), hooks_(std::move(hooks)), chunk_bytes_(chunk_bytes) {
+  if (ring_device != nullptr) device_ring_.emplace(*ring_device);
   in_flight_.resize(pump_->queue_depth());
 }
 
 FileWriter::~FileWriter() { Abandon(); }
 
-// The kernel lets go of the buffers first; only then do they go back to the share.
+// Kernel and devices let go of the buffers first; only then do they go back to the share.
 Status FileWriter::Abort(Status status) {
   if (failed_.ok()) failed_ = std::move(status);
   pump_->Abandon();
   for (std::byte*& buffer : in_flight_) {
     if (buffer != nullptr) share_.Put(std::exchange(buffer, nullptr));
   }
-  if (buffer_ != nullptr) share_.Put(std::exchange(buffer_, nullptr));
+  PassOn();
+  for (Chunk& chunk : landing_) {
+    if (chunk.buffer == nullptr) continue;
+    const bool marked = MarkCopies(chunk).ok();
+    for (const CopyMark& mark : chunk.marks) (void)mark.Wait({});  // a device that fails copies no more
+    if (!marked) {
+      for (Device* device : chunk.devices) device->to_host().Synchronize();
+    }
+    share_.Put(chunk.buffer);
+  }
+  landing_.clear();
   return failed_;
 }
 
@@ -73,47 +91,161 @@ Status FileWriter::Collect(bool wait) {
 }
 
 Status FileWriter::EnsureBuffer() {
-  while (buffer_ == nullptr) {
-    buffer_ = share_.Take();
-    if (buffer_ != nullptr) break;
+  while (chunk_.buffer == nullptr) {
+    chunk_.buffer = share_.Take();
+    if (chunk_.buffer != nullptr) break;
     // None is idle and the pool has none to spare: one of ours must come back. There is one, since we own at least
-    // two and are filling none.
-    FP_RETURN_IF_ERROR(Collect(/*wait=*/true));
+    // two and are filling none. First what has landed is written, so that the disk has work.
+    if (!landing_.empty()) {
+      const Result<bool> landed = LandFirst(/*wait=*/true);
+      if (!landed.ok()) return landed.status();
+    } else {
+      FP_RETURN_IF_ERROR(Collect(/*wait=*/true));
+    }
   }
   return Status::Ok();
 }
 
-// Hand the chunk over, padded with zeros to a whole block.
-Status FileWriter::StartChunk() {
-  if (fill_bytes_ == 0) return Status::Ok();
-  const size_t padded_bytes = AlignUp(fill_bytes_, kBlockBytes);
-  std::memset(buffer_ + fill_bytes_, 0, padded_bytes - fill_bytes_);
+// ----------------------------------------------------------------------------------- full chunks
+
+// The chunk is full, or the last before a seek: hand it to the kernel, once all copies into it are there.
+Status FileWriter::EndChunk() {
+  if (chunk_.fill_bytes == 0) return Status::Ok();
+  if (device_ring_.has_value()) {
+    const size_t padding_bytes = AlignUp(chunk_.fill_bytes, kBlockBytes) - chunk_.fill_bytes;
+    FP_RETURN_IF_ERROR(device_ring_->PutZeros(chunk_.buffer + chunk_.fill_bytes, padding_bytes));
+    CopiesInto(device_ring_->device());
+  }
+  if (landing_.empty() && chunk_.devices.empty()) {
+    FP_RETURN_IF_ERROR(StartWrite(chunk_));
+    chunk_.offset_bytes += std::exchange(chunk_.fill_bytes, 0);
+    return Status::Ok();
+  }
+  PassOn();
+  FP_RETURN_IF_ERROR(MarkCopies(landing_.back()));
+  for (Result<bool> landed = true; landed.ok() && landed.value() && !landing_.empty();) {
+    landed = LandFirst(/*wait=*/false);
+    if (!landed.ok()) return landed.status();
+  }
+  return Status::Ok();
+}
+
+// The open chunk is full: the next one begins behind it.
+void FileWriter::PassOn() {
+  const uint64_t next_offset_bytes = position();
+  landing_.push_back(std::move(chunk_));
+  chunk_ = Chunk();
+  chunk_.offset_bytes = next_offset_bytes;
+}
+
+// Padded with zeros to a whole block.
+Status FileWriter::StartWrite(Chunk& chunk) {
+  const size_t padded_bytes = AlignUp(chunk.fill_bytes, kBlockBytes);
+  if (!device_ring_.has_value()) std::memset(chunk.buffer + chunk.fill_bytes, 0, padded_bytes - chunk.fill_bytes);
   while (pump_->in_flight() == pump_->queue_depth()) FP_RETURN_IF_ERROR(Collect(/*wait=*/true));
   const auto free_tag = std::find(in_flight_.begin(), in_flight_.end(), nullptr);
   FP_CHECK(free_tag != in_flight_.end());
-  *free_tag = buffer_;
+  *free_tag = chunk.buffer;
   const IoPump::Request request{.op = IoOp::kWrite,
-                                .buffer = std::exchange(buffer_, nullptr),
+                                .buffer = std::exchange(chunk.buffer, nullptr),
                                 .size_bytes = static_cast<uint32_t>(padded_bytes),
                                 .needed_bytes = static_cast<uint32_t>(padded_bytes),
-                                .offset_bytes = chunk_offset_,
+                                .offset_bytes = chunk.offset_bytes,
                                 .tag = static_cast<uint64_t>(free_tag - in_flight_.begin())};
-  chunk_offset_ += fill_bytes_;
-  fill_bytes_ = 0;
   FP_RETURN_IF_ERROR(pump_->Start(request));
   return Collect(/*wait=*/false);
 }
 
-// Copy at most size_bytes of a piece to where the chunk is filled up to, and continue `crc` with them. Sets size_bytes
-// to what was copied.
-Status FileWriter::CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, size_t& size_bytes, uint32_t& crc) {
-  std::byte* const target = buffer_ + fill_bytes_;
+// From here on it can be found out whether the copies into a chunk that were started have landed.
+Status FileWriter::MarkCopies(Chunk& chunk) {
+  for (Device* device : chunk.devices) {
+    Result<CopyMark> mark = device->to_host().Mark();
+    if (!mark.ok()) return mark.status();
+    chunk.marks.push_back(std::move(mark).value());
+  }
+  chunk.devices.clear();
+  return Status::Ok();
+}
+
+Status FileWriter::WaitForCopies(Chunk& chunk) {
+  for (const CopyMark& mark : chunk.marks) FP_RETURN_IF_ERROR(mark.Wait([this] { return Poll(); }));
+  chunk.marks.clear();
+  return Status::Ok();
+}
+
+// Start to write the first of the full chunks. False: its copies are still on the way. REQUIRES: there is one.
+Result<bool> FileWriter::LandFirst(bool wait) {
+  Chunk& first = landing_.front();
+  if (!wait) {
+    for (const CopyMark& mark : first.marks) {
+      Result<bool> reached = mark.Reached();
+      if (!reached.ok() || !reached.value()) return reached;
+    }
+  }
+  FP_RETURN_IF_ERROR(WaitForCopies(first));
+  Settle(first);
+  FP_RETURN_IF_ERROR(StartWrite(first));
+  landing_.pop_front();
+  return true;
+}
+
+// Wait for all copies on the way, those into the open chunk, too: from here on their sources may go, and the CRCs are
+// complete.
+Status FileWriter::Drain() {
+  while (!landing_.empty()) {
+    const Result<bool> landed = LandFirst(/*wait=*/true);
+    if (!landed.ok()) return landed.status();
+  }
+  FP_RETURN_IF_ERROR(MarkCopies(chunk_));
+  FP_RETURN_IF_ERROR(WaitForCopies(chunk_));
+  Settle(chunk_);
+  return Status::Ok();
+}
+
+// ----------------------------------------------------------------------------------- CRCs
+
+// Make the parts of a chunk that has landed part of the CRCs, in file order.
+void FileWriter::Settle(Chunk& chunk) {
+  for (Part& part : chunk.parts) {
+    std::byte* const bytes = chunk.buffer + part.offset_bytes;
+    if (part.kind == Part::Kind::kCrcText) {
+      const uint32_t crc = this->crc(part.crc_slot);
+      for (size_t i = 0; i < part.size_bytes; ++i) {
+        bytes[i] = static_cast<std::byte>(crc >> (8 * (part.skip_bytes + i)));
+      }
+      part.crc_slot = PieceList::kNoCrc;
+      part.crc = Crc32(0, bytes, part.size_bytes);
+    } else if (part.kind == Part::Kind::kOnTheWay && part.crc_slot != PieceList::kNoCrc) {
+      part.crc = Crc32(0, bytes, part.size_bytes);
+    }
+    Account(part);
+  }
+  chunk.parts.clear();
+}
+
+void FileWriter::Account(const Part& part) {
+  if (part.crc_slot != PieceList::kNoCrc) {
+    if (part.crc_slot >= crcs_.size()) crcs_.resize(size_t{part.crc_slot} + 1);
+    uint32_t& slot_crc = crcs_[part.crc_slot];
+    slot_crc = CombineCrc32(slot_crc, part.crc, part.size_bytes);
+  }
+  Run& run = runs_[part.run];
+  run.crc = CombineCrc32(run.crc, part.crc, part.size_bytes);
+  run.size_bytes += part.size_bytes;
+}
+
+// ----------------------------------------------------------------------------------- pieces
+
+// Copy at most size_limit_bytes of a piece to where the chunk is filled up to; say in `part` what was copied.
+Status FileWriter::CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes, Part& part) {
+  std::byte* const target = chunk_.buffer + part.offset_bytes;
   const bool with_crc = piece.kind == PieceList::Kind::kBytes || piece.crc_slot != PieceList::kNoCrc;
+  part.size_bytes = size_limit_bytes;
   const auto copy = [&](const std::byte* source) {
     if (with_crc) {
-      crc = CopyWithCrc32(crc, target, source, size_bytes);
+      part.crc = CopyWithCrc32(0, target, source, part.size_bytes);
     } else {
-      std::memcpy(target, source, size_bytes);
+      std::memcpy(target, source, part.size_bytes);
     }
   };
   switch (piece.kind) {
@@ -121,57 +253,117 @@ Status FileWriter::CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, 
     case PieceList::Kind::kMemory:
       copy(piece.address + done_bytes);
       break;
+    case PieceList::Kind::kDevice:
+      return CopyFromDevice(*piece.device, piece.id + done_bytes, part);
     case PieceList::Kind::kCaptured: {
-      const auto poll = [this] { return hooks_.poll ? hooks_.poll(pump_->done_bytes()) : Status::Ok(); };
-      auto taken = piece.snapshot->Take(static_cast<uint32_t>(piece.id), done_bytes, size_bytes, poll);
+      const auto poll = [this] { return Poll(); };
+      auto taken = piece.snapshot->Take(static_cast<uint32_t>(piece.id), done_bytes, size_limit_bytes, poll);
       if (!taken.ok()) return taken.status();
-      size_bytes = taken.value().size();
-      copy(taken.value().data());
+      part.size_bytes = taken.value().size_bytes;
+      Status status;
+      if (taken.value().device != nullptr) {
+        status = CopyFromDevice(*taken.value().device, taken.value().address, part);
+      } else {
+        copy(taken.value().host_bytes().data());
+      }
       piece.snapshot->Done();
-      break;
+      return status;
     }
     case PieceList::Kind::kPulled:
-      FP_RETURN_IF_ERROR(hooks_.pull(piece.id, done_bytes, target, size_bytes));
-      if (with_crc) crc = Crc32(crc, target, size_bytes);
+      FP_RETURN_IF_ERROR(hooks_.pull(piece.id, done_bytes, target, size_limit_bytes));
+      if (with_crc) part.crc = Crc32(0, target, size_limit_bytes);
       break;
-    case PieceList::Kind::kCrc: {
-      std::byte crc_bytes[sizeof(uint32_t)];
-      for (size_t i = 0; i < sizeof(crc_bytes); ++i) {
-        crc_bytes[i] = static_cast<std::byte>(this->crc(piece.crc_slot) >> (8 * i));
-      }
-      copy(crc_bytes + done_bytes);
+    case PieceList::Kind::kCrc:
+      part.kind = Part::Kind::kCrcText;
+      part.skip_bytes = static_cast<uint32_t>(done_bytes);
       break;
-    }
   }
   return Status::Ok();
 }
 
+// The same, into a buffer that no thread can look into.
+Status FileWriter::CopyToDeviceRing(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes,
+                                    Part& part) {
+  std::byte* const target = chunk_.buffer + part.offset_bytes;
+  part.size_bytes = size_limit_bytes;
+  part.kind = Part::Kind::kOnTheWay;
+  CopiesInto(device_ring_->device());
+  if (piece.crc_slot != PieceList::kNoCrc) {
+    return Status::Error(StatusCode::kInvalidArgument,
+                         "GPUDirect moves bytes that no CPU sees, so there can be no checksums");
+  }
+  switch (piece.kind) {
+    case PieceList::Kind::kBytes:
+    case PieceList::Kind::kMemory:
+      return device_ring_->PutHost(target, piece.address + done_bytes, part.size_bytes);
+    case PieceList::Kind::kDevice:
+      return device_ring_->PutDevice(target, *piece.device, piece.id + done_bytes, part.size_bytes);
+    case PieceList::Kind::kCaptured: {
+      const auto poll = [this] { return Poll(); };
+      auto taken = piece.snapshot->Take(static_cast<uint32_t>(piece.id), done_bytes, size_limit_bytes, poll);
+      if (!taken.ok()) return taken.status();
+      part.size_bytes = taken.value().size_bytes;
+      Status status;
+      if (Device* const device = taken.value().device; device != nullptr) {
+        status = device_ring_->PutDevice(target, *device, taken.value().address, part.size_bytes);
+      } else {
+        status = device_ring_->PutHost(target, taken.value().host_bytes().data(), part.size_bytes);
+        if (status.ok()) status = device_ring_->Wait();  // the arena may have the memory back then
+      }
+      piece.snapshot->Done();
+      return status;
+    }
+    case PieceList::Kind::kPulled: {
+      std::byte* const bounce = device_ring_->Bounce(part.size_bytes);
+      FP_RETURN_IF_ERROR(hooks_.pull(piece.id, done_bytes, bounce, part.size_bytes));
+      FP_RETURN_IF_ERROR(device_ring_->PutHost(target, bounce, part.size_bytes));
+      return device_ring_->Wait();
+    }
+    case PieceList::Kind::kCrc:
+      break;  // has a slot
+  }
+  return Status::Ok();
+}
+
+// A device copies into the open chunk.
+void FileWriter::CopiesInto(Device& device) {
+  if (std::find(chunk_.devices.begin(), chunk_.devices.end(), &device) == chunk_.devices.end()) {
+    chunk_.devices.push_back(&device);
+  }
+}
+
+Status FileWriter::CopyFromDevice(Device& device, CudaAddress address, Part& part) {
+  share_.pool().PinWith(PinFor(device));
+  part.kind = Part::Kind::kOnTheWay;
+  CopiesInto(device);
+  return device.to_host().ToHost(chunk_.buffer + part.offset_bytes, address, part.size_bytes);
+}
+
 Status FileWriter::Fill(const PieceList::Piece& piece) {
-  const bool in_slot = piece.kind != PieceList::Kind::kCrc && piece.crc_slot != PieceList::kNoCrc;
-  Run& run = runs_.back();
-  // The CRC of a piece in a slot is wanted by itself; others just go on with the file's.
-  uint32_t crc = in_slot ? 0 : run.crc;
   for (uint64_t done_bytes = 0; done_bytes < piece.size_bytes;) {
     FP_RETURN_IF_ERROR(EnsureBuffer());
     // Chunks end on multiples of the chunk size in the file, so every one but the first and the last is a full one.
-    const size_t capacity_bytes = chunk_bytes_ - static_cast<size_t>(chunk_offset_ & (chunk_bytes_ - 1));
-    auto size_bytes =
-        static_cast<size_t>(std::min<uint64_t>(capacity_bytes - fill_bytes_, piece.size_bytes - done_bytes));
-    FP_RETURN_IF_ERROR(CopyPart(piece, done_bytes, size_bytes, crc));
-    done_bytes += size_bytes;
-    fill_bytes_ += size_bytes;
-    if (fill_bytes_ == capacity_bytes) FP_RETURN_IF_ERROR(StartChunk());
+    const size_t capacity_bytes = chunk_bytes_ - static_cast<size_t>(chunk_.offset_bytes & (chunk_bytes_ - 1));
+    const auto size_bytes =
+        static_cast<size_t>(std::min<uint64_t>(capacity_bytes - chunk_.fill_bytes, piece.size_bytes - done_bytes));
+    Part part{.kind = Part::Kind::kDone,
+              .crc_slot = piece.crc_slot,
+              .crc = 0,
+              .skip_bytes = 0,
+              .offset_bytes = chunk_.fill_bytes,
+              .size_bytes = 0,
+              .run = runs_.size() - 1};
+    FP_RETURN_IF_ERROR(device_ring_.has_value() ? CopyToDeviceRing(piece, done_bytes, size_bytes, part)
+                                                : CopyPart(piece, done_bytes, size_bytes, part));
+    done_bytes += part.size_bytes;
+    chunk_.fill_bytes += part.size_bytes;
+    chunk_.parts.push_back(part);
+    // What waits for nothing is accounted for at once.
+    if (landing_.empty() && chunk_.devices.empty()) Settle(chunk_);
+    if (chunk_.fill_bytes == capacity_bytes) FP_RETURN_IF_ERROR(EndChunk());
   }
-
-  if (in_slot) {
-    if (piece.crc_slot >= crcs_.size()) crcs_.resize(size_t{piece.crc_slot} + 1);
-    uint32_t& slot_crc = crcs_[piece.crc_slot];
-    slot_crc = CombineCrc32(slot_crc, crc, piece.size_bytes);
-    crc = CombineCrc32(run.crc, crc, piece.size_bytes);
-  }
-  run.crc = crc;
-  every_piece_has_crc_ &= in_slot || piece.kind == PieceList::Kind::kBytes || piece.kind == PieceList::Kind::kCrc;
-  run.size_bytes += piece.size_bytes;
+  every_piece_has_crc_ &=
+      piece.crc_slot != PieceList::kNoCrc || (piece.kind == PieceList::Kind::kBytes && !device_ring_.has_value());
   return Status::Ok();
 }
 
@@ -198,7 +390,8 @@ Status FileWriter::Append(const PieceList& pieces) {
     Status status = Fill(piece);
     if (!status.ok()) return Abort(std::move(status));
   }
-  return Status::Ok();
+  Status status = Drain();
+  return status.ok() ? status : Abort(std::move(status));
 }
 
 Status FileWriter::Seek(uint64_t offset_bytes) {
@@ -207,19 +400,20 @@ Status FileWriter::Seek(uint64_t offset_bytes) {
     return Status::Error(StatusCode::kInvalidArgument, "seek to " + std::to_string(offset_bytes) +
                                                            ", which is no multiple of " + std::to_string(kBlockBytes));
   }
-  Status status = StartChunk();
+  Status status = EndChunk();
   if (!status.ok()) return Abort(std::move(status));
-  chunk_offset_ = offset_bytes;
+  chunk_.offset_bytes = offset_bytes;
   runs_.push_back({.offset_bytes = offset_bytes, .size_bytes = 0, .crc = 0});
   return Status::Ok();
 }
 
 Status FileWriter::Finish() {
   if (!failed_.ok()) return failed_;
-  Status status = StartChunk();
+  Status status = EndChunk();
+  if (status.ok()) status = Drain();
   while (status.ok() && pump_->in_flight() > 0) status = Collect(/*wait=*/true);
   if (!status.ok()) return Abort(std::move(status));
-  if (buffer_ != nullptr) share_.Put(std::exchange(buffer_, nullptr));
+  if (chunk_.buffer != nullptr) share_.Put(std::exchange(chunk_.buffer, nullptr));
   return Status::Ok();
 }
 

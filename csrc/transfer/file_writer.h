@@ -1,6 +1,9 @@
 // Bytes to a file, through the ring: fills one buffer after the other in file order, with the CRC computed while the
 // bytes are in the cache, and keeps the engine's queue full. The only place that cuts, coalesces and pads what is
 // written. Small pieces cost a memcpy, not an I/O: ten thousand of them lie in the same few chunks.
+//
+// What lies in a device's memory is copied by the device: several chunks are being filled at once, and each one's CRC
+// and write follow when its copies have landed.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +14,8 @@
 #include <vector>
 
 #include "core/buffer_pool.h"
+#include "device/device.h"
+#include "transfer/device_ring.h"
 #include "transfer/hooks.h"
 #include "transfer/io_pump.h"
 #include "transfer/snapshot.h"
@@ -29,6 +34,9 @@ class PieceList {
   // A whole source of a snapshot, wherever its bytes are by then. They need not stay unchanged: the snapshot sees to
   // it.
   void AddCaptured(std::shared_ptr<Snapshot> snapshot, uint32_t source, uint64_t size_bytes, uint32_t crc_slot);
+  // In the memory of a device, whose copies into the ring are in flight beside each other and beside the writes. As
+  // AddMemory otherwise.
+  void AddDevice(Device& device, CudaAddress address, uint64_t size_bytes, uint32_t crc_slot);
   // From the `pull` hook, in pieces of at most one chunk.
   void AddPulled(uint64_t id, uint64_t size_bytes, uint32_t crc_slot);
   // The four little-endian bytes of a slot's CRC as it is when this piece is reached.
@@ -38,14 +46,15 @@ class PieceList {
 
  private:
   friend class FileWriter;
-  enum class Kind : uint8_t { kBytes, kMemory, kCaptured, kPulled, kCrc };
+  enum class Kind : uint8_t { kBytes, kMemory, kDevice, kCaptured, kPulled, kCrc };
   struct Piece {
     Kind kind;
     uint32_t crc_slot;
     uint64_t size_bytes;
     const std::byte* address;
-    uint64_t id;
+    uint64_t id;  // of a pull; index of a captured source; address in a device's memory
     Snapshot* snapshot;
+    Device* device;
   };
 
   void Add(Kind kind, uint64_t size_bytes, uint32_t crc_slot, const std::byte* address, uint64_t id);
@@ -62,8 +71,9 @@ class FileWriter {
   // Padding and every Seek are in multiples of this; direct I/O wants 512 or 4096 on all common devices.
   static constexpr uint64_t kBlockBytes = 4096;
 
+  // With a ring device, the pool's buffers are memory of that device; no piece may want a CRC then (kInvalidArgument).
   static Result<std::unique_ptr<FileWriter>> Open(int fd, std::string path, PumpOptions options, BufferPool& pool,
-                                                  TransferHooks hooks);
+                                                  TransferHooks hooks, Device* ring_device = nullptr);
   ~FileWriter();
   FileWriter(const FileWriter&) = delete;
   FileWriter& operator=(const FileWriter&) = delete;
@@ -82,7 +92,7 @@ class FileWriter {
   // Wait until the kernel has let go of every buffer and give them back. The writer is of no use after.
   void Abandon() { (void)Abort(Status::Error(StatusCode::kCancelled, "the writer was closed")); }
 
-  uint64_t position() const { return chunk_offset_ + fill_bytes_; }
+  uint64_t position() const { return chunk_.offset_bytes + chunk_.fill_bytes; }
   uint32_t crc(uint32_t slot) const { return slot < crcs_.size() ? crcs_[slot] : 0; }
   struct Run {  // bytes that were written one after the other
     uint64_t offset_bytes;
@@ -97,27 +107,61 @@ class FileWriter {
   const IoPump& pump() const { return *pump_; }
 
  private:
-  FileWriter(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes);
+  FileWriter(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes,
+             Device* ring_device);
+
+  // Bytes in a chunk that are not part of the CRCs yet: a device's copy of them has not landed, or one of bytes before
+  // them has not.
+  struct Part {
+    enum class Kind : uint8_t { kDone, kOnTheWay, kCrcText };
+    Kind kind;
+    uint32_t crc_slot;
+    uint32_t crc;         // kDone: of the bytes, if it is wanted
+    uint32_t skip_bytes;  // kCrcText: of the slot's four bytes, those that lie in the chunk before
+    size_t offset_bytes;  // in the chunk
+    size_t size_bytes;
+    size_t run;
+  };
+  struct Chunk {
+    std::byte* buffer = nullptr;
+    uint64_t offset_bytes = 0;
+    size_t fill_bytes = 0;
+    std::vector<Part> parts;
+    std::vector<Device*> devices;  // that copy into it
+    std::vector<CopyMark> marks;   // behind their copies, once the chunk is full
+  };
 
   Status EnsureBuffer();
-  Status StartChunk();
+  Status EndChunk();
+  void PassOn();
+  Status StartWrite(Chunk& chunk);
+  Status MarkCopies(Chunk& chunk);
+  Status WaitForCopies(Chunk& chunk);
+  Result<bool> LandFirst(bool wait);
+  Status Drain();
+  void Settle(Chunk& chunk);
+  void Account(const Part& part);
   Status Collect(bool wait);
   Status Fill(const PieceList::Piece& piece);
-  Status CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, size_t& size_bytes, uint32_t& crc);
+  Status CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes, Part& part);
+  Status CopyToDeviceRing(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes, Part& part);
+  void CopiesInto(Device& device);
+  Status CopyFromDevice(Device& device, CudaAddress address, Part& part);
+  Status Poll() const { return hooks_.poll ? hooks_.poll(pump_->done_bytes()) : Status::Ok(); }
   Status Abort(Status status);
 
   std::unique_ptr<IoPump> pump_;
   BufferShare share_;
   const TransferHooks hooks_;
   const size_t chunk_bytes_;
+  std::optional<DeviceRing> device_ring_;  // none: the buffers are host memory
   std::vector<uint32_t> crcs_;
   std::vector<Run> runs_{{.offset_bytes = 0, .size_bytes = 0, .crc = 0}};
   bool every_piece_has_crc_ = true;
   std::vector<std::byte*> in_flight_;  // by tag; null: that tag is free
   std::vector<IoPump::Finished> finished_;
-  std::byte* buffer_ = nullptr;  // the chunk being filled
-  uint64_t chunk_offset_ = 0;
-  size_t fill_bytes_ = 0;
+  Chunk chunk_;                // the one being filled
+  std::deque<Chunk> landing_;  // full but for copies on the way, in file order: none behind the first is written before
   Status failed_;
 };
 

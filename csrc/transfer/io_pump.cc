@@ -179,7 +179,7 @@ Status IoPump::Complete(const IoCompletion& completion, std::vector<Finished>& f
     return Status::Ok();
   }
   if (completion.sys_errno != 0) {
-    Status status = Status::FromErrno(completion.sys_errno, Name(request.op), path_, place);
+    Status status = Status::FromErrno(completion.sys_errno, Name(request.op), path_, place, engine_->last_failure());
     const bool another = engine_index_ + 1 < options_.engines.size();
     if (!SaysNotSupported(completion.sys_errno) || !another) return Give(index, std::move(status), finished);
     if (demote_because_.ok()) demote_because_ = std::move(status);

@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
+#include <utility>
 
 #include "core/alignment.h"
+#include "device/pinning.h"
 
 namespace fastpersist {
 namespace {
@@ -14,13 +17,26 @@ constexpr uint64_t kLeaseBytes = uint64_t{1} << 20;
 // How often a paced writer looks at the clock: once per chunk of this size.
 constexpr uint64_t kPaceBytes = uint64_t{8} << 20;
 constexpr uint64_t kCacheLineBytes = 64;
+// Sources of a device up to this size are gathered: a copy of 256 KiB takes PCIe about as long as starting it takes us.
+constexpr uint64_t kSmallBytes = uint64_t{256} << 10;
+// As far apart as that they still go into one copy: its bytes cost less than another one.
+constexpr uint64_t kGapBytes = uint64_t{64} << 10;
 
 size_t IndexOf(SourceKind kind) { return static_cast<size_t>(kind); }
 
 }  // namespace
 
-uint32_t Snapshot::Add(const std::byte* address, uint64_t size_bytes, SourceKind kind) {
+uint32_t Snapshot::Add(Device& device, CudaAddress address, uint64_t size_bytes, SourceKind kind) {
+  if (std::find(devices_.begin(), devices_.end(), &device) == devices_.end()) {
+    devices_.push_back(&device);
+    arena_->PinWith(PinFor(device));
+  }
+  return AddSource(address, size_bytes, kind, &device);
+}
+
+uint32_t Snapshot::AddSource(uintptr_t address, uint64_t size_bytes, SourceKind kind, Device* device) {
   sources_.push_back({.address = address,
+                      .device = device,
                       .size_bytes = size_bytes,
                       .kind = kind,
                       .claimed_bytes = size_bytes,
@@ -34,7 +50,7 @@ uint32_t Snapshot::Add(const std::byte* address, uint64_t size_bytes, SourceKind
 void Snapshot::Narrow(uint32_t source_index, uint64_t from_bytes, uint64_t until_bytes) {
   FP_CHECK(source_index < sources_.size());
   std::unique_lock lock(arena_->mutex());
-  while (copying_ && !closed_) arena_->changed().wait(lock);  // perhaps what is dropped here
+  while (copying_count_ > 0 && !closed_) arena_->changed().wait(lock);  // perhaps what is dropped here
   if (closed_) return;
   Source& source = sources_[source_index];
   FP_CHECK(from_bytes <= until_bytes && until_bytes <= source.size_bytes);
@@ -54,7 +70,8 @@ void Snapshot::Narrow(uint32_t source_index, uint64_t from_bytes, uint64_t until
     kept.push_back({.from_bytes = first - from_bytes,
                     .size_bytes = end - first,
                     .memory = segment.memory + (first - segment.from_bytes),
-                    .block = segment.block});
+                    .block = segment.block,
+                    .landed = segment.landed});
   }
   source.segments = std::move(kept);
   source.address += from_bytes;
@@ -62,6 +79,7 @@ void Snapshot::Narrow(uint32_t source_index, uint64_t from_bytes, uint64_t until
   source.claimed_bytes = live_bytes;
   source.copied_from_bytes = live_bytes;
   arena_->changed().notify_all();
+  ReturnUnlanded(lock);
 }
 
 // Sleep until something changed, or the timeout. False when `poll` says stop.
@@ -75,22 +93,180 @@ bool Snapshot::Wait(std::unique_lock<std::mutex>& lock, std::chrono::nanoseconds
   return stopped.ok();
 }
 
-// See that there is a block with room for at least one line.
-bool Snapshot::EnsureRoom() {
-  if (open_block_ != nullptr && open_fill_bytes_ < Arena::kBlockBytes) return true;
-  if (open_block_ != nullptr) Release(std::exchange(open_block_, nullptr));
+// See that there is a block with this much room, filled by this device or, with none, by a thread.
+bool Snapshot::EnsureRoom(OpenBlock& open, Device* device, size_t size_bytes) {
+  FP_CHECK(size_bytes <= Arena::kBlockBytes);
+  if (open.block != nullptr && open.block->device == device && open.fill_bytes + size_bytes <= Arena::kBlockBytes) {
+    return true;
+  }
+  CloseBlock(open);
   std::byte* memory = arena_->TryTake();
   if (memory == nullptr) return false;
-  open_block_ = &blocks_.emplace_back(Block{.memory = memory, .user_count = 1});
-  open_fill_bytes_ = 0;
+  blocks_.push_back({.memory = memory,
+                     .user_count = 1,
+                     .device = device,
+                     .mark = {},
+                     .unmarked = false,
+                     .landed = device == nullptr});
+  open = {.block = &blocks_.back(), .fill_bytes = 0};
   return true;
+}
+
+// Nothing more goes into the open block. From here on it has a mark, if a device fills it.
+void Snapshot::CloseBlock(OpenBlock& open) {
+  if (open.block == nullptr) return;
+  Block& block = *std::exchange(open.block, nullptr);
+  if (!block.landed && block.user_count > 1) {
+    Result<CopyMark> mark = block.device->to_host().Mark();
+    block.unmarked = !mark.ok();  // then Land makes one, or says why it cannot
+    if (mark.ok()) block.mark = std::move(mark).value();
+  }
+  Release(&block);
+}
+
+// Wait until a device's copy of a segment is there.
+Status Snapshot::Land(std::unique_lock<std::mutex>& lock, const Segment& segment, const Poll& poll) {
+  Block& block = *segment.block;
+  if (segment.landed || block.landed) return Status::Ok();
+  const bool is_open = &block == capture_block_.block || &block == writer_block_.block;
+  CopyMark own;  // more may go into an open block, which gets its mark when it is closed
+  if (is_open || !block.mark) {
+    Result<CopyMark> made = block.device->to_host().Mark();
+    if (!made.ok()) return made.status();
+    own = std::move(made).value();
+  }
+  const CopyMark& mark = own ? own : block.mark;
+  lock.unlock();
+  Status status = mark.Wait(poll);
+  lock.lock();
+  if (status.ok() && !is_open) block.landed = true;
+  return status;
+}
+
+// ----------------------------------------------------------------------------------- small sources of devices
+
+// Find the small sources of one kind that lie close together, in one allocation of a device: an allocator that gives
+// many tensors from the same 2 MiB puts them there. What lies between them is copied and ignored.
+void Snapshot::FindClusters() {
+  if (clusters_found_) return;
+  clusters_found_ = true;
+  std::vector<uint32_t> small;
+  for (uint32_t index = 0; index < sources_.size(); ++index) {
+    const Source& source = sources_[index];
+    if (source.device != nullptr && source.size_bytes > 0 && source.size_bytes <= kSmallBytes) small.push_back(index);
+  }
+  std::sort(small.begin(), small.end(), [this](uint32_t a, uint32_t b) {
+    const Source& left = sources_[a];
+    const Source& right = sources_[b];
+    return std::tuple(left.device->ordinal(), left.kind, left.address) <
+           std::tuple(right.device->ordinal(), right.kind, right.address);
+  });
+  for (size_t first = 0, next = 0; first < small.size(); first = next) {
+    const Source& start = sources_[small[first]];
+    uintptr_t end = start.address + start.size_bytes;
+    for (next = first + 1; next < small.size(); ++next) {
+      const Source& source = sources_[small[next]];
+      if (source.device != start.device || source.kind != start.kind) break;
+      const uintptr_t further = std::max<uintptr_t>(end, source.address + source.size_bytes);
+      if (source.address > end + kGapBytes || further - start.address > Arena::kBlockBytes) break;
+      end = further;
+    }
+    if (next - first < 2) continue;
+    auto range = start.device->RangeOf(start.address);
+    if (!range.ok() || end > range.value().first + range.value().second) continue;
+    for (size_t member = first; member < next; ++member) sources_[small[member]].cluster = clusters_.size();
+    clusters_.emplace_back(small.begin() + static_cast<std::ptrdiff_t>(first),
+                           small.begin() + static_cast<std::ptrdiff_t>(next));
+  }
+}
+
+// Copy a small source of a device, and all of its cluster that nobody has begun with, into the arena in one go. False:
+// it has no cluster, is alone, or there is no room; then nothing was done.
+bool Snapshot::Gather(std::unique_lock<std::mutex>& lock, OpenBlock& open, const Source& source) {
+  if (source.cluster == kNoCluster || !source.untouched()) return false;
+  std::vector<Source*> members;
+  for (const uint32_t index : clusters_[source.cluster]) {
+    if (sources_[index].size_bytes > 0 && sources_[index].untouched()) members.push_back(&sources_[index]);
+  }
+  if (members.size() < 2) return false;
+  uintptr_t from = members.front()->address;
+  uintptr_t end = from;
+  for (const Source* member : members) {  // those that overlap may have changed their order by Narrow
+    from = std::min(from, member->address);
+    end = std::max<uintptr_t>(end, member->address + member->size_bytes);
+  }
+  const uint64_t span_bytes = end - from;
+  if (!EnsureRoom(open, source.device, span_bytes)) return false;
+  Block* const block = open.block;
+  std::byte* const target = block->memory + open.fill_bytes;
+  open.fill_bytes = AlignUp(open.fill_bytes + span_bytes, kCacheLineBytes);
+  block->user_count += static_cast<uint32_t>(members.size());
+  for (Source* member : members) member->claimed_bytes = 0;
+  ++copying_count_;
+  Device& device = *source.device;
+  lock.unlock();
+  Status copied = device.to_host().ToHost(target, from, span_bytes);
+  lock.lock();
+  --copying_count_;
+  if (!copied.ok() && failed_.ok()) failed_ = std::move(copied);
+  for (Source* member : members) {
+    member->copied_from_bytes = 0;
+    member->segments.push_back({.from_bytes = 0,
+                                .size_bytes = member->size_bytes,
+                                .memory = target + (member->address - from),
+                                .block = block,
+                                .landed = false});
+    counts_.remaining_bytes[IndexOf(member->kind)] -= member->size_bytes;
+    counts_.copied_bytes[IndexOf(member->kind)] += member->size_bytes;
+  }
+  arena_->changed().notify_all();
+  return true;
+}
+
+// For the writer, which comes to a small source that nobody has captured: gather its cluster and wait for it, so that
+// those that follow are there. Where that cannot be, nothing happens.
+Status Snapshot::GatherAndLand(std::unique_lock<std::mutex>& lock, const Source& source, const Poll& poll) {
+  if (!Gather(lock, writer_block_, source) || !failed_.ok()) return failed_;
+  Result<CopyMark> mark = source.device->to_host().Mark();
+  if (!mark.ok()) return mark.status();
+  lock.unlock();
+  Status status = mark.value().Wait(poll);
+  lock.lock();
+  if (!status.ok()) return status;
+  for (const uint32_t index : clusters_[source.cluster]) {
+    for (Segment& segment : sources_[index].segments) segment.landed |= segment.block == writer_block_.block;
+  }
+  return Status::Ok();
 }
 
 void Snapshot::Release(Block* block) {
   FP_CHECK(block->user_count > 0);
   if (--block->user_count > 0) return;
+  if (!block->landed && (block->mark || block->unmarked)) {
+    unlanded_.push_back(block);
+    return;
+  }
   arena_->Return(std::exchange(block->memory, nullptr));
   arena_->changed().notify_all();
+}
+
+// Give back the blocks that nobody wants any more, but into which a device still copies: whoever gets one next must not
+// find that. Waits without the lock, behind which all saves of the arena would stand still.
+void Snapshot::ReturnUnlanded(std::unique_lock<std::mutex>& lock) {
+  while (!unlanded_.empty()) {
+    Block* const block = unlanded_.back();
+    unlanded_.pop_back();
+    lock.unlock();
+    if (block->mark) {
+      (void)block->mark.Wait({});  // a device that fails copies no more
+    } else {
+      block->device->to_host().Synchronize();
+    }
+    lock.lock();
+    block->mark = {};
+    arena_->Return(std::exchange(block->memory, nullptr));
+    arena_->changed().notify_all();
+  }
 }
 
 Status Snapshot::Capture(SourceKind kind, bool wait, const Poll& poll) {
@@ -106,40 +282,58 @@ Status Snapshot::Capture(SourceKind kind, bool wait, const Poll& poll) {
   }
   if (closed_) return Status::Ok();
   capturing_ = true;
+  FindClusters();
   bool no_room = false;
-  for (size_t index = sources_.size(); index > 0 && stopped.ok() && !closed_ && !no_room; --index) {
-    Source& source = sources_[index - 1];
-    if (source.kind != kind) continue;
-    while (!closed_) {
+  Status copied;
+  // One device after the other, last those of the host, which the writer is the quicker to pass: a block is filled by
+  // one of them, and in a state they alternate.
+  std::vector<Device*> devices = devices_;
+  devices.push_back(nullptr);
+  for (size_t turn = 0; turn < devices.size() * sources_.size(); ++turn) {
+    Source& source = sources_[sources_.size() - 1 - turn % sources_.size()];
+    if (source.kind != kind || source.device != devices[turn / sources_.size()]) continue;
+    if (!stopped.ok() || !failed_.ok() || closed_ || no_room) break;
+    while (!closed_ && failed_.ok()) {
       const uint64_t front_bytes = source.taken_bytes + source.leased_bytes;
       if (source.claimed_bytes <= front_bytes) break;  // the rest of it is the writer's
-      if (!EnsureRoom()) {
+      if (Gather(lock, capture_block_, source)) break;
+      if (!EnsureRoom(capture_block_, source.device, kCacheLineBytes)) {
         no_room = !wait;
         if (no_room || !Wait(lock, kPollInterval, poll, stopped)) break;
         continue;
       }
       const uint64_t size_bytes =
-          std::min<uint64_t>(Arena::kBlockBytes - open_fill_bytes_, source.claimed_bytes - front_bytes);
-      Block* const block = open_block_;
-      std::byte* const target = block->memory + open_fill_bytes_;
-      open_fill_bytes_ = AlignUp(open_fill_bytes_ + size_bytes, kCacheLineBytes);
+          std::min<uint64_t>(Arena::kBlockBytes - capture_block_.fill_bytes, source.claimed_bytes - front_bytes);
+      Block* const block = capture_block_.block;
+      std::byte* const target = block->memory + capture_block_.fill_bytes;
+      capture_block_.fill_bytes = AlignUp(capture_block_.fill_bytes + size_bytes, kCacheLineBytes);
       ++block->user_count;
       source.claimed_bytes -= size_bytes;
-      copying_ = true;
+      ++copying_count_;
+      const uintptr_t from = source.address + source.claimed_bytes;
       lock.unlock();
-      std::memcpy(target, source.address + source.claimed_bytes, size_bytes);
+      if (source.device == nullptr) {
+        std::memcpy(target, reinterpret_cast<const std::byte*>(from), size_bytes);
+      } else {
+        copied = source.device->to_host().ToHost(target, from, size_bytes);
+      }
       lock.lock();
-      copying_ = false;
+      --copying_count_;
+      if (!copied.ok() && failed_.ok()) failed_ = copied;
       source.copied_from_bytes = source.claimed_bytes;
-      source.segments.push_back(
-          {.from_bytes = source.claimed_bytes, .size_bytes = size_bytes, .memory = target, .block = block});
+      source.segments.push_back({.from_bytes = source.claimed_bytes,
+                                 .size_bytes = size_bytes,
+                                 .memory = target,
+                                 .block = block,
+                                 .landed = false});
       counts_.remaining_bytes[IndexOf(kind)] -= size_bytes;
       counts_.copied_bytes[IndexOf(kind)] += size_bytes;
       arena_->changed().notify_all();
     }
   }
+  if (capture_block_.block != nullptr && capture_block_.block->device != nullptr) CloseBlock(capture_block_);  // marked
   // What is neither in the arena nor behind the writer is what the writer is looking at this moment, or found no room.
-  while (wait && stopped.ok() && !closed_ && counts_.remaining_bytes[IndexOf(kind)] > 0) {
+  while (wait && stopped.ok() && failed_.ok() && !closed_ && counts_.remaining_bytes[IndexOf(kind)] > 0) {
     if (!Wait(lock, kPollInterval, poll, stopped)) break;
   }
   capturing_ = false;
@@ -147,15 +341,16 @@ Status Snapshot::Capture(SourceKind kind, bool wait, const Poll& poll) {
   return stopped;
 }
 
-Result<std::span<const std::byte>> Snapshot::Take(uint32_t source_index, uint64_t offset_bytes, uint64_t max_bytes,
-                                                  const Poll& poll) {
+Result<Snapshot::Taken> Snapshot::Take(uint32_t source_index, uint64_t offset_bytes, uint64_t max_bytes,
+                                       const Poll& poll) {
   FP_CHECK(source_index < sources_.size());
   std::unique_lock lock(arena_->mutex());
   FP_CHECK(leased_ == nullptr);
   Source& source = sources_[source_index];
   FP_CHECK(offset_bytes == source.taken_bytes && offset_bytes < source.size_bytes && max_bytes > 0);
   Status stopped;
-  if (pace_duration_.count() > 0 && counts_.taken_bytes % kPaceBytes < kLeaseBytes) {
+  const bool at_chunk = source.device != nullptr || counts_.taken_bytes % kPaceBytes < kLeaseBytes;
+  if (pace_duration_.count() > 0 && at_chunk) {
     const double share = static_cast<double>(counts_.taken_bytes) / static_cast<double>(total_bytes_);
     const auto due = pace_start_ + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
                                        std::chrono::duration<double, std::nano>(pace_duration_) * share);
@@ -167,26 +362,45 @@ Result<std::span<const std::byte>> Snapshot::Take(uint32_t source_index, uint64_
   while (!closed_ && offset_bytes >= source.claimed_bytes && offset_bytes < source.copied_from_bytes) {
     if (!Wait(lock, kPollInterval, poll, stopped)) return stopped;
   }
+  if (!failed_.ok()) return failed_;
+  if (!closed_ && source.device != nullptr && offset_bytes == 0) {
+    FindClusters();
+    FP_RETURN_IF_ERROR(GatherAndLand(lock, source, poll));
+  }
   if (closed_) return Status::Error(StatusCode::kCancelled, "the snapshot was closed");
   leased_ = &source;
   leased_live_ = offset_bytes < source.copied_from_bytes;
-  const std::byte* memory = nullptr;
   if (leased_live_) {
-    source.leased_bytes = std::min({max_bytes, kLeaseBytes, source.claimed_bytes - offset_bytes});
-    memory = source.address + offset_bytes;
-  } else {
-    const Segment& segment = source.segments.back();
-    const uint64_t inside_bytes = offset_bytes - segment.from_bytes;
-    FP_CHECK(inside_bytes < segment.size_bytes);
-    source.leased_bytes = std::min({max_bytes, kLeaseBytes, segment.size_bytes - inside_bytes});
-    memory = segment.memory + inside_bytes;
+    // A device is told once for each lease, and no gate waits for it: as much as there is.
+    const uint64_t lease_bytes = source.device == nullptr ? kLeaseBytes : max_bytes;
+    source.leased_bytes = std::min({max_bytes, lease_bytes, source.claimed_bytes - offset_bytes});
+    return Taken{.address = source.address + offset_bytes, .size_bytes = source.leased_bytes, .device = source.device};
   }
-  return std::span(memory, source.leased_bytes);
+  const Segment segment = source.segments.back();
+  const uint64_t inside_bytes = offset_bytes - segment.from_bytes;
+  FP_CHECK(inside_bytes < segment.size_bytes);
+  source.leased_bytes = std::min({max_bytes, kLeaseBytes, segment.size_bytes - inside_bytes});
+  stopped = Land(lock, segment, poll);  // without the lock: the lease keeps the block
+  if (!stopped.ok()) {
+    source.leased_bytes = 0;
+    EndLease();
+    ReturnUnlanded(lock);
+    return stopped;
+  }
+  return Taken{.address = reinterpret_cast<uintptr_t>(segment.memory + inside_bytes),
+               .size_bytes = source.leased_bytes,
+               .device = nullptr};
 }
 
 void Snapshot::Done() {
-  const std::lock_guard lock(arena_->mutex());
+  std::unique_lock lock(arena_->mutex());
   FP_CHECK(leased_ != nullptr);
+  EndLease();
+  ReturnUnlanded(lock);
+}
+
+// What is leased has been taken.
+void Snapshot::EndLease() {
   Source& source = *std::exchange(leased_, nullptr);
   source.taken_bytes += source.leased_bytes;
   counts_.taken_bytes += source.leased_bytes;
@@ -218,14 +432,47 @@ void Snapshot::Close() {
   std::unique_lock lock(arena_->mutex());
   closed_ = true;
   arena_->changed().notify_all();
-  while (copying_) arena_->changed().wait(lock);  // its target is a block of ours
+  while (copying_count_ > 0) arena_->changed().wait(lock);  // its target is a block of ours
+  CloseBlock(capture_block_);
+  CloseBlock(writer_block_);
   for (Source& source : sources_) {
     // What the writer is looking at stays until it is Done().
     const auto kept = source.segments.end() - (&source == leased_ && !leased_live_ ? 1 : 0);
     for (auto segment = source.segments.begin(); segment != kept; ++segment) Release(segment->block);
     source.segments.erase(source.segments.begin(), kept);
   }
-  if (open_block_ != nullptr) Release(std::exchange(open_block_, nullptr));
+  ReturnUnlanded(lock);
+}
+
+Result<bool> Snapshot::Settled() {
+  const std::lock_guard lock(arena_->mutex());
+  if (!failed_.ok()) return failed_;
+  if (settled_) return true;
+  if (!closed_ &&
+      counts_.remaining_bytes[IndexOf(SourceKind::kStable)] + counts_.remaining_bytes[IndexOf(SourceKind::kVolatile)] >
+          0) {
+    return false;
+  }
+  for (size_t index = settling_.size(); index < devices_.size(); ++index) {
+    Result<CopyMark> mark = devices_[index]->to_host().Mark();
+    if (!mark.ok()) return mark.status();
+    settling_.push_back(std::move(mark).value());
+  }
+  for (const CopyMark& mark : settling_) {
+    Result<bool> reached = mark.Reached();
+    if (!reached.ok() || !reached.value()) return reached;
+  }
+  settling_.clear();
+  settled_ = true;
+  return true;
+}
+
+bool Snapshot::HoldCaller(Device& device, uintptr_t stream) {
+  Status held = device.to_host().HoldCaller(stream);
+  if (held.code() == StatusCode::kUnsupported) return false;
+  const std::lock_guard lock(arena_->mutex());
+  if (!held.ok() && failed_.ok()) failed_ = std::move(held);
+  return true;
 }
 
 Snapshot::Counts Snapshot::counts() {

@@ -3,6 +3,11 @@
 // writer has not reached yet; the two meet in the middle, each at the speed of its own core, and what was copied is
 // then taken from the arena. Nobody waits longer than for the bytes that are neither written nor copied.
 //
+// Bytes in the memory of a device are copied by the device, in the order of its own stream (device/device.h): what
+// holds for the thread of a host copy, "has returned", holds there for the stream, "has been started". So whoever has
+// waited here makes the stream that changes the bytes wait too (CopyStream::HoldCaller), and no thread waits for the
+// device. Small sources that lie close together there, as an allocator places them, go into the arena in one copy.
+//
 // Which bytes may change when, and who must call Capture before, is decided above (fastpersist/capture.py).
 #pragma once
 
@@ -19,6 +24,7 @@
 
 #include "core/arena.h"
 #include "core/status.h"
+#include "device/device.h"
 
 namespace fastpersist {
 
@@ -29,7 +35,8 @@ enum class SourceKind : uint8_t {
 };
 constexpr size_t kSourceKindCount = 3;
 
-// Thread-safe: guarded by the arena's mutex, which is not held while bytes are copied. One writer at a time.
+// Thread-safe: guarded by the arena's mutex, which is not held while bytes are copied. One writer at a time. A device
+// that fails while it captures fails the writer; there is nothing to protect then.
 class Snapshot {
  public:
   explicit Snapshot(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {}
@@ -38,8 +45,12 @@ class Snapshot {
   Snapshot& operator=(const Snapshot&) = delete;
 
   // Called before anybody takes or captures. Returns the source's index: 0, 1, 2 … The writer takes sources in this
-  // order. The memory stays where it is, and allocated, until the writer has passed or Close().
-  uint32_t Add(const std::byte* address, uint64_t size_bytes, SourceKind kind);
+  // order. The memory, of the host or of a device, stays where it is, and allocated, until the writer has passed or
+  // Close().
+  uint32_t Add(const std::byte* address, uint64_t size_bytes, SourceKind kind) {
+    return AddSource(reinterpret_cast<uintptr_t>(address), size_bytes, kind, nullptr);
+  }
+  uint32_t Add(Device& device, CudaAddress address, uint64_t size_bytes, SourceKind kind);
 
   // From now on a source is these bytes of it, which the writer takes from offset 0 on; the others are nobody's concern
   // any more, and their copies are given back. For whoever learns only after save() which bytes will be written.
@@ -51,13 +62,32 @@ class Snapshot {
   // Make it safe to change the bytes of all sources of a kind. Copies while the arena has room; what does not fit is
   // waited for: the writer passes it, or blocks come back. wait == false: return when there is no room.
   // After Close() there is nothing to protect, and it returns at once. `poll` is asked about every 50 ms while waiting;
-  // its error ends the wait, and nothing is safe to change then.
+  // its error ends the wait, and nothing is safe to change then. Bytes of devices are safe to change for a stream that
+  // then waits for the devices' copies.
   Status Capture(SourceKind kind, bool wait, const Poll& poll);
 
   // For the writer: the next bytes of a source, from `offset_bytes` on, 1 … max_bytes of them; valid and unchanging
   // until Done(). REQUIRES: offset_bytes is where the last take of this source ended.
-  Result<std::span<const std::byte>> Take(uint32_t source, uint64_t offset_bytes, uint64_t max_bytes, const Poll& poll);
+  struct Taken {
+    uintptr_t address;
+    uint64_t size_bytes;
+    Device* device;  // null: host memory. Else the copy from there is started before Done() is called.
+
+    std::span<const std::byte> host_bytes() const {
+      FP_CHECK(device == nullptr);
+      return {reinterpret_cast<const std::byte*>(address), size_bytes};
+    }
+  };
+  Result<Taken> Take(uint32_t source, uint64_t offset_bytes, uint64_t max_bytes, const Poll& poll);
   void Done();
+
+  // Make the caller's stream wait for the copies from a device that have been started, after Capture. False: it cannot,
+  // since it is being captured into a CUDA graph; then a thread has to wait until Settled().
+  bool HoldCaller(Device& device, uintptr_t caller_stream);
+
+  // Whether Capture has nothing left to do of stable and volatile sources, and all copies that devices were told to
+  // make have landed: no stream has to wait any more. The error is what a device has failed with.
+  Result<bool> Settled();
 
   // Let the writer spread its work over `duration`, beginning `delay` from now: the first byte is taken no earlier than
   // that begins, the last no earlier than it ends, unless Hurry() was called, which Capture(kStable) does when it
@@ -80,15 +110,26 @@ class Snapshot {
   struct Block {
     std::byte* memory;
     uint32_t user_count;  // segments in it, and one while it is being filled
+    Device* device;       // that fills it; null: a thread does
+    CopyMark mark;        // behind the copies into it; empty: they have landed, or it is being filled
+    bool unmarked;        // no mark could be had
+    bool landed;
+  };
+  // The block that is being filled: the thread that captures has one, and the writer, when it gathers.
+  struct OpenBlock {
+    Block* block = nullptr;
+    size_t fill_bytes = 0;
   };
   struct Segment {
     uint64_t from_bytes;  // in the source
     uint64_t size_bytes;
     const std::byte* memory;
     Block* block;
+    bool landed;  // whatever the block says
   };
   struct Source {
-    const std::byte* address;
+    uintptr_t address;
+    Device* device;
     uint64_t size_bytes;
     SourceKind kind;
     uint64_t taken_bytes = 0;       // the writer has passed these,
@@ -96,23 +137,43 @@ class Snapshot {
     uint64_t claimed_bytes;         // from here on it is in the arena, or is being copied there,
     uint64_t copied_from_bytes;     // and from here on it is in the arena
     std::vector<Segment> segments;  // the lowest is the last: it was copied last, and is taken first
-  };
+    size_t cluster = kNoCluster;
 
+    bool untouched() const { return taken_bytes == 0 && leased_bytes == 0 && claimed_bytes == size_bytes; }
+  };
+  static constexpr size_t kNoCluster = SIZE_MAX;
+
+  uint32_t AddSource(uintptr_t address, uint64_t size_bytes, SourceKind kind, Device* device);
   bool Wait(std::unique_lock<std::mutex>& lock, std::chrono::nanoseconds timeout, const Poll& poll, Status& stopped);
-  bool EnsureRoom();
+  bool EnsureRoom(OpenBlock& open, Device* device, size_t size_bytes);
+  void CloseBlock(OpenBlock& open);
+  Status Land(std::unique_lock<std::mutex>& lock, const Segment& segment, const Poll& poll);
   void Release(Block* block);
+  void ReturnUnlanded(std::unique_lock<std::mutex>& lock);
+  void FindClusters();
+  bool Gather(std::unique_lock<std::mutex>& lock, OpenBlock& open, const Source& source);
+  Status GatherAndLand(std::unique_lock<std::mutex>& lock, const Source& source, const Poll& poll);
+  void EndLease();
 
   const std::shared_ptr<Arena> arena_;
   std::vector<Source> sources_;
-  std::deque<Block> blocks_;  // a deque: addresses stay
-  Block* open_block_ = nullptr;
-  size_t open_fill_bytes_ = 0;
+  std::deque<Block> blocks_;      // a deque: addresses stay
+  std::vector<Block*> unlanded_;  // nobody's, and not back in the arena
+  OpenBlock capture_block_;
+  OpenBlock writer_block_;
+  std::vector<std::vector<uint32_t>>
+      clusters_;  // indexes of small sources that lie close together in a device's memory
+  bool clusters_found_ = false;
   Counts counts_;
+  std::vector<Device*> devices_;
+  std::vector<CopyMark> settling_;  // one for each device, once Capture has nothing left to do
+  bool settled_ = false;
+  Status failed_;  // a device could not copy what Capture told it to: the writer gets this, and no gate waits any more
   uint64_t total_bytes_ = 0;
   Source* leased_ = nullptr;
   bool leased_live_ = false;
   bool capturing_ = false;  // a thread is inside Capture
-  bool copying_ = false;    // and reads a source without the lock
+  int copying_count_ = 0;   // threads that read a source without the lock
   bool closed_ = false;
   bool hurry_ = false;
   std::chrono::steady_clock::time_point pace_start_;

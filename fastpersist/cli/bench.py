@@ -22,6 +22,7 @@ from collections.abc import Callable
 import fastpersist
 from fastpersist.cli import bench_io
 from fastpersist.cli.bench_fio import fio_read_row, fio_write_row
+from fastpersist.cli.bench_io_rows import resolve_engines
 from fastpersist.cli.bench_load_rows import PageCache, own_load_rows, peer_load_rows
 from fastpersist.cli.bench_report import StateResult, machine_facts, report_json, report_text
 from fastpersist.cli.bench_rows import Measured, Row, Sample, measure
@@ -62,7 +63,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             metavar="N",
             help="MiB of the state one-tensor (default: 1024)",
         )
-        parser.add_argument(
+        engines = parser.add_mutually_exclusive_group()
+        engines.add_argument(
+            "--engine",
+            nargs="+",
+            action="extend",
+            metavar="NAME",
+            help="rows for these (default: the engines of fastpersist info that work, but for cufile)",
+        )
+        engines.add_argument(
             "--all-engines", action="store_true", help="rows for the engines through the page cache, too"
         )
         parser.add_argument("--quick", action="store_true", help="small states, one round: to try it out")
@@ -120,6 +129,8 @@ def _command_line(arguments: argparse.Namespace) -> str:
         words += ["--state", state]
     if "one-tensor" in _state_names(arguments) and not arguments.quick:
         words += ["--size-mb", str(arguments.size_mb)]
+    if arguments.engine:
+        words += ["--engine", *arguments.engine]
     for name in ("all_engines", "quick", "warm"):
         if getattr(arguments, name, False):
             words.append(f"--{name.replace('_', '-')}")
@@ -151,10 +162,21 @@ def _measure_all(arguments: argparse.Namespace) -> tuple[list[str], list[StateRe
     return notes, results
 
 
+def _engines(arguments: argparse.Namespace, scratch: str) -> tuple[list[str], list[str]]:
+    """Return the engines that have rows of their own, and what is to be said about them.
+
+    Raises:
+        ConfigError, UnsupportedError: They were named, and are not there, or cannot be used.
+    """
+    if arguments.engine:
+        return resolve_engines(scratch, arguments.engine)
+    return usable_engines(scratch, buffered=arguments.all_engines), []
+
+
 def _measure_saves(arguments: argparse.Namespace, recipe: StateRecipe, scratch: str) -> tuple[StateResult, list[str]]:
     payload_bytes = recipe.payload_bytes()
     _require_space(scratch, payload_bytes, file_count=1)
-    engines = usable_engines(scratch, buffered=arguments.all_engines)
+    engines, engine_notes = _engines(arguments, scratch)
     job = Job("save", recipe, payload_bytes, engines)
 
     def before(suffix: str) -> str:
@@ -178,6 +200,7 @@ def _measure_saves(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
         "seconds run from the call until file and name are durable: who does not sync is followed by fsync of the file "
         "and of its directory; every run writes a fresh file, and its removal is synced before the next run",
         *_COMMON_NOTES,
+        *engine_notes,
         "fio: --rw=write --direct=1 --ioengine=io_uring --bs=8M --iodepth=8 --numjobs=1 --fallocate=native "
         "--end_fsync=1, the state's size rounded up to whole blocks; from the first request to the end of the fsync",
     ]
@@ -187,7 +210,7 @@ def _measure_saves(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
 def _measure_loads(arguments: argparse.Namespace, recipe: StateRecipe, scratch: str) -> tuple[StateResult, list[str]]:
     payload_bytes = recipe.payload_bytes()
     _require_space(scratch, payload_bytes, file_count=2)
-    engines = usable_engines(scratch, buffered=arguments.all_engines)
+    engines, engine_notes = _engines(arguments, scratch)
     job = Job("load", recipe, payload_bytes, engines)
     # --quick is for tests: it leaves the rest of the machine its caches.
     cache = PageCache(warm=arguments.warm, whole_machine=not arguments.quick)
@@ -217,6 +240,7 @@ def _measure_loads(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
         "seconds run from the call until all bytes are in memory; mapped files have every page touched; all rows but "
         "those of safetensors read one file, which fio reads as well",
         *_COMMON_NOTES,
+        *engine_notes,
         "fio: --rw=read --direct=1 --ioengine=io_uring --bs=8M --iodepth=8 --numjobs=1, whole blocks of the file",
     ]
     return _result(recipe, payload_bytes, tensor_count, measured, peaks | denied.peaks), notes

@@ -33,11 +33,11 @@ from fastpersist.cli.bench_io_points import (
     thread_count_for,
 )
 from fastpersist.cli.bench_io_report import io_report_json, io_report_text
-from fastpersist.cli.bench_io_rows import IoResult, measure_direction, plan_rows, resolve_engine
+from fastpersist.cli.bench_io_rows import IoResult, measure_direction, plan_rows, resolve_engines
 from fastpersist.cli.bench_io_worker import IoProcesses
 from fastpersist.cli.bench_load_rows import PageCache
 from fastpersist.cli.bench_report import machine_facts
-from fastpersist.errors import ConfigError, NoSpaceError, StorageError, UnsupportedError
+from fastpersist.errors import ConfigError, NoSpaceError, StorageError
 from fastpersist.filesystem import storage_errors
 
 __all__ = ["add_parser", "run"]
@@ -205,7 +205,11 @@ def _setup(arguments: argparse.Namespace) -> tuple[Setup, list[str]]:
             kind = "page-locked (locked_tensor)" if memory == "locked" else "plain ones (torch.empty)"
             notes.append(f"host tensors are {kind}; every page has been touched before")
     else:
-        notes.append(f"the tensors are in the memory of a GPU: {torch.cuda.get_device_name()}")
+        notes += [
+            f"the tensors are in the memory of a GPU: {torch.cuda.get_device_name()}",
+            "TensorFile copies them through host memory with every engine, cufile included; GPUDirect is what "
+            'fastpersist.save and load do with engine="cufile" and without checksums',
+        ]
     setup = Setup(
         size_bytes=size_bytes,
         process_count=arguments.processes,
@@ -231,7 +235,8 @@ def _measure_all(
         scratch_directory = tempfile.TemporaryDirectory(prefix=".fastpersist-bench-", dir=arguments.directory)
     # Any exception removes it, Ctrl-C included; only a SIGKILL leaves it behind.
     with scratch_directory as scratch:
-        engines = _engines(arguments, scratch, notes)
+        engines, engine_notes = resolve_engines(scratch, arguments.engine)
+        notes += engine_notes
         with IoProcesses(setup) as processes:
             for direction in directions:
                 points = [
@@ -251,27 +256,6 @@ def _measure_all(
                 )
     notes += _notes(arguments, setup, directions, engines, cache)
     return results
-
-
-def _engines(arguments: argparse.Namespace, scratch: str, notes: list[str]) -> list[str]:
-    """Return the engines to measure, by their own names.
-
-    Raises:
-        UnsupportedError: None of those that were asked for can be used here.
-    """
-    engines, reasons = [], []
-    for asked in dict.fromkeys(arguments.engine):
-        engine, why_not = resolve_engine(scratch, asked)
-        if why_not:
-            reasons.append(f"engine {asked} is left out: {why_not}")
-        elif engine not in engines:
-            engines.append(engine)
-        if asked == "auto" and engine:
-            notes.append(f'engine="auto" is {engine} here')
-    if not engines:
-        raise UnsupportedError("; ".join(reasons))
-    notes += reasons
-    return engines
 
 
 def _require_space(directory: str, setup: Setup) -> None:

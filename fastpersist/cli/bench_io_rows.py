@@ -31,7 +31,15 @@ from fastpersist.cli.bench_rows import Kind, Measured, Row, Sample, measure
 from fastpersist.cli.bench_save_rows import sync_path
 from fastpersist.errors import StorageError, UnsupportedError
 
-__all__ = ["IoResult", "PlannedRow", "fio_job", "measure_direction", "plan_rows", "resolve_engine"]
+__all__ = [
+    "IoResult",
+    "PlannedRow",
+    "fio_job",
+    "measure_direction",
+    "plan_rows",
+    "resolve_engine",
+    "resolve_engines",
+]
 
 _TENSOR_FILE = "TensorFile"
 
@@ -87,6 +95,31 @@ def resolve_engine(directory: str, engine: str) -> tuple[str, str]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
+
+
+def resolve_engines(directory: str, asked: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Find out which of some engines can be used in a directory.
+
+    Returns:
+        Their own names, each once; and what is to be said about those that were asked for.
+
+    Raises:
+        ConfigError: There is no such engine.
+        UnsupportedError: None of them can be used.
+    """
+    engines: list[str] = []
+    notes, reasons = [], []
+    for name in dict.fromkeys(asked):
+        engine, why_not = resolve_engine(directory, name)
+        if why_not:
+            reasons.append(f"engine {name} is left out: {why_not}")
+        elif engine not in engines:
+            engines.append(engine)
+        if name == "auto" and engine:
+            notes.append(f'engine="auto" is {engine} here')
+    if not engines:
+        raise UnsupportedError("; ".join(reasons))
+    return engines, notes + reasons
 
 
 def plan_rows(points: Sequence[Point], setup: Setup, processes: IoProcesses, *, with_fio: bool) -> list[PlannedRow]:

@@ -27,11 +27,16 @@ _MIB = 1 << 20
 
 
 def usable_engines(directory: str, *, buffered: bool) -> list[str]:
-    """Return the engines that work in a directory; those through the page cache only if asked for."""
+    """Return the engines that work in a directory, without cufile, which is for those who name it.
+
+    Args:
+        directory: An existing one.
+        buffered: With those through the page cache.
+    """
     return [
         probe.name
         for probe in fastpersist.engines(directory)
-        if probe.usable and (buffered or not probe.name.endswith("-buffered"))
+        if probe.usable and probe.name != "cufile" and (buffered or not probe.name.endswith("-buffered"))
     ]
 
 

@@ -23,8 +23,11 @@ _EPILOG = """\
   tuned_by                                the tuning file that counts here, null when there is none
   directory, filesystem                   what was probed; its type, such as "ext4"
   direct_io       {supported, memory_alignment_bytes, offset_alignment_bytes, why_not}
-  engines         list of {name, usable, why_not}, best first
+  engines         list of {name, usable, why_not, way}, best first; way: of cufile, how bytes reach the GPU, else null
   auto            the engine that a save here takes, null when none is usable
+  gpu             {torch, is_started, usable, why_not, pinned_bytes, why_not_pinned}: what torch is built for, such as
+                  "CUDA 13.0"; whether CUDA is started here; whether fastpersist copies from and to the GPU itself, else
+                  why torch does; host memory pinned in this process
 
 Exit codes: 0 good, 2 the directory is missing or takes no file.
 """
@@ -41,12 +44,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("directory", metavar="DIR", nargs="?", default=".", help="default: the current one")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--gpu", action="store_true", help="start CUDA, too, to see what the engine cufile does")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found."""
-    found = _find(arguments.directory)
+    found = _find(arguments.directory, start_gpu=arguments.gpu)
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:
@@ -54,14 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_GOOD
 
 
-def _find(directory: str) -> dict[str, Any]:
+def _find(directory: str, *, start_gpu: bool) -> dict[str, Any]:
     import torch
 
     from fastpersist import __version__, _native, engines
-    from fastpersist.config import config_for, tuning_path
+    from fastpersist.config import config, config_for, tuning_path
     from fastpersist.filesystem import storage_errors
     from fastpersist.pipeline import engine_ladder
 
+    if (start_gpu or config().engine == "cufile") and torch.cuda.is_available():
+        torch.cuda.init()
     probes = engines(directory)
     with storage_errors("creating a file in", directory), tempfile.TemporaryFile(dir=directory) as file:
         supported, memory_alignment_bytes, offset_alignment_bytes, why_not = _native.direct_io_limits(file.fileno())
@@ -87,9 +93,60 @@ def _find(directory: str) -> dict[str, Any]:
             "offset_alignment_bytes": offset_alignment_bytes,
             "why_not": why_not,
         },
-        "engines": [{"name": probe.name, "usable": probe.usable, "why_not": probe.why_not} for probe in probes],
+        "engines": [
+            {
+                "name": probe.name,
+                "usable": probe.usable,
+                "why_not": probe.why_not,
+                "way": _way(directory) if probe.name == "cufile" and probe.usable else None,
+            }
+            for probe in probes
+        ],
         "auto": next((name for name in ladder if name in usable), None),
+        "gpu": _gpu(),
     }
+
+
+def _way(directory: str) -> str:
+    """Say how the engine cufile, which can be used, moves bytes between files here and the GPU."""
+    from fastpersist import cufile
+    from fastpersist.errors import FastPersistError
+
+    try:
+        return cufile.way(directory)
+    except FastPersistError as error:
+        return f"from host memory alone: {error}"
+
+
+def _gpu() -> dict[str, Any]:
+    """Find what there is for GPUs, without starting CUDA in a process that has not."""
+    import torch
+
+    from fastpersist import _native, devices
+
+    is_started = torch.cuda.is_initialized()
+    knows_all = is_started or torch.version.hip is not None
+    why_not = devices.why_not_native() if knows_all else _native.cuda_driver_why_not()
+    return {
+        "torch": _torch_gpu(),
+        "is_started": is_started,
+        "usable": not why_not,
+        "why_not": why_not,
+        "pinned_bytes": _native.pinned_bytes(),
+        "why_not_pinned": _native.why_not_pinned(),
+    }
+
+
+def _torch_gpu() -> str | None:
+    """Return which GPUs this torch is built for, None for none."""
+    import torch
+
+    versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
+    for name, version in versions.items():
+        if version:
+            return f"{name} {version}"
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else accelerator.type.upper()
 
 
 def _print_text(found: dict[str, Any]) -> None:
@@ -112,14 +169,39 @@ def _print_text(found: dict[str, Any]) -> None:
     print(f"directory    {printable(found['directory'])}")
     print(f"file system  {found['filesystem']}")
     print(f"direct I/O   {limits}")
+    for line in _gpu_lines(found["gpu"]):
+        print(printable(line))
     print()
-    rows = [
-        (engine["name"], "usable" if engine["usable"] else f"no: {printable(engine['why_not'])}")
-        for engine in found["engines"]
-    ]
+    rows = [(engine["name"], printable(_engine_text(engine, found["gpu"]))) for engine in found["engines"]]
     print(tabulate(rows, headers=("engine", "here")))
     print()
     print("auto would take " + (found["auto"] or "none of them: nothing can be saved here"))
+
+
+def _engine_text(engine: dict[str, Any], gpu: dict[str, Any]) -> str:
+    if engine["usable"]:
+        return f"usable ({engine['way']})" if engine["way"] else "usable"
+    if engine["name"] == "cufile" and gpu["torch"] is None:
+        return "no: this torch has no GPUs"
+    if engine["name"] == "cufile" and gpu["usable"] and not gpu["is_started"]:
+        return "not asked, since that would start CUDA: --gpu does"
+    return f"no: {engine['why_not']}"
+
+
+def _gpu_lines(gpu: dict[str, Any]) -> list[str]:
+    if gpu["torch"] is None:
+        return ["GPU          none for this torch: it is built for the CPU alone"]
+    if not gpu["usable"]:
+        return [f"GPU          torch for {gpu['torch']} copies from and to it, piece by piece: {gpu['why_not']}"]
+    found = "" if gpu["is_started"] else ", if the driver, which is there, starts"
+    lines = [f"GPU          torch for {gpu['torch']}; copies from and to it are fastpersist's own{found}"]
+    if gpu["why_not_pinned"]:
+        lines.append(f"pinned       no: {gpu['why_not_pinned']}")
+    elif gpu["pinned_bytes"]:
+        lines.append(f"pinned       {size_text(gpu['pinned_bytes'])} of host memory")
+    else:
+        lines.append("pinned       nothing yet; a process that saves or loads tensors of a GPU pins the ring")
+    return lines
 
 
 def filesystem_name(directory: str) -> str:

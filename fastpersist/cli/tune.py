@@ -365,13 +365,13 @@ def _as_json(comparison: Comparison, settings: dict[str, Any]) -> dict[str, Any]
 
 
 def _tune(scratch: str, seconds: float, size_mib: int | None, tell: Callable[[str], None]) -> _Found:
-    from fastpersist import engines
     from fastpersist.cli import tune_search
+    from fastpersist.cli.bench_save_rows import usable_engines
     from fastpersist.cli.tune_search import DEFAULTS, Choice, Race
     from fastpersist.cli.tune_worker import Foreman
 
     with Foreman(scratch) as foreman:  # starts while the engines are probed
-        usable = [probe.name for probe in engines(scratch) if probe.usable]
+        usable = usable_engines(scratch, buffered=True)
         size_bytes, run_s, engine = _sized(foreman, scratch, size_mib, seconds)
         started_s = time.monotonic()
         rate = size_bytes / run_s[0]

@@ -36,7 +36,7 @@ from fastpersist.errors import (
 from fastpersist.filesystem import storage_errors
 from fastpersist.formats import torch_zip
 from fastpersist.formats.pickle_scan import SymbolicTensor, iter_tensors, scan_pickle
-from fastpersist.pipeline import Extents, byte_tensor, read_extents
+from fastpersist.pipeline import Extents, read_extents
 from fastpersist.sharded.blobs import QUANTIZED, Blob, Shape, is_plain, plain_blob
 
 __all__ = ["Batch", "PartReader", "Payload", "Wanted", "pieces"]
@@ -498,20 +498,13 @@ class Batch:
         self, offset_bytes: int, size_bytes: int, memory: torch.Tensor, from_bytes: int, *, with_crc: bool
     ) -> int:
         """Read to bytes of a contiguous tensor, wherever it is."""
-        if _is_on_host(memory):
-            address = memory.data_ptr() + from_bytes
-            return self._extents.add_memory(offset_bytes, size_bytes, address, memory, with_crc=with_crc)
-        first_byte = int(memory.storage_offset()) * memory.element_size() + from_bytes
-        target = byte_tensor(memory.untyped_storage())[first_byte : first_byte + size_bytes]
-
-        def push(behind_bytes: int, data: torch.Tensor) -> None:
-            target[behind_bytes : behind_bytes + data.numel()].copy_(data)
-
-        return self._extents.add_pushed(offset_bytes, size_bytes, push, with_crc=with_crc)
-
-
-def _is_on_host(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
+        return self._extents.add_storage(
+            offset_bytes,
+            memory.untyped_storage(),
+            with_crc=with_crc,
+            from_bytes=int(memory.storage_offset()) * memory.element_size() + from_bytes,
+            size_bytes=size_bytes,
+        )
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, one: Wanted) -> None:

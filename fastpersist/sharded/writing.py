@@ -32,6 +32,9 @@ _BATCH_COUNT = 512
 _BATCH_BYTES = 4 << 20
 """Items are handed to the writer when there are so many, or of so many bytes; then those that were made can go."""
 
+_DEVICE_BATCH_BYTES = 64 << 20
+"""The same where some lie on a device: each time, its copies are waited for."""
+
 
 def part_name(rank: int) -> str:
     """Return the name of a rank's file, as DCP's own writer has it."""
@@ -229,7 +232,8 @@ class _BlobStream:
         self._position += size_bytes
         self._bytes += size_bytes
         self._count += 1
-        if self._count >= _BATCH_COUNT or self._bytes >= _BATCH_BYTES:
+        limit_bytes = _DEVICE_BATCH_BYTES if self._pieces.devices else _BATCH_BYTES
+        if self._count >= _BATCH_COUNT or self._bytes >= limit_bytes:
             self._flush()
 
     def _flush(self) -> None:

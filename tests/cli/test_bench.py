@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import fastpersist
-from fastpersist import _native
-from fastpersist.cli import main
+from fastpersist import _native, require_engine
+from fastpersist.cli import bench, bench_io_rows, main
 from fastpersist.cli.bench_fio import fio_read_row, fio_write_row
 from fastpersist.cli.bench_load_rows import PageCache, peer_load_rows
 from fastpersist.cli.bench_report import StateResult, report_json
 from fastpersist.cli.bench_rows import Measured, Row, Sample, measure
-from fastpersist.cli.bench_save_rows import peer_save_rows
+from fastpersist.cli.bench_save_rows import peer_save_rows, usable_engines
 from fastpersist.cli.bench_states import StateRecipe, flatten, tensor_bytes
 from fastpersist.cli.bench_worker import Job, Worker
 
@@ -166,6 +166,52 @@ def test_disk_without_room_is_refused_before_a_byte_is_written(
 def test_unwritable_json_is_refused_before_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "save", str(tmp_path), "--quick", "--json", str(tmp_path / "none" / "x.json")]) == 2
     assert "x.json" in capsys.readouterr().err
+
+
+# --- engines ---
+
+
+def test_engines_that_are_named_have_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def resolve(directory: str, engine: str) -> tuple[str, str]:
+        return (engine, "") if engine == "cufile" else ("", "the kernel says no")
+
+    def job(_command: str, _recipe: StateRecipe, _payload_bytes: int, engines: list[str]) -> None:
+        seen.extend(engines)
+        raise fastpersist.UnsupportedError("enough is seen")
+
+    seen: list[str] = []
+    monkeypatch.setattr(bench_io_rows, "resolve_engine", resolve)
+    monkeypatch.setattr(bench, "Job", job)
+    assert main(["bench", "save", str(tmp_path), "--quick", "--engine", "uring", "cufile"]) == 2
+    assert "enough is seen" in capsys.readouterr().err
+    assert seen == ["cufile"]
+
+
+@pytest.mark.parametrize(("engine", "message"), [("uring", "the kernel says no"), ("warp", "no engine 'warp'")])
+def test_no_engine_of_those_named_is_an_error(
+    engine: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*_arguments: object, engine: str) -> None:
+        require_engine(engine)
+        raise fastpersist.UnsupportedError("the kernel says no")
+
+    monkeypatch.setattr(bench_io_rows, "TensorFile", refuse)
+    assert main(["bench", "load", str(tmp_path), "--quick", "--engine", engine]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cufile_is_for_those_who_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = [fastpersist.EngineProbe(name, True, "") for name in ("uring", "threads-buffered", "cufile")]
+    monkeypatch.setattr(fastpersist, "engines", lambda directory: probes)
+    assert usable_engines(str(tmp_path), buffered=True) == ["uring", "threads-buffered"]
+    assert usable_engines(str(tmp_path), buffered=False) == ["uring"]
 
 
 # --- the ceiling ---

@@ -22,7 +22,7 @@ import torch
 
 import fastpersist as fp
 from fastpersist import _native, tensor_file
-from fastpersist.cli import bench_io, main
+from fastpersist.cli import bench_io, bench_io_rows, main
 from fastpersist.cli.bench_io_points import IoSample, Point, Setup
 from fastpersist.cli.bench_io_worker import IoProcesses, Requests, Timing, together
 
@@ -217,7 +217,7 @@ def test_engine_that_cannot_be_used_is_left_out_with_the_reason(
     def resolve(directory: str, engine: str) -> tuple[str, str]:
         return ("", "the kernel says no") if engine == "uring" else (engine, "")
 
-    monkeypatch.setattr(bench_io, "resolve_engine", resolve)
+    monkeypatch.setattr(bench_io_rows, "resolve_engine", resolve)
     options = ("--read", "--size-mb", "1", "--no-fio", "--repeat", "1", "--engine", "uring")
 
     result = run_io(tmp_path, *options, "threads-buffered")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from support.cuda_double import cuda_double
+from support.cufile_double import SAYS_P2P, SAYS_POSIX, CuFileDouble, cufile_double
 
 import fastpersist as fp
+from fastpersist import _native
 from fastpersist.cli import main
 from fastpersist.cli.info import filesystem_name
 
@@ -33,6 +37,7 @@ def test_json_has_the_documented_keys(tmp_path: Path, capsys: pytest.CaptureFixt
         "direct_io",
         "engines",
         "auto",
+        "gpu",
     ]
     assert found["tuned_by"] is None
     assert found["torch"] == torch.__version__
@@ -46,6 +51,8 @@ def test_json_has_the_documented_keys(tmp_path: Path, capsys: pytest.CaptureFixt
         "why_not",
     }
     assert [(e["name"], e["usable"]) for e in found["engines"]] == [(p.name, p.usable) for p in fp.engines(tmp_path)]
+    assert {tuple(engine) for engine in found["engines"]} == {("name", "usable", "why_not", "way")}
+    assert list(found["gpu"]) == ["torch", "is_started", "usable", "why_not", "pinned_bytes", "why_not_pinned"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -121,3 +128,129 @@ def test_the_values_of_a_tuning_file_and_its_name_are_shown(
     assert (found["tuned_by"], found["chunk_bytes"]) == (str(tuning), 1 << 20)
     assert main(["info", str(tmp_path)]) == 0
     assert f"tuned by     {tuning}" in capsys.readouterr().out
+
+
+# --- GPUs
+
+
+@pytest.fixture
+def built_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that is built for CUDA, and has not started it."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+
+@pytest.fixture
+def cufile(built_for_cuda: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CuFileDouble]:
+    """The doubles of driver and libcufile, below a torch that has a device."""
+    double = cufile_double()
+    cuda_double().clear()
+    double.clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("fastpersist.cufile._MODULES", os.devnull)  # not every machine lists its modules
+    monkeypatch.setattr(torch.cuda, "init", lambda: monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True))
+    yield double
+    double.clear()
+    cuda_double().clear()
+
+
+def engine_line(text: str, name: str) -> str:
+    return next(line for line in text.splitlines() if line.split()[:1] == [name])
+
+
+def test_torch_without_gpus_is_all_there_is_to_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cuda", "hip", "xpu"):
+        monkeypatch.setattr(torch.version, name, None, raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert main(["info", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "GPU          none for this torch" in text
+    assert engine_line(text, "cufile").endswith("no: this torch has no GPUs")
+
+
+def test_why_torch_copies_is_said(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    built_for_cuda: None,
+) -> None:
+    monkeypatch.setattr(_native, "cuda_driver_why_not", lambda: "the driver is from 2009")
+    assert main(["info", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "GPU          torch for CUDA 13.0 copies from and to it, piece by piece: the driver is from 2009" in text
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    assert main(["info", str(tmp_path)]) == 0
+    assert "GPU          torch for ROCm 6.3 copies from and to it, piece by piece: " in capsys.readouterr().out
+
+
+def test_cuda_is_not_started_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cufile: CuFileDouble
+) -> None:
+    for starts in ("cuda_why_not", "cufile_why_not"):
+        monkeypatch.setattr(_native, starts, lambda: pytest.fail("started CUDA"))
+    assert main(["info", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "copies from and to it are fastpersist's own, if the driver, which is there, starts" in text
+    assert "--gpu" in engine_line(text, "cufile")
+    assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("says", "way"), [(SAYS_P2P, "peer to peer"), (SAYS_POSIX, "compatibility mode: through host memory")]
+)
+def test_way_of_cufile_is_told_where_cuda_may_start(
+    says: int, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], cufile: CuFileDouble
+) -> None:
+    cufile.set_way(says)
+    assert main(["info", str(tmp_path), "--gpu"]) == 0
+    text = capsys.readouterr().out
+    assert engine_line(text, "cufile").endswith(f"usable ({way})")
+    assert "are fastpersist's own\n" in text
+    assert main(["info", str(tmp_path), "--json"]) == 0  # of a process that has started it
+    found = json.loads(capsys.readouterr().out)
+    assert {engine["name"]: engine["way"] for engine in found["engines"] if engine["way"]} == {"cufile": way}
+    gpu = found["gpu"]
+    assert (gpu["torch"], gpu["is_started"], gpu["usable"], gpu["why_not"]) == ("CUDA 13.0", True, True, "")
+    assert gpu["pinned_bytes"] == _native.pinned_bytes()
+    assert found["auto"] != "cufile"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_device_whose_memory_cufile_cannot_take_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cufile: CuFileDouble
+) -> None:
+    cufile.fail("cuFileBufRegister", 0, 5016)
+    assert main(["info", str(tmp_path), "--gpu"]) == 0
+    assert "usable (from host memory alone: " in engine_line(capsys.readouterr().out, "cufile")
+
+
+def test_cufile_of_the_environment_is_what_auto_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cufile: CuFileDouble
+) -> None:
+    monkeypatch.setenv("FASTPERSIST_ENGINE", "cufile")
+    assert main(["info", str(tmp_path)]) == 0
+    assert "auto would take cufile" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("pinned_bytes", "why_not", "words"),
+    [(0, "", "nothing yet"), (64 << 20, "", "67.1 MB of host memory"), (0, "the limit is 8 MiB", "no: the limit")],
+)
+def test_pinned_memory_is_told(
+    pinned_bytes: int,
+    why_not: str,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    cufile: CuFileDouble,
+) -> None:
+    monkeypatch.setattr(_native, "pinned_bytes", lambda: pinned_bytes)
+    monkeypatch.setattr(_native, "why_not_pinned", lambda: why_not)
+    assert main(["info", str(tmp_path)]) == 0
+    assert f"pinned       {words}" in capsys.readouterr().out

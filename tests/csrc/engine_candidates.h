@@ -86,6 +86,7 @@ struct Candidate {
   bool direct = false;
   bool moves_bytes = true;
   bool must_run = false;
+  bool works_in_forked_child = true;  // of a process that has used the engine
 };
 
 inline std::vector<Candidate> Candidates() {
@@ -94,9 +95,10 @@ inline std::vector<Candidate> Candidates() {
     for (const char* prefix : {"", "fault:"}) {
       candidates.push_back({.name = prefix + name,
                             .create = CreateEngine,
-                            .direct = name == "uring" || name == "libaio" || name == "threads",
+                            .direct = name == "uring" || name == "libaio" || name == "threads" || name == "cufile",
                             .moves_bytes = name != "null",
-                            .must_run = name == "null" || name.starts_with("threads")});
+                            .must_run = name == "null" || name.starts_with("threads"),
+                            .works_in_forked_child = name != "cufile"});
     }
   }
   for (const bool direct : {true, false}) {

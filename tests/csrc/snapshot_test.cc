@@ -45,7 +45,7 @@ Status TakeSource(Snapshot& snapshot, uint32_t index, uint64_t size_bytes, uint6
   for (uint64_t done_bytes = 0; done_bytes < size_bytes;) {
     auto taken = snapshot.Take(index, done_bytes, max_bytes, kNoPoll);
     if (!taken.ok()) return taken.status();
-    const auto bytes = taken.value();
+    const auto bytes = taken.value().host_bytes();
     EXPECT(!bytes.empty() && bytes.size() <= max_bytes && done_bytes + bytes.size() <= size_bytes);
     into.insert(into.end(), bytes.begin(), bytes.end());
     done_bytes += bytes.size();
@@ -79,7 +79,7 @@ void TheWriterAloneReadsFromWhereItIs() {
   EXPECT(snapshot.Add(bytes.data(), 10, SourceKind::kConstant) == 1);
   uint64_t done_bytes = 0;
   while (done_bytes < bytes.size()) {
-    const auto span = Must(snapshot.Take(0, done_bytes, kBlock, kNoPoll));
+    const auto span = Must(snapshot.Take(0, done_bytes, kBlock, kNoPoll)).host_bytes();
     EXPECT(span.data() == bytes.data() + done_bytes && !span.empty() && span.size() <= kBlock);
     done_bytes += span.size();
     snapshot.Done();
@@ -124,7 +124,7 @@ void WhatTheWriterHasPassedIsNotCopied() {
   Bytes written;
   uint64_t done_bytes = 0;
   while (done_bytes < 2 * kBlock) {
-    const auto span = Must(snapshot.Take(0, done_bytes, 300000, kNoPoll));
+    const auto span = Must(snapshot.Take(0, done_bytes, 300000, kNoPoll)).host_bytes();
     written.insert(written.end(), span.begin(), span.end());
     done_bytes += span.size();
     snapshot.Done();
@@ -133,7 +133,7 @@ void WhatTheWriterHasPassedIsNotCopied() {
   EXPECT(Copied(snapshot, SourceKind::kStable) == bytes.size() - done_bytes);
   Scribble(bytes);
   while (done_bytes < bytes.size()) {
-    const auto span = Must(snapshot.Take(0, done_bytes, 300000, kNoPoll));
+    const auto span = Must(snapshot.Take(0, done_bytes, 300000, kNoPoll)).host_bytes();
     written.insert(written.end(), span.begin(), span.end());
     done_bytes += span.size();
     snapshot.Done();
@@ -328,7 +328,7 @@ void ALeaseHoldsTheGateUntilItIsDone() {
   Snapshot snapshot(MakeArena(kPlenty));
   const Bytes bytes = RandomBytes(kBlock, 1);
   snapshot.Add(bytes.data(), bytes.size(), SourceKind::kStable);
-  const auto span = Must(snapshot.Take(0, 0, 4096, kNoPoll));
+  const auto span = Must(snapshot.Take(0, 0, 4096, kNoPoll)).host_bytes();
   auto gate = std::async(std::launch::async, [&] { return snapshot.Capture(SourceKind::kStable, true, kNoPoll); });
   WaitUntil([&] { return Copied(snapshot, SourceKind::kStable) == bytes.size() - span.size(); });
   EXPECT(gate.wait_for(std::chrono::milliseconds(20)) == std::future_status::timeout);
@@ -405,7 +405,7 @@ void AnErrorOfPollEndsAPacedWriter() {
     auto taken = snapshot.Take(0, done_bytes, 1 << 20, [] { return Status::Error(StatusCode::kCancelled, "enough"); });
     status = taken.ok() ? Status::Ok() : taken.status();
     if (!taken.ok()) break;
-    done_bytes += taken.value().size();
+    done_bytes += taken.value().size_bytes;
     snapshot.Done();
   }
   EXPECT(status.message() == "enough");
@@ -451,7 +451,7 @@ void CloseLeavesTheWriterWhatItLooksAt() {
   const Bytes bytes = RandomBytes(kBlock, 1);
   snapshot.Add(bytes.data(), bytes.size(), SourceKind::kVolatile);
   EXPECT_OK(snapshot.Capture(SourceKind::kVolatile, true, kNoPoll));
-  const auto span = Must(snapshot.Take(0, 0, 4096, kNoPoll));
+  const auto span = Must(snapshot.Take(0, 0, 4096, kNoPoll)).host_bytes();
   snapshot.Close();
   Snapshot next(arena);
   const Bytes other = RandomBytes(kBlock, 2);

@@ -72,3 +72,20 @@ def test_native_program_exits_with_success(program: str, variant: str, tmp_path:
         pytest.skip(output or f"{program} cannot run here and does not say why")
     if result.returncode != 0:
         pytest.fail(f"{program} ({variant}) exited with {result.returncode}:\n{output}", pytrace=False)
+
+
+@pytest.mark.parametrize("engine", ["cufile", "fault:cufile"])
+def test_contract_of_engines_holds_for_cufile_over_the_doubles(engine: str, variant: str, tmp_path: Path) -> None:
+    if variant != "plain":
+        pytest.skip("a sanitizer's library does not go behind preloaded ones; cufile_engine_test runs under it")
+    program = build("engine_contract_test", variant)
+    doubles = " ".join(str(program.parent / name) for name in ("libcuda.so.1", "libcufile.so.0"))
+    result = subprocess.run(
+        [program, tmp_path, engine],
+        env={**os.environ, "LD_PRELOAD": doubles},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    assert "1 engines, 0 failures" in result.stdout, result.stdout + result.stderr

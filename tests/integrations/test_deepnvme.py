@@ -493,7 +493,7 @@ def test_the_log_says_once_that_gpudirect_is_not_in_use(
         with pytest.raises(fp.ConfigError):
             method(torch.empty(3, device="meta"), source)  # of a device that every machine has
     assert [record.getMessage() for record in caplog.records] == [
-        "GPUDirect is not in use: tensors on meta go through host memory"
+        "GPUDirect is not in use here: tensors on meta go through host memory"
     ]
 
 

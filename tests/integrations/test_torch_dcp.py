@@ -115,7 +115,6 @@ def test_sparse_tensors_go_through_torch_load(tmp_path: Path) -> None:
 def test_tensors_of_a_device_are_copied_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands for the device, and what is read and written goes through the copies that a device needs."""
     monkeypatch.setattr(pipeline, "is_host_memory", lambda _: False)
-    monkeypatch.setattr(reading, "_is_on_host", lambda _: False)
     state = make_state()
     save(state, tmp_path / "checkpoint")
     assert portrait(load(tmp_path / "checkpoint", state)) == portrait(state)

@@ -13,6 +13,7 @@ from fastpersist.errors import (
     ChecksumError,
     ConfigError,
     CorruptionError,
+    DeviceError,
     FastPersistError,
     FormatError,
     InternalError,
@@ -33,6 +34,7 @@ def test_every_error_is_ours(name: str) -> None:
         (ConfigError, ValueError),
         (StorageError, OSError),
         (NoSpaceError, StorageError),
+        (DeviceError, RuntimeError),
         (CheckpointNotFoundError, FileNotFoundError),
         (FormatError, CorruptionError),
         (ChecksumError, CorruptionError),
@@ -79,6 +81,7 @@ def test_corruption_error_says_file_and_place(kind: type[CorruptionError]) -> No
     [
         ConfigError("no such engine"),
         UnsupportedError("not here"),
+        DeviceError("copying: CUDA_ERROR_UNKNOWN"),
         InternalError("a bug"),
         StorageError(errno.EIO, "reading", "model.pt", 5),
         NoSpaceError(errno.ENOSPC, "full", "model.pt"),

@@ -1,0 +1,366 @@
+"""Device memory to disk and back: ours against torch.save, safetensors and DCP, and against the disk and PCIe.
+
+    python benchmarks/gpu.py DIR                     about five minutes on a GPU; gpu.sh builds and tests first
+    python benchmarks/gpu.py DIR --parts save load --size-mb 8192 --rounds 7
+    python benchmarks/gpu.py DIR --device cpu --size-mb 64 --rounds 1        rehearses the script without a GPU
+
+All rows of a part take their turn in every round, in one process; a part is a process of its own, so that one that
+crashes, hangs, or leaves a CUDA context that can do no more, costs no other part its figures.
+
+save      device → durable file: from the call to synced bytes and name. A state of bf16 and fp32 tensors.
+tmpfs     the same to a file system in memory: what we cost without a disk.
+load      file → device: cold files, until all bytes are on the device.
+overlap   a training under fused AdamW that saves every step: how much longer steps take, how long the host waits.
+memory    host memory that saves take, in a process that has never saved; the first save, which pins the ring, apart.
+
+Yardsticks: pinned copies by torch, the limit of PCIe; fio, if installed, and a loop with O_DIRECT, the limit of the
+disk. The file of each way is loaded back by stock tools once, and compared on the device. Peers have their best
+settings too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import gpu_report as report
+
+_MIB = 1 << 20
+# How the time is divided. Overlap and save have the slowest peers.
+_SHARES = {"save": 0.26, "tmpfs": 0.12, "load": 0.2, "memory": 0.1, "overlap": 0.32}
+_START_S = 15.0  # a process imports torch, makes a context, fills a state
+_RING_BYTES = 64 * _MIB  # the default; FASTPERSIST_RING_BYTES says otherwise
+
+
+def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", metavar="DIR", help="existing directory on the disk to measure; left as it was")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu, which only rehearses (default: cuda)")
+    parser.add_argument("--size-mb", type=int, metavar="MIB", help="of the state (default: about 1 s of writing)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="as far as time allows (default: 7)")
+    parser.add_argument("--budget", type=float, default=300.0, metavar="S", help="time for all parts (default: 300)")
+    parser.add_argument("--parts", nargs="+", choices=[*_SHARES], default=[*_SHARES], help="what to measure")
+    parser.add_argument("--parameters", type=int, metavar="N", help="of the training (default: 1e9, or what fits)")
+    parser.add_argument("--json", metavar="PATH", help="write all samples there as well")
+    parser.add_argument("--run-part", choices=[*_SHARES], help=argparse.SUPPRESS)  # what the process of a part is told
+    parser.add_argument("--found", help=argparse.SUPPRESS)
+    parser.add_argument("--write-rate", type=float, default=0.0, help=argparse.SUPPRESS)
+    return parser.parse_args(words)
+
+
+# ------------------------------------------------------------------------------------------------ the process of a part
+
+
+def _run_part(arguments: argparse.Namespace) -> None:
+    """Measure one part; what is found goes to arguments.found."""
+    import warnings
+
+    import gpu_measure as measure
+
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    deadline_s = time.monotonic() + arguments.budget
+    found = measure.Found(arguments.found)
+    device = measure.Device(arguments.device)
+    found.values["facts"] = device.facts()
+    found.keep()
+    part = {
+        "save": _save_part, "tmpfs": _tmpfs_part, "load": _load_part, "overlap": _overlap_part, "memory": _memory_part,
+    }[arguments.run_part]  # fmt: skip
+    part(arguments, found, device, deadline_s)
+    found.values["complete"] = True
+    found.keep()
+
+
+def _save_part(arguments: argparse.Namespace, found: Any, device: Any, deadline_s: float) -> None:
+    import gpu_measure as measure
+    import gpu_ways as ways
+    import gpu_yardsticks as yardsticks
+
+    state = measure.make_state(device, arguments.size_mb * _MIB)
+    size_bytes = measure.state_bytes(state)
+    disk, note = yardsticks.disk_write_rows(arguments.directory, size_bytes)
+    if note:
+        found.note(note)
+    rows = [
+        *ways.save_rows(device, state, arguments.directory, only_files_of_torch=False),
+        *disk,
+        yardsticks.copy_row(device, "D2H", size_bytes),
+    ]
+    measure.take_turns(found, device, rows, arguments.rounds, deadline_s)
+
+
+def _tmpfs_part(arguments: argparse.Namespace, found: Any, device: Any, deadline_s: float) -> None:
+    import gpu_measure as measure
+    import gpu_ways as ways
+    import gpu_yardsticks as yardsticks
+
+    place = _memory_file_system()
+    room_bytes = measure.free_bytes(place) if place else 0
+    size_bytes = min(arguments.size_mb * _MIB, room_bytes // 3)
+    if place is None or size_bytes < min(256 * _MIB, arguments.size_mb * _MIB):
+        found.note(f"no room in a file system in memory: {place or 'there is none'}, {room_bytes} bytes free")
+        return
+    with tempfile.TemporaryDirectory(prefix="gpu-", dir=place) as directory:
+        state = measure.make_state(device, size_bytes)
+        size_bytes = measure.state_bytes(state)
+        disk, _ = yardsticks.disk_write_rows(directory, size_bytes)
+        rows = [
+            *ways.save_rows(device, state, directory, only_files_of_torch=True),
+            disk[-1],
+            yardsticks.copy_row(device, "D2H", size_bytes),
+        ]
+        found.values["directory"] = place
+        measure.take_turns(found, device, rows, arguments.rounds, deadline_s)
+
+
+def _memory_file_system() -> str | None:
+    """Return the tmpfs with most room that this process may write to."""
+    with open("/proc/self/mounts") as mounts:
+        points = [line.split()[1] for line in mounts if line.split()[2] == "tmpfs"]
+    usable = [point for point in points if os.path.isdir(point) and os.access(point, os.W_OK)]
+    return max(usable, key=lambda point: os.statvfs(point).f_bavail * os.statvfs(point).f_frsize, default=None)
+
+
+def _load_part(arguments: argparse.Namespace, found: Any, device: Any, deadline_s: float) -> None:
+    import gpu_measure as measure
+    import gpu_ways as ways
+    import gpu_yardsticks as yardsticks
+
+    state = measure.make_state(device, arguments.size_mb * _MIB)
+    paths = ways.written_files(state, arguments.directory)
+    cold = yardsticks.ColdFiles()
+    rows = [
+        *ways.load_rows(device, state, paths, cold),
+        *yardsticks.disk_read_rows(paths[".pt"], cold),
+        yardsticks.copy_row(device, "H2D", measure.state_bytes(state)),
+    ]
+    try:
+        measure.take_turns(found, device, rows, arguments.rounds, deadline_s)
+    finally:
+        found.note(cold.describe())
+
+
+def _overlap_part(arguments: argparse.Namespace, found: Any, device: Any, deadline_s: float) -> None:
+    import gpu_measure as measure
+    import gpu_overlap as overlap
+
+    per_parameter = overlap.BYTES_PER_PARAMETER
+    count = arguments.parameters
+    if count is None:
+        # Two rounds of three ways, and what comes before them, are some 40 steps; 1.2 writes each.
+        step_s = max(arguments.budget - _START_S, 20.0) / 40
+        count = min(
+            1_000_000_000,
+            int(arguments.write_rate * step_s / 1.2 / per_parameter),
+            measure.free_bytes(arguments.directory) // (6 * per_parameter),
+            device.total_bytes() // (5 * per_parameter),
+            measure.available_host_bytes() // (4 * per_parameter),
+        )
+    overlap.measure_overlap(found, device, arguments.directory, count, min(arguments.rounds, 3), deadline_s)
+
+
+def _memory_part(arguments: argparse.Namespace, found: Any, device: Any, _: float) -> None:
+    import gpu_measure as measure
+    import gpu_ways as ways
+    import torch
+
+    import fastpersist as fp
+
+    state = measure.make_state(device, arguments.size_mb * _MIB)
+    path = os.path.join(arguments.directory, "state")
+    small = {"small": torch.ones(1000, device=device.torch)}
+    torch.save(small, path)  # what torch itself takes for the first copy from the device is not ours
+    torch.load(path, map_location=device.torch)
+    arena_bytes = measure.state_bytes(state) // 2
+    memory: dict[str, Any] = {
+        "state_bytes": measure.state_bytes(state),
+        "ring_bytes": int(os.environ.get("FASTPERSIST_RING_BYTES", _RING_BYTES)),
+        "arena_bytes": arena_bytes,
+        "saves": {},
+    }
+    found.values["memory"] = memory
+
+    def watched(name: str, save: Any) -> None:
+        try:
+            with measure.MemoryWatch() as watch:
+                start_s = time.perf_counter()
+                save()
+                seconds = time.perf_counter() - start_s
+            memory["saves"][name] = {"seconds": seconds, **watch.as_dict()}
+        except Exception as error:  # noqa: BLE001 - one way's failure is no other's
+            memory["saves"][name] = {"note": f"{type(error).__name__}: {error}"[:300]}
+        finally:
+            measure.remove(path)
+        found.keep()
+
+    watched("fp.save, the first", lambda: fp.save(state, path))
+    watched("fp.save, the second", lambda: fp.save(state, path))
+
+    def save_twice() -> None:
+        with fp.Checkpointer(path, max_host_bytes=arena_bytes, keep=1) as checkpointer:
+            for step in range(2):
+                checkpointer.save(step, state)
+
+    watched("fp.Checkpointer, max_host_bytes = half of the state", save_twice)
+
+    def save_with_dcp() -> None:
+        saver = ways.DcpSaver(device)
+        saver.save(dict(state), path)
+        saver.close()
+
+    watched("torch.save", lambda: torch.save(state, path))
+    watched("dcp.async_save, pinned staging", save_with_dcp)
+
+
+# ------------------------------------------------------------------------------------------------ the process of all
+
+
+def _own_process(
+    arguments: argparse.Namespace, part: str, budget_s: float, left_s: float, directory: str
+) -> dict[str, Any]:
+    """Run a part in a process of its own; return what it has found, whatever became of it."""
+    found_path, log_path = (os.path.join(directory, f"{part}.{what}") for what in ("json", "log"))
+    place = os.path.join(directory, part)
+    os.mkdir(place)
+    words = [
+        sys.executable, "-X", "faulthandler", os.path.abspath(__file__), place, "--device", arguments.device,
+        "--rounds", str(arguments.rounds), "--size-mb", str(arguments.size_mb), "--budget", str(budget_s),
+        "--run-part", part, "--found", found_path, "--write-rate", str(arguments.write_rate),
+    ]  # fmt: skip
+    if arguments.parameters is not None:
+        words += ["--parameters", str(arguments.parameters)]
+    limit_s = min(budget_s * 1.4 + 3 * _START_S, left_s + _START_S)
+    print(f"--- {part}: {budget_s:.0f} s, {limit_s:.0f} s at most", file=sys.stderr, flush=True)
+    start_s = time.monotonic()
+    with open(log_path, "w") as log:
+        # A session of its own, so that whatever it has started ends with it.
+        process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+        try:
+            ending = f"exit status {process.wait(limit_s)}"
+        except subprocess.TimeoutExpired:
+            ending = f"ended after {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    with open(log_path, errors="replace") as log:
+        said = log.read()
+    print(said[-4000:], file=sys.stderr, flush=True)
+    shutil.rmtree(place, ignore_errors=True)
+    found: dict[str, Any] = {"rows": {}, "values": {}, "notes": []}
+    with contextlib.suppress(OSError, ValueError), open(found_path) as file:
+        found = json.load(file)
+    found["wall_s"] = time.monotonic() - start_s
+    found["is_complete"] = found["values"].pop("complete", False)
+    if not found["is_complete"]:
+        found["notes"].append(f"this part is incomplete: {ending}")
+        found["log_tail"] = said[-3000:]
+    return found
+
+
+def _choose_size(arguments: argparse.Namespace, directory: str) -> None:
+    """Look how fast the disk is, and choose the size of the state by it."""
+    import gpu_measure as measure
+    import gpu_yardsticks as yardsticks
+
+    probe_bytes = min((arguments.size_mb or 512) * _MIB, 512 * _MIB)
+    arguments.write_rate = max(yardsticks.probe_write_bytes_per_s(directory, probe_bytes) for _ in range(2))
+    if arguments.size_mb is None:
+        wanted_bytes = arguments.write_rate * arguments.budget / 300
+        room_bytes = min(
+            measure.free_bytes(directory) // 6,
+            measure.available_host_bytes() // 6,
+            8 << 30,
+        )
+        arguments.size_mb = max(int(min(wanted_bytes, room_bytes)) // _MIB, 64)
+
+
+def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    import fastpersist as fp
+
+    facts: dict[str, Any] = {
+        "when": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+        "cpu": report.first_value("/proc/cpuinfo", "model name") or platform.machine(),
+        "core_count": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "directory": os.path.realpath(arguments.directory),
+        "file_system": report.mount_of(os.path.realpath(arguments.directory)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fastpersist": fp.__version__,
+        "load_average": os.getloadavg()[0],
+        "engines": [
+            {"name": probe.name, "usable": probe.usable, "why_not": probe.why_not}
+            for probe in fp.engines(arguments.directory)
+        ],
+    }
+    return facts
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # so that what was made is removed, and what was found is kept
+
+
+def main() -> int:
+    """Measure, print, and write; return 1 if a part is incomplete."""
+    arguments = _arguments()
+    if arguments.run_part:
+        _run_part(arguments)
+        return 0
+    if not os.path.isdir(arguments.directory):
+        raise SystemExit(f"{arguments.directory} is no directory; name one on the disk that shall be measured")
+    signal.signal(signal.SIGTERM, _end)
+    started_s = time.monotonic()
+    results: dict[str, Any] = {
+        "command": " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]]), "facts": {}, "parts": {}, "bars": [],
+    }  # fmt: skip
+
+    def keep() -> None:
+        results["bars"] = report.bars(results)
+        if arguments.json:
+            with open(f"{arguments.json}.new", "w") as file:
+                json.dump(results, file, indent=1)
+            os.replace(f"{arguments.json}.new", arguments.json)
+
+    with tempfile.TemporaryDirectory(prefix=".gpu-", dir=arguments.directory) as directory:
+        results["facts"] = _facts(arguments)
+        _choose_size(arguments, directory)
+        results["facts"] |= {"size_mb": arguments.size_mb, "probed_write_bytes_per_s": arguments.write_rate}
+        keep()
+        shares = sum(_SHARES[part] for part in arguments.parts)
+        for part in arguments.parts:
+            left_s = arguments.budget - (time.monotonic() - started_s)
+            budget_s = left_s * _SHARES[part] / shares
+            shares -= _SHARES[part]
+            if left_s < 5.0:
+                results["parts"][part] = {
+                    "rows": {}, "values": {}, "notes": ["no time was left for this part"], "is_complete": False,
+                }  # fmt: skip
+            else:
+                # It may begin rounds in less than its share: a start, and a round that is under way, come on top.
+                results["parts"][part] = _own_process(arguments, part, max(budget_s - _START_S, 5.0), left_s, directory)
+            results["facts"] |= results["parts"][part]["values"].pop("facts", {})
+            keep()
+    print(report.markdown(results))
+    return 0 if all(found["is_complete"] for found in results["parts"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+#!/usr/bin/env bash
+# Proves the GPU path on a machine that has one, in one call of less than nine minutes, without a network: builds the
+# native module, runs the tests that need a GPU, measures, and writes what came of it as JSON and as tables.
+#
+# What a stage cannot do is recorded, and the later stages run all the same. Needs python3 with torch, pybind11,
+# setuptools, numpy, safetensors and pytest, and a C++ compiler; nothing is installed, and the tree is used as it is.
+set -u -o pipefail
+
+usage() {
+  cat << 'END'
+benchmarks/gpu.sh [DIR] [--quick] [--device DEVICE] [--no-build] [--limit S]
+
+  DIR              a directory on the disk to measure; left as it was (default: a temporary one)
+  --quick          small sizes and one round: shows that all of it runs, in about two minutes
+  --device DEVICE  cuda, cuda:1, or cpu, which rehearses on a machine without a GPU (default: cuda)
+  --no-build       use the fastpersist that python3 imports already
+  --limit S        time for everything (default: 525)
+
+Environment: PYTHON, the interpreter (default: python3); RESULTS, where results go (default: benchmarks/results/);
+OUT, a directory that gets a copy of them, and of all logs.
+END
+}
+
+directory='' quick='' device=cuda build=yes limit_s=525
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) usage; exit 0 ;;
+    --quick) quick=yes ;;
+    --no-build) build='' ;;
+    --device) device=${2:?--device wants a name}; shift ;;
+    --limit) limit_s=${2:?--limit wants seconds}; shift ;;
+    -*) usage >&2; exit 2 ;;
+    *) directory=$1 ;;
+  esac
+  shift
+done
+
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=$(command -v "${PYTHON:-python3}") || { echo "${PYTHON:-python3} is not there; PYTHON names another" >&2; exit 2; }
+python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python")
+results=${RESULTS:-$repository/benchmarks/results}
+mkdir -p "$results" ${OUT:+"$OUT"} || exit 2
+results=$(cd "$results" && pwd)
+out=${OUT:+$(cd "$OUT" && pwd)}
+work=$(mktemp -d) || exit 1
+trap 'rm -rf "$work"' EXIT
+mkdir "$work/logs" "$work/tests"
+echo "benchmarks/gpu.sh${directory:+ $directory}${quick:+ --quick} --device $device" > "$work/command"
+if [ -z "$directory" ]; then
+  directory=$work/disk
+  mkdir "$directory"
+fi
+if [ ! -d "$directory" ]; then
+  echo "$directory is no directory; name one on the disk to measure" >&2
+  exit 2
+fi
+directory=$(cd "$directory" && pwd)
+SECONDS=0
+left_s() { echo $((limit_s - SECONDS)); }
+
+# stage NAME LIMIT_S COMMAND…: runs it, keeps what it says in a log, and notes how it ended and how long it took.
+# When its time is up it gets $signal, by which it can still write down what it has, and is killed 15 s later.
+signal=TERM
+stage() {
+  local name=$1 stage_limit_s=$2 start=$SECONDS status
+  shift 2
+  if [ "$stage_limit_s" -lt 5 ]; then
+    echo 'no time was left' > "$work/logs/$name.log"
+    status=124
+  else
+    timeout -s "$signal" -k 15 "$stage_limit_s" "$@" > "$work/logs/$name.log" 2>&1
+    status=$?
+  fi
+  printf '%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - start))" >> "$work/stages.tsv"
+  echo "=== $name: exit status $status after $((SECONDS - start)) s"
+  if [ "$status" -ne 0 ]; then
+    tail -n 25 "$work/logs/$name.log"
+  fi
+}
+
+# --- build: into a directory of its own, so that an environment of the tree stays what it is. No pyproject.toml is in
+# sight: old releases of setuptools refuse ours. Objects are kept in build/gpu/ for the next call.
+build_module() {
+  mkdir -p "$work/tree" "$repository/build/gpu" "$work/site/fastpersist" || return 1
+  ln -s "$repository/setup.py" "$repository/csrc" "$work/tree/"
+  ln -s "$repository/build/gpu" "$work/tree/build"
+  # A package of links: fastpersist/, where integrations/ is fastpersist.integrations as in an installed one.
+  for entry in "$repository"/fastpersist/*; do
+    case $entry in
+      *.so | */__pycache__) ;;
+      *) ln -s "$entry" "$work/site/fastpersist/" ;;
+    esac
+  done
+  ln -s "$repository/integrations" "$work/site/fastpersist/integrations"
+  export FASTPERSIST_BUILD_JOBS=${FASTPERSIST_BUILD_JOBS:-$(nproc)}
+  cd "$work/tree" && "$python" setup.py build_ext --build-lib "$work/lib" || return 1
+  cp "$work"/lib/fastpersist/_native*.so "$work/site/fastpersist/" || return 1
+  cd "$work" && PYTHONPATH=$work/site "$python" -c 'import fastpersist; print(fastpersist.__file__)'
+}
+export -f build_module
+export work repository python
+
+if [ -n "$build" ]; then
+  stage build "$((limit_s * 2 / 5))" bash -c build_module
+  export PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH}
+fi
+timeout 20 nvidia-smi --format=csv,noheader \
+  --query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max \
+  > "$work/nvidia-smi" 2> /dev/null || rm -f "$work/nvidia-smi"
+
+# --- tests: all files at the same time, each in a process of its own, so that one that crashes or hangs costs no other.
+# The options of pyproject.toml are not used, as they ask for plugins that may be missing. With pytest-timeout, one that
+# hangs costs no other test of its file either.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+plugins=()
+if "$python" -c 'import pytest_timeout' 2> /dev/null; then
+  plugins=(-p pytest_timeout --timeout 90)
+fi
+cat > "$work/pytest.ini" << END
+[pytest]
+addopts = --import-mode=importlib -p no:cacheprovider -ra
+pythonpath = $repository/tests
+faulthandler_timeout = 45
+tmp_path_retention_policy = none
+markers =
+    gpu: needs a GPU
+    long: takes minutes
+END
+if [ "$device" != cuda ]; then
+  export FASTPERSIST_GPU_TESTS_ON=$device
+fi
+tests_limit_s=$((limit_s / 4))
+if [ "$tests_limit_s" -gt "$(($(left_s) - 60))" ]; then
+  tests_limit_s=$(($(left_s) - 60))
+fi
+signal=INT # pytest ends in order, with a report of what it has done
+cd "$work" # not the tree, whose fastpersist/ has no native module and would be found first
+for file in "$repository"/tests/gpu/test_*.py; do
+  name=$(basename "$file" .py)
+  stage "$name" "$tests_limit_s" "$python" -X faulthandler -m pytest -c "$work/pytest.ini" \
+    --rootdir "$repository" --confcutdir "$repository" --basetemp "$work/tmp-$name" \
+    ${plugins[@]+"${plugins[@]}"} -v -m gpu --junitxml "$work/tests/$name.xml" "$file" &
+done
+wait
+signal=TERM
+
+# --- measurements
+measure=("$python" "$repository/benchmarks/gpu.py" "$directory" --device "$device" --json "$work/bench.json")
+if [ "$device" = cpu ]; then
+  measure+=(--size-mb 64 --rounds 1 --parameters 2000000)
+elif [ -n "$quick" ]; then
+  measure+=(--size-mb 512 --rounds 1 --parameters 100000000)
+fi
+budget_s=$(($(left_s) - 35))
+if [ -n "$quick" ] && [ "$budget_s" -gt 90 ]; then
+  budget_s=90
+fi
+stage measure "$(($(left_s) - 12))" "${measure[@]}" --budget "$budget_s"
+
+# --- results
+gpu=$(head -n 1 "$work/nvidia-smi" 2> /dev/null | cut -d, -f1 | tr '[:upper:]' '[:lower:]' | tr -cs '[:alnum:]\n' '-')
+name=gpu-$(date -u +%Y%m%d-%H%M)-${gpu:-none}
+if ! "$python" "$repository/benchmarks/gpu_report.py" "$work" "$name" "$results" ${out:+"$out"}; then
+  cat "$work/stages.tsv" "$work/bench.json"
+fi
+if [ -n "$out" ]; then
+  tail -n +1 "$work"/logs/*.log > "$out/$name.log"
+fi
+echo "=== $SECONDS s in all; $results/$name.md"
+awk -F '\t' '$2 != 0 { failed = 1 } END { exit failed }' "$work/stages.tsv"

@@ -1,0 +1,284 @@
+"""The ways to save and load that gpu.py compares, each with the settings that serve it best on a GPU.
+
+Every save is durable when its time ends: who does not sync has it done. Every load has its bytes on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from gpu_measure import Device, Row, State, check_equal, remove, state_bytes, sync_directory, sync_file
+from gpu_yardsticks import ColdFiles
+
+import fastpersist as fp
+
+__all__ = ["DcpSaver", "load_rows", "save_rows", "written_files"]
+
+
+@contextlib.contextmanager
+def _torch_settings(**settings: object) -> Iterator[None]:
+    """Set torch.save's own options: compute_crc32, use_pinned_memory_for_d2h."""
+    from torch.utils.serialization import config
+
+    with config.patch({f"save.{name}": value for name, value in settings.items()}):
+        yield
+
+
+class DcpSaver:
+    """dcp.async_save with one kept stager: pinned staging memory, copies by a thread, without blocking.
+
+    Args:
+        device: On a CPU nothing can be pinned, and the stager copies as it can.
+    """
+
+    def __init__(self, device: Device) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        self._dcp: Any = dcp
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=device.is_cuda,
+                use_shared_memory=False,  # for a process that writes; here it is a thread
+                use_async_staging=True,
+                use_non_blocking_copy=device.is_cuda,
+            )
+        )
+        self._staged: Future[Any] | None = None
+        self._written: Future[Any] | None = None
+        self._path = ""
+
+    def save(self, state: dict[str, Any], path: str) -> None:
+        """Begin a save; wait for the one before, which it does not do by itself."""
+        self.wait()
+        self._path = path
+        answer = self._dcp.async_save(
+            state,
+            storage_writer=self._dcp.FileSystemWriter(path, sync_files=True),
+            async_stager=self._stager,
+        )
+        if isinstance(answer, Future):
+            self._written = answer
+        else:
+            self._staged, self._written = answer.staging_completion, answer.upload_completion
+
+    def wait_staged(self) -> None:
+        """Wait until the state may change."""
+        if self._staged is not None:
+            self._staged.result()
+            self._staged = None
+
+    def wait(self) -> None:
+        """Wait until what was saved is durable."""
+        self.wait_staged()
+        if self._written is not None:
+            self._written.result()
+            self._written = None
+            sync_directory(self._path)
+            sync_directory(os.path.dirname(self._path))
+
+    def close(self) -> None:
+        """Wait, and let go of the staging memory."""
+        self.wait()
+        self._stager.close()
+
+    @staticmethod
+    def load(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Load what lies at a path into tensors like those."""
+        import torch.distributed.checkpoint as dcp
+
+        found = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
+        dcp.load(found, storage_reader=dcp.FileSystemReader(path))
+        return found
+
+
+def _stock_load(path: str, device: Device) -> State:
+    found: State = torch.load(path, map_location=device.torch, weights_only=True)
+    return found
+
+
+def _published(write: Callable[[str], object], path: str) -> None:
+    """Write under another name, sync, rename, sync the directory: what a careful user does around torch.save."""
+    pending_path = f"{path}.pending"
+    write(pending_path)
+    sync_file(pending_path)
+    os.rename(pending_path, path)
+    sync_directory(os.path.dirname(path))
+
+
+def save_rows(device: Device, state: State, directory: str, *, only_files_of_torch: bool) -> list[Row]:
+    """Return the rows that save a state, ours first, so that its first run shows what pinning costs.
+
+    Args:
+        device: Where the state is.
+        state: What is saved.
+        directory: Empty; one file at a time is in it.
+        only_files_of_torch: Leave out safetensors and DCP.
+    """
+    size_bytes = state_bytes(state)
+    path = os.path.join(directory, "state.pt")
+
+    def row(name: str, kind: str, save: Callable[[], object]) -> Row:
+        def run() -> None:
+            save()
+
+        def clean() -> None:
+            remove(path)
+            remove(f"{path}.pending")
+
+        return Row(
+            name, kind, run, size_bytes, check=lambda: check_equal(_stock_load(path, device), state), clean=clean
+        )
+
+    def torch_save(**settings: object) -> None:
+        with _torch_settings(**settings):
+            _published(lambda pending_path: torch.save(state, pending_path), path)
+
+    rows = [
+        row("fp.save", "ours", lambda: fp.save(state, path)),
+        row("fp.save, checksum=False", "ours", lambda: fp.save(state, path, checksum=False)),
+        row("torch.save", "peer", torch_save),
+        row("torch.save, CRC off", "peer", lambda: torch_save(compute_crc32=False)),
+        row(
+            "torch.save, CRC off, pinned", "peer",
+            lambda: torch_save(compute_crc32=False, use_pinned_memory_for_d2h=True),
+        ),
+    ]  # fmt: skip
+    if any(probe.name == "cufile" and probe.usable for probe in fp.engines(directory)):
+        rows.insert(2, row("fp.save, engine=cufile", "ours", lambda: fp.save(state, path, engine="cufile")))
+    if not only_files_of_torch:
+        rows += [_safetensors_row(device, state, directory), _dcp_row(device, state, directory)]
+    return rows
+
+
+def _safetensors_row(device: Device, state: State, directory: str) -> Row:
+    path = os.path.join(directory, "state.safetensors")
+
+    def run() -> None:
+        from safetensors.torch import save_file
+
+        _published(lambda pending_path: save_file(state, pending_path), path)
+
+    def check() -> None:
+        from safetensors.torch import load_file
+
+        check_equal(load_file(path, device=device.name), state)
+
+    def clean() -> None:
+        remove(path)
+        remove(f"{path}.pending")
+
+    return Row("safetensors save_file", "peer", run, state_bytes(state), check=check, clean=clean)
+
+
+def _dcp_row(device: Device, state: State, directory: str) -> Row:
+    path = os.path.join(directory, "state.dcp")
+    savers: list[DcpSaver] = []
+
+    def prepare() -> None:
+        if not savers:
+            savers.append(DcpSaver(device))
+
+    def run() -> None:
+        savers[0].save(state, path)
+        savers[0].wait()
+
+    def clean() -> None:
+        remove(path)
+
+    return Row(
+        "dcp.async_save, until durable", "peer", run, state_bytes(state), prepare,
+        check=lambda: check_equal(DcpSaver.load(path, state), state), clean=clean,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
+def written_files(state: State, directory: str) -> dict[str, str]:
+    """Write the files that are loaded; return their paths by suffix. What cannot be written is left out."""
+    paths = {".pt": os.path.join(directory, "state.pt")}
+    fp.save(state, paths[".pt"])
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        return paths
+    paths[".safetensors"] = os.path.join(directory, "state.safetensors")
+    _published(lambda pending_path: save_file(state, pending_path), paths[".safetensors"])
+    return paths
+
+
+def load_rows(device: Device, state: State, paths: dict[str, str], cold: ColdFiles) -> list[Row]:
+    """Return the rows that load cold files to the device.
+
+    Args:
+        device: Where to.
+        state: What the files hold.
+        paths: From `written_files`.
+        cold: Prepares the files.
+    """
+    size_bytes = state_bytes(state)
+    path = paths[".pt"]
+
+    def row(name: str, kind: str, load: Callable[[], State], path: str = path, make: object = None) -> Row:
+        results: list[State] = []
+
+        def prepare() -> None:
+            results.clear()
+            cold.prepare(path)
+            if callable(make):
+                make()
+
+        def run() -> None:
+            results.append(load())
+
+        return Row(
+            name, kind, run, size_bytes, prepare,
+            check=lambda: check_equal(results[0], state), clean=results.clear,
+        )  # fmt: skip
+
+    targets: list[State] = []
+
+    def make_target() -> None:
+        targets[:] = [{name: torch.zeros_like(tensor) for name, tensor in state.items()}]
+
+    def load_into() -> State:
+        fp.load_into(path, targets[0])
+        return targets.pop()
+
+    def load(engine: str = "auto") -> Any:
+        return fp.load(path, map_location=device.torch, engine=engine)
+
+    rows = [
+        row("fp.load(map_location)", "ours", load),
+        row("fp.load_into", "ours", load_into, make=make_target),
+        row("torch.load(map_location)", "peer", lambda: _stock_load(path, device)),
+        row(
+            "torch.load(mmap, map_location)", "peer",
+            lambda: _touched(torch.load(path, map_location=device.torch, mmap=True, weights_only=True), device),
+        ),
+    ]  # fmt: skip
+    if any(probe.name == "cufile" and probe.usable for probe in fp.engines(os.path.dirname(path))):
+        rows.insert(2, row("fp.load, engine=cufile", "ours", lambda: load("cufile")))
+    if ".safetensors" in paths:
+
+        def load_file() -> State:
+            from safetensors.torch import load_file
+
+            return _touched(load_file(paths[".safetensors"], device=device.name), device)
+
+        rows.append(row("safetensors load_file(device)", "peer", load_file, paths[".safetensors"]))
+    return rows
+
+
+def _touched(state: State, device: Device) -> State:
+    """Without a GPU, read a byte of each page of what is only mapped, as whoever uses it will."""
+    if not device.is_cuda:
+        for tensor in state.values():
+            tensor.view(torch.uint8)[::4096].sum()
+    return state

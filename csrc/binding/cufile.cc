@@ -1,0 +1,123 @@
+// GPUDirect Storage for Python: where its library is, what it says, and memory of a device to try it with.
+#include "device/cufile.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "binding/errors.h"
+#include "binding/rooms.h"
+
+namespace py = pybind11;
+
+namespace fastpersist {
+namespace {
+
+std::string WhyNot() {
+  const py::gil_scoped_release release;  // opening looks for every device and every file system
+  return CuFile::Get().status().message();
+}
+
+std::string DriverWhyNot() {
+  const py::gil_scoped_release release;
+  return CudaDriver::Present().message();
+}
+
+std::tuple<uint64_t, uint64_t, uint64_t> Traffic() {
+  Result<CuFile*> cufile = CuFile::Get();
+  ThrowIfError(cufile.status(), "");
+  Result<CuFileTraffic> traffic = cufile.value()->Traffic();
+  ThrowIfError(traffic.status(), "");
+  const CuFileTraffic& counts = traffic.value();
+  return {counts.p2p_count, counts.nvfs_count, counts.posix_count};
+}
+
+// All buffers of a staging area, for run_requests.
+class StagingBuffers {
+ public:
+  StagingBuffers(int device, size_t buffer_count, size_t buffer_bytes) {
+    Device& owner = DeviceOf(device);
+    Status status;
+    {
+      const py::gil_scoped_release release;
+      Result<std::unique_ptr<DeviceStaging>> made = DeviceStaging::Create(owner, buffer_count, buffer_bytes);
+      status = made.status();
+      if (made.ok()) staging_ = std::move(made).value();
+    }
+    ThrowIfError(status, "");
+    while (std::byte* const buffer = staging_->Take()) buffers_.push_back(buffer);
+  }
+  ~StagingBuffers() {
+    for (std::byte* const buffer : buffers_) staging_->Put(buffer);
+  }
+  StagingBuffers(const StagingBuffers&) = delete;
+  StagingBuffers& operator=(const StagingBuffers&) = delete;
+
+  std::vector<uintptr_t> addresses() const {
+    std::vector<uintptr_t> addresses;
+    for (std::byte* const buffer : buffers_) addresses.push_back(reinterpret_cast<uintptr_t>(buffer));
+    return addresses;
+  }
+  void Fill(size_t index, const std::string& bytes) {
+    std::byte* const buffer = Buffer(index, bytes.size());
+    Status status;
+    {
+      const py::gil_scoped_release release;
+      CopyStream& copies = staging_->device().to_device();
+      status = copies.ToDevice(reinterpret_cast<CudaAddress>(buffer), reinterpret_cast<const std::byte*>(bytes.data()),
+                               bytes.size());
+      if (status.ok()) status = WaitFor(copies);
+    }
+    ThrowIfError(status, "");
+  }
+  py::bytes Read(size_t index, size_t size_bytes) {
+    const std::byte* const buffer = Buffer(index, size_bytes);
+    std::string bytes(size_bytes, '\0');
+    Status status;
+    {
+      const py::gil_scoped_release release;
+      CopyStream& copies = staging_->device().to_host();
+      status =
+          copies.ToHost(reinterpret_cast<std::byte*>(bytes.data()), reinterpret_cast<CudaAddress>(buffer), size_bytes);
+      if (status.ok()) status = WaitFor(copies);
+    }
+    ThrowIfError(status, "");
+    return bytes;
+  }
+
+ private:
+  std::byte* Buffer(size_t index, size_t size_bytes) const {
+    if (index >= buffers_.size() || size_bytes > staging_->buffer_bytes()) throw py::index_error("beyond the buffers");
+    return buffers_[index];
+  }
+  static Status WaitFor(CopyStream& copies) {
+    Result<CopyMark> mark = copies.Mark();
+    return mark.ok() ? mark.value().Wait({}) : mark.status();
+  }
+
+  std::unique_ptr<DeviceStaging> staging_;
+  std::vector<std::byte*> buffers_;
+};
+
+}  // namespace
+
+void BindCuFile(py::module_& m) {
+  m.def("cuda_driver_why_not", &DriverWhyNot);
+  m.def(
+      "cufile_configure",
+      [](const py::bytes& library_path, int host_device) { CuFile::Configure(library_path, host_device); },
+      py::arg("library_path"), py::arg("host_device"));
+  m.def("cufile_why_not", &WhyNot);
+  m.def("cufile_traffic", &Traffic);
+  py::class_<StagingBuffers>(m, "StagingBuffers")
+      .def(py::init<int, size_t, size_t>(), py::arg("device"), py::arg("buffer_count"), py::arg("buffer_bytes"))
+      .def_property_readonly("addresses", &StagingBuffers::addresses)
+      .def("fill", &StagingBuffers::Fill, py::arg("index"), py::arg("data"))
+      .def("read", &StagingBuffers::Read, py::arg("index"), py::arg("size_bytes"));
+}
+
+}  // namespace fastpersist

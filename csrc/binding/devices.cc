@@ -1,0 +1,41 @@
+// Devices for Python: what the driver says, and how copies are ordered against the caller's streams.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "binding/errors.h"
+#include "binding/rooms.h"
+#include "device/device.h"
+#include "device/pinning.h"
+
+namespace py = pybind11;
+
+namespace fastpersist {
+namespace {
+
+std::string CudaWhyNot() {
+  const Result<const CudaDriver*> driver = CudaDriver::Get();
+  return driver.ok() ? "" : driver.status().message();
+}
+
+void FollowCaller(int device, uintptr_t stream, bool to_host) {
+  Device& followed = DeviceOf(device);
+  ThrowIfError((to_host ? followed.to_host() : followed.to_device()).FollowCaller(stream), "");
+}
+
+}  // namespace
+
+Device& DeviceOf(int ordinal) {
+  Result<Device*> device = Device::Get(ordinal);
+  ThrowIfError(device.status(), "");
+  return *device.value();
+}
+
+void BindDevices(py::module_& m) {
+  m.def("cuda_why_not", &CudaWhyNot);
+  m.def("follow_caller", &FollowCaller, py::arg("device"), py::arg("stream"), py::arg("to_host"));
+  m.def("why_not_pinned", [] { return FileSystemText(WhyNotPinned()); });
+  m.def("pinned_bytes", &PinnedBytes);
+}
+
+}  // namespace fastpersist

@@ -1,0 +1,101 @@
+#include "binding/rings.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <tuple>
+#include <utility>
+
+#include "binding/errors.h"
+#include "binding/rooms.h"
+#include "core/fork.h"
+#include "device/cufile.h"
+
+namespace fastpersist {
+namespace {
+
+// One ring for the process, made at first use; one more for each other pair of sizes, which file systems that were
+// tuned may want, and for each device whose memory is the ring. A forked child forgets the parent's (their pages did
+// not come along) and makes its own. They are leaked on purpose: transfers of other threads may outlive the
+// interpreter's shutdown.
+struct RingKey {
+  size_t ring_bytes;
+  size_t chunk_bytes;
+  int device;  // -1: host memory
+
+  auto operator<=>(const RingKey&) const = default;
+};
+using Rings = std::map<RingKey, BufferPool*>;
+std::mutex* g_ring_mutex = new std::mutex;
+Rings* g_rings = new Rings;
+uint64_t g_ring_generation = 0;
+
+Result<std::unique_ptr<BufferPool>> MakeRing(const RingKey& key) {
+  const size_t buffer_count = key.ring_bytes / key.chunk_bytes;
+  if (key.device < 0) return BufferPool::Create(buffer_count, key.chunk_bytes);
+  Result<std::unique_ptr<DeviceStaging>> made =
+      DeviceStaging::Create(DeviceOf(key.device), buffer_count, key.chunk_bytes);
+  if (!made.ok()) return made.status();
+  const std::shared_ptr<DeviceStaging> staging = std::move(made).value();
+  std::byte* memory = nullptr;  // its buffers lie one behind the other
+  while (std::byte* const buffer = staging->Take()) memory = memory == nullptr ? buffer : std::min(memory, buffer);
+  return BufferPool::Over(memory, buffer_count, key.chunk_bytes, staging);
+}
+
+BufferPool& Ring(const RingKey& key) {
+  if (g_ring_generation != ForkGeneration()) {
+    g_ring_mutex = new std::mutex;  // the parent's may have been held while it forked; the child has one thread now
+    g_rings = new Rings;
+    g_ring_generation = ForkGeneration();
+  }
+  const std::lock_guard lock(*g_ring_mutex);
+  BufferPool*& ring = (*g_rings)[key];
+  if (ring == nullptr) {
+    Result<std::unique_ptr<BufferPool>> made = MakeRing(key);
+    if (!made.ok()) {
+      Throw(Status::Error(made.status().code(),
+                          made.status().message() + "; a smaller one is had by setting FASTPERSIST_RING_BYTES"),
+            "");
+    }
+    ring = std::move(made).value().release();
+  }
+  return *ring;
+}
+
+template <class Count>
+size_t SumOverRings(Count count) {
+  if (g_ring_generation != ForkGeneration()) return 0;
+  const std::lock_guard lock(*g_ring_mutex);
+  size_t sum = 0;
+  for (const auto& [key, ring] : *g_rings) sum += ring == nullptr ? 0 : count(*ring);
+  return sum;
+}
+
+}  // namespace
+
+size_t RingFreeCount() {
+  return SumOverRings([](const BufferPool& ring) { return ring.free_count(); });
+}
+size_t RingBufferCount() {
+  return SumOverRings([](const BufferPool& ring) { return ring.buffer_count(); });
+}
+
+OpenTransfer::OpenTransfer(const TransferOptions& options) : open_count_(OfThisThread()) {
+  if (*open_count_ > 0) {
+    Result<std::unique_ptr<BufferPool>> made = BufferPool::Create(BufferPool::kBuffersPerTransfer, options.chunk_bytes);
+    if (!made.ok()) Throw(made.status(), "");
+    own_buffers_ = std::move(made).value();
+    buffers_ = own_buffers_.get();
+  } else {
+    buffers_ = &Ring({options.ring_bytes, options.chunk_bytes, options.ring_device.value_or(-1)});
+    if (options.ring_device.has_value()) ring_device_ = &DeviceOf(*options.ring_device);
+  }
+  ++*open_count_;
+}
+
+const std::shared_ptr<std::atomic<int>>& OpenTransfer::OfThisThread() {
+  thread_local const auto count = std::make_shared<std::atomic<int>>(0);
+  return count;
+}
+
+}  // namespace fastpersist

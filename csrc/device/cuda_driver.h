@@ -1,0 +1,74 @@
+// The CUDA driver by its C interface, out of libcuda.so.1, which comes with the kernel driver: no toolkit, header or
+// CUDA runtime is needed to build or to run, and one build serves every torch and every CUDA since 11. Names carry
+// their version (`_v2`) where cuda.h would add it. Nothing here knows streams of ours or rings: device.h does.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "core/status.h"
+
+namespace fastpersist {
+
+using CudaResult = int;
+using CudaDeviceId = int;
+using CudaAddress = uint64_t;  // CUdeviceptr
+using CudaContext = struct CudaContextTag*;
+using CudaStream = struct CudaStreamTag*;  // null: the legacy default stream
+using CudaEvent = struct CudaEventTag*;
+
+constexpr CudaResult kCudaSuccess = 0;
+constexpr CudaResult kCudaNotReady = 600;
+constexpr unsigned kCudaStreamNonBlocking = 1;     // CU_STREAM_NON_BLOCKING
+constexpr unsigned kCudaEventDisableTiming = 2;    // CU_EVENT_DISABLE_TIMING
+constexpr unsigned kCudaHostRegisterPortable = 1;  // CU_MEMHOSTREGISTER_PORTABLE: pinned for all contexts
+constexpr int kCudaCaptureModeRelaxed = 2;         // CU_STREAM_CAPTURE_MODE_RELAXED
+
+struct CudaDriver {
+  // NOLINTBEGIN(readability-identifier-naming): the names of the driver
+  CudaResult (*Init)(unsigned flags);            // cuInit
+  CudaResult (*DriverGetVersion)(int* version);  // 12040 is 12.4
+  CudaResult (*GetErrorName)(CudaResult error, const char** name);
+  CudaResult (*GetErrorString)(CudaResult error, const char** text);
+  CudaResult (*DeviceGetCount)(int* count);
+  CudaResult (*DeviceGet)(CudaDeviceId* device, int ordinal);
+  CudaResult (*DeviceGetPCIBusId)(char* text, int size, CudaDeviceId device);
+  CudaResult (*DevicePrimaryCtxRetain)(CudaContext* context, CudaDeviceId device);
+  CudaResult (*CtxPushCurrent)(CudaContext context);  // cuCtxPushCurrent_v2
+  CudaResult (*CtxPopCurrent)(CudaContext* context);  // cuCtxPopCurrent_v2
+  CudaResult (*StreamCreate)(CudaStream* stream, unsigned flags);
+  CudaResult (*StreamSynchronize)(CudaStream stream);
+  CudaResult (*StreamWaitEvent)(CudaStream stream, CudaEvent event, unsigned flags);
+  CudaResult (*EventCreate)(CudaEvent* event, unsigned flags);
+  CudaResult (*EventRecord)(CudaEvent event, CudaStream stream);
+  CudaResult (*EventQuery)(CudaEvent event);
+  CudaResult (*EventSynchronize)(CudaEvent event);
+  CudaResult (*MemcpyDtoHAsync)(void* target, CudaAddress source, size_t size_bytes, CudaStream stream);  // …_v2
+  CudaResult (*MemcpyHtoDAsync)(CudaAddress target, const void* source, size_t size_bytes, CudaStream stream);
+  CudaResult (*MemHostRegister)(void* memory, size_t size_bytes, unsigned flags);  // cuMemHostRegister_v2
+  CudaResult (*MemHostUnregister)(void* memory);
+  CudaResult (*MemGetAddressRange)(CudaAddress* base, size_t* size_bytes, CudaAddress address);                 // …_v2
+  CudaResult (*MemAlloc)(CudaAddress* address, size_t size_bytes);                                              // …_v2
+  CudaResult (*MemFree)(CudaAddress address);                                                                   // …_v2
+  CudaResult (*MemcpyDtoDAsync)(CudaAddress target, CudaAddress source, size_t size_bytes, CudaStream stream);  // …_v2
+  CudaResult (*MemsetD8Async)(CudaAddress target, unsigned char value, size_t size_bytes, CudaStream stream);
+  CudaResult (*StreamIsCapturing)(CudaStream stream, int* status);  // 0: it is not
+  CudaResult (*ThreadExchangeStreamCaptureMode)(int* mode);         // swaps the calling thread's mode and *mode
+  // NOLINTEND(readability-identifier-naming)
+
+  // The driver of this process: loaded and initialised by the first call that succeeds, and kept. kUnsupported, with
+  // the reason in one sentence: no driver, one without these calls, cuInit failed, the process is ending, or it was
+  // forked after CUDA was used here (a child cannot use its parent's CUDA). Cheap once it has succeeded. Thread-safe.
+  static Result<const CudaDriver*> Get();
+
+  // Whether there is a driver with these calls: what Get finds before cuInit, which takes CUDA from all children that
+  // this process forks later. Thread-safe.
+  static Status Present();
+
+  // A kDeviceError that reads "<operation>: <CUDA_ERROR_NAME> (<text>)", and says so where the process cannot use the
+  // device any more; Ok for kCudaSuccess.
+  Status Check(CudaResult result, std::string_view operation) const;
+};
+
+}  // namespace fastpersist

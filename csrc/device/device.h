@@ -1,0 +1,178 @@
+// A CUDA device as transfers use it: streams of its own, on which copies between pinned host memory and the device run
+// beside the caller's kernels, ordered against the caller's streams by events. No call here waits for the device, but
+// those that say so; none synchronises the device or the caller's streams.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/status.h"
+#include "device/cuda_driver.h"
+
+namespace fastpersist {
+
+class Device;
+
+// A point in the order of a stream's copies. Its event goes back to the device for reuse. Move-only; empty after a
+// move and by default.
+class CopyMark {
+ public:
+  CopyMark() = default;
+  CopyMark(CopyMark&& other) noexcept;
+  CopyMark& operator=(CopyMark&& other) noexcept;
+  ~CopyMark();
+  CopyMark(const CopyMark&) = delete;
+  CopyMark& operator=(const CopyMark&) = delete;
+
+  explicit operator bool() const { return device_ != nullptr; }
+
+  // Whether every copy before the mark has landed. An error of the device shows here, too.
+  // REQUIRES of both: not empty.
+  Result<bool> Reached() const;
+  // Waits, looking every 20 … 200 µs; `poll` is asked about every 50 ms and its error ends the wait. May be empty.
+  Status Wait(const std::function<Status()>& poll) const;
+
+ private:
+  friend class CopyStream;
+  CopyMark(Device* device, CudaEvent event) : device_(device), event_(event) {}
+
+  Device* device_ = nullptr;
+  CudaEvent event_ = nullptr;
+};
+
+// One direction of a device: its copies are done in the order in which they were started. Thread-safe.
+class CopyStream {
+ public:
+  CopyStream(const CopyStream&) = delete;
+  CopyStream& operator=(const CopyStream&) = delete;
+
+  // What is started from now on comes after everything that the caller's stream (a CUstream as an integer, as
+  // torch.cuda.Stream.cuda_stream gives it; 0: the legacy default stream) holds at this moment. kUnsupported, here and
+  // in HoldCaller, while that stream is captured into a CUDA graph: what a graph holds is not done when it is started.
+  Status FollowCaller(uintptr_t caller_stream);
+  // What the caller's stream is given from now on comes after everything started here so far.
+  Status HoldCaller(uintptr_t caller_stream);
+
+  // Start one copy. The memory of both sides stays allocated, and the source unchanged, until a mark that was made
+  // afterwards is reached. Host memory that is not pinned is legal: the call then waits for the copy.
+  Status ToHost(std::byte* target, CudaAddress source, size_t size_bytes);
+  Status ToDevice(CudaAddress target, const std::byte* source, size_t size_bytes);
+  // The same between two places of the device, and for zeros.
+  Status Within(CudaAddress target, CudaAddress source, size_t size_bytes);
+  Status Zero(CudaAddress target, size_t size_bytes);
+
+  Result<CopyMark> Mark();
+  // Wait for all copies that were started, when no mark can be had: memory is about to be given back. When this returns
+  // none is on its way, since a device that fails copies no more.
+  void Synchronize();
+
+ private:
+  friend class Device;
+  explicit CopyStream(Device& device) : device_(device) {}
+
+  Device& device_;
+  CudaStream stream_ = nullptr;
+};
+
+// One for each device of the process, made at first use and never freed: torch keeps the same primary context, and
+// transfers of other threads may outlive the interpreter's shutdown. Thread-safe.
+class Device {
+ public:
+  // By the ordinal that torch uses ("cuda:1" is 1; CUDA_VISIBLE_DEVICES counts). kUnsupported as CudaDriver::Get, and
+  // in a forked child of a process that has used it; kDeviceError when the device cannot be had (not remembered: the
+  // next call tries again).
+  static Result<Device*> Get(int ordinal);
+
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  int ordinal() const { return ordinal_; }
+  // Of host memory that is nearest to it; -1: unknown, or the machine has one node.
+  int numa_node() const { return numa_node_; }
+
+  CopyStream& to_host() { return to_host_; }
+  CopyStream& to_device() { return to_device_; }
+
+  // The allocation that an address lies in, as the driver knows it.
+  Result<std::pair<CudaAddress, size_t>> RangeOf(CudaAddress address);
+
+ private:
+  friend class CopyMark;
+  friend class CopyStream;
+  friend class ContextScope;
+  friend class Pinned;
+
+  Device(const CudaDriver& driver, int ordinal) : driver_(driver), ordinal_(ordinal) {}
+  Status Open();  // again after a failure: goes on where it stopped
+  Status Check(CudaResult result, const char* what) const;
+  Result<CudaEvent> TakeEvent();
+  void PutEvent(CudaEvent event);
+  Status Order(CudaStream earlier, CudaStream later);
+  Status RefuseCapture(CudaStream caller) const;
+
+  const CudaDriver& driver_;
+  const int ordinal_;
+  int numa_node_ = -1;
+  CudaContext context_ = nullptr;
+  CopyStream to_host_{*this};
+  CopyStream to_device_{*this};
+  std::mutex events_mutex_;
+  std::vector<CudaEvent> free_events_;
+};
+
+// The device's context is the calling thread's while this lives, and what was current before is so afterwards. For
+// calls of the driver, or of libraries above it, that this room does not make; its own do so by themselves. May be
+// nested.
+//
+// The thread is in the relaxed capture mode meanwhile: what we do beside a CUDA graph that the application captures at
+// that moment has nothing to do with it, and would spoil it otherwise.
+class ContextScope {
+ public:
+  explicit ContextScope(const Device& device) : status_(Enter(device)) {}
+  ~ContextScope();
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+  // Where this is an error, no call may be made. kUnsupported in a forked child and at the end of the process.
+  const Status& status() const { return status_; }
+
+ private:
+  Status Enter(const Device& device);
+
+  const CudaDriver* driver_ = nullptr;
+  bool relaxed_ = false;
+  int mode_ = kCudaCaptureModeRelaxed;
+  Status status_;
+};
+
+// Host memory that the device reads and writes by itself, without a copy by the driver: registered with it while this
+// lives. Where that is refused the memory is as it was, only slower, and why_not() says why. Move-only.
+class Pinned {
+ public:
+  Pinned() = default;
+  // Binds pages that are not touched yet to the device's NUMA node (advice), then registers them for all devices.
+  // REQUIRES: on page boundaries; the memory outlives this.
+  static Pinned Register(Device& device, std::span<std::byte> memory);
+  Pinned(Pinned&& other) noexcept;
+  Pinned& operator=(Pinned&& other) noexcept;
+  ~Pinned();  // in a forked child, and once the process ends (the driver is gone by then), it does nothing
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+
+  bool ok() const { return memory_ != nullptr; }
+  const std::string& why_not() const { return why_not_; }
+
+ private:
+  std::byte* memory_ = nullptr;
+  Device* device_ = nullptr;
+  std::string why_not_;
+};
+
+}  // namespace fastpersist

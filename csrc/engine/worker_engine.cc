@@ -1,0 +1,217 @@
+// One mutex guards all that workers and owner share. It is taken once per request by a worker, once per batch by the
+// owner, and nobody is woken who is not asleep: that carries 4 KiB requests at depth 256.
+#include "engine/worker_engine.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/fork.h"
+#include "engine/builtin_engines.h"
+#include "engine/deadline.h"
+#include "engine/engine.h"
+
+namespace fastpersist {
+namespace {
+
+constexpr uint32_t kDefaultThreadCount = 16;
+constexpr size_t kNobodyWaits = SIZE_MAX;
+
+// What owner and workers share. On the heap, so that a forked child, where no worker lives and the mutex may be locked
+// for ever, can leave it alone.
+struct Pool {
+  Pool(uint32_t queue_depth, std::unique_ptr<BlockingIo> what_to_do)
+      : io(std::move(what_to_do)), submitted(queue_depth) {
+    completed.reserve(queue_depth);
+  }
+
+  const std::unique_ptr<BlockingIo> io;
+
+  std::mutex mutex;
+  std::condition_variable work_arrived;
+  std::condition_variable enough_completed;
+  // A ring: requests [taken_count, submitted_count) modulo its size wait for a worker.
+  std::vector<IoRequest> submitted;
+  uint64_t submitted_count = 0;
+  uint64_t taken_count = 0;
+  size_t idle_count = 0;  // workers that wait for work_arrived
+  std::vector<IoCompletion> completed;
+  size_t wanted_count = kNobodyWaits;  // the owner sleeps until so many are in `completed`
+  bool stopping = false;
+};
+
+void* Work(void* argument) {
+  Pool& pool = *static_cast<Pool*>(argument);
+  pthread_setname_np(pthread_self(), "fastpersist-io");
+  std::unique_lock lock(pool.mutex);
+  bool owner_waits = false;  // for a completion that is there now
+  for (;;) {
+    while (pool.taken_count == pool.submitted_count && !pool.stopping) {
+      if (std::exchange(owner_waits, false)) pool.enough_completed.notify_one();
+      ++pool.idle_count;
+      pool.work_arrived.wait(lock);
+      --pool.idle_count;
+    }
+    if (pool.stopping) return nullptr;
+    const IoRequest request = pool.submitted[pool.taken_count++ % pool.submitted.size()];
+    lock.unlock();
+    // Only now: an owner woken before would run into the locked mutex and sleep again.
+    if (std::exchange(owner_waits, false)) pool.enough_completed.notify_one();
+    const IoCompletion completion = pool.io->Perform(request);
+    lock.lock();
+    pool.completed.push_back(completion);
+    if (pool.completed.size() >= pool.wanted_count) {
+      pool.wanted_count = kNobodyWaits;
+      owner_waits = true;
+    }
+  }
+}
+
+class WorkerEngine final : public IoEngine {
+ public:
+  WorkerEngine(std::string name, EngineLimits limits, std::unique_ptr<BlockingIo> io)
+      : name_(std::move(name)), limits_(limits), pool_(std::make_unique<Pool>(limits.queue_depth, std::move(io))) {
+    queued_.reserve(limits.queue_depth);
+    reaped_.reserve(limits.queue_depth);
+  }
+  ~WorkerEngine() override;
+
+  Status StartThreads(uint32_t thread_count);
+
+  std::string_view name() const override { return name_; }
+  const EngineLimits& limits() const override { return limits_; }
+  QueueResult Queue(const IoRequest& request) override;
+  Status Submit() override;
+  Result<size_t> Reap(std::span<IoCompletion> out, size_t min_count, std::chrono::milliseconds timeout) override;
+  size_t in_flight() const override { return in_flight_; }
+  std::string last_failure() const override { return pool_->io->last_failure(); }
+
+ private:
+  size_t TakeReaped(std::span<IoCompletion> out);
+
+  const uint64_t generation_ = ForkGeneration();
+  const std::string name_;
+  const EngineLimits limits_;
+  std::unique_ptr<Pool> pool_;
+  std::vector<pthread_t> threads_;
+
+  // The owner's own, outside the mutex.
+  std::vector<IoRequest> queued_;
+  std::vector<IoCompletion> reaped_;  // taken from the pool in one go; those before reaped_begin_ were handed out
+  size_t reaped_begin_ = 0;
+  size_t in_flight_ = 0;
+};
+
+Status WorkerEngine::StartThreads(uint32_t thread_count) {
+  // Workers inherit the mask: the application's signals are for its own threads.
+  sigset_t all_signals;
+  sigset_t before;
+  sigfillset(&all_signals);
+  pthread_sigmask(SIG_SETMASK, &all_signals, &before);
+  int refused = 0;
+  while (threads_.size() < thread_count && refused == 0) {
+    pthread_t thread = {};
+    refused = pthread_create(&thread, nullptr, Work, pool_.get());
+    if (refused == 0) threads_.push_back(thread);
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (refused == 0) return Status::Ok();
+  return Status::Error(
+      StatusCode::kUnsupported,
+      "thread " + std::to_string(threads_.size() + 1) + " of " + std::to_string(thread_count) + " of the " + name_ +
+          " engine could not be started (pthread_create: " + std::generic_category().message(refused) +
+          "); raise the limit of processes (ulimit -u, or pids.max of the container) or use fewer threads");
+}
+
+WorkerEngine::~WorkerEngine() {
+  if (ForkGeneration() != generation_) {
+    [[maybe_unused]] const Pool* const left_alone = pool_.release();
+    return;
+  }
+  {
+    const std::lock_guard lock(pool_->mutex);
+    pool_->stopping = true;  // requests that no worker has taken are dropped
+  }
+  pool_->work_arrived.notify_all();
+  for (const pthread_t thread : threads_) pthread_join(thread, nullptr);
+}
+
+QueueResult WorkerEngine::Queue(const IoRequest& request) {
+  FP_CHECK(ForkGeneration() == generation_);
+  CheckRequest(request);
+  if (in_flight_ == limits_.queue_depth) return QueueResult::kFull;
+  queued_.push_back(request);
+  ++in_flight_;
+  return QueueResult::kQueued;
+}
+
+Status WorkerEngine::Submit() {
+  FP_CHECK(ForkGeneration() == generation_);
+  if (queued_.empty()) return Status::Ok();
+  size_t wake_count = 0;
+  {
+    const std::lock_guard lock(pool_->mutex);
+    for (const IoRequest& request : queued_) {
+      pool_->submitted[pool_->submitted_count++ % pool_->submitted.size()] = request;
+    }
+    // Workers that are busy look for more before they sleep.
+    wake_count = std::min(pool_->idle_count, queued_.size());
+  }
+  for (; wake_count > 0; --wake_count) pool_->work_arrived.notify_one();
+  queued_.clear();
+  return Status::Ok();
+}
+
+size_t WorkerEngine::TakeReaped(std::span<IoCompletion> out) {
+  const size_t count = std::min(out.size(), reaped_.size() - reaped_begin_);
+  std::copy_n(reaped_.begin() + static_cast<ptrdiff_t>(reaped_begin_), count, out.begin());
+  reaped_begin_ += count;
+  if (reaped_begin_ == reaped_.size()) {
+    reaped_.clear();
+    reaped_begin_ = 0;
+  }
+  in_flight_ -= count;
+  return count;
+}
+
+Result<size_t> WorkerEngine::Reap(std::span<IoCompletion> out, size_t min_count, std::chrono::milliseconds timeout) {
+  FP_CHECK(min_count <= out.size());
+  const Deadline deadline(timeout);
+  FP_RETURN_IF_ERROR(Submit());
+  size_t taken = TakeReaped(out);
+  if (taken == out.size() || in_flight_ == 0) return taken;
+  // Here reaped_ is empty: all that is in flight is in the pool.
+  const size_t wanted_count = std::min(min_count, taken + in_flight_);
+  {
+    std::unique_lock lock(pool_->mutex);
+    const auto enough = [&] { return taken + pool_->completed.size() >= wanted_count; };
+    if (!enough()) {
+      pool_->wanted_count = wanted_count - taken;
+      pool_->enough_completed.wait_until(lock, deadline.end(), enough);
+      pool_->wanted_count = kNobodyWaits;
+    }
+    reaped_.swap(pool_->completed);
+  }
+  taken += TakeReaped(out.subspan(taken));
+  return taken;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<IoEngine>> CreateWorkerEngine(std::string name, EngineLimits limits, uint32_t thread_count,
+                                                     std::unique_ptr<BlockingIo> io) {
+  auto engine = std::make_unique<WorkerEngine>(std::move(name), limits, std::move(io));
+  const uint32_t wished = thread_count == 0 ? kDefaultThreadCount : thread_count;
+  FP_RETURN_IF_ERROR(engine->StartThreads(std::min(wished, limits.queue_depth)));
+  return std::unique_ptr<IoEngine>(std::move(engine));
+}
+
+}  // namespace fastpersist

@@ -1,0 +1,54 @@
+#include "transfer/device_ring.h"
+
+#include <algorithm>
+
+namespace fastpersist {
+namespace {
+
+CudaAddress AddressOf(const std::byte* buffer) { return reinterpret_cast<CudaAddress>(buffer); }
+
+Status WaitFor(CopyStream& stream) {
+  Result<CopyMark> mark = stream.Mark();
+  return mark.ok() ? mark.value().Wait({}) : mark.status();
+}
+
+}  // namespace
+
+Status DeviceRing::PutHost(std::byte* buffer, const std::byte* source, size_t size_bytes) {
+  return device_.to_host().ToDevice(AddressOf(buffer), source, size_bytes);
+}
+
+Status DeviceRing::PutDevice(std::byte* buffer, Device& from, CudaAddress source, size_t size_bytes) {
+  if (&from == &device_) return device_.to_host().Within(AddressOf(buffer), source, size_bytes);
+  std::byte* const bounce = Bounce(size_bytes);
+  FP_RETURN_IF_ERROR(from.to_host().ToHost(bounce, source, size_bytes));
+  FP_RETURN_IF_ERROR(WaitFor(from.to_host()));
+  FP_RETURN_IF_ERROR(PutHost(buffer, bounce, size_bytes));
+  return Wait();
+}
+
+Status DeviceRing::PutZeros(std::byte* buffer, size_t size_bytes) {
+  return device_.to_host().Zero(AddressOf(buffer), size_bytes);
+}
+
+Status DeviceRing::TakeHost(std::byte* target, const std::byte* buffer, size_t size_bytes) {
+  FP_RETURN_IF_ERROR(device_.to_host().ToHost(target, AddressOf(buffer), size_bytes));
+  return Wait();
+}
+
+Status DeviceRing::TakeDevice(Device& to, CudaAddress target, const std::byte* buffer, size_t size_bytes) {
+  if (&to == &device_) return device_.to_device().Within(target, AddressOf(buffer), size_bytes);
+  std::byte* const bounce = Bounce(size_bytes);
+  FP_RETURN_IF_ERROR(TakeHost(bounce, buffer, size_bytes));
+  FP_RETURN_IF_ERROR(to.to_device().ToDevice(target, bounce, size_bytes));
+  return WaitFor(to.to_device());
+}
+
+std::byte* DeviceRing::Bounce(size_t size_bytes) {
+  bounce_.resize(std::max(bounce_.size(), size_bytes));
+  return bounce_.data();
+}
+
+Status DeviceRing::Wait() { return WaitFor(device_.to_host()); }
+
+}  // namespace fastpersist

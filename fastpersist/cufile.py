@@ -1,0 +1,294 @@
+"""GPUDirect Storage for the engine "cufile": where libcufile is, whether it can be used, and which way bytes take.
+
+pip puts libcufile among Python packages, where the loader does not look; the native side is told the place. What the
+library says of itself is no proof: where the disk cannot write into the device, it goes through host memory without a
+word (compatibility mode). So nothing here calls GPUDirect real but the library's own statistics after real transfers.
+Choosing engines, and what a transfer does, is `pipeline`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastpersist import _native
+from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
+from fastpersist.filesystem import storage_errors
+
+__all__ = ["Traffic", "find_library", "prepare", "traffic", "trial", "way", "why_not"]
+
+_log = logging.getLogger("fastpersist")
+
+SONAME = "libcufile.so.0"
+
+# Where there is a driver, the kernel lists its modules; not so in a sandbox that only passes the driver's calls on.
+_MODULES = "/proc/modules"
+_DRIVER = "/dev/nvidiactl"
+
+_BUFFER_COUNT = 8
+_BUFFER_BYTES = 8 << 20
+_WAY_BYTES = 1 << 20
+_ROUND_COUNT = 2
+
+
+class Traffic(NamedTuple):
+    """Transfers between device memory and files in this process so far, reads and writes, by the way they took."""
+
+    p2p_count: int
+    """The disk wrote to, or read from, the device itself, by the kernel's means (PCI P2PDMA)."""
+    nvfs_count: int
+    """The same by the nvidia-fs module."""
+    posix_count: int
+    """Through host memory: no GPUDirect."""
+
+    @property
+    def direct_count(self) -> int:
+        """Of those that did not go through host memory."""
+        return self.p2p_count + self.nvfs_count
+
+
+# ----------------------------------------------------------------------------------------------------- the library
+
+
+def find_library() -> str:
+    """Return the path of libcufile; "" when the native side finds it by name, in the process or where the loader looks.
+
+    Neither torch nor CUDA is started. In order: what the process has loaded, what `cuda.pathfinder` says, the
+    directories that pip's packages use, below each entry of sys.path.
+
+    Thread safety: any thread.
+    """
+    try:
+        ctypes.CDLL(SONAME, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        # Some builds of the library use symbols of librt without naming it.
+        with suppress(OSError):
+            ctypes.CDLL("librt.so.1", mode=ctypes.RTLD_GLOBAL)
+        return _path_by_pathfinder() or _path_among_packages(tuple(sys.path), _cuda_of_torch())
+    return ""
+
+
+def _path_by_pathfinder() -> str:
+    try:
+        pathfinder: Any = importlib.import_module("cuda.pathfinder")
+        return str(pathfinder.load_nvidia_dynamic_lib("cufile").abs_path or "")
+    except (ImportError, AttributeError, OSError, RuntimeError):  # not installed, or it finds none
+        return ""
+
+
+@functools.cache
+def _path_among_packages(directories: Sequence[str], cuda: str) -> str:
+    def fits(path: Path) -> tuple[bool, str]:
+        # For CUDA 12, nvidia/cufile; since CUDA 13, nvidia/cu13.
+        package = path.parent.parent.name
+        return (package == (f"cu{cuda}" if cuda != "12" else "cufile"), package)
+
+    found = [path for directory in directories for path in Path(directory).glob(f"nvidia/*/lib/{SONAME}")]
+    return str(max(found, key=fits).resolve()) if found else ""
+
+
+def _torch() -> Any:
+    return sys.modules.get("torch")
+
+
+def _cuda_of_torch() -> str:
+    version = getattr(getattr(_torch(), "version", None), "cuda", None) or ""
+    return str(version).partition(".")[0]
+
+
+def _cuda_is_started() -> bool:
+    torch = _torch()
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def prepare() -> None:
+    """Tell the native side where libcufile is: before an engine "cufile" is made. May be called again.
+
+    Raises:
+        UnsupportedError: libcufile would never return here.
+
+    Thread safety: any thread.
+    """
+    if os.path.exists(_DRIVER) and not os.path.exists(_MODULES):
+        raise UnsupportedError(f"there is no {_MODULES} in this sandbox, and libcufile waits for it without end")
+    host_device = int(_torch().cuda.current_device()) if _cuda_is_started() else 0
+    _native.cufile_configure(os.fsencode(find_library()), host_device)
+
+
+def why_not(*, start: bool = False) -> str:
+    """Return why the engine "cufile" cannot be used, in one sentence; "" when it can.
+
+    Args:
+        start: Start CUDA in this process to find out. Otherwise a process that has not used CUDA stays so (its forked
+            children could not use CUDA any more), and that is the reason.
+
+    Thread safety: any thread.
+    """
+    if reason := _native.cuda_driver_why_not():
+        return str(reason)
+    if not start and not _cuda_is_started():
+        return "this process has not used CUDA yet, and asking would start it; torch.cuda.init() does so"
+    try:
+        prepare()
+    except UnsupportedError as error:
+        return str(error)
+    return str(_native.cufile_why_not())
+
+
+# ----------------------------------------------------------------------------------------------------- the truth
+
+
+def traffic() -> Traffic:
+    """Return how bytes between devices and files have gone in this process, by libcufile's statistics.
+
+    Raises:
+        UnsupportedError: They are unknown: the engine cannot be used here, or its library (before CUDA 13.0, or newer
+            than what is understood) does not tell.
+
+    Thread safety: any thread.
+    """
+    prepare()
+    return Traffic(*_native.cufile_traffic())
+
+
+def way(directory: str | os.PathLike[str], device: int = 0) -> str:
+    """Say how the engine "cufile" moves bytes here, found by writing a file from device memory.
+
+    Args:
+        directory: An existing directory on the file system in question.
+        device: Ordinal of the CUDA device, which is started.
+
+    Returns:
+        One clause, such as "peer to peer" or "compatibility mode: through host memory".
+
+    Raises:
+        UnsupportedError, DeviceError, StorageError: It does not work at all.
+
+    Thread safety: any thread; transfers of other threads at that moment are taken for its own.
+    """
+    prepare()
+    memory = _native.StagingBuffers(device, 1, _WAY_BYTES)
+    with _scratch_file(directory) as (fd, path):
+        try:
+            before = traffic()
+        except FastPersistError as error:
+            _write(fd, path, memory, _WAY_BYTES, _WAY_BYTES)
+            return f"which way is unknown: {error}"
+        _write(fd, path, memory, _WAY_BYTES, _WAY_BYTES)
+    p2p_count, nvfs_count, posix_count = (now - then for now, then in zip(traffic(), before, strict=True))
+    if posix_count > 0:
+        return "compatibility mode: through host memory"
+    if p2p_count > 0:
+        return "peer to peer"
+    return "peer to peer, by nvidia-fs" if nvfs_count > 0 else "which way is unknown: its statistics have no transfer"
+
+
+def trial(
+    directory: str | os.PathLike[str],
+    device: int,
+    size_bytes: int,
+    write_by_ring: Callable[[int, str], None],
+) -> bool:
+    """Tell whether GPUDirect is real in a directory, right, and faster than the ring.
+
+    Both write files of the same size in turn, and the best round of each counts. False whenever something is missing or
+    cannot be told; the log says what.
+
+    Args:
+        directory: An existing directory on the file system in question.
+        device: Ordinal of the CUDA device, which is started.
+        size_bytes: Of each file; a multiple of 64 MiB.
+        write_by_ring: write_by_ring(fd, path) writes size_bytes of the device's memory to a preallocated file, as saves
+            do without GPUDirect.
+
+    Returns:
+        Whether every transfer went peer to peer, the file holds what was written, and that took less time.
+
+    Raises:
+        ConfigError: size_bytes is no multiple of 64 MiB.
+
+    Thread safety: any thread; transfers of other threads at that moment make it False.
+    """
+    if size_bytes <= 0 or size_bytes % (_BUFFER_COUNT * _BUFFER_BYTES) != 0:
+        raise ConfigError(f"a trial of {size_bytes} bytes: take a multiple of {_BUFFER_COUNT * _BUFFER_BYTES}")
+    why = ""
+    try:
+        if not (why := why_not(start=True)):
+            why = _lost_trial(directory, device, size_bytes, write_by_ring)
+    except (FastPersistError, OSError) as error:
+        why = str(error)
+    _log.info("GPUDirect Storage in %s: %s", os.fspath(directory), why or "real, and faster than the ring")
+    return not why
+
+
+def _lost_trial(
+    directory: str | os.PathLike[str], device: int, size_bytes: int, write_by_ring: Callable[[int, str], None]
+) -> str:
+    """Return what the trial was lost by; "" when it was won."""
+    before = traffic()
+    memory = _native.StagingBuffers(device, _BUFFER_COUNT, _BUFFER_BYTES)
+    patterns = [secrets.token_bytes(4096) * (_BUFFER_BYTES // 4096) for _ in range(_BUFFER_COUNT)]
+    for index, pattern in enumerate(patterns):
+        memory.fill(index, pattern)
+    count = size_bytes // _BUFFER_BYTES
+
+    def write_by_cufile(fd: int, path: str) -> None:
+        _write(fd, path, memory, size_bytes, _BUFFER_BYTES)
+
+    direct_s, ring_s = float("inf"), float("inf")
+    for _ in range(_ROUND_COUNT):
+        with _scratch_file(directory) as (fd, path):
+            direct_s = min(direct_s, _timed(fd, path, size_bytes, write_by_cufile))
+            with open(path, "rb") as written:  # the descriptor is set to direct I/O
+                if any(written.read(_BUFFER_BYTES) != patterns[index % _BUFFER_COUNT] for index in range(count)):
+                    return "the file holds other bytes than the device's memory"
+        after = traffic()
+        if after.posix_count > before.posix_count:
+            return "compatibility mode: through host memory"
+        if after.direct_count < before.direct_count + count:
+            return "its statistics do not have every transfer"
+        before = after
+        with _scratch_file(directory) as (fd, path):
+            ring_s = min(ring_s, _timed(fd, path, size_bytes, write_by_ring))
+    return "" if direct_s < ring_s else f"no faster than the ring ({direct_s:.3f} s to {ring_s:.3f} s)"
+
+
+def _timed(fd: int, path: str, size_bytes: int, write: Callable[[int, str], None]) -> float:
+    _native.allocate(fd, size_bytes, os.fsencode(path))
+    start_s = time.perf_counter()
+    write(fd, path)
+    os.fdatasync(fd)
+    return time.perf_counter() - start_s
+
+
+def _write(fd: int, path: str, memory: _native.StagingBuffers, size_bytes: int, chunk_bytes: int) -> None:
+    addresses = memory.addresses
+    requests = [
+        (True, offset_bytes, addresses[index % len(addresses)], chunk_bytes)
+        for index, offset_bytes in enumerate(range(0, size_bytes, chunk_bytes))
+    ]
+    _native.run_requests(fd, os.fsencode(path), ["cufile"], requests, queue_depth=len(addresses))
+
+
+@contextmanager
+def _scratch_file(directory: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
+    # Not unlinked while it is open, as other probes' files are: libcufile looks for its path.
+    path = os.path.join(os.fspath(directory), f".fastpersist-probe-{secrets.token_hex(8)}")
+    with storage_errors("creating", path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd, path
+    finally:
+        os.close(fd)
+        with suppress(OSError):
+            os.unlink(path)

@@ -1,0 +1,73 @@
+"""CUDA devices for the native side: whose memory it copies itself, and in which order.
+
+The native side talks to the driver, not to torch: it gets ordinals, addresses and stream handles. Its copies run on
+streams of its own. They follow what torch's current stream holds at the moment of a save or load, and what the current
+stream is given after a gate comes behind them; so no thread waits for the device. Other devices (ROCm, XPU, MPS) are
+torch's to copy: `pipeline` does that in ring-sized pieces.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from fastpersist import _native
+
+__all__ = ["caller_stream", "follow_caller", "ordinal_of", "tell_of_pinning", "why_not_native"]
+
+_log = logging.getLogger("fastpersist")
+
+_told: set[str] = set()  # what was logged, once each
+
+
+def why_not_native() -> str:
+    """Return why CUDA tensors are copied by torch and not by the native side, in one sentence; "" when they are not.
+
+    It makes the driver ready, so ask it only where there are CUDA tensors.
+    """
+    if torch.version.hip is not None:
+        return "this torch is built for ROCm"
+    return _native.cuda_why_not()
+
+
+def ordinal_of(storage: torch.UntypedStorage) -> int | None:
+    """Return the ordinal of the CUDA device a storage lies on; None if it is none, or torch has to copy from it."""
+    device = storage.device
+    if device.type != "cuda":
+        return None
+    if why_not := why_not_native():
+        _tell(f"CUDA tensors are copied by torch, one piece after the other: {why_not}")
+        return None
+    return 0 if device.index is None else device.index
+
+
+def caller_stream(ordinal: int) -> int:
+    """Return the calling thread's current stream of a device, as the driver knows it."""
+    return int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+
+def follow_caller(ordinal: int, *, to_host: bool) -> None:
+    """Let the copies that are started from now on come after what the calling thread's current stream holds.
+
+    Args:
+        ordinal: Of the device.
+        to_host: Copies from the device; else copies to it.
+
+    Raises:
+        UnsupportedError: That stream is being captured into a CUDA graph.
+        DeviceError: The device refuses.
+    """
+    _native.follow_caller(ordinal, caller_stream(ordinal), to_host)
+
+
+def tell_of_pinning() -> None:
+    """Log, once, that host memory could not be pinned: copies are right then, but slower."""
+    if why_not := _native.why_not_pinned():
+        _tell(f"copies from and to the device use memory that is not pinned, and are slower: {why_not}")
+
+
+def _tell(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        _log.warning("%s", text)

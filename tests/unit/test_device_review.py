@@ -1,0 +1,238 @@
+"""Where saving and loading over a CUDA device could go wrong without anybody noticing: found by reading, held by tests.
+
+Over the double of the driver.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cuda_double import OUT_OF_MEMORY, PLAIN_ERROR, cuda_storage
+from support.device_states import Stage, bytes_in, device_stage, device_state, packed_state, random_bytes
+
+import fastpersist as fp
+from fastpersist import _native
+from fastpersist.errors import DeviceError
+from fastpersist.pipeline import Pieces, Writer
+
+CHUNK = 1 << 16
+ARENA_BYTES = 64 << 20
+SLOW_COPY_US = 1_000_000
+SOON_S = 0.4  # much less than a slow copy takes
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    with device_stage(monkeypatch) as stage:
+        stage.allow_loading()
+        yield stage
+
+
+def load(path: Path) -> dict[str, Any]:
+    loaded = fp.load(path, map_location="cpu", weights_only=False)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def ring_is_free() -> bool:
+    return _native.ring_free_count() == _native.ring_buffer_count()
+
+
+def write_sources(snapshot: _native.Snapshot, sizes_bytes: list[int], path: Path) -> bytes:
+    """Write whole sources of a snapshot, 0, 1, 2 …, and return what the file holds."""
+    with open(path, "w+b") as file:
+        with Writer(file.fileno(), str(path), engine="threads-buffered") as writer:
+            pieces = Pieces()
+            for source, size_bytes in enumerate(sizes_bytes):
+                if size_bytes:
+                    pieces.add_captured(snapshot, source, size_bytes, source)
+            writer.append(pieces)
+            writer.finish()
+        return file.read()[: sum(sizes_bytes)]
+
+
+# --- memory that is given back while a copy is on its way
+
+
+@pytest.mark.parametrize("way", ["narrow", "close"])
+def test_who_gives_captured_memory_back_keeps_nobody_else_waiting(stage: Stage, way: str) -> None:
+    # In DCP every rank captures first and drops later, in the background, what others write.
+    storage = cuda_storage(bytes(2 * CHUNK))
+    arena = _native.Arena(ARENA_BYTES)
+    snapshot, other = _native.Snapshot(arena), _native.Snapshot(arena)
+    snapshot.add(storage.data_ptr(), 2 * CHUNK, _native.SourceKind.VOLATILE, 0)
+    stage.cuda.delay_us(SLOW_COPY_US)
+    snapshot.capture(_native.SourceKind.VOLATILE, True)
+    giving = threading.Thread(target=(lambda: snapshot.narrow(0, 0, 0)) if way == "narrow" else snapshot.close)
+    giving.start()
+    longest_s = 0.0
+    while giving.is_alive():  # counts() is called with the GIL, by each step at the gate
+        started_s = time.monotonic()
+        other.counts()
+        longest_s = max(longest_s, time.monotonic() - started_s)
+        time.sleep(0.001)
+    giving.join()
+    assert stage.cuda.queued_copy_count == 0
+    snapshot.close()
+    assert arena.used_bytes == 0
+    assert longest_s < SOON_S
+
+
+def test_ring_buffers_of_a_failed_save_are_not_given_out_while_the_device_writes_into_them(
+    stage: Stage, tmp_path: Path
+) -> None:
+    # A full device gives no more events; the copies that were started go on.
+    state, _ = device_state([20 * CHUNK])
+    errors: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            fp.save(state, tmp_path / "x.pt")
+        except DeviceError as error:
+            errors.append(error)
+
+    with stage.cuda.held_copies():
+        stage.cuda.fail("cuEventRecord", 2, OUT_OF_MEMORY)
+        stage.cuda.fail("cuEventRecord", 3, OUT_OF_MEMORY)
+        saving = threading.Thread(target=save)
+        saving.start()
+        saving.join(1)
+        on_the_way = stage.cuda.queued_copy_count
+        was_given_back = ring_is_free()
+    saving.join()
+    assert errors
+    assert on_the_way == 0 or not was_given_back
+
+
+# --- which bytes
+
+
+def test_overlapping_sources_of_which_parts_are_wanted_are_gathered_rightly(stage: Stage, tmp_path: Path) -> None:
+    # Two tensors of a state share memory, and of the one that begins first this rank writes the last rows.
+    data = random_bytes(4096, 3).numpy().tobytes()
+    storage = cuda_storage(data)
+    snapshot = _native.Snapshot(_native.Arena(ARENA_BYTES))
+    places = [(0, 2048), (512, 600), (3000, 1000)]
+    for first, size_bytes in places:
+        snapshot.add(storage.data_ptr() + first, size_bytes, _native.SourceKind.STABLE, 0)
+    snapshot.capture(_native.SourceKind.VOLATILE, False)  # as save() does, before the plan is there
+    snapshot.narrow(0, 1500, 2048)
+    snapshot.capture(_native.SourceKind.STABLE, True)
+    found = write_sources(snapshot, [548, 600, 1000], tmp_path / "x")
+    snapshot.close()
+    assert found == data[1500:2048] + data[512:1112] + data[3000:4000]
+
+
+# --- the gate
+
+
+def test_a_step_that_is_captured_into_a_graph_costs_no_save(stage: Stage, tmp_path: Path) -> None:
+    state, contents = device_state([5 * CHUNK])
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    stage.own(state, parameter)
+    with stage.cuda.held_copies(1):
+        pending = fp.save_async(state, tmp_path / "x.pt", optimizer=optimizer)
+        releasing = threading.Timer(0.1, stage.cuda.hold_copies, (-1,))
+        releasing.start()
+        with stage.cuda.captured(stage.stream()):
+            optimizer.step()
+        releasing.join()
+        for storage in state.values():  # the graph, replayed at once
+            stage.kernel(storage, 1)
+    assert pending.captured()
+    pending.result()
+    assert bytes_in(load(tmp_path / "x.pt")) == contents
+
+
+class SideStreamSGD(torch.optim.SGD):
+    """As optimizers that keep their state on the host: the step's new values come over a stream of its own."""
+
+
+def owned_save(
+    stage: Stage, path: Path, optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any
+) -> tuple[fp.PendingSave, torch.optim.Optimizer, dict[str, Any], dict[str, bytes]]:
+    """Save a state that an optimizer owns."""
+    state, contents = device_state([5 * CHUNK])
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = optimizer_class([parameter], lr=0.1)  # type: ignore[call-arg]
+    stage.own(state, parameter)
+    return fp.save_async(state, path, optimizer=optimizer, **options), optimizer, state, contents
+
+
+def test_a_step_over_a_stream_of_the_optimizers_own_changes_nothing_that_is_being_copied(
+    stage: Stage, tmp_path: Path
+) -> None:
+    with stage.cuda.held_copies(1):
+        pending, optimizer, state, contents = owned_save(stage, tmp_path / "x.pt", SideStreamSGD)
+        releasing = threading.Timer(0.1, stage.cuda.hold_copies, (-1,))
+        releasing.start()
+        optimizer.step()
+        stage.switch_stream()  # which nobody has told to wait
+        for storage in state.values():
+            stage.kernel(storage, 1)
+        stage.cuda.stream_synchronize(stage.stream())
+        releasing.join()
+    pending.result()
+    assert bytes_in(load(tmp_path / "x.pt")) == contents
+
+
+def test_after_wait_captured_everything_may_be_changed_by_anybody(stage: Stage, tmp_path: Path) -> None:
+    with stage.cuda.held_copies(1):
+        pending, _, state, contents = owned_save(stage, tmp_path / "x.pt", gate="manual")
+        releasing = threading.Timer(0.1, stage.cuda.hold_copies, (-1,))
+        releasing.start()
+        pending.wait_captured()
+        for storage in state.values():  # by another process, say, with which it is shared
+            stage.cuda.write(storage.data_ptr(), bytes(storage.nbytes()))
+        releasing.join()
+    pending.result()
+    assert bytes_in(load(tmp_path / "x.pt")) == contents
+
+
+@pytest.mark.parametrize("call", ["cuDeviceGetCount", "cuCtxPushCurrent_v2", "cuEventRecord", "cuStreamWaitEvent"])
+def test_a_driver_that_fails_at_the_gate_does_not_fail_the_step(stage: Stage, tmp_path: Path, call: str) -> None:
+    with stage.cuda.held_copies(1):
+        pending, optimizer, _, _ = owned_save(stage, tmp_path / "x.pt")
+        stage.cuda.wait_for_queued_copies(1)
+        stage.cuda.fail(call, 0, PLAIN_ERROR)
+        optimizer.step()
+        assert pending.captured()
+    stage.cuda.hold_copies(-1)
+    with pytest.raises(DeviceError):
+        pending.result()
+    assert ring_is_free()
+
+
+def test_memory_that_cannot_be_prepared_costs_no_save(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "fastpersist-arena":
+            raise RuntimeError("can't start new thread")  # at the interpreter's end, or at the limit of the user
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    state, contents = device_state([5 * CHUNK])
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+    assert bytes_in(load(tmp_path / "step-00000001" / "state.pt")) == contents
+
+
+def test_what_the_writer_gathers_is_not_counted_as_copied_at_the_gate(stage: Stage, tmp_path: Path) -> None:
+    state, _ = packed_state(stage, [5000] * 100)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    stage.own(state, parameter)
+    pending = fp.save_async(state, tmp_path / "x.pt", optimizer=optimizer)
+    pending.result()  # and no step came
+    assert pending.stats.bytes_at_gate == 0
+    assert pending.stats.bytes_by_writer == 500_000
