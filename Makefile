@@ -23,7 +23,7 @@ TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc))
 WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 
-.PHONY: help setup build check test test-oldest san crash fuzz bench overlap trainers ranks dcp io demo wheel warnings tidy
+.PHONY: help setup build check test test-oldest san crash fuzz bench overlap trainers ranks dcp io gpu demo wheel warnings tidy
 .DELETE_ON_ERROR:
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo 'make ranks DIR=…           what several ranks gain, and what agreeing costs (benchmarks/ranks.py --help)'
 	@echo 'make dcp DIR=…             what torch.distributed.checkpoint gains (benchmarks/dcp.py --help)'
 	@echo 'make io DIR=…              tensors between memory and disk, against fio and DeepNVMe (fastpersist bench io --help)'
+	@echo 'make gpu DIR=…             on a machine with a GPU: builds, tests and measures it (benchmarks/gpu.sh --help)'
 	@echo 'make wheel                 a wheel in dist/, tried in a clean environment outside the repository'
 
 # --- environment ---
@@ -145,6 +146,11 @@ demo: $(BUILT)
 trainers: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: trainers DIR=…: an existing directory on the disk to measure'; exit 1; }
 	$(BIN)/python benchmarks/trainers.py '$(DIR)'
+
+# Builds for itself, so that one call does all on a machine that has torch and no network.
+gpu:
+	@test -d '$(DIR)' || { echo 'make: gpu DIR=…: an existing directory on the disk to measure'; exit 1; }
+	PYTHON=$(PYTHON) benchmarks/gpu.sh '$(DIR)'
 
 ranks: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: ranks DIR=…: an existing directory on the disk to measure'; exit 1; }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 from fastpersist import _native
 from fastpersist.errors import ConfigError
@@ -37,12 +38,16 @@ class Arena:
         if self._preparing is not None and self._preparing.is_alive():
             return
 
+        floor_bytes = available_host_bytes() // 2  # other processes of the machine may do the same at this moment
+
         def prepare() -> None:
-            while threading.main_thread().is_alive() and native.prepare(state_bytes):
-                pass
+            while threading.main_thread().is_alive() and available_host_bytes() > floor_bytes:
+                if not native.prepare(state_bytes):
+                    break
 
         self._preparing = threading.Thread(target=prepare, name="fastpersist-arena")
-        self._preparing.start()
+        with suppress(RuntimeError):  # no thread is to be had, as at the interpreter's end: it is done in line then
+            self._preparing.start()
 
     def for_state(self, state_bytes: int) -> _native.Arena:
         """Return the native arena, with room for a state of this size as far as the limit allows."""

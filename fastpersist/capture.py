@@ -4,7 +4,8 @@
 no other time; so they are written from where they are while forward and backward run, and what is not written by
 then is copied when the step comes (the gate). *Constant* ones were named by the user: they do not change at all.
 Everything else is *volatile* and is copied before save() returns. That is always right, only slower; so whatever is
-in doubt is volatile: an optimizer without working hooks, a tensor without a version counter, device memory.
+in doubt is volatile: an optimizer without working hooks, a tensor without a version counter. What lies on a device that
+the native side cannot copy from is copied at once.
 
 The gate is the guarantee. One pre-hook on all optimizers of the process, set by the first save that needs it, makes
 a step wait until the stable bytes of every pending save that it could change are captured. With gate="manual" the
@@ -107,7 +108,15 @@ def _before_step(optimizer: Optimizer, _arguments: object, _keywords: object) ->
     note_step(optimizer, manual=False)
     for capture in list(_pending):
         if not capture.is_manual and capture.is_changed_by(optimizer):
-            capture.wait_captured()
+            capture.wait_captured(on_host=not _steps_on_current_stream(optimizer))
+
+
+def _steps_on_current_stream(optimizer: Optimizer) -> bool:
+    """Tell whether all that a step changes on devices it changes over the current streams; those of torch do.
+
+    Others may bring new values over streams of their own, which nobody has told to wait.
+    """
+    return type(optimizer).__module__.startswith("torch.")
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -304,8 +313,13 @@ class Capture:
         self.seal()
         return True
 
-    def wait_captured(self, timeout_s: float | None = None) -> None:
+    def wait_captured(self, timeout_s: float | None = None, *, on_host: bool = True) -> None:
         """Make it safe to change everything but constants: copy what the writer has not reached, or wait for it.
+
+        Args:
+            timeout_s: Seconds to wait at most.
+            on_host: For whatever may change it. Without it, for what the caller's current streams are given from now
+                on: they wait for the devices, and this thread does not.
 
         Raises:
             TimeoutError: With a timeout: not all is captured.
@@ -314,21 +328,26 @@ class Capture:
         if self.is_manual:
             for optimizer in self._optimizers:
                 note_step(optimizer, manual=True)
+        deadline_s = None if timeout_s is None else started_s + timeout_s
         if self._sealed:
             self._hold_caller()  # who comes later may be on another stream
+            if on_host:
+                self._wait_settled(deadline_s)
             return
         try:
             if self.is_torn():
                 return
             for wait in (False, True):  # first what finds room, of all files
-                if wait and timeout_s is not None:
-                    self._wait_until(started_s + timeout_s)
+                if wait and deadline_s is not None:
+                    self._wait_until(deadline_s)
                     continue
                 for snapshot in reversed(self._snapshots):
                     snapshot.capture(Kind.STABLE, wait)
                     snapshot.capture(Kind.VOLATILE, wait)
             self._hold_caller()
             self.seal()
+            if on_host:
+                self._wait_settled(deadline_s)
         finally:
             if self._on_gate is not None:
                 self._on_gate(time.monotonic() - started_s)
@@ -341,6 +360,12 @@ class Capture:
             time.sleep(0.002)
             for snapshot in reversed(self._snapshots):
                 snapshot.capture(Kind.STABLE, wait=False)
+
+    def _wait_settled(self, deadline_s: float | None = None) -> None:
+        while not self._is_settled():
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                raise TimeoutError("the state is still being copied from its device; nothing of it may be changed")
+            time.sleep(_SETTLING_S)
 
     def seal(self) -> None:
         """Compare the counters for the last time. From now on everything but constants may change."""
@@ -427,8 +452,7 @@ class Capture:
             # One snapshot for all: a device's copies have one order. A stream that is being captured into a CUDA graph
             # executes nothing now, so it cannot be told to wait; the thread that will replay the graph does.
             if not self._snapshots[0].hold_caller(ordinal, devices.caller_stream(ordinal)):
-                while not self._is_settled():
-                    time.sleep(_SETTLING_S)
+                self._wait_settled()
 
     def _is_settled(self) -> bool:
         """Tell whether nothing is left to be captured, and no copy from a device is on its way."""

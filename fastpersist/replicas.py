@@ -23,7 +23,7 @@ from fastpersist.partition import CUT_BYTES_MIN
 from fastpersist.pipeline import byte_tensor
 from fastpersist.saving import Container, Source
 
-__all__ = ["difference", "host_bytes", "replicas_in", "replicas_of", "sums_of"]
+__all__ = ["bytes_of", "difference", "host_bytes", "replicas_in", "replicas_of", "sums_of"]
 
 _SAMPLE_COUNT = 4
 _SAMPLE_BYTES = 64
@@ -52,20 +52,25 @@ def replicas_in(container: Container, ownership: Ownership | None) -> list[int]:
 
 def sums_of(
     container: Container, cut: Sequence[int], interiors: Sequence[tuple[int, int]], *, whole: bool
-) -> list[int]:
-    """Sum up each cut source: its length, dtypes and interior, and samples of its bytes or all of them."""
-    data = (_crcs_of if whole else _sample_crcs_of)([container.sources[source] for source in cut])
-    sums = []
-    for source, interior, crc in zip(cut, interiors, data, strict=True):
+) -> Callable[[], list[int]]:
+    """Sum up each cut source: its length, dtypes and interior, and samples of its bytes or all of them.
+
+    Returns:
+        What gives the sums, of the bytes as they are now; it waits for devices, this does not.
+    """
+    of_data = (_crcs_of if whole else _sample_crcs_of)([container.sources[source] for source in cut])
+    described = []
+    for source, interior in zip(cut, interiors, strict=True):
         dtypes = sorted({str(tensor.dtype) for tensor in container.tensors[source]})
-        sums.append(zlib.crc32(repr((container.sources[source].size_bytes, dtypes, interior)).encode(), crc))
-    return sums
+        described.append(repr((container.sources[source].size_bytes, dtypes, interior)).encode())
+    return lambda: [zlib.crc32(text, crc) for text, crc in zip(described, of_data(), strict=True)]
 
 
-def _sample_crcs_of(sources: Sequence[Source]) -> list[int]:
-    """Return a CRC of a few bytes of each source, at places that follow from its index and length."""
+def _sample_crcs_of(sources: Sequence[Source]) -> Callable[[], list[int]]:
+    """Return what gives a CRC of a few bytes of each source, at places that follow from its index and length."""
     samples: dict[int, bytes] = {}
-    on_devices: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    ranges: list[tuple[Source, int, int]] = []
+    owners: list[int] = []
     for index, source in enumerate(sources):
         words = struct.unpack(f"<{_SAMPLE_COUNT}Q", hashlib.sha256(f"{index} {source.size_bytes}".encode()).digest())
         places = [word % (source.size_bytes - _SAMPLE_BYTES) for word in words]
@@ -73,17 +78,61 @@ def _sample_crcs_of(sources: Sequence[Source]) -> list[int]:
             address = source.storage.data_ptr() + source.offset_bytes
             samples[index] = b"".join(ctypes.string_at(address + place, _SAMPLE_BYTES) for place in places)
         else:
-            view = byte_tensor(source.storage)[source.offset_bytes :]
-            taken = torch.cat([view[place : place + _SAMPLE_BYTES] for place in places])
+            ranges += [(source, place, _SAMPLE_BYTES) for place in places]
+            owners.append(index)
+    taken = bytes_of(ranges)
+
+    def crcs() -> list[int]:
+        found = taken()
+        for number, index in enumerate(owners):
+            samples[index] = b"".join(found[number * _SAMPLE_COUNT : (number + 1) * _SAMPLE_COUNT])
+        return [zlib.crc32(samples[index]) for index in range(len(sources))]
+
+    return crcs
+
+
+def _crcs_of(sources: Sequence[Source]) -> Callable[[], list[int]]:
+    crcs = [_native.crc32(host_bytes(source, 0, source.size_bytes)) for source in sources]
+    return lambda: crcs
+
+
+def bytes_of(ranges: Sequence[tuple[Source, int, int]]) -> Callable[[], list[bytes]]:
+    """Take short ranges of bytes, as they are now, without waiting for a device.
+
+    Args:
+        ranges: Each one's source, its first byte in that, and its length.
+
+    Returns:
+        What gives the bytes, in the same order; it waits for devices.
+    """
+    found: dict[int, bytes] = {}
+    on_devices: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for index, (source, from_bytes, size_bytes) in enumerate(ranges):
+        if source.storage.device.type == "cpu":
+            found[index] = bytes(host_bytes(source, from_bytes, size_bytes))
+        else:
+            start = source.offset_bytes + from_bytes
+            taken = byte_tensor(source.storage)[start : start + size_bytes]
             on_devices.setdefault(taken.device, []).append((index, taken))
-    for found in on_devices.values():  # one copy for each device
-        joined = torch.stack([taken for _, taken in found]).cpu()
-        samples.update((index, bytes(row.tolist())) for (index, _), row in zip(found, joined, strict=True))
-    return [zlib.crc32(samples[index]) for index in range(len(sources))]
+    copies = []
+    for device, parts in on_devices.items():  # one copy for each device, in the order of the caller's stream
+        joined = torch.cat([part for _, part in parts])
+        copied = joined.to("cpu", non_blocking=device.type == "cuda")
+        done = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        copies.append((parts, joined, copied, done))
 
+    def get() -> list[bytes]:
+        for parts, _, copied, done in copies:
+            if done is not None:
+                done.synchronize()
+            data, start = bytes(copied.tolist()), 0
+            for index, part in parts:
+                found[index] = data[start : start + part.numel()]
+                start += part.numel()
+        copies.clear()
+        return [found[index] for index in range(len(ranges))]
 
-def _crcs_of(sources: Sequence[Source]) -> list[int]:
-    return [_native.crc32(host_bytes(source, 0, source.size_bytes)) for source in sources]
+    return get
 
 
 def host_bytes(source: Source, from_bytes: int, size_bytes: int) -> Any:

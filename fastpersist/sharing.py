@@ -33,6 +33,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from fastpersist.formats.parts import ExtentMap, FileExtent
 from fastpersist.layout import align_up
 from fastpersist.partition import ByteRange, Extent, interior_of, merged, overlaps, shard_of, without
 from fastpersist.pipeline import Poll, Run, Writer, refuse_null_engine
-from fastpersist.replicas import difference, host_bytes, sums_of
+from fastpersist.replicas import bytes_of, difference, sums_of
 from fastpersist.saving import Checksum, Container, Literal, Part, PieceStream, Source, Stored, WrittenFile
 from fastpersist.stores import Split, SplitShares, Stores
 
@@ -104,8 +105,13 @@ class Share:
         self._interiors = [
             interior_of(container.offsets[source], container.sources[source].size_bytes, BLOCK_BYTES) for source in cut
         ]
-        self._sums = sums_of(container, self._cut, self._interiors, whole=together.check_replicas)
+        self._get_sums = sums_of(container, self._cut, self._interiors, whole=together.check_replicas)
         self._mode = "all bytes" if together.check_replicas else "samples"
+
+    @cached_property
+    def _sums(self) -> list[int]:
+        """The sums of what is cut, as it was when the save began; asked on the writing thread, since devices may be slow."""
+        return self._get_sums()
 
     @property
     def wrappers(self) -> Sequence[torch.Tensor]:
@@ -216,13 +222,27 @@ class FirstShare(Share):
         self._crcs_of_others: dict[int, int] = {}  # of their parts
         self._late = self._late_blocks()
         self._own: dict[int, list[int]] = {}  # by source, indices of `ranges`
-        self._late_bytes: dict[int, list[_LateBytes]] = {}
+        self._late_ranges: list[tuple[int, int, int]] = []  # source, first byte in it, length
         shard: dict[int, list[ByteRange]] = {}
         for part in self._shard_of(0):
             shard.setdefault(part.source, []).append(part)
         interiors = dict(zip(self._cut, self._interiors, strict=True))
         for source, offset_bytes in enumerate(container.offsets):
             self._plan(source, offset_bytes, interiors.get(source, (0, 0)), shard.get(source, []))
+        self._get_late_bytes = bytes_of(
+            [
+                (container.sources[source], from_bytes, size_bytes)
+                for source, from_bytes, size_bytes in self._late_ranges
+            ]
+        )
+
+    @cached_property
+    def _late_bytes(self) -> dict[int, list[_LateBytes]]:
+        """By source what is written late of it; on the writing thread, as the sums."""
+        found: dict[int, list[_LateBytes]] = {source: [] for source in range(len(self.container.sources))}
+        for (source, from_bytes, _), data in zip(self._late_ranges, self._get_late_bytes(), strict=True):
+            found[source].append(_LateBytes(from_bytes, data))
+        return found
 
     def _late_blocks(self) -> list[Extent]:
         """Return the blocks that depend on the CRC of a cut source."""
@@ -250,12 +270,7 @@ class FirstShare(Share):
         early = without(extent, sorted([*late, *others]))
         parts = [ByteRange(source, low - offset_bytes, high - low) for low, high in early] + shard
         self._own[source] = [self._add_range(part) for part in sorted(parts, key=lambda part: part.from_bytes)]
-        self._late_bytes[source] = [
-            _LateBytes(
-                low - offset_bytes, bytes(host_bytes(self.container.sources[source], low - offset_bytes, high - low))
-            )
-            for low, high in late
-        ]
+        self._late_ranges += [(source, low - offset_bytes, high - low) for low, high in late]
 
     def meet(self, find: Callable[[Callable[[dict[str, Any]], list[dict[str, Any]]]], Split | None]) -> Split | None:
         """Hear the plans of the others, who are in `OtherShare.write`, and find out where they write; before `write`.

@@ -346,7 +346,18 @@ PYBIND11_MODULE(_native, m) {
            py::arg("ring_device") = py::none());
 
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
-      .def(py::init<uint64_t>(), py::arg("limit_bytes"))
+      .def(py::init([](uint64_t limit_bytes) {
+             // Memory that a device knows takes it a while to forget, and Python need not wait for that.
+             return std::shared_ptr<Arena>(new Arena(limit_bytes), [](const Arena* last) {
+               if (PyGILState_Check() == 0) {
+                 delete last;
+                 return;
+               }
+               const py::gil_scoped_release release;
+               delete last;
+             });
+           }),
+           py::arg("limit_bytes"))
       .def("grow", &Arena::Grow, py::arg("limit_bytes"))
       .def("prepare", &Arena::Prepare, py::arg("size_bytes"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("used_bytes",

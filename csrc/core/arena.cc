@@ -93,6 +93,10 @@ std::byte* Arena::TryTake() {
   return block;
 }
 
+std::byte* Arena::TryTakeAt(const std::byte* address) {
+  return !free_.empty() && free_.back() == address ? TryTake() : nullptr;
+}
+
 void Arena::Return(std::byte* block) {
   FP_CHECK(used_count_ > 0);
   --used_count_;

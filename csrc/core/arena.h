@@ -47,6 +47,8 @@ class Arena {
   // REQUIRES of what follows: mutex() is held.
   // A block, or nullptr: at the limit, or the kernel has no memory. Recently used blocks come first.
   std::byte* TryTake();
+  // The block at this address, if it is the one that TryTake would give; else nullptr. For runs of blocks in one piece.
+  std::byte* TryTakeAt(const std::byte* address);
   void Return(std::byte* block);
   uint64_t used_bytes() const { return used_count_ * kBlockBytes; }
   uint64_t mapped_bytes() const { return mapped_count_ * kBlockBytes; }

@@ -68,6 +68,9 @@ Result<Device*> Device::Get(int ordinal) {
   static auto* const mutex = new std::mutex;
   static auto* const devices = new std::map<int, std::unique_ptr<Device>>;
   const std::lock_guard lock(*mutex);
+  if (const auto known = devices->find(ordinal); known != devices->end() && known->second->is_open()) {
+    return known->second.get();  // whatever the driver has to say by now
+  }
   int count = 0;
   FP_RETURN_IF_ERROR(driver.value()->Check(driver.value()->DeviceGetCount(&count), "counting the CUDA devices"));
   if (ordinal < 0 || ordinal >= count) {
@@ -82,7 +85,7 @@ Result<Device*> Device::Get(int ordinal) {
 }
 
 Status Device::Open() {
-  if (to_device_.stream_ != nullptr) return Status::Ok();  // the last step
+  if (is_open()) return Status::Ok();
   if (context_ == nullptr) {
     CudaDeviceId id = 0;
     FP_RETURN_IF_ERROR(Check(driver_.DeviceGet(&id, ordinal_), "opening"));
@@ -181,11 +184,14 @@ ContextScope::~ContextScope() {
 }
 
 CopyMark::CopyMark(CopyMark&& other) noexcept
-    : device_(std::exchange(other.device_, nullptr)), event_(std::exchange(other.event_, nullptr)) {}
+    : device_(std::exchange(other.device_, nullptr)),
+      stream_(std::exchange(other.stream_, nullptr)),
+      event_(std::exchange(other.event_, nullptr)) {}
 
 CopyMark& CopyMark::operator=(CopyMark&& other) noexcept {
   CopyMark taken(std::move(other));  // also from itself
   std::swap(device_, taken.device_);
+  std::swap(stream_, taken.stream_);
   std::swap(event_, taken.event_);
   return *this;
 }
@@ -219,6 +225,10 @@ Status CopyMark::Wait(const std::function<Status()>& poll) const {
     FP_RETURN_IF_ERROR(poll());
     next_poll = std::chrono::steady_clock::now() + kPollInterval;
   }
+}
+
+void CopyMark::WaitOrSynchronize() const {
+  if (!Wait({}).ok()) stream_->Synchronize();
 }
 
 Status CopyStream::FollowCaller(uintptr_t caller_stream) {
@@ -277,7 +287,7 @@ Result<CopyMark> CopyStream::Mark() {
   FP_RETURN_IF_ERROR(scope.status());
   Result<CudaEvent> event = device_.TakeEvent();
   if (!event.ok()) return event.status();
-  CopyMark mark(&device_, event.value());  // gives the event back where this fails
+  CopyMark mark(&device_, this, event.value());  // gives the event back where this fails
   FP_RETURN_IF_ERROR(device_.Check(device_.driver_.EventRecord(event.value(), stream_), "marking copies of"));
   return mark;
 }

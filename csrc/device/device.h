@@ -18,6 +18,7 @@
 
 namespace fastpersist {
 
+class CopyStream;
 class Device;
 
 // A point in the order of a stream's copies. Its event goes back to the device for reuse. Move-only; empty after a
@@ -34,16 +35,19 @@ class CopyMark {
   explicit operator bool() const { return device_ != nullptr; }
 
   // Whether every copy before the mark has landed. An error of the device shows here, too.
-  // REQUIRES of both: not empty.
+  // REQUIRES of all three: not empty.
   Result<bool> Reached() const;
   // Waits, looking every 20 … 200 µs; `poll` is asked about every 50 ms and its error ends the wait. May be empty.
   Status Wait(const std::function<Status()>& poll) const;
+  // For who is about to give the memory back: an error of the query alone stops no copy.
+  void WaitOrSynchronize() const;
 
  private:
   friend class CopyStream;
-  CopyMark(Device* device, CudaEvent event) : device_(device), event_(event) {}
+  CopyMark(Device* device, CopyStream* stream, CudaEvent event) : device_(device), stream_(stream), event_(event) {}
 
   Device* device_ = nullptr;
+  CopyStream* stream_ = nullptr;
   CudaEvent event_ = nullptr;
 };
 
@@ -110,7 +114,8 @@ class Device {
   friend class Pinned;
 
   Device(const CudaDriver& driver, int ordinal) : driver_(driver), ordinal_(ordinal) {}
-  Status Open();  // again after a failure: goes on where it stopped
+  Status Open();                                                  // again after a failure: goes on where it stopped
+  bool is_open() const { return to_device_.stream_ != nullptr; }  // the last step
   Status Check(CudaResult result, const char* what) const;
   Result<CudaEvent> TakeEvent();
   void PutEvent(CudaEvent event);

@@ -36,7 +36,7 @@ FileReader::~FileReader() { Abandon(); }
 void FileReader::Abandon() {
   pump_->Abandon();
   for (const Landing& landing : landing_) {
-    for (const CopyMark& mark : landing.marks) (void)mark.Wait({});  // a device that fails copies no more
+    for (const CopyMark& mark : landing.marks) mark.WaitOrSynchronize();
     for (Device* device : landing.unmarked) device->to_device().Synchronize();
     share_.Put(landing.buffer);
   }

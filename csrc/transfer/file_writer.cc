@@ -73,7 +73,7 @@ Status FileWriter::Abort(Status status) {
   for (Chunk& chunk : landing_) {
     if (chunk.buffer == nullptr) continue;
     const bool marked = MarkCopies(chunk).ok();
-    for (const CopyMark& mark : chunk.marks) (void)mark.Wait({});  // a device that fails copies no more
+    for (const CopyMark& mark : chunk.marks) mark.WaitOrSynchronize();
     if (!marked) {
       for (Device* device : chunk.devices) device->to_host().Synchronize();
     }

@@ -19,6 +19,8 @@ constexpr uint64_t kPaceBytes = uint64_t{8} << 20;
 constexpr uint64_t kCacheLineBytes = 64;
 // Sources of a device up to this size are gathered: a copy of 256 KiB takes PCIe about as long as starting it takes us.
 constexpr uint64_t kSmallBytes = uint64_t{256} << 10;
+// What a device is given to copy at once: 64 MiB.
+constexpr size_t kRunBlocks = 32;
 // As far apart as that they still go into one copy: its bytes cost less than another one.
 constexpr uint64_t kGapBytes = uint64_t{64} << 10;
 
@@ -102,14 +104,18 @@ bool Snapshot::EnsureRoom(OpenBlock& open, Device* device, size_t size_bytes) {
   CloseBlock(open);
   std::byte* memory = arena_->TryTake();
   if (memory == nullptr) return false;
+  open = {.block = AddBlock(memory, device), .fill_bytes = 0};
+  return true;
+}
+
+Snapshot::Block* Snapshot::AddBlock(std::byte* memory, Device* device) {
   blocks_.push_back({.memory = memory,
                      .user_count = 1,
                      .device = device,
-                     .mark = {},
+                     .mark = nullptr,
                      .unmarked = false,
                      .landed = device == nullptr});
-  open = {.block = &blocks_.back(), .fill_bytes = 0};
-  return true;
+  return &blocks_.back();
 }
 
 // Nothing more goes into the open block. From here on it has a mark, if a device fills it.
@@ -119,7 +125,7 @@ void Snapshot::CloseBlock(OpenBlock& open) {
   if (!block.landed && block.user_count > 1) {
     Result<CopyMark> mark = block.device->to_host().Mark();
     block.unmarked = !mark.ok();  // then Land makes one, or says why it cannot
-    if (mark.ok()) block.mark = std::move(mark).value();
+    if (mark.ok()) block.mark = std::make_shared<CopyMark>(std::move(mark).value());
   }
   Release(&block);
 }
@@ -130,12 +136,12 @@ Status Snapshot::Land(std::unique_lock<std::mutex>& lock, const Segment& segment
   if (segment.landed || block.landed) return Status::Ok();
   const bool is_open = &block == capture_block_.block || &block == writer_block_.block;
   CopyMark own;  // more may go into an open block, which gets its mark when it is closed
-  if (is_open || !block.mark) {
+  if (is_open || block.mark == nullptr) {
     Result<CopyMark> made = block.device->to_host().Mark();
     if (!made.ok()) return made.status();
     own = std::move(made).value();
   }
-  const CopyMark& mark = own ? own : block.mark;
+  const CopyMark& mark = own ? own : *block.mark;
   lock.unlock();
   Status status = mark.Wait(poll);
   lock.lock();
@@ -217,7 +223,8 @@ bool Snapshot::Gather(std::unique_lock<std::mutex>& lock, OpenBlock& open, const
                                 .block = block,
                                 .landed = false});
     counts_.remaining_bytes[IndexOf(member->kind)] -= member->size_bytes;
-    counts_.copied_bytes[IndexOf(member->kind)] += member->size_bytes;
+    // What the writer gathers is as good as taken by it: no gate has copied it.
+    if (&open == &capture_block_) counts_.copied_bytes[IndexOf(member->kind)] += member->size_bytes;
   }
   arena_->changed().notify_all();
   return true;
@@ -242,7 +249,7 @@ Status Snapshot::GatherAndLand(std::unique_lock<std::mutex>& lock, const Source&
 void Snapshot::Release(Block* block) {
   FP_CHECK(block->user_count > 0);
   if (--block->user_count > 0) return;
-  if (!block->landed && (block->mark || block->unmarked)) {
+  if (!block->landed && (block->mark != nullptr || block->unmarked)) {
     unlanded_.push_back(block);
     return;
   }
@@ -257,15 +264,73 @@ void Snapshot::ReturnUnlanded(std::unique_lock<std::mutex>& lock) {
     Block* const block = unlanded_.back();
     unlanded_.pop_back();
     lock.unlock();
-    if (block->mark) {
-      (void)block->mark.Wait({});  // a device that fails copies no more
+    if (block->mark != nullptr) {
+      block->mark->WaitOrSynchronize();
     } else {
       block->device->to_host().Synchronize();
     }
     lock.lock();
-    block->mark = {};
+    block->mark.reset();
     arena_->Return(std::exchange(block->memory, nullptr));
     arena_->changed().notify_all();
+  }
+}
+
+// Copy the last of a source's live bytes into the open block, which has room. A device is given as much as free blocks
+// lie behind that one, since it takes some thousand copies, and whoever starts one more waits for the first.
+void Snapshot::CopyOnce(std::unique_lock<std::mutex>& lock, Source& source, uint64_t live_bytes) {
+  const uint64_t first_bytes = std::min<uint64_t>(Arena::kBlockBytes - capture_block_.fill_bytes, live_bytes);
+  std::byte* const target = capture_block_.block->memory + capture_block_.fill_bytes;
+  uint64_t size_bytes = first_bytes;
+  std::vector<Block*> run = {capture_block_.block};
+  while (source.device != nullptr && size_bytes < live_bytes && run.size() < kRunBlocks) {
+    std::byte* const next = arena_->TryTakeAt(run.back()->memory + Arena::kBlockBytes);
+    if (next == nullptr) break;
+    run.push_back(AddBlock(next, source.device));
+    size_bytes += std::min<uint64_t>(Arena::kBlockBytes, live_bytes - size_bytes);
+  }
+  capture_block_.fill_bytes = AlignUp(capture_block_.fill_bytes + first_bytes, kCacheLineBytes);
+  ++run.front()->user_count;  // the others count their segment from the start
+  source.claimed_bytes -= size_bytes;
+  ++copying_count_;
+  const uintptr_t from = source.address + source.claimed_bytes;
+  Status copied;
+  std::shared_ptr<CopyMark> mark;  // of all blocks that are full
+  lock.unlock();
+  if (source.device == nullptr) {
+    std::memcpy(target, reinterpret_cast<const std::byte*>(from), size_bytes);
+  } else {
+    copied = source.device->to_host().ToHost(target, from, size_bytes);
+    if (run.size() > 1) {
+      Result<CopyMark> made = source.device->to_host().Mark();
+      if (made.ok()) mark = std::make_shared<CopyMark>(std::move(made).value());
+    }
+  }
+  lock.lock();
+  --copying_count_;
+  if (!copied.ok() && failed_.ok()) failed_ = std::move(copied);
+  source.copied_from_bytes = source.claimed_bytes;
+  uint64_t end_bytes = size_bytes;
+  for (size_t index = run.size(); index > 0; --index) {  // the lowest is pushed last
+    const uint64_t start_bytes = index == 1 ? 0 : first_bytes + (index - 2) * Arena::kBlockBytes;
+    source.segments.push_back({.from_bytes = source.claimed_bytes + start_bytes,
+                               .size_bytes = end_bytes - start_bytes,
+                               .memory = target + start_bytes,
+                               .block = run[index - 1],
+                               .landed = false});
+    end_bytes = start_bytes;
+  }
+  counts_.remaining_bytes[IndexOf(source.kind)] -= size_bytes;
+  counts_.copied_bytes[IndexOf(source.kind)] += size_bytes;
+  if (run.size() > 1) {  // all of them are full but the last, which is the open one now
+    for (Block* block : std::span(run).first(run.size() - 1)) {
+      block->mark = mark;
+      block->unmarked = mark == nullptr;
+    }
+    ++run.back()->user_count;
+    const uint64_t last_bytes = size_bytes - first_bytes - (run.size() - 2) * Arena::kBlockBytes;
+    capture_block_ = {.block = run.back(), .fill_bytes = AlignUp(last_bytes, kCacheLineBytes)};
+    Release(run.front());
   }
 }
 
@@ -284,7 +349,6 @@ Status Snapshot::Capture(SourceKind kind, bool wait, const Poll& poll) {
   capturing_ = true;
   FindClusters();
   bool no_room = false;
-  Status copied;
   // One device after the other, last those of the host, which the writer is the quicker to pass: a block is filled by
   // one of them, and in a state they alternate.
   std::vector<Device*> devices = devices_;
@@ -302,32 +366,7 @@ Status Snapshot::Capture(SourceKind kind, bool wait, const Poll& poll) {
         if (no_room || !Wait(lock, kPollInterval, poll, stopped)) break;
         continue;
       }
-      const uint64_t size_bytes =
-          std::min<uint64_t>(Arena::kBlockBytes - capture_block_.fill_bytes, source.claimed_bytes - front_bytes);
-      Block* const block = capture_block_.block;
-      std::byte* const target = block->memory + capture_block_.fill_bytes;
-      capture_block_.fill_bytes = AlignUp(capture_block_.fill_bytes + size_bytes, kCacheLineBytes);
-      ++block->user_count;
-      source.claimed_bytes -= size_bytes;
-      ++copying_count_;
-      const uintptr_t from = source.address + source.claimed_bytes;
-      lock.unlock();
-      if (source.device == nullptr) {
-        std::memcpy(target, reinterpret_cast<const std::byte*>(from), size_bytes);
-      } else {
-        copied = source.device->to_host().ToHost(target, from, size_bytes);
-      }
-      lock.lock();
-      --copying_count_;
-      if (!copied.ok() && failed_.ok()) failed_ = copied;
-      source.copied_from_bytes = source.claimed_bytes;
-      source.segments.push_back({.from_bytes = source.claimed_bytes,
-                                 .size_bytes = size_bytes,
-                                 .memory = target,
-                                 .block = block,
-                                 .landed = false});
-      counts_.remaining_bytes[IndexOf(kind)] -= size_bytes;
-      counts_.copied_bytes[IndexOf(kind)] += size_bytes;
+      CopyOnce(lock, source, source.claimed_bytes - front_bytes);
       arena_->changed().notify_all();
     }
   }

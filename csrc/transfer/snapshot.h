@@ -109,10 +109,10 @@ class Snapshot {
  private:
   struct Block {
     std::byte* memory;
-    uint32_t user_count;  // segments in it, and one while it is being filled
-    Device* device;       // that fills it; null: a thread does
-    CopyMark mark;        // behind the copies into it; empty: they have landed, or it is being filled
-    bool unmarked;        // no mark could be had
+    uint32_t user_count;             // segments in it, and one while it is being filled
+    Device* device;                  // that fills it; null: a thread does
+    std::shared_ptr<CopyMark> mark;  // behind the copies into it; null: it is being filled, or there are none
+    bool unmarked;                   // no mark could be had
     bool landed;
   };
   // The block that is being filled: the thread that captures has one, and the writer, when it gathers.
@@ -147,6 +147,8 @@ class Snapshot {
   bool Wait(std::unique_lock<std::mutex>& lock, std::chrono::nanoseconds timeout, const Poll& poll, Status& stopped);
   bool EnsureRoom(OpenBlock& open, Device* device, size_t size_bytes);
   void CloseBlock(OpenBlock& open);
+  void CopyOnce(std::unique_lock<std::mutex>& lock, Source& source, uint64_t live_bytes);
+  Block* AddBlock(std::byte* memory, Device* device);
   Status Land(std::unique_lock<std::mutex>& lock, const Segment& segment, const Poll& poll);
   void Release(Block* block);
   void ReturnUnlanded(std::unique_lock<std::mutex>& lock);

@@ -18,6 +18,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from fastpersist import devices
 from fastpersist.arena import Arena
 from fastpersist.capture import Capture, no_garbage_collection
 from fastpersist.errors import InternalError, UnsupportedError
@@ -72,6 +73,8 @@ class ShardedCapture:
         self.state: Any = self._copied(state, "")
         self.capture = Capture(owners, arena, paranoid=paranoid, on_gate=on_gate, look=look)
         self.snapshot = self.capture.add(self._held)
+        for ordinal in self._held.private_devices():  # their copies were made in the stream of this thread
+            devices.follow_caller(ordinal, to_host=True)
         self.size_bytes = sum(source.size_bytes for source in self._held.sources)
         self._resolved: list[_Resolved | None] = []
 
@@ -231,6 +234,11 @@ class _Held:
         """Add a tensor that nobody else has: it does not change, wherever it is."""
         self._private.add(local.untyped_storage()._cdata)
         self._kept.append(local)
+
+    def private_devices(self) -> set[int]:
+        """Return the CUDA devices of the copies."""
+        ordinals = (devices.ordinal_of(tensor.untyped_storage()) for tensor in self._kept)
+        return {ordinal for ordinal in ordinals if ordinal is not None}
 
     def is_private(self, tensor: torch.Tensor) -> bool:
         """Tell whether the bytes of a tensor are nobody else's."""

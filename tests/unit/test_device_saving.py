@@ -151,6 +151,7 @@ def test_volatile_bytes_are_those_of_the_call_although_it_does_not_wait(stage: S
         for storage in state.values():
             stage.kernel(storage, 3)
         del state, storage  # their memory lives as long as it is copied
+    stage.cuda.stream_synchronize(stage.stream())
     pending.result()
     assert bytes_in(load(tmp_path / "x.pt")) == contents
 
