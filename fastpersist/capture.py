@@ -539,6 +539,8 @@ class Capture:
         )
 
     def _take_samples(self, container: Sources) -> None:
+        if self._devices:
+            devices.tell_of_paranoia()
         stable = [
             index
             for index, source in enumerate(container.sources)

@@ -111,7 +111,7 @@ class Checkpointer:
             has not begun; "skip": leave out the new one, whenever any is unfinished.
         on_error: "raise": a failed save is raised by the next save(), wait() or close(). "warn": it is logged and
             warned of, and training goes on; the save's own result() still raises it.
-        paranoid: Re-read 64 samples per save, to find changes that torch does not count (`.data`).
+        paranoid: Re-read 64 samples per save, to find changes in host memory that torch does not count (`.data`).
         engine: "auto", or an engine's name, which then never falls back.
         process_group: Save with all its ranks, each with a Checkpointer of its own, made and used in the same order.
             The state that is saved is rank 0's; what the optimizer owns, or constant= names, is the same on all ranks,

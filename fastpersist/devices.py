@@ -14,7 +14,7 @@ import torch
 
 from fastpersist import _native
 
-__all__ = ["caller_stream", "follow_caller", "ordinal_of", "tell_of_pinning", "why_not_native"]
+__all__ = ["caller_stream", "follow_caller", "ordinal_of", "tell_of_paranoia", "tell_of_pinning", "why_not_native"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -65,6 +65,11 @@ def tell_of_pinning() -> None:
     """Log, once, that host memory could not be pinned: copies are right then, but slower."""
     if why_not := _native.why_not_pinned():
         _tell(f"copies from and to the device use memory that is not pinned, and are slower: {why_not}")
+
+
+def tell_of_paranoia() -> None:
+    """Log, once, that `paranoid` looks at host memory only."""
+    _tell("paranoid=True compares samples of what lies in host memory; tensors on a device are not looked at")
 
 
 def _tell(text: str) -> None:

@@ -110,7 +110,7 @@ class Share:
 
     @cached_property
     def _sums(self) -> list[int]:
-        """The sums of what is cut, as it was when the save began; asked on the writing thread, since devices may be slow."""
+        """The sums of what is cut, as it was when the save began; for the background: it may wait for a device."""
         return self._get_sums()
 
     @property

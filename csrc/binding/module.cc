@@ -380,7 +380,11 @@ PYBIND11_MODULE(_native, m) {
       .def(
           "add",
           [](Snapshot& self, uintptr_t address, uint64_t size_bytes, SourceKind kind, std::optional<int> device) {
-            if (device.has_value()) return self.Add(DeviceOf(*device), address, size_bytes, kind);
+            if (device.has_value()) {
+              Device& owner = DeviceOf(*device);
+              const py::gil_scoped_release release;  // the first one pins what the arena has mapped
+              return self.Add(owner, address, size_bytes, kind);
+            }
             return self.Add(reinterpret_cast<const std::byte*>(address), size_bytes, kind);
           },
           py::arg("address"), py::arg("size_bytes"), py::arg("kind"), py::arg("device") = py::none())

@@ -263,6 +263,7 @@ void Snapshot::ReturnUnlanded(std::unique_lock<std::mutex>& lock) {
   while (!unlanded_.empty()) {
     Block* const block = unlanded_.back();
     unlanded_.pop_back();
+    ++returning_count_;
     lock.unlock();
     if (block->mark != nullptr) {
       block->mark->WaitOrSynchronize();
@@ -270,6 +271,7 @@ void Snapshot::ReturnUnlanded(std::unique_lock<std::mutex>& lock) {
       block->device->to_host().Synchronize();
     }
     lock.lock();
+    --returning_count_;
     block->mark.reset();
     arena_->Return(std::exchange(block->memory, nullptr));
     arena_->changed().notify_all();
@@ -481,6 +483,7 @@ void Snapshot::Close() {
     source.segments.erase(source.segments.begin(), kept);
   }
   ReturnUnlanded(lock);
+  while (returning_count_ > 0) arena_->changed().wait(lock);  // the sources may go when this returns
 }
 
 Result<bool> Snapshot::Settled() {

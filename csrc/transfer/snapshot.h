@@ -161,6 +161,7 @@ class Snapshot {
   std::vector<Source> sources_;
   std::deque<Block> blocks_;      // a deque: addresses stay
   std::vector<Block*> unlanded_;  // nobody's, and not back in the arena
+  int returning_count_ = 0;       // of those, being waited for by somebody
   OpenBlock capture_block_;
   OpenBlock writer_block_;
   std::vector<std::vector<uint32_t>>

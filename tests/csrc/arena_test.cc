@@ -112,7 +112,7 @@ void TheBlockUsedLastComesFirst() {
 }
 
 void AForkedChildHasNoneOfItAndHarmsNothing() {
-  auto arena = std::make_unique<Arena>(2 * kBlock);
+  auto arena = std::make_unique<Arena>(32 * kBlock);  // so much that nothing of the child's comes to lie there
   const auto blocks = TakeAll(*arena);
   blocks[0][0] = std::byte{42};
   EXPECT(!arena->forked());

@@ -17,7 +17,7 @@ from support.cuda_double import OUT_OF_MEMORY, PLAIN_ERROR, cuda_storage
 from support.device_states import Stage, bytes_in, device_stage, device_state, packed_state, random_bytes
 
 import fastpersist as fp
-from fastpersist import _native
+from fastpersist import _native, devices
 from fastpersist.errors import DeviceError
 from fastpersist.pipeline import Pieces, Writer
 
@@ -148,6 +148,23 @@ def test_the_arena_has_a_block_back_when_the_device_has_let_it_go(stage: Stage, 
     assert not arena.used_bytes
 
 
+def test_whoever_closes_second_waits_as_long_as_the_first(stage: Stage) -> None:
+    # The thread that cancels a save and the one that writes it both let the tensors go behind this.
+    storage = cuda_storage(bytes(2 * CHUNK))
+    snapshot = _native.Snapshot(_native.Arena(ARENA_BYTES))
+    snapshot.add(storage.data_ptr(), 2 * CHUNK, _native.SourceKind.VOLATILE, 0)
+    with stage.cuda.held_copies():
+        snapshot.capture(_native.SourceKind.VOLATILE, True)
+        first, second = (threading.Thread(target=snapshot.close) for _ in range(2))
+        for closing in (first, second):
+            closing.start()
+            closing.join(0.2)
+        were_waiting = first.is_alive(), second.is_alive()
+    first.join()
+    second.join()
+    assert were_waiting == (True, True)
+
+
 # --- which bytes
 
 
@@ -274,3 +291,17 @@ def test_what_the_writer_gathers_is_not_counted_as_copied_at_the_gate(stage: Sta
     pending.result()  # and no step came
     assert pending.stats.bytes_at_gate == 0
     assert pending.stats.bytes_by_writer == 500_000
+
+
+def test_paranoid_says_that_it_does_not_look_at_devices(
+    stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_told", set())
+    state, _ = device_state([CHUNK])
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    stage.own(state, parameter)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with fp.Checkpointer(tmp_path, optimizer=optimizer, paranoid=True) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state)
+    assert [record.message for record in caplog.records if "paranoid" in record.message] != []
