@@ -27,6 +27,7 @@ class Stage:
         self.cuda = cuda
         self._patch = patch
         self._streams: dict[int, int] = {}
+        self._in_kernels: list[torch.UntypedStorage] = []
         patch.setattr(devices, "caller_stream", self.stream)
 
     def stream(self, ordinal: int = 0) -> int:
@@ -42,7 +43,14 @@ class Stage:
     def kernel(self, storage: torch.UntypedStorage, value: int) -> None:
         """Give the current stream work that sets every byte of a storage."""
         ordinal = storage.device.index
+        self._in_kernels.append(storage)  # an allocator would give its memory out again in the order of the stream
         self.cuda.stream_add_work(self.stream(ordinal), STEP_US, storage.data_ptr(), value, storage.nbytes())
+
+    def end(self) -> None:
+        """Let all kernels end."""
+        self.cuda.hold_copies(-1)
+        self.cuda.synchronize()
+        self._in_kernels.clear()
 
     def own(self, storages: Mapping[str, torch.UntypedStorage], holder: torch.Tensor) -> None:
         """Let optimizers own these storages, by a tensor that stands for their parameters."""
@@ -71,7 +79,9 @@ def device_stage(patch: pytest.MonkeyPatch) -> Iterator[Stage]:
     patch.setenv("FASTPERSIST_CHUNK_BYTES", str(1 << 16))
     patch.setenv("FASTPERSIST_RING_BYTES", str(8 << 16))
     with checked_double() as cuda:
-        yield Stage(cuda, patch)
+        stage = Stage(cuda, patch)
+        yield stage
+        stage.end()
 
 
 def random_bytes(size_bytes: int, seed: int) -> torch.Tensor:

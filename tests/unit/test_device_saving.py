@@ -150,8 +150,16 @@ def test_volatile_bytes_are_those_of_the_call_although_it_does_not_wait(stage: S
         pending = fp.save_async(state, tmp_path / "x.pt")
         for storage in state.values():
             stage.kernel(storage, 3)
-        del state, storage  # their memory lives as long as it is copied
+    pending.result()
     stage.cuda.stream_synchronize(stage.stream())
+    assert bytes_in(load(tmp_path / "x.pt")) == contents
+
+
+def test_tensors_that_nobody_else_has_live_as_long_as_they_are_copied(stage: Stage, tmp_path: Path) -> None:
+    state, contents = device_state(SIZES)
+    with stage.cuda.held_copies():
+        pending = fp.save_async(state, tmp_path / "x.pt")
+        del state
     pending.result()
     assert bytes_in(load(tmp_path / "x.pt")) == contents
 
