@@ -184,7 +184,6 @@ def test_tensors_of_a_device_are_copied_piece_by_piece(tmp_path: Path, monkeypat
     monkeypatch.setattr(huggingface_writing, "_part_on_host", copied)
     monkeypatch.setattr(huggingface_writing, "_BATCH_BYTES", 30_000)
     monkeypatch.setattr(pipeline, "is_host_memory", lambda _: False)
-    monkeypatch.setattr(reading, "_is_on_host", lambda _: False)
     save_on(2, tmp_path / "model", 4, "columns")
     expect_files(tmp_path / "model", 4)
     expect_on(2, tmp_path / "model", 4, "rows")

@@ -170,9 +170,9 @@ def waiting_step(step: Callable[[], object]) -> Iterator[threading.Thread]:
     failed: list[BaseException] = []
     wait_captured = capture.Capture.wait_captured
 
-    def noticed(self: capture.Capture, timeout_s: float | None = None) -> None:
+    def noticed(self: capture.Capture, timeout_s: float | None = None, *, on_host: bool = True) -> None:
         at_gate.set()
-        wait_captured(self, timeout_s)
+        wait_captured(self, timeout_s, on_host=on_host)
 
     def work() -> None:
         try:
