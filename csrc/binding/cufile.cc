@@ -59,6 +59,7 @@ class StagingBuffers {
 
   std::vector<uintptr_t> addresses() const {
     std::vector<uintptr_t> addresses;
+    addresses.reserve(buffers_.size());
     for (std::byte* const buffer : buffers_) addresses.push_back(reinterpret_cast<uintptr_t>(buffer));
     return addresses;
   }
