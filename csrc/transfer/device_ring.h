@@ -11,9 +11,9 @@
 
 namespace fastpersist {
 
-// The addresses of buffers are the device's. One owner thread at a time. Copies into
-// buffers are made in the order of the device's to_host() stream, those out of them to the device in that of
-// to_device(): what does not say that it waits is done when a mark behind it is reached.
+// The addresses of buffers are the device's. One owner thread at a time. Copies into buffers are made in the order of
+// the device's to_host() stream, those out of them to the device in that of to_device(): what does not say that it
+// waits is done when a mark behind it is reached.
 class DeviceRing {
  public:
   explicit DeviceRing(Device& device) : device_(device) {}
