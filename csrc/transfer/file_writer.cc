@@ -236,6 +236,15 @@ void FileWriter::Account(const Part& part) {
 
 // ----------------------------------------------------------------------------------- pieces
 
+// The next bytes of a captured piece, until its snapshot's Done(); say in `part` how many.
+Result<Snapshot::Taken> FileWriter::Take(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes,
+                                         Part& part) {
+  const auto poll = [this] { return Poll(); };
+  auto taken = piece.snapshot->Take(static_cast<uint32_t>(piece.id), done_bytes, size_limit_bytes, poll);
+  if (taken.ok()) part.size_bytes = taken.value().size_bytes;
+  return taken;
+}
+
 // Copy at most size_limit_bytes of a piece to where the chunk is filled up to; say in `part` what was copied.
 Status FileWriter::CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes, Part& part) {
   std::byte* const target = chunk_.buffer + part.offset_bytes;
@@ -256,10 +265,8 @@ Status FileWriter::CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, 
     case PieceList::Kind::kDevice:
       return CopyFromDevice(*piece.device, piece.id + done_bytes, part);
     case PieceList::Kind::kCaptured: {
-      const auto poll = [this] { return Poll(); };
-      auto taken = piece.snapshot->Take(static_cast<uint32_t>(piece.id), done_bytes, size_limit_bytes, poll);
+      auto taken = Take(piece, done_bytes, size_limit_bytes, part);
       if (!taken.ok()) return taken.status();
-      part.size_bytes = taken.value().size_bytes;
       Status status;
       if (taken.value().device != nullptr) {
         status = CopyFromDevice(*taken.value().device, taken.value().address, part);
@@ -299,10 +306,8 @@ Status FileWriter::CopyToDeviceRing(const PieceList::Piece& piece, uint64_t done
     case PieceList::Kind::kDevice:
       return device_ring_->PutDevice(target, *piece.device, piece.id + done_bytes, part.size_bytes);
     case PieceList::Kind::kCaptured: {
-      const auto poll = [this] { return Poll(); };
-      auto taken = piece.snapshot->Take(static_cast<uint32_t>(piece.id), done_bytes, size_limit_bytes, poll);
+      auto taken = Take(piece, done_bytes, size_limit_bytes, part);
       if (!taken.ok()) return taken.status();
-      part.size_bytes = taken.value().size_bytes;
       Status status;
       if (Device* const device = taken.value().device; device != nullptr) {
         status = device_ring_->PutDevice(target, *device, taken.value().address, part.size_bytes);

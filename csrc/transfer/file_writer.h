@@ -143,6 +143,7 @@ class FileWriter {
   void Account(const Part& part);
   Status Collect(bool wait);
   Status Fill(const PieceList::Piece& piece);
+  Result<Snapshot::Taken> Take(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes, Part& part);
   Status CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes, Part& part);
   Status CopyToDeviceRing(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes, Part& part);
   void CopiesInto(Device& device);
