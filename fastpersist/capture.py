@@ -40,7 +40,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from fastpersist import _native, devices
 from fastpersist.arena import Arena
 from fastpersist.errors import DeviceError, TornStateError
-from fastpersist.owners import PLAIN, Owners, Ownership, note_step_of, storage_keys
+from fastpersist.owners import PLAIN, Owners, Ownership, note_step_of, storage_key, storage_keys
 from fastpersist.pacing import note_step
 from fastpersist.pipeline import byte_tensor, is_host_memory
 
@@ -235,13 +235,14 @@ class Capture:
             storage = source.storage
             kind, watched = self._kind_of(storage, reached_by[index])
             start_bytes = source.offset_bytes
-            ordinal = devices.ordinal_of(storage)
+            on_host = is_host_memory(storage)
+            ordinal = None if on_host else devices.ordinal_of(storage)
             if ordinal is not None:
                 if ordinal not in followed:
                     devices.follow_caller(ordinal, to_host=True)
                     followed.add(ordinal)
                 on_devices_bytes += 0 if kind == Kind.CONSTANT else source.size_bytes
-            elif not is_host_memory(storage):
+            elif not on_host:
                 # This is its capture; the copy is ours and changes no more.
                 storage = byte_tensor(storage)[start_bytes : start_bytes + source.size_bytes].cpu().untyped_storage()
                 kind, watched, start_bytes = Kind.CONSTANT, [], 0
@@ -477,7 +478,7 @@ class Capture:
         reached = []
         for source, tensors in zip(container.sources, container.tensors, strict=True):
             key = source.storage._cdata
-            held = [tensor for tensor in tensors if type(tensor) in PLAIN and key in storage_keys(tensor)]
+            held = [tensor for tensor in tensors if type(tensor) in PLAIN and storage_key(tensor) == key]
             reached.append(held + around.get(key, []))
         return reached
 

@@ -6,6 +6,7 @@ that wrap others (DTensor …) are looked into, for the storages lie inside.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,11 +14,10 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastpersist.errors import ConfigError
 
-__all__ = ["PLAIN", "Owners", "Ownership", "note_step_of", "step_count", "storage_keys"]
+__all__ = ["PLAIN", "Owners", "Ownership", "note_step_of", "step_count", "storage_key", "storage_keys"]
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types whose storage is their own."""
@@ -26,27 +26,26 @@ _step_count = 0  # of all optimizers, since the first save that a step waits for
 _replayed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose steps are CUDA graphs: no hook runs
 
 
-def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that have the storages: those inside a wrapper subclass (DTensor …), else the tensor itself."""
-    anything: Any = tensor  # else mypy takes a tensor that is a wrapper for impossible
-    if type(tensor) in PLAIN or not is_traceable_wrapper_subclass(anything):
-        yield tensor
-    else:
-        for name in anything.__tensor_flatten__()[0]:
-            inner = getattr(anything, name)
-            if isinstance(inner, torch.Tensor):  # a DTensor also names its mesh
-                yield from inner_tensors(inner)
+@functools.lru_cache(maxsize=256)
+def _wraps(kind: type) -> bool:
+    """Tell whether tensors of a type have their elements in tensors inside them (DTensor …)."""
+    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 
 def storage_keys(tensor: torch.Tensor) -> list[int]:
     """Return what identifies the storages of a tensor while they live; none for sparse, meta and the like."""
-    if type(tensor) in PLAIN:
-        key = _storage_key(tensor)
+    kind = type(tensor)
+    if kind in PLAIN or not _wraps(kind):
+        key = storage_key(tensor)
         return [] if key is None else [key]
-    return [key for inner in inner_tensors(tensor) if (key := _storage_key(inner)) is not None]
+    anything: Any = tensor
+    inside = [getattr(anything, name) for name in anything.__tensor_flatten__()[0]]
+    # A DTensor also names its mesh.
+    return [key for inner in inside if isinstance(inner, torch.Tensor) for key in storage_keys(inner)]
 
 
-def _storage_key(tensor: torch.Tensor) -> int | None:
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Return what identifies the one storage of a plain tensor while it lives; None where there is none."""
     try:
         key: int = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -123,6 +122,8 @@ class Owners:
 
     def constant(self) -> dict[int, list[torch.Tensor]]:
         """Find the storages that were declared constant, less those that an optimizer trains all the same."""
+        if self._constant == []:
+            return {}
         trained = {
             key
             for optimizer in self.optimizers()

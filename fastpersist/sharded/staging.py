@@ -31,6 +31,8 @@ __all__ = ["CapturingWriter"]
 
 _COMES_S = 60.0
 """After so long a thread that has not begun to write what was staged will not come."""
+_CALLER_FIRST_S = 0.1
+"""So long torch's thread waits at most for the one that has started it to be through with dcp.async_save."""
 
 
 class CapturingWriter(StoragePath):
@@ -98,7 +100,7 @@ class CapturingWriter(StoragePath):
     def synchronize_staging(self) -> None:
         """Wait for what found no room while it was staged: it is written first; called by dcp.async_save."""
         if self._staged is not None:
-            self._staged.is_async = True
+            self._staged.come()
             self._staged.copy(wait=True)
 
     def wait_captured(self, timeout: float | None = None) -> None:
@@ -176,7 +178,7 @@ class _Staged:
         self.sharded = sharded
         self._over = threading.Event()
         self._staged_by = threading.current_thread()
-        self.is_async = False  # a thread of torch's comes, or has come
+        self._is_async = threading.Event()  # a thread of torch's comes, or has come
         self._writer: threading.Thread | None = None
 
     def copy(self, *, wait: bool) -> None:
@@ -184,6 +186,10 @@ class _Staged:
         self.sharded.capture.copy_volatile(wait=wait)
         if not wait:
             self.sharded.capture.hold()
+
+    def come(self) -> None:
+        """dcp.async_save has started a thread, and will have returned in a moment."""
+        self._is_async.set()
 
     def is_for_this_thread(self) -> bool:
         """Tell whether this thread writes it: the first one that asks, torch's.
@@ -195,10 +201,12 @@ class _Staged:
             return False
         this = threading.current_thread()
         if self._writer is None:
-            if self.is_async and this is self._staged_by:
+            if self._is_async.is_set() and this is self._staged_by:
                 return False  # it is on to the next save, and torch's thread has not begun yet
             self._writer = this
             if this is not self._staged_by:
+                # Planning is Python, too: let dcp.async_save return first, instead of taking turns with it.
+                self._is_async.wait(_CALLER_FIRST_S)
                 threading.Thread(target=self._end_with, args=(this,), name="fastpersist-dcp", daemon=True).start()
         return self._writer is this
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -225,6 +226,43 @@ def test_a_save_right_behind_leaves_the_one_before_to_its_thread(tmp_path: Path,
     writer.reset(tmp_path / "second")  # the next save
     later[0].join()
     assert way.load(tmp_path / "first", state) == expected
+
+
+@pytest.mark.usefixtures("group")
+def test_nothing_is_planned_before_async_save_is_through(tmp_path: Path, way: Way) -> None:
+    model, optimizer = model_and_optimizer()
+    train(model, optimizer)
+    order = []
+
+    class TellingPlanner(FastPersistSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            order.append("planned")
+            return super().create_local_plan()
+
+    class SlowCaller(way.writer):  # type: ignore[misc,name-defined]
+        def synchronize_staging(self) -> None:  # the last that async_save does
+            time.sleep(0.05)
+            order.append("returns")
+            super().synchronize_staging()
+
+    writer = SlowCaller(tmp_path / "checkpoint", optimizer=optimizer)
+    dcp.async_save(way.state(model, optimizer), storage_writer=writer, planner=TellingPlanner()).result()
+    assert order == ["returns", "planned"]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_caller_that_does_not_synchronize_is_not_waited_for(tmp_path: Path, way: Way) -> None:
+    model, optimizer = model_and_optimizer()
+    train(model, optimizer)
+    state = way.state(model, optimizer)
+    expected = portrait(state)
+    writer = way.writer(tmp_path / "checkpoint", optimizer=optimizer)
+    staged = writer.stage(state)
+    thread = threading.Thread(target=dcp.save, args=(staged,), kwargs={"storage_writer": writer})
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert way.load(tmp_path / "checkpoint", state) == expected
 
 
 @pytest.mark.usefixtures("group")
