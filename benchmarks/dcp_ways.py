@@ -55,7 +55,8 @@ class _Sharded(parts.Here):
     """A rank with its shards.
 
     Attributes:
-        state: Names to DTensors, or to plain tensors on a single rank; and a number.
+        state: Of a model and its optimizer, as torch's get_state_dict nests them: DTensors, on a single rank plain
+            tensors; and a number.
         optimizer: Owns the tensors.
         resident_bytes: Of the process with the state alone.
         ways: What was started, by name.
@@ -84,18 +85,19 @@ def hold_shards(here: _Sharded, size_bytes: int, count: int) -> int:
         shape, stride = (rows, column_count), (column_count, 1)
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
-    state: dict[str, Any] = {"step": 7}
-    weights = []
+    model: dict[str, torch.Tensor] = {}
+    moments: dict[str, dict[str, torch.Tensor]] = {}
     for layer in range(layer_count):
         rows = max(count, row_count + 16 * (layer - layer_count // 2))
-        for name in ("weight", *_MOMENTS):
-            total_bytes += rows * column_count * 4
-            state[f"layers.{layer}.{name}"] = shard_of(rows)
-        weights.append(torch.nn.Parameter(state[f"layers.{layer}.weight"]))
-    here.state = state
-    here.optimizer = torch.optim.AdamW(weights)
-    for layer, weight in enumerate(weights):
-        here.optimizer.state[weight] = {name: state[f"layers.{layer}.{name}"] for name in _MOMENTS}
+        total_bytes += rows * column_count * 4 * (1 + len(_MOMENTS))
+        name = f"layers.{layer}.weight"
+        model[name] = shard_of(rows)
+        moments[name] = {moment: shard_of(rows) for moment in _MOMENTS}
+    here.state = {"model": model, "optimizer": {"state": moments}, "step": 7}
+    weights = {name: torch.nn.Parameter(tensor) for name, tensor in model.items()}
+    here.optimizer = torch.optim.AdamW(weights.values())
+    for name, weight in weights.items():
+        here.optimizer.state[weight] = moments[name]
     here.ways = {}
     here.resident_bytes = _resident("VmRSS")
     return total_bytes
@@ -113,7 +115,8 @@ def forget(here: _Sharded) -> None:
 
 
 def _tensors(here: _Sharded) -> list[torch.Tensor]:
-    return [value for value in here.state.values() if isinstance(value, torch.Tensor)]
+    moments = here.state["optimizer"]["state"].values()
+    return [*here.state["model"].values(), *(tensor for of_one in moments for tensor in of_one.values())]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,7 +151,10 @@ def _span_of(here: _Sharded, count: int, do: Callable[[], object]) -> tuple[part
 
 
 def _checkpointing_manager(here: _Sharded, *, is_async: bool) -> Any:
-    """Return torch_checkpointing's manager, with its best settings, and with the fsync that it leaves to its users."""
+    """Return torch_checkpointing's manager, with its best settings, and with the fsync that it leaves to its users.
+
+    It writes a file of each entry of the state, so two of these are large: one for each thread.
+    """
     from torch_checkpointing import CheckpointManager  # type: ignore[import-not-found]
     from torch_checkpointing import config as settings  # type: ignore[import-not-found]
     from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig  # type: ignore[import-not-found]
@@ -189,13 +195,6 @@ def _kept_manager(here: _Sharded) -> Any:
     return here.ways["torch_checkpointing at once"]
 
 
-def _payload(here: _Sharded) -> dict[str, Any]:
-    """Return the state for torch_checkpointing, which writes a file of each entry: one for each thread, and a step."""
-    weights = {name: value for name, value in here.state.items() if name.endswith("weight")}
-    moments = {name: value for name, value in here.state.items() if name.endswith(_MOMENTS)}
-    return {"model": weights, "optimizer": moments, "step": here.state["step"]}
-
-
 def _allow_processes(here: _Sharded) -> None:
     """Let this process, which the benchmark has made as one that ends with it, have processes of its own."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
@@ -215,8 +214,8 @@ SAVE_WAY_FOR_LOAD = {"stock": "stock, 1 thread"}
 def save(here: _Sharded, path: str, count: int, way: str) -> tuple[parts.Span, int]:
     """Save the state in one of the ways."""
     if way == "torch_checkpointing":
-        manager, payload = _kept_manager(here), _payload(here)
-        return _span_of(here, count, lambda: manager.save(path, payload))
+        manager = _kept_manager(here)
+        return _span_of(here, count, lambda: manager.save(path, here.state))
     if way == "fastpersist":
         writer: Any = FastPersistWriter(path)
     else:
@@ -232,8 +231,8 @@ def save(here: _Sharded, path: str, count: int, way: str) -> tuple[parts.Span, i
 def load(here: _Sharded, path: str, count: int, way: str) -> tuple[parts.Span, int]:
     """Load the state in one of the ways, over what it is."""
     if way == "torch_checkpointing":
-        manager, payload = _kept_manager(here), _payload(here)
-        return _span_of(here, count, lambda: manager.load(path, into=payload))
+        manager = _kept_manager(here)
+        return _span_of(here, count, lambda: manager.load(path, into=here.state))
     reader: Any = FastPersistReader(path) if way == "fastpersist" else FileSystemReader(path)
     return _span_of(here, count, functools.partial(dcp.load, here.state, storage_reader=reader, no_dist=count == 1))
 
@@ -359,10 +358,10 @@ class _TorchCheckpointing(_AsyncWay):
     def __init__(self, here: _Sharded, count: int) -> None:
         super().__init__(here, count)
         self._manager = _checkpointing_manager(here, is_async=True)
-        self._manager.prewarm_staging(_payload(here))
+        self._manager.prewarm_staging(here.state)
 
     def begin(self, path: str) -> None:
-        self._written: Any = self._manager.save(path, _payload(self.here))
+        self._written: Any = self._manager.save(path, self.here.state)
 
     def step(self) -> None:
         with self._manager.lock():

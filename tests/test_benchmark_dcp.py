@@ -47,7 +47,8 @@ def test_all_ways_take_turns_and_leave_nothing(tmp_path: Path) -> None:
     found = result["results"]["2"]
     peers = ["torch_checkpointing"] if importlib.util.find_spec("torch_checkpointing") else []
     expect_samples(found, [*SAVE_WAYS, *peers], [*LOAD_WAYS, *peers], 8)
-    assert len(found["fio_read"]) == (1 if result["machine"]["fio"] else 0)
+    for what in ("fio_read", "fio_write"):
+        assert len(found[what]) == (1 if result["machine"]["fio"] else 0)
     assert list(found["async"]) == ASYNC_WAYS
     for samples in found["async"].values():
         assert {what: len(values) for what, values in samples.items()} == {"stall": 1, "durable": 1, "growth": 1}
