@@ -47,8 +47,14 @@ class Filesystem:
             os.mkdir(path, mode)
 
     def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        """Reserve `size_bytes` of space and make that the size of the file."""
+        """Reserve `size_bytes` of space and make that the size of the file; on tmpfs, see only that there is room."""
         _native.allocate(fd, size_bytes, os.fsencode(path))
+
+    def allocate_pages(self, fd: int, size_bytes: int, path: str) -> None:
+        """Do the same for a file to be mapped: with every page there, for SIGBUS meets who finds no room for one."""
+        self.allocate(fd, size_bytes, path)
+        with storage_errors("reserving space for", path):
+            os.posix_fallocate(fd, 0, size_bytes)
 
     def write(self, fd: int, data: bytes, path: str) -> None:
         """Write all of `data` where the descriptor stands. For a few bytes; tensors go through the engines."""

@@ -58,6 +58,23 @@ Status RenameWith(unsigned flags, const std::string& source, const std::string& 
   return status;
 }
 
+// Set the size, if there is room for what is not there yet.
+Status AllocateOnTmpfs(int fd, uint64_t size_bytes, std::string_view path) {
+  struct statfs room = {};
+  struct stat file = {};
+  if (fstatfs(fd, &room) != 0 || fstat(fd, &file) != 0) return Status::FromErrno(errno, "fstat of", path);
+  const uint64_t own_bytes = static_cast<uint64_t>(file.st_blocks) * 512;
+  const uint64_t free_bytes = static_cast<uint64_t>(room.f_bavail) * static_cast<uint64_t>(room.f_bsize);
+  const bool is_limited = room.f_blocks != 0;
+  if (is_limited && size_bytes > own_bytes && size_bytes - own_bytes > free_bytes) {
+    return Status::FromErrno(ENOSPC, "reserving " + std::to_string(size_bytes) + " bytes for", path);
+  }
+  if (static_cast<uint64_t>(file.st_size) < size_bytes && ftruncate(fd, static_cast<off_t>(size_bytes)) != 0) {
+    return Status::FromErrno(errno, "ftruncate of", path);
+  }
+  return Status::Ok();
+}
+
 }  // namespace
 
 DirectIoLimits DirectIoLimitsOf(int fd) {
@@ -97,6 +114,7 @@ Status SetDirect(int fd, bool direct, std::string_view path) {
 
 Status Allocate(int fd, uint64_t size_bytes, std::string_view path) {
   if (size_bytes == 0) return Status::Ok();
+  if (IsTmpfs(fd)) return AllocateOnTmpfs(fd, size_bytes, path);
   int result = 0;
   do {
     result = fallocate(fd, 0, 0, static_cast<off_t>(size_bytes));
@@ -117,6 +135,11 @@ Status AllocateRange(int fd, uint64_t offset_bytes, uint64_t size_bytes, std::st
   } while (result != 0 && errno == EINTR);
   if (result == 0 || errno == EOPNOTSUPP || errno == ENOSYS || errno == ENODEV) return Status::Ok();
   return Status::FromErrno(errno, "reserving " + std::to_string(size_bytes) + " bytes of", path, offset_bytes);
+}
+
+bool IsTmpfs(int fd) {
+  constexpr uint64_t kTmpfs = 0x01021994;  // TMPFS_MAGIC
+  return FilesystemTypeOf(fd) == kTmpfs;
 }
 
 uint64_t FilesystemTypeOf(int fd) {

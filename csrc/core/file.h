@@ -26,12 +26,15 @@ DirectIoLimits DirectIoLimitsOf(int fd);
 Status SetDirect(int fd, bool direct, std::string_view path);
 
 // Reserve size_bytes and make that the file's size: ENOSPC comes now, and direct writes inside the file run in
-// parallel, since none of them allocates or extends. Where the file system has no fallocate, only the size is set.
+// parallel, since none of them allocates or extends. Where the file system has no fallocate, only the size is set. On
+// tmpfs, too, once there is room: fallocate would take as long as writing does, page by page on this one thread.
 Status Allocate(int fd, uint64_t size_bytes, std::string_view path);
 
 // Reserve a range, and let the file reach as far. Where the file system has no fallocate, nothing happens: writing
 // does it.
 Status AllocateRange(int fd, uint64_t offset_bytes, uint64_t size_bytes, std::string_view path);
+
+bool IsTmpfs(int fd);
 
 // The statfs type number of the file system that a file lies on, or 0 where it cannot be had.
 uint64_t FilesystemTypeOf(int fd);

@@ -7,6 +7,7 @@
 #include "core/check.h"
 #include "core/status.h"
 #include "engine/engine.h"
+#include "engine/tmpfs_writes.h"
 
 namespace fastpersist {
 
@@ -23,7 +24,7 @@ enum class AioCalls : uint8_t {
 // `options` are checked by CreateEngine; options.name becomes name() and `direct` becomes limits().direct.
 Result<std::unique_ptr<IoEngine>> CreateUringEngine(const EngineOptions& options, bool direct, UringAbi abi);
 Result<std::unique_ptr<IoEngine>> CreateLibaioEngine(const EngineOptions& options, bool direct, AioCalls calls);
-Result<std::unique_ptr<IoEngine>> CreateThreadsEngine(const EngineOptions& options, bool direct);
+Result<std::unique_ptr<IoEngine>> CreateThreadsEngine(const EngineOptions& options, bool direct, TmpfsMapping tmpfs);
 Result<std::unique_ptr<IoEngine>> CreateCuFileEngine(const EngineOptions& options, bool direct);
 Result<std::unique_ptr<IoEngine>> CreateNullEngine(const EngineOptions& options, bool direct);
 

@@ -1,4 +1,4 @@
-// The names of the engines. Choosing among them (probing, the ladder of "auto") is for pipeline.py.
+// The names of the engines. Choosing among them (probing, the ladder of "auto") is for engine_choice.py.
 #include <algorithm>
 #include <array>
 #include <string>
@@ -27,14 +27,17 @@ EngineResult CreateUring(const EngineOptions& options, bool direct) {
 EngineResult CreateLibaio(const EngineOptions& options, bool direct) {
   return CreateLibaioEngine(options, direct, AioCalls::kLibrary);
 }
+EngineResult CreateThreads(const EngineOptions& options, bool direct) {
+  return CreateThreadsEngine(options, direct, TmpfsMapping::kWherePays);
+}
 
 // Best first. Buffered, the threads copy into the page cache side by side; libaio does all its work in Submit. cufile
 // stands aside: it is for memory of a device.
 constexpr std::array<Entry, 8> kEntries = {{
     {.name = "uring", .direct = true, .create = CreateUring},
     {.name = "libaio", .direct = true, .create = CreateLibaio},
-    {.name = "threads", .direct = true, .create = CreateThreadsEngine},
-    {.name = "threads-buffered", .direct = false, .create = CreateThreadsEngine},
+    {.name = "threads", .direct = true, .create = CreateThreads},
+    {.name = "threads-buffered", .direct = false, .create = CreateThreads},
     {.name = "uring-buffered", .direct = false, .create = CreateUring},
     {.name = "libaio-buffered", .direct = false, .create = CreateLibaio},
     {.name = "cufile", .direct = true, .create = CreateCuFileEngine},

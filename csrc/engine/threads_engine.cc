@@ -1,11 +1,14 @@
 // The threads engine: workers that call pread and pwrite. It works wherever
 // files do, so it is the last rung of the ladder; ENGINES.md walks through it.
+// Into tmpfs they write by tmpfs_writes, where that pays.
 #include <unistd.h>
 
 #include <cerrno>
+#include <optional>
 
 #include "engine/builtin_engines.h"
 #include "engine/engine.h"
+#include "engine/tmpfs_writes.h"
 #include "engine/worker_engine.h"
 
 namespace fastpersist {
@@ -13,7 +16,14 @@ namespace {
 
 class PositionedIo final : public BlockingIo {
  public:
+  PositionedIo(bool direct, TmpfsMapping tmpfs) {
+    if (!direct) tmpfs_writes_.emplace(tmpfs);
+  }
+
   IoCompletion Perform(const IoRequest& request) override {
+    if (request.op == IoOp::kWrite && tmpfs_writes_.has_value() && tmpfs_writes_->Write(request)) {
+      return {.tag = request.tag, .done_bytes = request.size_bytes, .sys_errno = 0};
+    }
     const auto offset = static_cast<off_t>(request.offset_bytes);
     ssize_t done = 0;
     do {
@@ -24,13 +34,16 @@ class PositionedIo final : public BlockingIo {
             .done_bytes = done < 0 ? 0 : static_cast<uint32_t>(done),
             .sys_errno = done < 0 ? errno : 0};
   }
+
+ private:
+  std::optional<TmpfsWrites> tmpfs_writes_;
 };
 
 }  // namespace
 
-Result<std::unique_ptr<IoEngine>> CreateThreadsEngine(const EngineOptions& options, bool direct) {
+Result<std::unique_ptr<IoEngine>> CreateThreadsEngine(const EngineOptions& options, bool direct, TmpfsMapping tmpfs) {
   return CreateWorkerEngine(options.name, {.queue_depth = options.queue_depth, .direct = direct}, options.thread_count,
-                            std::make_unique<PositionedIo>());
+                            std::make_unique<PositionedIo>(direct, tmpfs));
 }
 
 }  // namespace fastpersist

@@ -202,7 +202,7 @@ def make_windows(
     fd = filesystem().create(shared.path)
     try:
         if filesystem_type_name(fd) in _FILESYSTEMS:
-            filesystem().allocate(fd, shared.size_bytes, os.path.join(final_path, WINDOWS_NAME))
+            filesystem().allocate_pages(fd, shared.size_bytes, os.path.join(final_path, WINDOWS_NAME))
             return shared
     finally:
         os.close(fd)

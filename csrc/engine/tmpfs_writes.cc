@@ -1,0 +1,101 @@
+#include "engine/tmpfs_writes.h"
+
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <fstream>
+#include <optional>
+#include <sstream>
+#include <string>
+
+#include "core/alignment.h"
+#include "core/file.h"
+
+namespace fastpersist {
+namespace {
+
+// Below this, mapping costs more than it gains.
+constexpr uint32_t kRequestBytesMin = 1 << 20;
+// One thread of pwrite(2) moves about as much as two that fill small pages of a mapping.
+constexpr int kCpuCountMin = 4;
+
+bool HasManyCpus() {
+  cpu_set_t cpus;
+  return sched_getaffinity(0, sizeof(cpus), &cpus) == 0 && CPU_COUNT(&cpus) >= kCpuCountMin;
+}
+
+// The options of a mounted file system; nothing for one that is the kernel's own, such as that of memfd_create(2),
+// whose files are written again and again, into pages that are there. Of a line of mountinfo (proc_pid_mountinfo(5))
+// the third word is the device, and the words behind the lone dash are type, source and options.
+std::optional<std::string> MountOptions(dev_t device) {
+  std::ostringstream number;
+  number << major(device) << ':' << minor(device);
+  std::ifstream lines("/proc/self/mountinfo");
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream words(line);
+    std::string word;
+    for (int count = 0; count < 3; ++count) words >> word;
+    const size_t dash = line.find(" - ");
+    if (word == number.str() && dash != std::string::npos) return line.substr(dash);
+  }
+  return std::nullopt;
+}
+
+bool GiveHugePages(const std::string& options) {
+  for (const char* option : {"huge=advise", "huge=always", "huge=within_size"}) {
+    if (options.find(option) != std::string::npos) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+TmpfsWrites::TmpfsWrites(TmpfsMapping mapping)
+    : pays_with_small_pages_(mapping == TmpfsMapping::kAlways || HasManyCpus()) {}
+
+TmpfsWrites::Kind TmpfsWrites::KindOf(int fd, dev_t device) {
+  const std::lock_guard lock(mutex_);
+  const auto known = std::find_if(kinds_.begin(), kinds_.end(), [&](const auto& kind) { return kind.first == device; });
+  if (known != kinds_.end()) return known->second;
+  Kind kind = Kind::kOther;
+  if (IsTmpfs(fd)) {
+    const std::optional<std::string> options = MountOptions(device);
+    if (options.has_value()) kind = GiveHugePages(*options) ? Kind::kHugePages : Kind::kSmallPages;
+  }
+  kinds_.emplace_back(device, kind);
+  return kind;
+}
+
+bool TmpfsWrites::Write(const IoRequest& request) {
+  if (request.size_bytes < kRequestBytesMin || refused_.load(std::memory_order_relaxed)) return false;
+  struct stat file = {};
+  if (fstat(request.fd, &file) != 0) return false;
+  const uint64_t end_bytes = request.offset_bytes + request.size_bytes;
+  if (end_bytes > static_cast<uint64_t>(file.st_size)) return false;
+  const Kind kind = KindOf(request.fd, file.st_dev);
+  if (kind == Kind::kOther || (kind == Kind::kSmallPages && !pays_with_small_pages_)) return false;
+
+  const uint64_t start_bytes = AlignDown(request.offset_bytes, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
+  const size_t window_bytes = end_bytes - start_bytes;
+  void* const window =
+      mmap(nullptr, window_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, request.fd, static_cast<off_t>(start_bytes));
+  if (window == MAP_FAILED) return false;
+  (void)madvise(window, window_bytes, MADV_DONTFORK);
+  if (kind == Kind::kHugePages) (void)madvise(window, window_bytes, MADV_HUGEPAGE);
+  const iovec target{.iov_base = static_cast<std::byte*>(window) + (request.offset_bytes - start_bytes),
+                     .iov_len = request.size_bytes};
+  const iovec source{.iov_base = request.buffer, .iov_len = request.size_bytes};
+  const ssize_t copied_bytes = process_vm_readv(getpid(), &target, 1, &source, 1, 0);
+  if (copied_bytes < 0 && (errno == ENOSYS || errno == EPERM)) refused_.store(true, std::memory_order_relaxed);
+  munmap(window, window_bytes);
+  return copied_bytes == static_cast<ssize_t>(request.size_bytes);
+}
+
+}  // namespace fastpersist

@@ -1,0 +1,43 @@
+// Large writes into files of tmpfs, by many threads at once. pwrite(2) lets one thread at a time into a file, and most
+// of its time goes into pages that are not there yet. A mapping of the file is filled by as many threads as there are,
+// and has huge pages where the mount gives them to who asks (huge=advise).
+//
+// The kernel copies into the mapping, not this process: a page that cannot be had (no room, a file cut shorter) is an
+// error there, and no SIGBUS here.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace fastpersist {
+
+enum class TmpfsMapping : uint8_t {
+  kWherePays,  // with at least four CPUs, or huge pages
+  kAlways,     // for tests
+};
+
+class TmpfsWrites {
+ public:
+  explicit TmpfsWrites(TmpfsMapping mapping);
+
+  // Write a request. False: nothing that may be relied on was written, and pwrite(2) is the way, or knows why there is
+  // none: not tmpfs, a small request, one beyond the file's end, no room, a kernel that refuses. Thread-safe.
+  bool Write(const IoRequest& request);
+
+ private:
+  enum class Kind : uint8_t { kOther, kSmallPages, kHugePages };
+  Kind KindOf(int fd, dev_t device);
+
+  const bool pays_with_small_pages_;
+  std::atomic<bool> refused_ = false;  // by the kernel or a sandbox, for good
+  std::mutex mutex_;
+  std::vector<std::pair<dev_t, Kind>> kinds_;  // of the file systems seen
+};
+
+}  // namespace fastpersist
