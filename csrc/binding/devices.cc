@@ -20,7 +20,12 @@ std::string CudaWhyNot() {
 
 void FollowCaller(int device, uintptr_t stream, bool to_host) {
   Device& followed = DeviceOf(device);
-  ThrowIfError((to_host ? followed.to_host() : followed.to_device()).FollowCaller(stream), "");
+  Status status;
+  {
+    const py::gil_scoped_release release;  // a stream that is full makes it wait
+    status = (to_host ? followed.to_host() : followed.to_device()).FollowCaller(stream);
+  }
+  ThrowIfError(status, "");
 }
 
 }  // namespace

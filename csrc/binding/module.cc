@@ -209,8 +209,15 @@ void CaptureSnapshot(Snapshot& snapshot, SourceKind kind, bool wait) {
   RunTransfer(*hook_error, "", [&] { return snapshot.Capture(kind, wait, [&hooks] { return hooks.poll(0); }); });
 }
 
+// What follows a snapshot's or an arena's mutex lets go of the GIL: who holds the mutex may be pinning memory.
+template <class Function>
+auto WithoutGil(Function&& function) {
+  const py::gil_scoped_release release;
+  return function();
+}
+
 py::dict CountsOf(Snapshot& snapshot) {
-  const Snapshot::Counts counts = snapshot.counts();
+  const Snapshot::Counts counts = WithoutGil([&] { return snapshot.counts(); });
   const auto of = [](const std::array<uint64_t, kSourceKindCount>& values, SourceKind kind) {
     return values[static_cast<size_t>(kind)];
   };
@@ -358,16 +365,20 @@ PYBIND11_MODULE(_native, m) {
              });
            }),
            py::arg("limit_bytes"))
-      .def("grow", &Arena::Grow, py::arg("limit_bytes"))
+      .def("grow", &Arena::Grow, py::arg("limit_bytes"), py::call_guard<py::gil_scoped_release>())
       .def("prepare", &Arena::Prepare, py::arg("size_bytes"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("used_bytes",
                              [](Arena& self) {
-                               const std::lock_guard lock(self.mutex());
-                               return self.used_bytes();
+                               return WithoutGil([&] {
+                                 const std::lock_guard lock(self.mutex());
+                                 return self.used_bytes();
+                               });
                              })
       .def_property_readonly("mapped_bytes", [](Arena& self) {
-        const std::lock_guard lock(self.mutex());
-        return self.mapped_bytes();
+        return WithoutGil([&] {
+          const std::lock_guard lock(self.mutex());
+          return self.mapped_bytes();
+        });
       });
 
   py::enum_<SourceKind>(m, "SourceKind")
@@ -397,18 +408,21 @@ PYBIND11_MODULE(_native, m) {
             self.Pace(std::chrono::nanoseconds(int64_t(delay_s * 1e9)),
                       std::chrono::nanoseconds(int64_t(seconds * 1e9)));
           },
-          py::arg("delay_s"), py::arg("seconds"))
+          py::arg("delay_s"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
       .def(
           "hold_caller",
-          [](Snapshot& self, int device, uintptr_t stream) { return self.HoldCaller(DeviceOf(device), stream); },
+          [](Snapshot& self, int device, uintptr_t stream) {
+            Device& owner = DeviceOf(device);
+            return WithoutGil([&] { return self.HoldCaller(owner, stream); });  // a full stream makes it wait
+          },
           py::arg("device"), py::arg("stream"))
       .def("settled",
            [](Snapshot& self) {
-             Result<bool> settled = self.Settled();
+             Result<bool> settled = WithoutGil([&] { return self.Settled(); });
              ThrowIfError(settled.status(), "");
              return settled.value();
            })
-      .def("hurry", &Snapshot::Hurry)
+      .def("hurry", &Snapshot::Hurry, py::call_guard<py::gil_scoped_release>())
       .def("close", &Snapshot::Close, py::call_guard<py::gil_scoped_release>())
       .def("counts", &CountsOf);
 

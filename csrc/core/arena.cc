@@ -45,9 +45,9 @@ Arena::Mapping Arena::NextMapping() const {
 }
 
 void Arena::Add(Mapping mapping) {
-  // Handed out from the back.
   const size_t block_count = mapping.size_bytes / kBlockBytes;
-  for (size_t i = block_count; i > 0; --i) free_.push_back(mapping.memory + (i - 1) * kBlockBytes);
+  for (size_t i = 0; i < block_count; ++i) free_.insert(mapping.memory + i * kBlockBytes);
+  mapping_starts_.insert(mapping.memory);
   mappings_.push_back(std::move(mapping));
   mapped_count_ += block_count;
 }
@@ -87,20 +87,26 @@ bool Arena::Prepare(uint64_t size_bytes) {
 std::byte* Arena::TryTake() {
   if (used_count_ >= limit_count_) return nullptr;
   if (free_.empty() && !Map()) return nullptr;
-  std::byte* block = free_.back();
-  free_.pop_back();
+  std::byte* block = *free_.begin();
+  free_.erase(free_.begin());
   ++used_count_;
   return block;
 }
 
-std::byte* Arena::TryTakeAt(const std::byte* address) {
-  return !free_.empty() && free_.back() == address ? TryTake() : nullptr;
+std::byte* Arena::TryTakeBehind(const std::byte* block) {
+  const auto behind = free_.upper_bound(const_cast<std::byte*>(block));
+  if (used_count_ >= limit_count_ || behind == free_.end() || *behind != block + kBlockBytes) return nullptr;
+  if (mapping_starts_.contains(*behind)) return nullptr;
+  std::byte* taken = *behind;
+  free_.erase(behind);
+  ++used_count_;
+  return taken;
 }
 
 void Arena::Return(std::byte* block) {
   FP_CHECK(used_count_ > 0);
   --used_count_;
-  free_.push_back(block);
+  free_.insert(block);
 }
 
 }  // namespace fastpersist

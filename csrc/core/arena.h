@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "core/memory.h"
@@ -45,10 +46,12 @@ class Arena {
   std::condition_variable& changed() { return changed_; }
 
   // REQUIRES of what follows: mutex() is held.
-  // A block, or nullptr: at the limit, or the kernel has no memory. Recently used blocks come first.
+  // A block, or nullptr: at the limit, or the kernel has no memory. Of those that are free the lowest, so that runs are
+  // long however the blocks came back.
   std::byte* TryTake();
-  // The block at this address, if it is the one that TryTake would give; else nullptr. For runs of blocks in one piece.
-  std::byte* TryTakeAt(const std::byte* address);
+  // The block behind this one, if it is free and of the same mapping; else nullptr. For runs of blocks in one piece: a
+  // device copies into what was pinned in one piece.
+  std::byte* TryTakeBehind(const std::byte* block);
   void Return(std::byte* block);
   uint64_t used_bytes() const { return used_count_ * kBlockBytes; }
   uint64_t mapped_bytes() const { return mapped_count_ * kBlockBytes; }
@@ -70,8 +73,9 @@ class Arena {
   uint64_t limit_count_;
   uint64_t used_count_ = 0;
   uint64_t mapped_count_ = 0;
-  std::vector<std::byte*> free_;
+  std::set<std::byte*> free_;
   std::vector<Mapping> mappings_;
+  std::set<const std::byte*> mapping_starts_;
   Pin pin_;
   const uint64_t fork_generation_;
 };

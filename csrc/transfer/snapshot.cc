@@ -170,16 +170,20 @@ void Snapshot::FindClusters() {
   for (size_t first = 0, next = 0; first < small.size(); first = next) {
     const Source& start = sources_[small[first]];
     uintptr_t end = start.address + start.size_bytes;
+    uintptr_t limit = 0;  // of its allocation, once there is somebody close: a copy must not reach into the next one
     for (next = first + 1; next < small.size(); ++next) {
       const Source& source = sources_[small[next]];
       if (source.device != start.device || source.kind != start.kind) break;
       const uintptr_t further = std::max<uintptr_t>(end, source.address + source.size_bytes);
       if (source.address > end + kGapBytes || further - start.address > Arena::kBlockBytes) break;
+      if (limit == 0) {
+        auto range = start.device->RangeOf(start.address);
+        limit = range.ok() ? range.value().first + range.value().second : end;
+      }
+      if (further > limit) break;
       end = further;
     }
     if (next - first < 2) continue;
-    auto range = start.device->RangeOf(start.address);
-    if (!range.ok() || end > range.value().first + range.value().second) continue;
     for (size_t member = first; member < next; ++member) sources_[small[member]].cluster = clusters_.size();
     clusters_.emplace_back(small.begin() + static_cast<std::ptrdiff_t>(first),
                            small.begin() + static_cast<std::ptrdiff_t>(next));
@@ -286,7 +290,7 @@ void Snapshot::CopyOnce(std::unique_lock<std::mutex>& lock, Source& source, uint
   uint64_t size_bytes = first_bytes;
   std::vector<Block*> run = {capture_block_.block};
   while (source.device != nullptr && size_bytes < live_bytes && run.size() < kRunBlocks) {
-    std::byte* const next = arena_->TryTakeAt(run.back()->memory + Arena::kBlockBytes);
+    std::byte* const next = arena_->TryTakeBehind(run.back()->memory);
     if (next == nullptr) break;
     run.push_back(AddBlock(next, source.device));
     size_bytes += std::min<uint64_t>(Arena::kBlockBytes, live_bytes - size_bytes);

@@ -98,17 +98,40 @@ void AThousandSavesMapNothingNew() {
   EXPECT(arena.used_bytes() == 0);
 }
 
-void TheBlockUsedLastComesFirst() {
-  Arena arena(10 * kBlock);
-  const std::lock_guard lock(arena.mutex());
-  std::byte* first = arena.TryTake();
-  std::byte* second = arena.TryTake();
-  EXPECT(arena.used_bytes() == 2 * kBlock);
-  arena.Return(first);
-  arena.Return(second);
-  EXPECT(arena.TryTake() == second && arena.TryTake() == first);
-  arena.Return(second);
-  arena.Return(first);
+void RunsAreAsLongInEverySave() {
+  Arena arena(64 * kBlock);  // two mappings
+  for (int save = 0; save < 4; ++save) {
+    const std::lock_guard lock(arena.mutex());
+    std::vector<std::byte*> blocks;
+    std::vector<size_t> runs;
+    while (std::byte* block = arena.TryTake()) {
+      runs.push_back(1);
+      for (blocks.push_back(block); (block = arena.TryTakeBehind(block)) != nullptr; ++runs.back()) {
+        EXPECT(block == blocks.back() + kBlock);
+        blocks.push_back(block);
+      }
+    }
+    // Each is what was mapped, and pinned, in one piece, also where two such pieces touch.
+    EXPECT_WITH(runs == std::vector<size_t>({32, 32}), std::to_string(runs.size()) + " runs");
+    if (save % 2 == 1) std::reverse(blocks.begin(), blocks.end());
+    std::swap(blocks[3], blocks[40]);
+    for (std::byte* block : blocks) arena.Return(block);
+  }
+}
+
+void ARunEndsAtTheLimit() {
+  Arena arena(64 * kBlock);
+  ReturnAll(arena, TakeAll(arena));
+  Arena few(3 * kBlock);
+  const std::lock_guard lock(few.mutex());
+  std::byte* const first = few.TryTake();
+  std::byte* const second = few.TryTakeBehind(first);
+  std::byte* const third = few.TryTakeBehind(second);
+  EXPECT(third != nullptr && few.TryTakeBehind(third) == nullptr);
+  few.Return(second);
+  EXPECT(few.TryTakeBehind(second) == nullptr);  // the third is not free
+  EXPECT(few.TryTakeBehind(first) == second);
+  for (std::byte* block : {first, second, third}) few.Return(block);
 }
 
 void AForkedChildHasNoneOfItAndHarmsNothing() {
@@ -160,6 +183,6 @@ int main(int argc, char** argv) {
   return Run(argc, argv,
              {TEST(TheLimitIsRoundedDownToWholeBlocks), TEST(NothingIsMappedBeforeItIsNeeded),
               TEST(BlocksAreApartAndCanBeFilled), TEST(GrowRaisesTheLimitAndNeverLowersIt),
-              TEST(AThousandSavesMapNothingNew), TEST(TheBlockUsedLastComesFirst),
+              TEST(AThousandSavesMapNothingNew), TEST(RunsAreAsLongInEverySave), TEST(ARunEndsAtTheLimit),
               TEST(AForkedChildHasNoneOfItAndHarmsNothing), TEST(WithoutMemoryFromTheKernelThereIsNoBlock)});
 }

@@ -206,6 +206,55 @@ void AFailedCopyFailsTheWriterAlone() {
   EXPECT_WITH(failure_count > 8 && failure_count < 199, std::to_string(failure_count));
 }
 
+// A device takes some thousand copies before the thread that tells it has to wait: one of 64 MiB, and not of a block
+// each.
+void EveryCaptureTakesAsFewCopies() {
+  const CudaDouble& cuda = CudaDouble::Get();
+  Device& device = *Must(Device::Get(0));
+  constexpr uint64_t kSourceBytes = 192 << 20;
+  const uint64_t address = cuda.alloc_on(0, kSourceBytes);
+  const auto arena = std::make_shared<Arena>(uint64_t{256} << 20);
+  for (int save = 0; save < 3; ++save) {
+    Snapshot snapshot(arena);
+    snapshot.Add(device, address, kSourceBytes, SourceKind::kStable);
+    const uint64_t before = cuda.call_count("cuMemcpyDtoHAsync_v2");
+    EXPECT_OK(snapshot.Capture(SourceKind::kStable, true, kNoPoll));
+    const uint64_t copy_count = cuda.call_count("cuMemcpyDtoHAsync_v2") - before;
+    EXPECT_WITH(copy_count <= 4, std::to_string(copy_count) + " copies");
+    for (uint64_t done = 0; done < kSourceBytes;) {  // the blocks come back in the order of the file
+      auto taken = snapshot.Take(0, done, kChunkBytes, kNoPoll);
+      if (!taken.ok()) break;
+      done += taken.value().size_bytes;
+      snapshot.Done();
+    }
+    snapshot.Close();
+  }
+  cuda.free(address);
+}
+
+// As torch's pool of small tensors has them: allocations of 2 MiB that touch, and somebody else's bytes in the first.
+void SmallTensorsAreGatheredInEachAllocation() {
+  const CudaDouble& cuda = CudaDouble::Get();
+  Device& device = *Must(Device::Get(0));
+  constexpr uint64_t kTensorBytes = 16 << 10;
+  constexpr uint64_t kAllocationBytes = 2 << 20;
+  constexpr int kAllocationCount = 8;
+  const auto arena = std::make_shared<Arena>(uint64_t{64} << 20);
+  Snapshot snapshot(arena);
+  for (int allocation = 0; allocation < kAllocationCount; ++allocation) {
+    const uint64_t base = cuda.alloc_on(0, kAllocationBytes - 1);  // the next one begins a byte behind its end
+    for (uint64_t at = allocation == 0 ? 4 * kTensorBytes : 0; at + kTensorBytes < kAllocationBytes;
+         at += kTensorBytes) {
+      snapshot.Add(device, base + at, kTensorBytes, SourceKind::kStable);
+    }
+  }
+  const uint64_t before = cuda.call_count("cuMemcpyDtoHAsync_v2");
+  EXPECT_OK(snapshot.Capture(SourceKind::kStable, true, kNoPoll));
+  const uint64_t copy_count = cuda.call_count("cuMemcpyDtoHAsync_v2") - before;
+  EXPECT_WITH(copy_count == kAllocationCount, std::to_string(copy_count) + " copies");
+  snapshot.Close();
+}
+
 void WhatIsReadComesToTheDevice() {
   const CudaDouble& cuda = CudaDouble::Get();
   Device& device = *Must(Device::Get(0));
@@ -258,7 +307,9 @@ void NothingWasMisused() {
 int main(int argc, char** argv) {
   using namespace fastpersist;
   CudaDouble::Get().reset(1);
-  return Run(argc, argv,
-             {TEST(EveryByteIsThatOfTheSaveWhoeverIsFirst), TEST(AbandonedTransfersLeaveNothingOnTheWay),
-              TEST(WhatIsReadComesToTheDevice), TEST(NothingWasMisused), TEST(AFailedCopyFailsTheWriterAlone)});
+  return Run(
+      argc, argv,
+      {TEST(EveryByteIsThatOfTheSaveWhoeverIsFirst), TEST(AbandonedTransfersLeaveNothingOnTheWay),
+       TEST(WhatIsReadComesToTheDevice), TEST(EveryCaptureTakesAsFewCopies),
+       TEST(SmallTensorsAreGatheredInEachAllocation), TEST(NothingWasMisused), TEST(AFailedCopyFailsTheWriterAlone)});
 }
