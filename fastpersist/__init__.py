@@ -14,6 +14,7 @@ from fastpersist.api import SaveReport, inspect, load, save, save_async, verify
 from fastpersist.background import PendingSave, SaveStats
 from fastpersist.checkpointer import Checkpointer
 from fastpersist.directory_save import DirectorySave
+from fastpersist.engine_choice import EngineProbe, engines, require_engine
 from fastpersist.errors import (
     AgreementTimeoutError,
     CheckpointNotFoundError,
@@ -40,7 +41,6 @@ from fastpersist.inspection import Damage, Manifest, TensorEntry, VerifyReport
 # isort: split - it uses the names above; mypy knows integrations/ by another name
 from fastpersist.integrations.torch_save import install, installed, uninstall  # type: ignore[import-not-found]
 from fastpersist.pending_io import PendingIO
-from fastpersist.pipeline import EngineProbe, engines, require_engine
 from fastpersist.tensor_file import TensorFile
 from fastpersist.tensor_memory import byte_view, locked_tensor
 

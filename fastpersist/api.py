@@ -18,6 +18,7 @@ from fastpersist.arena import Arena
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
 from fastpersist.commit import PendingFile, resolve_target
+from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.filesystem import filesystem, make_directories, storage_errors
 from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
@@ -28,7 +29,7 @@ from fastpersist.loading_together import reader_for
 from fastpersist.owners import Owners
 from fastpersist.pacing import Spread
 from fastpersist.peer_save import PeerSave
-from fastpersist.pipeline import Poll, require_engine
+from fastpersist.pipeline import Poll
 from fastpersist.progress import progress_bar
 from fastpersist.replicas import replicas_in
 from fastpersist.saving import SaveReport, container_for, is_safetensors, padded_bytes, write_container

@@ -36,6 +36,7 @@ from fastpersist.directory_commit import (
     RootLock,
     sweep_directories,
 )
+from fastpersist.engine_choice import require_engine
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -50,7 +51,6 @@ from fastpersist.group_save import Writers, tuned_writer_count
 from fastpersist.loading import MapLocation
 from fastpersist.owners import Owners
 from fastpersist.partition import choose_writers
-from fastpersist.pipeline import require_engine
 from fastpersist.retention import RetentionPolicy
 from fastpersist.root_upkeep import RootUpkeep, checked_metrics
 from fastpersist.sharing import Together

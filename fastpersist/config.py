@@ -7,7 +7,8 @@ FASTPERSIST_QUEUE_DEPTH  requests of one transfer in flight (default: as many as
 FASTPERSIST_THREADS      threads of one transfer by a threads engine (default 0: one per request in flight, 16 at most)
 FASTPERSIST_CONFIG       a tuning file that counts for every file system; empty: no tuning file counts
 
-A tuning file is TOML with any of the keys in `TUNING_KEYS`; `fastpersist tune` writes it. One that is found by itself,
+A tuning file is TOML with any of the keys in `TUNING_KEYS`; `fastpersist tune` writes it. `gpudirect = true` is what a
+trial of GPUDirect there has earned, and counts where FASTPERSIST_ENGINE is not set. One that is found by itself,
 as $XDG_CONFIG_HOME/fastpersist/<type>-<id>.toml, can do no harm: what cannot be used of it is told in the log and left
 out. One that FASTPERSIST_CONFIG names has to be right. The environment goes before a tuning file, value by value.
 """
@@ -44,7 +45,7 @@ _log = logging.getLogger("fastpersist")
 BLOCK_BYTES = 4096
 """Storages start on multiples of this in every file: legal for direct I/O on all common devices, one page."""
 
-TUNING_KEYS = ("engine", "chunk_bytes", "queue_depth", "ring_bytes", "threads", "writers")
+TUNING_KEYS = ("engine", "chunk_bytes", "queue_depth", "ring_bytes", "threads", "writers", "gpudirect")
 """What a tuning file may say: the names of `Config`."""
 
 _MIB = 1 << 20
@@ -87,6 +88,8 @@ class Config:
         threads: Threads of one transfer by a threads engine, up to 1024; 0 for the smaller of queue_depth and 16.
         writers: How many ranks of one node write when nobody says how many; None for up to 8.
         engine_wish: The engine that the ladder begins with; "" for none.
+        gpudirect: In a trial here, GPUDirect was real, right and faster than the ring: the ladder of what lies on CUDA
+            devices, and needs no CRC, begins with "cufile".
     """
 
     engine: str = "auto"
@@ -96,6 +99,7 @@ class Config:
     threads: int = 0
     writers: int | None = None
     engine_wish: str = ""
+    gpudirect: bool = False
 
     def __post_init__(self) -> None:
         if self.chunk_bytes & (self.chunk_bytes - 1) or not 1 << 16 <= self.chunk_bytes <= 1 << 30:
@@ -325,10 +329,13 @@ def _problem(said: Mapping[str, Any]) -> str:
         if key not in TUNING_KEYS:
             return f"it says {key!r}, and there is only {', '.join(TUNING_KEYS)}"
         if key == "engine":
-            # What "auto" never takes by itself, a file that is found by itself cannot make it take.
+            # A file that is found by itself cannot make "auto" save nothing; cufile has a key of its own.
             known = ["auto", *(name for name in _native.engine_names() if name not in ("null", "cufile"))]
             if value not in known:
                 return f"engine is one of {', '.join(known)}, not {value!r}"
+        elif key == "gpudirect":
+            if not isinstance(value, bool):
+                return f"gpudirect is true or false, not {value!r}"
         elif isinstance(value, bool) or not isinstance(value, int):
             return f"{key} is a whole number, not {value!r}"
     try:
@@ -341,7 +348,9 @@ def _problem(said: Mapping[str, Any]) -> str:
 def _merged(environment: Mapping[str, Any], tuned: Mapping[str, Any], path: str) -> Config:
     """Put the environment over a tuning file."""
     values = {**tuned, **environment}
-    if "engine" not in environment:
+    if "engine" in environment:
+        values.pop("gpudirect", None)  # it is part of what "auto" means, and so the environment has said it
+    else:
         wish = values.pop("engine", "auto")
         values["engine_wish"] = "" if wish == "auto" else wish
     try:
@@ -350,5 +359,5 @@ def _merged(environment: Mapping[str, Any], tuned: Mapping[str, Any], path: str)
         # Each is legal alone, or the file would have been refused: the chunk of one does not fit the ring of the other.
         alone = Config(**environment)
         _refuse(path, f"it does not fit the environment: {error}")
-        kept = ("queue_depth", "threads", "writers", "engine_wish")
+        kept = ("queue_depth", "threads", "writers", "engine_wish", "gpudirect")
         return replace(alone, **{key: values[key] for key in kept if key in values})

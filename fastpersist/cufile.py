@@ -3,7 +3,7 @@
 pip puts libcufile among Python packages, where the loader does not look; the native side is told the place. What the
 library says of itself is no proof: where the disk cannot write into the device, it goes through host memory without a
 word (compatibility mode). So nothing here calls GPUDirect real but the library's own statistics after real transfers.
-Choosing engines, and what a transfer does, is `pipeline`'s.
+Choosing engines is `engine_choice`'s, and what a transfer does is `pipeline`'s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastpersist import _native
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.filesystem import storage_errors
 
-__all__ = ["Traffic", "find_library", "prepare", "traffic", "trial", "way", "why_not"]
+__all__ = ["Traffic", "Trial", "find_library", "prepare", "traffic", "trial", "way", "why_not", "why_not_direct"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -38,7 +38,7 @@ _DRIVER = "/dev/nvidiactl"
 _BUFFER_COUNT = 8
 _BUFFER_BYTES = 8 << 20
 _WAY_BYTES = 1 << 20
-_ROUND_COUNT = 2
+_ROUND_COUNT = 3  # the first one finds a ring that is not pinned yet
 
 
 class Traffic(NamedTuple):
@@ -182,9 +182,9 @@ def way(directory: str | os.PathLike[str], device: int = 0) -> str:
         try:
             before = traffic()
         except FastPersistError as error:
-            _write(fd, path, memory, _WAY_BYTES, _WAY_BYTES)
+            _run(fd, path, [(True, 0, memory.addresses[0])], _WAY_BYTES)
             return f"which way is unknown: {error}"
-        _write(fd, path, memory, _WAY_BYTES, _WAY_BYTES)
+        _run(fd, path, [(True, 0, memory.addresses[0])], _WAY_BYTES)
     p2p_count, nvfs_count, posix_count = (now - then for now, then in zip(traffic(), before, strict=True))
     if posix_count > 0:
         return "compatibility mode: through host memory"
@@ -193,16 +193,45 @@ def way(directory: str | os.PathLike[str], device: int = 0) -> str:
     return "peer to peer, by nvidia-fs" if nvfs_count > 0 else "which way is unknown: its statistics have no transfer"
 
 
+def why_not_direct(move: Callable[[], object]) -> str:
+    """Do a small transfer by the engine "cufile"; return why it was none between device and file, "" when it was.
+
+    Thread safety: any thread. Of transfers that other threads do by that engine meanwhile, those through host memory
+    count against this one, and others may vouch for it.
+    """
+    try:
+        before = traffic()
+        move()
+        after = traffic()
+    except FastPersistError as error:
+        return str(error)
+    if after.posix_count > before.posix_count:
+        return "compatibility mode: through host memory"
+    return "" if after.direct_count > before.direct_count else "its statistics do not have the transfer"
+
+
+class Trial(NamedTuple):
+    """What came of a trial of GPUDirect against the ring."""
+
+    why_lost: str
+    """In one clause; "" when it was won: each transfer went peer to peer, every byte was right, and it was faster."""
+    write_gain: float = 0.0
+    """How many times as fast as the ring it wrote, by the best round of each; 0 if it did not come so far."""
+    read_gain: float = 0.0
+    """The same for reading."""
+
+
 def trial(
     directory: str | os.PathLike[str],
     device: int,
     size_bytes: int,
-    write_by_ring: Callable[[int, str], None],
-) -> bool:
-    """Tell whether GPUDirect is real in a directory, right, and faster than the ring.
+    write_by_ring: Callable[[int, str], object],
+    read_by_ring: Callable[[int, str], object],
+) -> Trial:
+    """Find out whether GPUDirect is real in a directory, right, and faster than the ring at writing and at reading.
 
-    Both write files of the same size in turn, and the best round of each counts. False whenever something is missing or
-    cannot be told; the log says what.
+    Both write and read files of the same size in turn, and the best round of each counts. It is lost whenever something
+    is missing or cannot be told.
 
     Args:
         directory: An existing directory on the file system in question.
@@ -210,74 +239,136 @@ def trial(
         size_bytes: Of each file; a multiple of 64 MiB.
         write_by_ring: write_by_ring(fd, path) writes size_bytes of the device's memory to a preallocated file, as saves
             do without GPUDirect.
-
-    Returns:
-        Whether every transfer went peer to peer, the file holds what was written, and that took less time.
+        read_by_ring: The same the other way round, as loads do.
 
     Raises:
         ConfigError: size_bytes is no multiple of 64 MiB.
 
-    Thread safety: any thread; transfers of other threads at that moment make it False.
+    Thread safety: any thread; a trial during which other threads do transfers through host memory is lost.
     """
     if size_bytes <= 0 or size_bytes % (_BUFFER_COUNT * _BUFFER_BYTES) != 0:
         raise ConfigError(f"a trial of {size_bytes} bytes: take a multiple of {_BUFFER_COUNT * _BUFFER_BYTES}")
-    why = ""
     try:
-        if not (why := why_not(start=True)):
-            why = _lost_trial(directory, device, size_bytes, write_by_ring)
+        if why := why_not(start=True):
+            found = Trial(why)
+        else:
+            found = _Contest(directory, device, size_bytes, write_by_ring, read_by_ring).held()
     except (FastPersistError, OSError) as error:
-        why = str(error)
-    _log.info("GPUDirect Storage in %s: %s", os.fspath(directory), why or "real, and faster than the ring")
-    return not why
+        found = Trial(str(error))
+    _log.info("GPUDirect Storage in %s: %s", os.fspath(directory), found.why_lost or "real, and faster than the ring")
+    return found
 
 
-def _lost_trial(
-    directory: str | os.PathLike[str], device: int, size_bytes: int, write_by_ring: Callable[[int, str], None]
-) -> str:
-    """Return what the trial was lost by; "" when it was won."""
-    before = traffic()
-    memory = _native.StagingBuffers(device, _BUFFER_COUNT, _BUFFER_BYTES)
-    patterns = [secrets.token_bytes(4096) * (_BUFFER_BYTES // 4096) for _ in range(_BUFFER_COUNT)]
-    for index, pattern in enumerate(patterns):
-        memory.fill(index, pattern)
-    count = size_bytes // _BUFFER_BYTES
+class _Lost(Exception):
+    """Why a trial is lost."""
 
-    def write_by_cufile(fd: int, path: str) -> None:
-        _write(fd, path, memory, size_bytes, _BUFFER_BYTES)
 
-    direct_s, ring_s = float("inf"), float("inf")
-    for _ in range(_ROUND_COUNT):
-        with _scratch_file(directory) as (fd, path):
-            direct_s = min(direct_s, _timed(fd, path, size_bytes, write_by_cufile))
+class _Contest:
+    """The rounds of a trial; arguments as there."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        device: int,
+        size_bytes: int,
+        write_by_ring: Callable[[int, str], object],
+        read_by_ring: Callable[[int, str], object],
+    ) -> None:
+        self._directory = directory
+        self._size_bytes = size_bytes
+        self._count = size_bytes // _BUFFER_BYTES
+        self._by_ring = (write_by_ring, read_by_ring)
+        self._memory = _native.StagingBuffers(device, _BUFFER_COUNT, _BUFFER_BYTES)
+        self._patterns = [secrets.token_bytes(4096) * (_BUFFER_BYTES // 4096) for _ in range(_BUFFER_COUNT)]
+
+    def held(self) -> Trial:
+        """Hold all rounds, or as many as it takes to lose."""
+        rounds = []
+        for _ in range(_ROUND_COUNT):
+            before = traffic()
+            try:
+                direct_s = self._round_of_cufile()
+            except _Lost as lost:
+                return Trial(str(lost))
+            after = traffic()
+            if after.posix_count > before.posix_count:
+                return Trial("compatibility mode: through host memory")
+            if after.direct_count < before.direct_count + 2 * self._count:
+                return Trial("its statistics do not have every transfer")
+            rounds.append((*direct_s, *self._round_of_ring()))
+        write_s, read_s, ring_write_s, ring_read_s = (min(seconds) for seconds in zip(*rounds, strict=True))
+        why = ""
+        if write_s >= ring_write_s:
+            why = f"no faster than the ring at writing ({write_s:.3f} s to {ring_write_s:.3f} s)"
+        elif read_s >= ring_read_s:
+            why = f"no faster than the ring at reading ({read_s:.3f} s to {ring_read_s:.3f} s)"
+        return Trial(why, _gain(ring_write_s, write_s), _gain(ring_read_s, read_s))
+
+    def _round_of_cufile(self) -> tuple[float, float]:
+        """Write and read a file; return the seconds.
+
+        Raises:
+            _Lost: A byte is wrong.
+        """
+        for index, pattern in enumerate(self._patterns):
+            self._memory.fill(index, pattern)
+        with _scratch_file(self._directory) as (fd, path):
+            write_s = _timed_write(fd, path, self._size_bytes, lambda fd, path: self._move(fd, path, write=True))
+            read_s = _timed(lambda: self._move(fd, path, write=False))
             with open(path, "rb") as written:  # the descriptor is set to direct I/O
-                if any(written.read(_BUFFER_BYTES) != patterns[index % _BUFFER_COUNT] for index in range(count)):
-                    return "the file holds other bytes than the device's memory"
-        after = traffic()
-        if after.posix_count > before.posix_count:
-            return "compatibility mode: through host memory"
-        if after.direct_count < before.direct_count + count:
-            return "its statistics do not have every transfer"
-        before = after
-        with _scratch_file(directory) as (fd, path):
-            ring_s = min(ring_s, _timed(fd, path, size_bytes, write_by_ring))
-    return "" if direct_s < ring_s else f"no faster than the ring ({direct_s:.3f} s to {ring_s:.3f} s)"
+                for index in range(self._count):
+                    if written.read(_BUFFER_BYTES) != self._patterns[index % _BUFFER_COUNT]:
+                        raise _Lost("the file holds other bytes than the device's memory")
+            if any(
+                self._memory.read(self._place_read(index), _BUFFER_BYTES) != pattern
+                for index, pattern in enumerate(self._patterns)
+            ):
+                raise _Lost("the device's memory holds other bytes than the file")
+        return write_s, read_s
+
+    def _round_of_ring(self) -> tuple[float, float]:
+        write, read = self._by_ring
+        with _scratch_file(self._directory) as (fd, path):
+            write_s = _timed_write(fd, path, self._size_bytes, write)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # where it goes through the page cache
+            return write_s, _timed(lambda: read(fd, path))
+
+    def _move(self, fd: int, path: str, *, write: bool) -> None:
+        addresses = self._memory.addresses
+        requests = [
+            (write, index * _BUFFER_BYTES, addresses[index % _BUFFER_COUNT if write else self._place_read(index)])
+            for index in range(self._count)
+        ]
+        _run(fd, path, requests, _BUFFER_BYTES)
+
+    def _place_read(self, index: int) -> int:
+        """Return the buffer that part of a file is read to: one that holds other bytes until then."""
+        return (index + 1) % _BUFFER_COUNT
 
 
-def _timed(fd: int, path: str, size_bytes: int, write: Callable[[int, str], None]) -> float:
+def _gain(ring_s: float, direct_s: float) -> float:
+    return ring_s / direct_s if direct_s > 0 else float("inf")
+
+
+def _timed_write(fd: int, path: str, size_bytes: int, write: Callable[[int, str], object]) -> float:
+    def write_durably() -> None:
+        write(fd, path)
+        os.fdatasync(fd)
+
     _native.allocate(fd, size_bytes, os.fsencode(path))
+    return _timed(write_durably)
+
+
+def _timed(work: Callable[[], object]) -> float:
     start_s = time.perf_counter()
-    write(fd, path)
-    os.fdatasync(fd)
+    work()
     return time.perf_counter() - start_s
 
 
-def _write(fd: int, path: str, memory: _native.StagingBuffers, size_bytes: int, chunk_bytes: int) -> None:
-    addresses = memory.addresses
-    requests = [
-        (True, offset_bytes, addresses[index % len(addresses)], chunk_bytes)
-        for index, offset_bytes in enumerate(range(0, size_bytes, chunk_bytes))
-    ]
-    _native.run_requests(fd, os.fsencode(path), ["cufile"], requests, queue_depth=len(addresses))
+def _run(fd: int, path: str, requests: Sequence[tuple[bool, int, int]], size_bytes: int) -> None:
+    """Do requests of one size by the engine; each is whether to write, the offset in the file, and the address."""
+    sized = [(*request, size_bytes) for request in requests]
+    _native.run_requests(fd, os.fsencode(path), ["cufile"], sized, queue_depth=_BUFFER_COUNT)
 
 
 @contextmanager

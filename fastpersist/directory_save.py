@@ -24,6 +24,7 @@ from fastpersist.capture import Capture
 from fastpersist.committed import candidate_steps
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.directory_commit import Overwrite, PendingDirectory, files_in
+from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, CoordinationError, SkippedError, StorageError
 from fastpersist.filesystem import filesystem, make_directories, storage_errors
 from fastpersist.formats.manifest import FileEntry, check_file_name, encode_manifest
@@ -33,7 +34,7 @@ from fastpersist.layout import align_up
 from fastpersist.own_files import confirmed, refusing_second
 from fastpersist.owners import Owners, Ownership, step_count
 from fastpersist.pacing import Spread
-from fastpersist.pipeline import Extents, Poll, read_extents, require_engine
+from fastpersist.pipeline import Extents, Poll, read_extents
 from fastpersist.replicas import replicas_in
 from fastpersist.saving import Container, WrittenFile, container_for, write_container
 from fastpersist.sharing import FirstShare, Together, checking, decoded, encoded

@@ -17,13 +17,13 @@ from fastpersist.arena import Arena
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.directory_commit import Overwrite
 from fastpersist.directory_save import DirectorySave
+from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, SkippedError
 from fastpersist.formats.manifest import check_file_name
 from fastpersist.group_save import Writers, together_with
 from fastpersist.guest_writing import Guest
 from fastpersist.owners import Owners
 from fastpersist.peer_save import PeerSave
-from fastpersist.pipeline import require_engine
 from fastpersist.sharing import Together
 from fastpersist.untraced import untraced
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from fastpersist.commit import PendingFile, resolve_target
 from fastpersist.config import config_at
 from fastpersist.coordination import Ranks, Session
+from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.filesystem import make_directories
 from fastpersist.partition import choose_writers
 from fastpersist.peer_sharing import OtherShare
-from fastpersist.pipeline import require_engine
 from fastpersist.replicas import replicas_of
 from fastpersist.saving import Container, SaveReport, container_for, padded_bytes
 from fastpersist.sharing import FirstShare, Together

@@ -52,6 +52,7 @@ import torch.distributed as dist
 
 from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
+from fastpersist.engine_choice import require_engine
 from fastpersist.errors import (
     AgreementTimeoutError,
     ConfigError,
@@ -62,7 +63,7 @@ from fastpersist.errors import (
 )
 from fastpersist.filesystem import storage_errors
 from fastpersist.partition import CUT_BYTES_MIN, ByteRange, merged
-from fastpersist.pipeline import Extents, Poll, Read, ReadResult, read_extents, require_engine
+from fastpersist.pipeline import Extents, Poll, Read, ReadResult, read_extents
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -23,6 +23,7 @@ from fastpersist.commit import PendingFile, resolve_target
 from fastpersist.committed import candidate_steps, check_files, read_manifest
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.directory_commit import hold_for_reading
+from fastpersist.engine_choice import refuse_null_engine, require_engine
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ChecksumError,
@@ -42,7 +43,7 @@ from fastpersist.part_reading import (
     read_record,
     require_whole,
 )
-from fastpersist.pipeline import Extents, Pieces, Writer, read_extents, refuse_null_engine, require_engine
+from fastpersist.pipeline import Extents, Pieces, Writer, read_extents
 from fastpersist.progress import progress_bar
 from fastpersist.saving import SaveReport, is_safetensors
 

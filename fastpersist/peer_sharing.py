@@ -12,10 +12,11 @@ from typing import Any
 
 from fastpersist import _native
 from fastpersist.coordination import Session
+from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import StorageError
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.parts import ExtentMap, part_name
-from fastpersist.pipeline import Poll, Writer, refuse_null_engine
+from fastpersist.pipeline import Poll, Writer
 from fastpersist.saving import Container, PieceStream
 from fastpersist.sharing import Share, Together, checking, decoded, encoded, unpacked_offsets
 from fastpersist.stores import PeerStore

@@ -1,48 +1,44 @@
-"""The Python face of the native writer, reader and engines: open them, feed them, probe them, say which one ran.
+"""The Python face of the native writer and reader: open them, feed them, say which engine ran.
 
 Tensor memory crosses into the native module as address and length; the objects here keep the tensors alive for as long
 as the native side may look. It copies from and to CUDA devices itself (`devices`); what is neither is copied in
-ring-sized pieces by torch, through hooks.
+ring-sized pieces by torch, through hooks. Which engines there are to try is `engine_choice`'s.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import mmap
 import os
-import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from fastpersist import _native, cufile, devices
-from fastpersist.config import BLOCK_BYTES, check_named_tuning, config, config_for, filesystem_type_name
-from fastpersist.errors import ConfigError, FastPersistError, StorageError
+from fastpersist.config import BLOCK_BYTES, config_for
+from fastpersist.engine_choice import (
+    Placed,
+    announce_engine,
+    distrust_gpudirect,
+    engine_ladder,
+    is_cufile,
+    refuse_null_engine,
+)
+from fastpersist.errors import DeviceError, FastPersistError, NoSpaceError, StorageError, UnsupportedError
 from fastpersist.filesystem import storage_errors
 from fastpersist.partition import ByteRange
 
 __all__ = [
-    "EngineProbe",
     "Extents",
     "Pieces",
     "Read",
     "Writer",
     "byte_tensor",
-    "engine_ladder",
-    "engines",
     "read_extents",
-    "require_engine",
 ]
-
-_log = logging.getLogger("fastpersist")
-
-AUTO_LADDER = ("uring", "libaio", "threads", "threads-buffered")
-"""What engine="auto" tries, best first."""
 
 _QUEUE_DEPTH_MAX = 4096  # of every engine
 
@@ -51,137 +47,6 @@ Run: TypeAlias = tuple[int, int, int]
 
 Poll = Callable[[int], None]
 """Called about every 50 ms with the bytes done so far; what it raises stops the transfer."""
-
-# Where direct I/O is refused, pointless or slower than the page cache.
-_BUFFERED_FILESYSTEMS = {"tmpfs", "ramfs", "nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs", "fuse", "9p"}
-
-# ------------------------------------------------------------------------------------------------------- engines
-
-
-@dataclass(frozen=True, slots=True)
-class EngineProbe:
-    """Whether an engine works in a directory, found by doing one real write and read there.
-
-    Attributes:
-        name: Engine name, as the `engine=` arguments take it.
-        usable: It wrote a block and read the same bytes back.
-        why_not: The reason in one sentence when not usable, else an empty string.
-    """
-
-    name: str
-    usable: bool
-    why_not: str
-
-
-def engines(directory: str | os.PathLike[str] = ".") -> list[EngineProbe]:
-    """Probe every engine by one real write and read of a block in `directory`.
-
-    Args:
-        directory: An existing directory on the file system in question.
-
-    Returns:
-        One probe per engine that moves data, best first.
-
-    Raises:
-        StorageError: No file could be made in the directory, so nothing can be said of any engine.
-
-    Thread safety: any thread.
-    """
-    path = os.path.join(os.fspath(directory), f".fastpersist-probe-{secrets.token_hex(8)}")
-    with storage_errors("creating", path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        return [_probe(fd, path, name) for name in _native.engine_names() if name != "null"]
-    finally:
-        os.close(fd)
-        os.unlink(path)  # not before: libcufile wants a file that has a name
-
-
-def _probe(fd: int, path: str, name: str) -> EngineProbe:
-    if name == "cufile" and (reason := cufile.why_not()):
-        return EngineProbe(name, False, reason)
-    with mmap.mmap(-1, 2 * BLOCK_BYTES) as memory:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        pattern = secrets.token_bytes(BLOCK_BYTES)
-        memory[:BLOCK_BYTES] = pattern
-        try:
-            for write, target in ((True, address), (False, address + BLOCK_BYTES)):
-                _native.run_requests(fd, os.fsencode(path), [name], [(write, 0, target, BLOCK_BYTES)], queue_depth=1)
-        except FastPersistError as error:
-            return EngineProbe(name, False, str(error))
-        if memory[BLOCK_BYTES:] != pattern:
-            return EngineProbe(name, False, "it read back other bytes than it wrote")
-        return EngineProbe(name, True, "")
-
-
-def require_engine(engine: str) -> str:
-    """Return what an `engine=` argument means: "auto", or the name of an engine that there is.
-
-    Raises:
-        ConfigError: There is none of that name; or FASTPERSIST_CONFIG names a tuning file that cannot be used.
-    """
-    check_named_tuning()
-    if engine == "auto":
-        engine = config().engine
-    known = _native.engine_names()
-    if engine != "auto" and engine.removeprefix("fault:") not in known:
-        raise ConfigError(f"there is no engine {engine!r}; known are auto, {', '.join(known)}")
-    if _is_cufile(engine):
-        cufile.prepare()
-    return engine
-
-
-def _is_cufile(engine: str) -> bool:
-    return engine.removeprefix("fault:") == "cufile"
-
-
-def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[str]:
-    """Return the engines to try for a file, best first; one name alone never falls back.
-
-    Args:
-        engine: What the caller asked for; "auto" is what FASTPERSIST_ENGINE says, by default the ladder.
-        fd: The open file, whose file system decides whether direct I/O is tried, and with what the ladder begins if it
-            has a tuning file.
-        for_reading: A file that is mostly in the page cache is then read from there.
-
-    Raises:
-        ConfigError: Unknown engine name.
-    """
-    engine = require_engine(engine)
-    if engine != "auto":
-        return [engine]
-    ladder = ["threads-buffered"] if filesystem_type_name(fd) in _BUFFERED_FILESYSTEMS else list(AUTO_LADDER)
-    if for_reading and 2 * _native.cached_bytes(fd) > os.fstat(fd).st_size:
-        return ["threads-buffered"]
-    wish = config_for(fd).engine_wish
-    # What is tuned is saving: that it is best done through the page cache says nothing of loading.
-    if not wish or (for_reading and wish.endswith("-buffered")):
-        return ladder
-    return [wish, *(name for name in ladder if name != wish)]
-
-
-def refuse_null_engine(used: str) -> None:
-    """Keep the engine that moves nothing away from files that somebody wants: it is for measurements alone.
-
-    Raises:
-        ConfigError: It is the one that was used.
-    """
-    if used.removeprefix("fault:") == "null":
-        raise ConfigError("the null engine moves nothing, so this file would hold nothing; choose another engine")
-
-
-_announced: set[tuple[str, str]] = set()
-
-
-def announce_engine(path: str, wanted: str, used: str, left: Sequence[str]) -> None:
-    """Log which rung of the ladder a transfer took and why not the others: once for each way down."""
-    key = (used, "; ".join(reason.partition(": ")[0] for reason in left))
-    if wanted != "auto" or key in _announced:
-        return
-    _announced.add(key)
-    reasons = "".join(f"; not {reason}" for reason in left)
-    _log.log(logging.WARNING if left else logging.INFO, "engine %s for %s%s", used, path, reasons)
-
 
 # ------------------------------------------------------------------------------------------------------- memory
 
@@ -265,8 +130,11 @@ class Writer:
         engine: Engine name or "auto".
         poll: See `Poll`.
         sparing: Keep half the requests in flight: enough for the disk, less memory, and less in the way of others.
-        sources: What will be written, if no piece wants a CRC. With the engine "cufile" the ring is then memory of the
-            device on which they lie, and nothing goes through host memory that need not.
+        sources: What will be written to a file from its start, if no piece wants a CRC. With the engine "cufile" the
+            ring is then memory of the device on which they lie, and nothing goes through host memory that need not.
+            With "auto" that is so where the file system is tuned so, and a block that is written to the file's start
+            gets there by GPUDirect. If that fails later on, the writing fails: memory of a device is not what other
+            engines can write from. The next one goes through host memory then.
 
     Raises:
         ConfigError, UnsupportedError: Unknown or unusable engine.
@@ -281,15 +149,20 @@ class Writer:
         engine: str = "auto",
         poll: Poll | None = None,
         sparing: bool = False,
-        sources: Iterable[torch.UntypedStorage] = (),
+        sources: Collection[torch.UntypedStorage] = (),
     ) -> None:
         self._path = path
         self._wanted = engine
         self._pulled: list[torch.Tensor] = []
-        ladder = engine_ladder(engine, fd)
-        ordinals = map(devices.ordinal_of, sources) if _is_cufile(ladder[0]) else ()
-        options = _options(fd, path, ladder, sparing=sparing, ring_device=_largest_share(ordinals))
-        self._native = _native.FileWriter(options, pull=self._pull, poll=poll)
+        self._fd = fd
+        self._way = _way(
+            fd,
+            path,
+            engine,
+            placed=lambda: ((devices.ordinal_of(storage), storage.nbytes()) for storage in sources),
+            move_little=_write_block,
+        )
+        self._native = _native.FileWriter(_options(fd, path, self._way, sparing=sparing), pull=self._pull, poll=poll)
 
     def append(self, pieces: Pieces) -> None:
         """Write pieces behind what is there; returns when their bytes have been copied, not when they are on disk.
@@ -322,7 +195,7 @@ class Writer:
         """Wait for every write; return the name of the engine that did them."""
         self._native.finish()
         devices.tell_of_pinning()
-        announce_engine(self._path, self._wanted, self._native.engine, self._native.demotions)
+        announce_engine(self._path, self._wanted, self._native.engine, [*self._way.left, *self._native.demotions])
         return self._native.engine
 
     def close(self) -> None:
@@ -332,34 +205,104 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()
+        if self._way.else_ladder and _may_be_gpudirects(error):
+            distrust_gpudirect(self._fd, self._path, str(error))
 
     def _pull(self, index: int, offset_bytes: int, address: int, size_bytes: int) -> None:
         source = self._pulled[index][offset_bytes : offset_bytes + size_bytes]
         host_tensor(address, size_bytes).copy_(source)
 
 
-def _largest_share(ordinals: Iterable[int | None]) -> int | None:
-    """Return the device that most of these are on; None if there is none."""
-    found = Counter(ordinal for ordinal in ordinals if ordinal is not None)
+def _write_block(options: _native.TransferOptions) -> None:
+    """Write a block of zeros to the start of a file."""
+    pieces = _native.PieceList()
+    pieces.add_bytes(bytes(BLOCK_BYTES))
+    writer = _native.FileWriter(options)
+    try:
+        writer.append(pieces)
+        writer.finish()
+    finally:
+        writer.close()
+
+
+# ------------------------------------------------------------------------------------------------------- ways
+
+
+class _Way(NamedTuple):
+    """How bytes get between memory and a file.
+
+    Attributes:
+        ladder: The engines to try.
+        ring_device: The ring is memory of this CUDA device; None for host memory.
+        left: Why what was tried before was left, as the native side says it of engines.
+        else_ladder: What "auto" would have tried without GPUDirect; empty if that was not its choice.
+    """
+
+    ladder: list[str]
+    ring_device: int | None = None
+    left: tuple[str, ...] = ()
+    else_ladder: tuple[str, ...] = ()
+
+
+def _way(
+    fd: int,
+    path: str,
+    engine: str,
+    *,
+    placed: Callable[[], Placed],
+    move_little: Callable[[_native.TransferOptions], object],
+    for_reading: bool = False,
+) -> _Way:
+    """Choose how to transfer; before the transfer begins, as no other engine can go on with a ring on a device.
+
+    Args:
+        fd: The open file.
+        path: For messages.
+        engine: Engine name or "auto".
+        placed: Says what is moved, as `engine_ladder` wants it.
+        move_little: Transfers a little, to see whether GPUDirect is real for this file.
+        for_reading: As in `engine_ladder`.
+    """
+    ladder = engine_ladder(engine, fd, for_reading=for_reading, placed=placed())
+    if not is_cufile(ladder[0]):
+        return _Way(ladder)
+    way = _Way(ladder[:1], _largest_share(placed()))
+    if len(ladder) == 1:
+        return way
+    if why_not := cufile.why_not_direct(lambda: move_little(_options(fd, path, way))):
+        return _Way(ladder[1:], left=(f"cufile: {why_not}",))
+    return way._replace(else_ladder=tuple(ladder[1:]))
+
+
+def _largest_share(placed: Placed) -> int | None:
+    """Return the device that most of the bytes are on; None if nothing is on any."""
+    found: Counter[int] = Counter()
+    for device, size_bytes in placed:
+        if device is not None:
+            found[device] += size_bytes
     return found.most_common(1)[0][0] if found else None
 
 
-def _options(
-    fd: int, path: str, ladder: list[str], *, sparing: bool = False, ring_device: int | None = None
-) -> _native.TransferOptions:
+def _may_be_gpudirects(error: BaseException | None) -> bool:
+    """Tell whether the same transfer could have gone well through host memory."""
+    is_of_transfer = isinstance(error, (UnsupportedError, DeviceError, StorageError))
+    return is_of_transfer and not isinstance(error, NoSpaceError)
+
+
+def _options(fd: int, path: str, way: _Way, *, sparing: bool = False) -> _native.TransferOptions:
     limits = config_for(fd)
     queue_depth = limits.queue_depth or min(limits.ring_bytes // limits.chunk_bytes, _QUEUE_DEPTH_MAX)
     return _native.TransferOptions(
         fd=fd,
         path=os.fsencode(path),
-        engines=ladder,
+        engines=way.ladder,
         ring_bytes=limits.ring_bytes,
         chunk_bytes=limits.chunk_bytes,
         queue_depth=max(1, queue_depth // 2) if sparing else queue_depth,
         thread_count=limits.threads,
-        ring_device=ring_device,
+        ring_device=way.ring_device,
     )
 
 
@@ -520,18 +463,40 @@ class Extents:
                 native.add_pushed(extent.offset_bytes, extent.size_bytes, extent.push_index, extent.with_crc)
             else:
                 native.add_checked(extent.offset_bytes, extent.size_bytes)
-        ladder = engine_ladder(engine, fd, for_reading=True)
-        ring_device = None
-        if _is_cufile(ladder[0]) and not any(extent.with_crc for extent in self._wanted):
-            ring_device = _largest_share(extent.device for extent in self._wanted)
-        options = _options(fd, path, ladder, ring_device=ring_device)
-        report = _native.read_extents(options, native, push=self._push, poll=poll)
+
+        def read_by(way: _Way) -> _native.ReadReport:
+            return _native.read_extents(_options(fd, path, way), native, push=self._push, poll=poll)
+
+        way = _way(fd, path, engine, placed=self._placed, move_little=self._read_little, for_reading=True)
+        try:
+            report = read_by(way)
+        except FastPersistError as error:
+            if not way.else_ladder or not _may_be_gpudirects(error):
+                raise
+            way = _Way(list(way.else_ladder), left=(f"cufile: {error}",))
+            report = read_by(way)  # all of it, once more
+            distrust_gpudirect(fd, path, str(error))
         crcs = [0] * len(order)
         for index, crc in zip(order, report.crcs, strict=True):
             crcs[index] = crc
         devices.tell_of_pinning()
-        announce_engine(path, engine, report.engine, report.demotions)
+        announce_engine(path, engine, report.engine, [*way.left, *report.demotions])
         return ReadResult(crcs, report.engine)
+
+    def _placed(self) -> Placed:
+        """Say where the extents go, for `engine_ladder`: nothing when there are CRCs to compute."""
+        if not any(extent.with_crc for extent in self._wanted):
+            for extent in self._wanted:
+                yield extent.device, extent.size_bytes
+
+    def _read_little(self, options: _native.TransferOptions) -> None:
+        """Read a little of the largest extent that goes to a device, to nowhere."""
+        on_devices = (extent for extent in self._wanted if extent.device is not None)
+        largest = max(on_devices, key=lambda extent: extent.size_bytes)
+        memory = ctypes.create_string_buffer(min(largest.size_bytes, BLOCK_BYTES))
+        little = _native.ExtentList()
+        little.add_memory(largest.offset_bytes, len(memory), ctypes.addressof(memory))
+        _native.read_extents(options, little)
 
     def _push(self, index: int, offset_bytes: int, address: int, size_bytes: int) -> None:
         self._pushes[index](offset_bytes, host_tensor(address, size_bytes))

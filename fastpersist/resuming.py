@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fastpersist.engine_choice import engine_ladder, refuse_null_engine
 from fastpersist.errors import (
     ConfigError,
     CorruptionError,
@@ -52,7 +53,7 @@ from fastpersist.loading import (
     unpickle_with,
     why_stock,
 )
-from fastpersist.pipeline import Extents, Read, engine_ladder, read_extents, refuse_null_engine
+from fastpersist.pipeline import Extents, Read, read_extents
 from fastpersist.source import CheckpointSource
 
 __all__ = ["left_behind", "load_state", "with_touched"]

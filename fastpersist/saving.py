@@ -18,13 +18,14 @@ import torch
 from fastpersist import _native, devices
 from fastpersist.arena import Arena
 from fastpersist.config import BLOCK_BYTES
+from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import ConfigError
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
 from fastpersist.layout import align_up
 from fastpersist.pickling import pickle_skeleton
-from fastpersist.pipeline import Pieces, Poll, Writer, is_host_memory, refuse_null_engine
+from fastpersist.pipeline import Pieces, Poll, Writer, is_host_memory
 
 __all__ = [
     "Checksum",

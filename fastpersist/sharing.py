@@ -41,11 +41,12 @@ import torch
 from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.coordination import Session
+from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import CoordinationError, InternalError
 from fastpersist.formats.parts import ExtentMap, FileExtent
 from fastpersist.layout import align_up
 from fastpersist.partition import ByteRange, Extent, interior_of, merged, overlaps, shard_of, without
-from fastpersist.pipeline import Poll, Run, Writer, refuse_null_engine
+from fastpersist.pipeline import Poll, Run, Writer
 from fastpersist.replicas import bytes_of, difference, sums_of
 from fastpersist.saving import Checksum, Container, Literal, Part, PieceStream, Source, Stored, WrittenFile
 from fastpersist.stores import Split, SplitShares, Stores

@@ -27,10 +27,10 @@ import torch
 
 from fastpersist import _native
 from fastpersist.config import config_for
+from fastpersist.engine_choice import announce_engine, engine_ladder, refuse_null_engine, require_engine
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.pending_io import PendingIO, failure_of
-from fastpersist.pipeline import announce_engine, engine_ladder, refuse_null_engine, require_engine
 from fastpersist.tensor_memory import byte_view
 from fastpersist.tensor_parts import SLICE_COUNT, Item, Part, checked_offset, in_slices, looked_at
 

@@ -26,6 +26,7 @@ LAYERS = (
         "connections",
         "cufile",
         "devices",
+        "engine_choice",
         "failing",
         "filesystem",
         "formats",

@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from fastpersist.engine_choice import require_engine
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError, UnsupportedError
 from fastpersist.filesystem import storage_errors
 from fastpersist.formats import safetensors
 from fastpersist.formats.manifest import check_file_name
-from fastpersist.pipeline import read_exactly, require_engine
+from fastpersist.pipeline import read_exactly
 from fastpersist.sharded.blobs import Shape
 from fastpersist.sharded.huggingface_layout import INDEX_NAME, SINGLE_NAME
 from fastpersist.sharded.reading import Batch, PartReader, Payload, Wanted, pieces

@@ -25,12 +25,12 @@ from torch.futures import Future
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.directory_commit import Overwrite
 from fastpersist.directory_save import DirectorySave
+from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.manifest import MANIFEST_NAME
 from fastpersist.meeting import loopback_place, own_process
 from fastpersist.owners import Owners
-from fastpersist.pipeline import require_engine
 from fastpersist.sharded.captured_bytes import PIECE_BYTES
 from fastpersist.sharded.huggingface_finishing import finish_files
 from fastpersist.sharded.huggingface_layout import (

@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fastpersist.config import BLOCK_BYTES
+from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import StorageError, UnsupportedError
 from fastpersist.filesystem import filesystem
 from fastpersist.layout import align_up
 from fastpersist.pending_io import PendingIO
-from fastpersist.pipeline import Pieces, Writer, refuse_null_engine
+from fastpersist.pipeline import Pieces, Writer
 from fastpersist.sharded.blobs import is_plain
 from fastpersist.sharded.captured_bytes import WINDOW_COUNT, CapturedBytes
 from fastpersist.sharded.capturing import ShardedCapture

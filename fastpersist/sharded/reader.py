@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from fastpersist.engine_choice import require_engine
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, UnsupportedError
 from fastpersist.formats.manifest import check_file_name
-from fastpersist.pipeline import require_engine
 from fastpersist.sharded.blobs import Shape
 from fastpersist.sharded.metadata import METADATA_NAME, Found, read_metadata
 from fastpersist.sharded.reading import PartReader, Wanted

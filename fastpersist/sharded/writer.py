@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from fastpersist.directory_save import DirectorySave
+from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.owners import Owners
-from fastpersist.pipeline import require_engine
 from fastpersist.sharded.capturing import ShardedCapture
 from fastpersist.sharded.metadata import METADATA_NAME
 from fastpersist.sharded.staging import CapturingWriter

@@ -29,7 +29,7 @@ from support.sandbox import (
 from support.states import load_step, make_state, pending_files
 
 import fastpersist as fp
-from fastpersist import _native, pipeline
+from fastpersist import _native, engine_choice
 from fastpersist.errors import NoSpaceError, StorageError, UnsupportedError
 
 LARGE_BYTES = 8 << 20  # more than a small file system has left
@@ -39,7 +39,7 @@ ENGINES = ("uring", "libaio", "threads", "threads-buffered")
 @pytest.fixture
 def announce_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process has already said about its engines does not count."""
-    monkeypatch.setattr(pipeline, "_announced", set())
+    monkeypatch.setattr(engine_choice, "_announced", set())
 
 
 def engine_messages(caplog: pytest.LogCaptureFixture) -> list[str]:

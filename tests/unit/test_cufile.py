@@ -22,6 +22,7 @@ import pytest
 import torch
 from support.cuda_double import cuda_double
 from support.cufile_double import (
+    AS_DOCUMENTED,
     DISABLED,
     GROWN,
     IO_DISABLED,
@@ -269,14 +270,18 @@ class Clock:
         monkeypatch.setattr(cufile.time, "perf_counter", lambda: self.now_s)
 
     def ring(self, seconds: float) -> Callable[[int, str], None]:
-        """Return a write by the ring that takes so long."""
+        """Return a transfer by the ring that takes so long."""
 
-        def write(fd: int, path: str) -> None:
+        def move(fd: int, path: str) -> None:
             assert os.fstat(fd).st_size == TRIAL_BYTES
             assert os.path.samestat(os.fstat(fd), os.stat(path))
             self.now_s += seconds
 
-        return write
+        return move
+
+    def trial(self, directory: Path, write_s: float = 1.0, read_s: float = 1.0) -> cufile.Trial:
+        """Hold a trial against a ring that takes so long; cuFile takes no time at all."""
+        return cufile.trial(directory, 0, TRIAL_BYTES, self.ring(write_s), self.ring(read_s))
 
 
 @pytest.fixture
@@ -290,18 +295,26 @@ def test_trial_is_won_by_real_traffic_that_is_faster(
     says: int, double: CuFileDouble, clock: Clock, tmp_path: Path
 ) -> None:
     double.set_way(says)
-    assert cufile.trial(tmp_path, 0, TRIAL_BYTES, clock.ring(1.0))
-    assert cufile.traffic().direct_count == 2 * TRIAL_BYTES // BUFFER_BYTES
+    found = clock.trial(tmp_path)
+    assert found.why_lost == ""
+    assert min(found.write_gain, found.read_gain) > 1
+    # Written and read in each of three rounds.
+    assert cufile.traffic().direct_count == 3 * 2 * TRIAL_BYTES // BUFFER_BYTES
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    ("says", "ring_s", "why"),
-    [(SAYS_POSIX, 1.0, "compatibility mode"), (SAYS_P2P, 0.0, "no faster than the ring")],
+    ("says", "write_s", "read_s", "why"),
+    [
+        (SAYS_POSIX, 1.0, 1.0, "compatibility mode"),
+        (SAYS_P2P, 0.0, 1.0, "no faster than the ring at writing"),
+        (SAYS_P2P, 1.0, 0.0, "no faster than the ring at reading"),
+    ],
 )
 def test_trial_is_lost_by(
     says: int,
-    ring_s: float,
+    write_s: float,
+    read_s: float,
     why: str,
     double: CuFileDouble,
     clock: Clock,
@@ -310,56 +323,96 @@ def test_trial_is_lost_by(
 ) -> None:
     double.set_way(says)
     with caplog.at_level(logging.INFO, "fastpersist"):
-        assert not cufile.trial(tmp_path, 0, TRIAL_BYTES, clock.ring(ring_s))
-    assert why in caplog.text
+        found = clock.trial(tmp_path, write_s, read_s)
+    assert why in found.why_lost
+    assert found.why_lost in caplog.text
     assert os.listdir(tmp_path) == []
 
 
 def test_trial_without_statistics_is_lost(double: CuFileDouble, clock: Clock, tmp_path: Path) -> None:
     double.set_way(SAYS_P2P)
     double.set_oddity(DISABLED)
-    assert not cufile.trial(tmp_path, 0, TRIAL_BYTES, clock.ring(1.0))
+    assert "cuFileGetStatsL3" in clock.trial(tmp_path).why_lost
 
 
+@pytest.mark.parametrize(
+    ("lost_write", "whose"), [(True, "the file holds other bytes"), (False, "the device's memory holds other bytes")]
+)
 def test_trial_whose_bytes_do_not_arrive_is_lost(
-    double: CuFileDouble,
-    clock: Clock,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    lost_write: bool, whose: str, double: CuFileDouble, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     double.set_way(SAYS_P2P)
-    monkeypatch.setattr(_native, "run_requests", lambda *_, **__: None)
-    with caplog.at_level(logging.INFO, "fastpersist"):
-        assert not cufile.trial(tmp_path, 0, TRIAL_BYTES, clock.ring(1.0))
-    assert "other bytes" in caplog.text
+    real = _native.run_requests
+
+    def lose(fd: int, path: bytes, engines: list[str], requests: list[Any], **named: Any) -> None:
+        """Take every part from where the first one is."""
+        for write, offset_bytes, address, size_bytes in requests:
+            if write and lost_write:
+                address = requests[0][2]
+            elif not write and not lost_write:
+                offset_bytes = 0
+            real(fd, path, engines, [(write, offset_bytes, address, size_bytes)], **named)
+
+    monkeypatch.setattr(_native, "run_requests", lose)
+    assert whose in clock.trial(tmp_path).why_lost
 
 
 def test_trial_whose_transfers_are_not_counted_is_lost(
     double: CuFileDouble, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_native, "cufile_traffic", lambda: (0, 0, 0))
-    assert not cufile.trial(tmp_path, 0, TRIAL_BYTES, clock.ring(1.0))
+    assert "do not have every transfer" in clock.trial(tmp_path).why_lost
 
 
 @pytest.mark.parametrize(
     ("call", "nth", "error"),
-    [("cuFileWrite", 3, IO_DISABLED), ("cuFileBufRegister", 1, 5016), ("cuFileHandleRegister", 2, 5008)],
+    [
+        ("cuFileWrite", 3, IO_DISABLED),
+        ("cuFileRead", 2, IO_DISABLED),
+        ("cuFileBufRegister", 1, 5016),
+        ("cuFileHandleRegister", 2, 5008),
+    ],
 )
 def test_trial_that_fails_is_lost_and_leaves_nothing(
     call: str, nth: int, error: int, double: CuFileDouble, clock: Clock, tmp_path: Path
 ) -> None:
     double.set_way(SAYS_P2P)
     double.fail(call, nth, error)
-    assert not cufile.trial(tmp_path, 0, TRIAL_BYTES, clock.ring(1.0))
+    assert f"({error})" in clock.trial(tmp_path).why_lost
     assert os.listdir(tmp_path) == []
 
 
 def test_trial_in_no_directory_is_lost(double: CuFileDouble, clock: Clock, tmp_path: Path) -> None:
-    assert not cufile.trial(tmp_path / "missing", 0, TRIAL_BYTES, clock.ring(1.0))
+    assert str(tmp_path / "missing") in clock.trial(tmp_path / "missing").why_lost
 
 
 @pytest.mark.parametrize("size_bytes", [0, -1, (64 << 20) + 1])
 def test_trial_of_a_size_that_makes_no_sense_is_refused(size_bytes: int, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(size_bytes)):
-        cufile.trial(tmp_path, 0, size_bytes, lambda fd, path: None)
+        cufile.trial(tmp_path, 0, size_bytes, lambda fd, path: None, lambda fd, path: None)
+
+
+# --- one transfer
+
+
+@pytest.mark.parametrize(
+    ("says", "oddity", "why"),
+    [
+        (SAYS_P2P, AS_DOCUMENTED, ""),
+        (SAYS_NVFS, AS_DOCUMENTED, ""),
+        (SAYS_POSIX, AS_DOCUMENTED, "compatibility mode"),
+        (SAYS_P2P, DISABLED, "cuFileGetStatsL3"),
+    ],
+)
+def test_transfer_is_direct_if_the_statistics_say_so(
+    says: int, oddity: int, why: str, double: CuFileDouble, tmp_path: Path
+) -> None:
+    double.set_way(says)
+    double.set_oddity(oddity)
+    assert why in cufile.why_not_direct(lambda: cufile.way(tmp_path))
+    assert bool(why) == bool(cufile.why_not_direct(lambda: cufile.way(tmp_path)))
+
+
+def test_transfer_that_fails_or_is_none_is_not_direct(double: CuFileDouble, tmp_path: Path) -> None:
+    assert "do not have the transfer" in cufile.why_not_direct(lambda: None)
+    assert "missing" in cufile.why_not_direct(lambda: cufile.way(tmp_path / "missing"))

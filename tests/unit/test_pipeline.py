@@ -1,12 +1,11 @@
-"""The Python face of the native side: which engine is taken and what is said of it, pieces and extents of any place,
-memory that only torch can copy, and what an error of disk or hook leaves behind.
+"""The Python face of the native side: pieces and extents of any place, memory that only torch can copy, and what an
+error of disk or hook leaves behind. Which engine is taken is test_engine_choice.py's.
 """
 
 from __future__ import annotations
 
 import errno
 import gc
-import logging
 import os
 import random
 import weakref
@@ -23,16 +22,8 @@ from support.states import differences, load_step, make_state, pending_files
 
 import fastpersist as fp
 from fastpersist import _native, pipeline
-from fastpersist.errors import ConfigError, InternalError, StorageError, UnsupportedError
-from fastpersist.pipeline import (
-    Extents,
-    Pieces,
-    Writer,
-    byte_tensor,
-    engine_ladder,
-    engines,
-    read_extents,
-)
+from fastpersist.errors import ConfigError, InternalError, StorageError
+from fastpersist.pipeline import Extents, Pieces, Writer, byte_tensor, read_extents
 
 EVERY = 2**64 - 1
 CHUNK_BYTES = 64 << 10  # of the small ring
@@ -66,196 +57,6 @@ def open_file(tmp_path: Path, leak_check: None) -> Iterator[Callable[..., int]]:
 
 def assert_ring_is_free() -> None:
     assert _native.ring_free_count() == _native.ring_buffer_count()
-
-
-# --- engines
-
-
-def test_each_engine_is_probed_once_and_nothing_is_left(tmp_path: Path, leak_check: None) -> None:
-    probes = engines(tmp_path)
-    assert [probe.name for probe in probes] == [name for name in _native.engine_names() if name != "null"]
-    assert os.listdir(tmp_path) == []
-    for probe in probes:
-        assert probe.usable == (probe.why_not == "")
-    assert next(probe for probe in probes if probe.name == "threads-buffered").usable
-
-
-def test_engine_that_a_probe_calls_usable_saves_and_loads(tmp_path: Path) -> None:
-    for step, probe in enumerate(engines(tmp_path)):
-        path = tmp_path / f"{probe.name}.pt"
-        if probe.name == "cufile":
-            continue  # the probe starts no CUDA, a save does: tests/unit/test_cufile.py
-        if probe.usable:
-            assert fp.save(make_state(step), path, engine=probe.name).engine == probe.name
-            assert differences(fp.load(path, engine=probe.name), make_state(step)) == []
-        else:
-            with pytest.raises((UnsupportedError, StorageError)) as caught:
-                fp.save(make_state(step), path, engine=probe.name)
-            assert str(caught.value)
-
-
-def test_probe_of_the_working_directory_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert [probe.name for probe in engines()] == [probe.name for probe in engines(tmp_path)]
-
-
-@pytest.mark.parametrize(("name", "number"), [("missing", errno.ENOENT), ("file", errno.ENOTDIR)])
-def test_place_where_nothing_can_be_probed_is_a_clear_error(name: str, number: int, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StorageError) as caught:
-        engines(tmp_path / name)
-    assert caught.value.errno == number
-    assert str(tmp_path / name) in str(caught.value)
-
-
-def test_engine_that_reads_back_other_bytes_is_not_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "engine_names", lambda: ["fault:null"])
-    (probe,) = engines(tmp_path)
-    assert not probe.usable
-    assert "other bytes" in probe.why_not
-
-
-def test_engine_that_fails_its_probe_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
-) -> None:
-    monkeypatch.setattr(_native, "engine_names", lambda: ["fault:threads-buffered"])
-    fault(op="read", sys_errno=errno.EIO)
-    (probe,) = engines(tmp_path)
-    assert not probe.usable
-    assert os.strerror(errno.EIO) in probe.why_not
-    assert os.listdir(tmp_path) == []
-
-
-# --- the ladder
-
-
-def test_named_engine_stands_alone(open_file: Callable[..., int]) -> None:
-    fd = open_file()
-    for name in [*_native.engine_names(), "fault:uring"]:
-        assert engine_ladder(name, fd) == [name]
-
-
-@pytest.mark.parametrize("name", ["", "abacus", "URING", "fault:", "fault:auto", "fault:fault:null"])
-def test_unknown_engine_is_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no engine") as caught:
-        fp.save(make_state(1), tmp_path / "model.pt", engine=name)
-    assert "threads-buffered" in str(caught.value)
-    assert os.listdir(tmp_path) == []
-
-
-def test_environment_says_what_auto_means(
-    tmp_path: Path, open_file: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fd = open_file()
-    monkeypatch.setenv("FASTPERSIST_ENGINE", "threads-buffered")
-    assert engine_ladder("auto", fd) == ["threads-buffered"]
-    assert engine_ladder("uring", fd) == ["uring"]
-    assert fp.save(make_state(1), tmp_path / "model.pt").engine == "threads-buffered"
-    monkeypatch.setenv("FASTPERSIST_ENGINE", "abacus")
-    with pytest.raises(ConfigError, match="'abacus'"):
-        fp.save(make_state(2), tmp_path / "model.pt")
-    assert pending_files(tmp_path) == []
-
-
-@pytest.mark.parametrize("kind", [0x01021994, 0x6969, 0x65735546], ids=["tmpfs", "nfs", "fuse"])
-def test_file_systems_without_use_for_direct_io_are_buffered(
-    kind: int, open_file: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_native, "filesystem_type", lambda fd: kind)
-    assert engine_ladder("auto", open_file()) == ["threads-buffered"]
-
-
-def test_cached_file_is_read_from_the_cache(open_file: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
-    fd = open_file(content=bytes(100_000))
-    monkeypatch.setattr(_native, "filesystem_type", lambda fd: 0xEF53)
-    ladder = list(pipeline.AUTO_LADDER)
-    for cached_bytes, expected in ((100_000, ["threads-buffered"]), (50_000, ladder), (0, ladder)):
-        monkeypatch.setattr(_native, "cached_bytes", lambda fd, answer=cached_bytes: answer)
-        assert engine_ladder("auto", fd, for_reading=True) == expected
-        assert engine_ladder("auto", fd) == ladder
-
-
-@pytest.fixture
-def messages(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """What is said about engines, as if nothing had been said before."""
-    monkeypatch.setattr(pipeline, "_announced", set())
-    caplog.set_level(logging.INFO, logger="fastpersist")
-    return lambda: [r.getMessage() for r in caplog.records if r.getMessage().startswith("engine ")]
-
-
-def test_choice_of_auto_is_logged_once(tmp_path: Path, messages: Callable[[], list[str]]) -> None:
-    for step in range(3):
-        used = fp.save(make_state(step), tmp_path / f"model-{step}.pt").engine
-    (message,) = messages()
-    assert message.startswith(f"engine {used} for ")
-    assert str(tmp_path / "model-0.pt") in message
-
-
-def test_named_engine_is_not_logged(tmp_path: Path, messages: Callable[[], list[str]]) -> None:
-    fp.save(make_state(1), tmp_path / "model.pt", engine="threads")
-    fp.load(tmp_path / "model.pt", engine="threads")
-    assert messages() == []
-
-
-# --- demotion
-
-
-@pytest.fixture
-def faulty_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rung of "auto" is one that faults can be injected into."""
-    monkeypatch.setattr(_native, "filesystem_type", lambda fd: 0xEF53)
-    monkeypatch.setattr(_native, "cached_bytes", lambda fd: 0)
-    monkeypatch.setattr(pipeline, "AUTO_LADDER", ("fault:threads", "threads-buffered"))
-
-
-@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM])
-def test_engine_that_fails_in_mid_file_is_replaced_and_nothing_lost(
-    number: int,
-    tmp_path: Path,
-    fault: Callable[..., None],
-    faulty_ladder: None,
-    messages: Callable[[], list[str]],
-) -> None:
-    @in_child(SMALL_RING)
-    def test() -> None:
-        path = tmp_path / "model.pt"
-        fault(op="write", nth=3, count=EVERY, sys_errno=number)
-        assert fp.save(make_state(1), path).engine == "threads-buffered"
-        fault(op="read", nth=3, count=EVERY, sys_errno=number)
-        assert differences(fp.load(path, verify=True), make_state(1)) == []
-        for message in messages():
-            assert message.startswith("engine threads-buffered for ")
-            assert "; not fault:threads: " in message
-            assert os.strerror(number) in message
-        assert len(messages()) in (1, 2)  # the reason may differ between writing and reading
-
-    test()
-    assert load_step(tmp_path / "model.pt") == 1
-
-
-def test_same_reason_is_logged_once_for_any_number_of_files(
-    tmp_path: Path, fault: Callable[..., None], faulty_ladder: None, messages: Callable[[], list[str]]
-) -> None:
-    for step in range(3):
-        fault(op="write", count=EVERY, sys_errno=errno.EOPNOTSUPP)
-        fp.save(make_state(step), tmp_path / f"model-{step}.pt")
-    assert len(messages()) == 1
-
-
-def test_named_engine_that_fails_in_mid_file_is_not_replaced(
-    tmp_path: Path, fault: Callable[..., None], leak_check: None
-) -> None:
-    path = tmp_path / "model.pt"
-    fp.save(make_state(1), path)
-    fault(op="write", sys_errno=errno.EOPNOTSUPP)
-    with pytest.raises(UnsupportedError, match=os.strerror(errno.EOPNOTSUPP)):
-        fp.save(make_state(2), path, engine="fault:threads-buffered")
-    fault(op="write", sys_errno=errno.EINVAL)
-    with pytest.raises(StorageError) as caught:
-        fp.save(make_state(2), path, engine="fault:threads-buffered")
-    assert caught.value.errno == errno.EINVAL
-    assert load_step(path) == 1
-    assert pending_files(tmp_path) == []
 
 
 # --- errors of the disk
@@ -404,7 +205,7 @@ def test_exception_in_a_hook_comes_out_as_it_is(
 
     fd = open_file(content=bytes(1_000_000))
     fault(kind="delay", count=EVERY, delay_ms=120)
-    options = pipeline._options(fd, "file.bin", ["fault:threads-buffered"])
+    options = pipeline._options(fd, "file.bin", pipeline._Way(["fault:threads-buffered"]))
     extents = _native.ExtentList()
     extents.add_pushed(0, 1_000_000, 0)
     pieces = _native.PieceList()

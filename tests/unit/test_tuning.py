@@ -17,11 +17,11 @@ from support.process_groups import run_ranks
 from support.states import differences, make_state
 
 import fastpersist as fp
-from fastpersist import _native, pipeline
+from fastpersist import _native, engine_choice
 from fastpersist.config import TUNING_KEYS, tuning_path
+from fastpersist.engine_choice import engine_ladder
 from fastpersist.group_save import tuned_writer_count
 from fastpersist.partition import choose_writers
-from fastpersist.pipeline import engine_ladder
 
 MIB = 1 << 20
 Options = Callable[[], list[dict[str, Any]]]
@@ -119,6 +119,12 @@ def writers_are_heeded(tmp_path: Path) -> None:
     assert [engine != "" for engine in engines] == [True, True, False]
 
 
+def gpudirect_is_heeded(tmp_path: Path) -> None:
+    """What a save does then: tests/unit/test_device_gpudirect.py."""
+    with open(tmp_path / "file", "wb") as file:
+        assert engine_ladder("auto", file.fileno(), placed=[(0, 100)])[0] == "cufile"
+
+
 KEYS = {
     "engine": ('engine = "threads-buffered"', engine_is_heeded),
     "chunk_bytes": ("chunk_bytes = 1048576", chunk_is_heeded),
@@ -126,6 +132,7 @@ KEYS = {
     "queue_depth": ("queue_depth = 3", depth_is_heeded),
     "threads": ("threads = 2", threads_are_heeded),
     "writers": ("writers = 2", writers_are_heeded),
+    "gpudirect": ("gpudirect = true", gpudirect_is_heeded),
 }
 
 
@@ -171,7 +178,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ladder_begins_with_the_wish_and_goes_on_with_the_others(
     tmp_path: Path, disk: None, tuned: Callable[[str], Path]
 ) -> None:
-    ladder = list(pipeline.AUTO_LADDER)
+    ladder = list(engine_choice.AUTO_LADDER)
     with open(tmp_path / "file", "wb") as file:
         tuned('engine = "threads"')
         assert engine_ladder("auto", file.fileno()) == ["threads", "uring", "libaio", "threads-buffered"]
@@ -212,8 +219,8 @@ def test_wish_that_does_not_work_here_is_left_for_the_next_engine(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(_native, "engine_names", lambda: ["fault:threads", "threads-buffered"])
-    monkeypatch.setattr(pipeline, "AUTO_LADDER", ("threads-buffered",))
-    monkeypatch.setattr(pipeline, "_announced", set())
+    monkeypatch.setattr(engine_choice, "AUTO_LADDER", ("threads-buffered",))
+    monkeypatch.setattr(engine_choice, "_announced", set())
     caplog.set_level(logging.WARNING, logger="fastpersist")
     tuned('engine = "fault:threads"')
     _native.set_fault_plan(_native.FaultPlan(sys_errno=95, count=2**64 - 1))

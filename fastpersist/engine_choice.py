@@ -1,0 +1,211 @@
+"""Which engine moves a file's bytes, and why not the others: probes, the ladder of "auto", and what is said of it.
+
+Here nothing is transferred but the blocks of a probe. What moves the bytes, and steps down the ladder in the middle of
+a file, is the native side, which `pipeline` feeds; whether GPUDirect is real, `cufile` finds out; what the environment
+and a tuning file wish for, `config` reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fastpersist import _native, cufile
+from fastpersist.config import BLOCK_BYTES, check_named_tuning, config, config_for, filesystem_type_name
+from fastpersist.errors import ConfigError, FastPersistError
+from fastpersist.filesystem import storage_errors
+
+__all__ = [
+    "AUTO_LADDER",
+    "EngineProbe",
+    "Placed",
+    "announce_engine",
+    "distrust_gpudirect",
+    "engine_ladder",
+    "engines",
+    "is_cufile",
+    "refuse_null_engine",
+    "require_engine",
+]
+
+_log = logging.getLogger("fastpersist")
+
+AUTO_LADDER = ("uring", "libaio", "threads", "threads-buffered")
+"""What engine="auto" tries, best first."""
+
+Placed: TypeAlias = Iterable[tuple[int | None, int]]
+"""What is moved, thing by thing: the ordinal of the CUDA device it lies on (None: elsewhere), and how many bytes."""
+
+# Where direct I/O is refused, pointless or slower than the page cache.
+_BUFFERED_FILESYSTEMS = {"tmpfs", "ramfs", "nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs", "fuse", "9p"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProbe:
+    """Whether an engine works in a directory, found by doing one real write and read there.
+
+    Attributes:
+        name: Engine name, as the `engine=` arguments take it.
+        usable: It wrote a block and read the same bytes back.
+        why_not: The reason in one sentence when not usable, else an empty string.
+    """
+
+    name: str
+    usable: bool
+    why_not: str
+
+
+def engines(directory: str | os.PathLike[str] = ".") -> list[EngineProbe]:
+    """Probe every engine by one real write and read of a block in `directory`.
+
+    Args:
+        directory: An existing directory on the file system in question.
+
+    Returns:
+        One probe per engine that moves data, best first.
+
+    Raises:
+        StorageError: No file could be made in the directory, so nothing can be said of any engine.
+
+    Thread safety: any thread.
+    """
+    path = os.path.join(os.fspath(directory), f".fastpersist-probe-{secrets.token_hex(8)}")
+    with storage_errors("creating", path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        return [_probe(fd, path, name) for name in _native.engine_names() if name != "null"]
+    finally:
+        os.close(fd)
+        os.unlink(path)  # not before: libcufile wants a file that has a name
+
+
+def _probe(fd: int, path: str, name: str) -> EngineProbe:
+    if name == "cufile" and (reason := cufile.why_not()):
+        return EngineProbe(name, False, reason)
+    with mmap.mmap(-1, 2 * BLOCK_BYTES) as memory:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        pattern = secrets.token_bytes(BLOCK_BYTES)
+        memory[:BLOCK_BYTES] = pattern
+        try:
+            for write, target in ((True, address), (False, address + BLOCK_BYTES)):
+                _native.run_requests(fd, os.fsencode(path), [name], [(write, 0, target, BLOCK_BYTES)], queue_depth=1)
+        except FastPersistError as error:
+            return EngineProbe(name, False, str(error))
+        if memory[BLOCK_BYTES:] != pattern:
+            return EngineProbe(name, False, "it read back other bytes than it wrote")
+        return EngineProbe(name, True, "")
+
+
+def require_engine(engine: str) -> str:
+    """Return what an `engine=` argument means: "auto", or the name of an engine that there is.
+
+    Raises:
+        ConfigError: There is none of that name; or FASTPERSIST_CONFIG names a tuning file that cannot be used.
+    """
+    check_named_tuning()
+    if engine == "auto":
+        engine = config().engine
+    known = _native.engine_names()
+    if engine != "auto" and engine.removeprefix("fault:") not in known:
+        raise ConfigError(f"there is no engine {engine!r}; known are auto, {', '.join(known)}")
+    if is_cufile(engine):
+        cufile.prepare()
+    return engine
+
+
+def is_cufile(engine: str) -> bool:
+    """Tell whether this is the engine for memory of devices, or what breaks it for tests."""
+    return engine.removeprefix("fault:") == "cufile"
+
+
+def engine_ladder(engine: str, fd: int, *, for_reading: bool = False, placed: Placed = ()) -> list[str]:
+    """Return the engines to try for a file, best first; one name alone never falls back.
+
+    "cufile" before others is to be tried by itself: what it moves lies in memory that they cannot reach, so they cannot
+    take over from it in the middle of a file.
+
+    Args:
+        engine: What the caller asked for; "auto" is what FASTPERSIST_ENGINE says, by default the ladder.
+        fd: The open file, whose file system decides whether direct I/O is tried, and with what the ladder begins if it
+            has a tuning file.
+        for_reading: A file that is mostly in the page cache is then read from there.
+        placed: What is moved, if none of it needs a CRC. Where a tuning file says that GPUDirect is real and faster,
+            and most of the bytes lie on one device, the ladder of "auto" begins with "cufile".
+
+    Raises:
+        ConfigError: Unknown engine name.
+    """
+    engine = require_engine(engine)
+    if engine != "auto":
+        return [engine]
+    ladder = ["threads-buffered"] if filesystem_type_name(fd) in _BUFFERED_FILESYSTEMS else list(AUTO_LADDER)
+    if for_reading and 2 * _native.cached_bytes(fd) > os.fstat(fd).st_size:
+        return ["threads-buffered"]
+    tuned = config_for(fd)
+    wish = tuned.engine_wish
+    # What is tuned is saving: that it is best done through the page cache says nothing of loading.
+    if wish and not (for_reading and wish.endswith("-buffered")):
+        ladder = [wish, *(name for name in ladder if name != wish)]
+    if tuned.gpudirect and os.fstat(fd).st_dev not in _distrusted and _lie_on_one_device(placed):
+        ladder.insert(0, "cufile")
+    return ladder
+
+
+def _lie_on_one_device(placed: Placed) -> bool:
+    """Tell whether more than half of the bytes lie on one device: what is left goes to it and back for their sake."""
+    on_devices: Counter[int | None] = Counter()
+    for device, size_bytes in placed:
+        on_devices[device] += size_bytes
+    total_bytes = on_devices.total()
+    del on_devices[None]
+    return any(2 * size_bytes > total_bytes for size_bytes in on_devices.values())
+
+
+_distrusted: set[int] = set()  # file systems, by device number
+
+
+def distrust_gpudirect(fd: int, path: str, why: str) -> None:
+    """Keep "auto" from GPUDirect on a file's file system as long as this process lives: a transfer has failed.
+
+    Args:
+        fd: Of the file.
+        path: For the log.
+        why: What it was, in one sentence.
+    """
+    _distrusted.add(os.fstat(fd).st_dev)
+    _log.warning(
+        "GPUDirect failed in the middle of %s; this process goes through host memory from now on, on this file system, "
+        "and `fastpersist tune` finds out anew whether it is worth having: %s",
+        path,
+        why,
+    )
+
+
+def refuse_null_engine(used: str) -> None:
+    """Keep the engine that moves nothing away from files that somebody wants: it is for measurements alone.
+
+    Raises:
+        ConfigError: It is the one that was used.
+    """
+    if used.removeprefix("fault:") == "null":
+        raise ConfigError("the null engine moves nothing, so this file would hold nothing; choose another engine")
+
+
+_announced: set[tuple[str, str]] = set()
+
+
+def announce_engine(path: str, wanted: str, used: str, left: Sequence[str]) -> None:
+    """Log which rung of the ladder a transfer took and why not the others: once for each way down."""
+    key = (used, "; ".join(reason.partition(": ")[0] for reason in left))
+    if wanted != "auto" or key in _announced:
+        return
+    _announced.add(key)
+    reasons = "".join(f"; not {reason}" for reason in left)
+    _log.log(logging.WARNING if left else logging.INFO, "engine %s for %s%s", used, path, reasons)
