@@ -13,6 +13,7 @@ except ImportError as error:
 from fastpersist.api import SaveReport, inspect, load, save, save_async, verify
 from fastpersist.background import PendingSave, SaveStats
 from fastpersist.checkpointer import Checkpointer
+from fastpersist.directory_inspection import require_replaceable
 from fastpersist.directory_save import DirectorySave
 from fastpersist.engine_choice import EngineProbe, engines, require_engine
 from fastpersist.errors import (
@@ -87,6 +88,7 @@ __all__ = [
     "load_into",
     "locked_tensor",
     "require_engine",
+    "require_replaceable",
     "save",
     "save_async",
     "uninstall",

@@ -89,19 +89,32 @@ def _cgroup_room_bytes() -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, limit, usage = "/sys/fs/cgroup", "memory.max", "memory.current"
+            root, limit, usage, scope = "/sys/fs/cgroup", "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            root, limit, usage = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            root, scope = "/sys/fs/cgroup/memory", "total_"
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         while True:
-            limit_bytes = _number_in(f"{root}{path.rstrip('/')}/{limit}")
-            used_bytes = _number_in(f"{root}{path.rstrip('/')}/{usage}")
+            directory = f"{root}{path.rstrip('/')}"
+            limit_bytes, used_bytes = _number_in(f"{directory}/{limit}"), _number_in(f"{directory}/{usage}")
             if limit_bytes is not None and used_bytes is not None:
-                yield max(0, limit_bytes - used_bytes)
+                # The page cache is counted as used, and a program that reads its data fills the whole limit with it.
+                yield max(0, limit_bytes - max(0, used_bytes - _file_cache_bytes(f"{directory}/memory.stat", scope)))
             if path in ("", "/"):
                 break
             path = os.path.dirname(path)
+
+
+def _file_cache_bytes(path: str, scope: str) -> int:
+    """Return how much of a cgroup's memory the kernel would give back: cached files, as in MemAvailable."""
+    names = {f"{scope}inactive_file", f"{scope}active_file"}
+    try:
+        with open(path, encoding="ascii") as file:
+            fields = (line.split() for line in file)
+            return sum(int(value) for name, value in fields if name in names)
+    except (OSError, ValueError):
+        return 0
 
 
 def _number_in(path: str) -> int | None:

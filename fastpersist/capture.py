@@ -104,7 +104,8 @@ def watch_steps() -> None:
 @torch._disable_dynamo  # type: ignore[attr-defined]  # a compiled step runs it as it is
 def _before_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
     """Nothing that this step changes may still be uncaptured."""
-    note_step_of(optimizer, is_replayed=torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    # Asking a process without CUDA about its stream, or whether there is any CUDA, would start it.
+    note_step_of(optimizer, is_replayed=torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
     note_step(optimizer, manual=False)
     for capture in list(_pending):
         if not capture.is_manual and capture.is_changed_by(optimizer):

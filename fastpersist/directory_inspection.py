@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fastpersist.committed import read_manifest
 from fastpersist.directory_commit import committed_path, files_in, hold_for_reading
 from fastpersist.errors import (
     CheckpointNotFoundError,
+    ConfigError,
     CorruptionError,
+    FastPersistError,
     FormatError,
     StorageError,
     UnsupportedError,
@@ -37,7 +40,9 @@ from fastpersist.part_reading import read_record
 from fastpersist.pipeline import Extents, Poll, read_extents
 from fastpersist.source import CheckpointSource
 
-__all__ = ["directory_bytes", "inspect_directory", "verify_directory"]
+__all__ = ["directory_bytes", "inspect_directory", "require_replaceable", "verify_directory"]
+
+_log = logging.getLogger("fastpersist")
 
 _TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>pending|retired)-[0-9a-f]{16}", re.DOTALL)
@@ -142,6 +147,37 @@ def directory_bytes(path: str) -> int:
 
 
 # --------------------------------------------------------------------------------------------- what is where
+
+
+def require_replaceable(path: str, belongs: Callable[[str], object]) -> None:
+    """Refuse a directory that holds anything but a checkpoint: `DirectorySave` replaces the whole, and it would be gone.
+
+    Args:
+        path: An existing directory.
+        belongs: Tells by its name whether an entry that no manifest lists is part of a checkpoint all the same; called
+            with those of the directory itself only.
+
+    Raises:
+        ConfigError: Something in it does not belong there; the message names it.
+        StorageError: The directory cannot be listed.
+
+    Thread safety: any thread.
+    """
+    with storage_errors("listing", path):
+        found = os.listdir(path)
+    listed = {MANIFEST_NAME}
+    if MANIFEST_NAME in found:
+        try:
+            with _held(path) as manifest:
+                listed.update(entry.name.split("/")[0] for entry in manifest.files)
+        except FastPersistError as error:  # damaged; what is known by its name may go all the same
+            _log.info("%s is replaced without its manifest: %s", path, error)
+    foreign = sorted(name for name in found if name not in listed and not belongs(name))
+    if foreign:
+        raise ConfigError(
+            f"{path} is replaced as a whole, and {foreign[0]} in it is no part of a checkpoint: save into a directory "
+            "of its own, or move it away"
+        )
 
 
 def _is_checkpoint(path: str) -> bool:

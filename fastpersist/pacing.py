@@ -7,6 +7,7 @@ inside `step(closure)`, its beginning is too early.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -71,9 +72,14 @@ def spread_s(optimizers: Sequence[Optimizer]) -> float:
 
 
 class Spread:
-    """The files of one save, written one after the other until shortly before the next step."""
+    """The files of one save, written one after the other until shortly before the next step.
 
-    def __init__(self) -> None:
+    Args:
+        at_most_s: Seconds after which all is written in any case, as far as pacing goes.
+    """
+
+    def __init__(self, at_most_s: float = math.inf) -> None:
+        self._at_most_s = at_most_s
         self._optimizers: list[Optimizer] = []
         self._files: list[tuple[_native.Snapshot, int]] = []
         self._started_s: float | None = None  # of the first file that a step waits for
@@ -86,7 +92,7 @@ class Spread:
             return
         if self._started_s is None:
             self._started_s = time.monotonic()
-            self._spread_s = spread_s(new)
+            self._spread_s = min(spread_s(new), self._at_most_s)
         note_save(new, manual=manual)
         self._optimizers += new
 

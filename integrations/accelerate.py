@@ -38,8 +38,8 @@ from fastpersist import (
     PendingSave,
     StorageError,
     directory_save_together,
-    inspect,
     installed,
+    require_replaceable,
     verify,
 )
 
@@ -285,20 +285,10 @@ def _begin_together(target: str, engine: str, options: dict[str, Any]) -> _Files
 def _refuse_to_lose(accelerator: Accelerator, target: str) -> None:
     """Raise if something in a directory that is to be replaced is no part of a checkpoint."""
     found = os.listdir(target)
-    belong = {_MANIFEST_NAME}
-    if _MANIFEST_NAME in found:
-        try:
-            belong.update(file.name.split("/")[0] for file in inspect(target).files)
-        except FastPersistError as error:  # damaged; what is known by its name may go all the same
-            _log.info("%s is replaced without its manifest: %s", target, error)
-    elif accelerator._save_model_state_pre_hook and any(map(_RANDOM_STATE.fullmatch, found)):
-        return  # a checkpoint of Accelerate, and hooks write whatever they like
-    foreign = sorted(name for name in found if name not in belong and not _FILE_OF_ACCELERATE.fullmatch(name))
-    if foreign:
-        raise ConfigError(
-            f"{target} is replaced as a whole, and {foreign[0]} in it is no part of a checkpoint: save into a "
-            "directory of its own"
-        )
+    is_accelerates = _MANIFEST_NAME not in found and any(map(_RANDOM_STATE.fullmatch, found))
+    if is_accelerates and accelerator._save_model_state_pre_hook:
+        return  # hooks write whatever they like
+    require_replaceable(target, _FILE_OF_ACCELERATE.fullmatch)
 
 
 def _why_not_shared(accelerator: Accelerator, pending_path: str) -> ConfigError | None:

@@ -39,8 +39,8 @@ from fastpersist import (
     StorageError,
     UnsupportedError,
     directory_save_together,
-    inspect,
     require_engine,
+    require_replaceable,
 )
 
 from .deepspeed_engine import FastPersistCheckpointEngine
@@ -267,7 +267,7 @@ class Attachment:
 
         def check() -> str:
             if _is_first_rank() and os.path.isdir(directory):
-                _refuse_to_lose(directory)
+                require_replaceable(directory, _FILE_OF_CHECKPOINT.fullmatch)
             return tag
 
         tags = {str(one) for one in _on_all_ranks(check, directory)}
@@ -413,23 +413,6 @@ def _saves_model(deepspeed_engine: Any, checkpoint_engine: FastPersistCheckpoint
         return True
     data_parallel_rank = dist.get_rank(deepspeed_engine.seq_data_parallel_group) if _are_several() else 0
     return checkpoint_engine.is_data_parallel_writer(data_parallel_rank)
-
-
-def _refuse_to_lose(directory: str) -> None:
-    """Raise if something in a directory that is to be replaced is no part of a checkpoint."""
-    found = os.listdir(directory)
-    belong: set[str] = set()
-    if _MANIFEST_NAME in found:
-        try:
-            belong.update(file.name.split("/")[0] for file in inspect(directory).files)
-        except FastPersistError as error:  # damaged; what is known by its name may go all the same
-            _log.info("%s is replaced without its manifest: %s", directory, error)
-    foreign = sorted(name for name in found if name not in belong and not _FILE_OF_CHECKPOINT.fullmatch(name))
-    if foreign:
-        raise ConfigError(
-            f"{directory} is replaced as a whole, and {foreign[0]} in it is no part of a checkpoint: save with another "
-            "tag, or move it away"
-        )
 
 
 # ------------------------------------------------------------------------------------------- several ranks

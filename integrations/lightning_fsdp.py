@@ -13,19 +13,30 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from fastpersist import DirectorySave, PeerDirectorySave, PendingSave, UnsupportedError, directory_save_together
+from fastpersist import (
+    DirectorySave,
+    PeerDirectorySave,
+    PendingSave,
+    UnsupportedError,
+    directory_save_together,
+    require_replaceable,
+)
 
 from .lightning_order import FileOrder, key_of, local_path, sync_path
 from .lightning_ranks import SLURM_PREFIX, moves_parameters, on_all_ranks, shards_checkpoints
 from .redirecting import saves_into
 
 __all__ = ["ShardedSaving"]
+
+_FILE_OF_CHECKPOINT = re.compile(r"__\d+_\d+\.distcp|\.metadata(?:\.tmp)?|meta\.pt|MANIFEST\.json")
+"""What the strategies save into a directory."""
 
 _SLURM_NAME = ".slurm.ckpt"
 """Lightning counts names that are like its own for Slurm, hidden ones too; so a save for Slurm has another at first."""
@@ -142,6 +153,8 @@ class ShardedSaving:
                 self._plugin.order.make_room(key)
                 if os.path.isfile(key):  # of a strategy that saves single files
                     os.remove(key)
+                if os.path.isdir(target):
+                    require_replaceable(target, _FILE_OF_CHECKPOINT.fullmatch)
 
         def begin() -> str:
             nonlocal files

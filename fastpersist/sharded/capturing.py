@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -147,11 +147,16 @@ class ShardedCapture:
     def _copied(self, value: object, name: str) -> Any:
         if isinstance(value, torch.Tensor):
             return self._hold(value, name)
-        if isinstance(value, dict) and type(value) in (dict, OrderedDict):
-            return type(value)((key, self._copied(inner, _below(name, key))) for key, inner in value.items())
-        if isinstance(value, list | tuple) and type(value) in (list, tuple):
-            return type(value)(self._copied(inner, _below(name, index)) for index, inner in enumerate(value))
-        return copy.deepcopy(value, self._memo)
+        if isinstance(value, Mapping) and value:  # of other kinds than these DCP keeps no type, either
+            kind: Any = type(value) if type(value) in (dict, OrderedDict) else dict
+            return kind((key, self._copied(inner, _below(name, key))) for key, inner in value.items())
+        if isinstance(value, list | tuple) and (type(value) in (list, tuple) or _has_tensors(value)):
+            sequence = list if isinstance(value, list) else tuple
+            return sequence(self._copied(inner, _below(name, index)) for index, inner in enumerate(value))
+        try:
+            return copy.deepcopy(value, self._memo)
+        except Exception as error:
+            raise UnsupportedError(f"{name!r}, a {type(value).__name__}, cannot be copied: {error}") from error
 
     def _hold(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return a tensor, every byte of which is captured, or is nobody else's."""
@@ -245,8 +250,8 @@ class _Held:
         return tensor.untyped_storage()._cdata in self._private
 
     def by_place(self) -> _Unclaimed:
-        """Return where the tensors are, to be taken one after the other."""
-        return _Unclaimed(sorted(self._tensors, key=lambda held: (held.address, held.first_source)))
+        """Return where the tensors are, to be taken one after the other; of those at one address the shortest last."""
+        return _Unclaimed(sorted(self._tensors, key=lambda held: (held.address, -held.size_bytes)))
 
 
 class _Unclaimed:
@@ -261,7 +266,8 @@ class _Unclaimed:
         """Return one in which a tensor lies, and where in it."""
         address = tensor.data_ptr()
         if tensor.is_contiguous():
-            # The last one that begins there or before; those that overlap it begin further ahead.
+            # The last one that begins there or before, and is long enough; those that overlap it begin further ahead,
+            # or are longer and wait for an item of theirs.
             for place in range(bisect.bisect_right(self._addresses, address) - 1, -1, -1):
                 held = self._places[place]
                 if place not in self._taken and address + tensor.nbytes <= held.address + held.size_bytes:
@@ -276,6 +282,13 @@ class _Unclaimed:
 
 def _below(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
+
+
+def _has_tensors(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return any(map(_has_tensors, inside))
 
 
 def _local_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:

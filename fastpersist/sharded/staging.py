@@ -31,6 +31,8 @@ __all__ = ["CapturingWriter"]
 
 _COMES_S = 60.0
 """After so long a thread that has not begun to write what was staged will not come."""
+_SPREAD_MAX_S = 5.0
+"""Over so long the writes are spread at most: whoever waits for torch's future cannot say so to hurry them."""
 _CALLER_FIRST_S = 0.1
 """So long torch's thread waits at most for the one that has started it to be through with dcp.async_save."""
 
@@ -88,7 +90,7 @@ class CapturingWriter(StoragePath):
         except BaseException:
             staged.release()
             raise
-        spread = Spread()
+        spread = Spread(_SPREAD_MAX_S)
         spread.expect_step(self._owners.optimizers(), manual=self._owners.gate == "manual")
         spread.add_file(staged.sharded.snapshot, staged.sharded.size_bytes)
         spread.begin()

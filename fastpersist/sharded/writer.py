@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import uuid
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,9 +20,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from fastpersist.directory_inspection import require_replaceable
 from fastpersist.directory_save import DirectorySave
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
+from fastpersist.formats.manifest import MANIFEST_NAME
 from fastpersist.owners import Owners
 from fastpersist.sharded.capturing import ShardedCapture
 from fastpersist.sharded.metadata import METADATA_NAME
@@ -30,13 +33,16 @@ from fastpersist.sharded.writing import Part, WrittenPart, write_part
 
 __all__ = ["FastPersistWriter"]
 
+_FILE_OF_DCP = re.compile(r"__\d+_\d+\.distcp|(?:__\d+)?\.metadata(?:\.tmp)?")
+
 
 class FastPersistWriter(CapturingWriter, StorageWriter):
     """Writes a DCP checkpoint as a directory that appears when all ranks are done, durable, or not at all.
 
     Args:
         path: The directory; or `checkpoint_id=` of dcp.save says it.
-        overwrite: Replace a checkpoint of that name, ours or DCP's own, as a whole. Without it, the name is free.
+        overwrite: Replace a checkpoint of that name, ours or DCP's own, as a whole; one with anything else in it is
+            refused. Without it, the name is free.
         engine: "auto", or an engine's name, which then never falls back.
         durable: Survive power loss once dcp.save has returned.
         optimizer: For dcp.async_save: whose tensors are in the state, as in `fastpersist.save_async`. They are written
@@ -110,7 +116,9 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         """Make the directory, and tell each rank where its part goes; called by dcp.save on the first rank."""
         directory_path = self._known_path("dcp.save")
         overwrite: Any = self._overwrite
-        if overwrite and os.path.exists(os.path.join(directory_path, METADATA_NAME)):
+        names = (METADATA_NAME, MANIFEST_NAME)
+        if overwrite and any(os.path.exists(os.path.join(directory_path, name)) for name in names):
+            require_replaceable(directory_path, _FILE_OF_DCP.fullmatch)
             overwrite = "foreign"  # DCP's own checkpoints have no manifest
         self._directory = DirectorySave(directory_path, overwrite=overwrite, engine=self._engine, make_parents=True)
         parts = [Part(rank, self._directory.path, os.path.abspath(directory_path)) for rank in range(len(plans))]

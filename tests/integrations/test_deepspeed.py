@@ -5,11 +5,10 @@ With DeepSpeed itself: test_deepspeed_training.py. With several ranks: test_deep
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from support.deepspeed_stand_in import (
     latest_in,
     names_in,
 )
+from support.imports import expect_import_error
 from support.runs import held_writers, hidden_names, wait_for_writers
 from support.sameness import portrait
 from support.training import PATIENCE_S
@@ -254,7 +254,7 @@ def test_tag_with_something_that_is_no_checkpoint_is_not_replaced(tmp_path: Path
     if not has_manifest:
         (tmp_path / "a" / "MANIFEST.json").unlink()
     (tmp_path / "a" / "notes.txt").write_text("mine")
-    with pytest.raises(fp.ConfigError, match=r"notes\.txt in it is no part of a checkpoint: save with another tag"):
+    with pytest.raises(fp.ConfigError, match=r"notes\.txt in it is no part of a checkpoint: save into"):
         engine.save_checkpoint(str(tmp_path), "a")
     assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
     engine.save_checkpoint(str(tmp_path), "b")
@@ -456,15 +456,16 @@ def test_what_cannot_be_saved_is_refused_at_once(name: str, text: str) -> None:
 
 
 def test_missing_deepspeed_names_the_extra() -> None:
-    code = """
-import importlib.util, sys
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name == "deepspeed" else find(name, package)
-import fastpersist.integrations.deepspeed
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert 'integrations.deepspeed needs deepspeed: pip install "fastpersist[deepspeed]"' in done.stderr
+    find = importlib.util.find_spec
+
+    def find_all_but_deepspeed(name: str, package: str | None = None) -> Any:
+        return None if name == "deepspeed" else find(name, package)
+
+    def change() -> None:
+        importlib.util.find_spec = find_all_but_deepspeed
+
+    message = 'integrations.deepspeed needs deepspeed: pip install "fastpersist[deepspeed]"'
+    expect_import_error("fastpersist.integrations.deepspeed", change, message)
 
 
 def test_manifest_lists_what_deepspeed_has_saved(tmp_path: Path) -> None:

@@ -311,6 +311,19 @@ def test_what_cannot_be_saved_on_one_rank_is_an_error_on_all_before_training_goe
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_directory_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "mine").write_text("mine")
+
+    def work(_rank: int, _count: int) -> None:
+        trainer, _ = run(*KINDS["ModelParallel"], enable_checkpointing=False, default_root_dir=tmp_path)
+        with pytest.raises(fp.FastPersistError, match="logs in it is no part of a checkpoint"):
+            trainer.save_checkpoint(tmp_path / "run")
+
+    run_ranks(2, work)
+    assert (tmp_path / "run" / "logs" / "mine").read_text() == "mine"
+
+
 def test_saves_outside_of_fit_are_durable_and_a_file_of_that_name_or_a_link_makes_room(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
 

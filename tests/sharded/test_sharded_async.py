@@ -266,6 +266,22 @@ def test_a_caller_that_does_not_synchronize_is_not_waited_for(tmp_path: Path, wa
 
 
 @pytest.mark.usefixtures("group")
+def test_a_step_far_away_does_not_keep_the_future_waiting(
+    tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = model_and_optimizer()
+    train(model, optimizer)
+    monkeypatch.setattr("fastpersist.pacing.spread_s", lambda optimizers: 3600.0)
+    monkeypatch.setattr("fastpersist.sharded.staging._SPREAD_MAX_S", 0.2)
+    writer = way.writer(tmp_path / "checkpoint", optimizer=optimizer)
+    future = dcp.async_save(way.state(model, optimizer), storage_writer=writer)
+    try:
+        future.result(20)
+    finally:
+        writer.close()
+
+
+@pytest.mark.usefixtures("group")
 def test_a_save_that_fails_in_dcp_holds_no_step_and_leaves_the_checkpoint_before_it(tmp_path: Path, way: Way) -> None:
     model, optimizer = model_and_optimizer()
     train(model, optimizer)

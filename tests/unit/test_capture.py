@@ -441,6 +441,27 @@ LEGACY = "/sys/fs/cgroup/memory"
             },
             3 * GIB,
         ),
+        (  # what only caches files is as good as free
+            {
+                **MEMINFO,
+                "/proc/self/cgroup": "0::/job\n",
+                f"{UNIFIED}/job/memory.max": f"{5 * GIB}\n",
+                f"{UNIFIED}/job/memory.current": f"{5 * GIB}\n",
+                f"{UNIFIED}/job/memory.stat": f"anon {GIB}\nfile {4 * GIB}\nshmem {GIB}\n"
+                f"inactive_file {2 * GIB}\nactive_file {GIB}\nworkingset_refault_file 7\n",
+            },
+            3 * GIB,
+        ),
+        (
+            {
+                **MEMINFO,
+                "/proc/self/cgroup": "7:memory:/job\n",
+                f"{LEGACY}/job/memory.limit_in_bytes": f"{5 * GIB}\n",
+                f"{LEGACY}/job/memory.usage_in_bytes": f"{5 * GIB}\n",
+                f"{LEGACY}/job/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}\n",
+            },
+            2 * GIB,
+        ),
         (  # the parent's limit counts, and "max" is none
             {
                 **MEMINFO,

@@ -6,7 +6,7 @@ What else training does meanwhile, and what happens when the rules are broken: t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from support import overlap_fixtures
 from support.training import (
-    WAYS,
     WIDTH,
     Overlap,
     backward,
@@ -44,16 +44,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 adam = OPTIMIZERS["Adam foreach"]
 
 
-@pytest.fixture(params=WAYS)
-def overlap(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Overlap]:
-    with Overlap(tmp_path, request.param) as overlap:
-        yield overlap
-
-
-@pytest.fixture
-def held(tmp_path: Path) -> Iterator[Overlap]:
-    with Overlap(tmp_path, "held") as overlap:
-        yield overlap
+overlap = overlap_fixtures.overlap
+held = overlap_fixtures.held
 
 
 def step_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -506,6 +498,21 @@ def test_optimizer_without_hooks_has_everything_copied_at_once(overlap: Overlap)
     overlap.check(pending, state)
 
 
+def test_a_step_does_not_ask_for_cuda_where_none_is_in_use(held: Overlap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question would start it: the process could not be forked any more."""
+    model = small_model()
+    optimizer = adam(model.parameters())
+    state = state_of(model, optimizer)
+    pending = held.save(state, optimizer=optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: False)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("asked for the stream"))
+        patch.setattr("fastpersist.capture.torch.cuda.is_available", lambda: pytest.fail("asked for CUDA"))
+        patch.setattr(torch.backends.cuda, "is_built", lambda: False)  # else torch asks, too
+        train(model, optimizer)
+    held.check(pending, state)
+
+
 def test_step_seen_in_a_cuda_graph_makes_its_optimizer_volatile_for_good(
     held: Overlap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,7 +522,7 @@ def test_step_seen_in_a_cuda_graph_makes_its_optimizer_volatile_for_good(
     first = held.save(state, name="first.pt", optimizer=[replayed, ordinary])
     assert first.stats.bytes_before_return == 0
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         patch.setattr(torch.backends.cuda, "is_built", lambda: False)  # else torch looks at it too, and refuses
         train(model, replayed)
@@ -534,7 +541,7 @@ def test_step_seen_in_a_cuda_graph_before_the_first_save(held: Overlap, monkeypa
     model = small_model()
     optimizer = adam(model.parameters())
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         patch.setattr(torch.backends.cuda, "is_built", lambda: False)  # else torch looks at it too, and refuses
         train(model, optimizer)
