@@ -10,7 +10,7 @@ from contextlib import suppress
 from fastpersist import _native
 from fastpersist.errors import ConfigError
 
-__all__ = ["Arena", "available_host_bytes"]
+__all__ = ["Arena", "ArenaOfSave", "available_host_bytes"]
 
 
 class Arena:
@@ -29,20 +29,22 @@ class Arena:
         self._process = 0
         self._limit_bytes = 0
         self._preparing: threading.Thread | None = None
+        self._wanted_bytes = 0
 
     def prepare(self, state_bytes: int) -> None:
         """Have memory for this much mapped and pinned, in the background: pinning is too slow to be done at a gate."""
         native = self._native
         if native is None or native.mapped_bytes >= min(state_bytes, self._limit_bytes):
             return
+        self._wanted_bytes = state_bytes
         if self._preparing is not None and self._preparing.is_alive():
-            return
+            return  # it hears of it
 
         floor_bytes = available_host_bytes() // 2  # other processes of the machine may do the same at this moment
 
         def prepare() -> None:
             while threading.main_thread().is_alive() and available_host_bytes() > floor_bytes:
-                if not native.prepare(state_bytes):
+                if not native.prepare(self._wanted_bytes):
                     break
 
         self._preparing = threading.Thread(target=prepare, name="fastpersist-arena")
@@ -64,6 +66,30 @@ class Arena:
         self._native.grow(limit_bytes)
         self._limit_bytes = limit_bytes
         return self._native
+
+
+class ArenaOfSave(Arena):
+    """An arena in the eyes of one save of several files, which it has room for together.
+
+    Args:
+        arena: Shared with the saves before and after.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self._arena = arena
+        self._state_bytes = 0
+        self._device_bytes = 0
+
+    def prepare(self, state_bytes: int) -> None:
+        """Have memory for this much more of the save prepared."""
+        self._device_bytes += state_bytes
+        self._arena.prepare(self._device_bytes)
+
+    def for_state(self, state_bytes: int) -> _native.Arena:
+        """Return the native arena, with room for this much more of the save as far as the limit allows."""
+        self._state_bytes += state_bytes
+        return self._arena.for_state(self._state_bytes)
 
 
 def available_host_bytes() -> int:

@@ -150,7 +150,7 @@ def directory_bytes(path: str) -> int:
 
 
 def require_replaceable(path: str, belongs: Callable[[str], object]) -> None:
-    """Refuse a directory that holds anything but a checkpoint: `DirectorySave` replaces the whole, and it would be gone.
+    """Refuse a directory that holds anything but a checkpoint: `DirectorySave` replaces the whole, and that would go.
 
     Args:
         path: An existing directory.

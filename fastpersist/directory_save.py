@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fastpersist import _native
-from fastpersist.arena import Arena
+from fastpersist.arena import Arena, ArenaOfSave
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
 from fastpersist.committed import candidate_steps
@@ -95,7 +95,7 @@ class DirectorySave:
             raise ConfigError(f"overwrite is False, True or 'foreign', not {overwrite!r}")
         self._overwrite = overwrite
         self._engine = engine
-        self._arena = _arena
+        self._arena = ArenaOfSave(_arena)
         self._lane = _lane or Lane("fastpersist-save")
         self._paranoid = _paranoid
         final_path = os.path.abspath(path)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastpersist.arena import Arena
+from fastpersist.arena import Arena, ArenaOfSave
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
 from fastpersist.errors import StorageError
@@ -63,7 +63,7 @@ class PeerSave:
         self._together = together
         self._engine = engine
         self._durable = durable
-        self._arena = arena
+        self._arena = ArenaOfSave(arena)
         self._lane = lane
         self._stats = stats
         self._paranoid = paranoid
