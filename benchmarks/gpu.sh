@@ -45,7 +45,9 @@ out=${OUT:+$(cd "$OUT" && pwd)}
 work=$(mktemp -d) || exit 1
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/logs" "$work/tests"
-echo "benchmarks/gpu.sh${directory:+ $directory}${quick:+ --quick} --device $device" > "$work/command"
+sources=$(cd "$repository" && find csrc setup.py -type f | LC_ALL=C sort | xargs cat | sha256sum | cut -c1-12)
+echo "benchmarks/gpu.sh${directory:+ $directory}${quick:+ --quick} --device $device (native sources $sources)" \
+  > "$work/command"
 if [ -z "$directory" ]; then
   directory=$work/disk
   mkdir "$directory"
@@ -79,11 +81,14 @@ stage() {
 }
 
 # --- build: into a directory of its own, so that an environment of the tree stays what it is. No pyproject.toml is in
-# sight: old releases of setuptools refuse ours. Objects are kept in build/gpu/ for the next call.
+# sight: old releases of setuptools refuse ours. Objects are kept in build/gpu/ for the next call with the same sources:
+# by their contents, since a copied tree may have files that are older than objects of what it was before.
 build_module() {
-  mkdir -p "$work/tree" "$repository/build/gpu" "$work/site/fastpersist" || return 1
+  local kept=$repository/build/gpu/$sources
+  find "$repository/build/gpu" -mindepth 1 -maxdepth 1 ! -name "$sources" -exec rm -rf {} + 2> /dev/null
+  mkdir -p "$work/tree" "$kept" "$work/site/fastpersist" || return 1
   ln -s "$repository/setup.py" "$repository/csrc" "$work/tree/"
-  ln -s "$repository/build/gpu" "$work/tree/build"
+  ln -s "$kept" "$work/tree/build"
   # A package of links: fastpersist/, where integrations/ is fastpersist.integrations as in an installed one.
   for entry in "$repository"/fastpersist/*; do
     case $entry in
@@ -98,7 +103,7 @@ build_module() {
   cd "$work" && PYTHONPATH=$work/site "$python" -c 'import fastpersist; print(fastpersist.__file__)'
 }
 export -f build_module
-export work repository python
+export work repository python sources
 
 if [ -n "$build" ]; then
   stage build "$((limit_s * 2 / 5))" bash -c build_module
