@@ -131,9 +131,12 @@ def _after_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> 
 
 def _forget_pending() -> None:
     """In a forked child: the saves, and the threads that write them, are the parent's."""
-    global _pending_lock
+    global _collector_holders, _pending_lock
     _pending_lock = threading.RLock()
     _pending.clear()
+    if _collector_holders:  # by a thread that is not here to turn it on again
+        _collector_holders = 0
+        gc.enable()
 
 
 os.register_at_fork(after_in_child=_forget_pending)
@@ -151,18 +154,24 @@ class _Watched(NamedTuple):
         return any(tensor._version != version for tensor, version in self.tensors)
 
 
+_collector_holders = 0  # who have turned it off, and will turn it on again
+
+
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Keep the collector away while tens of thousands of objects are made of which none is garbage.
 
     It would go through all objects of the process again and again, which takes longer than making these.
     """
+    global _collector_holders
     was_enabled = gc.isenabled()
     gc.disable()
+    _collector_holders += was_enabled
     try:
         yield
     finally:
         if was_enabled:
+            _collector_holders -= 1
             gc.enable()
 
 

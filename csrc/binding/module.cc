@@ -164,7 +164,8 @@ class PyWriter {
       writer_->Abandon();
     }
     writer_.reset();  // with the GIL: it owns the hooks
-    open_transfer_.reset();
+    const py::gil_scoped_release release;
+    open_transfer_.reset();  // a ring of its own may have to be unpinned
   }
 
   uint64_t position() { return writer().position(); }
@@ -214,6 +215,17 @@ template <class Function>
 auto WithoutGil(Function&& function) {
   const py::gil_scoped_release release;
   return function();
+}
+
+// For the last reference to something whose end takes a while, wherever it is let go: Python need not wait for that.
+template <class T>
+void DeleteWithoutGil(const T* last) {
+  if (PyGILState_Check() == 0) {
+    delete last;
+    return;
+  }
+  const py::gil_scoped_release release;
+  delete last;
 }
 
 py::dict CountsOf(Snapshot& snapshot) {
@@ -354,15 +366,8 @@ PYBIND11_MODULE(_native, m) {
 
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init([](uint64_t limit_bytes) {
-             // Memory that a device knows takes it a while to forget, and Python need not wait for that.
-             return std::shared_ptr<Arena>(new Arena(limit_bytes), [](const Arena* last) {
-               if (PyGILState_Check() == 0) {
-                 delete last;
-                 return;
-               }
-               const py::gil_scoped_release release;
-               delete last;
-             });
+             // Memory that a device knows takes it a while to forget.
+             return std::shared_ptr<Arena>(new Arena(limit_bytes), DeleteWithoutGil<Arena>);
            }),
            py::arg("limit_bytes"))
       .def("grow", &Arena::Grow, py::arg("limit_bytes"), py::call_guard<py::gil_scoped_release>())
@@ -387,7 +392,11 @@ PYBIND11_MODULE(_native, m) {
       .value("CONSTANT", SourceKind::kConstant);
 
   py::class_<Snapshot, std::shared_ptr<Snapshot>>(m, "Snapshot")
-      .def(py::init<std::shared_ptr<Arena>>(), py::arg("arena"))
+      .def(py::init([](std::shared_ptr<Arena> arena) {
+             // One that nobody has closed waits for the copies of devices.
+             return std::shared_ptr<Snapshot>(new Snapshot(std::move(arena)), DeleteWithoutGil<Snapshot>);
+           }),
+           py::arg("arena"))
       .def(
           "add",
           [](Snapshot& self, uintptr_t address, uint64_t size_bytes, SourceKind kind, std::optional<int> device) {

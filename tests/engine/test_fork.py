@@ -23,6 +23,7 @@ from support.states import load_step, make_state, pending_files
 
 import fastpersist as fp
 from fastpersist import _native
+from fastpersist.capture import no_garbage_collection
 from fastpersist.commit import PendingFile, resolve_target
 from fastpersist.pipeline import Pieces, Writer
 
@@ -205,6 +206,30 @@ def test_interpreters_end_cleanly_with_an_open_writer_on_both_sides_of_a_fork(tm
     command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "file-")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_child_forked_while_a_thread_plans_collects_garbage() -> None:
+    planning, may_end = threading.Event(), threading.Event()
+
+    def plan() -> None:
+        with no_garbage_collection():
+            planning.set()
+            may_end.wait(30)
+
+    thread = threading.Thread(target=plan)
+    thread.start()
+    planning.wait(30)
+    assert not gc.isenabled()
+
+    def work(_: Report) -> None:
+        assert gc.isenabled()
+
+    try:
+        run_in_child(work)
+    finally:
+        may_end.set()
+        thread.join()
+    assert gc.isenabled()
 
 
 def test_forked_worker_does_not_keep_the_lock_of_a_dead_save(tmp_path: Path) -> None:
