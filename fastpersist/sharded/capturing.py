@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fastpersist import devices
 from fastpersist.arena import Arena
 from fastpersist.capture import Capture, no_garbage_collection
-from fastpersist.errors import InternalError, UnsupportedError
+from fastpersist.errors import ConfigError, InternalError, UnsupportedError
 from fastpersist.owners import Owners, Ownership
 from fastpersist.pipeline import Pieces
 from fastpersist.saving import Source
@@ -147,16 +148,23 @@ class ShardedCapture:
     def _copied(self, value: object, name: str) -> Any:
         if isinstance(value, torch.Tensor):
             return self._hold(value, name)
-        if isinstance(value, Mapping) and value:  # of other kinds than these DCP keeps no type, either
+        # What DCP looks into, of whatever kind, since it keeps no kind of it; all else it pickles, behind the training.
+        if isinstance(value, Mapping) and value:
             kind: Any = type(value) if type(value) in (dict, OrderedDict) else dict
             return kind((key, self._copied(inner, _below(name, key))) for key, inner in value.items())
-        if isinstance(value, list | tuple) and (type(value) in (list, tuple) or _has_tensors(value)):
-            sequence = list if isinstance(value, list) else tuple
-            return sequence(self._copied(inner, _below(name, index)) for index, inner in enumerate(value))
+        if isinstance(value, list):
+            return [self._copied(inner, _below(name, index)) for index, inner in enumerate(value)]
+        known_count = len(self._memo)
         try:
-            return copy.deepcopy(value, self._memo)
+            own = copy.deepcopy(value, self._memo)
         except Exception as error:
             raise UnsupportedError(f"{name!r}, a {type(value).__name__}, cannot be copied: {error}") from error
+        if any(map(_is_shard, itertools.islice(self._memo.values(), known_count, None))):
+            raise ConfigError(
+                f"{name!r}, a {type(value).__name__}, has shards in it, of which only those of the first rank would be "
+                "saved: put its tensors into a dict or a list, or, of a module, save its state_dict()"
+            )
+        return own
 
     def _hold(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return a tensor, every byte of which is captured, or is nobody else's."""
@@ -284,11 +292,11 @@ def _below(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-def _has_tensors(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return any(map(_has_tensors, inside))
+def _is_shard(value: object) -> bool:
+    """Tell whether this is a tensor of which this rank has a part only."""
+    if isinstance(value, DTensor):
+        return value.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in value.placements)
+    return isinstance(value, ShardedTensor)
 
 
 def _local_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:

@@ -7,17 +7,16 @@ import itertools
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.process_groups import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fastpersist as fp
-
-
-class Pair(NamedTuple):
-    left: torch.Tensor
-    right: torch.Tensor
 
 
 class Names(list[Any]):
@@ -45,7 +44,6 @@ CONTAINERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "defaultdict": lambda tensor: collections.defaultdict(dict, {"inner": {"w": tensor}}),
     "UserDict": lambda tensor: collections.UserDict({"w": tensor, "note": "text"}),
     "mappingproxy": lambda tensor: types.MappingProxyType({"w": tensor}),
-    "named tuple": lambda tensor: Pair(tensor, tensor + 1),
     "list of a kind of its own": lambda tensor: Names([tensor, {"w": tensor * 2}]),
     "tuple in a list": lambda tensor: [(tensor, 3), {"size": torch.Size([1, 2])}],
 }
@@ -55,6 +53,39 @@ CONTAINERS: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_tensors_are_found_in_containers_of_any_kind(tmp_path: Path, kind: str) -> None:
     held = CONTAINERS[kind](torch.arange(300.0))
     assert portable(saved_and_loaded(tmp_path, {"held": held})) == {"held": portable(held)}
+
+
+def test_tensors_in_a_tuple_are_those_of_the_save(tmp_path: Path) -> None:
+    """DCP pickles tuples, on the writing thread."""
+    tensor = torch.arange(300.0)
+    with fp.Checkpointer(tmp_path, sharded=True) as checkpointer:
+        pending = checkpointer.save(1, {"pair": (tensor, 7)})
+        tensor.zero_()
+        pending.result(30)
+        assert portable(checkpointer.load(1)) == {"pair": [torch.arange(300.0).tolist(), 7]}
+
+
+class Holder:
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+@pytest.mark.parametrize("hide", [lambda shard: (shard, 5), Holder], ids=["tuple", "object"])
+def test_shards_inside_an_object_are_refused(tmp_path: Path, hide: Callable[[Any], Any]) -> None:
+    """Of what is pickled, the first rank's counts: the other shards would be gone."""
+
+    def work(rank: int, count: int) -> None:
+        mesh = init_device_mesh("cpu", (count,))
+        shard = DTensor.from_local(torch.full((4,), float(rank)), mesh, [Shard(0)])
+        alike = DTensor.from_local(torch.ones(4), mesh, [Replicate()])
+        checkpointer = fp.Checkpointer(tmp_path / "refused", sharded=True, process_group=dist.group.WORLD)
+        with pytest.raises(fp.FastPersistError, match=r"'moments', a (tuple|Holder), has shards in it"):
+            checkpointer.save(1, {"moments": hide(shard)}).result(30)
+        fp.Checkpointer(tmp_path / "saved", sharded=True, process_group=dist.group.WORLD).save(
+            1, {"moments": (alike, 5)}
+        ).result(30)
+
+    run_ranks(2, work)
 
 
 def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
