@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -55,6 +55,10 @@ _NAMES_OF_MODELS = frozenset(
     ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "adapter_config.json")
 )
 """What else shows that a directory is meant for a model."""
+
+
+_ROOT_LOCK = ".lock"
+"""What a directory of checkpoints has in it."""
 
 
 class _Site(NamedTuple):
@@ -283,7 +287,8 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
             if begun.layout.is_split:
                 directory.add_bytes(INDEX_NAME, _index_of(begun.layout))
             if self._overwrite:
-                _keep_others(begun.parts[0].final_path, directory.path)
+                for name, size_bytes in _keep_others(begun.parts[0].final_path, directory.path):
+                    directory.add_written(name, size_bytes, None)  # not read for a CRC: it may be anything, and long
             directory.publish(durable=self._durable).result()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -313,29 +318,46 @@ def _index_of(layout: ModelLayout) -> bytes:
     return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2).encode() + b"\n"
 
 
-def _keep_others(from_path: str, to_path: str) -> None:
-    """Give what is no part of a model a second name in the directory that replaces its own."""
-    for name in _files_below(from_path):
-        source, target = os.path.join(from_path, name), os.path.join(to_path, name)
-        if name == MANIFEST_NAME or _WEIGHTS.fullmatch(name) or os.path.lexists(target):
-            continue
-        with storage_errors("keeping", source):
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            if os.path.islink(source):  # which would lead elsewhere
-                shutil.copyfile(source, target)
-                continue
-            try:
-                os.link(source, target)
-            except PermissionError:  # a file of somebody else, or a file system without links
-                shutil.copyfile(source, target)
+def _keep_others(from_path: str, to_path: str) -> list[tuple[str, int]]:
+    """Give what is no part of a model a second name in the directory that replaces its own.
 
-
-def _files_below(path: str) -> Iterator[str]:
-    """Yield the names of all files below a directory, relative to it."""
-    for directory, inner, names in os.walk(path):
+    Returns:
+        The names of these files, and their lengths.
+    """
+    kept = []
+    for directory, inner, names in os.walk(from_path):
+        below = os.path.relpath(directory, from_path)
+        if below != "." and _ROOT_LOCK in names:
+            raise UnsupportedError(
+                f"{directory} is where checkpoints are saved to, perhaps at this moment, and would be moved: save "
+                f"{from_path} elsewhere"
+            )
         if links := [name for name in inner if os.path.islink(os.path.join(directory, name))]:
             raise UnsupportedError(
                 f"{os.path.join(directory, links[0])} is a link to a directory, which a checkpoint cannot keep: remove "
                 "it, or save elsewhere"
             )
-        yield from (os.path.relpath(os.path.join(directory, name), path) for name in names)
+        for file in names:
+            name = os.path.normpath(os.path.join(below, file))
+            source, target = os.path.join(from_path, name), os.path.join(to_path, name)
+            if name == MANIFEST_NAME or _WEIGHTS.fullmatch(name) or os.path.lexists(target):
+                continue
+            with storage_errors("keeping", source):
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                _link_or_copy(source, target)
+                kept.append((name, os.stat(target).st_size))
+        if below != ".":
+            with storage_errors("keeping", directory):
+                os.makedirs(os.path.join(to_path, below), exist_ok=True)
+                shutil.copymode(directory, os.path.join(to_path, below))
+    return kept
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    if not os.path.islink(source):  # which would lead elsewhere
+        try:
+            os.link(source, target)
+            return
+        except PermissionError:  # a file of somebody else, or a file system without links
+            pass
+    shutil.copyfile(source, target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -480,6 +481,35 @@ def test_a_directory_that_is_no_model_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(dcp.api.CheckpointException, match="it is no checkpoint"):
         save(path, {"a": torch.ones(3)})
     assert os.listdir(path) == ["chapter"]
+
+
+def test_directories_beside_a_model_stay_as_they_are_and_nothing_in_them_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    (path / "private" / "inner").mkdir(parents=True)
+    (path / "private" / "token").write_text("secret")
+    (path / "empty").mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "private").chmod(0o700)
+    (path / "empty").chmod(0o2775)
+    save(path, {"a": torch.ones(3)})
+    assert [stat.S_IMODE((path / name).stat().st_mode) for name in ("private", "empty")] == [0o700, 0o2775]
+    assert (path / "private" / "inner").is_dir()
+    found = {file.name: file.crc32 for file in fp.inspect(path).files}
+    assert found["private/token"] is None
+    assert found["model.safetensors"] is not None
+    assert fp.verify(path).ok
+
+
+def test_a_directory_of_checkpoints_inside_is_not_moved(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    with fp.Checkpointer(path / "runs") as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3)}).result()
+        with pytest.raises(dcp.api.CheckpointException, match="runs is where checkpoints are saved to"):
+            save(path, {"a": torch.ones(3)})
+        checkpointer.save(2, {"w": torch.ones(3)}).result()
+    assert not (path / "model.safetensors").exists()
 
 
 def test_without_overwrite_the_older_model_stays(tmp_path: Path) -> None:
