@@ -6,6 +6,7 @@ it must leave no descriptor, thread or pending file behind.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import platform
@@ -72,6 +73,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"machine: Linux {platform.release()} {platform.machine()}, {len(os.sched_getaffinity(0))} CPUs",
         f"test files: {directory}, {kind}{advice}",
     ]
+
+
+def pytest_collection_finish() -> None:
+    # What has been imported by now stays. To walk through all of it again took more time than many a test, whenever the
+    # test or a trainer asks for a collection.
+    gc.freeze()
 
 
 @pytest.fixture

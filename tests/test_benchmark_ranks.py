@@ -12,24 +12,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support import benchmark_rooms
+from support.benchmark_rooms import BENCHMARKS, rooms_of
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    return directory
+disk = benchmark_rooms.disk
 
 
 @pytest.fixture
-def rooms(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """Give the modules of ranks.py, which are found beside it when it runs, and by nobody else."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield {name: __import__(name) for name in ("ranks_parts", "ranks")}
-    for name in ("ranks", "ranks_parts", "overlap_report"):
-        sys.modules.pop(name, None)
+def rooms() -> Iterator[dict[str, ModuleType]]:
+    with rooms_of("ranks_parts", "ranks") as rooms:
+        yield rooms
 
 
 def run_ranks_benchmark(disk: Path, options: str, environment: dict[str, str] | None = None) -> tuple[str, Any]:

@@ -11,17 +11,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+from support.benchmark_rooms import BENCHMARKS, rooms_of
 
 
 @pytest.fixture
-def trainers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("trainers", "trainers_runs", "overlap_report")
-    yield __import__("trainers")
-    for name in names:
-        sys.modules.pop(name, None)
+def trainers() -> Iterator[ModuleType]:
+    with rooms_of("trainers") as rooms:
+        yield rooms["trainers"]
 
 
 def test_all_ways_of_a_framework_run_in_turn_and_leave_nothing(tmp_path: Path) -> None:

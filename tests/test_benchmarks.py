@@ -13,8 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support import benchmark_rooms
+from support.benchmark_rooms import BENCHMARKS, rooms_of
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MIB = 1 << 20
 
 
@@ -30,21 +31,13 @@ def run_overlap(directory: Path, *options: str, environment: dict[str, str] | No
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Path:
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    return directory
+disk = benchmark_rooms.disk
 
 
 @pytest.fixture
-def rooms(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """Give the modules of overlap.py, which are found beside it when it runs, and by nobody else."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("overlap_ways", "overlap_training", "overlap_disk", "overlap_report")
-    yield {name: __import__(name) for name in names}
-    for name in names:
-        sys.modules.pop(name, None)
+def rooms() -> Iterator[dict[str, ModuleType]]:
+    with rooms_of("overlap_ways", "overlap_training", "overlap_disk", "overlap_report") as rooms:
+        yield rooms
 
 
 # --- the program ---

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.torchrun import run_to_its_end
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -25,23 +23,10 @@ PATIENCE_S = 120
 RANK_COUNTS = (4, 2, 1)
 
 
-def torchrun(root: Path, rank_count: int) -> tuple[int, str]:
+def train(root: Path, rank_count: int) -> tuple[int, str]:
     """Train two steps more, with a checkpoint after each; return how it ended, and all it said."""
-    command = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone"]
-    words = ["--nproc-per-node", rank_count, EXAMPLE, root, "--steps", 2, "--every", 1, "--width", 32]
-    with subprocess.Popen(
-        [*command, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
-    ) as job:
-        try:
-            said, _ = job.communicate(timeout=PATIENCE_S)
-        finally:
-            if job.poll() is None:
-                job.terminate()  # which ends its processes first
-    return job.returncode, said
+    words = [root, "--steps", 2, "--every", 1, "--width", 32]
+    return run_to_its_end(EXAMPLE, rank_count, *words, patience_s=PATIENCE_S, PYTHONWARNINGS="error")
 
 
 def load_by(reader: Any) -> dict[str, Any]:
@@ -60,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     root = tmp_path_factory.mktemp("fsdp") / "runs"
     said = []
     for rank_count in RANK_COUNTS:
-        code, lines = torchrun(root, rank_count)
+        code, lines = train(root, rank_count)
         assert code == 0, lines
         said.append(lines)
     return root, said
@@ -113,7 +98,7 @@ def test_a_loss_that_is_not_the_saved_one_ends_the_run(trained: tuple[Path, list
     state = load_by(FastPersistReader(trained[0] / path.name))
     state["loss"] += 0.01
     dcp.save(state, storage_writer=FastPersistWriter(path), no_dist=True)
-    code, said = torchrun(tmp_path, 1)
+    code, said = train(tmp_path, 1)
     assert code != 0
     assert re.search(r"the loss is \S+, and was \S+ when it was saved", said), said
     assert [found.name for found in tmp_path.iterdir()] == [path.name]

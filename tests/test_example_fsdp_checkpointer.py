@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
 from support.dcp_states import portrait
+from support.torchrun import run_to_its_end
 
 import fastpersist as fp
 from fastpersist.integrations.torch_dcp import FastPersistReader
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "fsdp_checkpointer.py"
 PATIENCE_S = 120
-RANK_COUNTS = (3, 1)
+RANK_COUNTS = (2, 1)
 
 
-def torchrun(root: Path, rank_count: int) -> str:
+def train(root: Path, rank_count: int) -> str:
     """Train two steps more; return what was said."""
-    command = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone"]
-    words = ["--nproc-per-node", rank_count, EXAMPLE, root, "--steps", 2, "--width", 32]
-    with subprocess.Popen(
-        [*command, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
-    ) as job:
-        try:
-            said, _ = job.communicate(timeout=PATIENCE_S)
-        finally:
-            if job.poll() is None:
-                job.terminate()  # which ends its processes first
-    assert job.returncode == 0, said
+    words = [root, "--steps", 2, "--width", 32]
+    code, said = run_to_its_end(EXAMPLE, rank_count, *words, patience_s=PATIENCE_S, PYTHONWARNINGS="error")
+    assert code == 0, said
     return said
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning:torch.distributed.checkpoint")
 def test_fewer_ranks_go_on_where_more_have_ended_and_dcp_reads_every_step(tmp_path: Path) -> None:
-    said = [torchrun(tmp_path, rank_count) for rank_count in RANK_COUNTS]
+    said = [train(tmp_path, rank_count) for rank_count in RANK_COUNTS]
     saved = [re.findall(r"^step (\d+)  loss (\S+)$", lines, re.MULTILINE) for lines in said]
     assert [[int(step) for step, _ in steps] for steps in saved] == [[1, 2], [3, 4]]
     assert "resumed" not in said[0]

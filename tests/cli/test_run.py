@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import py_compile
 import re
 import signal
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.forking import run_in_child
+from support.programs import run_in_fork
 from support.torch_save_calls import is_ours
 
 from fastpersist.cli import main
@@ -62,18 +61,9 @@ def both(words: Sequence[object], directory: Path, text: str = "") -> list[subpr
     return [run([*start, *words], directory, text) for start in ([sys.executable], RUN)]
 
 
-def run_in_fork(words: Sequence[object], directory: Path) -> tuple[int, str, str]:
-    """Run a program with ours in a fork of this process, which has imported torch; not for how a program ends."""
-
-    def work(report: Callable[[int], None]) -> None:
-        os.chdir(directory)
-        with open("code", "w") as code, open("output", "w") as sys.stdout, open("errors", "w") as sys.stderr:
-            sys.excepthook = sys.__excepthook__
-            code.write(str(main(["run", *map(str, words)])))
-
-    run_in_child(work)
-    code, output, errors = ((directory / name).read_text() for name in ("code", "output", "errors"))
-    return int(code), output, errors
+def run_here(words: Sequence[object], directory: Path) -> tuple[int, str, str]:
+    """Run a program with ours in a fork of this process; not for how a program ends."""
+    return run_in_fork(lambda: main(["run", *map(str, words)]), directory)
 
 
 # --------------------------------------------------------------------------------------------- what it finds
@@ -144,7 +134,7 @@ def test_program_finds_what_python_would_give_it(make: Callable[[Path], list[obj
     words = [*make(tmp_path), "--option", "-m", "--", "é"]
     stock = run([sys.executable, *words], tmp_path)
     assert stock.returncode == 0, stock.stderr
-    code, output, errors = run_in_fork(words, tmp_path)
+    code, output, errors = run_here(words, tmp_path)
     assert (code, errors) == (0, "")
     assert json.loads(output) == json.loads(stock.stdout)
     assert not (tmp_path / "sub" / "__pycache__").exists()
@@ -293,7 +283,7 @@ def test_save_that_failed_behind_the_program_fails_it(ending: str, code: int, tm
 )
 def test_what_is_not_there_is_one_line_and_exit_code_2(words: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert run_in_fork(words, tmp_path) == (2, "", f"fastpersist: error: {message.format(tmp_path)}\n")
+    assert run_here(words, tmp_path) == (2, "", f"fastpersist: error: {message.format(tmp_path)}\n")
 
 
 def test_package_that_imports_what_is_not_there_is_an_error_of_its_own(tmp_path: Path) -> None:

@@ -9,14 +9,11 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
-import logging
 import os
 import shutil
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ import torch
 from support.directories import Failing, FailingRefusing, leave
 from support.forking import SMALL_RING, in_child
 from support.leaks import no_leaks
+from support.log_levels import quiet
 from support.runs import FEW, Replay, Run, hidden_names, wait_for_writers
 from support.sandbox import needs_root, small_filesystem
 
@@ -110,18 +108,6 @@ class Trainer:
         assert hidden_names(self.root) == []
         assert sorted(os.listdir(self.root)) == [".lock", "LATEST", "step-00000005", "step-00000006"]
         assert _native.ring_free_count() == _native.ring_buffer_count()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Leave out warnings that a step cannot be removed and the like."""
-    logger = logging.getLogger("fastpersist")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def expect_told(trainer: Trainer, found: int | None) -> None:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import errno
 import itertools
-import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ import pytest
 import torch.distributed as dist
 from support.directories import Failing
 from support.forking import SMALL_RING
+from support.log_levels import quiet
 from support.process_groups import run_ranks
 from support.rank_faults import (
     SIZES,
@@ -255,18 +253,6 @@ def test_rank_that_has_closed_is_not_waited_for(tmp_path: Path, leaving: int) ->
 
 
 # --- disks
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Leave out warnings that a step cannot be removed and the like."""
-    logger = logging.getLogger("fastpersist")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @pytest.mark.parametrize("sys_errno", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import overlap_fixtures
 from support.gpu_device import (
     DEVICE,
     GPU,
@@ -26,7 +27,7 @@ from support.gpu_device import (
     synchronize,
 )
 from support.states import differences
-from support.training import WAYS, Overlap, state_of, torn_by
+from support.training import Overlap, state_of, torn_by
 
 import fastpersist as fp
 from fastpersist import _native
@@ -48,16 +49,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
 fused: Optimizer = OPTIMIZERS["AdamW fused"]
 
 
-@pytest.fixture(params=WAYS)
-def overlap(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Overlap]:
-    with Overlap(tmp_path, request.param) as overlap:
-        yield overlap
-
-
-@pytest.fixture
-def held(tmp_path: Path) -> Iterator[Overlap]:
-    with Overlap(tmp_path, "held") as overlap:
-        yield overlap
+overlap = overlap_fixtures.overlap
+held = overlap_fixtures.held
 
 
 def model_on_device(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:

@@ -6,9 +6,6 @@ import errno
 import logging
 import os
 import random
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from support.accelerate_training import Training, start_anew
+from support.accelerate_training import Training, start_anew, train_as_one_of_two
 from support.forking import Child, Report
+from support.imports import expect_import_error, in_version, without
+from support.process_groups import run_ranks
 from support.runs import held_writers, wait_for_writers
 from support.training import PATIENCE_S
 
 import fastpersist as fp
 from fastpersist.filesystem import Filesystem, using
 from fastpersist.integrations.accelerate import load_state, save_state, wait
-
-TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -269,23 +266,22 @@ def test_tensor_parallel_models_are_refused(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-MISSING = "import sys; sys.modules['accelerate'] = None"
-OLD = "import importlib.metadata as m; v = m.version; m.version = lambda n: '1.0.1' if n == 'accelerate' else v(n)"
-
-
 @pytest.mark.parametrize(
-    ("before", "message"),
+    ("change", "message"),
     [
-        (MISSING, 'ImportError: fastpersist.integrations.accelerate needs accelerate: pip install "fastpersist[accel'),
-        (OLD, "UnsupportedError: fastpersist.integrations.accelerate needs accelerate 1.1 or newer, and 1.0.1 is"),
+        (
+            without("accelerate"),
+            'ImportError: fastpersist.integrations.accelerate needs accelerate: pip install "fastpersist[accel',
+        ),
+        (
+            in_version("accelerate", "1.0.1"),
+            "UnsupportedError: fastpersist.integrations.accelerate needs accelerate 1.1 or newer, and 1.0.1 is",
+        ),
     ],
     ids=["missing", "old"],
 )
-def test_accelerate_that_is_missing_or_old_is_named(before: str, message: str) -> None:
-    code = f"{before}; import fastpersist.integrations.accelerate"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert message in done.stderr
+def test_accelerate_that_is_missing_or_old_is_named(change: Callable[[], None], message: str) -> None:
+    expect_import_error("fastpersist.integrations.accelerate", change, message)
 
 
 # --- processes ---
@@ -352,33 +348,6 @@ def test_killed_training_resumes_from_a_whole_checkpoint(tmp_path: Path) -> None
 
 
 def test_two_processes_save_together(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(TESTS),
-        "ACCELERATE_USE_CPU": "true",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-    }
-    program = [sys.executable, str(TESTS / "support" / "accelerate_training.py"), str(tmp_path)]
-    children = [
-        subprocess.Popen(
-            program,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [child.communicate(timeout=90)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    assert [text.splitlines()[-1:] for text in said] == [["done"], ["done"]], "\n".join(said)
+    # The port is asked for, and not used: the ranks have met.
+    variables = {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
+    run_ranks(2, lambda _rank, _count: train_as_one_of_two(tmp_path), timeout_s=90, environment=variables)

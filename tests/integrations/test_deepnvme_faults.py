@@ -7,45 +7,24 @@ import errno
 import gc
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import deepnvme_handles
+from support.deepnvme_handles import SIZE, Handle, contents, some_bytes
 from support.forking import run_in_child
 
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.integrations import deepnvme_operations
-from fastpersist.integrations.deepnvme import aio_handle, gds_handle
+from fastpersist.integrations.deepnvme import aio_handle
 
 torch.set_num_threads(1)
 
-Handle = aio_handle
-SIZE = 100_003  # of no block
-
-
-def some_bytes(size_bytes: int = SIZE, seed: int = 1) -> torch.Tensor:
-    return torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def contents(path: Path) -> torch.Tensor:
-    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-
-
-@pytest.fixture(params=[aio_handle, gds_handle])
-def handle(request: pytest.FixtureRequest, leak_check: None) -> Iterator[Handle]:
-    made: Handle = request.param()
-    yield made
-    made._operations.close()  # what its end does; pytest holds it longer
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "source.bin"
-    path.write_bytes(bytes(some_bytes().tolist()))
-    return path
+handle = deepnvme_handles.handle
+source = deepnvme_handles.source
 
 
 # --- which file

@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
 
+from support.huggingface_ranks import train
 from support.huggingface_trainers import assert_like_stock, assert_same_file, checkpoints_in, files_below
 from support.runs import hidden_names
-
-TESTS = Path(__file__).parents[1]
-
-
-def train(directory: Path, way: str, fault: str = "none") -> list[list[str]]:
-    """Train on two ranks; return the lines of each."""
-    directory.mkdir(exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "support.huggingface_ranks", str(rank), str(port), way, fault],
-            cwd=directory,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        texts = [child.communicate(timeout=100) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
-    assert [child.returncode for child in children] == [0, 0], "\n".join(errors for _, errors in texts)
-    return [[line for line in out.splitlines() if line.startswith(("heard", "ended"))] for out, _ in texts]
 
 
 @pytest.fixture(scope="module")

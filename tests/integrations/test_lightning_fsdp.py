@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from support.fsdp_on_cpu import IGNORED as IGNORED_OF_FSDP
 from support.fsdp_on_cpu import shard_directories, shards_of
-from support.lightning_runs import BATCH_COUNT, IGNORED, Callback, ModelCheckpoint, Net, lightning
+from support.lightning_runs import BATCH_COUNT, IGNORED, Asked, Callback, ModelCheckpoint, Net, lightning
 from support.process_groups import rank_endings, run_ranks
 from support.runs import hidden_names
 from support.sameness import portrait
@@ -68,18 +68,6 @@ class Wrapped(Sharded):
             device: Any = torch.device("cpu")
             self.first = FullyShardedDataParallel(self.first, device_id=device)
             self.last = FullyShardedDataParallel(self.last, device_id=device)
-
-
-class Asked(Callback):
-    """Does something in the middle of training, on each rank."""
-
-    def __init__(self, step: int, act: Any) -> None:
-        self.step = step
-        self.act = act
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            self.act(trainer)
 
 
 class Full(Filesystem):

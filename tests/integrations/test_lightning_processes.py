@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,72 +12,45 @@ from typing import Any
 
 import pytest
 import torch
-from support.lightning_runs import IGNORED, ModelCheckpoint, Net, train, weights_of
+from support.filesystems import KillingFilesystem
+from support.forking import Child, Report
+from support.imports import expect_import_error, in_version, without
+from support.lightning_runs import IGNORED, Callback, ModelCheckpoint, Net, contents, lightning, train, weights_of
+from support.process_groups import run_ranks
 from support.runs import hidden_names
+from support.training import HeldFilesystem
 
-from fastpersist.integrations.lightning import last_checkpoint
+from fastpersist.filesystem import using
+from fastpersist.integrations.lightning import FastPersistCallback, FastPersistCheckpointIO, last_checkpoint
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]
 
+OURS = "fastpersist.integrations.lightning"
 TESTS = Path(__file__).parents[1]
 PATIENCE_S = 90
 
 
-def start(code: str, *words: object, **variables: str) -> subprocess.Popen[str]:
-    """Begin to run code in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *map(str, words)],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def end(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    """Wait until a process is over; kill it if it does not come to an end."""
-    with process:
-        try:
-            told, errors = process.communicate(timeout=PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-    return subprocess.CompletedProcess(process.args, process.returncode, told, errors)
-
-
-def run(code: str, *words: object) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own."""
-    return end(start(code, *words))
-
-
 # --- killed
 
-KILLED = """
-    import os, signal, sys
-    from pathlib import Path
-    from support.filesystems import KillingFilesystem
-    from support.lightning_runs import Callback, ModelCheckpoint, Net, train
-    from support.training import HeldFilesystem
-    from fastpersist.filesystem import using
 
-    directory, way = Path(sys.argv[1]), sys.argv[2]
+class Dying(Callback):
+    """Kills its process: in epoch 4 while a save is held, or at an operation of a save."""
 
-    class Dying(Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            if trainer.current_epoch == 3:
-                trainer.strategy.checkpoint_io.wait()  # from here on, no save gets further than this
-                self.held = HeldFilesystem() if way == "held" else KillingFilesystem(*way.split())
-                self.using = using(self.held)
-                self.using.__enter__()
+    def __init__(self, way: str) -> None:
+        self._way = way
+        self._files: Any = None
 
-        def on_before_zero_grad(self, trainer, pl_module, optimizer):
-            if trainer.current_epoch == 4 and way == "held":
-                self.held.reached.wait(30)
-                os.kill(os.getpid(), signal.SIGKILL)
+    def on_train_epoch_start(self, trainer: Any, _module: Any) -> None:
+        if trainer.current_epoch == 3:
+            trainer.strategy.checkpoint_io.wait()  # from here on, no save gets further than this
+            self._files = HeldFilesystem() if self._way == "held" else KillingFilesystem(*self._way.split())
+            self._using = using(self._files)  # kept, or it would end
+            self._using.__enter__()
 
-    checkpoint = ModelCheckpoint(directory, filename="{epoch}", save_last=sys.argv[3] == "last")
-    train(Net, Dying(), checkpoint, limit_train_batches=1, max_epochs=6)
-"""
+    def on_before_zero_grad(self, trainer: Any, *_: Any) -> None:
+        if trainer.current_epoch == 4 and self._way == "held":
+            self._files.reached.wait(30)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +62,14 @@ def test_training_that_is_killed_while_it_saves_resumes_and_takes_the_same_way(
 ) -> None:
     options: dict[str, Any] = {"limit_train_batches": 1, "max_epochs": 6}
     _, whole = train(Net, ours=False, **options)
-    died = run(KILLED, tmp_path / "run", way, last)
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    checkpoint = ModelCheckpoint(tmp_path / "run", filename="{epoch}", save_last=bool(last))
+
+    def work(_report: Report) -> None:
+        train(Net, Dying(way), checkpoint, **options)
+
+    with Child(work) as child:
+        ending = child.wait()
+    assert ending.signal == signal.SIGKILL, ending.message
     newest = last_checkpoint(tmp_path / "run")
     assert newest is not None
     assert torch.load(newest, weights_only=False)["epoch"] == epoch
@@ -104,24 +82,33 @@ def test_training_that_is_killed_while_it_saves_resumes_and_takes_the_same_way(
 
 # --- two processes
 
-TWO = """
-    import sys
-    from pathlib import Path
-    import torch
-    from support.lightning_runs import ModelCheckpoint, Net, contents, lightning
-    from fastpersist.integrations.lightning import FastPersistCallback, FastPersistCheckpointIO
 
-    directory, results = Path(sys.argv[1]), []
+def train_both_ways(directory: Path) -> list[str]:
+    """Train on this rank, with Lightning's plugin and with ours; return the names of what is left."""
+    results = []
     for way in ("stock", "ours"):
         torch.manual_seed(1)
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=2, strategy="ddp", plugins=[FastPersistCheckpointIO()] if way == "ours" else [],
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            plugins=[FastPersistCheckpointIO()] if way == "ours" else [],
             callbacks=[
                 *([FastPersistCallback()] if way == "ours" else []),
-                ModelCheckpoint(directory, monitor="wave", every_n_train_steps=1, save_top_k=2, save_last="link",
-                                filename="model"),
+                ModelCheckpoint(
+                    directory,
+                    monitor="wave",
+                    every_n_train_steps=1,
+                    save_top_k=2,
+                    save_last="link",
+                    filename="model",
+                ),
             ],
-            logger=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, max_epochs=4,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            max_epochs=4,
         )
         model = Net()
         trainer.fit(model)
@@ -132,22 +119,13 @@ TWO = """
         if trainer.is_global_zero:
             directory.rename(directory.with_name(way))
         trainer.strategy.barrier()
-    assert results[0] == results[1], results
-    print(sorted(results[0][1]))
-"""
+    assert results[0] == results[1]
+    return sorted(results[0][1])
 
 
 def test_two_processes_save_what_they_save_with_lightning(tmp_path: Path) -> None:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    ranks = []
-    for rank in range(2):
-        places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
-        ranks.append(start(TWO, tmp_path / "checkpoints", **places))
-    told = [end(rank) for rank in ranks]
-    assert [one.returncode for one in told] == [0, 0], [one.stderr for one in told]
-    assert told[0].stdout == "['last.ckpt', 'model-v1.ckpt', 'model.ckpt']\n"
+    names = run_ranks(2, lambda _rank, _count: train_both_ways(tmp_path / "checkpoints"), timeout_s=PATIENCE_S)
+    assert names == [["last.ckpt", "model-v1.ckpt", "model.ckpt"]] * 2
 
 
 # --- what is installed
@@ -178,6 +156,18 @@ PLAIN = """
 """
 
 
+def run(code: str, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+
+
 @pytest.mark.parametrize(
     ("first", "second", "base"),
     [
@@ -203,27 +193,9 @@ def test_trainer_of_the_other_package_takes_the_classes_too(tmp_path: Path) -> N
 
 
 def test_without_lightning_the_import_names_the_extra() -> None:
-    done = run(
-        """
-        import sys
-        sys.modules["lightning"] = sys.modules["pytorch_lightning"] = None
-        import fastpersist.integrations.lightning
-        """
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("ImportError: ")
-    assert 'pip install "fastpersist[lightning]"' in done.stderr
+    change = without("lightning", "pytorch_lightning")
+    expect_import_error(OURS, change, "ImportError: ", 'pip install "fastpersist[lightning]"')
 
 
 def test_lightning_that_is_too_old_is_refused_with_both_versions() -> None:
-    done = run(
-        """
-        import importlib.metadata
-        importlib.metadata.version = lambda name: "2.5.6"
-        import fastpersist.integrations.lightning
-        """
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("fastpersist.errors.UnsupportedError")
-    assert "2.6" in done.stderr.splitlines()[-1]
-    assert "2.5.6" in done.stderr.splitlines()[-1]
+    expect_import_error(OURS, in_version("lightning", "2.5.6"), "fastpersist.errors.UnsupportedError", "2.6", "2.5.6")

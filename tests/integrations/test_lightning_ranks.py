@@ -15,7 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.lightning_runs import IGNORED, Callback, ModelCheckpoint, Net, contents, lightning, train, weights_of
+from support.lightning_runs import (
+    IGNORED,
+    Asked,
+    Callback,
+    ModelCheckpoint,
+    Net,
+    contents,
+    lightning,
+    train,
+    weights_of,
+)
 from support.process_groups import rank_endings, run_ranks
 from support.runs import hidden_names
 from support.sameness import portrait
@@ -38,18 +48,6 @@ class Wide(Net):
         super().__init__(WIDTH)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else -1
         self.register_buffer("own", torch.full((300_000,), float(rank)))
-
-
-class Asked(Callback):
-    """Does something in the middle of training, on each rank."""
-
-    def __init__(self, step: int, act: Callable[[Any], None]) -> None:
-        self.step = step
-        self.act = act
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            self.act(trainer)
 
 
 def run(

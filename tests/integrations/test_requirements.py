@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
+from support.imports import expect_import_error, in_version, without
 
 import fastpersist as fp
 from fastpersist.integrations.requirements import release_of, require
@@ -74,22 +73,11 @@ def test_release_is_the_numbers_of_a_version(version: str, release: tuple[int, .
 
 @pytest.mark.parametrize("extra", ["huggingface", "deepspeed"])
 def test_import_without_the_framework_names_the_extra(extra: str) -> None:
-    program = f"import sys; sys.modules[{EXTRAS[extra]!r}] = None; import fastpersist.integrations.{extra}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    message = f'fastpersist.integrations.{extra} needs {EXTRAS[extra]}: pip install "fastpersist[{extra}]"'
-    assert done.stderr.splitlines()[-1].endswith(f"Error: {message}")
+    message = f'Error: fastpersist.integrations.{extra} needs {EXTRAS[extra]}: pip install "fastpersist[{extra}]"'
+    expect_import_error(f"fastpersist.integrations.{extra}", without(EXTRAS[extra]), message)
 
 
 @pytest.mark.parametrize("extra", ["huggingface"])
 def test_import_with_an_old_framework_names_both_versions(extra: str) -> None:
-    program = f"""
-import importlib.metadata
-version = importlib.metadata.version
-importlib.metadata.version = lambda package: "0.9" if package == {EXTRAS[extra]!r} else version(package)
-import fastpersist.integrations.{extra}
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "UnsupportedError" in done.stderr.splitlines()[-1]
-    assert "and 0.9 is installed" in done.stderr.splitlines()[-1]
+    change = in_version(EXTRAS[extra], "0.9")
+    expect_import_error(f"fastpersist.integrations.{extra}", change, "UnsupportedError", "and 0.9 is installed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import os
 import pickle
@@ -14,10 +13,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.dcp_states import (
+    IGNORED,
     PART,
     WRITERS,
     blank,
     failure_of,
+    has_use_collectives,
     load,
     loaded,
     make_state,
@@ -40,17 +41,9 @@ from fastpersist.sharded import reading
 from fastpersist.sharded.planning import cut_replicas
 from fastpersist.sharded.reading import PartReader, Wanted
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # torch 2.7, of its own writer
-]
+pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]
 
 torch.set_num_threads(1)
-
-has_use_collectives = pytest.mark.skipif(
-    "use_collectives" not in inspect.signature(dcp.save).parameters, reason="this torch has no use_collectives="
-)
 
 
 # --- who reads whom

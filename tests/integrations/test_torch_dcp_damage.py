@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.dcp_states import (
+    IGNORED,
     PART,
     blank,
     failure_of,
@@ -38,11 +39,7 @@ from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistSav
 from fastpersist.sharded import reading
 from fastpersist.sharded.reading import PartReader
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # torch 2.7, of its own writer
-]
+pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]
 
 torch.set_num_threads(1)
 

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import errno
 import gc
-import inspect
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.dcp_states import IGNORED, PLACEMENTS, has_use_collectives, raised_by
 from support.process_groups import rank_endings, run_ranks
 from support.rank_faults import Point, empty_disk_over, kill_this_process, wait_until, watched
 from support.runs import hidden_names
@@ -29,28 +28,12 @@ import fastpersist as fp
 from fastpersist import _native
 from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistSavePlanner, FastPersistWriter
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # torch 2.7, of its own writer
-]
+pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]
 
 torch.set_num_threads(1)
 
-has_use_collectives = pytest.mark.skipif(
-    "use_collectives" not in inspect.signature(dcp.save).parameters, reason="this torch has no use_collectives="
-)
-
 ELEMENT_COUNT = 600_000
 """Of a float tensor that is cut in two, and in no more: a chunk has at least 1 MiB."""
-
-PLACEMENTS: dict[str, tuple[int, tuple[Any, ...]]] = {
-    "rows": (1, (Shard(0),)),
-    "columns": (1, (Shard(1),)),
-    "replicas": (1, (Replicate(),)),
-    "blocks": (2, (Shard(0), Shard(1))),
-    "hybrid": (2, (Replicate(), Shard(0))),
-}
 
 
 def whole_tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -310,13 +293,6 @@ def test_kept_plans_are_cut_too(tmp_path: Path) -> None:
 
 
 # --- failures
-
-
-def raised_by(call: Callable[[], object]) -> dict[int, BaseException]:
-    """Return what the ranks have raised, by rank, as DCP tells every one of them."""
-    with pytest.raises(dcp.api.CheckpointException) as caught:
-        call()
-    return {rank: error for rank, (error, _) in caught.value.failures.items()}
 
 
 @pytest.mark.parametrize("sys_errno", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])

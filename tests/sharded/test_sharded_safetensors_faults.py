@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from support.dcp_states import failure_of
+from support.dcp_states import failure_of, raised_by
 from support.process_groups import rank_endings, run_ranks
 from support.rank_faults import Point, empty_disk_over, kill_this_process, watched
 from support.runs import hidden_names
@@ -48,13 +48,6 @@ pytestmark = [
 torch.set_num_threads(1)
 
 SMALL = {"a": torch.arange(100.0), "b": torch.ones(3, 5)}
-
-
-def raised_by(call: Callable[[], object]) -> dict[int, BaseException]:
-    """Return what the ranks have raised, by rank, as DCP tells every one of them."""
-    with pytest.raises(dcp.api.CheckpointException) as caught:
-        call()
-    return {rank: error for rank, (error, _) in caught.value.failures.items()}
 
 
 # --- saves

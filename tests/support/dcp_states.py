@@ -1,18 +1,40 @@
-"""States for tests of DCP in one process: made, saved, loaded and compared; and what DCP raises."""
+"""States for tests of DCP in one process: made, saved, loaded and compared; what DCP warns of, and what it raises."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistWriter
 
 PART = "__0_0.distcp"
+
+IGNORED = (
+    "ignore:torch.distributed is disabled:UserWarning",
+    "ignore:Detected an existing checkpoint:UserWarning",
+    "ignore:TypedStorage is deprecated:UserWarning",  # torch 2.7, of its own writer
+)
+
+has_use_collectives = pytest.mark.skipif(
+    "use_collectives" not in inspect.signature(dcp.save).parameters, reason="this torch has no use_collectives="
+)
+
+PLACEMENTS: dict[str, tuple[int, tuple[Any, ...]]] = {
+    "rows": (1, (Shard(0),)),
+    "columns": (1, (Shard(1),)),
+    "replicas": (1, (Replicate(),)),
+    "blocks": (2, (Shard(0), Shard(1))),
+    "hybrid": (2, (Replicate(), Shard(0))),
+}
+"""Ways to lay out the tensors of a state: the dimensions of the mesh, and what is done along each."""
 
 
 def make_state(seed: int = 1) -> dict[str, Any]:
@@ -93,6 +115,13 @@ def failure_of(call: Any) -> BaseException:
     with pytest.raises(dcp.api.CheckpointException) as caught:
         call()
     return failures(caught.value)[0]
+
+
+def raised_by(call: Callable[[], object]) -> dict[int, BaseException]:
+    """Return what the ranks have raised, by rank, as DCP tells every one of them."""
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        call()
+    return {rank: error for rank, (error, _) in caught.value.failures.items()}
 
 
 def place_of(path: Path, name: str) -> Any:

@@ -1,59 +1,66 @@
-"""One of two processes that train with DDP over gloo: python -m support.huggingface_ranks RANK PORT WAY FAULT.
+"""A training with DDP over gloo on two ranks, each a fork of this process, by a stock Trainer or with ours.
 
-It works in the current directory and prints what callbacks heard, one line for each, and at the end how it ended.
+Each rank returns what callbacks heard, one line for each, and at the end how it ended.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-import sys
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+import torch._dynamo  # noqa: F401 - what ranks import on their way is imported here once: they are forks
+from support.huggingface_trainers import At, trainer_for
+from support.process_groups import run_ranks
 
-def main(rank: str, port: str, way: str, fault: str) -> None:
-    """Train as a stock Trainer, with ours attached ("ours"), or with the callback ("callback")."""
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, ACCELERATE_USE_CPU="true")
-    import errno
+import fastpersist as fp
+from fastpersist.filesystem import Filesystem, using
+from fastpersist.integrations.huggingface import FastPersistCallback, attach
 
-    import torch.distributed as dist
-    from support.huggingface_trainers import At, trainer_for
 
-    import fastpersist as fp
-    from fastpersist.filesystem import Filesystem, using
-    from fastpersist.integrations.huggingface import FastPersistCallback, attach
+class Full(Filesystem):
+    """A disk without room for the checkpoint of one step."""
 
-    class Full(Filesystem):
-        def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-            if "checkpoint-4" in path:
-                raise fp.NoSpaceError(errno.ENOSPC, f"allocating {path}: disk full", path)
-            super().allocate(fd, size_bytes, path)
+    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
+        if "checkpoint-4" in path:
+            raise fp.NoSpaceError(errno.ENOSPC, f"allocating {path}: disk full", path)
+        super().allocate(fd, size_bytes, path)
+
+
+def train(directory: Path, way: str, fault: str = "none") -> list[list[str]]:
+    """Train in a directory on two ranks, "stock", "ours" (attached) or "callback"; return the lines of each."""
+    directory.mkdir(exist_ok=True)
+    variables = {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "1"}  # the port is asked for, and not used: they have met
+    return run_ranks(2, _train_on_this_rank, directory, way, fault, timeout_s=100, environment=variables)
+
+
+def _train_on_this_rank(rank: int, _count: int, directory: Path, way: str, fault: str) -> list[str]:
+    os.chdir(directory)
+    lines: list[str] = []
 
     def hear(state: Any, control: Any) -> None:
-        print(f"heard of {state.global_step} at {trainer.state.global_step}", flush=True)
+        lines.append(f"heard of {state.global_step} at {trainer.state.global_step}")
 
-    callbacks = [At("on_save", hear)] + ([FastPersistCallback(on_error="warn")] if way == "callback" else [])
-    options: dict[str, Any] = {"per_device_train_batch_size": 4, "ddp_backend": "gloo", "callbacks": callbacks}
-    trainer = trainer_for(eval_strategy="steps", eval_steps=4, save_total_limit=3, **options)
-    if way == "ours":
-        attach(trainer, on_error="raise" if fault == "raise" else "warn")
-    if fault == "part" and rank == "1":
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        callbacks = [At("on_save", hear)] + ([FastPersistCallback(on_error="warn")] if way == "callback" else [])
+        options: dict[str, Any] = {"per_device_train_batch_size": 4, "ddp_backend": "gloo", "callbacks": callbacks}
+        trainer = trainer_for(eval_strategy="steps", eval_steps=4, save_total_limit=3, **options)
+        if way == "ours":
+            attach(trainer, on_error="raise" if fault == "raise" else "warn")
+        if fault == "part" and rank == 1:
 
-        def fail(output_dir: str) -> None:
-            raise TypeError("rank 1 fails")
+            def fail(output_dir: str) -> None:
+                raise TypeError("rank 1 fails")
 
-        trainer._save_rng_state = fail
-    try:
-        with using(Full()) if fault in ("warn", "raise") else nullcontext(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer.train(resume_from_checkpoint=fault == "resume")
-        print(f"ended at {trainer.state.global_step}", flush=True)
-    except (fp.FastPersistError, TypeError, RuntimeError) as error:
-        print(f"ended by {type(error).__name__}: {error}", flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+            trainer._save_rng_state = fail
+        try:
+            with using(Full()) if fault in ("warn", "raise") else nullcontext():
+                trainer.train(resume_from_checkpoint=fault == "resume")
+            lines.append(f"ended at {trainer.state.global_step}")
+        except (fp.FastPersistError, TypeError, RuntimeError) as error:
+            lines.append(f"ended by {type(error).__name__}: {error}")
+    return lines

@@ -138,6 +138,18 @@ class KeepsOldWeights(TwoOptimizers):
         super().training_step(batch, number)
 
 
+class Asked(Callback):
+    """Does something in the middle of training, on each rank."""
+
+    def __init__(self, step: int, act: Callable[[Any], None]) -> None:
+        self.step = step
+        self.act = act
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.act(trainer)
+
+
 def trainer_of(*callbacks: Callback, ours: bool = True, **options: Any) -> lightning.Trainer:
     """Make a Trainer that writes nothing but checkpoints.
 
@@ -187,6 +199,7 @@ def weights_of(model: torch.nn.Module) -> Any:
 
 __all__ = [
     "IGNORED",
+    "Asked",
     "Callback",
     "KeepsOldWeights",
     "ModelCheckpoint",

@@ -8,23 +8,16 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from support.dcp_states import PLACEMENTS
 from support.process_groups import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,
     FastPersistHuggingFaceWriter,
     FastPersistSavePlanner,
 )
-
-PLACEMENTS: dict[str, tuple[int, tuple[Any, ...]]] = {
-    "rows": (1, (Shard(0),)),
-    "columns": (1, (Shard(1),)),
-    "replicas": (1, (Replicate(),)),
-    "blocks": (2, (Shard(0), Shard(1))),
-    "hybrid": (2, (Replicate(), Shard(0))),
-}
 
 
 def whole_tensors(seed: int) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.directories import lock_is_free
 from support.filesystems import FailingFilesystem, Operation, WatchedFilesystem
 from support.forking import Child, Report, run_in_child
 from support.sandbox import become_ordinary_user, bind_mounted, needs_root, open_directory
@@ -327,32 +328,14 @@ def test_what_is_no_file_is_no_leftover(make: Callable[[Path], None], tmp_path: 
     assert load_step(tmp_path / "model.pt") == 1
 
 
-def lock_is_held(path: str) -> bool:
-    """Ask from another process, to which the locks of this one are somebody else's."""
-    held = False
-
-    def work(report: Report) -> None:
-        fd = os.open(path, os.O_RDWR)
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            report(0)
-        except BlockingIOError:
-            report(1)
-
-    with Child(work) as child:
-        assert child.wait().verdict == "passed", child.wait().message
-        held = child.reported == 1
-    return held
-
-
 def test_save_of_another_thread_is_live_and_keeps_its_lock(tmp_path: Path, leak_check: None) -> None:
     path = tmp_path / "model.pt"
     pending = begin(path)
-    assert lock_is_held(pending.path)
+    assert not lock_is_free(Path(pending.path))
     assert sweep(resolve_target(str(path))) == []
     fp.save(make_state(1), path)
     assert [str(left) for left in pending_files(tmp_path)] == [pending.path]
-    assert lock_is_held(pending.path)  # closing any descriptor of the file would have dropped it
+    assert not lock_is_free(Path(pending.path))  # closing any descriptor of the file would have dropped it
     pending.abort()
 
 
@@ -365,7 +348,7 @@ def test_live_file_is_known_under_another_path_of_its_directory(tmp_path: Path) 
         pending = begin(directory / "model.pt")
         fp.save(make_state(1), second / "model.pt")
         assert os.path.exists(pending.path), "a save of this process was taken for a dead one"
-        assert lock_is_held(pending.path)
+        assert not lock_is_free(Path(pending.path))
         pending.abort()
 
 
@@ -376,7 +359,7 @@ def test_lock_is_held_until_the_file_has_its_name(tmp_path: Path) -> None:
         @contextmanager
         def around(self, operation: Operation) -> Iterator[None]:
             if operation.name in ("allocate", "truncate", "sync", "rename"):
-                held.append(lock_is_held(operation.path))
+                held.append(not lock_is_free(Path(operation.path)))
             yield
 
     with using(Asking()):

@@ -9,10 +9,10 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
+from support import cuda_fixtures
 from support.cuda_calls import (
     BLOCKING,
     INVALID_DEVICE,
@@ -29,7 +29,6 @@ from support.cuda_calls import (
     Handle,
     HostMemory,
     Size,
-    pinned_memory,
 )
 from support.cuda_double import (
     BUILD,
@@ -40,41 +39,16 @@ from support.cuda_double import (
     CudaDouble,
     DoubleError,
     build_double,
-    checked_double,
     cuda_storage,
     read_storage,
 )
 from support.forking import run_in_child
 from support.leaks import no_leaks
 
-
-@pytest.fixture
-def cuda() -> Iterator[CudaDouble]:
-    with checked_double() as double:
-        yield double
-
-
-@pytest.fixture
-def driver(cuda: CudaDouble) -> Iterator[Driver]:
-    """The driver, with a context of device 0 current."""
-    driver = Driver(cuda.library)
-    assert driver.Init(0) == 0
-    with driver.current():
-        yield driver
-
-
-@pytest.fixture
-def pinned(driver: Driver) -> Iterator[HostMemory]:
-    with pinned_memory(driver) as memory:
-        yield memory
-
-
-@pytest.fixture
-def device_memory(cuda: CudaDouble) -> Iterator[int]:
-    address = cuda.alloc(SIZE, device=0)
-    yield address
-    cuda.clear()
-    cuda.free(address)
+cuda = cuda_fixtures.cuda
+driver = cuda_fixtures.driver
+pinned = cuda_fixtures.pinned
+device_memory = cuda_fixtures.device_memory
 
 
 # --- copies and their order

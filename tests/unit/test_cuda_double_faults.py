@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support import cuda_fixtures
 from support.cuda_calls import (
     ALREADY_REGISTERED,
     BLOCKING,
@@ -27,38 +28,13 @@ from support.cuda_calls import (
     Driver,
     Handle,
     HostMemory,
-    pinned_memory,
 )
-from support.cuda_double import OUT_OF_MEMORY, PLAIN_ERROR, STICKY_ERROR, CudaDouble, DoubleError, checked_double
+from support.cuda_double import OUT_OF_MEMORY, PLAIN_ERROR, STICKY_ERROR, CudaDouble, DoubleError
 
-
-@pytest.fixture
-def cuda() -> Iterator[CudaDouble]:
-    with checked_double() as double:
-        yield double
-
-
-@pytest.fixture
-def driver(cuda: CudaDouble) -> Iterator[Driver]:
-    """The driver, with a context of device 0 current."""
-    driver = Driver(cuda.library)
-    assert driver.Init(0) == 0
-    with driver.current():
-        yield driver
-
-
-@pytest.fixture
-def pinned(driver: Driver) -> Iterator[HostMemory]:
-    with pinned_memory(driver) as memory:
-        yield memory
-
-
-@pytest.fixture
-def device_memory(cuda: CudaDouble) -> Iterator[int]:
-    address = cuda.alloc(SIZE, device=0)
-    yield address
-    cuda.clear()
-    cuda.free(address)
+cuda = cuda_fixtures.cuda
+driver = cuda_fixtures.driver
+pinned = cuda_fixtures.pinned
+device_memory = cuda_fixtures.device_memory
 
 
 def forgive(cuda: CudaDouble, part: str) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import leaks
 from support.archives import flip_bit, read_records, record_places, save_aligned, with_pickle, write_records
-from support.leaks import no_leaks
 from support.sameness import storage_bytes
 from support.specimens import SPECIMENS, Network
 
@@ -24,10 +23,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with no_leaks(tmp_path_factory.getbasetemp()):
-        yield
+nothing_is_left_behind = leaks.nothing_is_left_behind
 
 
 @pytest.fixture

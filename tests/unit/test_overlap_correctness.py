@@ -8,17 +8,18 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import overlap_fixtures
+from support.overlap_fixtures import trained
 from support.sameness import assert_same, portrait
 from support.specimens import single_process_group
 from support.training import (
     PATIENCE_S,
-    WAYS,
     WIDTH,
     Overlap,
     backward,
@@ -35,24 +36,8 @@ from fastpersist import api, capture
 adam = functools.partial(torch.optim.Adam, lr=0.1)
 
 
-@pytest.fixture(params=WAYS)
-def overlap(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Overlap]:
-    with Overlap(tmp_path, request.param) as overlap:
-        yield overlap
-
-
-@pytest.fixture(params=["held", "no room"])
-def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Overlap]:
-    """Writers wait until the test, or somebody at the gate, lets them go."""
-    with Overlap(tmp_path, request.param) as overlap:
-        yield overlap
-
-
-def trained(seed: int = 0) -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
-    model = small_model(seed)
-    optimizer = adam(model.parameters())
-    train(model, optimizer)
-    return model, optimizer
+overlap = overlap_fixtures.overlap
+held = overlap_fixtures.held_either_way
 
 
 # --- what training may do

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.leaks import no_leaks
+from support import leaks
 from support.resumables import load, network, save, storages_of
 from support.sameness import assert_same, portrait
 from support.specimens import Network, PlainSubclass, train
@@ -26,10 +26,7 @@ pytestmark = [
 DAMAGE = (fp.FormatError, fp.ChecksumError)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with no_leaks(tmp_path_factory.getbasetemp()):
-        yield
+nothing_is_left_behind = leaks.nothing_is_left_behind
 
 
 @pytest.fixture

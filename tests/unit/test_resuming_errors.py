@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support import leaks
 from support.archives import flip_bit, read_records, record_places, with_pickle, write_records
-from support.leaks import no_leaks
 from support.resumables import load, network, resumable, save, state_of
 from support.sameness import assert_same, portrait
 
@@ -24,10 +24,7 @@ pytestmark = [
 DAMAGE = (fp.FormatError, fp.ChecksumError)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with no_leaks(tmp_path_factory.getbasetemp()):
-        yield
+nothing_is_left_behind = leaks.nothing_is_left_behind
 
 
 @pytest.fixture
