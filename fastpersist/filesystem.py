@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from fastpersist import _native
 from fastpersist.errors import NoSpaceError, StorageError, UnsupportedError
 
-__all__ = ["Filesystem", "filesystem", "make_directories", "storage_errors", "using"]
+__all__ = ["Filesystem", "allocate_pages", "filesystem", "make_directories", "storage_errors", "using"]
 
 # What rename() answers when a directory with something in it, or a file, has the name.
 _NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
@@ -49,12 +49,6 @@ class Filesystem:
     def allocate(self, fd: int, size_bytes: int, path: str) -> None:
         """Reserve `size_bytes` of space and make that the size of the file; on tmpfs, see only that there is room."""
         _native.allocate(fd, size_bytes, os.fsencode(path))
-
-    def allocate_pages(self, fd: int, size_bytes: int, path: str) -> None:
-        """Do the same for a file to be mapped: with every page there, for SIGBUS meets who finds no room for one."""
-        self.allocate(fd, size_bytes, path)
-        with storage_errors("reserving space for", path):
-            os.posix_fallocate(fd, 0, size_bytes)
 
     def write(self, fd: int, data: bytes, path: str) -> None:
         """Write all of `data` where the descriptor stands. For a few bytes; tensors go through the engines."""
@@ -142,6 +136,13 @@ def using(replacement: Filesystem) -> Iterator[None]:
         yield
     finally:
         _current = previous
+
+
+def allocate_pages(fd: int, size_bytes: int, path: str) -> None:
+    """Allocate a file that will be mapped, with every page there: SIGBUS would meet who finds no room for one."""
+    filesystem().allocate(fd, size_bytes, path)
+    with storage_errors("reserving space for", path):
+        os.posix_fallocate(fd, 0, size_bytes)
 
 
 def make_directories(path: str) -> None:

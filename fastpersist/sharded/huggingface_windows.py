@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from fastpersist.config import BLOCK_BYTES, filesystem_type_name
 from fastpersist.errors import AgreementTimeoutError, PeerError
-from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.filesystem import allocate_pages, filesystem, storage_errors
 from fastpersist.layout import align_up
 from fastpersist.meeting import is_dead
 from fastpersist.pending_io import PendingIO
@@ -202,7 +202,7 @@ def make_windows(
     fd = filesystem().create(shared.path)
     try:
         if filesystem_type_name(fd) in _FILESYSTEMS:
-            filesystem().allocate_pages(fd, shared.size_bytes, os.path.join(final_path, WINDOWS_NAME))
+            allocate_pages(fd, shared.size_bytes, os.path.join(final_path, WINDOWS_NAME))
             return shared
     finally:
         os.close(fd)
