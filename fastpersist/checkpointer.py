@@ -528,7 +528,9 @@ class Checkpointer:
                 tensors in dicts and lists, anything with load_state_dict. Of a sharded step, tensors may be DTensors
                 with any sharding, and each rank reads what its shards consist of; tensors without a target are whole
                 on every rank.
-            verify: Check every CRC; with `into`, before anything is changed.
+            verify: Check every CRC; with `into`, before anything is changed. Without it, bytes that have changed on the
+                disk are loaded as they are, unless structures do not fit any longer; of a sharded step CRCs are then
+                checked only of pieces of tensors that one rank reads as a whole: few, if other ranks saved it.
             strict: Raise when the newest is damaged, instead of going back.
             weights_only: Only build tensors and plain containers. Set it to False only for files that you trust.
 

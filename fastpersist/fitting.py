@@ -94,7 +94,7 @@ class Plan:
             self._add_tensor(path, name, target, value)
         elif isinstance(target, Mapping):
             self._add_mapping(path, name, target, value)
-        elif isinstance(target, (list, tuple)):
+        elif isinstance(target, list) or (isinstance(target, tuple) and _is_restorable(target)):
             self._add_sequence(path, name, target, value)
         else:
             self.problems.append(f"{name} is {_kind(target)} in the target, which cannot be restored in place")
@@ -159,8 +159,10 @@ class Plan:
                 continue
             if key not in value:
                 self.problems.append(f"{inner} is in the target, but not in the file")
-            else:
-                self.add((*path, key), inner, item, value[key])
+                continue
+            self.add((*path, key), inner, item, value[key])
+            if _has_values(item) and isinstance(target, MutableMapping):
+                self._set(target, key, (*path, key), inner, item)
         for key, item in value.items():
             inner = joined_name(name, key)
             if key not in target and is_strict and any(True for _ in _tensors_in(item)):
@@ -181,12 +183,12 @@ class Plan:
         for index, item in enumerate(target):
             if _is_restorable(item):
                 self.add((*path, index), f"{name}[{index}]", item, value[index])
-            elif isinstance(target, list):
-                self._set(target, index, (*path, index), f"{name}[{index}]")
+            if isinstance(target, list) and (not _is_restorable(item) or _has_values(item)):
+                self._set(target, index, (*path, index), f"{name}[{index}]", item)
 
-    def _set(self, container: Any, key: Any, path: Path, name: str) -> None:
-        def put(loaded: object) -> None:
-            container[key] = loaded
+    def _set(self, container: Any, key: Any, path: Path, name: str, item: object = None) -> None:
+        def put(loaded: Any) -> None:
+            container[key] = _with_values(item, loaded)
 
         self.steps.append(Step(2, path, name, put))
 
@@ -399,10 +401,25 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_restorable(item: object) -> bool:
-    """Tell what is restored in place from what is replaced."""
-    if isinstance(item, (torch.Tensor, Mapping, list, tuple)):
-        return True
-    return callable(getattr(item, "load_state_dict", None))
+    """Tell what is restored in place from what is replaced, as is a tuple that holds nothing else."""
+    if isinstance(item, tuple):
+        return any(map(_is_restorable, item))
+    return isinstance(item, (torch.Tensor, Mapping, list)) or callable(getattr(item, "load_state_dict", None))
+
+
+def _has_values(item: object) -> bool:
+    """Tell whether an item is a tuple that is restored in place, and holds what can only be replaced."""
+    if not isinstance(item, tuple) or not _is_restorable(item):
+        return False
+    return any(_has_values(one) or not _is_restorable(one) for one in item)
+
+
+def _with_values(item: Any, loaded: Any) -> Any:
+    """Return a tuple with what it holds that is restored in place, and the loaded values beside that."""
+    if not _has_values(item):
+        return item if _is_restorable(item) else loaded
+    make = getattr(type(item), "_make", type(item))  # a named tuple's takes an iterable, too
+    return make(_with_values(own, new) for own, new in zip(item, loaded, strict=True))
 
 
 def _tensors_in(value: Any) -> Iterable[torch.Tensor]:

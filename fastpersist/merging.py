@@ -10,10 +10,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pickle
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -32,7 +34,7 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, step_name
+from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, CheckpointManifest, step_name
 from fastpersist.formats.parts import PARTS_NAME, PartsRecord, SplitFile
 from fastpersist.layout import align_up
 from fastpersist.part_reading import (
@@ -54,6 +56,8 @@ _log = logging.getLogger("fastpersist")
 _COPIED_BYTES = 32 << 20
 """Held in memory of what is copied."""
 
+_NO_FILES = CheckpointManifest((), None, 0.0, {}, {}, {}, {})
+
 
 def merge(
     directories: Sequence[str | os.PathLike[str]],
@@ -61,6 +65,7 @@ def merge(
     *,
     overwrite: bool = False,
     format: str = "auto",
+    weights_only: bool = True,
     engine: str = "auto",
     progress: bool = False,
 ) -> SaveReport:
@@ -71,6 +76,7 @@ def merge(
         path: The file to make.
         overwrite: Replace a file that is there.
         format: "torch", "safetensors", or "auto": as the path's suffix says.
+        weights_only: As in torch.load, of what is loaded: shards, and parts that become safetensors.
         engine: "auto", or an engine's name, which then never falls back.
         progress: Show bytes, rate and remaining time on standard error.
 
@@ -78,7 +84,7 @@ def merge(
         CheckpointNotFoundError: One of the directories holds no checkpoint.
         ConfigError: The file exists already, or the directories do not belong together.
         FormatError, ChecksumError: A part is missing or damaged; the message says which, and who wrote it.
-        UnsupportedError: There is nothing to merge: the checkpoint is whole.
+        UnsupportedError: There is nothing to merge: the checkpoint is whole; or weights_only refuses an object in it.
         StorageError: An error of the disk.
 
     Thread safety: any thread.
@@ -99,7 +105,7 @@ def merge(
     if any(os.path.lexists(os.path.join(name, DCP_METADATA_NAME)) for name in names):
         _require_stores(names)
         with _one_directory(names) as directory:
-            return save(_shards(directory, engine), out, engine=engine, format=format, progress=progress)
+            return save(_shards(directory, engine, weights_only), out, engine=engine, format=format, progress=progress)
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(hold_for_reading(name))
@@ -108,7 +114,7 @@ def merge(
             return _copied(file, parts, out, engine=engine, progress=progress)
         with _temporary(os.path.dirname(out)) as whole:
             _copied(file, parts, whole, engine=engine, progress=progress)
-            return save(load(whole, engine=engine), out, engine=engine, format=format)
+            return save(load(whole, weights_only=weights_only, engine=engine), out, engine=engine, format=format)
 
 
 @contextmanager
@@ -276,18 +282,29 @@ def _one_directory(directories: Sequence[str]) -> Iterator[str]:
         yield together
 
 
-def _shards(directory: str, engine: str) -> dict[str, object]:
-    """Load all shards of a DCP checkpoint into one state of whole tensors, nested as it was saved."""
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+def _shards(directory: str, engine: str, weights_only: bool) -> dict[str, Any]:
+    """Load all shards of a DCP checkpoint into one state of whole tensors, as `Checkpointer.load` does.
 
-    from fastpersist.sharded.reader import FastPersistReader
+    Raises:
+        UnsupportedError: weights_only refuses an object in it.
+    """
+    from fastpersist.sharded.step_loading import load_sharded_state  # torch.distributed.checkpoint takes long to import
 
-    reader = FastPersistReader(directory, engine=engine)
-    planner = _EmptyStateDictLoadPlanner()  # plans everything that the metadata know
-    state: dict[str, object] = {}
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    planner.set_up_planner(state, metadata, is_coordinator=True)
-    (plan,) = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    reader.read_data(planner.finish_plan(plan), planner).wait()
-    return state
+    has_manifest = os.path.lexists(os.path.join(directory, MANIFEST_NAME))
+    try:
+        return load_sharded_state(
+            directory,
+            read_manifest(directory) if has_manifest else _NO_FILES,
+            into=None,
+            map_location=None,
+            verify=False,
+            weights_only=weights_only,
+            engine=engine,
+            read=read_extents,
+            rank=0,
+            count=1,
+        )
+    except UnsupportedError as error:
+        if weights_only and isinstance(error.__cause__, pickle.UnpicklingError):
+            raise UnsupportedError(f"{error}\nIf you trust the checkpoint: --no-weights-only") from error
+        raise

@@ -18,7 +18,8 @@ all of them:
 
 The file is what one rank alone would have written, byte for byte, and torch.load reads
 it. A directory of torch.distributed.checkpoint (.metadata and *.distcp) is merged, too;
-that takes as much memory as the state.
+that takes as much memory as the state. Objects in it are loaded as torch.load does it
+with weights_only=True, which refuses those that would run code.
 
 Exit codes: 0 good, 1 a part is missing or damaged, 2 usage or not found.
 """
@@ -39,6 +40,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--format", choices=("auto", "torch", "safetensors"), default="auto", help="of OUT; auto: as its suffix says"
     )
+    parser.add_argument(
+        "--no-weights-only", action="store_true", help="load objects of any kind: only if you trust the checkpoint"
+    )
     parser.add_argument("--engine", default="auto", metavar="NAME", help="which engine reads and writes")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(run=run)
@@ -53,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.out,
         overwrite=arguments.overwrite,
         format=arguments.format,
+        weights_only=not arguments.no_weights_only,
         engine=arguments.engine,
         progress=sys.stderr.isatty() and not arguments.quiet,
     )

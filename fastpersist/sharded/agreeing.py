@@ -2,10 +2,11 @@
 
 DCP's planners do the planning; here is what dcp.save does around them, on the writing thread. For each save
 
-    others → first   hello   what is saved, and which plan this rank has kept of the last save, if its tensors are alike
+    others → first   hello   what is saved, and which plan this rank has kept of the last save, if its tensors are
+                             alike; and sums of what it holds in common with others by that plan
     first → others   go      the directory; and whether that plan still holds, or else *plan anew*, which is
-    others → first   plan    what this rank holds
-    first → others   plan    to each rank what it writes
+    others → first   plan    what this rank holds, and the sums of samples of it (`sampling`)
+    first → others   plan    to each rank what it writes, and what it holds in common with others
     others → first   done    where each item lies in this rank's part, how long that is, and what else it has written
 
 `hello`, `go` and `done` are JSON (the places behind it, packed). Plans are pickles: they come over connections that
@@ -21,10 +22,11 @@ import secrets
 import struct
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -34,11 +36,21 @@ from torch.distributed.tensor import DTensor
 from fastpersist.capture import no_garbage_collection
 from fastpersist.coordination import Session
 from fastpersist.errors import ConfigError, CoordinationError
+from fastpersist.owners import Ownership
 from fastpersist.sharded.metadata import pickled
-from fastpersist.sharded.planning import FastPersistSavePlanner
+from fastpersist.sharded.planning import StepSavePlanner, is_object
+from fastpersist.sharded.sampling import GetSums, sample
 from fastpersist.sharing import decoded, encoded
 
 __all__ = ["Done", "Planned", "SharedPlans", "gather_done", "tell_done"]
+
+_SHOWN_COUNT = 5
+
+_Sums: TypeAlias = dict[str, int]
+"""Of the samples of a rank's tensors, by name."""
+
+_Common: TypeAlias = dict[str, list[str]]
+"""For each set of ranks of which this one is, the names of the tensors of which these hold the same chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +95,35 @@ class SharedPlans:
     """
 
     def __init__(self) -> None:
-        self.planner = FastPersistSavePlanner()
+        self.planner = StepSavePlanner()
         self._taken = threading.Lock()
         self._kinds = _Kinds()
         self._structure: object = None  # of this rank's state, for which `_local` is the plan
         self._local: list[WriteItem] = []
         self._version = ""  # of the plan of all ranks in which `_local` is; "" if it is in none
         self._items: list[WriteItem] = []  # of this rank, by that plan
+        self._common: _Common = {}  # of this rank, by that plan
+        self._alone: frozenset[str] = frozenset()  # what this rank holds, and no other one, by the plan made last
         self._indexes: list[list[MetadataIndex]] = []  # of all ranks, by that plan; on the first one
         self._metadata: Metadata | None = None
 
-    def agree(self, state: Mapping[str, Any], session: Session | None, label: str, directory: str | None) -> Planned:
+    def sample(self, state: Mapping[str, Any], ownership: Ownership) -> GetSums:
+        """Take samples of what other ranks may hold, too, as it is now; any thread.
+
+        Args:
+            state: What this rank holds.
+            ownership: What optimizers own.
+        """
+        return sample(state, ownership, self._alone)
+
+    def agree(
+        self,
+        state: Mapping[str, Any],
+        session: Session | None,
+        label: str,
+        directory: str | None,
+        get_sums: GetSums | None = None,
+    ) -> Planned:
         """Plan the save of a state with the other ranks.
 
         Args:
@@ -101,20 +131,23 @@ class SharedPlans:
             session: With the others; None without any.
             label: What all ranks mean that save the same.
             directory: Where the parts go; on the first rank.
+            get_sums: Of the samples of this state, which are compared; None: none is.
 
         Raises:
             ConfigError: DCP cannot tell the names in the state apart; or there is one rank, and it does not hold all.
             CoordinationError: The ranks do not save the same, or what they hold makes no whole tensors.
             PeerError: Another rank has failed.
         """
+        sums = {} if get_sums is None or session is None else get_sums()
         self._plan_locally(state, is_first=session is None or session.rank == 0)
         if session is None or session.count == 1:
             if not self._version:
                 (self._items,) = self._plan_for_all([self._local], [self.planner.mappings])
+                self._note_common({})
         elif session.rank == 0:
-            self._lead(session, label, directory)
+            self._lead(session, label, directory, sums)
         else:
-            directory = self._follow(session, label)
+            directory = self._follow(session, label, sums)
         # What the ranks write is the planner's affair again: it knows by now what was cut.
         self.planner.finish_plan(SavePlan(self._items))
         return Planned(directory or "", self._items, self._indexes, self._metadata)
@@ -151,7 +184,6 @@ class SharedPlans:
     def _plan_for_all(self, items: list[list[WriteItem]], mappings: list[dict[str, Any]]) -> list[list[WriteItem]]:
         """Return what each rank writes; on the first one, which keeps no more than it needs to say where that is."""
         self._version = ""
-        _refuse_differences(items)
         if len(items) == 1:
             _refuse_parts(items[0])
         plans = [SavePlan(own, planner_data=paths) for own, paths in zip(items, mappings, strict=True)]
@@ -165,7 +197,12 @@ class SharedPlans:
         self._version = secrets.token_hex(8)
         return [plan.items for plan in shared]
 
-    def _lead(self, session: Session, label: str, directory: str | None) -> None:
+    def _note_common(self, common: _Common) -> None:
+        self._common = common
+        shared = {name for names in common.values() for name in names}
+        self._alone = frozenset(item.index.fqn for item in self._local) - shared
+
+    def _lead(self, session: Session, label: str, directory: str | None, sums: _Sums) -> None:
         hellos = [decoded(one, rank) for rank, one in enumerate(session.gather(b"{}"))]
         for rank, hello in enumerate(hellos[1:], 1):
             if hello.get("label") != label:
@@ -174,22 +211,28 @@ class SharedPlans:
                     f"{hello.get('label')}. All ranks save equally often, with the same steps or names"
                 )
         holds = bool(self._version) and all(hello.get("version") == self._version for hello in hellos[1:])
+        holds = holds and _are_alike([_joint(self._common, sums), *(hello.get("sums") or {} for hello in hellos[1:])])
         session.answer(encoded({"directory": directory, "holds": holds}))
         if holds:
             return
         told = [_unpacked(one, rank) for rank, one in enumerate(session.gather(b"")) if rank]
-        shared = self._plan_for_all(
-            [self._local, *(items for items, _ in told)], [self.planner.mappings, *(paths for _, paths in told)]
-        )
+        held = [self._local, *(items for items, _, _ in told)]
+        _refuse_differences(held)
+        common = _common([sums, *(of_rank for _, _, of_rank in told)], held)
+        shared = self._plan_for_all(held, [self.planner.mappings, *(paths for _, paths, _ in told)])
         self._items = shared[0]
-        session.answer_each([b"", *(_packed((self._version, items)) for items in shared[1:])])
+        self._note_common(common[0])
+        others = list(zip(shared, common, strict=True))[1:]
+        session.answer_each([b"", *(_packed((self._version, items, same)) for items, same in others)])
 
-    def _follow(self, session: Session, label: str) -> str:
-        session.tell(encoded({"label": label, "version": self._version}))
+    def _follow(self, session: Session, label: str, sums: _Sums) -> str:
+        joint = _joint(self._common, sums) if self._version else {}
+        session.tell(encoded({"label": label, "version": self._version, "sums": joint}))
         go = decoded(session.hear(), 0)
         if not go.get("holds"):
-            session.tell(_packed((self._local, self.planner.mappings)))
-            self._version, self._items = _unpacked(session.hear(), 0)
+            session.tell(_packed((self._local, self.planner.mappings, sums)))
+            self._version, self._items, common = _unpacked(session.hear(), 0)
+            self._note_common(common)
         return str(go["directory"])
 
 
@@ -251,7 +294,9 @@ class _Kinds:
     def number_of(self, value: object) -> int:
         """Return the same for what is planned in the same way; something new where that is not known."""
         kind: object = None
-        if type(value) is DTensor:
+        if is_object(value):
+            pass  # planned as other objects are
+        elif type(value) is DTensor:
             kind = (value.shape, value.dtype, value.requires_grad, value.placements, value.device_mesh)
         elif type(value) in (torch.Tensor, torch.nn.Parameter):
             kind = (value.shape, value.dtype, value.requires_grad, value.layout)  # type: ignore[attr-defined]
@@ -260,6 +305,7 @@ class _Kinds:
         return self._numbers.setdefault(kind, len(self._numbers))
 
 
+@no_garbage_collection()
 def _refuse_differences(items: Sequence[Sequence[WriteItem]]) -> None:
     """Refuse what has one name on several ranks, and is not the same thing.
 
@@ -275,6 +321,54 @@ def _refuse_differences(items: Sequence[Sequence[WriteItem]]) -> None:
                     f"the ranks do not save the same: {item.index.fqn!r} is {_described(first)} on rank {first_rank}, "
                     f"and {_described(item)} on rank {rank}"
                 )
+
+
+@no_garbage_collection()
+def _common(sums: Sequence[_Sums], items: Sequence[Sequence[WriteItem]]) -> list[_Common]:
+    """Return for each rank of what it holds the same as others, as far as that is sampled.
+
+    Args:
+        sums: Of each rank.
+        items: What each rank holds.
+
+    Raises:
+        CoordinationError: What ranks ought to hold alike differs.
+    """
+    holders: dict[MetadataIndex, list[int]] = {}
+    for rank, own in enumerate(items):
+        counts = Counter(item.index.fqn for item in own)  # a sum is of all that a rank holds under a name
+        for item in own:
+            name = item.index.fqn
+            if counts[name] == 1 and name in sums[rank]:
+                holders.setdefault(item.index, []).append(rank)
+    common: list[_Common] = [{} for _ in items]
+    for index, ranks in holders.items():
+        if len(ranks) == 1:
+            continue
+        name, key = index.fqn, " ".join(map(str, ranks))
+        odd = [rank for rank in ranks if sums[rank][name] != sums[ranks[0]][name]]
+        if odd:
+            raise CoordinationError(
+                f"{name!r} counts as one tensor, and rank {ranks[0]} holds other values of it than rank "
+                f"{', '.join(map(str, odd[:_SHOWN_COUNT]))}. Nothing was published. Optimizers of a pipeline's "
+                "stages number their parameters alike: save by names, as torch's get_optimizer_state_dict gives them, "
+                "and modules of stages under keys of their own. What differs otherwise is to be left out of the state, "
+                "or passed as rank_state"
+            )
+        for rank in ranks:
+            common[rank].setdefault(key, []).append(name)
+    return common
+
+
+def _joint(common: _Common, sums: _Sums) -> dict[str, int]:
+    """Return one sum of all that some ranks have in common, for each such set of ranks."""
+    return {ranks: zlib.crc32(repr([sums.get(name) for name in names]).encode()) for ranks, names in common.items()}
+
+
+def _are_alike(told: Sequence[Mapping[str, int]]) -> bool:
+    """Tell whether all ranks have told the same of what they have in common."""
+    first: dict[str, int] = {}
+    return all(first.setdefault(ranks, total) == total for of_rank in told for ranks, total in of_rank.items())
 
 
 def _essence(item: WriteItem) -> object:

@@ -170,7 +170,11 @@ class ShardedCapture:
         """Return a tensor, every byte of which is captured, or is nobody else's."""
         locals_ = _local_tensors(tensor)
         if locals_ is None:
-            return copy.deepcopy(tensor.detach(), self._memo)
+            try:  # most kinds of sparse tensors know no deepcopy
+                is_known = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+                return tensor.detach().clone() if is_known else copy.deepcopy(tensor.detach(), self._memo)
+            except Exception as error:
+                raise UnsupportedError(f"{name!r}, a {type(tensor).__name__}, cannot be copied: {error}") from error
         if all(_is_whole(local) for local in locals_):
             for local in locals_:
                 self._held.add(local, tensor, name)

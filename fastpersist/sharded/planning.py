@@ -14,16 +14,20 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from fastpersist.errors import InternalError
 
-__all__ = ["FastPersistSavePlanner", "cut_replicas"]
+__all__ = ["CUT_TENSOR_BYTES_MIN", "FastPersistSavePlanner", "StepSavePlanner", "cut_replicas", "is_object"]
 
 _CUT_BYTES_MIN = 1 << 20
 """Of a chunk. Smaller tensors are left to DCP, which gives each to one of its holders."""
+
+CUT_TENSOR_BYTES_MIN = 2 * _CUT_BYTES_MIN
+"""Of a tensor that is cut at all."""
 
 
 class FastPersistSavePlanner(DefaultSavePlanner):
@@ -76,6 +80,36 @@ class FastPersistSavePlanner(DefaultSavePlanner):
             if item.tensor_data is not None and _contains(_chunk_of(item), chunk):
                 return None if _chunk_of(item) == chunk else item
         raise InternalError(f"this rank is to write a chunk of {write_item.index.fqn!r} that it does not hold: {chunk}")
+
+
+class StepSavePlanner(FastPersistSavePlanner):
+    """Plans the save of a step, which is loaded without knowing what there was.
+
+    So sparse, quantized and nested tensors are saved as objects: what DCP notes of tensors does not say how to make
+    these.
+    """
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan what this rank holds."""
+        state = self.state_dict
+        self.state_dict = {name: _OBJECT if is_object(value) else value for name, value in state.items()}
+        try:
+            return super().create_local_plan()
+        finally:
+            self.state_dict = state
+
+
+def is_object(value: object) -> bool:
+    """Tell whether a tensor of a step is saved as an object: one that is more than its elements."""
+    if not isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
+        return False
+    return not isinstance(value, ShardedTensor) and (
+        value.layout is not torch.strided or value.is_quantized or value.is_nested
+    )
+
+
+_OBJECT = object()
+"""Stands for a tensor while DCP plans, that it may plan an object."""
 
 
 def _chunk_of(item: WriteItem) -> ChunkStorageMetadata:

@@ -148,8 +148,13 @@ class FastPersistReader(StoragePath, StorageReader):
             if item.type == LoadItemType.BYTE_IO:
                 take = _bytes_taker(planner, item)
                 yield Wanted(name, info.offset, info.length, None, (), (), None, take)
+                continue
+            target = planner.resolve_tensor(item)
+            if target.layout is not torch.strided:
+                take = _copying_taker(planner, item, target)
+                yield Wanted(name, info.offset, info.length, None, (), (), None, take)
             else:
-                target = planner.resolve_tensor(item).detach()
+                target = target.detach()
                 done = _tensor_committer(planner, item, target)
                 offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
                 yield Wanted(name, info.offset, info.length, self._stored(item), offsets, lengths, target, done)
@@ -183,6 +188,18 @@ class FastPersistReader(StoragePath, StorageReader):
 
 def _bytes_taker(planner: LoadPlanner, item: ReadItem) -> Callable[[bytes], None]:
     return lambda data: planner.load_bytes(item, io.BytesIO(data))
+
+
+def _copying_taker(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Callable[[bytes], None]:
+    """Return what fills a sparse target: it has no memory to be filled, and a detached one would be filled alone."""
+
+    def take(data: bytes) -> None:
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        with torch.no_grad():
+            target.copy_(loaded)
+        planner.commit_tensor(item, target)
+
+    return take
 
 
 def _tensor_committer(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Callable[[bytes], None]:

@@ -37,6 +37,7 @@ from fastpersist.pipeline import Poll
 from fastpersist.sharded.agreeing import Done, Planned, SharedPlans, gather_done, tell_done
 from fastpersist.sharded.capturing import ShardedCapture
 from fastpersist.sharded.metadata import METADATA_NAME, pickled
+from fastpersist.sharded.sampling import GetSums
 from fastpersist.sharded.writing import Part, WrittenPart, part_name, write_part
 from fastpersist.step_saving import StepSave, StepSaver
 
@@ -61,6 +62,7 @@ class ShardedFiles:
         self._plans = plans
         self._name = name
         self._captured: ShardedCapture | None = None
+        self._get_sums: GetSums | None = None
 
     def hold(self, arena: Arena, *, paranoid: bool, on_gate: Callable[[float], None]) -> Held:
         """Look at what is to be written; called by the save.
@@ -68,7 +70,11 @@ class ShardedFiles:
         Raises:
             UnsupportedError, RuntimeError, …: A tensor or object that cannot be copied.
         """
-        captured = ShardedCapture(self._state, self.owners, arena, paranoid=paranoid, on_gate=on_gate)
+        ownership = self.owners.look()
+        captured = ShardedCapture(
+            self._state, self.owners, arena, paranoid=paranoid, on_gate=on_gate, look=lambda: ownership
+        )
+        self._get_sums = self._plans.sample(captured.state, ownership)
         self._state = None
         self._captured = captured
         return Held(captured.capture, captured.snapshot, captured.size_bytes)
@@ -89,7 +95,7 @@ class ShardedFiles:
         directory = None if site.directory is None else self._made_directory(site.directory)
         label = f"{site.label}/{self._name}" if self._name else site.label or ""
         with self._plans.taken() as plans:
-            planned = plans.agree(captured.state, site.session, label, directory)
+            planned = plans.agree(captured.state, site.session, label, directory, self._get_sums)
             return self._write(planned, plans.planner, captured, site)
 
     def _made_directory(self, path: str) -> str:

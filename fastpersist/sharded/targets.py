@@ -17,12 +17,15 @@ from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_d
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fastpersist.errors import UnsupportedError
 from fastpersist.filling import why_not_fillable
+from fastpersist.sharded.blobs import QUANTIZED
 
 __all__ = ["Fit", "Node", "Saved", "Step", "full_value", "holds_nothing", "saved_tree"]
 
 _CPU = torch.device("cpu")
 _SHOWN_COUNT = 10
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +144,20 @@ class Fit:
     problems: list[str] = field(default_factory=list)
 
     def value_of(self, saved: Saved) -> Any:
-        """Return an object, or the tensor that is going to be filled: a full one if no target has it."""
+        """Return an object, or the tensor that is going to be filled: a full one if no target has it.
+
+        Raises:
+            UnsupportedError: dcp.save saved a sparse or quantized tensor, and DCP does not say how to make one.
+        """
         if not isinstance(saved.described, TensorStorageMetadata):
             return self.objects[saved.fqn]
         if saved.fqn not in self.tensors:
-            dtype = saved.described.properties.dtype
+            dtype, layout = saved.described.properties.dtype, saved.described.properties.layout
+            if layout is not torch.strided or dtype in QUANTIZED:
+                raise UnsupportedError(
+                    f"{saved.fqn!r} is a tensor of layout {layout} and {dtype}, which can only be loaded into one of "
+                    "its kind, with dcp.load; Checkpointer(sharded=True).save keeps such tensors as they are"
+                )
             self.tensors[saved.fqn] = torch.empty(saved.described.size, dtype=dtype, device=self.device)
         return self.tensors[saved.fqn]
 
@@ -173,13 +185,15 @@ class Fit:
             self._add_stateful(key, name, target, node)
         elif isinstance(target, Mapping):
             self._add_mapping(key, name, target, node)
-        elif isinstance(target, list | tuple):
+        elif isinstance(target, list) or (isinstance(target, tuple) and _is_restorable(target)):
             self._add_sequence(key, name, target, node)
         else:
             self.problems.append(f"{name} is {_kind(target)}, which cannot be filled in place")
 
     def _add_tensor(self, key: str, name: str, target: torch.Tensor, node: Node | None) -> None:
-        if not isinstance(node, Saved) or node.shape is None:
+        if isinstance(node, Saved) and isinstance(value := self.objects.get(node.fqn), torch.Tensor):
+            self._add_copied(key, name, target, value)
+        elif not isinstance(node, Saved) or node.shape is None:
             self.problems.append(f"{name} is a tensor in the target, but {_kind_of_saved(node)} in the checkpoint")
         elif torch.nn.parameter.is_lazy(target):
             self.problems.append(f"{name} has no shape yet (a lazy module); run the module once, then load")
@@ -194,6 +208,27 @@ class Fit:
             self.problems += reasons
             self.tensors[node.fqn] = target.detach()
             self.filled_keys[key] = None
+
+    def _add_copied(self, key: str, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+        """Plan a tensor that was saved as an object: sparse, quantized or nested."""
+        if target.layout != value.layout or target.is_quantized != value.is_quantized:
+            self.problems.append(f"{name} is {_layout(target)} in the target, {_layout(value)} in the checkpoint")
+        elif not value.is_nested and target.shape != value.shape:
+            self.problems.append(
+                f"{name} has shape {tuple(target.shape)} in the target, {tuple(value.shape)} in the checkpoint"
+            )
+        elif target.layout in _COMPRESSED and target._nnz() != value._nnz():
+            self.problems.append(
+                f"{name} has {target._nnz()} elements in the target, {value._nnz()} in the checkpoint: load it without "
+                f"a target, for torch copies no {target.layout} tensors where these numbers differ"
+            )
+        else:
+
+            def apply() -> None:
+                with torch.no_grad():
+                    target.copy_(value)
+
+            self.steps.append(Step(0, key, name, apply))
 
     # --- modules
 
@@ -514,8 +549,18 @@ def _is_known(memory: torch.Tensor) -> bool:
 
 
 def _is_restorable(item: object) -> bool:
-    """Tell what is restored in place from what is replaced."""
-    return isinstance(item, torch.Tensor | Mapping | list | tuple) or callable(getattr(item, "load_state_dict", None))
+    """Tell what is restored in place from what is replaced, as is a tuple that holds nothing else."""
+    return isinstance(item, Mapping | list) or _holds_state(item)
+
+
+def _holds_state(item: object) -> bool:
+    if isinstance(item, Mapping | list | tuple):
+        return any(map(_holds_state, item.values() if isinstance(item, Mapping) else item))
+    return isinstance(item, torch.Tensor) or callable(getattr(item, "load_state_dict", None))
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return f"a {'quantized' if tensor.is_quantized else tensor.layout} tensor"
 
 
 def _kind(value: object) -> str:

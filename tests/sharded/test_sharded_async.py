@@ -229,7 +229,10 @@ def test_a_save_right_behind_leaves_the_one_before_to_its_thread(tmp_path: Path,
 
 
 @pytest.mark.usefixtures("group")
-def test_nothing_is_planned_before_async_save_is_through(tmp_path: Path, way: Way) -> None:
+def test_nothing_is_planned_before_async_save_is_through(
+    tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastpersist.sharded.staging._CALLER_FIRST_S", 20.0)
     model, optimizer = model_and_optimizer()
     train(model, optimizer)
     order = []

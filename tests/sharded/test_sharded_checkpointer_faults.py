@@ -276,7 +276,7 @@ def test_what_cannot_be_copied_fails_where_it_is_and_the_others_hear_of_it(tmp_p
             state["lock"] = threading.Lock()
         try:
             errors.append(saver.checkpoints.save(1, state).exception())
-        except TypeError as error:
+        except fp.UnsupportedError as error:
             errors.append(str(error))
         errors.append(saver.outcome())
         saver.close()

@@ -1,0 +1,173 @@
+"""Two tensors under one name are refused, by name, before one is lost; what may differ among ranks may."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.process_groups import run_ranks
+from support.sharded_runs import mesh_of_all
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import fastpersist as fp
+from fastpersist.errors import CoordinationError, PeerError
+from fastpersist.owners import Ownership
+from fastpersist.sharded import sampling
+from fastpersist.sharded.sampling import sample
+
+
+def saved(path: Path, state: dict[str, Any], *, optimizer: object = None) -> str:
+    """Return what a save ends with, on this rank."""
+    with fp.Checkpointer(path, sharded=True, process_group=dist.group.WORLD, optimizer=optimizer) as checkpoints:
+        try:
+            checkpoints.save(1, state).result(30)
+        except (CoordinationError, PeerError) as error:
+            assert checkpoints.latest() is None
+            return str(error)
+        return "saved"
+
+
+def test_shards_of_stages_whose_optimizers_number_their_parameters_are_refused(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> str:
+        meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3])]
+        moment = DTensor.from_local(torch.full((4, 3), float(rank)), meshes[rank // 2], [Shard(0)], run_check=False)
+        state = {
+            "model": {f"stage{rank // 2}.weight": moment},
+            "optimizer": {"state": {0: {"exp_avg": moment}}, "param_groups": [{"params": [0]}]},
+        }
+        return saved(tmp_path, state)
+
+    for told in run_ranks(4, work):
+        assert "'optimizer.state.0.exp_avg' counts as one" in told
+        assert "rank 0 holds other values of it than rank 2" in told
+        assert "get_optimizer_state_dict" in told
+
+
+def plain_stage(rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a stage of its own on each rank, of one shape, whose moments differ."""
+    model = torch.nn.Sequential()
+    model.add_module(f"layer{rank}", torch.nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.full((4,), float(rank + 1))).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("by_names", [False, True])
+@pytest.mark.parametrize("given", [False, True], ids=["unknown optimizer", "optimizer"])
+def test_plain_stages_are_saved_by_names_and_refused_by_numbers(tmp_path: Path, by_names: bool, given: bool) -> None:
+    def work(rank: int, count: int) -> tuple[str, bool]:
+        model, optimizer = plain_stage(rank)
+        state = get_optimizer_state_dict(model, optimizer) if by_names else optimizer.state_dict()
+        told = saved(
+            tmp_path, {"model": model.state_dict(), "optimizer": state}, optimizer=optimizer if given else None
+        )
+        if not by_names:
+            return told, True
+        with fp.Checkpointer(tmp_path, process_group=dist.group.WORLD) as checkpoints:
+            found = checkpoints.load(1)["optimizer"]["state"][f"layer{rank}.weight"]["exp_avg"]
+        return told, torch.equal(found, optimizer.state[next(model.parameters())]["exp_avg"])
+
+    for told, is_whole in run_ranks(2, work):
+        assert is_whole
+        assert told == "saved" if by_names else "'optimizer.state.0.exp_avg' counts as one tensor" in told
+
+
+def test_modules_of_one_name_are_refused_if_an_optimizer_owns_them(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> str:
+        torch.manual_seed(rank)
+        model = torch.nn.Linear(4, 3)
+        return saved(tmp_path, {"model": model.state_dict()}, optimizer=torch.optim.SGD(model.parameters()))
+
+    for told in run_ranks(2, work):
+        assert "'model.weight' counts as one tensor" in told
+
+
+@pytest.mark.parametrize("size", [300, 600_000])
+def test_large_plain_tensors_that_would_be_cut_are_not_mixed(tmp_path: Path, size: int) -> None:
+    def work(rank: int, count: int) -> str:
+        return saved(tmp_path, {"average": torch.full((size,), float(rank))})
+
+    for told in run_ranks(2, work):
+        assert told == "saved" if size == 300 else "'average' counts as one tensor" in told
+
+
+def test_what_parts_later_is_refused_then_and_saved_again_when_it_agrees(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> list[str]:
+        tensor = DTensor.from_local(torch.zeros(5, 2), mesh_of_all(), [Replicate()], run_check=False)
+        own = DTensor.from_local(torch.zeros(5, 2), mesh_of_all(), [Shard(0)], run_check=False)
+        told = []
+        with fp.Checkpointer(tmp_path, sharded=True, process_group=dist.group.WORLD, keep=9) as checkpoints:
+            for step, value in enumerate([0, rank, 3, 4]):
+                tensor.to_local().fill_(value)
+                own.to_local().fill_(rank + step)
+                try:
+                    checkpoints.save(step, {"same": tensor, "own": own, "step": step}).result(30)
+                    told.append("saved")
+                except (CoordinationError, PeerError) as error:
+                    told.append(str(error))
+            told.append(str(checkpoints.steps()))
+            told.append(str(checkpoints.load(3)["own"][:, 0].tolist()))
+        return told
+
+    for first, second, *rest in run_ranks(2, work):
+        assert first == "saved"
+        assert "'same' counts as one tensor, and rank 0 holds other values of it than rank 1" in second
+        assert rest == ["saved", "saved", "[0, 2, 3]", str([3.0] * 5 + [4.0] * 5)]
+
+
+def test_what_may_differ_among_ranks_does_not_keep_a_step_from_being_saved(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> str:
+        norm = torch.nn.BatchNorm1d(4)
+        optimizer = torch.optim.Adam(norm.parameters())
+        norm(torch.randn(8, 4, generator=torch.Generator().manual_seed(rank))).sum().backward()
+        for parameter in norm.parameters():
+            parameter.grad = torch.ones(4)
+        for _ in range(rank + 1):
+            optimizer.step()
+        with torch.no_grad():
+            for parameter in norm.parameters():  # of ranks that have met other numbers of batches, say
+                parameter.fill_(1)
+                optimizer.state[parameter]["exp_avg"].fill_(1)
+                optimizer.state[parameter]["exp_avg_sq"].fill_(1)
+        state = {
+            "model": norm.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "random": torch.random.manual_seed(rank).get_state(),
+            "rank": rank,
+        }
+        return saved(tmp_path, state, optimizer=optimizer)
+
+    assert run_ranks(2, work) == ["saved", "saved"]
+
+
+def test_samples_are_of_values_at_the_save_and_none_of_what_is_passed_over() -> None:
+    tensors = {name: torch.arange(1000, dtype=torch.float64) for name in "ab"}
+    tensors["one"] = torch.ones(1)
+    owned = {tensor.untyped_storage()._cdata: [tensor] for tensor in tensors.values()}
+    ownership = Ownership(owned, {}, "")
+    large = torch.ones(300_000, dtype=torch.complex128)
+    state = {**tensors, "other": torch.ones(9), "empty": torch.ones(0), "large": large}
+    get = sample(state, ownership, {"b"})
+    assert set(get()) == {"a", "large"}
+    before = get()
+    tensors["a"].add_(1)
+    assert get() == before
+    assert sample(state, ownership, ())() != before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128, torch.bool])
+def test_same_bytes_are_sampled_on_devices_and_in_host_memory(dtype: torch.dtype) -> None:
+    for count in (1, 64, 65, 12_345):
+        tensor = (torch.arange(count * 3) % 97).to(dtype)[count : 2 * count]
+        parts = [(name, sampling._windows_of(tensor)) for name in "ab"]
+        total = sampling._sum_of(tensor)
+        assert sampling._copied(torch.device("cpu"), parts)() == {"a": total, "b": total}
+        changed = tensor.clone()
+        changed[0] = not changed[0] if dtype is torch.bool else changed[0] + 1
+        assert sampling._sum_of(changed) != total
