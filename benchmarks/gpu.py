@@ -8,10 +8,11 @@ All rows of a part take their turn in every round, in one process; a part is a p
 crashes, hangs, or leaves a CUDA context that can do no more, costs no other part its figures.
 
 save      device → durable file: from the call to synced bytes and name. A state of bf16 and fp32 tensors.
-tmpfs     the same to a file system in memory: what we cost without a disk.
-load      file → device: cold files, until all bytes are on the device.
 overlap   a training under fused AdamW that saves every step: how much longer steps take, how long the host waits.
+load      file → device: cold files, until all bytes are on the device.
+tmpfs     saving to a file system in memory: what we cost without a disk.
 memory    host memory that saves take, in a process that has never saved; the first save, which pins the ring, apart.
+gpudirect saves and loads by the engine "cufile"; last, as libcufile may never return.
 
 Yardsticks: pinned copies by torch, the limit of PCIe; fio, if installed, and a loop with O_DIRECT, the limit of the
 disk. The file of each way is loaded back by stock tools once, and compared on the device. Peers have their best
@@ -35,12 +36,12 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+import gpu_disk
+import gpu_plan as plan
 import gpu_report as report
 
 _MIB = 1 << 20
-# How the time is divided. Overlap and save have the slowest peers.
-_SHARES = {"save": 0.26, "tmpfs": 0.12, "load": 0.2, "memory": 0.1, "overlap": 0.32}
-_START_S = 15.0  # a process imports torch, makes a context, fills a state
+_SLOW_BYTES_PER_S = 0.5e9  # what a disk is taken for that could not be looked at
 _RING_BYTES = 64 * _MIB  # the default; FASTPERSIST_RING_BYTES says otherwise
 
 
@@ -53,10 +54,13 @@ def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size-mb", type=int, metavar="MIB", help="of the state (default: about 1 s of writing)")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="as far as time allows (default: 7)")
     parser.add_argument("--budget", type=float, default=300.0, metavar="S", help="time for all parts (default: 300)")
-    parser.add_argument("--parts", nargs="+", choices=[*_SHARES], default=[*_SHARES], help="what to measure")
+    parser.add_argument("--parts", nargs="+", choices=[*plan.SHARES], default=[*plan.SHARES], help="what to measure")
     parser.add_argument("--parameters", type=int, metavar="N", help="of the training (default: 1e9, or what fits)")
+    parser.add_argument("--memory-dir", metavar="DIR", help="a tmpfs for the part tmpfs (default: that with most room)")
+    parser.add_argument("--memory-mount", metavar="DIR", help="where that part mounts one, in a namespace of its own")
     parser.add_argument("--json", metavar="PATH", help="write all samples there as well")
-    parser.add_argument("--run-part", choices=[*_SHARES], help=argparse.SUPPRESS)  # what the process of a part is told
+    # What the process of a part is told:
+    parser.add_argument("--run-part", choices=[*plan.SHARES], help=argparse.SUPPRESS)
     parser.add_argument("--found", help=argparse.SUPPRESS)
     parser.add_argument("--write-rate", type=float, default=0.0, help=argparse.SUPPRESS)
     return parser.parse_args(words)
@@ -75,10 +79,13 @@ def _run_part(arguments: argparse.Namespace) -> None:
     deadline_s = time.monotonic() + arguments.budget
     found = measure.Found(arguments.found)
     device = measure.Device(arguments.device)
-    found.values["facts"] = device.facts()
+    import fastpersist as fp
+
+    found.values["facts"] = device.facts() | {"fastpersist": fp.__version__}
     found.keep()
     part = {
         "save": _save_part, "tmpfs": _tmpfs_part, "load": _load_part, "overlap": _overlap_part, "memory": _memory_part,
+        "gpudirect": _gpudirect_part,
     }[arguments.run_part]  # fmt: skip
     part(arguments, found, device, deadline_s)
     found.values["complete"] = True
@@ -108,11 +115,13 @@ def _tmpfs_part(arguments: argparse.Namespace, found: Any, device: Any, deadline
     import gpu_ways as ways
     import gpu_yardsticks as yardsticks
 
-    place = _memory_file_system()
-    room_bytes = measure.free_bytes(place) if place else 0
+    place = arguments.memory_dir or gpu_disk.memory_file_system()
+    room_bytes = gpu_disk.free_bytes(place) if place else 0
     size_bytes = min(arguments.size_mb * _MIB, room_bytes // 3)
     if place is None or size_bytes < min(256 * _MIB, arguments.size_mb * _MIB):
-        found.note(f"no room in a file system in memory: {place or 'there is none'}, {room_bytes} bytes free")
+        why = f"no room in a file system in memory: {place or 'there is none'}, {room_bytes} bytes free"
+        found.row("fp.save", "ours", size_bytes)["note"] = f"not measured: {why}"
+        found.note(why)
         return
     with tempfile.TemporaryDirectory(prefix="gpu-", dir=place) as directory:
         state = measure.make_state(device, size_bytes)
@@ -127,21 +136,13 @@ def _tmpfs_part(arguments: argparse.Namespace, found: Any, device: Any, deadline
         measure.take_turns(found, device, rows, arguments.rounds, deadline_s)
 
 
-def _memory_file_system() -> str | None:
-    """Return the tmpfs with most room that this process may write to."""
-    with open("/proc/self/mounts") as mounts:
-        points = [line.split()[1] for line in mounts if line.split()[2] == "tmpfs"]
-    usable = [point for point in points if os.path.isdir(point) and os.access(point, os.W_OK)]
-    return max(usable, key=lambda point: os.statvfs(point).f_bavail * os.statvfs(point).f_frsize, default=None)
-
-
 def _load_part(arguments: argparse.Namespace, found: Any, device: Any, deadline_s: float) -> None:
     import gpu_measure as measure
     import gpu_ways as ways
     import gpu_yardsticks as yardsticks
 
     state = measure.make_state(device, arguments.size_mb * _MIB)
-    paths = ways.written_files(state, arguments.directory)
+    paths = ways.written_files(state, arguments.directory, found.note)
     cold = yardsticks.ColdFiles()
     rows = [
         *ways.load_rows(device, state, paths, cold),
@@ -155,22 +156,44 @@ def _load_part(arguments: argparse.Namespace, found: Any, device: Any, deadline_
 
 
 def _overlap_part(arguments: argparse.Namespace, found: Any, device: Any, deadline_s: float) -> None:
-    import gpu_measure as measure
     import gpu_overlap as overlap
 
-    per_parameter = overlap.BYTES_PER_PARAMETER
     count = arguments.parameters
     if count is None:
-        # Two rounds of three ways, and what comes before them, are some 40 steps; 1.2 writes each.
-        step_s = max(arguments.budget - _START_S, 20.0) / 40
-        count = min(
-            1_000_000_000,
-            int(arguments.write_rate * step_s / 1.2 / per_parameter),
-            measure.free_bytes(arguments.directory) // (6 * per_parameter),
-            device.total_bytes() // (5 * per_parameter),
-            measure.available_host_bytes() // (4 * per_parameter),
+        count, why = plan.overlap_parameters(
+            arguments.write_rate,
+            arguments.budget,
+            disk_bytes=gpu_disk.free_bytes(arguments.directory),
+            device_bytes=device.total_bytes(),
+            host_bytes=gpu_disk.available_host_bytes(),
         )
+        if why:
+            found.note(f"the training has {count / 1e9:.2f} billion parameters, since there is {why}")
     overlap.measure_overlap(found, device, arguments.directory, count, min(arguments.rounds, 3), deadline_s)
+
+
+def _gpudirect_part(arguments: argparse.Namespace, found: Any, device: Any, deadline_s: float) -> None:
+    import gpu_measure as measure
+    import gpu_ways as ways
+    import gpu_yardsticks as yardsticks
+
+    import fastpersist as fp
+
+    probes = fp.engines(arguments.directory)  # loads libcufile, which no part before this one does
+    found.values["facts"]["engines"] = [
+        {"name": probe.name, "usable": probe.usable, "why_not": probe.why_not} for probe in probes
+    ]
+    found.keep()
+    why_not = next((probe.why_not for probe in probes if probe.name == "cufile" and not probe.usable), "")
+    if why_not:
+        found.note(f"not measured: GPUDirect Storage cannot be used: {why_not}")
+        return
+    state = measure.make_state(device, arguments.size_mb * _MIB)
+    path = ways.written_files(state, arguments.directory, found.note)[".pt"]
+    place = os.path.join(arguments.directory, "saves")
+    os.mkdir(place)
+    rows = ways.gpudirect_rows(device, state, place, path, yardsticks.ColdFiles())
+    measure.take_turns(found, device, rows, arguments.rounds, deadline_s)
 
 
 def _memory_part(arguments: argparse.Namespace, found: Any, device: Any, _: float) -> None:
@@ -204,7 +227,7 @@ def _memory_part(arguments: argparse.Namespace, found: Any, device: Any, _: floa
         except Exception as error:  # noqa: BLE001 - one way's failure is no other's
             memory["saves"][name] = {"note": f"{type(error).__name__}: {error}"[:300]}
         finally:
-            measure.remove(path)
+            gpu_disk.remove(path)
         found.keep()
 
     watched("fp.save, the first", lambda: fp.save(state, path))
@@ -230,7 +253,7 @@ def _memory_part(arguments: argparse.Namespace, found: Any, device: Any, _: floa
 
 
 def _own_process(
-    arguments: argparse.Namespace, part: str, budget_s: float, left_s: float, directory: str
+    arguments: argparse.Namespace, part: str, budget_s: float, limit_s: float, directory: str
 ) -> dict[str, Any]:
     """Run a part in a process of its own; return what it has found, whatever became of it."""
     found_path, log_path = (os.path.join(directory, f"{part}.{what}") for what in ("json", "log"))
@@ -243,7 +266,10 @@ def _own_process(
     ]  # fmt: skip
     if arguments.parameters is not None:
         words += ["--parameters", str(arguments.parameters)]
-    limit_s = min(budget_s * 1.4 + 3 * _START_S, left_s + _START_S)
+    if arguments.memory_dir is not None:
+        words += ["--memory-dir", arguments.memory_dir]
+    elif arguments.memory_mount is not None and part == "tmpfs":
+        words = _with_mount(arguments.memory_mount, [*words, "--memory-dir", arguments.memory_mount])
     print(f"--- {part}: {budget_s:.0f} s, {limit_s:.0f} s at most", file=sys.stderr, flush=True)
     start_s = time.monotonic()
     with open(log_path, "w") as log:
@@ -272,29 +298,31 @@ def _own_process(
     return found
 
 
-def _choose_size(arguments: argparse.Namespace, directory: str) -> None:
-    """Look how fast the disk is, and choose the size of the state by it."""
-    import gpu_measure as measure
-    import gpu_yardsticks as yardsticks
+def _with_mount(directory: str, words: list[str]) -> list[str]:
+    """Return the words that run others where a tmpfs is mounted, which goes when the last process there does."""
+    mounted = 'mount -t tmpfs -o size=50% tmpfs "$1" && shift && exec "$@"'
+    return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted, "sh", directory, *words]
 
+
+def _choose_size(arguments: argparse.Namespace, directory: str) -> list[str]:
+    """Look how fast the disk is, and choose the size of the state by it; return what a reader has to know."""
+    notes = []
     probe_bytes = min((arguments.size_mb or 512) * _MIB, 512 * _MIB)
-    arguments.write_rate = max(yardsticks.probe_write_bytes_per_s(directory, probe_bytes) for _ in range(2))
+    try:
+        arguments.write_rate = max(gpu_disk.probe_write_bytes_per_s(directory, probe_bytes) for _ in range(2))
+    except OSError as error:
+        arguments.write_rate = _SLOW_BYTES_PER_S
+        notes.append(f"how fast the disk is could not be seen, and sizes are those for 0.5 GB/s: {error}")
     if arguments.size_mb is None:
-        wanted_bytes = arguments.write_rate * arguments.budget / 300
-        room_bytes = min(
-            measure.free_bytes(directory) // 6,
-            measure.available_host_bytes() // 6,
-            8 << 30,
+        arguments.size_mb = plan.state_mib(
+            arguments.write_rate, arguments.budget, gpu_disk.free_bytes(directory), gpu_disk.available_host_bytes()
         )
-        arguments.size_mb = max(int(min(wanted_bytes, room_bytes)) // _MIB, 64)
+    return notes
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
-    import fastpersist as fp
-
-    facts: dict[str, Any] = {
+    """Say what is known without torch; the parts tell the rest."""
+    return {
         "when": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
         "cpu": report.first_value("/proc/cpuinfo", "model name") or platform.machine(),
         "core_count": len(os.sched_getaffinity(0)),
@@ -303,15 +331,8 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         "directory": os.path.realpath(arguments.directory),
         "file_system": report.mount_of(os.path.realpath(arguments.directory)),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fastpersist": fp.__version__,
         "load_average": os.getloadavg()[0],
-        "engines": [
-            {"name": probe.name, "usable": probe.usable, "why_not": probe.why_not}
-            for probe in fp.engines(arguments.directory)
-        ],
     }
-    return facts
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -341,21 +362,20 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix=".gpu-", dir=arguments.directory) as directory:
         results["facts"] = _facts(arguments)
-        _choose_size(arguments, directory)
+        results["facts"]["notes"] = _choose_size(arguments, directory)
         results["facts"] |= {"size_mb": arguments.size_mb, "probed_write_bytes_per_s": arguments.write_rate}
         keep()
-        shares = sum(_SHARES[part] for part in arguments.parts)
-        for part in arguments.parts:
+        parts = [part for part in plan.SHARES if part in arguments.parts]
+        for number, part in enumerate(parts):
             left_s = arguments.budget - (time.monotonic() - started_s)
-            budget_s = left_s * _SHARES[part] / shares
-            shares -= _SHARES[part]
-            if left_s < 5.0:
+            budget_s = plan.part_budget_s(part, left_s, parts[number:])
+            if budget_s is None:
                 results["parts"][part] = {
                     "rows": {}, "values": {}, "notes": ["no time was left for this part"], "is_complete": False,
                 }  # fmt: skip
             else:
-                # It may begin rounds in less than its share: a start, and a round that is under way, come on top.
-                results["parts"][part] = _own_process(arguments, part, max(budget_s - _START_S, 5.0), left_s, directory)
+                limit_s = plan.part_limit_s(budget_s, left_s, len(parts) - number - 1)
+                results["parts"][part] = _own_process(arguments, part, budget_s, limit_s, directory)
             results["facts"] |= results["parts"][part]["values"].pop("facts", {})
             keep()
     print(report.markdown(results))

@@ -25,14 +25,9 @@ __all__ = [
     "MemoryWatch",
     "Row",
     "State",
-    "available_host_bytes",
     "check_equal",
-    "free_bytes",
     "make_state",
-    "remove",
     "state_bytes",
-    "sync_directory",
-    "sync_file",
     "take_turns",
 ]
 
@@ -77,8 +72,10 @@ class Device:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def facts(self) -> dict[str, Any]:
-        """Say what device it is."""
-        facts: dict[str, Any] = {"device": self.name, "device_memory_bytes": self.total_bytes()}
+        """Say what device it is, and whose torch uses it."""
+        facts: dict[str, Any] = {
+            "device": self.name, "device_memory_bytes": self.total_bytes(), "torch": torch.__version__,
+        }  # fmt: skip
         if self.is_cuda:
             properties = torch.cuda.get_device_properties(self.torch)
             facts["gpu"] = properties.name
@@ -181,6 +178,14 @@ class Found:
             json.dump({key: value for key, value in asdict(self).items() if key != "path"}, file)
         os.replace(pending_path, self.path)
 
+    def row(self, name: str, kind: str, size_bytes: int) -> dict[str, Any]:
+        """Add a row that has not been run, and return what is to be said of it."""
+        self.rows[name] = {
+            "kind": kind, "size_bytes": size_bytes, "seconds": [], "first_s": None,
+            "integrity": "not checked", "note": "",
+        }  # fmt: skip
+        return self.rows[name]
+
     def note(self, text: str) -> None:
         """Add a note, and say it."""
         self.notes.append(text)
@@ -201,10 +206,9 @@ def take_turns(found: Found, device: Device, rows: Sequence[Row], rounds: int, d
         deadline_s: No round begins after this time.monotonic().
     """
     for row in rows:
-        found.rows[row.name] = {
-            "kind": row.kind, "size_bytes": row.size_bytes, "seconds": [], "first_s": None,
-            "integrity": "not checked" if row.check else "moves no state", "note": "",
-        }  # fmt: skip
+        entry = found.row(row.name, row.kind, row.size_bytes)
+        if row.check is None:
+            entry["integrity"] = "moves no state"
     for row in rows:
         entry = found.rows[row.name]
         entry["first_s"] = _run_once(device, row, entry, is_first=True)
@@ -258,45 +262,7 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-# ------------------------------------------------------------------------------------------------ disk and memory
-
-
-def sync_file(path: str) -> None:
-    """Make a file durable that somebody else has written."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def sync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
-    sync_file(path)
-
-
-def remove(path: str) -> None:
-    """Remove a file or a directory, if it is there, durably, so that the next run does not pay for it."""
-    if os.path.isdir(path):
-        for name in os.listdir(path):
-            remove(os.path.join(path, name))
-        os.rmdir(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
-        sync_directory(os.path.dirname(path))
-
-
-def free_bytes(directory: str) -> int:
-    """Return what a user may still write to a file system."""
-    room = os.statvfs(directory)
-    return room.f_bavail * room.f_frsize
-
-
-def available_host_bytes() -> int:
-    """Return how much memory a process could still take, page cache that can be dropped included."""
-    with open("/proc/meminfo") as lines:
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    return found.get("MemAvailable", found.get("MemFree", 0))
+# ------------------------------------------------------------------------------------------------ memory
 
 
 class MemoryWatch:

@@ -14,21 +14,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_measure import Device, Found, check_equal, remove
+from gpu_disk import remove
+from gpu_measure import Device, Found, check_equal
+from gpu_plan import BYTES_PER_PARAMETER, STEP_OF_WRITE, overlap_blocks
 from gpu_ways import DcpSaver
 from torch import nn
 
 import fastpersist as fp
 
-__all__ = ["BYTES_PER_PARAMETER", "measure_overlap"]
-
-BYTES_PER_PARAMETER = 6
-"""bf16: the parameter and its two moments."""
-
-_STEP_OF_WRITE = 1.2
-"""A step takes so many times what a write takes: the write fits, as the target has it."""
-
-_STEP_COUNT = 3
+__all__ = ["measure_overlap"]
 
 
 class _Training:
@@ -201,7 +195,7 @@ _WAYS: dict[str, Callable[[_Training, str], _None]] = {
 def measure_overlap(
     found: Found, device: Device, directory: str, parameter_count: int, rounds: int, deadline_s: float
 ) -> None:
-    """Train with each way in turn, in blocks of three steps, each of which saves.
+    """Train with each way in turn, in blocks of up to three steps, each of which saves.
 
     Args:
         found: Gets values["overlap"]: settings, and by way the samples.
@@ -217,33 +211,39 @@ def measure_overlap(
     count = sum(parameter.numel() for parameter in training.model.parameters())
     write_s, first_s = _write_seconds(training, os.path.join(directory, "alone"))
     # A rehearsal on the CPU shall be short.
-    training.set_length(_STEP_OF_WRITE * write_s if device.is_cuda else min(_STEP_OF_WRITE * write_s, 0.05))
+    step_s = STEP_OF_WRITE * write_s if device.is_cuda else min(STEP_OF_WRITE * write_s, 0.005)
+    training.set_length(step_s)
     overlap: dict[str, Any] = {
         "parameter_count": count,
         "state_bytes": count * BYTES_PER_PARAMETER,
         "first_save_s": first_s,
         "write_alone_s": write_s,
+        "step_made_s": step_s,
         "products_per_step": training.product_count,
         "ways": {},
     }
     found.values["overlap"] = overlap
     ways: dict[str, _None] = {}
+    seen_s: dict[str, float] = {}
     for name, make in _WAYS.items():
         entry = {"steps": [], "integrity": "not checked", "note": ""}
         overlap["ways"][name] = entry
         try:
             ways[name] = make(training, os.path.join(directory, f"way-{len(ways)}"))
-            _run_block(training, ways[name], 2)  # its memory is there from then on
+            # Its memory is there from then on; the second step waits for the write of the first.
+            seen_s[name] = _run_block(training, ways[name], 2)[-1]["step_s"]
             entry["integrity"] = _check(training, ways[name])
         except Exception as error:  # noqa: BLE001 - one way's failure is no other's
             entry["note"] = f"{type(error).__name__}: {error}"[:300]
             ways.pop(name, None)
         found.keep()
+    rounds, step_count = overlap_blocks(list(seen_s.values()), deadline_s - time.monotonic(), rounds)
+    overlap |= {"rounds": rounds, "steps_per_round": step_count}
     for number in range(rounds):
         round_start_s = time.monotonic()
         for name, way in list(ways.items() if number % 2 else reversed(ways.items())):
             try:
-                overlap["ways"][name]["steps"].append(_run_block(training, way, _STEP_COUNT))
+                overlap["ways"][name]["steps"].append(_run_block(training, way, step_count))
             except Exception as error:  # noqa: BLE001 - as above
                 overlap["ways"][name]["note"] = f"{type(error).__name__}: {error}"[:300]
                 del ways[name]

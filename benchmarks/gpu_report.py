@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import statistics
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -22,6 +23,10 @@ __all__ = ["bars", "first_value", "markdown", "mount_of"]
 _MIB = 1 << 20
 _GB = 1e9
 _MEMORY_TOLERANCE_BYTES = 32 * _MIB  # what Python, the pickle and stacks of threads take beside ring and arena
+_TEST_LINE = re.compile(r"(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)(?: (\(.*?\)))?(?:\s|$)")
+_ALL_PASSED = re.compile(r"^=+ \d+ passed(?:, \d+ \w+)* in .*=+$", re.MULTILINE)
+_INTERRUPTED = re.compile(r"^!+ .*Interrupt", re.MULTILINE)
+_STARTED_LINE = re.compile(r"\S+\.py::\S")
 PASS, FAIL, NOT_MEASURED = "PASS", "FAIL", "not measured"
 
 
@@ -97,7 +102,7 @@ def bars(results: dict[str, Any]) -> list[dict[str, str]]:
     _judge_memory(results, judge)
     checked = {
         f"{part}: {name}": row["integrity"]
-        for part in ("save", "tmpfs", "load")
+        for part in ("save", "tmpfs", "load", "gpudirect")
         for name, row in _rows(results, part).items()
         if row["integrity"] not in ("moves no state", "not checked")
     }
@@ -135,7 +140,7 @@ def _judge_tmpfs(results: dict[str, Any], judge: Any) -> None:
     cores = results["facts"].get("core_count")
     judge(
         "HBM → tmpfs ≥ 8 GB/s on 16 cores",
-        f"{own / _GB:.2f} GB/s on {cores}" if own else "",
+        f"{own / _GB:.2f} GB/s on {cores}" if own else rows.get("fp.save", {}).get("note", ""),
         own >= 8 * _GB if own and cores else None,
     )
     found = f"{own / stock:.1f} times" if own and stock else ""
@@ -211,7 +216,7 @@ def markdown(results: dict[str, Any]) -> str:
     for part, found in results["parts"].items():
         lines += [f"## {part}", ""]
         if found["rows"]:
-            lines += [_rates(found["rows"]), ""]
+            lines += [_rates(found["rows"], are_alike=part != "gpudirect"), ""]
         if part == "overlap":
             lines += _overlap_lines(_overlap(results))
         if part == "memory":
@@ -234,17 +239,25 @@ def _fact_lines(facts: dict[str, Any]) -> list[str]:
         f"{facts.get('cpu')}, {facts.get('core_count')} cores, {facts.get('memory_bytes', 0) / (1 << 30):.0f} GiB, "
         f"Linux {facts.get('kernel')}  ",
         f"{facts.get('directory')} on {facts.get('file_system')}  ",
-        f"engines: {', '.join(usable)}" + (f"; not {'; '.join(why_not)}" if why_not else ""),
+        f"engines: {', '.join(usable)}" + (f"; not {'; '.join(why_not)}" if why_not else "")
+        if "engines" in facts
+        else "engines: not known, as the part that asks (gpudirect) has not said",
+        *[f"  \n{note}" for note in facts.get("notes", [])],
     ]
 
 
-def _rates(rows: dict[str, dict[str, Any]]) -> str:
-    """Return the table of a part whose rows have seconds; ratios are to the yardsticks that are there."""
+def _rates(rows: dict[str, dict[str, Any]], *, are_alike: bool) -> str:
+    """Return the table of a part whose rows have seconds; ratios are to the yardsticks that are there.
+
+    Args:
+        rows: By name.
+        are_alike: All save, or all load: they can be compared with the first of ours.
+    """
     yardsticks = {
         "of disk": _best_rate(rows, "disk"),
         "of PCIe": _best_rate(rows, "pinned") or _best_rate(rows, "D2H") or _best_rate(rows, "H2D"),
     }
-    own = _rate(next((row for row in rows.values() if row["kind"] == "ours"), None))
+    own = _rate(next((row for row in rows.values() if row["kind"] == "ours"), None)) if are_alike else None
     lines = []
     for name, row in rows.items():
         seconds, rate = row["seconds"], _rate(row)
@@ -290,11 +303,14 @@ def _overlap_lines(overlap: dict[str, Any]) -> list[str]:
                 way["note"],
             ]
         )
+    times = overlap["step_made_s"] / overlap["write_alone_s"]
+    fits = f"{times:.2f} times what a write takes" + (", so that it fits" if times > 1 else ", so it does not fit")
     headers = ["saves by", "step s (min – max)", "slowdown", "save ms", "gate ms", "both, at most", "file", "note"]
     return [
         f"{overlap['parameter_count'] / 1e6:.0f} million bf16 parameters under fused AdamW, "
         f"{overlap['state_bytes'] / _GB:.2f} GB, saved every step; alone a write takes "
-        f"{overlap['write_alone_s']:.3f} s, the first {overlap['first_save_s']:.3f} s.",
+        f"{overlap['write_alone_s']:.3f} s, the first {overlap['first_save_s']:.3f} s. A step is made "
+        f"{overlap['step_made_s']:.3f} s long, by {overlap['products_per_step']} matrix products: {fits}.",
         "",
         table(headers, rows),
         "",
@@ -350,15 +366,21 @@ def _tail(path: str) -> str:
     return "(no log)"
 
 
-def _tests(work: str) -> dict[str, Any]:
-    """Read pytest's own reports; of a file whose run did not end there is none."""
+def _tests(work: str, stages: Sequence[str]) -> dict[str, Any]:
+    """Read pytest's own reports; of a file whose run was killed there is none, and its log tells what it came to.
+
+    Args:
+        work: What gpu.sh has gathered.
+        stages: Names of those that were run; tests are those that begin with "test_".
+    """
     tests: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "failures": [], "skips": {}}
     directory = os.path.join(work, "tests")
-    for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else []:
+    reported = {name.removesuffix(".xml") for name in os.listdir(directory)} if os.path.isdir(directory) else set()
+    for name in sorted(reported | {stage for stage in stages if stage.startswith("test_")}):
         try:
-            cases = list(ElementTree.parse(os.path.join(directory, name)).iter("testcase"))
+            cases = list(ElementTree.parse(os.path.join(directory, f"{name}.xml")).iter("testcase"))
         except (OSError, ElementTree.ParseError) as error:
-            tests["failures"].append({"test": name, "said": f"no report: {error}"})
+            _add_tests_of_log(tests, name, os.path.join(work, "logs", f"{name}.log"), error)
             continue
         for case in cases:
             if case.get("name") is None:  # it was running when time was up; the log has its name
@@ -368,15 +390,50 @@ def _tests(work: str) -> dict[str, Any]:
             skip = case.find("skipped")
             if wrong is not None:
                 tests["failed"] += 1
-                said = wrong.text or wrong.get("message", "")
+                said = wrong.text or wrong.get("message") or ""
                 tests["failures"].append({"test": label, "said": said[-1500:]})
             elif skip is not None:
-                tests["skipped"] += 1
-                reason = skip.get("message", "")
-                tests["skips"][reason] = tests["skips"].get(reason, 0) + 1
+                _add_skip(tests, skip.get("message", ""))
             else:
                 tests["passed"] += 1
     return tests
+
+
+def _add_skip(tests: dict[str, Any], reason: str) -> None:
+    tests["skipped"] += 1
+    tests["skips"][reason] = tests["skips"].get(reason, 0) + 1
+
+
+def _add_tests_of_log(tests: dict[str, Any], name: str, path: str, error: Exception) -> None:
+    """Count the lines of `pytest -v`: "path::test PASSED [ 5%]"."""
+    ends, running = [], ""
+    with contextlib.suppress(OSError), open(path, errors="replace") as log:
+        for line in log:
+            if end := _TEST_LINE.match(line):
+                ends.append(end.groups())
+            running = line.split()[0] if not end and _STARTED_LINE.match(line) else "" if end else running
+    for label, verdict, reason in ends:
+        if verdict == "PASSED":
+            tests["passed"] += 1
+        elif verdict == "SKIPPED":
+            _add_skip(tests, (reason or "").strip("() "))
+        else:
+            tests["failed"] += 1
+            tests["failures"].append({"test": label, "said": f"{verdict}; the log says more"})
+    said = f"no report ({error}); by its log {len(ends)} tests have ended"
+    tests["failures"].append({"test": name, "said": said + (f", and {running} has not" if running else "")})
+
+
+def _ending(stage: dict[str, Any], work: str) -> str:
+    """Say how a stage ended; that of tests which all had run and passed, and that then was slow to end, apart."""
+    if not stage["status"]:
+        return "ok"
+    if stage["status"] in (124, 137) and stage["name"].startswith("test_"):
+        with contextlib.suppress(OSError), open(os.path.join(work, "logs", f"{stage['name']}.log")) as log:
+            said = log.read()
+            if _ALL_PASSED.search(said) and not _INTERRUPTED.search(said):
+                return f"all passed, but its process did not end ({stage['status']})"
+    return f"FAILED ({stage['status']})"
 
 
 def _gathered(work: str) -> tuple[dict[str, Any], str]:
@@ -386,21 +443,22 @@ def _gathered(work: str) -> tuple[dict[str, Any], str]:
         results = json.load(file)
     with contextlib.suppress(OSError), open(os.path.join(work, "command")) as file:
         results["command"] = file.read().strip()
-    results |= {"stages": _stages(work), "tests": _tests(work), "bars": results["bars"] or bars(results)}
+    stages = _stages(work)
+    tests = _tests(work, [stage["name"] for stage in stages])
+    results |= {"stages": stages, "tests": tests, "bars": results["bars"] or bars(results)}
     with contextlib.suppress(OSError), open(os.path.join(work, "nvidia-smi")) as file:
         results["nvidia_smi"] = file.read().strip()
     page = ["# FastPersist on a GPU", "", markdown(results)]
-    tests = results["tests"]
-    rows = [[one["name"], "ok" if not one["status"] else f"FAILED ({one['status']})", f"{one['seconds']:.0f}"]
-            for one in results["stages"]]  # fmt: skip
+    rows = [[one["name"], _ending(one, work), f"{one['seconds']:.0f}"] for one in stages]
     page += ["## Stages", "", table(["stage", "", "s"], rows), ""]
     page += [f"`pytest -m gpu`: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped.", ""]
     page += [f"- {count} skipped: {reason}" for reason, count in tests["skips"].items()]
     for failure in tests["failures"]:
         page += ["", f"FAILED {failure['test']}", "", "```", failure["said"], "```"]
-    for stage in results["stages"]:
-        # 1 is what pytest ends with when tests have failed, which are there already.
-        is_reported = stage["status"] == 1 and os.path.exists(os.path.join(work, "tests", f"{stage['name']}.xml"))
+    for stage in stages:
+        # 1 is what pytest ends with when tests have failed, and gpu.py when parts have, which are there already.
+        has_report = os.path.exists(os.path.join(work, "tests", f"{stage['name']}.xml"))
+        is_reported = stage["status"] == 1 and (has_report or (stage["name"] == "measure" and results["parts"]))
         if stage["status"] and not is_reported:
             page += ["", f"The end of the log of {stage['name']}:", "", "```", stage["log_tail"], "```"]
     if results.get("nvidia_smi"):

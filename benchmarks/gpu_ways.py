@@ -12,12 +12,13 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-from gpu_measure import Device, Row, State, check_equal, remove, state_bytes, sync_directory, sync_file
+from gpu_disk import remove, sync_directory, sync_file
+from gpu_measure import Device, Row, State, check_equal, state_bytes
 from gpu_yardsticks import ColdFiles
 
 import fastpersist as fp
 
-__all__ = ["DcpSaver", "load_rows", "save_rows", "written_files"]
+__all__ = ["DcpSaver", "gpudirect_rows", "load_rows", "save_rows", "written_files"]
 
 
 @contextlib.contextmanager
@@ -120,20 +121,10 @@ def save_rows(device: Device, state: State, directory: str, *, only_files_of_tor
         directory: Empty; one file at a time is in it.
         only_files_of_torch: Leave out safetensors and DCP.
     """
-    size_bytes = state_bytes(state)
     path = os.path.join(directory, "state.pt")
 
     def row(name: str, kind: str, save: Callable[[], object]) -> Row:
-        def run() -> None:
-            save()
-
-        def clean() -> None:
-            remove(path)
-            remove(f"{path}.pending")
-
-        return Row(
-            name, kind, run, size_bytes, check=lambda: check_equal(_stock_load(path, device), state), clean=clean
-        )
+        return _save_row(name, kind, save, device, state, path)
 
     def torch_save(**settings: object) -> None:
         with _torch_settings(**settings):
@@ -149,11 +140,22 @@ def save_rows(device: Device, state: State, directory: str, *, only_files_of_tor
             lambda: torch_save(compute_crc32=False, use_pinned_memory_for_d2h=True),
         ),
     ]  # fmt: skip
-    if any(probe.name == "cufile" and probe.usable for probe in fp.engines(directory)):
-        rows.insert(2, row("fp.save, engine=cufile", "ours", lambda: fp.save(state, path, engine="cufile")))
     if not only_files_of_torch:
         rows += [_safetensors_row(device, state, directory), _dcp_row(device, state, directory)]
     return rows
+
+
+def _save_row(name: str, kind: str, save: Callable[[], object], device: Device, state: State, path: str) -> Row:
+    def run() -> None:
+        save()
+
+    def clean() -> None:
+        remove(path)
+        remove(f"{path}.pending")
+
+    return Row(
+        name, kind, run, state_bytes(state), check=lambda: check_equal(_stock_load(path, device), state), clean=clean
+    )  # fmt: skip
 
 
 def _safetensors_row(device: Device, state: State, directory: str) -> Row:
@@ -200,17 +202,30 @@ def _dcp_row(device: Device, state: State, directory: str) -> Row:
 # ------------------------------------------------------------------------------------------------ loading
 
 
-def written_files(state: State, directory: str) -> dict[str, str]:
-    """Write the files that are loaded; return their paths by suffix. What cannot be written is left out."""
+def written_files(state: State, directory: str, note: Callable[[str], object]) -> dict[str, str]:
+    """Write the files that are loaded; return their paths by suffix, and note what was written in another way, or not.
+
+    Args:
+        state: What they hold.
+        directory: Empty.
+        note: Called with what a reader has to know.
+    """
     paths = {".pt": os.path.join(directory, "state.pt")}
-    fp.save(state, paths[".pt"])
+    try:
+        fp.save(state, paths[".pt"])
+    except Exception as error:  # noqa: BLE001 - what cannot be saved by us may be loaded by us
+        note(f"the file that is loaded is torch.save's, as fp.save failed: {type(error).__name__}: {error}")
+        _published(lambda pending_path: torch.save(state, pending_path), paths[".pt"])
+    path = os.path.join(directory, "state.safetensors")
     try:
         from safetensors.torch import save_file
-    except ImportError:
+
+        _published(lambda pending_path: save_file(state, pending_path), path)
+    except Exception as error:  # noqa: BLE001 - its row is left out
+        note(f"no file of safetensors is loaded: {type(error).__name__}: {error}")
+        remove(f"{path}.pending")
         return paths
-    paths[".safetensors"] = os.path.join(directory, "state.safetensors")
-    _published(lambda pending_path: save_file(state, pending_path), paths[".safetensors"])
-    return paths
+    return paths | {".safetensors": path}
 
 
 def load_rows(device: Device, state: State, paths: dict[str, str], cold: ColdFiles) -> list[Row]:
@@ -222,25 +237,10 @@ def load_rows(device: Device, state: State, paths: dict[str, str], cold: ColdFil
         paths: From `written_files`.
         cold: Prepares the files.
     """
-    size_bytes = state_bytes(state)
     path = paths[".pt"]
 
     def row(name: str, kind: str, load: Callable[[], State], path: str = path, make: object = None) -> Row:
-        results: list[State] = []
-
-        def prepare() -> None:
-            results.clear()
-            cold.prepare(path)
-            if callable(make):
-                make()
-
-        def run() -> None:
-            results.append(load())
-
-        return Row(
-            name, kind, run, size_bytes, prepare,
-            check=lambda: check_equal(results[0], state), clean=results.clear,
-        )  # fmt: skip
+        return _load_row(name, kind, load, state, path, cold, make)
 
     targets: list[State] = []
 
@@ -251,11 +251,8 @@ def load_rows(device: Device, state: State, paths: dict[str, str], cold: ColdFil
         fp.load_into(path, targets[0])
         return targets.pop()
 
-    def load(engine: str = "auto") -> Any:
-        return fp.load(path, map_location=device.torch, engine=engine)
-
     rows = [
-        row("fp.load(map_location)", "ours", load),
+        row("fp.load(map_location)", "ours", lambda: fp.load(path, map_location=device.torch)),
         row("fp.load_into", "ours", load_into, make=make_target),
         row("torch.load(map_location)", "peer", lambda: _stock_load(path, device)),
         row(
@@ -263,8 +260,6 @@ def load_rows(device: Device, state: State, paths: dict[str, str], cold: ColdFil
             lambda: _touched(torch.load(path, map_location=device.torch, mmap=True, weights_only=True), device),
         ),
     ]  # fmt: skip
-    if any(probe.name == "cufile" and probe.usable for probe in fp.engines(os.path.dirname(path))):
-        rows.insert(2, row("fp.load, engine=cufile", "ours", lambda: load("cufile")))
     if ".safetensors" in paths:
 
         def load_file() -> State:
@@ -276,9 +271,63 @@ def load_rows(device: Device, state: State, paths: dict[str, str], cold: ColdFil
     return rows
 
 
+def _load_row(
+    name: str, kind: str, load: Callable[[], State], state: State, path: str, cold: ColdFiles, make: object = None
+) -> Row:
+    results: list[State] = []
+
+    def prepare() -> None:
+        results.clear()
+        cold.prepare(path)
+        if callable(make):
+            make()
+
+    def run() -> None:
+        results.append(load())
+
+    return Row(
+        name, kind, run, state_bytes(state), prepare,
+        check=lambda: check_equal(results[0], state), clean=results.clear,
+    )  # fmt: skip
+
+
 def _touched(state: State, device: Device) -> State:
     """Without a GPU, read a byte of each page of what is only mapped, as whoever uses it will."""
     if not device.is_cuda:
         for tensor in state.values():
             tensor.view(torch.uint8)[::4096].sum()
     return state
+
+
+# ------------------------------------------------------------------------------------------------ GPUDirect Storage
+
+
+def gpudirect_rows(device: Device, state: State, directory: str, path: str, cold: ColdFiles) -> list[Row]:
+    """Return the rows that save and load by the engine "cufile", each beside what auto does.
+
+    Without checksums bytes go from the device to the disk; with them through host memory, where a CPU sees them.
+
+    Args:
+        device: Where the state is.
+        state: What is saved and loaded.
+        directory: Gets one file at a time.
+        path: A file with the state, elsewhere.
+        cold: Prepares it.
+    """
+    saved_path = os.path.join(directory, "saved.pt")
+
+    def save(name: str, **options: Any) -> Row:
+        return _save_row(name, "ours", lambda: fp.save(state, saved_path, **options), device, state, saved_path)
+
+    def load(name: str, **options: Any) -> Row:
+        return _load_row(
+            name, "ours", lambda: fp.load(path, map_location=device.torch, **options), state, path, cold
+        )  # fmt: skip
+
+    return [
+        save("fp.save, checksum=False", checksum=False),
+        save("fp.save, checksum=False, engine=cufile", engine="cufile", checksum=False),
+        save("fp.save, engine=cufile", engine="cufile"),
+        load("fp.load(map_location)"),
+        load("fp.load, engine=cufile", engine="cufile"),
+    ]

@@ -2,132 +2,52 @@
 
 The disk is measured by fio, if it is installed, and always by a plain loop of threads with O_DIRECT, whose requests are
 those that fio would make: 8 at a time, 8 MiB each. The better of the two is the yardstick. Nothing of fastpersist moves
-these bytes.
+these bytes; the loops are gpu_disk's.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import itertools
 import mmap
 import os
-import threading
-import time
-from collections.abc import Callable
+import sys
+import types
+from typing import Any
 
 import torch
-from gpu_measure import Device, Row, remove, sync_directory
+from gpu_disk import read_loop, remove, write_loop
+from gpu_measure import Device, Row
 
-__all__ = ["ColdFiles", "copy_row", "disk_read_rows", "disk_write_rows", "probe_write_bytes_per_s"]
+__all__ = ["ColdFiles", "copy_row", "disk_read_rows", "disk_write_rows"]
 
-_CHUNK_BYTES = 8 << 20
-_DEPTH = 8
-_ALIGNMENT_BYTES = 4096
 _COPY_BYTES_MAX = 1 << 30
 
 
 # ------------------------------------------------------------------------------------------------ the disk
 
 
-def _open_direct(path: str, flags: int) -> tuple[int, bool]:
-    """Open a file past the page cache, or, where the file system has no such thing, through it; say which."""
-    try:
-        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600), True
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags | os.O_CLOEXEC, 0o600), False
+def _fio() -> Any:
+    """Return the module that runs fio; an ImportError says why there is none.
 
-
-def _in_threads(work: Callable[[memoryview, int, int], None], size_bytes: int) -> float:
-    """Call `work(buffer, offset, bytes)` for each chunk, from as many threads as there shall be requests in flight.
-
-    Returns:
-        The time.perf_counter() when the threads began; their buffers are filled before.
+    The commands of fastpersist, which it is one of, import tabulate for their tables. A bare machine may lack it, and
+    no table is made here: then something empty stands in for it.
     """
-    offsets = itertools.count(0, _CHUNK_BYTES)  # one count for all threads, as next() of it is one step
-    errors: list[BaseException] = []
-
-    def run(buffer: mmap.mmap) -> None:
-        with memoryview(buffer) as view:
-            try:
-                for offset in offsets:
-                    if offset >= size_bytes or errors:
-                        break
-                    work(view, offset, min(_CHUNK_BYTES, size_bytes - offset))
-            except OSError as error:
-                errors.append(error)
-
-    buffers = [mmap.mmap(-1, _CHUNK_BYTES) for _ in range(_DEPTH)]  # page-aligned
-    numbers = os.urandom(_CHUNK_BYTES)  # zeros may cost a disk less
-    for buffer in buffers:
-        buffer.write(numbers)
-    threads = [threading.Thread(target=run, args=(buffer,), name="yardstick") for buffer in buffers]
-    started_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for buffer in buffers:
-        buffer.close()
-    if errors:
-        raise errors[0]
-    return started_s
-
-
-def write_loop(path: str, size_bytes: int) -> float:
-    """Write a fresh, preallocated file, and sync it and its name; return the seconds."""
-    whole_bytes = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    fd, _ = _open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-
-    def write(buffer: memoryview, offset: int, wanted: int) -> None:
-        done = 0
-        while done < wanted:
-            done += os.pwrite(fd, buffer[done:wanted], offset + done)
-
     try:
-        begun_s = time.perf_counter()
-        with contextlib.suppress(OSError):  # no fallocate here: the C library would write single bytes
-            os.posix_fallocate(fd, 0, whole_bytes)
-        allocated_s = time.perf_counter() - begun_s
-        started_s = _in_threads(write, whole_bytes)
-        os.fsync(fd)
-        sync_directory(os.path.dirname(path))
-        return time.perf_counter() - started_s + allocated_s
-    finally:
-        os.close(fd)
-
-
-def read_loop(path: str) -> float:
-    """Read a whole file; return the seconds."""
-    fd, is_direct = _open_direct(path, os.O_RDONLY)
-    size_bytes = os.fstat(fd).st_size
-
-    def read(buffer: memoryview, offset: int, wanted: int) -> None:
-        done = 0
-        # Direct reads want whole blocks: the last request reaches beyond the end of the file, and is cut there.
-        asked = -(-wanted // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES if is_direct else wanted
-        while done < wanted:
-            got = os.preadv(fd, [buffer[done:asked]], offset + done)
-            if not got:
-                raise OSError(errno.EIO, f"{path} ends early")
-            done += got
-
-    try:
-        started_s = _in_threads(read, size_bytes)
-        return time.perf_counter() - started_s
-    finally:
-        os.close(fd)
-
-
-def probe_write_bytes_per_s(directory: str, size_bytes: int) -> float:
-    """Return about what the disk takes, from one small file; sizes are chosen by it."""
-    path = os.path.join(directory, "probe")
-    try:
-        return size_bytes / write_loop(path, size_bytes)
-    finally:
-        remove(path)
+        from fastpersist.cli import bench_fio
+    except ModuleNotFoundError as error:
+        if error.name != "tabulate":
+            raise
+        stand_in: Any = types.ModuleType("tabulate")
+        stand_in.tabulate = None
+        before = {name for name in sys.modules if name.startswith("fastpersist.cli")}
+        sys.modules["tabulate"] = stand_in
+        try:
+            from fastpersist.cli import bench_fio
+        finally:
+            del sys.modules["tabulate"]
+        # Whoever wants a table later shall be told that tabulate is missing.
+        for name in [name for name in sys.modules if name.startswith("fastpersist.cli") and name not in before]:
+            del sys.modules[name]
+    return bench_fio
 
 
 def disk_write_rows(directory: str, size_bytes: int) -> tuple[list[Row], str]:
@@ -138,17 +58,16 @@ def disk_write_rows(directory: str, size_bytes: int) -> tuple[list[Row], str]:
         clean=lambda: remove(path),
     )  # fmt: skip
     try:
-        from fastpersist.cli.bench_fio import fio_version, fio_write_row
-
-        version, fio = fio_version(), fio_write_row(size_bytes).run
+        bench_fio = _fio()
     except ImportError as error:
         return [loop], f"fio is not used: {error}"
-    if not version or fio is None:
+    fio = bench_fio.fio_write_row(size_bytes).run
+    if fio is None:
         return [loop], "fio is not installed; the disk's yardstick is a loop of 8 threads, O_DIRECT, 8 MiB each"
 
     def run() -> float:
         sample = fio(path)
-        return sample.seconds * size_bytes / sample.size_bytes  # fio writes whole blocks
+        return float(sample.seconds * size_bytes / sample.size_bytes)  # fio writes whole blocks
 
     return [Row("disk write (fio)", "yardstick", run, size_bytes, clean=lambda: remove(path)), loop], ""
 
@@ -160,17 +79,15 @@ def disk_read_rows(path: str, cold: ColdFiles) -> list[Row]:
         "disk read (O_DIRECT loop)", "yardstick", lambda: read_loop(path), size_bytes, lambda: cold.prepare(path)
     )
     try:
-        from fastpersist.cli.bench_fio import fio_read_row, fio_version
-
-        version, fio = fio_version(), fio_read_row(".pt").run
+        fio = _fio().fio_read_row(".pt").run
     except ImportError:
         return [loop]
-    if not version or fio is None:
+    if fio is None:
         return [loop]
 
     def run() -> float:
         sample = fio(path)
-        return sample.seconds * size_bytes / sample.size_bytes
+        return float(sample.seconds * size_bytes / sample.size_bytes)
 
     return [Row("disk read (fio)", "yardstick", run, size_bytes, lambda: cold.prepare(path)), loop]
 
