@@ -72,6 +72,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a torch for CUDA loads the real libcufile")
 @pytest.mark.parametrize(
     ("way", "found"),
     [(SAYS_P2P, Trial("", 2.0, 2.0)), (SAYS_POSIX, Trial("compatibility mode: through host memory"))],

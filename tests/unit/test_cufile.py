@@ -176,7 +176,8 @@ def double(tmp_path: Path) -> Iterator[CuFileDouble]:
     double.clear()
     cuda = cuda_double()
     cuda.clear()
-    allocation_count = cuda.allocation_count
+    # A ring on a device is kept as long as the process lives: other files may have left theirs.
+    allocation_count, buffer_count = cuda.allocation_count, double.buffer_count
     yield double
     assert double.violations == []
     assert cuda.violations == []
@@ -185,7 +186,7 @@ def double(tmp_path: Path) -> Iterator[CuFileDouble]:
     # What cuFile has of files is given back when the next engine is made: their descriptors are closed by then.
     with tempfile.TemporaryFile(dir=tmp_path) as file:
         _native.run_requests(file.fileno(), b"", ["cufile"], [])
-    assert (double.file_count, double.buffer_count) == (0, 0)
+    assert (double.file_count, double.buffer_count) == (0, buffer_count)
     assert cuda.allocation_count == allocation_count
 
 
