@@ -190,7 +190,8 @@ class SharedPlans:
         try:
             shared, metadata = self.planner.create_global_plan(plans)
         except (ValueError, AssertionError) as error:
-            raise CoordinationError(f"what the ranks hold makes no whole tensors: {error}") from error
+            names = ", ".join(_incomplete(items)[:_SHOWN_COUNT])  # older releases of torch do not say which
+            raise CoordinationError(f"what the ranks hold makes no whole tensors ({names}): {error}") from error
         self.planner.global_plan, self.planner.metadata = [], Metadata({})
         self._indexes = [[item.index for item in plan.items] for plan in shared]
         self._metadata = _in_order(metadata, mappings)
@@ -369,6 +370,16 @@ def _are_alike(told: Sequence[Mapping[str, int]]) -> bool:
     """Tell whether all ranks have told the same of what they have in common."""
     first: dict[str, int] = {}
     return all(first.setdefault(ranks, total) == total for of_rank in told for ranks, total in of_rank.items())
+
+
+def _incomplete(items: Sequence[Sequence[WriteItem]]) -> list[str]:
+    """Return the names of the tensors whose chunks, each counted once, are more or less than the tensor."""
+    missing_counts: dict[str, int] = {}
+    for item in {item.index: item for own in items for item in own if item.tensor_data is not None}.values():
+        data: Any = item.tensor_data
+        missing_counts.setdefault(item.index.fqn, data.size.numel())
+        missing_counts[item.index.fqn] -= data.chunk.sizes.numel()
+    return [name for name, count in missing_counts.items() if count]
 
 
 def _essence(item: WriteItem) -> object:

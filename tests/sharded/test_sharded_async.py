@@ -44,6 +44,9 @@ def group(tmp_path: Path) -> Iterator[None]:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
+    # torch 2.7 destroys the group with the GIL held, and waits for ever if gloo's thread wants it at that moment for
+    # what is left of the last collective (shown without fastpersist: async_save, load and destroy, in a loop).
+    time.sleep(0.02)
     dist.destroy_process_group()
 
 

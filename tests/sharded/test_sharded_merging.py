@@ -47,6 +47,7 @@ def test_optimizer_of_a_merged_step_finds_the_state_of_its_parameters(tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning:torch")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch 2.7, of its own writer
 def test_objects_that_run_code_are_refused_unless_they_are_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
