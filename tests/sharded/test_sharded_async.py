@@ -5,10 +5,12 @@ torch plans and writes on a thread of its own; the planners here hold it back, s
 
 from __future__ import annotations
 
+import gc
 import pickle
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -285,6 +287,35 @@ def test_a_step_far_away_does_not_keep_the_future_waiting(
         future.result(20)
     finally:
         writer.close()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_save_that_is_cancelled_holds_no_step_and_the_next_one_is_whole(
+    tmp_path: Path, way: Way, has_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = model_and_optimizer()
+    train(model, optimizer)
+    state = way.state(model, optimizer)
+    writer = way.writer(tmp_path / "checkpoint", optimizer=optimizer, max_host_bytes=0)
+    with monkeypatch.context() as patch:
+        if not has_begun:  # torch's pool starts no thread
+            patch.setattr(ThreadPoolExecutor, "_adjust_thread_count", lambda self: None)
+        future = dcp.async_save(state, storage_writer=writer)
+        while has_begun and not (future.running() or future.done()):
+            time.sleep(0.001)
+        assert future.cancel() is not has_begun
+    expected = portrait(state)
+    if has_begun:
+        future.result(20)  # too late: it is saved
+        assert way.load(tmp_path / "checkpoint", state) == expected
+    del future
+    gc.collect()
+    train(model, optimizer)  # finds no memory, and waits for nobody
+    state = way.state(model, optimizer)
+    expected = portrait(state)
+    dcp.async_save(state, storage_writer=writer).result(20)
+    assert way.load(tmp_path / "checkpoint", state) == expected
 
 
 @pytest.mark.usefixtures("group")
