@@ -83,7 +83,7 @@ class _Measurement:
         self._ranks = ranks
         self._cache = PageCache(warm=False, whole_machine=False)
         self.found: dict[str, Any] = {"unavailable": {}, "cold": self._cache.describe()}
-        self.found["size_bytes"] = self._call(ways.hold_shards, arguments.size_mb * _MIB, count)[0]
+        self.found["size_bytes"] = self._call(ways.hold_shards, arguments.size_mb * _MIB, count, arguments.flat)[0]
         self._wanted = self._call(ways.digest)
 
     def _call(self, function: Callable[..., Any], *more: Any) -> list[Any]:
@@ -288,6 +288,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS, help="what to measure (default: all)")
     parser.add_argument("--async-ways", nargs="+", choices=ways.ASYNC_WAYS, default=ways.ASYNC_WAYS, metavar="WAY")
+    parser.add_argument("--flat", action="store_true", help="one dict of all tensors, of which DCP logs each")
     parser.add_argument("--between", type=float, default=0.5, metavar="S", help="from async_save to the step")
     parser.add_argument("--timeout", type=int, default=300, metavar="S", help="of one save")
     parser.add_argument("--json", metavar="PATH", help="write all samples there as well")

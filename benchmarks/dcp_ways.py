@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves
 
 from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistSavePlanner, FastPersistWriter
 
@@ -55,8 +56,8 @@ class _Sharded(parts.Here):
     """A rank with its shards.
 
     Attributes:
-        state: Of a model and its optimizer, as torch's get_state_dict nests them: DTensors, on a single rank plain
-            tensors; and a number.
+        state: Of a model and its optimizer, as torch's get_state_dict nests them, or flat: DTensors, on a single rank
+            plain tensors; and a number.
         optimizer: Owns the tensors.
         resident_bytes: Of the process with the state alone.
         ways: What was started, by name.
@@ -67,8 +68,8 @@ class _Sharded(parts.Here):
     ways: dict[str, Any]
 
 
-def hold_shards(here: _Sharded, size_bytes: int, count: int) -> int:
-    """Make this rank's shards of the state; return the bytes of the whole."""
+def hold_shards(here: _Sharded, size_bytes: int, count: int, flat: bool = False) -> int:
+    """Make this rank's shards of the state, nested or `flat`; return the bytes of the whole."""
     mesh = init_device_mesh("cpu", (count,)) if count > 1 else None
     column_count = 1024
     layer_count = max(2, min(48, size_bytes // (4 * _MIB)))
@@ -94,6 +95,9 @@ def hold_shards(here: _Sharded, size_bytes: int, count: int) -> int:
         model[name] = shard_of(rows)
         moments[name] = {moment: shard_of(rows) for moment in _MOMENTS}
     here.state = {"model": model, "optimizer": {"state": moments}, "step": 7}
+    if flat:
+        named = {f"{name}.{moment}": tensor for name, own in moments.items() for moment, tensor in own.items()}
+        here.state = {**model, **named, "step": 7}
     weights = {name: torch.nn.Parameter(tensor) for name, tensor in model.items()}
     here.optimizer = torch.optim.AdamW(weights.values())
     for name, weight in weights.items():
@@ -115,8 +119,7 @@ def forget(here: _Sharded) -> None:
 
 
 def _tensors(here: _Sharded) -> list[torch.Tensor]:
-    moments = here.state["optimizer"]["state"].values()
-    return [*here.state["model"].values(), *(tensor for of_one in moments for tensor in of_one.values())]
+    return [value for value in tree_leaves(here.state) if isinstance(value, torch.Tensor)]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, CheckpointManifest, step_name
+from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, NO_FILES, step_name
 from fastpersist.formats.parts import PARTS_NAME, PartsRecord, SplitFile
 from fastpersist.layout import align_up
 from fastpersist.part_reading import (
@@ -55,8 +55,6 @@ _log = logging.getLogger("fastpersist")
 
 _COPIED_BYTES = 32 << 20
 """Held in memory of what is copied."""
-
-_NO_FILES = CheckpointManifest((), None, 0.0, {}, {}, {}, {})
 
 
 def merge(
@@ -294,7 +292,7 @@ def _shards(directory: str, engine: str, weights_only: bool) -> dict[str, Any]:
     try:
         return load_sharded_state(
             directory,
-            read_manifest(directory) if has_manifest else _NO_FILES,
+            read_manifest(directory) if has_manifest else NO_FILES,
             into=None,
             map_location=None,
             verify=False,

@@ -21,6 +21,7 @@ __all__ = [
     "DCP_METADATA_NAME",
     "MANIFEST_LIMIT_BYTES",
     "MANIFEST_NAME",
+    "NO_FILES",
     "STATE_NAME",
     "CheckpointManifest",
     "FileEntry",
@@ -103,6 +104,10 @@ class CheckpointManifest:
     versions: dict[str, str]
     host: dict[str, str | int]
     stats: dict[str, float | int | str]
+
+
+NO_FILES = CheckpointManifest((), None, 0.0, {}, {}, {}, {})
+"""In place of a manifest where there is none."""
 
 
 # ------------------------------------------------------------------------------------------------------- names

@@ -294,10 +294,10 @@ class _Kinds:
 
     def number_of(self, value: object) -> int:
         """Return the same for what is planned in the same way; something new where that is not known."""
-        kind: object = None
         if is_object(value):
-            pass  # planned as other objects are
-        elif type(value) is DTensor:
+            value = None  # planned as all objects are
+        kind: object = None
+        if type(value) is DTensor:
             kind = (value.shape, value.dtype, value.requires_grad, value.placements, value.device_mesh)
         elif type(value) in (torch.Tensor, torch.nn.Parameter):
             kind = (value.shape, value.dtype, value.requires_grad, value.layout)  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from fastpersist.errors import FormatError
 from fastpersist.filesystem import storage_errors
-from fastpersist.formats.manifest import CheckpointManifest, writer_of
+from fastpersist.formats.manifest import NO_FILES, writer_of
 from fastpersist.formats.parts import Part
 from fastpersist.loading import MapLocation
 from fastpersist.loading_together import SharedReader
@@ -34,8 +34,6 @@ from fastpersist.sharded.step_loading import load_sharded_state
 from fastpersist.step_parts import StepParts
 
 __all__ = ["load_shards_together"]
-
-_NO_FILES = CheckpointManifest((), None, 0.0, {}, {}, {}, {})
 
 
 def load_shards_together(
@@ -63,7 +61,7 @@ def load_shards_together(
         FormatError: The parts that the ranks see are not those that the metadata name.
         FastPersistError, …: As by `load_sharded_state`.
     """
-    manifest = parts.manifest or _NO_FILES
+    manifest = parts.manifest or NO_FILES
     turn, turn_count = parts.own_turn()
     return load_sharded_state(
         parts.path,
@@ -86,7 +84,7 @@ class _ExchangingReader(FastPersistReader):
 
     def __init__(self, parts: StepParts, read: SharedReader, engine: str) -> None:
         super().__init__(parts.path, engine=engine)
-        manifest = parts.manifest or _NO_FILES
+        manifest = parts.manifest or NO_FILES
         self._sizes = {
             entry.name: entry.size_bytes
             for entry in manifest.files

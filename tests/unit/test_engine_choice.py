@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support import native_fixtures
 from support.forking import SMALL_RING, in_child
 from support.states import differences, load_step, make_state, pending_files
 
@@ -21,30 +21,8 @@ from fastpersist.errors import ConfigError, StorageError, UnsupportedError
 EVERY = 2**64 - 1
 
 
-@pytest.fixture
-def fault() -> Iterator[Callable[..., None]]:
-    """Set the plan of the engines named "fault:…"; it ends with the test."""
-
-    def set_plan(**plan: Any) -> None:
-        _native.set_fault_plan(_native.FaultPlan(**plan))
-
-    yield set_plan
-    _native.clear_fault_plan()
-
-
-@pytest.fixture
-def open_file(tmp_path: Path, leak_check: None) -> Iterator[Callable[..., int]]:
-    """Open a file in tmp_path, with this content; closed at the end, and then nothing else may be open."""
-    fds = []
-
-    def opened(name: str = "file.bin", content: bytes = b"") -> int:
-        fds.append(os.open(tmp_path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))
-        os.pwrite(fds[-1], content, 0)
-        return fds[-1]
-
-    yield opened
-    for fd in fds:
-        os.close(fd)
+fault = native_fixtures.fault
+open_file = native_fixtures.open_file
 
 
 # --- engines

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import leaks
+from support import leaks, native_fixtures
 from support.archives import flip_bit, read_records, record_places, with_pickle, write_records
 from support.resumables import load, network, resumable, save, state_of
 from support.sameness import assert_same, portrait
 
 import fastpersist as fp
-from fastpersist import _native, resuming
+from fastpersist import resuming
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
@@ -32,15 +32,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "state.pt"
 
 
-@pytest.fixture
-def fault() -> Iterator[Callable[..., None]]:
-    """Set the plan of the engines named "fault:…"; it ends with the test."""
-
-    def set_plan(**plan: Any) -> None:
-        _native.set_fault_plan(_native.FaultPlan(**plan))
-
-    yield set_plan
-    _native.clear_fault_plan()
+fault = native_fixtures.fault
 
 
 # --------------------------------------------------------------------------------------------- refusals
