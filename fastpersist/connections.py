@@ -1,4 +1,4 @@
-"""The connections between the ranks of a group: whole frames, whatever they mean, without a thread of their own.
+"""The connections between the ranks of a group: whole frames, whatever they mean, on the threads that wait for them.
 
 Rank 0 listens on a TCP port, every other rank keeps one connection to it. Whoever waits for something serves all
 connections of this rank; two threads may do so. Sends never block: what the kernel does not take waits here. Forked
@@ -36,6 +36,7 @@ __all__ = [
     "ASK",
     "FAILED",
     "HEADER_BYTES",
+    "KNOWN",
     "MESSAGE",
     "MESSAGE_LIMIT_BYTES",
     "OFFER",
@@ -49,7 +50,7 @@ __all__ = [
 
 _log = logging.getLogger("fastpersist")
 
-PROTOCOL = 2
+PROTOCOL = 3
 """What the ranks say to each other, here and in `session`, `sharing` and `own_files`; all must speak the same."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 TOKEN_BYTES = 32
@@ -57,7 +58,7 @@ TOKEN_BYTES = 32
 _MAGIC = b"FPR%d" % PROTOCOL
 _HEADER = struct.Struct("<4sBIQ")
 HEADER_BYTES = _HEADER.size
-MESSAGE, FAILED, _HELLO, _WELCOME, _GOODBYE, PULSE, ASK, OFFER = range(1, 9)
+MESSAGE, FAILED, _HELLO, _WELCOME, _GOODBYE, PULSE, ASK, OFFER, KNOWN = range(1, 10)
 
 _HELLO_LIMIT_BYTES = 64 << 10  # of somebody who has not shown the token yet
 _READ_BYTES = 64 << 10
@@ -70,7 +71,7 @@ def frame(kind: int, number: int = 0, payload: bytes = b"") -> bytes:
     """Return the bytes of a frame.
 
     Args:
-        kind: `MESSAGE`, `FAILED`, `PULSE`, `ASK` or `OFFER`.
+        kind: `MESSAGE`, `FAILED`, `KNOWN`, `PULSE`, `ASK` or `OFFER`.
         number: Of the session.
         payload: What it says.
     """
@@ -234,7 +235,6 @@ class Connections:
         self._owner = weakref.proxy(owner)
         self._connecting = threading.RLock()
         self._why_closed = ""
-        self._waiting_count = 0
         self._by_rank: dict[int, _Connection] = {}
         self._strangers: list[_Connection] = []
         self._listener: socket.socket | None = None
@@ -326,14 +326,14 @@ class Connections:
                     self._send(self._by_rank[rank], data)
 
     def look(self) -> None:
-        """Serve what is ready, unless another thread waits for it anyway. Never blocks.
+        """Serve what is ready. Never blocks.
 
         Raises:
             CoordinationError: They are closed.
         """
         with self.lock:
             self._refuse_closed()
-            if not self._waiting_count and (self._by_rank or self._selector is not None):
+            if self._by_rank or self._selector is not None:
                 self._serve(self._watching().select(0))
 
     def serve_until(self, over: Callable[[], bool], limit_s: float) -> bool:
@@ -347,17 +347,12 @@ class Connections:
             if over():
                 return True
             selector = self._watching()
-            self._waiting_count += 1
         events: list[_Event] = []
-        try:
-            with contextlib.suppress(OSError, ValueError):  # another thread closes it
-                events = selector.select(limit_s)
-        finally:
-            with self.lock:
-                self._waiting_count -= 1
-                if not self._why_closed:
-                    self._serve(events)
+        with contextlib.suppress(OSError, ValueError):  # another thread closes it
+            events = selector.select(limit_s)
         with self.lock:
+            if not self._why_closed:
+                self._serve(events)
             return over()
 
     def flush(self, limit_s: float) -> None:

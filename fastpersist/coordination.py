@@ -9,8 +9,10 @@ thread that calls save(), so a number is enough to tell which. They may be at di
 that this rank has not begun is kept, what comes of one that is over is dropped. What can be said in one is `session`'s
 affair.
 
-A rank that fails tells rank 0, which tells all others. A connection that is lost is a failure of all sessions that were
-begun and are not over; those that are begun later make the connection anew.
+A rank that fails tells rank 0, which tells all others, and each of them answers that it knows. Until then rank 0 stays
+within reach, on a thread of its own: whoever begins that session late, perhaps over a new connection, must not wait for
+a rank that has long given up. A connection that is lost is a failure of all sessions that were begun and are not over;
+those that are begun later make the connection anew.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import contextlib
 import json
 import logging
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from fastpersist.connections import (
     ASK,
     FAILED,
+    KNOWN,
     MESSAGE,
     OFFER,
     PROTOCOL,
@@ -43,12 +47,15 @@ from fastpersist.session import WAKE_S, Session
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Exchange", "Ranks", "Session"]
+__all__ = ["LATE_THREAD", "Exchange", "Ranks", "Session"]
 
 _log = logging.getLogger("fastpersist")
 
 Exchange = Callable[[Any], Sequence[Any]]
 """A collective: given an object of this rank, returns one of each rank, by rank."""
+
+LATE_THREAD = "fastpersist-late-ranks"
+"""The name of the thread on which rank 0 waits until all know of a failure."""
 
 _FAREWELL_S = 0.4  # so long fail() and close() wait for a peer that does not read
 _RETURN_S = 10.0  # so long rank 0 waits for a rank whose connection was lost before the session
@@ -83,6 +90,8 @@ class Ranks:
         self._heard_s: dict[int, float] = {}  # when each rank was last heard of
         self._pulsed_s = 0.0
         self._broken: list[int] = []  # sessions that were lost with the connection, to be told when there is a new one
+        self._unaware: dict[int, tuple[float, set[int]]] = {}  # by session that failed: until when, who does not know
+        self._is_waiting_for_late = False
         self._connections = Connections(rank, count, self)
 
     @classmethod
@@ -280,6 +289,38 @@ class Ranks:
                     connections.send(failure.frame(number), [0])
         connections.flush(_FAREWELL_S)
 
+    # --- who comes late; on rank 0, with the lock of the connections held but where it says so
+
+    def _wait_for_late(self, number: int) -> None:
+        """See to it that all ranks hear of a failure."""
+        self._unaware[number] = time.monotonic() + self._patience_s, set(range(1, self.count))
+        if not self._is_waiting_for_late and not self._all_know():
+            with contextlib.suppress(RuntimeError):  # no thread can be made, as when the interpreter ends
+                threading.Thread(
+                    target=_serve_late, args=(weakref.ref(self), self._connections), name=LATE_THREAD, daemon=True
+                ).start()
+                self._is_waiting_for_late = True
+
+    def _knows(self, rank: int, number: int) -> None:
+        """A rank knows of a failure."""
+        if number in self._unaware:
+            self._unaware[number][1].discard(rank)
+
+    def _all_know(self) -> bool:
+        """Tell whether nobody who may still come has a failure to hear of."""
+        now_s = time.monotonic()
+        for number, (end_s, unaware) in list(self._unaware.items()):
+            unaware -= {rank for rank, (_, is_final) in self._absent.items() if is_final}
+            if now_s >= end_s or all(is_dead(self._processes[rank]) for rank in unaware):
+                del self._unaware[number]
+        return not self._unaware
+
+    def _over_with_late(self) -> bool:
+        """Tell, without the lock, whether the thread that serves those who come late is to end."""
+        with self._connections.lock:
+            self._is_waiting_for_late = not self._all_know()
+            return not self._is_waiting_for_late
+
     # --- for connections, which hold their lock
 
     def hello(self) -> object:
@@ -295,6 +336,7 @@ class Ranks:
             self._connections.send(failure.frame(number), [rank])
         for number in said:
             self._record(number, Failure(rank, "gone", "it had lost its connection to rank 0"), rank)
+            self._knows(rank, number)
 
     def took(self, rank: int, kind: int, number: int, payload: bytes) -> None:
         """Sort a message or a failure to its session."""
@@ -303,6 +345,12 @@ class Ranks:
         if kind == FAILED:
             culprit, how, text = json.loads(payload)
             self._record(number, Failure(culprit, how, text), rank)
+            if self.rank:
+                self._connections.send(frame(KNOWN, number), [rank])
+            else:
+                self._knows(rank, number)
+        elif kind == KNOWN:
+            self._knows(rank, number)
         elif kind in (MESSAGE, ASK, OFFER) and session is not None:
             session._arrive(rank, kind, payload)
         elif kind in (MESSAGE, ASK, OFFER) and number > self._begun:
@@ -334,3 +382,12 @@ class Ranks:
         if self.rank == 0:
             others = [rank for rank in self._connections.ranks() if rank != told_by]
             self._connections.send(failure.frame(number), others)
+            self._wait_for_late(number)
+
+
+def _serve_late(ranks: weakref.ref[Ranks], connections: Connections) -> None:
+    """Serve the connections of rank 0 until all ranks know of each failure, or the ranks are closed."""
+    with contextlib.suppress(CoordinationError, ReferenceError):  # closed, or let go
+        while (alive := ranks()) is not None and not alive._over_with_late():
+            del alive
+            connections.serve_until(lambda: False, WAKE_S)

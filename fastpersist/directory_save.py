@@ -37,7 +37,7 @@ from fastpersist.pacing import Spread
 from fastpersist.pipeline import Extents, Poll, read_extents
 from fastpersist.replicas import replicas_in
 from fastpersist.saving import Container, WrittenFile, container_for, write_container
-from fastpersist.sharing import FirstShare, Together, checking, decoded, encoded
+from fastpersist.sharing import FirstShare, Together, checking, decoded, encoded, preferring_failure_of_others
 from fastpersist.stores import Split, Stores, find_stores, manifest_now
 from fastpersist.untraced import untraced
 
@@ -430,7 +430,11 @@ class DirectorySave:
         self._stats.write_s += time.monotonic() - begun_s
 
     def _submit(self, write_file: Callable[[], None]) -> None:
-        self._lane.submit(lambda: self._pending.run(write_file, when_it_fails=self._file_failed))
+        def write() -> None:
+            with preferring_failure_of_others(self._together.session if self._together else None):
+                write_file()
+
+        self._lane.submit(lambda: self._pending.run(write, when_it_fails=self._file_failed))
 
     def _file_failed(self, error: BaseException) -> None:
         """Nobody waits for the capture any more; but others may still put files into the directory, so it stays."""

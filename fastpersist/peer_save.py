@@ -24,10 +24,10 @@ from fastpersist.guest_writing import Guest, Site
 from fastpersist.own_files import OwnFile, Told, confirmation
 from fastpersist.owners import Owners, Ownership
 from fastpersist.pacing import Spread
-from fastpersist.peer_sharing import OtherShare, prefer_failure_of_others
+from fastpersist.peer_sharing import OtherShare
 from fastpersist.replicas import replicas_in
 from fastpersist.saving import container_for
-from fastpersist.sharing import Together, checking, decoded, encoded
+from fastpersist.sharing import Together, checking, decoded, encoded, preferring_failure_of_others
 from fastpersist.stores import PeerStore
 
 __all__ = ["PeerSave"]
@@ -250,11 +250,8 @@ class PeerSave:
         directory = os.fsdecode(session.offered())
         begun_s = time.monotonic()
         self._pending.refuse_torn()
-        try:
+        with preferring_failure_of_others(session):
             self._own_files.append(self._write_own(file, directory))
-        except StorageError as error:
-            prefer_failure_of_others(session, error)
-            raise
         self._stats.write_s += time.monotonic() - begun_s
 
     def _write_own(self, file: OwnFile, directory: str) -> Told:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from fastpersist import _native
-from fastpersist.coordination import Session
 from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import StorageError
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.parts import ExtentMap, part_name
 from fastpersist.pipeline import Poll, Writer
 from fastpersist.saving import Container, PieceStream
-from fastpersist.sharing import Share, Together, checking, decoded, encoded, unpacked_offsets
+from fastpersist.sharing import (
+    Share,
+    Together,
+    checking,
+    decoded,
+    encoded,
+    preferring_failure_of_others,
+    unpacked_offsets,
+)
 from fastpersist.stores import PeerStore
 
-__all__ = ["OtherShare", "needs_same_filesystem", "prefer_failure_of_others"]
-
-_NEWS_S = 1.0
+__all__ = ["OtherShare", "needs_same_filesystem"]
 
 
 class OtherShare(Share):
@@ -70,7 +73,7 @@ class OtherShare(Share):
         """
         self._made = made
         go = self._hear_go(store)
-        try:
+        with preferring_failure_of_others(self._session):
             directory = None if store is None else store.directory(go)
             if directory is None:
                 pending_path = go["path"]
@@ -80,9 +83,6 @@ class OtherShare(Share):
                 go, pending_path, directory is not None, path, engine, durable, checking(poll, self._session), snapshot
             )
             said = None if before_done is None else before_done(pending_path)
-        except StorageError as error:
-            prefer_failure_of_others(self._session, error)
-            raise
         self._session.tell(encoded({"extra": said}) + b"\n" + struct.pack(f"<{len(crcs)}I", *crcs))
         return used_engine
 
@@ -154,20 +154,6 @@ class OtherShare(Share):
             crcs = writer.crcs(len(self.ranges)) if with_crc else [0] * len(self.ranges)
         refuse_null_engine(used)
         return used, crcs
-
-
-def prefer_failure_of_others(session: Session, error: StorageError) -> None:
-    """When a rank has failed, the first one removes the file: then that failure is what there is to tell.
-
-    Raises:
-        PeerError: A rank has failed.
-    """
-    session.check()
-    if error.errno == errno.ENOENT:  # over a network, the news may come later than the removal
-        end_s = time.monotonic() + _NEWS_S
-        while time.monotonic() < end_s:
-            time.sleep(0.02)
-            session.check()
 
 
 def _open_pending(pending_path: str, path: str, rank: int) -> int:

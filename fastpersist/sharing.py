@@ -26,12 +26,15 @@ from __future__ import annotations
 
 import base64
 import bisect
+import errno
 import hashlib
 import itertools
 import json
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,7 +45,7 @@ from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.coordination import Session
 from fastpersist.engine_choice import refuse_null_engine
-from fastpersist.errors import CoordinationError, InternalError
+from fastpersist.errors import CoordinationError, InternalError, StorageError, UnsupportedError
 from fastpersist.formats.parts import ExtentMap, FileExtent
 from fastpersist.layout import align_up
 from fastpersist.partition import ByteRange, Extent, interior_of, merged, overlaps, shard_of, without
@@ -51,9 +54,19 @@ from fastpersist.replicas import bytes_of, difference, sums_of
 from fastpersist.saving import Checksum, Container, Literal, Part, PieceStream, Source, Stored, WrittenFile
 from fastpersist.stores import Split, SplitShares, Stores
 
-__all__ = ["FirstShare", "Share", "Together", "checking", "decoded", "encoded", "unpacked_offsets"]
+__all__ = [
+    "FirstShare",
+    "Share",
+    "Together",
+    "checking",
+    "decoded",
+    "encoded",
+    "preferring_failure_of_others",
+    "unpacked_offsets",
+]
 
 _CRC_BYTES = 4
+_NEWS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,3 +530,26 @@ def checking(poll: Poll | None, session: Session) -> Poll:
             poll(done_bytes)
 
     return check
+
+
+@contextmanager
+def preferring_failure_of_others(session: Session | None) -> Iterator[None]:
+    """Look for a failure of another rank behind an error in the block: who gives up removes what others need.
+
+    Args:
+        session: With whom; None for nobody.
+
+    Raises:
+        PeerError: Another rank has failed; instead of StorageError or UnsupportedError.
+    """
+    try:
+        yield
+    except (StorageError, UnsupportedError) as error:
+        if session is not None:
+            session.check()
+            if isinstance(error, UnsupportedError) or error.errno == errno.ENOENT:
+                end_s = time.monotonic() + _NEWS_S  # over a network, the news may come later than the removal
+                while time.monotonic() < end_s:
+                    time.sleep(0.02)
+                    session.check()
+        raise

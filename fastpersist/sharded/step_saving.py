@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,9 +22,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from fastpersist import _native
 from fastpersist.arena import Arena
 from fastpersist.capture import no_garbage_collection
-from fastpersist.coordination import Session
 from fastpersist.directory_save import DirectorySave
-from fastpersist.errors import ConfigError, InternalError, StorageError, UnsupportedError
+from fastpersist.errors import ConfigError, InternalError, StorageError
 from fastpersist.explaining import warn_caller, warn_of_globals
 from fastpersist.filesystem import filesystem
 from fastpersist.formats.manifest import FileEntry, check_file_name
@@ -39,11 +37,10 @@ from fastpersist.sharded.capturing import ShardedCapture
 from fastpersist.sharded.metadata import METADATA_NAME, pickled
 from fastpersist.sharded.sampling import GetSums
 from fastpersist.sharded.writing import Part, WrittenPart, part_name, write_part
+from fastpersist.sharing import preferring_failure_of_others
 from fastpersist.step_saving import StepSave, StepSaver
 
 __all__ = ["ShardedFiles", "ShardedSaver", "save_sharded"]
-
-_NEWS_S = 1.0
 
 
 class ShardedFiles:
@@ -117,12 +114,8 @@ class ShardedFiles:
         with no_garbage_collection():
             captured.settle(planned.items, planner)
         part = Part(rank, planned.directory, os.path.join(site.final_path, self._name))
-        try:
+        with preferring_failure_of_others(session):
             done = self._write_part(part, planned.items, planner, captured, site)
-        except (StorageError, UnsupportedError) as error:
-            if rank and session is not None:
-                prefer_failure_of_others(session, error)
-            raise
         if rank and session is not None:
             tell_done(session, done)
             return [FileEntry(*one) for one in done.extra + ([done.part] if done.part else [])]
@@ -199,20 +192,6 @@ def _checking(site: Site) -> Poll:
         site.poll(done_bytes)
 
     return check
-
-
-def prefer_failure_of_others(session: Session, error: BaseException) -> None:
-    """When a rank has failed, the first one removes the directory: then that failure is what there is to tell.
-
-    Raises:
-        PeerError: A rank has failed.
-    """
-    session.check()
-    if isinstance(error, UnsupportedError) or getattr(error, "errno", None) == errno.ENOENT:
-        end_s = time.monotonic() + _NEWS_S  # over a network, the news may come later than the removal
-        while time.monotonic() < end_s:
-            time.sleep(0.02)
-            session.check()
 
 
 def save_sharded(

@@ -176,6 +176,38 @@ def test_rank_whose_directory_is_gone_waits_for_the_news_why(tmp_path: Path) -> 
     assert "given up" in str(error)
 
 
+def test_the_first_rank_does_not_take_for_its_own_what_a_failure_of_another_one_does_to_it(tmp_path: Path) -> None:
+    def deep() -> list[Path]:
+        return list(tmp_path.glob(".checkpoint.pending-*/deep"))
+
+    class Broken(Filesystem):
+        def create(self, path: str, mode: int = 0o666) -> int:
+            if path.endswith("deep/rank_1.pt"):
+                wait_until((tmp_path / "first_is_there").exists)
+                break_disk()
+            return super().create(path, mode)
+
+    class Waiting(Filesystem):
+        """Makes its second file when the other rank has given up, and removed the directory that is for both."""
+
+        def create(self, path: str, mode: int = 0o666) -> int:
+            if path.endswith("deep/rank_0.pt"):
+                (tmp_path / "first_is_there").touch()
+                wait_until(lambda: not deep())
+            return super().create(path, mode)
+
+    def work(rank: int, count: int) -> BaseException | None:
+        with using(Broken() if rank else Waiting()):
+            return save(tmp_path / "checkpoint", rank, 1)
+
+    first, other = run_ranks(2, work)
+    assert isinstance(first, fp.PeerError), first
+    assert first.rank == 1
+    assert "the disk is broken" in str(first)
+    assert isinstance(other, fp.StorageError)
+    assert hidden_names(tmp_path) == []
+
+
 def save_twice(rank: int, count: int, path: Path, victim: int, point: Point | None) -> tuple[Any, Counter[str]]:
     """Save one number, and then the next one, in which `victim` is killed at a point."""
     number = number_in(path, count) if path.exists() else 0

@@ -32,7 +32,7 @@ from support.ranks_in_threads import (
 
 from fastpersist import coordination, meeting
 from fastpersist.connections import MESSAGE, frame
-from fastpersist.coordination import Ranks, Session
+from fastpersist.coordination import LATE_THREAD, Ranks, Session
 from fastpersist.errors import (
     AgreementTimeoutError,
     CoordinationError,
@@ -304,6 +304,69 @@ def test_a_rank_that_was_away_hears_what_it_has_missed() -> None:
         with pytest.raises(PeerError) as caught:
             say(away)
         assert_failed(caught.value, 1, "no room")
+
+
+@pytest.mark.parametrize("how", ["gives up", "notices"])
+@pytest.mark.parametrize("breaker", [0, 1])
+def test_who_begins_late_over_a_new_connection_hears_of_a_failure_though_rank_0_does_other_things(
+    breaker: int, how: str, leak_check: None
+) -> None:
+    with ranks_in_threads(2) as ranks:
+        session = ranks[0].begin(SUBJECT)
+        connection_of(ranks[breaker], 1 - breaker).shutdown(socket.SHUT_RDWR)
+        if how == "gives up":
+            session.fail(FULL)
+        else:
+            with pytest.raises(PeerError) as noticed:
+                session.check()
+            session.fail(noticed.value)
+        (late,) = begin(ranks[1:])
+        since_s = time.monotonic()
+        with pytest.raises(PeerError) as caught:
+            say(late)
+        assert_failed(caught.value, *((0, "no room") if how == "gives up" else (1, "connection was lost")))
+        assert time.monotonic() - since_s < AT_ONCE_S
+        assert_went_well(say_all(begin(ranks)))
+
+
+def test_who_loses_its_connection_after_a_failure_was_sent_to_it_hears_of_it(leak_check: None) -> None:
+    with ranks_in_threads(2) as ranks:
+        ranks[0].begin(SUBJECT).fail(FULL)
+        cut = connection_of(ranks[1], 0)
+        cut.setblocking(True)
+        assert b"no room" in cut.recv(1 << 16)  # it is lost on its way
+        cut.shutdown(socket.SHUT_RDWR)
+        (late,) = begin(ranks[1:])
+        since_s = time.monotonic()
+        with pytest.raises(PeerError) as caught:
+            say(late)
+        assert_failed(caught.value, 0, "no room")
+        assert time.monotonic() - since_s < AT_ONCE_S
+        assert_went_well(say_all(begin(ranks)))
+
+
+def test_nobody_waits_for_those_who_know_of_a_failure_or_are_gone(leak_check: None) -> None:
+    def assert_waits(until: Callable[[], object]) -> None:
+        (late,) = (thread for thread in threading.enumerate() if thread.name == LATE_THREAD)
+        until()
+        late.join(AT_ONCE_S)
+        assert not late.is_alive()
+
+    def hear_of_it() -> None:
+        for session in begin(ranks[1:]):
+            with pytest.raises(PeerError):
+                say(session)
+
+    with ranks_in_threads(3) as ranks:
+        ranks[0].begin(SUBJECT).fail(FULL)
+        assert_waits(hear_of_it)
+        ranks[0].begin(SUBJECT).fail(FULL)
+        assert_waits(lambda: [one.close() for one in ranks[1:]])
+        ranks[0].begin(SUBJECT).fail(FULL)
+        assert [thread for thread in threading.enumerate() if thread.name == LATE_THREAD] == []
+    with ranks_in_threads(2) as ranks:
+        ranks[0].begin(SUBJECT).fail(FULL)
+        assert_waits(ranks[0].close)
 
 
 def test_after_goodbye_the_end_of_a_connection_is_no_failure(leak_check: None) -> None:
