@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from fastpersist.cli import bench, demo, info, inspect, merge, run, tune, verify
+from fastpersist.cli import bench, demo, info, inspect, merge, report, run, tune, verify
 from fastpersist.cli.terminal import run_command
 
 __all__ = ["main"]
@@ -45,6 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(is_somebody_elses=False)
     parser.add_argument("--version", action="version", version=f"fastpersist {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, run, info, bench, tune, inspect, verify, merge):
+    for command in (demo, run, info, bench, tune, inspect, verify, merge, report):
         command.add_parser(subparsers)
     return parser

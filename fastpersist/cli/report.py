@@ -1,0 +1,206 @@
+"""`fastpersist report ROOT`: what the checkpoints of a run cost its training, by what their manifests say.
+
+Steps that are kept no longer have taken their figures with them; a running `Checkpointer` has those of its own saves in
+`stats()`. What the steps hold is `inspect`'s to say, whether they are whole `verify`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
+from fastpersist.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from fastpersist import Manifest
+
+__all__ = ["add_parser", "run"]
+
+_EPILOG = """\
+The figures are rank 0's, as it knew them when it made the step visible:
+  stall    what the training thread lost: inside save(), and waiting before a step of the optimizer
+  capture  from save() until everything could be changed again; most of it beside training
+  write    from the first byte to the last; sync: until these were durable
+  rate     size through write and sync; beside training the writing is spread over
+           the step, so this is what the step left time for, not what the disk can do
+  copied   what had to be copied: inside save(), and because a step came before the writer
+  every    time since the step before, of those that are there
+  lost     stall, of that time
+
+--json prints one object:
+  path, steps     list of {step, time_s, size_bytes, stats, every_s, rate_bytes_per_s, lost_ratio}, oldest first;
+                  stats as in the manifest; null for what is not known
+  total           {step_count, size_bytes, stall_s, write_s, sync_s}, sums
+  median          {stall_s, rate_bytes_per_s, every_s, lost_ratio} of the steps; null for what no step has
+
+Exit codes: 0 good, 2 not found, or no directory of checkpoints.
+"""
+
+
+class _Row(NamedTuple):
+    """A step; None for what is not known.
+
+    Attributes:
+        step: Its number.
+        time_s: When it was saved, Unix time.
+        size_bytes: Of all its files.
+        stats: See `fastpersist.SaveStats`.
+        every_s: Since the step before.
+        rate_bytes_per_s: Through writing and syncing.
+        lost_ratio: Of that time, what training lost.
+    """
+
+    step: int | None
+    time_s: float | None
+    size_bytes: int
+    stats: dict[str, float | int | str]
+    every_s: float | None
+    rate_bytes_per_s: float | None
+    lost_ratio: float | None
+
+    def number(self, name: str) -> float:
+        """Return a figure of the manifest; 0 for none."""
+        value = self.stats.get(name, 0.0)
+        return 0.0 if isinstance(value, str) else float(value)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's options."""
+    parser = subparsers.add_parser(
+        "report",
+        help="say what the checkpoints of a run cost its training",
+        description="Say what the steps in a directory of checkpoints cost: stalls, writing, rates, copies.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("root", metavar="ROOT", help="a directory of checkpoints, as fp.Checkpointer writes it")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what the steps cost."""
+    from fastpersist import inspect
+
+    manifest = inspect(arguments.root)
+    if manifest.format != "root":
+        raise UnsupportedError(
+            f"{arguments.root} is no directory of checkpoints; `fastpersist inspect` says what one checkpoint cost"
+        )
+    rows = _rows(manifest.checkpoints)
+    if arguments.json:
+        print(json.dumps({"path": manifest.path, **_as_json(rows)}, indent=2))
+    else:
+        _print_text(manifest.path, rows)
+    return EXIT_GOOD
+
+
+def _rows(checkpoints: tuple[Manifest, ...]) -> list[_Row]:
+    times_s = [found.time_s for found in checkpoints]
+    gaps_s: list[float | None] = [None]
+    for before_s, time_s in pairwise(times_s):
+        known = before_s is not None and time_s is not None and time_s > before_s
+        gaps_s.append(time_s - before_s if known and time_s is not None and before_s is not None else None)
+    rows = []
+    for found, every_s in zip(checkpoints, gaps_s, strict=False):
+        row = _Row(found.step, found.time_s, found.size_bytes, dict(found.stats), every_s, None, None)
+        written_s = row.number("write_s") + row.number("sync_s")
+        rows.append(
+            row._replace(
+                rate_bytes_per_s=row.size_bytes / written_s if written_s > 0 else None,
+                lost_ratio=None if every_s is None or "stall_s" not in row.stats else row.number("stall_s") / every_s,
+            )
+        )
+    return rows
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _medians(rows: list[_Row]) -> dict[str, float | None]:
+    return {
+        "stall_s": _median([row.number("stall_s") if "stall_s" in row.stats else None for row in rows]),
+        "rate_bytes_per_s": _median([row.rate_bytes_per_s for row in rows]),
+        "every_s": _median([row.every_s for row in rows]),
+        "lost_ratio": _median([row.lost_ratio for row in rows]),
+    }
+
+
+def _as_json(rows: list[_Row]) -> dict[str, object]:
+    return {
+        "steps": [row._asdict() for row in rows],
+        "total": {
+            "step_count": len(rows),
+            "size_bytes": sum(row.size_bytes for row in rows),
+            **{name: sum(row.number(name) for row in rows) for name in ("stall_s", "write_s", "sync_s")},
+        },
+        "median": _medians(rows),
+    }
+
+
+def _print_text(path: str, rows: list[_Row]) -> None:
+    from tabulate import tabulate
+
+    print(f"root     {printable(path)}")
+    print(f"steps    {len(rows)} that are there, {size_text(sum(row.size_bytes for row in rows))}")
+    if not rows:
+        return
+    medians = _medians(rows)
+    worst = max(rows, key=lambda row: row.number("stall_s"))
+    print(
+        f"stall    {_duration(medians['stall_s'])} is the median; {_duration(worst.number('stall_s'))} the longest, of "
+        f"{_name(worst)}"
+    )
+    if medians["every_s"] is not None:
+        print(
+            f"lost     {_percent(medians['lost_ratio'])} of {_duration(medians['every_s'])} between two steps (medians)"
+        )
+    print()
+    table = [
+        (
+            _name(row),
+            "" if row.time_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.time_s)),
+            _duration(row.every_s),
+            size_text(row.size_bytes),
+            *(_duration(row.number(name) if name in row.stats else None) for name in _DURATIONS),
+            _rate(row.rate_bytes_per_s),
+            size_text(int(row.number("bytes_at_gate") + row.number("bytes_before_return"))),
+            _percent(row.lost_ratio),
+            printable(str(row.stats.get("engine", ""))),
+        )
+        for row in rows
+    ]
+    headers = ("step", "time", "every", "size", "stall", "capture", "write", "sync", "rate", "copied", "lost", "engine")
+    alignments = ("right", "left", *["right"] * 9, "left")
+    print(tabulate(table, headers=headers, colalign=alignments, disable_numparse=True))
+
+
+_DURATIONS = ("stall_s", "capture_s", "write_s", "sync_s")
+
+
+def _name(row: _Row) -> str:
+    return "none" if row.step is None else str(row.step)
+
+
+def _duration(seconds: float | None) -> str:
+    """Say a time with three digits: "4.2 ms", "1.35 s", "12 min"."""
+    if seconds is None:
+        return ""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio * 100:.2g} %"
