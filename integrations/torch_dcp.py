@@ -4,7 +4,8 @@
     dcp.load(state, storage_reader=FastPersistReader("ckpt"))
 
 A checkpoint is a directory with one part file of each rank, DCP's `.metadata` and our manifest, published as a whole.
-DCP's FileSystemReader reads ours, FastPersistReader those of DCP's FileSystemWriter.
+DCP's FileSystemReader reads ours, FastPersistReader those of DCP's FileSystemWriter. The planner works with any storage
+writer; it has all that hold a large tensor write a part of it, and refuses two tensors under one name.
 
     dcp.save(model.state_dict(), storage_writer=FastPersistHuggingFaceWriter("out"), planner=FastPersistSavePlanner())
     dcp.load(state, storage_reader=FastPersistHuggingFaceReader("out"))

@@ -37,6 +37,7 @@ from fastpersist.capture import no_garbage_collection
 from fastpersist.coordination import Session
 from fastpersist.errors import ConfigError, CoordinationError
 from fastpersist.owners import Ownership
+from fastpersist.sharded.comparing import two_under_one_name
 from fastpersist.sharded.metadata import pickled
 from fastpersist.sharded.planning import StepSavePlanner, is_object
 from fastpersist.sharded.sampling import GetSums, sample
@@ -349,13 +350,7 @@ def _common(sums: Sequence[_Sums], items: Sequence[Sequence[WriteItem]]) -> list
         name, key = index.fqn, " ".join(map(str, ranks))
         odd = [rank for rank in ranks if sums[rank][name] != sums[ranks[0]][name]]
         if odd:
-            raise CoordinationError(
-                f"{name!r} counts as one tensor, and rank {ranks[0]} holds other values of it than rank "
-                f"{', '.join(map(str, odd[:_SHOWN_COUNT]))}. Nothing was published. Optimizers of a pipeline's "
-                "stages number their parameters alike: save by names, as torch's get_optimizer_state_dict gives them, "
-                "and modules of stages under keys of their own. What differs otherwise is to be left out of the state, "
-                "or passed as rank_state"
-            )
+            raise two_under_one_name(name, "other values of it", [ranks[0], *odd], "or passed as rank_state")
         for rank in ranks:
             common[rank].setdefault(key, []).append(name)
     return common

@@ -160,7 +160,7 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
     def storage_meta(self) -> StorageMeta:
         """Return what DCP notes of a save; what it calls first."""
         self._take_staged()
-        return StorageMeta(checkpoint_id=self._path)
+        return self._known_to_planner(StorageMeta(checkpoint_id=self._path))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Say on which machine this rank is, and which process; called by dcp.save on each rank."""

@@ -12,41 +12,75 @@ import io
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from fastpersist.errors import InternalError
+from fastpersist.sharded.comparing import StagedMeta, compared, with_samples
+from fastpersist.sharded.sampling import CUT_TENSOR_BYTES_MIN, GetSums
 
-__all__ = ["CUT_TENSOR_BYTES_MIN", "FastPersistSavePlanner", "StepSavePlanner", "cut_replicas", "is_object"]
+__all__ = ["FastPersistSavePlanner", "StepSavePlanner", "cut_replicas", "is_object"]
 
-_CUT_BYTES_MIN = 1 << 20
+_CUT_BYTES_MIN = CUT_TENSOR_BYTES_MIN // 2
 """Of a chunk. Smaller tensors are left to DCP, which gives each to one of its holders."""
-
-CUT_TENSOR_BYTES_MIN = 2 * _CUT_BYTES_MIN
-"""Of a tensor that is cut at all."""
 
 
 class FastPersistSavePlanner(DefaultSavePlanner):
     """Plans a save as DCP's DefaultSavePlanner does, but lets all ranks that hold a large tensor write a part of it.
 
-    Takes the arguments of DefaultSavePlanner. As there, plain tensors of one name count as equal on all ranks; with
-    dedup_save_to_lowest_rank=True nothing is cut.
+    Takes the arguments of DefaultSavePlanner; with dedup_save_to_lowest_rank=True nothing is cut.
+
+    One name is one tensor on all ranks. Samples are compared of what would be cut, of what lies in an optimizer's
+    state_dict, and of chunks of DTensors that several ranks hold: if two tensors have one name, dcp.save raises a
+    CheckpointException with a CoordinationError that names tensor and ranks. Of other plain tensors, as of objects, one
+    rank's count, as with DefaultSavePlanner. So it is in dcp.async_save, with the values of when it was called.
     """
 
     _held: dict[str, list[WriteItem]] = {}  # noqa: RUF012 - replaced, never changed
+    _compares = True
+    _get_sums: GetSums | None = None
+    _unfinished: ClassVar[set[str]] = set()  # of plans that are kept: what the last save with it did not come to
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Begin a save; called by dcp.save."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._get_sums = storage_meta.get_sums if isinstance(storage_meta, StagedMeta) else None
 
     def create_local_plan(self) -> SavePlan:
         """Plan what this rank holds; called by dcp.save."""
+        if self._enable_plan_caching:
+            if self._cached_plans_key in self._unfinished:  # the first rank may not have taken over what was sent then
+                self._cached_save_plan.pop(self._cached_plans_key, None)
+            self._unfinished.add(self._cached_plans_key)
         plan: SavePlan = super().create_local_plan()
         held: dict[str, list[WriteItem]] = {}
         for item in self.plan.items:  # `plan` is empty if it is the one of the last save
             held.setdefault(item.index.fqn, []).append(item)
         self._held = held
-        return plan
+        if not self._compares:
+            return plan
+        are_cut = not self.dedup_save_to_lowest_rank
+        return with_samples(plan, held, self.state_dict, self.mappings, are_cut=are_cut, get_sums=self._get_sums)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Plan what each rank writes; called by dcp.save on the first rank.
+
+        Raises:
+            CoordinationError: Two ranks hold two tensors under one name.
+        """
+        planned, metadata = super().create_global_plan(compared(all_plans))
+        if self._enable_plan_caching:
+            # Who sends a plan gets one: what was planned in a save that failed then is kept here, but not there.
+            own = zip(all_plans, planned, self.global_plan, strict=True)
+            planned = [whole if sent.usable else change for sent, change, whole in own]
+        return planned, metadata
 
     def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if not self.dedup_save_to_lowest_rank:
@@ -55,6 +89,7 @@ class FastPersistSavePlanner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Take over what was planned for all; called by dcp.save."""
+        self._unfinished.discard(self._cached_plans_key)
         # A plan that was kept knows where the last save went, not where this one goes.
         self.plan = dataclasses.replace(super().finish_plan(new_plan), storage_data=new_plan.storage_data)
         return self.plan
@@ -86,8 +121,10 @@ class StepSavePlanner(FastPersistSavePlanner):
     """Plans the save of a step, which is loaded without knowing what there was.
 
     So sparse, quantized and nested tensors are saved as objects: what DCP notes of tensors does not say how to make
-    these.
+    these. What ranks hold alike is compared by `agreeing`.
     """
+
+    _compares = False
 
     def create_local_plan(self) -> SavePlan:
         """Plan what this rank holds."""

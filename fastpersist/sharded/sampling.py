@@ -2,7 +2,8 @@
 
 One name on several ranks stands for one tensor, of which one rank's bytes are written, or some rows of each. Where two
 tensors have got one name (stages of a pipeline whose optimizers number their parameters), one of them would be lost,
-or both be mixed. So sums of samples are compared (`agreeing`) of what ranks have to hold alike:
+or both be mixed. So sums of samples are compared (`agreeing`; in torch's own saves `comparing`) of what ranks have to
+hold alike:
 
 - shards of DTensors and ShardedTensors, but for partial sums;
 - plain tensors that an optimizer owns, or that lie in its state_dict, but for single numbers: how often a parameter
@@ -26,9 +27,11 @@ from torch.distributed.tensor import DTensor, Partial
 from fastpersist.capture import no_garbage_collection
 from fastpersist.owners import Ownership
 from fastpersist.sharded.blobs import is_plain
-from fastpersist.sharded.planning import CUT_TENSOR_BYTES_MIN
 
-__all__ = ["GetSums", "sample"]
+__all__ = ["CUT_TENSOR_BYTES_MIN", "GetSums", "sample", "sample_each"]
+
+CUT_TENSOR_BYTES_MIN = 2 << 20
+"""Of a tensor that is cut, if several ranks hold it (`planning`)."""
 
 _WINDOW_COUNT = 4
 _WINDOW_BYTES = 64
@@ -49,6 +52,22 @@ def sample(state: Mapping[str, Any], ownership: Ownership, passed_over: Containe
     """
     found: dict[str, torch.Tensor] = {}
     _find(state, "", found, _Judge({**ownership.stable, **ownership.constant}, passed_over), in_optimizer=False)
+    return _taken(found)
+
+
+@no_garbage_collection()
+def sample_each(tensors: Mapping[str, torch.Tensor]) -> GetSums:
+    """Take samples of tensors, as they are now; waits for no device.
+
+    Args:
+        tensors: By name. Of what cannot be compared, none is taken.
+    """
+    found = {name: _local_of(tensor) for name, tensor in tensors.items()}
+    return _taken({name: local for name, local in found.items() if local is not None})
+
+
+def _taken(found: Mapping[str, torch.Tensor]) -> GetSums:
+    """Take samples of tensors that are contiguous, and nothing but their elements."""
     sums: dict[str, int] = {}
     on_devices: dict[tuple[torch.device, torch.Size], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in found.items():
@@ -72,23 +91,29 @@ class _Judge:
         """Return what this rank holds of a tensor, if that is to be compared with what others hold."""
         if name in self._passed_over:
             return None
-        if isinstance(tensor, DTensor):
-            local = tensor._local_tensor
-            is_compared = not any(isinstance(placement, Partial) for placement in tensor.placements)
-        elif isinstance(tensor, ShardedTensor):
-            shards = tensor.local_shards()
-            if len(shards) != 1:
-                return None
-            local, is_compared = shards[0].tensor, True
-        else:
-            local = tensor
-            is_compared = is_plain(local) and local.numel() > 1
-            is_compared = is_compared and (
-                in_optimizer or local.nbytes >= CUT_TENSOR_BYTES_MIN or local.untyped_storage()._cdata in self._owned
-            )
-        if not is_compared or not is_plain(local) or not local.numel() or local.device.type not in ("cpu", "cuda"):
+        local = _local_of(tensor)
+        if local is not tensor or local is None or in_optimizer or local.nbytes >= CUT_TENSOR_BYTES_MIN:
+            return local
+        return local if local.untyped_storage()._cdata in self._owned else None
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return what this rank holds of a tensor; None if that cannot be compared, or may differ."""
+    local, count_min = tensor, 1
+    if isinstance(tensor, DTensor):
+        local = tensor._local_tensor
+        if any(isinstance(placement, Partial) for placement in tensor.placements):
             return None
-        return local if local.is_contiguous() and not local.is_conj() and not local.is_neg() else None
+    elif isinstance(tensor, ShardedTensor):
+        shards = tensor.local_shards()
+        if len(shards) != 1:
+            return None
+        local = shards[0].tensor
+    else:
+        count_min = 2
+    if not is_plain(local) or local.numel() < count_min or local.device.type not in ("cpu", "cuda"):
+        return None
+    return local if local.is_contiguous() and not local.is_conj() and not local.is_neg() else None
 
 
 def _find(value: Any, name: str, found: dict[str, torch.Tensor], judge: _Judge, *, in_optimizer: bool) -> None:

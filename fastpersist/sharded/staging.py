@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from fastpersist.arena import Arena
@@ -24,6 +25,8 @@ from fastpersist.errors import UnsupportedError
 from fastpersist.owners import Owners
 from fastpersist.pacing import Spread
 from fastpersist.sharded.capturing import ShardedCapture
+from fastpersist.sharded.comparing import StagedMeta, samples_of_state
+from fastpersist.sharded.sampling import GetSums
 from fastpersist.sharded.storage_path import StoragePath
 from fastpersist.untraced import untraced
 
@@ -84,7 +87,8 @@ class CapturingWriter(StoragePath):
         """
         if self._staged is not None:
             self._staged.wait()
-        staged = _Staged(ShardedCapture(state_dict, self._owners, self._arena, piece_bytes=self._piece_bytes))
+        captured = ShardedCapture(state_dict, self._owners, self._arena, piece_bytes=self._piece_bytes)
+        staged = _Staged(captured, samples_of_state(captured.state))
         try:
             staged.copy(wait=False)
         except BaseException:
@@ -138,6 +142,12 @@ class CapturingWriter(StoragePath):
             self._staged.wait()  # it is of an earlier save
             self._staged = None
 
+    def _known_to_planner(self, meta: StorageMeta) -> StorageMeta:
+        """Add what the planner is to know of what was staged for this save: these tensors may have changed by then."""
+        if self._staged is None:
+            return meta
+        return StagedMeta(meta.checkpoint_id, meta.save_id, get_sums=self._staged.get_sums)
+
     @contextmanager
     def _captured(self, items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[ShardedCapture | None]:
         """Give what was staged for this save to who writes it; None if its tensors do not change meanwhile.
@@ -176,8 +186,9 @@ class _StagedState(dict[str, Any]):
 class _Staged:
     """A state that dcp.async_save has staged, until torch's thread is through with it, or has failed."""
 
-    def __init__(self, sharded: ShardedCapture) -> None:
+    def __init__(self, sharded: ShardedCapture, get_sums: GetSums) -> None:
         self.sharded = sharded
+        self.get_sums = get_sums
         self._over = threading.Event()
         self._staged_by = threading.current_thread()
         self._is_async = threading.Event()  # a thread of torch's comes, or has come

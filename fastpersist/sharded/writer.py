@@ -106,6 +106,9 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
     def storage_meta(self) -> StorageMeta:
         """Return what DCP notes of a save; what it calls first."""
         self._take_staged()
+        return self._known_to_planner(self._noted_meta())
+
+    def _noted_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -172,7 +175,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
                 for result in found
                 if not isinstance(result.storage_data, WrittenPart)
             }
-            metadata.storage_meta = self.storage_meta()
+            metadata.storage_meta = self._noted_meta()
             if hasattr(metadata, "version"):  # not before torch 2.9
                 metadata.version = dcp_filesystem.CURRENT_DCP_VERSION
             directory.add_bytes(METADATA_NAME, pickle.dumps(metadata))

@@ -1,0 +1,216 @@
+"""In torch's own saves: do ranks hold alike what has one name? Samples travel with the plans, the first rank compares.
+
+Where it plans, each rank takes samples of what others may hold, too, as far as it can know that: tensors that would be
+cut, those in the state_dict of an optimizer, and chunks of DTensors, but where each of all ranks has its own. What a
+sample is, and what is never compared, `sampling` says; `agreeing` does the same over connections of our own.
+
+A plan with samples is a SavePlan to everybody else. They are taken off before DCP makes the plan of all ranks, so what
+it keeps and writes is what it would be without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from fastpersist.capture import no_garbage_collection
+from fastpersist.errors import CoordinationError
+from fastpersist.sharded.blobs import is_plain
+from fastpersist.sharded.sampling import CUT_TENSOR_BYTES_MIN, GetSums, sample_each
+
+__all__ = ["Held", "Paths", "StagedMeta", "compared", "samples_of_state", "two_under_one_name", "with_samples"]
+
+_SHOWN_COUNT = 5
+
+Held: TypeAlias = Mapping[str, list[WriteItem]]
+"""What a rank holds of a state, by name."""
+
+Paths: TypeAlias = Mapping[str, tuple[Any, ...]]
+"""Where in the state each name is."""
+
+
+@dataclass
+class StagedMeta(StorageMeta):
+    """What a storage writer tells the planner if it has staged a state whose tensors change meanwhile; never written.
+
+    Attributes:
+        get_sums: Gives the samples of when it was staged.
+    """
+
+    get_sums: GetSums = dict
+
+
+class _Sampled(NamedTuple):
+    """A tensor as one rank holds it, or its chunk of one.
+
+    Attributes:
+        offsets: Of the chunk; empty for a plain tensor without dimensions.
+        sizes: Of the chunk.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        is_free: Ranks may hold tensors of other shapes under the name: then none is cut, and one rank's counts.
+        total: The sum of the samples.
+    """
+
+    offsets: torch.Size
+    sizes: torch.Size
+    shape: torch.Size
+    dtype: torch.dtype
+    is_free: bool
+    total: int
+
+    def is_like(self, other: _Sampled) -> bool:
+        """Tell whether these are chunks of the same tensor, whatever their values."""
+        return (self.sizes, self.shape, self.dtype) == (other.sizes, other.shape, other.dtype)
+
+
+@dataclass(frozen=True)
+class _SampledPlan(SavePlan):
+    samples: Mapping[str, _Sampled] = field(default_factory=dict)
+
+
+@no_garbage_collection()
+def with_samples(
+    plan: SavePlan, held: Held, state: Mapping[str, Any], paths: Paths, *, are_cut: bool, get_sums: GetSums | None
+) -> SavePlan:
+    """Add samples to the plan of a rank, of what other ranks may hold, too.
+
+    Args:
+        plan: What it is about to send.
+        held: All that it holds; more than is in the plan, if that is the one of the last save.
+        state: The tensors, by name.
+        paths: Of the names; empty if the state is flat.
+        are_cut: Whether large tensors are cut.
+        get_sums: The samples, if they have been taken already. None: they are taken now.
+
+    Returns:
+        A plan with all that the given one has.
+    """
+    due = _due(state, paths, are_cut=are_cut)
+    if not due:
+        return plan
+    sums = sample_each({name: state[name] for name in due})() if get_sums is None else get_sums()
+    samples = {
+        name: _sampled(held[name][0], is_free, sums[name])
+        for name, is_free in due.items()
+        if name in sums and len(held.get(name, ())) == 1
+    }
+    return _SampledPlan(plan.items, plan.storage_data, plan.planner_data, plan.usable, samples)
+
+
+@no_garbage_collection()
+def samples_of_state(state: dict[str, Any]) -> GetSums:
+    """Take samples of all that a planner would compare of a state, as it is now; waits for no device."""
+    try:
+        flat, paths = flatten_state_dict(state)
+    except ValueError:  # two entries have one name; the planner says so
+        return dict
+    return sample_each({name: flat[name] for name in _due(flat, paths, are_cut=True)})
+
+
+def _due(state: Mapping[str, Any], paths: Paths, *, are_cut: bool) -> dict[str, bool]:
+    """Return the names of the tensors that are to be compared, and for each whether `is_free`."""
+    rank_count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if rank_count == 1:
+        return {}
+    due: dict[str, bool] = {}
+    optimizers = _optimizers_in(paths)
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            if not _is_divided(value, rank_count):
+                due[name] = False
+        elif isinstance(value, ShardedTensor):
+            due[name] = False
+        elif isinstance(value, torch.Tensor):
+            if optimizers and _is_state(paths.get(name, ()), optimizers):
+                due[name] = False
+            elif are_cut and is_plain(value) and value.nbytes >= CUT_TENSOR_BYTES_MIN and value.shape[:1] > (1,):
+                due[name] = True
+    return due
+
+
+def _optimizers_in(paths: Paths) -> set[tuple[Any, ...]]:
+    """Return where in a state the state_dicts of optimizers are."""
+    return {path[: path.index("param_groups")] for path in paths.values() if "param_groups" in path}
+
+
+def _is_state(path: tuple[Any, ...], optimizers: set[tuple[Any, ...]]) -> bool:
+    """Tell whether something is in the "state" of one of these optimizers."""
+    return "state" in path and any(key == "state" and path[:at] in optimizers for at, key in enumerate(path))
+
+
+def _is_divided(tensor: DTensor, rank_count: int) -> bool:
+    """Tell whether each of all ranks has a chunk of its own, so that no two can hold the same one."""
+    mesh = tensor.device_mesh
+    return mesh.size() == rank_count and not any(
+        isinstance(placement, Replicate | Partial) and mesh.size(dimension) > 1
+        for dimension, placement in enumerate(tensor.placements)
+    )
+
+
+def _sampled(item: WriteItem, is_free: bool, total: int) -> _Sampled:
+    data: Any = item.tensor_data
+    return _Sampled(data.chunk.offsets, data.chunk.sizes, data.size, data.properties.dtype, is_free, total)
+
+
+@no_garbage_collection()
+def compared(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Compare the samples in the plans of all ranks; on the first one.
+
+    Returns:
+        The plans without them.
+
+    Raises:
+        CoordinationError: Two ranks hold two tensors under one name.
+    """
+    holders: dict[tuple[str, torch.Size], list[int]] = {}
+    for rank, plan in enumerate(plans):
+        for name, sample in _samples_of(plan).items():
+            holders.setdefault((name, sample.offsets), []).append(rank)
+    for (name, _), ranks in holders.items():
+        if len(ranks) > 1:
+            _refuse_difference(name, {rank: _samples_of(plans[rank])[name] for rank in ranks})
+    return [SavePlan(plan.items, plan.storage_data, plan.planner_data, plan.usable) for plan in plans]
+
+
+def _samples_of(plan: SavePlan) -> Mapping[str, _Sampled]:
+    return plan.samples if isinstance(plan, _SampledPlan) else {}
+
+
+def _refuse_difference(name: str, samples: Mapping[int, _Sampled]) -> None:
+    """Refuse a chunk that several ranks hold in different ways."""
+    first_rank, first = next(iter(samples.items()))
+    unlike = [rank for rank, sample in samples.items() if not sample.is_like(first)]
+    if unlike and all(sample.is_free for sample in samples.values()):
+        return
+    odd = unlike or [rank for rank, sample in samples.items() if sample.total != first.total]
+    if odd:
+        difference = "one of another shape or dtype" if unlike else "other values of it"
+        otherwise = "or needs a name of its own on each rank"
+        raise two_under_one_name(name, difference, [first_rank, *odd], otherwise)
+
+
+def two_under_one_name(name: str, difference: str, ranks: Sequence[int], otherwise: str) -> CoordinationError:
+    """Return what is raised if ranks have to hold a tensor alike, and do not.
+
+    Args:
+        name: Of the tensor, for DCP.
+        difference: What the first of the ranks holds, up to "than".
+        ranks: Which differ: that one, and those that hold something else.
+        otherwise: What else may be done with what differs by design.
+    """
+    return CoordinationError(
+        f"{name!r} counts as one tensor, and rank {ranks[0]} holds {difference} than rank "
+        f"{', '.join(map(str, ranks[1 : 1 + _SHOWN_COUNT]))}. Nothing was published. Optimizers of a pipeline's "
+        "stages number their parameters alike: save by names, as torch's get_optimizer_state_dict gives them, and "
+        f"modules of stages under keys of their own. What differs otherwise is to be left out of the state, {otherwise}"
+    )
