@@ -5,7 +5,7 @@ connections of this rank; two threads may do so. Sends never block: what the ker
 children, such as the workers of a DataLoader, keep no connection open, so its end is the end of the process.
 
     frame   magic with the protocol's number, kind, size, number of the session: 17 bytes; then that many bytes
-    hello   the first frame of a connection: the token that only this group knows, and what else the rank has to say
+    hello   the first frame of a connection: the token that only this group knows, and which rank has it
     welcome, the answer to it;  goodbye, after which the end of the connection is no failure
 
 Messages and failures, and the sessions that they belong to, are `coordination`'s affair.
@@ -27,7 +27,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from fastpersist import _native
 from fastpersist.errors import CoordinationError
@@ -81,11 +81,11 @@ def frame(kind: int, number: int = 0, payload: bytes = b"") -> bytes:
 class Owner(Protocol):
     """Who is told what happens on the connections; with their lock held, on whatever thread serves them."""
 
-    def hello(self) -> object:
-        """Return what this rank has to say when it connects, as JSON can hold it; on others than rank 0."""
+    def connected(self) -> None:
+        """This rank has connected, for the first time or anew; on others than rank 0."""
 
-    def greeted(self, rank: int, said: Any) -> None:
-        """A rank has connected, for the first time or anew; on rank 0. ValueError if what it says makes no sense."""
+    def greeted(self, rank: int) -> None:
+        """A rank has connected, for the first time or anew; on rank 0."""
 
     def took(self, rank: int, kind: int, number: int, payload: bytes) -> None:
         """A rank has said something. ValueError or TypeError if it makes no sense."""
@@ -170,8 +170,7 @@ class _Connection:
                 self._inbound += data
                 if not data:
                     ended = self._error or "it was closed at the other end"
-                if len(data) < _READ_BYTES:
-                    break
+                    break  # not before: the end that is here already shall be known now, not in the next session
         except (BlockingIOError, InterruptedError):
             ended = self._error
         except OSError as error:
@@ -295,8 +294,8 @@ class Connections:
                     _close_socket(made)
                     return
                 self._by_rank[0] = connection
-                said = json.dumps([self._rank, self._owner.hello()]).encode()
-                self._send(self._by_rank[0], frame(_HELLO, 0, self.token + said))
+                self._send(connection, frame(_HELLO, 0, self.token + json.dumps(self._rank).encode()))
+                self._owner.connected()
 
     def wait_welcome(self, end_s: float) -> bool:
         """Wait until rank 0 has answered the hello; return whether it has. If not, the connection is closed."""
@@ -445,6 +444,7 @@ class Connections:
                 continue
             self._strangers.append(connection)
             self._watch(connection)
+            self._read(connection)  # who it is, and whether it is lost again, shall be known before the next session
             if len(self._strangers) > self._count + _STRANGER_COUNT:
                 self._drop(self._strangers[0])
 
@@ -478,16 +478,18 @@ class Connections:
             _log.warning("somebody who is no rank of this group has connected to rank 0, and was not let in")
             self._drop(connection)
             return
-        rank, said = json.loads(payload[TOKEN_BYTES:])
+        rank = json.loads(payload[TOKEN_BYTES:])
         if rank not in range(1, self._count):
             raise ValueError
         if rank in self._by_rank:
-            self._drop(self._by_rank[rank])  # lost, as the rank knows already
+            self._read(self._by_rank[rank])  # what came before the rank has lost it
+        if rank in self._by_rank:
+            self._drop(self._by_rank[rank])  # its end has not come: what was under way the rank tells
         self._strangers.remove(connection)
         self._by_rank[rank] = connection
         connection.rank = rank
         self._send(connection, frame(_WELCOME))
-        self._owner.greeted(rank, said)
+        self._owner.greeted(rank)
 
     def _drop(self, connection: _Connection) -> None:
         if self._selector is not None and connection.watched:

@@ -9,10 +9,11 @@ thread that calls save(), so a number is enough to tell which. They may be at di
 that this rank has not begun is kept, what comes of one that is over is dropped. What can be said in one is `session`'s
 affair.
 
-A rank that fails tells rank 0, which tells all others, and each of them answers that it knows. Until then rank 0 stays
-within reach, on a thread of its own: whoever begins that session late, perhaps over a new connection, must not wait for
-a rank that has long given up. A connection that is lost is a failure of all sessions that were begun and are not over;
-those that are begun later make the connection anew.
+A rank that fails tells rank 0, which tells all others. Who hears of a failure answers that it knows: what is not
+answered may be lost with the connection, and is told again over the next one, by either side. Until all know, rank 0
+stays within reach, on a thread of its own: whoever begins that session late, perhaps over a new connection, must not
+wait for a rank that has long given up. A connection that is lost is a failure of all sessions that were begun and are
+not over; those that are begun later make the connection anew.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Ranks:
         self._processes: list[Any] = [None] * count  # of the ranks on this machine
         self._heard_s: dict[int, float] = {}  # when each rank was last heard of
         self._pulsed_s = 0.0
-        self._broken: list[int] = []  # sessions that were lost with the connection, to be told when there is a new one
+        self._untold: dict[int, Failure] = {}  # by session, what rank 0 has not answered yet; on the others
         self._unaware: dict[int, tuple[float, set[int]]] = {}  # by session that failed: until when, who does not know
         self._is_waiting_for_late = False
         self._connections = Connections(rank, count, self)
@@ -219,7 +220,8 @@ class Ranks:
             session._failure = self._failures.get(self._begun)
             for early in self._early.pop(self._begun, []):
                 session._arrive(*early)
-            self._failures.pop(self._begun - _OLD_FAILURE_COUNT, None)
+            for old in (self._failures, self._untold):
+                old.pop(self._begun - _OLD_FAILURE_COUNT, None)
             self._sessions[self._begun] = session
             return session
 
@@ -276,16 +278,17 @@ class Ranks:
     def _give_up(self, session: Session, failure: Failure) -> None:
         """Have a session fail, here and on all other ranks. Returns within a second."""
         connections, number = self._connections, session._number
-        if session._failure is not None and number not in self._broken:
+        if session._failure is not None and number not in self._untold:
             return  # the others know
         if self.rank:
             with contextlib.suppress(OSError):
-                connections.connect(_FAREWELL_S)  # its hello tells what broke with the connection
+                connections.connect(_FAREWELL_S)  # which tells what broke with the connection
         with connections.lock:
             if session._failure is None:
                 self._record(number, failure)
                 session._failure = failure
                 if self.rank:
+                    self._untold[number] = failure
                     connections.send(failure.frame(number), [0])
         connections.flush(_FAREWELL_S)
 
@@ -302,7 +305,8 @@ class Ranks:
                 self._is_waiting_for_late = True
 
     def _knows(self, rank: int, number: int) -> None:
-        """A rank knows of a failure."""
+        """A rank knows of a failure; with the lock held."""
+        self._untold.pop(number, None)
         if number in self._unaware:
             self._unaware[number][1].discard(rank)
 
@@ -323,20 +327,19 @@ class Ranks:
 
     # --- for connections, which hold their lock
 
-    def hello(self) -> object:
-        """Return the sessions that were lost with an earlier connection."""
+    def connected(self) -> None:
+        """Tell rank 0 what may have been lost on its way, or with an earlier connection."""
         self._absent.clear()
-        broken, self._broken = self._broken, []
-        return broken
+        for number, failure in self._untold.items():
+            self._connections.send(failure.frame(number), [0])
 
-    def greeted(self, rank: int, said: Any) -> None:
-        """Tell a rank that is back what it has missed, and believe what it says about its sessions."""
+    def greeted(self, rank: int) -> None:
+        """Tell a rank that is back what it has missed."""
         self._absent.pop(rank, None)
         for number, failure in self._failures.items():
             self._connections.send(failure.frame(number), [rank])
-        for number in said:
-            self._record(number, Failure(rank, "gone", "it had lost its connection to rank 0"), rank)
-            self._knows(rank, number)
+        for session in list(self._sessions.values()):
+            session._offered_to.discard(rank)  # it asks again for what it has not heard
 
     def took(self, rank: int, kind: int, number: int, payload: bytes) -> None:
         """Sort a message or a failure to its session."""
@@ -345,10 +348,8 @@ class Ranks:
         if kind == FAILED:
             culprit, how, text = json.loads(payload)
             self._record(number, Failure(culprit, how, text), rank)
-            if self.rank:
-                self._connections.send(frame(KNOWN, number), [rank])
-            else:
-                self._knows(rank, number)
+            self._connections.send(frame(KNOWN, number), [rank])
+            self._knows(rank, number)
         elif kind == KNOWN:
             self._knows(rank, number)
         elif kind in (MESSAGE, ASK, OFFER) and session is not None:
@@ -366,7 +367,7 @@ class Ranks:
         for number, session in list(self._sessions.items()):
             if session._failure is None:
                 if self.rank:
-                    self._broken.append(number)
+                    self._untold[number] = Failure(self.rank, "gone", "it had lost its connection to rank 0")
                 self._record(number, failure, rank)
 
     def _record(self, number: int, failure: Failure, told_by: int = 0) -> None:

@@ -37,7 +37,7 @@ from fastpersist.pacing import Spread
 from fastpersist.pipeline import Extents, Poll, read_extents
 from fastpersist.replicas import replicas_in
 from fastpersist.saving import Container, WrittenFile, container_for, write_container
-from fastpersist.sharing import FirstShare, Together, checking, decoded, encoded, preferring_failure_of_others
+from fastpersist.sharing import FirstShare, Together, checking, decoded, encoded, preferring_failure_of_others, telling
 from fastpersist.stores import Split, Stores, find_stores, manifest_now
 from fastpersist.untraced import untraced
 
@@ -50,10 +50,6 @@ _OPEN_COUNT_MAX = 64
 
 _arena = Arena()  # for those that bring none of their own
 _apart = Lane("fastpersist-after")
-
-
-def _nothing() -> None:
-    """Stand for the part of a save that is not done because the save was cancelled."""
 
 
 class DirectorySave:
@@ -98,6 +94,15 @@ class DirectorySave:
         self._arena = ArenaOfSave(_arena)
         self._lane = _lane or Lane("fastpersist-save")
         self._paranoid = _paranoid
+        self._together = _together
+        self._split: Split | None = None  # among several file systems
+        self._entries: dict[str, FileEntry | None] = {}
+        self._written_elsewhere: list[str] = []
+        self._spread = Spread()
+        self._failed = False
+        self._unsynced: deque[tuple[int, str]] = deque()  # written; after an error the directory closes them
+        self._looked: tuple[int, tuple[object, ...], Ownership] | None = None
+        self.captures: list[Capture] = []
         final_path = os.path.abspath(path)
         if make_parents:
             make_directories(os.path.dirname(final_path))
@@ -110,21 +115,12 @@ class DirectorySave:
         self._pending = PendingSave(self._directory.final_path, self._stats)
         abort = self._directory.abort  # without a reference to this object: it may be forgotten
         self._pending.when_failed(lambda _: abort())
-        self._together = _together
-        self._split: Split | None = None  # among several file systems
         if _together is not None:
             self._pending.when_failed(_together.session.fail)
             if (stores := _together.stores) is not None:
                 self._pending.when_failed(lambda _: stores.forget())
             if _together.confirms:
                 _together.session.offer(os.fsencode(self._directory.path))
-        self._entries: dict[str, FileEntry | None] = {}
-        self._written_elsewhere: list[str] = []
-        self._spread = Spread()
-        self._failed = False
-        self._unsynced: deque[tuple[int, str]] = deque()  # written; after an error the directory closes them
-        self._looked: tuple[int, tuple[object, ...], Ownership] | None = None
-        self.captures: list[Capture] = []
 
     @property
     def path(self) -> str:
@@ -179,14 +175,15 @@ class DirectorySave:
             look=lambda: self._look(owners, given),
         )
         final_path = os.path.join(self._directory.final_path, name)
-        container = container_for(obj, final_path, checksum=True, file_format=format, metadata=metadata)
         share = None
-        if self._together is not None and not own:
-            found = self._look(owners, given) if container.sources else None
-            share = FirstShare(container, replicas_in(container, found), self._together, name)
-        self._spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
-        captured = share or container
-        snapshot = capture.add(captured)
+        with telling(self._together):
+            container = container_for(obj, final_path, checksum=True, file_format=format, metadata=metadata)
+            if self._together is not None and not own:
+                found = self._look(owners, given) if container.sources else None
+                share = FirstShare(container, replicas_in(container, found), self._together, name)
+            self._spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
+            captured = share or container
+            snapshot = capture.add(captured)
         self._spread.add_file(snapshot, sum(source.size_bytes for source in captured.sources))
         self._entries[name] = None
         self.captures.append(capture)
@@ -206,7 +203,8 @@ class DirectorySave:
             return
         owners = guest.owners
         self._spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
-        held = guest.hold(self._arena, paranoid=self._paranoid, on_gate=self._stats.add_stall)
+        with telling(self._together):
+            held = guest.hold(self._arena, paranoid=self._paranoid, on_gate=self._stats.add_stall)
         self._spread.add_file(held.snapshot, held.size_bytes)
         self.captures.append(held.capture)
         self._stats.plan_s += time.monotonic() - started_s
@@ -284,24 +282,26 @@ class DirectorySave:
         if self._give_up():
             self._pending.join()
 
-    def _give_up(self) -> bool:
+    def _give_up(self, why: BaseException | None = None) -> bool:
         """Have everything removed, behind what is being written; False if it was published or given up before."""
         if self._closed:
             return False
         self._closed = True
         self._looked = None
+        skipped = SkippedError(f"{self._directory.final_path} was given up before it was published")
+        if self._together is not None:
+            self._together.session.fail(why or skipped)  # first, as the thread that writes may wait for them
         if not self._failed:
-            self._pending.cancel(SkippedError(f"{self._directory.final_path} was given up before it was published"))
-        self._lane.submit(lambda: self._pending.run(_nothing))
+            self._pending.cancel(skipped)
+        self._lane.submit(lambda: self._pending.run(lambda: None))
         return True
 
     def __enter__(self) -> DirectorySave:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None and self._together is not None:
-            self._together.session.fail(error)
-        self.abort()
+        if self._give_up(error):
+            self._pending.join()
 
     def __del__(self) -> None:
         # Perhaps on the writing thread itself, which must not wait for what it has to do. A forked child has no part.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -27,7 +27,7 @@ from fastpersist.pacing import Spread
 from fastpersist.peer_sharing import OtherShare
 from fastpersist.replicas import replicas_in
 from fastpersist.saving import container_for
-from fastpersist.sharing import Together, checking, decoded, encoded, preferring_failure_of_others
+from fastpersist.sharing import Together, checking, decoded, encoded, preferring_failure_of_others, telling
 from fastpersist.stores import PeerStore
 
 __all__ = ["PeerSave"]
@@ -107,7 +107,7 @@ class PeerSave:
         started_s = time.monotonic()
         look = functools.cache(look)
         final_path = os.path.join(self._path, name) if name else self._path
-        try:
+        with telling(self._together):
             container = container_for(obj, final_path, checksum=checksum, file_format=file_format, metadata=metadata)
             capture = self._capture(owners, look)
             found = look() if container.sources else None
@@ -116,10 +116,7 @@ class PeerSave:
             snapshot = capture.add(share)
             size_bytes = sum(source.size_bytes for source in share.sources)
             self._spread.add_file(snapshot, size_bytes)
-        except BaseException as error:
-            self._together.session.fail(error)
-            raise
-        before_done = self._take_own_files(capture)
+        own_files, before_done = self._take_own_files(capture)
 
         def write() -> None:
             begun_s = time.monotonic()
@@ -134,13 +131,12 @@ class PeerSave:
                 made=self._made_paths.append,
                 store=self._store,
             )
-            self._made_paths.clear()  # they are the first rank's now
             self._stats.engine = used_engine or self._stats.engine
             self._stats.bytes += size_bytes
             self._stats.write_s += time.monotonic() - begun_s
 
         self._stats.plan_s += time.monotonic() - started_s
-        self._begin(capture, lambda: self._lane.submit(lambda: self._pending.run(write)))
+        self._begin([*own_files, capture], lambda: self._lane.submit(lambda: self._pending.run(write)))
         self._stats.stall_s += time.monotonic() - started_s
 
     def save_guest(self, guest: Guest) -> None:
@@ -148,14 +144,11 @@ class PeerSave:
         if self._pending.done():
             return
         started_s = time.monotonic()
-        try:
+        with telling(self._together):
             self._spread.expect_step(guest.owners.optimizers(), manual=guest.owners.gate == "manual")
             held = guest.hold(self._arena, paranoid=self._paranoid, on_gate=self._stats.add_stall)
             self._spread.add_file(held.snapshot, held.size_bytes)
-        except BaseException as error:
-            self._together.session.fail(error)
-            raise
-        before_done = self._take_own_files(held.capture)
+        own_files, before_done = self._take_own_files(held.capture)
         site = Site(
             directory=None,
             final_path=self._path,
@@ -173,11 +166,10 @@ class PeerSave:
             self._pending.refuse_torn()
             own_site = replace(site, directory=self._own_directory())
             self._stats.bytes += sum(entry.size_bytes for entry in guest.write(own_site))
-            self._made_paths.clear()  # they are the first rank's now
             self._stats.write_s += time.monotonic() - begun_s
 
         self._stats.plan_s += time.monotonic() - started_s
-        self._begin(held.capture, lambda: self._lane.submit(lambda: self._pending.run(write)))
+        self._begin([*own_files, held.capture], lambda: self._lane.submit(lambda: self._pending.run(write)))
         self._stats.stall_s += time.monotonic() - started_s
 
     def _own_directory(self) -> str | None:
@@ -189,16 +181,27 @@ class PeerSave:
             self._together.session.tell(encoded(self._store.reply(said)))
         return self._store.directory(said)
 
-    def _take_own_files(self, capture: Capture) -> Callable[[str], list[Told]]:
-        """Return what writes the own files that wait, and checks that what is written by then is not torn."""
+    def _take_own_files(self, capture: Capture) -> tuple[list[Capture], Callable[[str], list[Told]]]:
+        """Return the captures of the own files that wait, and what writes them, last before this rank tells of them."""
         waiting, self._waiting = self._waiting, []
 
         def before_done(directory: str) -> list[Told]:
             written = [self._write_own(file, directory) for file in waiting]
             capture.check()  # of this file alone: steps go on waiting for those that come
+            self._leave_made()
             return written
 
-        return before_done
+        return [file.capture for file in waiting], before_done
+
+    def _leave_made(self) -> None:
+        """Leave what this rank has made to the first one, before that may publish it.
+
+        Raises:
+            PeerError: Another rank has failed: what was made after the first one has removed its directory, only this
+                one removes.
+        """
+        self._together.session.check()
+        self._made_paths.clear()
 
     def add_own(
         self,
@@ -212,7 +215,7 @@ class PeerSave:
         """Write a file of this rank's own; returns when what may change at once is copied.
 
         Where ranks confirm (`Together.confirms`) it is written when its turn comes. Else it is written behind the part
-        of the file that is saved next, which tells where.
+        of the file that is saved next, which tells where; and what may change at once is copied by then.
 
         Args:
             obj: Whatever torch.save takes.
@@ -225,23 +228,19 @@ class PeerSave:
             return
         started_s = time.monotonic()
         final_path = os.path.join(self._path, name)
-        try:
+        with telling(self._together):
             container = container_for(obj, final_path, checksum=True, file_format=file_format, metadata=metadata)
             capture = self._capture(owners, owners.look)
             self._spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
             file = OwnFile(name, final_path, container, capture, capture.add(container))
             self._spread.add_file(file.snapshot, sum(source.size_bytes for source in container.sources))
-        except BaseException as error:
-            self._together.session.fail(error)
-            raise
         self._stats.plan_s += time.monotonic() - started_s
         if self._together.confirms:
             self._begin(
-                capture, lambda: self._lane.submit(lambda: self._pending.run(lambda: self._write_at_once(file)))
+                [capture], lambda: self._lane.submit(lambda: self._pending.run(lambda: self._write_at_once(file)))
             )
         else:
             self._waiting.append(file)
-            self._begin(capture, lambda: None)
         self._stats.stall_s += time.monotonic() - started_s
 
     def _write_at_once(self, file: OwnFile) -> None:
@@ -285,17 +284,18 @@ class PeerSave:
         self._pending.cancel(error)
         self._lane.submit(lambda: self._pending.run(lambda: None))
 
-    def _begin(self, capture: Capture, submit: Callable[[], None]) -> None:
-        self._pending.begin(capture, submit)
+    def _begin(self, captures: Sequence[Capture], submit: Callable[[], None]) -> None:
+        """Begin with what is written by one task; what finds no room in memory is waited for when that is submitted."""
+        capture, *others = captures
+        self._pending.begin(capture, (lambda: self._begin(others, submit)) if others else submit)
         if self._pending.done():  # it has failed meanwhile, and nobody else would let the capture go
             capture.release()
 
     def _end(self, after: Callable[[Mapping[str, Any]], None] | None) -> None:
         session, store = self._together.session, self._store
         if self._together.confirms:
-            session.check()  # what is made after the first rank has removed its directory, only this one removes
+            self._leave_made()
             session.tell(confirmation(self._own_files))
-            self._made_paths.clear()  # they are the first rank's now
         said = session.hear()
         if store is not None and store.is_split:
             self._pending.check()

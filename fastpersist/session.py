@@ -344,7 +344,7 @@ class Session:
         return True
 
     def _send(self, messages: Mapping[int, bytes]) -> None:
-        """Send messages to those whom this rank is connected with, and wait until the kernel has taken them."""
+        """Send messages to those who are connected; wait until the kernel has taken them, or the save has failed."""
         for message in messages.values():
             if len(message) > MESSAGE_LIMIT_BYTES:
                 raise CoordinationError(
@@ -356,7 +356,7 @@ class Session:
             return
         ranks._send(self, messages)
         connections = ranks._connections
-        if not self._wait(lambda: not connections.unsent() or bool(self.rank and self._failure), ranks._patience_s):
+        if not self._wait(lambda: not connections.unsent() or self._failure is not None, ranks._patience_s):
             deaf = connections.unsent()
             text = f"{named(deaf)} did not read for {ranks._patience_s:g} s"
             ranks._give_up(self, Failure(deaf[0], "silent", text) if deaf and self.rank == 0 else self._silent_first())

@@ -62,6 +62,7 @@ __all__ = [
     "decoded",
     "encoded",
     "preferring_failure_of_others",
+    "telling",
     "unpacked_offsets",
 ]
 
@@ -533,6 +534,17 @@ def checking(poll: Poll | None, session: Session) -> Poll:
 
 
 @contextmanager
+def telling(together: Together | None) -> Iterator[None]:
+    """Tell the other ranks of an error in the block at once: they need not wait until this rank gives up."""
+    try:
+        yield
+    except BaseException as error:
+        if together is not None:
+            together.session.fail(error)
+        raise
+
+
+@contextmanager
 def preferring_failure_of_others(session: Session | None) -> Iterator[None]:
     """Look for a failure of another rank behind an error in the block: who gives up removes what others need.
 
@@ -547,7 +559,7 @@ def preferring_failure_of_others(session: Session | None) -> Iterator[None]:
     except (StorageError, UnsupportedError) as error:
         if session is not None:
             session.check()
-            if isinstance(error, UnsupportedError) or error.errno == errno.ENOENT:
+            if isinstance(error, UnsupportedError) or error.errno in (errno.ENOENT, errno.ESTALE):
                 end_s = time.monotonic() + _NEWS_S  # over a network, the news may come later than the removal
                 while time.monotonic() < end_s:
                     time.sleep(0.02)

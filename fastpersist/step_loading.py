@@ -138,21 +138,23 @@ def _listed(root: str, options: LoadOptions) -> set[int]:
     group = options.process_group
     if group is None:
         return candidate_steps(root)
-    said: list[Any] = [None, None]
     error: FastPersistError | None = None
-    if options.rank == 0:
+
+    def look() -> tuple[set[int], str | None]:
+        nonlocal error
         try:
-            said[0] = candidate_steps(root)
+            return candidate_steps(root), None
         except FastPersistError as caught:
             error = caught
-            said[1] = f"{type(caught).__name__}: {caught}"
-    seen: list[Any] = [set()] * options.count
+            return set(), f"{type(caught).__name__}: {caught}"
+
+    own: list[Any] = [look() if options.rank == 0 else None]
     try:
-        dist.broadcast_object_list(said, src=dist.get_global_rank(group, 0), group=group)
-        if said == [set(), None]:  # its host may be new, and take part in loading what others hold parts of
-            dist.all_gather_object(seen, candidate_steps(root), group=group)
-    except FastPersistError:
-        raise
+        dist.broadcast_object_list(own, src=dist.get_global_rank(group, 0), group=group)
+        found = own
+        if own == [(set(), None)]:  # its host may be new, and take part in loading what others hold parts of
+            found = [None] * options.count
+            dist.all_gather_object(found, look() if options.rank else own[0], group=group)
     except Exception as lost:
         raise PeerError(
             f"another rank is gone or silent while loading from {root}: {type(lost).__name__}: {lost}",
@@ -161,10 +163,11 @@ def _listed(root: str, options: LoadOptions) -> set[int]:
         ) from lost
     if error is not None:
         raise error
-    if said[1] is not None:
-        raise PeerError(f"rank 0 failed while looking for steps in {root}: {said[1]}", rank=0, subject=root)
-    found: set[int] = said[0]
-    return found.union(*seen)
+    for rank, (_, failed) in enumerate(found):
+        if failed is not None:
+            text = f"rank {rank} failed while looking for steps in {root}: {failed}"
+            raise PeerError(text, rank=rank, subject=root)
+    return set().union(*(steps for steps, _ in found))
 
 
 def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:

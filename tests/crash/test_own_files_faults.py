@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,50 @@ def test_the_first_rank_does_not_take_for_its_own_what_a_failure_of_another_one_
     assert first.rank == 1
     assert "the disk is broken" in str(first)
     assert isinstance(other, fp.StorageError)
+    assert hidden_names(tmp_path) == []
+
+
+def test_the_first_rank_that_gives_up_does_not_wait_for_a_rank_that_comes_late(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> BaseException | None:
+        assert save(path, rank, 1) is None  # from here on they know each other
+        if rank:
+            dist.barrier()
+            return save(path, rank, 2)
+        files = fp.directory_save_together(path, dist.group.WORLD, overwrite=True)
+        files.save({"number": 2}, "shared.pt")  # the thread that writes waits for the other rank
+        files.abort()
+        dist.barrier()
+        return None
+
+    path = tmp_path / "checkpoint"
+    other = run_ranks(2, work)[1]
+    assert isinstance(other, fp.PeerError)
+    assert "given up" in str(other)
+    assert number_in(path, 2) == 1
+    assert hidden_names(tmp_path) == []
+
+
+def test_what_the_first_rank_cannot_save_the_others_hear_of_at_once(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> BaseException | None:
+        path = tmp_path / "checkpoint"
+        assert save(path, rank, 1) is None  # from here on they know each other
+        files = fp.directory_save_together(path, dist.group.WORLD, overwrite=True)
+        error = None
+        if rank == 0:
+            with pytest.raises(TypeError, match="pickle"):
+                files.save({"lock": threading.Lock()}, "shared.pt")
+        else:
+            files.save({"lock": None}, "shared.pt")
+            error = files.publish().exception(PATIENCE_S)
+        dist.barrier()  # until here the first rank has not given up
+        files.abort()
+        return error
+
+    other = run_ranks(2, work)[1]
+    assert isinstance(other, fp.PeerError)
+    assert other.rank == 0
+    assert "cannot pickle" in str(other)
+    assert number_in(tmp_path / "checkpoint", 2) == 1
     assert hidden_names(tmp_path) == []
 
 

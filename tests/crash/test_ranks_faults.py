@@ -14,8 +14,10 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.directories import Failing
 from support.forking import SMALL_RING
@@ -41,6 +43,7 @@ from support.training import PATIENCE_S
 
 import fastpersist as fp
 from fastpersist import _native
+from fastpersist.coordination import Session
 from fastpersist.filesystem import Filesystem, using
 
 SHORT_S = 2.0
@@ -459,7 +462,65 @@ def test_rank_with_another_file_system_is_told_so(tmp_path: Path, sizes: tuple[i
     expect_steps(root, [1, 3], sizes)
 
 
+# --- memory
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_own_states_that_find_no_room_in_memory_are_written_before_save_returns(tmp_path: Path, sharded: bool) -> None:
+    def work(rank: int, count: int) -> Any:
+        with fp.Checkpointer(
+            tmp_path / "run", process_group=dist.group.WORLD, max_host_bytes=1 << 20, sharded=sharded
+        ) as checkpoints:
+            own = torch.full((1_000_000,), float(rank))
+            pending = checkpoints.save(1, {"weights": torch.ones(1000)}, rank_state=own)
+            own += 100  # all of it was captured
+            pending.result(PATIENCE_S)
+
+    run_ranks(3, work, environment=SMALL_RING)
+    for rank in range(3):
+        assert torch.equal(
+            fp.load(tmp_path / "run" / "step-00000001" / f"rank-{rank:05d}.pt"), torch.full((1_000_000,), float(rank))
+        )
+
+
 # --- the line
+
+
+def test_rank_that_loses_its_connection_when_all_is_told_takes_nothing_from_a_step_that_is_published(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "run"
+
+    class Waiting(Filesystem):
+        """Makes a step visible when the other rank has given up."""
+
+        def rename_to_free_name(self, source: str, target: str) -> None:
+            (tmp_path / "all_is_told").touch()
+            wait_until((tmp_path / "given_up").exists)
+            super().rename_to_free_name(source, target)
+
+    def work(rank: int, count: int) -> Any:
+        trainer = Trainer(root, rank)
+        tell = Session.tell
+
+        def told_and_lost(session: Session, message: bytes) -> None:
+            tell(session, message)
+            if b'"extra"' in message:
+                wait_until((tmp_path / "all_is_told").exists)
+                raise fp.PeerError("the connection was lost", rank=0, subject="step 1")
+
+        with using(Waiting()), mock.patch.object(Session, "tell", told_and_lost):
+            error = trainer.outcome()
+            if rank == 1:
+                (tmp_path / "given_up").touch()
+        told = everybodys(error)
+        trainer.close()
+        return told
+
+    first, other = run_ranks(2, work, environment=SMALL_RING)[0]
+    assert first is None
+    assert isinstance(other, fp.PeerError)
+    expect_steps(root, [1])
 
 
 @pytest.mark.parametrize("cutting", [0, 1])

@@ -143,6 +143,24 @@ class FailsToSync(Filesystem):
         super().sync(fd, path)
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_rank_that_cannot_list_its_root_is_told_to_all(tmp_path: Path, failing: int) -> None:
+    def work(rank: int, count: int) -> str:
+        root = tmp_path / f"root-{rank}"
+        if rank == failing:
+            root.write_text("no directory")
+        with pytest.raises(fp.FastPersistError) as caught:
+            fp.Checkpointer(root, process_group=dist.group.WORLD).load()
+        if rank == failing:
+            assert isinstance(caught.value, fp.StorageError)
+        else:
+            assert isinstance(caught.value, fp.PeerError)
+            assert caught.value.rank == failing
+        return str(caught.value)
+
+    assert all(f"root-{failing}: Not a directory" in told for told in run_ranks(3, work))
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("how", ["pickle", "disk"])
 def test_rank_that_fails_fails_the_save_everywhere_and_the_next_one_works(

@@ -44,7 +44,7 @@ HELLO = 3
     "said",
     [
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        frame(HELLO, 0, bytes(TOKEN_BYTES) + b"[1, []]"),
+        frame(HELLO, 0, bytes(TOKEN_BYTES) + b"1"),
         frame(MESSAGE, 1, b"plan 1"),
         frame(HELLO)[:5] + b"\xff" * 12,
         b"",

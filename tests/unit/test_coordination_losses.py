@@ -31,7 +31,7 @@ from support.ranks_in_threads import (
 )
 
 from fastpersist import coordination, meeting
-from fastpersist.connections import MESSAGE, frame
+from fastpersist.connections import MESSAGE, PULSE, frame
 from fastpersist.coordination import LATE_THREAD, Ranks, Session
 from fastpersist.errors import (
     AgreementTimeoutError,
@@ -230,6 +230,21 @@ def test_a_peer_that_does_not_read_runs_into_the_deadline() -> None:
             first.gather(b"")
 
 
+def test_nobody_waits_for_a_rank_that_has_given_up_to_read() -> None:
+    with ranks_in_threads(3) as ranks:
+        first, one, two = begin(ranks)
+        one.tell(b"plan 1")
+        two.tell(b"plan 2")
+        first.gather(b"")
+        one.fail(FULL)
+        assert seconds(lambda: first.answer(bytes(48 << 20))) < AT_ONCE_S  # more than any kernel keeps
+        with pytest.raises(PeerError) as caught:
+            first.gather(b"")
+        assert_failed(caught.value, 1, "no room")
+        first.fail(caught.value)
+        assert two.hear() == bytes(48 << 20)  # it was said before
+
+
 # --- connections are lost, and made anew
 
 
@@ -240,6 +255,24 @@ def test_a_connection_that_is_lost_between_sessions_is_made_anew(breaker: int, l
             assert_went_well(say_all(begin(ranks)))
             connection_of(ranks[breaker], 2 - breaker).shutdown(socket.SHUT_RDWR)
             assert_went_well(say_all(begin(ranks)))
+
+
+@pytest.mark.parametrize("breaker", [0, 1])
+def test_a_connection_that_is_lost_right_behind_other_news_is_lost_before_the_session(breaker: int) -> None:
+    with ranks_in_threads(2) as ranks:
+        ranks[breaker]._connections.send(frame(PULSE), [1 - breaker])
+        connection_of(ranks[breaker], 1 - breaker).shutdown(socket.SHUT_RDWR)
+        assert_went_well(say_all(begin(ranks)))
+
+
+def test_a_connection_that_is_made_and_lost_before_rank_0_has_seen_it_is_lost_before_the_session() -> None:
+    with ranks_in_threads(2) as ranks:
+        for _ in range(2):
+            connection_of(ranks[1], 0).shutdown(socket.SHUT_RDWR)
+            ranks[1]._connections.look()
+            ranks[1]._connections.connect(TIMEOUT_S)
+        connection_of(ranks[1], 0).shutdown(socket.SHUT_RDWR)
+        assert_went_well(say_all(begin(ranks)))
 
 
 @pytest.mark.parametrize("breaker", [0, 2])
@@ -271,14 +304,39 @@ def test_what_is_offered_reaches_a_rank_whose_connection_was_lost_before(breaker
         assert at_once([lambda: first.gather(b""), other_asks]) == [[b"", b"here"], b"here"]
 
 
+def lose_on_this_side_only(ranks: Ranks) -> socket.socket:
+    """Lose the connection with rank 0, which does not hear of it until what this returns is closed."""
+    with ranks._connections.lock:
+        kept = socket.socket(fileno=os.dup(connection_of(ranks, 0).fileno()))
+        ranks._connections._drop(ranks._connections._by_rank[0])
+        ranks.lost(0, "for the test", False)
+    return kept
+
+
+def test_what_is_offered_and_lost_on_its_way_is_told_again_to_who_asks() -> None:
+    def other_asks() -> bytes:
+        offered = other.offered()
+        other.tell(offered)
+        return offered
+
+    with ranks_in_threads(2) as ranks:
+        first = ranks[0].begin(SUBJECT)
+        first.offer(b"here")
+        first.announce()
+        with lose_on_this_side_only(ranks[1]) as kept:
+            kept.setblocking(True)
+            assert b"here" in kept.recv(1 << 16)
+            other = ranks[1].begin(SUBJECT)
+            since_s = time.monotonic()
+            assert at_once([lambda: first.gather(b""), other_asks]) == [[b"", b"here"], b"here"]
+            assert time.monotonic() - since_s < AT_ONCE_S
+
+
 def test_a_rank_that_comes_twice_is_taken_by_its_last_connection() -> None:
     with ranks_in_threads(2) as ranks:
         before = connection_of(ranks[0], 1)
         session = ranks[1].begin(SUBJECT)
-        with ranks[1]._connections.lock:  # lost on this side only: rank 0 does not hear of it by the old connection
-            kept = socket.socket(fileno=os.dup(connection_of(ranks[1], 0).fileno()))
-            ranks[1]._connections._drop(ranks[1]._connections._by_rank[0])
-            ranks[1].lost(0, "for the test", False)
+        kept = lose_on_this_side_only(ranks[1])
         first = ranks[0].begin(SUBJECT)
         session.fail(FULL)
         with pytest.raises(PeerError) as caught:
@@ -287,6 +345,47 @@ def test_a_rank_that_comes_twice_is_taken_by_its_last_connection() -> None:
         assert before.fileno() == -1
         kept.close()
         assert_went_well(say_all(begin(ranks)))
+
+
+def read_away(connected: socket.socket, what: bytes) -> None:
+    """Let what has come over a connection be lost, and then the connection."""
+    connected.setblocking(True)
+    connected.settimeout(TIMEOUT_S)
+    came = b""
+    while what not in came:
+        came += connected.recv(1 << 16)
+    connected.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("how", ["gives up", "loses its connection"])
+def test_a_failure_that_is_lost_on_its_way_to_rank_0_is_told_over_the_next_connection(
+    how: str, leak_check: None
+) -> None:
+    with ranks_in_threads(3) as ranks:
+        session = ranks[1].begin(SUBJECT)
+        if how == "gives up":
+            session.fail(FULL)
+            read_away(connection_of(ranks[0], 1), b"no room")
+        else:
+            connection_of(ranks[1], 0).shutdown(socket.SHUT_RDWR)
+            with pytest.raises(PeerError) as noticed:
+                session.check()
+            session.fail(noticed.value)  # over a connection that is lost, too
+            listener = ranks[0]._connections._listener
+            assert listener is not None
+            with listener.accept()[0] as accepted:
+                read_away(accepted, b"had lost")
+        later = ranks[1].begin("step 101")
+        later.tell(b"plan 1")  # it is at the next session when rank 0 begins this one
+        since_s = time.monotonic()
+        for late in begin([ranks[0], ranks[2]]):
+            with pytest.raises(PeerError) as caught:
+                say(late)
+            assert_failed(caught.value, 1, "no room" if how == "gives up" else "had lost its connection")
+        assert time.monotonic() - since_s < AT_ONCE_S
+        first, other = (ranks[rank].begin("step 101") for rank in (0, 2))
+        other.tell(b"plan 2")
+        assert first.gather(b"") == [b"", b"plan 1", b"plan 2"]
 
 
 def test_a_rank_that_was_away_hears_what_it_has_missed() -> None:
