@@ -1,6 +1,8 @@
 // Devices for Python: what the driver says, and how copies are ordered against the caller's streams.
 #include <pybind11/pybind11.h>
 
+#include <chrono>
+#include <cstdint>
 #include <string>
 
 #include "binding/errors.h"
@@ -39,6 +41,10 @@ Device& DeviceOf(int ordinal) {
 void BindDevices(py::module_& m) {
   m.def("cuda_why_not", &CudaWhyNot);
   m.def("follow_caller", &FollowCaller, py::arg("device"), py::arg("stream"), py::arg("to_host"));
+  m.def(
+      "set_device_grace_s",
+      [](double grace_s) { Grace::Set(std::chrono::milliseconds(static_cast<int64_t>(grace_s * 1e3))); },
+      py::arg("grace_s"));
   m.def("why_not_pinned", [] { return FileSystemText(WhyNotPinned()); });
   m.def("pinned_bytes", &PinnedBytes);
 }

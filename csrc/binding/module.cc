@@ -85,6 +85,7 @@ TransferHooks MakeHooks(const std::shared_ptr<HookError>& hook_error, const py::
     };
   }
   if (!push.is_none()) {
+    hooks.destinations = shared(push);  // what is read into belongs to whoever takes what is pushed
     hooks.push = [hook_error, push = shared(push)](uint64_t id, uint64_t offset_bytes, const std::byte* source,
                                                    uint64_t size_bytes) {
       return WithGil(*hook_error, [&] { (*push)(id, offset_bytes, reinterpret_cast<uintptr_t>(source), size_bytes); });

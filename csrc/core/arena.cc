@@ -3,8 +3,12 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <functional>
+#include <iterator>
+#include <utility>
 
 #include "core/fork.h"
+#include "core/limbo.h"
 #include "core/memory.h"
 #include "core/status.h"
 
@@ -15,9 +19,18 @@ Arena::Arena(uint64_t limit_bytes) : limit_count_(limit_bytes / kBlockBytes), fo
 Arena::~Arena() {
   if (forked()) return;
   FP_CHECK(used_count_ == 0);
+  std::unique_lock lock(mutex_);
+  TakeBack(lock);
   for (Mapping& mapping : mappings_) {
-    mapping.pinned.reset();  // the device forgets it before it is gone
-    munmap(mapping.memory, mapping.size_bytes);
+    std::vector<Landed> landed;
+    for (Stranded& stranded : stranded_) {
+      if (Holds(mapping, stranded.block)) landed.push_back(std::move(stranded.landed));
+    }
+    if (landed.empty()) {
+      Unmap(std::move(mapping));
+    } else {
+      LeaveInLimbo(std::move(landed), [left = std::move(mapping)]() mutable { Unmap(std::move(left)); });
+    }
   }
 }
 
@@ -29,10 +42,24 @@ void Arena::Grow(uint64_t limit_bytes) {
   changed_.notify_all();
 }
 
-bool Arena::Map() {
+// To pin takes longer than to fill: others take and return blocks meanwhile, or wait for these. False: no memory.
+bool Arena::Map(std::unique_lock<std::mutex>& lock) {
   Mapping mapping = NextMapping();
   if (mapping.memory == nullptr) return false;
-  if (pin_) mapping.pinned = pin_(std::span(mapping.memory, mapping.size_bytes));
+  if (const Pin pin = pin_) {
+    is_mapping_ = true;
+    lock.unlock();
+    mapping.pinned = pin(std::span(mapping.memory, mapping.size_bytes));
+    lock.lock();
+    is_mapping_ = false;
+    changed_.notify_all();
+    if (mapped_count_ + mapping.size_bytes / kBlockBytes > limit_count_) {  // somebody prepared it
+      lock.unlock();
+      Unmap(std::move(mapping));
+      lock.lock();
+      return true;
+    }
+  }
   Add(std::move(mapping));
   return true;
 }
@@ -84,9 +111,15 @@ bool Arena::Prepare(uint64_t size_bytes) {
   return !enough();
 }
 
-std::byte* Arena::TryTake() {
+std::byte* Arena::TryTake(std::unique_lock<std::mutex>& lock) {
+  while (used_count_ < limit_count_ && free_.empty()) {
+    if (is_mapping_) {
+      changed_.wait(lock);
+    } else if (!Map(lock)) {
+      return nullptr;
+    }
+  }
   if (used_count_ >= limit_count_) return nullptr;
-  if (free_.empty() && !Map()) return nullptr;
   std::byte* block = *free_.begin();
   free_.erase(free_.begin());
   ++used_count_;
@@ -107,6 +140,76 @@ void Arena::Return(std::byte* block) {
   FP_CHECK(used_count_ > 0);
   --used_count_;
   free_.insert(block);
+}
+
+bool Arena::Holds(const Mapping& mapping, const std::byte* block) {
+  return std::less_equal<>()(mapping.memory, block) && std::less<>()(block, mapping.memory + mapping.size_bytes);
+}
+
+bool Arena::is_pinned(const std::byte* block) const {
+  return std::any_of(mappings_.begin(), mappings_.end(),
+                     [block](const Mapping& mapping) { return mapping.pinned != nullptr && Holds(mapping, block); });
+}
+
+void Arena::Strand(std::byte* block, Landed landed) {
+  FP_CHECK(used_count_ > 0);
+  --used_count_;
+  --mapped_count_;  // so that another may be mapped
+  ++stranded_count_;
+  stranded_.push_back({block, std::move(landed)});
+}
+
+void Arena::TakeBack(std::unique_lock<std::mutex>& lock) {
+  if (stranded_.empty()) return;
+  std::vector<Stranded> looked_at;
+  looked_at.swap(stranded_);
+  lock.unlock();
+  std::vector<std::byte*> landed;
+  std::vector<Stranded> kept;
+  for (Stranded& stranded : looked_at) {
+    if (stranded.landed()) {
+      landed.push_back(stranded.block);
+      stranded.landed = nullptr;
+    } else {
+      kept.push_back(std::move(stranded));
+    }
+  }
+  lock.lock();
+  for (Stranded& stranded : kept) stranded_.push_back(std::move(stranded));
+  free_.insert(landed.begin(), landed.end());
+  stranded_count_ -= landed.size();
+  mapped_count_ += landed.size();
+  std::vector<Mapping> surplus = TakeSurplus();
+  changed_.notify_all();
+  lock.unlock();
+  for (Mapping& mapping : surplus) Unmap(std::move(mapping));
+  lock.lock();
+}
+
+// The mappings without which there is still as much as the limit, and of which nothing is used.
+std::vector<Arena::Mapping> Arena::TakeSurplus() {
+  std::vector<Mapping> surplus;
+  for (size_t index = 0; index < mappings_.size() && mapped_count_ > limit_count_;) {
+    const Mapping& mapping = mappings_[index];
+    const size_t block_count = mapping.size_bytes / kBlockBytes;
+    const auto first = free_.lower_bound(mapping.memory);
+    const auto end = free_.lower_bound(mapping.memory + mapping.size_bytes);
+    if (static_cast<size_t>(std::distance(first, end)) < block_count || mapped_count_ - block_count < limit_count_) {
+      ++index;
+      continue;
+    }
+    free_.erase(first, end);
+    mapped_count_ -= block_count;
+    mapping_starts_.erase(mapping.memory);
+    surplus.push_back(std::move(mappings_[index]));
+    mappings_.erase(mappings_.begin() + static_cast<std::ptrdiff_t>(index));
+  }
+  return surplus;
+}
+
+void Arena::Unmap(Mapping mapping) {
+  mapping.pinned.reset();  // the device forgets it before it is gone
+  munmap(mapping.memory, mapping.size_bytes);
 }
 
 }  // namespace fastpersist

@@ -1,5 +1,7 @@
 // Host memory for captured bytes: blocks of one size, handed out up to a limit and used again. Memory is mapped when it
 // is first needed and kept, so a save that the writer outruns costs none, and the thousandth save maps nothing new.
+// Blocks to which a device still copies when their save gives up are in limbo: nobody's, and not part of the limit, so
+// that later saves have room, until the device has ended; devices see to it that this does not go on (device/device.h).
 // What lies in the blocks is transfer/snapshot's affair.
 #pragma once
 
@@ -47,12 +49,19 @@ class Arena {
 
   // REQUIRES of what follows: mutex() is held.
   // A block, or nullptr: at the limit, or the kernel has no memory. Of those that are free the lowest, so that runs are
-  // long however the blocks came back.
-  std::byte* TryTake();
+  // long however the blocks came back. The mutex is let go of while fresh memory is pinned.
+  std::byte* TryTake(std::unique_lock<std::mutex>& lock);
   // The block behind this one, if it is free and of the same mapping; else nullptr. For runs of blocks in one piece: a
   // device copies into what was pinned in one piece.
   std::byte* TryTakeBehind(const std::byte* block);
   void Return(std::byte* block);
+  // Instead of Return: a device may still copy to the block, which comes back when it has landed.
+  void Strand(std::byte* block, Landed landed);
+  // Take back what has landed, and let go of mappings beyond the limit; the mutex is let go of meanwhile.
+  void TakeBack(std::unique_lock<std::mutex>& lock);
+  // Whether a device knows this block.
+  bool is_pinned(const std::byte* block) const;
+  uint64_t stranded_bytes() const { return stranded_count_ * kBlockBytes; }
   uint64_t used_bytes() const { return used_count_ * kBlockBytes; }
   uint64_t mapped_bytes() const { return mapped_count_ * kBlockBytes; }
 
@@ -64,9 +73,16 @@ class Arena {
     std::shared_ptr<void> pinned;
   };
 
-  bool Map();
+  bool Map(std::unique_lock<std::mutex>& lock);
   Mapping NextMapping() const;
   void Add(Mapping mapping);
+  static bool Holds(const Mapping& mapping, const std::byte* block);
+  std::vector<Mapping> TakeSurplus();
+  static void Unmap(Mapping mapping);
+  struct Stranded {
+    std::byte* block;
+    Landed landed;
+  };
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -74,6 +90,9 @@ class Arena {
   uint64_t used_count_ = 0;
   uint64_t mapped_count_ = 0;
   std::set<std::byte*> free_;
+  std::vector<Stranded> stranded_;  // but those that TakeBack looks at
+  uint64_t stranded_count_ = 0;
+  bool is_mapping_ = false;  // a thread pins what TryTake needs
   std::vector<Mapping> mappings_;
   std::set<const std::byte*> mapping_starts_;
   Pin pin_;

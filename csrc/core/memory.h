@@ -34,6 +34,10 @@ std::byte* MapBuffers(size_t size_bytes);
 // is returned lives. Never fails: memory that a device does not know is only slower.
 using Pin = std::function<std::shared_ptr<void>(std::span<std::byte> memory)>;
 
+// Whether a device that was told to copy into some memory does so no more. Asked now and then; not asked again once it
+// is true. What it holds, such as references to the other side of the copies, stays until then.
+using Landed = std::function<bool()>;
+
 // Memory that stays where it is: page-locked, so that it is never swapped out, zeroed, on a huge-page boundary where it
 // is large enough. A forked child has a copy that is not locked.
 class LockedMemory {

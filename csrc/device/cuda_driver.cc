@@ -23,11 +23,12 @@ constexpr CudaResult kDeviceUnavailable = 46;
 constexpr CudaResult kNoDevice = 100;
 
 // After these, the driver answers every further call of this process for that device with the same error.
-constexpr std::array<CudaResult, 15> kLost = {
+constexpr std::array<CudaResult, 18> kLost = {
     4,    // DEINITIALIZED
     100,  // NO_DEVICE
     214,  // ECC_UNCORRECTABLE
     220,  // NVLINK_UNCORRECTABLE
+    226,  // CONTAINED
     700,  // ILLEGAL_ADDRESS
     702,  // LAUNCH_TIMEOUT
     709,  // CONTEXT_IS_DESTROYED
@@ -38,6 +39,8 @@ constexpr std::array<CudaResult, 15> kLost = {
     717,  // INVALID_ADDRESS_SPACE
     718,  // INVALID_PC
     719,  // LAUNCH_FAILED
+    721,  // TENSOR_MEMORY_LEAK
+    810,  // MPS_CLIENT_TERMINATED
     999,  // UNKNOWN
 };
 
@@ -80,7 +83,7 @@ Status Load(CudaDriver& driver) {
   find(driver.CtxPushCurrent, "cuCtxPushCurrent_v2");
   find(driver.CtxPopCurrent, "cuCtxPopCurrent_v2");
   find(driver.StreamCreate, "cuStreamCreate");
-  find(driver.StreamSynchronize, "cuStreamSynchronize");
+  find(driver.StreamQuery, "cuStreamQuery");
   find(driver.StreamWaitEvent, "cuStreamWaitEvent");
   find(driver.EventCreate, "cuEventCreate");
   find(driver.EventRecord, "cuEventRecord");
@@ -162,6 +165,8 @@ Status CudaDriver::Present() {
   return Load(driver);
 }
 
+bool CudaDriver::IsLost(CudaResult result) { return std::find(kLost.begin(), kLost.end(), result) != kLost.end(); }
+
 Status CudaDriver::Check(CudaResult result, std::string_view operation) const {
   if (result == kCudaSuccess) return Status::Ok();
   std::string message(operation);
@@ -173,7 +178,7 @@ Status CudaDriver::Check(CudaResult result, std::string_view operation) const {
     message.append(": CUDA error ").append(std::to_string(result));
   }
   if (GetErrorString(result, &text) == kCudaSuccess && text != nullptr) message.append(" (").append(text).append(")");
-  if (std::find(kLost.begin(), kLost.end(), result) != kLost.end()) {
+  if (IsLost(result)) {
     message.append("; this process cannot use the device any more, a new one may; saves of CPU tensors go on");
   } else if (result == kDeviceUnavailable) {
     message.append(

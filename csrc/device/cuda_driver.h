@@ -20,6 +20,7 @@ using CudaEvent = struct CudaEventTag*;
 
 constexpr CudaResult kCudaSuccess = 0;
 constexpr CudaResult kCudaNotReady = 600;
+constexpr CudaResult kCudaCaptureImplicit = 906;   // CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 constexpr unsigned kCudaStreamNonBlocking = 1;     // CU_STREAM_NON_BLOCKING
 constexpr unsigned kCudaEventDisableTiming = 2;    // CU_EVENT_DISABLE_TIMING
 constexpr unsigned kCudaHostRegisterPortable = 1;  // CU_MEMHOSTREGISTER_PORTABLE: pinned for all contexts
@@ -38,7 +39,7 @@ struct CudaDriver {
   CudaResult (*CtxPushCurrent)(CudaContext context);  // cuCtxPushCurrent_v2
   CudaResult (*CtxPopCurrent)(CudaContext* context);  // cuCtxPopCurrent_v2
   CudaResult (*StreamCreate)(CudaStream* stream, unsigned flags);
-  CudaResult (*StreamSynchronize)(CudaStream stream);
+  CudaResult (*StreamQuery)(CudaStream stream);
   CudaResult (*StreamWaitEvent)(CudaStream stream, CudaEvent event, unsigned flags);
   CudaResult (*EventCreate)(CudaEvent* event, unsigned flags);
   CudaResult (*EventRecord)(CudaEvent event, CudaStream stream);
@@ -69,6 +70,8 @@ struct CudaDriver {
   // A kDeviceError that reads "<operation>: <CUDA_ERROR_NAME> (<text>)", and says so where the process cannot use the
   // device any more; Ok for kCudaSuccess.
   Status Check(CudaResult result, std::string_view operation) const;
+  // Whether a device that answers this can do nothing any more in this process, and so copies no more.
+  static bool IsLost(CudaResult result);
 };
 
 }  // namespace fastpersist

@@ -28,6 +28,13 @@ constexpr std::chrono::microseconds kSleepMin{20};
 constexpr std::chrono::microseconds kSleepMax{200};
 constexpr std::chrono::milliseconds kPollInterval{50};
 
+// The driver takes about a thousand commands ahead of the device and makes the next one wait: copies, and now and then
+// a mark.
+constexpr uint64_t kWindowCopies = 128;
+constexpr size_t kWindowCount = 6;
+
+std::atomic<std::chrono::milliseconds> g_grace{Grace::kDefault};
+
 int ReadNode(const std::string& path) {
   int node = -1;
   std::ifstream(path) >> node;
@@ -134,8 +141,11 @@ Result<CudaEvent> Device::TakeEvent() {
 
 Status Device::RefuseCapture(CudaStream caller) const {
   int capturing = 0;
-  FP_RETURN_IF_ERROR(Check(driver_.StreamIsCapturing(caller, &capturing), "looking at the caller's stream on"));
-  if (capturing == 0) return Status::Ok();
+  const CudaResult result = driver_.StreamIsCapturing(caller, &capturing);
+  if (result != kCudaCaptureImplicit) {  // of the default stream: one that it waits for is
+    FP_RETURN_IF_ERROR(Check(result, "looking at the caller's stream on"));
+    if (capturing == 0) return Status::Ok();
+  }
   return Status::Error(StatusCode::kUnsupported, "the stream of cuda:" + std::to_string(ordinal_) +
                                                      " is being captured into a CUDA graph: save or load before or "
                                                      "after the capture");
@@ -166,18 +176,27 @@ Result<std::pair<CudaAddress, size_t>> Device::RangeOf(CudaAddress address) {
   return std::pair(base, size_bytes);
 }
 
+namespace {
+
+thread_local const Device* t_entered = nullptr;  // whose context the innermost scope of this thread has made current
+
+}  // namespace
+
 Status ContextScope::Enter(const Device& device) {
   FP_RETURN_IF_ERROR(CudaDriver::Get().status());
+  if (t_entered == &device) return Status::Ok();
   const CudaDriver& driver = device.driver_;
-  const CudaResult result = driver.CtxPushCurrent(device.context_);
-  if (result != kCudaSuccess) return device.Check(result, "using");
+  result_ = driver.CtxPushCurrent(device.context_);
+  if (result_ != kCudaSuccess) return device.Check(result_, "using");
   driver_ = &driver;
+  outer_ = std::exchange(t_entered, &device);
   relaxed_ = driver.ThreadExchangeStreamCaptureMode(&mode_) == kCudaSuccess;
   return Status::Ok();
 }
 
 ContextScope::~ContextScope() {
   if (driver_ == nullptr) return;
+  t_entered = outer_;
   if (relaxed_) driver_->ThreadExchangeStreamCaptureMode(&mode_);
   CudaContext context = nullptr;
   driver_->CtxPopCurrent(&context);
@@ -227,11 +246,65 @@ Status CopyMark::Wait(const std::function<Status()>& poll) const {
   }
 }
 
-void CopyMark::WaitOrSynchronize() const {
-  if (!Wait({}).ok()) stream_->Synchronize();
+CopyEnd::CopyEnd(CopyStream& stream) : stream_(&stream) {
+  Result<CopyMark> mark = stream.Mark();
+  if (mark.ok()) mark_ = std::make_shared<const CopyMark>(std::move(mark).value());
+}
+
+CopyEnd::CopyEnd(std::shared_ptr<const CopyMark> mark) : mark_(std::move(mark)), stream_(mark_->stream_) {}
+
+// An error of the query alone stops no copy.
+bool CopyEnd::Reached() const {
+  if (seen_->load()) return true;
+  Result<bool> reached = mark_ == nullptr ? Result<bool>(stream_->Idle()) : mark_->Reached();
+  const bool is_reached = reached.ok() ? reached.value() : stream_->Idle();
+  if (is_reached) seen_->store(true);
+  return is_reached;
+}
+
+Landed LandedWhen(std::vector<CopyEnd> reached) {
+  return [ends = std::move(reached)] {
+    return std::all_of(ends.begin(), ends.end(), [](const CopyEnd& end) { return end.Reached(); });
+  };
+}
+
+void Grace::Set(std::chrono::milliseconds duration) { g_grace = duration; }
+
+Grace::Grace() : deadline_(std::chrono::steady_clock::now() + g_grace.load()) {}
+
+bool Grace::WaitFor(std::span<const CopyEnd> ends, const std::function<void()>& meanwhile) const {
+  auto next_call = std::chrono::steady_clock::now() + kPollInterval;
+  auto sleep = kSleepMin;
+  for (size_t first = 0; first < ends.size();) {
+    if (ends[first].Reached()) {
+      ++first;
+      continue;
+    }
+    const auto now = std::chrono::steady_clock::now();
+    if (now >= deadline_ || ends[first].stream_->GivenUpSince().has_value()) return false;
+    std::this_thread::sleep_for(sleep);
+    sleep = std::min(2 * sleep, kSleepMax);
+    if (!meanwhile || now < next_call) continue;
+    meanwhile();
+    next_call = now + kPollInterval;
+  }
+  return true;
+}
+
+Landed Grace::GiveUp(std::vector<CopyEnd> ends) {
+  for (const CopyEnd& end : ends) {
+    CopyStream& stream = *end.stream_;
+    if (end.Reached()) continue;
+    const std::lock_guard lock(stream.given_up_mutex_);
+    if (stream.given_up_.empty()) stream.given_up_since_ = std::chrono::steady_clock::now();
+    stream.given_up_.push_back(end);
+    stream.has_given_up_ = true;
+  }
+  return LandedWhen(std::move(ends));
 }
 
 Status CopyStream::FollowCaller(uintptr_t caller_stream) {
+  FP_RETURN_IF_ERROR(RefuseGivenUp());
   const ContextScope scope(device_);
   FP_RETURN_IF_ERROR(scope.status());
   auto* const caller = reinterpret_cast<CudaStream>(caller_stream);
@@ -240,6 +313,7 @@ Status CopyStream::FollowCaller(uintptr_t caller_stream) {
 }
 
 Status CopyStream::HoldCaller(uintptr_t caller_stream) {
+  FP_RETURN_IF_ERROR(RefuseGivenUp());
   const ContextScope scope(device_);
   FP_RETURN_IF_ERROR(scope.status());
   auto* const caller = reinterpret_cast<CudaStream>(caller_stream);
@@ -249,37 +323,99 @@ Status CopyStream::HoldCaller(uintptr_t caller_stream) {
 
 Status CopyStream::ToHost(std::byte* target, CudaAddress source, size_t size_bytes) {
   if (size_bytes == 0) return Status::Ok();
+  FP_RETURN_IF_ERROR(RefuseGivenUp());
   const ContextScope scope(device_);
   FP_RETURN_IF_ERROR(scope.status());
-  return device_.Check(device_.driver_.MemcpyDtoHAsync(target, source, size_bytes, stream_),
-                       "copying to the host from");
+  return Started(device_.driver_.MemcpyDtoHAsync(target, source, size_bytes, stream_), "copying to the host from");
 }
 
 Status CopyStream::ToDevice(CudaAddress target, const std::byte* source, size_t size_bytes) {
   if (size_bytes == 0) return Status::Ok();
+  FP_RETURN_IF_ERROR(RefuseGivenUp());
   const ContextScope scope(device_);
   FP_RETURN_IF_ERROR(scope.status());
-  return device_.Check(device_.driver_.MemcpyHtoDAsync(target, source, size_bytes, stream_),
-                       "copying from the host to");
+  return Started(device_.driver_.MemcpyHtoDAsync(target, source, size_bytes, stream_), "copying from the host to");
 }
 
 Status CopyStream::Within(CudaAddress target, CudaAddress source, size_t size_bytes) {
   if (size_bytes == 0) return Status::Ok();
+  FP_RETURN_IF_ERROR(RefuseGivenUp());
   const ContextScope scope(device_);
   FP_RETURN_IF_ERROR(scope.status());
-  return device_.Check(device_.driver_.MemcpyDtoDAsync(target, source, size_bytes, stream_), "copying within");
+  return Started(device_.driver_.MemcpyDtoDAsync(target, source, size_bytes, stream_), "copying within");
 }
 
 Status CopyStream::Zero(CudaAddress target, size_t size_bytes) {
   if (size_bytes == 0) return Status::Ok();
+  FP_RETURN_IF_ERROR(RefuseGivenUp());
   const ContextScope scope(device_);
   FP_RETURN_IF_ERROR(scope.status());
-  return device_.Check(device_.driver_.MemsetD8Async(target, 0, size_bytes, stream_), "clearing memory of");
+  return Started(device_.driver_.MemsetD8Async(target, 0, size_bytes, stream_), "clearing memory of");
 }
 
-void CopyStream::Synchronize() {
+// Marks what was started, now and then: see AwaitRoom.
+Status CopyStream::Started(CudaResult result, const char* what) {
+  FP_RETURN_IF_ERROR(device_.Check(result, what));
+  {
+    const std::lock_guard lock(windows_mutex_);
+    if (++started_count_ % kWindowCopies != 0) return Status::Ok();
+  }
+  Result<CopyMark> mark = Mark();
+  if (!mark.ok()) return mark.status();
+  const std::lock_guard lock(windows_mutex_);
+  windows_.push_back(std::make_shared<const CopyMark>(std::move(mark).value()));
+  if (windows_.size() > 2 * kWindowCount) windows_.pop_front();  // nobody waits: the driver does
+  return Status::Ok();
+}
+
+Status CopyStream::AwaitRoom(bool is_pinned, const std::function<Status()>& poll) {
+  FP_RETURN_IF_ERROR(RefuseGivenUp());
+  if (!is_pinned) {
+    Result<CopyMark> mark = Mark();
+    return mark.ok() ? mark.value().Wait(poll) : mark.status();
+  }
+  while (true) {
+    std::shared_ptr<const CopyMark> first;
+    {
+      const std::lock_guard lock(windows_mutex_);
+      if (windows_.size() < kWindowCount) return Status::Ok();
+      first = windows_.front();
+    }
+    FP_RETURN_IF_ERROR(first->Wait(poll));
+    const std::lock_guard lock(windows_mutex_);
+    if (!windows_.empty() && windows_.front() == first) windows_.pop_front();
+  }
+}
+
+// Whether no copy is on its way. A device that is lost copies no more; any other error says nothing. Never waits, as a
+// synchronisation would.
+bool CopyStream::Idle() const {
   const ContextScope scope(device_);
-  if (scope.status().ok()) (void)device_.driver_.StreamSynchronize(stream_);
+  if (scope.status().code() == StatusCode::kUnsupported) return true;  // the process ends, and CUDA with it
+  if (!scope.status().ok()) return device_.driver_.IsLost(scope.result_);
+  const CudaResult result = device_.driver_.StreamQuery(stream_);
+  return result == kCudaSuccess || device_.driver_.IsLost(result);
+}
+
+std::optional<std::chrono::steady_clock::time_point> CopyStream::GivenUpSince() {
+  if (!has_given_up_.load(std::memory_order_relaxed)) return std::nullopt;
+  const std::lock_guard lock(given_up_mutex_);
+  std::erase_if(given_up_, [](const CopyEnd& end) { return end.Reached(); });
+  if (!given_up_.empty()) return given_up_since_;
+  has_given_up_ = false;
+  return std::nullopt;
+}
+
+Status CopyStream::RefuseGivenUp() {
+  const auto since = GivenUpSince();
+  if (!since.has_value()) return Status::Ok();
+  const auto given_up = std::chrono::steady_clock::now() - *since;
+  const auto given_up_s = std::chrono::duration_cast<std::chrono::seconds>(given_up).count();
+  return Status::Error(StatusCode::kDeviceError,
+                       "cuda:" + std::to_string(device_.ordinal()) +
+                           " has not ended the copies that a transfer gave up " + std::to_string(given_up_s) +
+                           " s ago: the stream they follow stands still, as behind a collective whose peer is gone; "
+                           "abort that (its process group) or start a new process; saves of CPU tensors go on");
 }
 
 Result<CopyMark> CopyStream::Mark() {

@@ -3,16 +3,21 @@
 // those that say so; none synchronises the device or the caller's streams.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/memory.h"
 #include "core/status.h"
 #include "device/cuda_driver.h"
 
@@ -39,10 +44,9 @@ class CopyMark {
   Result<bool> Reached() const;
   // Waits, looking every 20 … 200 µs; `poll` is asked about every 50 ms and its error ends the wait. May be empty.
   Status Wait(const std::function<Status()>& poll) const;
-  // For who is about to give the memory back: an error of the query alone stops no copy.
-  void WaitOrSynchronize() const;
 
  private:
+  friend class CopyEnd;
   friend class CopyStream;
   CopyMark(Device* device, CopyStream* stream, CudaEvent event) : device_(device), stream_(stream), event_(event) {}
 
@@ -51,7 +55,54 @@ class CopyMark {
   CudaEvent event_ = nullptr;
 };
 
-// One direction of a device: its copies are done in the order in which they were started. Thread-safe.
+// The end of copies that were started, for who is about to give their memory to others: unlike a mark it has no errors,
+// and says "reached" only where none of them is on its way any more. Copyable; thread-safe.
+class CopyEnd {
+ public:
+  // Of all that the stream was given so far. Where no mark can be had: the moment in which it has nothing left to do.
+  explicit CopyEnd(CopyStream& stream);
+  // REQUIRES: the mark is not empty.
+  explicit CopyEnd(std::shared_ptr<const CopyMark> mark);
+
+  bool Reached() const;
+
+ private:
+  friend class Grace;
+
+  std::shared_ptr<const CopyMark> mark_;  // null: none could be had
+  CopyStream* stream_;
+  // Of all copies of this: what was seen once stays so, also where a later look at the whole stream would not show it.
+  std::shared_ptr<std::atomic<bool>> seen_ = std::make_shared<std::atomic<bool>>(false);
+};
+
+// For limbo.
+Landed LandedWhen(std::vector<CopyEnd> reached);
+
+// How long who gives up waits for copies that were started: a stream that never ends, since it follows a collective
+// whose peer is gone, must hold up nobody for ever. What is then left goes to limbo (BufferPool::Strand,
+// Arena::Strand).
+class Grace {
+ public:
+  static constexpr std::chrono::milliseconds kDefault{10'000};
+  // For all that begin later. For tests.
+  static void Set(std::chrono::milliseconds duration);
+
+  // It begins now.
+  Grace();
+
+  // Whether the ends were reached in time. Streams that were given up before are not waited for again. `meanwhile` is
+  // called about every 50 ms; it may be empty.
+  bool WaitFor(std::span<const CopyEnd> ends, const std::function<void()>& meanwhile = {}) const;
+  // After WaitFor was in vain: the streams take no more copies until these ends are reached, so that what is in limbo
+  // stays bounded, and the next save hears of it at once. Returns what tells whether they are.
+  static Landed GiveUp(std::vector<CopyEnd> ends);
+
+ private:
+  const std::chrono::steady_clock::time_point deadline_;
+};
+
+// One direction of a device: its copies are done in the order in which they were started. Thread-safe. What starts or
+// orders copies fails with kDeviceError while the stream is given up (Grace::GiveUp).
 class CopyStream {
  public:
   CopyStream(const CopyStream&) = delete;
@@ -64,6 +115,11 @@ class CopyStream {
   // What the caller's stream is given from now on comes after everything started here so far.
   Status HoldCaller(uintptr_t caller_stream);
 
+  // Wait until a copy can be started without waiting inside the driver, where nobody could end it: few enough are
+  // queued, and none where the host memory is not pinned. `poll` as of CopyMark::Wait. For one thread: what others
+  // queue meanwhile may make it wait all the same.
+  Status AwaitRoom(bool is_pinned, const std::function<Status()>& poll);
+
   // Start one copy. The memory of both sides stays allocated, and the source unchanged, until a mark that was made
   // afterwards is reached. Host memory that is not pinned is legal: the call then waits for the copy.
   Status ToHost(std::byte* target, CudaAddress source, size_t size_bytes);
@@ -73,16 +129,27 @@ class CopyStream {
   Status Zero(CudaAddress target, size_t size_bytes);
 
   Result<CopyMark> Mark();
-  // Wait for all copies that were started, when no mark can be had: memory is about to be given back. When this returns
-  // none is on its way, since a device that fails copies no more.
-  void Synchronize();
 
  private:
+  friend class CopyEnd;
   friend class Device;
+  friend class Grace;
   explicit CopyStream(Device& device) : device_(device) {}
+
+  bool Idle() const;
+  std::optional<std::chrono::steady_clock::time_point> GivenUpSince();
+  Status RefuseGivenUp();
+  Status Started(CudaResult result, const char* what);
 
   Device& device_;
   CudaStream stream_ = nullptr;
+  std::mutex windows_mutex_;
+  uint64_t started_count_ = 0;
+  std::deque<std::shared_ptr<const CopyMark>> windows_;  // one for each kWindowCopies that may not have landed
+  std::atomic<bool> has_given_up_{false};                // given_up_ is not empty
+  std::mutex given_up_mutex_;
+  std::vector<CopyEnd> given_up_;
+  std::chrono::steady_clock::time_point given_up_since_;
 };
 
 // One for each device of the process, made at first use and never freed: torch keeps the same primary context, and
@@ -108,6 +175,7 @@ class Device {
   Result<std::pair<CudaAddress, size_t>> RangeOf(CudaAddress address);
 
  private:
+  friend class CopyEnd;
   friend class CopyMark;
   friend class CopyStream;
   friend class ContextScope;
@@ -134,7 +202,8 @@ class Device {
 
 // The device's context is the calling thread's while this lives, and what was current before is so afterwards. For
 // calls of the driver, or of libraries above it, that this room does not make; its own do so by themselves. May be
-// nested.
+// nested; inside a scope of the same device another one costs no call of the driver. So a scope around many calls is
+// the quicker one, but no foreign code, which could make another context current, may run inside it.
 //
 // The thread is in the relaxed capture mode meanwhile: what we do beside a CUDA graph that the application captures at
 // that moment has nothing to do with it, and would spoil it otherwise.
@@ -151,7 +220,11 @@ class ContextScope {
  private:
   Status Enter(const Device& device);
 
+  friend class CopyStream;
+
   const CudaDriver* driver_ = nullptr;
+  CudaResult result_ = kCudaSuccess;
+  const Device* outer_ = nullptr;
   bool relaxed_ = false;
   int mode_ = kCudaCaptureModeRelaxed;
   Status status_;

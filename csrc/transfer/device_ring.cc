@@ -1,18 +1,27 @@
 #include "transfer/device_ring.h"
 
 #include <algorithm>
+#include <span>
+
+#include "core/limbo.h"
 
 namespace fastpersist {
 namespace {
 
 CudaAddress AddressOf(const std::byte* buffer) { return reinterpret_cast<CudaAddress>(buffer); }
 
-Status WaitFor(CopyStream& stream) {
-  Result<CopyMark> mark = stream.Mark();
-  return mark.ok() ? mark.value().Wait({}) : mark.status();
-}
-
 }  // namespace
+
+Status DeviceRing::WaitFor(CopyStream& stream) {
+  Result<CopyMark> mark = stream.Mark();
+  Status status = mark.ok() ? mark.value().Wait(poll_) : mark.status();
+  if (status.ok()) return status;
+  const CopyEnd end(stream);
+  if (!Grace().WaitFor(std::span(&end, 1))) {
+    LeaveInLimbo({Grace::GiveUp({end})}, [bounce = std::exchange(bounce_, nullptr), kept = destinations_] {});
+  }
+  return status;
+}
 
 Status DeviceRing::PutHost(std::byte* buffer, const std::byte* source, size_t size_bytes) {
   return device_.to_host().ToDevice(AddressOf(buffer), source, size_bytes);
@@ -45,8 +54,9 @@ Status DeviceRing::TakeDevice(Device& to, CudaAddress target, const std::byte* b
 }
 
 std::byte* DeviceRing::Bounce(size_t size_bytes) {
-  bounce_.resize(std::max(bounce_.size(), size_bytes));
-  return bounce_.data();
+  if (bounce_ == nullptr) bounce_ = std::make_shared<std::vector<std::byte>>();
+  bounce_->resize(std::max(bounce_->size(), size_bytes));
+  return bounce_->data();
 }
 
 Status DeviceRing::Wait() { return WaitFor(device_.to_host()); }

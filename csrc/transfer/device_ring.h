@@ -4,6 +4,9 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/status.h"
@@ -16,7 +19,10 @@ namespace fastpersist {
 // waits is done when a mark behind it is reached.
 class DeviceRing {
  public:
-  explicit DeviceRing(Device& device) : device_(device) {}
+  // `poll` is asked while it waits; its error ends the wait. Where a device may still copy then, `destinations`, of
+  // what is taken to host memory, are kept until it has ended.
+  DeviceRing(Device& device, std::function<Status()> poll, std::shared_ptr<const void> destinations)
+      : device_(device), poll_(std::move(poll)), destinations_(std::move(destinations)) {}
 
   Device& device() const { return device_; }
 
@@ -36,8 +42,12 @@ class DeviceRing {
   Status Wait();
 
  private:
+  Status WaitFor(CopyStream& stream);
+
   Device& device_;
-  std::vector<std::byte> bounce_;
+  const std::function<Status()> poll_;
+  const std::shared_ptr<const void> destinations_;
+  std::shared_ptr<std::vector<std::byte>> bounce_;
 };
 
 }  // namespace fastpersist

@@ -26,19 +26,36 @@ Result<std::unique_ptr<FileReader>> FileReader::Open(int fd, std::string path, P
 FileReader::FileReader(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes,
                        Device* ring_device)
     : pump_(std::move(pump)), share_(std::move(share)), hooks_(std::move(hooks)), chunk_bytes_(chunk_bytes) {
-  if (ring_device != nullptr) device_ring_.emplace(*ring_device);
+  if (ring_device != nullptr) device_ring_.emplace(*ring_device, [this] { return Poll(); }, hooks_.destinations);
   in_flight_.resize(pump_->queue_depth());
 }
 
 FileReader::~FileReader() { Abandon(); }
 
-// Kernel and devices let go of the buffers first; only then do they go back to the share.
+// For what waits for a device.
+Status FileReader::Poll() {
+  share_.LetOthersJoin();
+  return hooks_.poll ? hooks_.poll(pump_->done_bytes()) : Status::Ok();
+}
+
+// Kernel and devices let go of the buffers first; only then do they go back to the share. A device that does not within
+// the grace time keeps them in limbo, and the destinations with them: it writes there when it goes on, and must not
+// find the memory given to somebody else.
 void FileReader::Abandon() {
   pump_->Abandon();
-  for (const Landing& landing : landing_) {
-    for (const CopyMark& mark : landing.marks) mark.WaitOrSynchronize();
-    for (Device* device : landing.unmarked) device->to_device().Synchronize();
-    share_.Put(landing.buffer);
+  const Grace grace;
+  for (Landing& landing : landing_) {
+    std::vector<CopyEnd> ends;
+    ends.reserve(landing.marks.size() + landing.unmarked.size());
+    for (CopyMark& mark : landing.marks) ends.emplace_back(std::make_shared<const CopyMark>(std::move(mark)));
+    for (Device* device : landing.unmarked) ends.emplace_back(device->to_device());
+    if (grace.WaitFor(ends, [this] { share_.LetOthersJoin(); })) {
+      share_.Put(landing.buffer);
+      continue;
+    }
+    is_short_of_buffers_ = true;
+    share_.Strand(landing.buffer,
+                  [landed = Grace::GiveUp(std::move(ends)), destinations = hooks_.destinations] { return landed(); });
   }
   landing_.clear();
   for (InFlight& slot : in_flight_) {
@@ -88,6 +105,9 @@ Result<std::vector<uint32_t>> FileReader::Read(std::span<const ReadExtent> exten
   FP_CHECK(std::is_sorted(extents.begin(), extents.end(),
                           [](const auto& a, const auto& b) { return a.offset_bytes < b.offset_bytes; }));
   const bool wants_crcs = std::any_of(extents.begin(), extents.end(), [](const auto& one) { return one.with_crc; });
+  if (is_short_of_buffers_) {
+    return Status::Error(StatusCode::kDeviceError, "an earlier read of this reader left its buffers to a device");
+  }
   if (device_ring_.has_value() && wants_crcs) {
     return Status::Error(StatusCode::kInvalidArgument,
                          "GPUDirect moves bytes that no CPU sees, so no checksums can be compared");
@@ -183,7 +203,7 @@ Result<bool> FileReader::LandFirst(bool wait) {
   const Landing& first = landing_.front();
   for (const CopyMark& mark : first.marks) {
     if (wait) {
-      FP_RETURN_IF_ERROR(mark.Wait([this] { return hooks_.poll ? hooks_.poll(pump_->done_bytes()) : Status::Ok(); }));
+      FP_RETURN_IF_ERROR(mark.Wait([this] { return Poll(); }));
       continue;
     }
     Result<bool> reached = mark.Reached();
@@ -248,8 +268,10 @@ Status FileReader::Deliver(std::span<const ReadExtent> extents, const Chunk& chu
     } else {
       if (extent.with_crc) crc = Crc32(0, source, size_bytes);
       if (extent.target == ReadExtent::Target::kDevice) {
-        CopiesOut(*extent.device);
         share_.pool().PinWith(PinFor(*extent.device));
+        const bool is_pinned = share_.pool().is_pinned(buffer);
+        FP_RETURN_IF_ERROR(extent.device->to_device().AwaitRoom(is_pinned, [this] { return Poll(); }));
+        CopiesOut(*extent.device);
         FP_RETURN_IF_ERROR(
             extent.device->to_device().ToDevice(extent.device_address + offset_in_extent, source, size_bytes));
       }

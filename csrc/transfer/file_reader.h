@@ -97,6 +97,7 @@ class FileReader {
   void CopiesOut(Device& device);
   Status Finish(std::span<const ReadExtent> extents, std::span<const Chunk> chunks, size_t tag);
   Result<bool> LandFirst(bool wait);
+  Status Poll();
   void Abandon();
 
   // Out of this buffer devices copy; it is theirs until the marks are reached.
@@ -110,8 +111,9 @@ class FileReader {
   BufferShare share_;
   const TransferHooks hooks_;
   const size_t chunk_bytes_;
-  std::optional<DeviceRing> device_ring_;        // none: the buffers are host memory
-  std::vector<InFlight> in_flight_;              // by tag
+  std::optional<DeviceRing> device_ring_;  // none: the buffers are host memory
+  std::vector<InFlight> in_flight_;        // by tag
+  bool is_short_of_buffers_ = false;
   std::deque<Landing> landing_;                  // in the order in which the copies were started
   std::vector<Device*> devices_;                 // that were told to copy out of the buffer that is being delivered
   std::vector<std::vector<CrcPart>> crc_parts_;  // by extent, in the order the chunks came

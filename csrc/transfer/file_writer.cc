@@ -56,13 +56,23 @@ Result<std::unique_ptr<FileWriter>> FileWriter::Open(int fd, std::string path, P
 FileWriter::FileWriter(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes,
                        Device* ring_device)
     : pump_(std::move(pump)), share_(std::move(share)), hooks_(std::move(hooks)), chunk_bytes_(chunk_bytes) {
-  if (ring_device != nullptr) device_ring_.emplace(*ring_device);
+  if (ring_device != nullptr) device_ring_.emplace(*ring_device, [this] { return Poll(); }, nullptr);
   in_flight_.resize(pump_->queue_depth());
 }
 
 FileWriter::~FileWriter() { Abandon(); }
 
-// Kernel and devices let go of the buffers first; only then do they go back to the share.
+// For what waits for a device, or for a snapshot that may wait for one.
+Status FileWriter::Poll() {
+  share_.LetOthersJoin();
+  return hooks_.poll ? hooks_.poll(pump_->done_bytes()) : Status::Ok();
+}
+
+// Kernel and devices let go of the buffers first; only then do they go back to the share. A device that does not within
+// the grace time keeps them in limbo. The sources may be gone by the time it goes on, since it only reads them: memory
+// that torch's caching allocator has given to another tensor meanwhile is as good, and memory that it gives back to the
+// driver is not unmapped before the copies have ended (cuMemFree and cuMemUnmap wait for them, the allocator
+// synchronises before the latter).
 Status FileWriter::Abort(Status status) {
   if (failed_.ok()) failed_ = std::move(status);
   pump_->Abandon();
@@ -70,14 +80,18 @@ Status FileWriter::Abort(Status status) {
     if (buffer != nullptr) share_.Put(std::exchange(buffer, nullptr));
   }
   PassOn();
+  const Grace grace;
   for (Chunk& chunk : landing_) {
     if (chunk.buffer == nullptr) continue;
-    const bool marked = MarkCopies(chunk).ok();
-    for (const CopyMark& mark : chunk.marks) mark.WaitOrSynchronize();
-    if (!marked) {
-      for (Device* device : chunk.devices) device->to_host().Synchronize();
+    std::vector<CopyEnd> ends;
+    ends.reserve(chunk.marks.size() + chunk.devices.size());
+    for (CopyMark& mark : chunk.marks) ends.emplace_back(std::make_shared<const CopyMark>(std::move(mark)));
+    for (Device* device : chunk.devices) ends.emplace_back(device->to_host());
+    if (grace.WaitFor(ends, [this] { share_.LetOthersJoin(); })) {
+      share_.Put(chunk.buffer);
+    } else {
+      share_.Strand(chunk.buffer, Grace::GiveUp(std::move(ends)));
     }
-    share_.Put(chunk.buffer);
   }
   landing_.clear();
   return failed_;
@@ -158,12 +172,12 @@ Status FileWriter::StartWrite(Chunk& chunk) {
 
 // From here on it can be found out whether the copies into a chunk that were started have landed.
 Status FileWriter::MarkCopies(Chunk& chunk) {
-  for (Device* device : chunk.devices) {
-    Result<CopyMark> mark = device->to_host().Mark();
+  while (!chunk.devices.empty()) {
+    Result<CopyMark> mark = chunk.devices.back()->to_host().Mark();
     if (!mark.ok()) return mark.status();
     chunk.marks.push_back(std::move(mark).value());
+    chunk.devices.pop_back();
   }
-  chunk.devices.clear();
   return Status::Ok();
 }
 
@@ -339,6 +353,7 @@ void FileWriter::CopiesInto(Device& device) {
 
 Status FileWriter::CopyFromDevice(Device& device, CudaAddress address, Part& part) {
   share_.pool().PinWith(PinFor(device));
+  FP_RETURN_IF_ERROR(device.to_host().AwaitRoom(share_.pool().is_pinned(chunk_.buffer), [this] { return Poll(); }));
   part.kind = Part::Kind::kOnTheWay;
   CopiesInto(device);
   return device.to_host().ToHost(chunk_.buffer + part.offset_bytes, address, part.size_bytes);

@@ -89,7 +89,8 @@ class FileWriter {
   // Pad the last block and wait for every write. The file may now be up to a block longer than position().
   Status Finish();
 
-  // Wait until the kernel has let go of every buffer and give them back. The writer is of no use after.
+  // Wait until the kernel has let go of every buffer and give them back; buffers into which a device still copies after
+  // the grace time go to limbo. The writer is of no use after.
   void Abandon() { (void)Abort(Status::Error(StatusCode::kCancelled, "the writer was closed")); }
 
   uint64_t position() const { return chunk_.offset_bytes + chunk_.fill_bytes; }
@@ -148,7 +149,7 @@ class FileWriter {
   Status CopyToDeviceRing(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes, Part& part);
   void CopiesInto(Device& device);
   Status CopyFromDevice(Device& device, CudaAddress address, Part& part);
-  Status Poll() const { return hooks_.poll ? hooks_.poll(pump_->done_bytes()) : Status::Ok(); }
+  Status Poll();
   Status Abort(Status status);
 
   std::unique_ptr<IoPump> pump_;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 
 #include "core/status.h"
 
@@ -14,6 +15,9 @@ struct TransferHooks {
   std::function<Status(uint64_t id, uint64_t offset_bytes, std::byte* target, uint64_t size_bytes)> pull;
   // Take bytes [offset_bytes, offset_bytes + size_bytes) of destination `id` from `source`.
   std::function<Status(uint64_t id, uint64_t offset_bytes, const std::byte* source, uint64_t size_bytes)> push;
+  // Whatever keeps the destinations of a read alive, memory of devices above all. Kept for as long as a device may
+  // still copy there, which may be long after the read has failed. May be null.
+  std::shared_ptr<const void> destinations;
   // Asked about every 50 ms with the bytes done so far; its error stops the transfer.
   std::function<Status(uint64_t done_bytes)> poll;
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -19,8 +20,8 @@ constexpr uint64_t kPaceBytes = uint64_t{8} << 20;
 constexpr uint64_t kCacheLineBytes = 64;
 // Sources of a device up to this size are gathered: a copy of 256 KiB takes PCIe about as long as starting it takes us.
 constexpr uint64_t kSmallBytes = uint64_t{256} << 10;
-// What a device is given to copy at once: 64 MiB.
-constexpr size_t kRunBlocks = 32;
+constexpr size_t kRunBlocks = 32;   // 64 MiB, that a device is given to copy at once
+constexpr size_t kMarkBlocks = 64;  // that are marked together
 // As far apart as that they still go into one copy: its bytes cost less than another one.
 constexpr uint64_t kGapBytes = uint64_t{64} << 10;
 
@@ -81,7 +82,7 @@ void Snapshot::Narrow(uint32_t source_index, uint64_t from_bytes, uint64_t until
   source.claimed_bytes = live_bytes;
   source.copied_from_bytes = live_bytes;
   arena_->changed().notify_all();
-  ReturnUnlanded(lock);
+  ReturnUnlanded(lock, /*give_up=*/false);
 }
 
 // Sleep until something changed, or the timeout. False when `poll` says stop.
@@ -95,14 +96,18 @@ bool Snapshot::Wait(std::unique_lock<std::mutex>& lock, std::chrono::nanoseconds
   return stopped.ok();
 }
 
-// See that there is a block with this much room, filled by this device or, with none, by a thread.
-bool Snapshot::EnsureRoom(OpenBlock& open, Device* device, size_t size_bytes) {
+// See that there is a block with this much room, filled by this device or, with none, by a thread. The lock may have
+// been let go of meanwhile: the writer may have gone on, or be closed; the open blocks and what can be narrowed stay.
+bool Snapshot::EnsureRoom(std::unique_lock<std::mutex>& lock, OpenBlock& open, Device* device, size_t size_bytes) {
   FP_CHECK(size_bytes <= Arena::kBlockBytes);
   if (open.block != nullptr && open.block->device == device && open.fill_bytes + size_bytes <= Arena::kBlockBytes) {
     return true;
   }
   CloseBlock(open);
-  std::byte* memory = arena_->TryTake();
+  ++copying_count_;  // Close and Narrow wait
+  std::byte* memory = arena_->TryTake(lock);
+  --copying_count_;
+  arena_->changed().notify_all();
   if (memory == nullptr) return false;
   open = {.block = AddBlock(memory, device), .fill_bytes = 0};
   return true;
@@ -118,15 +123,13 @@ Snapshot::Block* Snapshot::AddBlock(std::byte* memory, Device* device) {
   return &blocks_.back();
 }
 
-// Nothing more goes into the open block. From here on it has a mark, if a device fills it.
+// Nothing more goes into the open block. If a device fills it, it gets a mark: now if it is the writer's, who waits for
+// it, else together with others, since the driver takes only so many commands ahead of the device.
 void Snapshot::CloseBlock(OpenBlock& open) {
   if (open.block == nullptr) return;
   Block& block = *std::exchange(open.block, nullptr);
-  if (!block.landed && block.user_count > 1) {
-    Result<CopyMark> mark = block.device->to_host().Mark();
-    block.unmarked = !mark.ok();  // then Land makes one, or says why it cannot
-    if (mark.ok()) block.mark = std::make_shared<CopyMark>(std::move(mark).value());
-  }
+  if (!block.landed && block.user_count > 1) AddUnmarked(block);
+  if (&open == &writer_block_) MarkFull();
   Release(&block);
 }
 
@@ -192,7 +195,7 @@ void Snapshot::FindClusters() {
 
 // Copy a small source of a device, and all of its cluster that nobody has begun with, into the arena in one go. False:
 // it has no cluster, is alone, or there is no room; then nothing was done.
-bool Snapshot::Gather(std::unique_lock<std::mutex>& lock, OpenBlock& open, const Source& source) {
+bool Snapshot::Gather(std::unique_lock<std::mutex>& lock, OpenBlock& open, const Source& source, const Poll& poll) {
   if (source.cluster == kNoCluster || !source.untouched()) return false;
   std::vector<Source*> members;
   for (const uint32_t index : clusters_[source.cluster]) {
@@ -206,7 +209,10 @@ bool Snapshot::Gather(std::unique_lock<std::mutex>& lock, OpenBlock& open, const
     end = std::max<uintptr_t>(end, member->address + member->size_bytes);
   }
   const uint64_t span_bytes = end - from;
-  if (!EnsureRoom(open, source.device, span_bytes)) return false;
+  if (!EnsureRoom(lock, open, source.device, span_bytes) || closed_) return false;
+  if (!std::all_of(members.begin(), members.end(), [](const Source* member) { return member->untouched(); })) {
+    return false;
+  }
   Block* const block = open.block;
   std::byte* const target = block->memory + open.fill_bytes;
   open.fill_bytes = AlignUp(open.fill_bytes + span_bytes, kCacheLineBytes);
@@ -214,8 +220,9 @@ bool Snapshot::Gather(std::unique_lock<std::mutex>& lock, OpenBlock& open, const
   for (Source* member : members) member->claimed_bytes = 0;
   ++copying_count_;
   Device& device = *source.device;
+  const bool is_pinned = arena_->is_pinned(block->memory);
   lock.unlock();
-  Status copied = device.to_host().ToHost(target, from, span_bytes);
+  Status copied = CopyToHost(device, target, from, span_bytes, is_pinned, poll);
   lock.lock();
   --copying_count_;
   if (!copied.ok() && failed_.ok()) failed_ = std::move(copied);
@@ -237,7 +244,7 @@ bool Snapshot::Gather(std::unique_lock<std::mutex>& lock, OpenBlock& open, const
 // For the writer, which comes to a small source that nobody has captured: gather its cluster and wait for it, so that
 // those that follow are there. Where that cannot be, nothing happens.
 Status Snapshot::GatherAndLand(std::unique_lock<std::mutex>& lock, const Source& source, const Poll& poll) {
-  if (!Gather(lock, writer_block_, source) || !failed_.ok()) return failed_;
+  if (!Gather(lock, writer_block_, source, poll) || !failed_.ok()) return failed_;
   Result<CopyMark> mark = source.device->to_host().Mark();
   if (!mark.ok()) return mark.status();
   lock.unlock();
@@ -248,6 +255,28 @@ Status Snapshot::GatherAndLand(std::unique_lock<std::mutex>& lock, const Source&
     for (Segment& segment : sources_[index].segments) segment.landed |= segment.block == writer_block_.block;
   }
   return Status::Ok();
+}
+
+// Copies into a full block were started.
+void Snapshot::AddUnmarked(Block& block) {
+  block.unmarked = true;
+  unmarked_.push_back(&block);
+  if (unmarked_.size() >= kMarkBlocks) MarkFull();
+}
+
+// Mark the copies into full blocks. Where that cannot be, Land makes a mark, or says why it cannot.
+void Snapshot::MarkFull() {
+  while (!unmarked_.empty()) {
+    Device* const device = unmarked_.back()->device;
+    Result<CopyMark> made = device->to_host().Mark();
+    const auto mark = made.ok() ? std::make_shared<CopyMark>(std::move(made).value()) : nullptr;
+    for (Block* block : unmarked_) {
+      if (block->device != device || mark == nullptr || block->user_count == 0) continue;  // 0: it is being returned
+      block->mark = mark;
+      block->unmarked = false;
+    }
+    std::erase_if(unmarked_, [device](const Block* block) { return block->device == device; });
+  }
 }
 
 void Snapshot::Release(Block* block) {
@@ -262,24 +291,47 @@ void Snapshot::Release(Block* block) {
 }
 
 // Give back the blocks that nobody wants any more, but into which a device still copies: whoever gets one next must not
-// find that. Waits without the lock, behind which all saves of the arena would stand still.
-void Snapshot::ReturnUnlanded(std::unique_lock<std::mutex>& lock) {
+// find that. Waits without the lock, behind which all saves of the arena would stand still; after the grace time the
+// rest goes to limbo. give_up: the snapshot ends, and the device is held to be at fault.
+void Snapshot::ReturnUnlanded(std::unique_lock<std::mutex>& lock, bool give_up) {
+  const Grace grace;
   while (!unlanded_.empty()) {
     Block* const block = unlanded_.back();
     unlanded_.pop_back();
     ++returning_count_;
     lock.unlock();
+    std::vector<CopyEnd> ends;
     if (block->mark != nullptr) {
-      block->mark->WaitOrSynchronize();
+      ends.emplace_back(std::move(block->mark));
     } else {
-      block->device->to_host().Synchronize();
+      ends.emplace_back(block->device->to_host());
     }
+    const bool in_time = grace.WaitFor(ends);
+    Landed landed;
+    if (!in_time) landed = give_up ? Grace::GiveUp(std::move(ends)) : LandedWhen(std::move(ends));
     lock.lock();
     --returning_count_;
-    block->mark.reset();
-    arena_->Return(std::exchange(block->memory, nullptr));
+    std::byte* const memory = std::exchange(block->memory, nullptr);
+    if (in_time) {
+      arena_->Return(memory);
+    } else {
+      arena_->Strand(memory, std::move(landed));
+    }
     arena_->changed().notify_all();
   }
+}
+
+// Start a copy; where it has to wait for room, Close() or `poll` ends that. Without the lock.
+Status Snapshot::CopyToHost(Device& device, std::byte* target, CudaAddress from, uint64_t size_bytes, bool is_pinned,
+                            const Poll& poll) {
+  FP_RETURN_IF_ERROR(device.to_host().AwaitRoom(is_pinned, [&]() -> Status {
+    {
+      const std::lock_guard lock(arena_->mutex());
+      if (closed_) return Status::Error(StatusCode::kCancelled, "the snapshot was closed");
+    }
+    return poll ? poll() : Status::Ok();
+  }));
+  return device.to_host().ToHost(target, from, size_bytes);
 }
 
 // Copy the last of a source's live bytes into the open block, which has room. A device is given as much as free blocks
@@ -301,16 +353,12 @@ void Snapshot::CopyOnce(std::unique_lock<std::mutex>& lock, Source& source, uint
   ++copying_count_;
   const uintptr_t from = source.address + source.claimed_bytes;
   Status copied;
-  std::shared_ptr<CopyMark> mark;  // of all blocks that are full
+  const bool is_pinned = source.device != nullptr && arena_->is_pinned(run.front()->memory);
   lock.unlock();
   if (source.device == nullptr) {
     std::memcpy(target, reinterpret_cast<const std::byte*>(from), size_bytes);
   } else {
-    copied = source.device->to_host().ToHost(target, from, size_bytes);
-    if (run.size() > 1) {
-      Result<CopyMark> made = source.device->to_host().Mark();
-      if (made.ok()) mark = std::make_shared<CopyMark>(std::move(made).value());
-    }
+    copied = CopyToHost(*source.device, target, from, size_bytes, is_pinned, {});
   }
   lock.lock();
   --copying_count_;
@@ -329,10 +377,7 @@ void Snapshot::CopyOnce(std::unique_lock<std::mutex>& lock, Source& source, uint
   counts_.remaining_bytes[IndexOf(source.kind)] -= size_bytes;
   counts_.copied_bytes[IndexOf(source.kind)] += size_bytes;
   if (run.size() > 1) {  // all of them are full but the last, which is the open one now
-    for (Block* block : std::span(run).first(run.size() - 1)) {
-      block->mark = mark;
-      block->unmarked = mark == nullptr;
-    }
+    for (Block* block : std::span(run).first(run.size() - 1)) AddUnmarked(*block);
     ++run.back()->user_count;
     const uint64_t last_bytes = size_bytes - first_bytes - (run.size() - 2) * Arena::kBlockBytes;
     capture_block_ = {.block = run.back(), .fill_bytes = AlignUp(last_bytes, kCacheLineBytes)};
@@ -346,6 +391,7 @@ Status Snapshot::Capture(SourceKind kind, bool wait, const Poll& poll) {
     hurry_ = true;
     arena_->changed().notify_all();
   }
+  arena_->TakeBack(lock);
   Status stopped;
   while (capturing_ && !closed_) {  // one at a time copies; a second one waits for the same bytes, or does not wait
     if (!wait) return Status::Ok();
@@ -359,6 +405,13 @@ Status Snapshot::Capture(SourceKind kind, bool wait, const Poll& poll) {
   // one of them, and in a state they alternate.
   std::vector<Device*> devices = devices_;
   devices.push_back(nullptr);
+  std::optional<ContextScope> scope;  // one for all copies in a row; not while Wait runs the poll
+  const Device* scope_device = nullptr;
+  const auto wait_outside = [&] {
+    scope.reset();
+    scope_device = nullptr;
+    return Wait(lock, kPollInterval, poll, stopped);
+  };
   for (size_t turn = 0; turn < devices.size() * sources_.size(); ++turn) {
     Source& source = sources_[sources_.size() - 1 - turn % sources_.size()];
     if (source.kind != kind || source.device != devices[turn / sources_.size()]) continue;
@@ -366,17 +419,27 @@ Status Snapshot::Capture(SourceKind kind, bool wait, const Poll& poll) {
     while (!closed_ && failed_.ok()) {
       const uint64_t front_bytes = source.taken_bytes + source.leased_bytes;
       if (source.claimed_bytes <= front_bytes) break;  // the rest of it is the writer's
-      if (Gather(lock, capture_block_, source)) break;
-      if (!EnsureRoom(capture_block_, source.device, kCacheLineBytes)) {
+      if (source.device != scope_device) {
+        scope.reset();
+        if (source.device != nullptr) scope.emplace(*source.device);
+        scope_device = source.device;
+      }
+      if (Gather(lock, capture_block_, source, {})) break;
+      if (!EnsureRoom(lock, capture_block_, source.device, kCacheLineBytes)) {
         no_room = !wait;
-        if (no_room || !Wait(lock, kPollInterval, poll, stopped)) break;
+        if (no_room || !wait_outside()) break;
         continue;
       }
-      CopyOnce(lock, source, source.claimed_bytes - front_bytes);
+      const uint64_t live_bytes =
+          source.claimed_bytes - std::min(source.claimed_bytes, source.taken_bytes + source.leased_bytes);
+      if (closed_ || live_bytes == 0) break;
+      CopyOnce(lock, source, live_bytes);
       arena_->changed().notify_all();
     }
   }
-  if (capture_block_.block != nullptr && capture_block_.block->device != nullptr) CloseBlock(capture_block_);  // marked
+  if (capture_block_.block != nullptr && capture_block_.block->device != nullptr) CloseBlock(capture_block_);
+  MarkFull();
+  scope.reset();
   // What is neither in the arena nor behind the writer is what the writer is looking at this moment, or found no room.
   while (wait && stopped.ok() && failed_.ok() && !closed_ && counts_.remaining_bytes[IndexOf(kind)] > 0) {
     if (!Wait(lock, kPollInterval, poll, stopped)) break;
@@ -404,13 +467,19 @@ Result<Snapshot::Taken> Snapshot::Take(uint32_t source_index, uint64_t offset_by
       if (!Wait(lock, std::min<std::chrono::nanoseconds>(due - now, kPollInterval), poll, stopped)) return stopped;
     }
   }
-  while (!closed_ && offset_bytes >= source.claimed_bytes && offset_bytes < source.copied_from_bytes) {
-    if (!Wait(lock, kPollInterval, poll, stopped)) return stopped;
-  }
+  const auto await_copy = [&] {  // that somebody makes of what comes next
+    while (!closed_ && offset_bytes >= source.claimed_bytes && offset_bytes < source.copied_from_bytes) {
+      if (!Wait(lock, kPollInterval, poll, stopped)) break;
+    }
+    return stopped;
+  };
+  FP_RETURN_IF_ERROR(await_copy());
   if (!failed_.ok()) return failed_;
   if (!closed_ && source.device != nullptr && offset_bytes == 0) {
     FindClusters();
     FP_RETURN_IF_ERROR(GatherAndLand(lock, source, poll));
+    FP_RETURN_IF_ERROR(await_copy());  // a gate may have been the first
+    if (!failed_.ok()) return failed_;
   }
   if (closed_) return Status::Error(StatusCode::kCancelled, "the snapshot was closed");
   leased_ = &source;
@@ -429,7 +498,7 @@ Result<Snapshot::Taken> Snapshot::Take(uint32_t source_index, uint64_t offset_by
   if (!stopped.ok()) {
     source.leased_bytes = 0;
     EndLease();
-    ReturnUnlanded(lock);
+    ReturnUnlanded(lock, /*give_up=*/true);
     return stopped;
   }
   return Taken{.address = reinterpret_cast<uintptr_t>(segment.memory + inside_bytes),
@@ -441,7 +510,7 @@ void Snapshot::Done() {
   std::unique_lock lock(arena_->mutex());
   FP_CHECK(leased_ != nullptr);
   EndLease();
-  ReturnUnlanded(lock);
+  ReturnUnlanded(lock, closed_);
 }
 
 // What is leased has been taken.
@@ -480,14 +549,16 @@ void Snapshot::Close() {
   while (copying_count_ > 0) arena_->changed().wait(lock);  // its target is a block of ours
   CloseBlock(capture_block_);
   CloseBlock(writer_block_);
+  MarkFull();
   for (Source& source : sources_) {
     // What the writer is looking at stays until it is Done().
     const auto kept = source.segments.end() - (&source == leased_ && !leased_live_ ? 1 : 0);
     for (auto segment = source.segments.begin(); segment != kept; ++segment) Release(segment->block);
     source.segments.erase(source.segments.begin(), kept);
   }
-  ReturnUnlanded(lock);
-  while (returning_count_ > 0) arena_->changed().wait(lock);  // the sources may go when this returns
+  ReturnUnlanded(lock, /*give_up=*/true);
+  while (returning_count_ > 0) arena_->changed().wait(lock);  // no longer than their grace time
+  arena_->TakeBack(lock);
 }
 
 Result<bool> Snapshot::Settled() {

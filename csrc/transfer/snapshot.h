@@ -95,7 +95,9 @@ class Snapshot {
   void Pace(std::chrono::nanoseconds delay, std::chrono::nanoseconds duration);
   void Hurry();
 
-  // Give the arena's blocks back and let everybody who waits go: the writer has finished, or never will. On any thread;
+  // Give the arena's blocks back and let everybody who waits go: the writer has finished, or never will. Blocks into
+  // which a device still copies after the grace time go to limbo, and the sources may go all the same: the device only
+  // reads them, as in FileWriter. On any thread;
   // a writer that is between Take() and Done() keeps what it looks at until Done(), and gets no more.
   void Close();
 
@@ -112,7 +114,7 @@ class Snapshot {
     uint32_t user_count;             // segments in it, and one while it is being filled
     Device* device;                  // that fills it; null: a thread does
     std::shared_ptr<CopyMark> mark;  // behind the copies into it; null: it is being filled, or there are none
-    bool unmarked;                   // no mark could be had
+    bool unmarked;                   // there are copies into it, and no mark: not yet, or none could be had
     bool landed;
   };
   // The block that is being filled: the thread that captures has one, and the writer, when it gathers.
@@ -145,21 +147,26 @@ class Snapshot {
 
   uint32_t AddSource(uintptr_t address, uint64_t size_bytes, SourceKind kind, Device* device);
   bool Wait(std::unique_lock<std::mutex>& lock, std::chrono::nanoseconds timeout, const Poll& poll, Status& stopped);
-  bool EnsureRoom(OpenBlock& open, Device* device, size_t size_bytes);
+  bool EnsureRoom(std::unique_lock<std::mutex>& lock, OpenBlock& open, Device* device, size_t size_bytes);
   void CloseBlock(OpenBlock& open);
+  void AddUnmarked(Block& block);
+  void MarkFull();
   void CopyOnce(std::unique_lock<std::mutex>& lock, Source& source, uint64_t live_bytes);
   Block* AddBlock(std::byte* memory, Device* device);
   Status Land(std::unique_lock<std::mutex>& lock, const Segment& segment, const Poll& poll);
   void Release(Block* block);
-  void ReturnUnlanded(std::unique_lock<std::mutex>& lock);
+  void ReturnUnlanded(std::unique_lock<std::mutex>& lock, bool give_up);
   void FindClusters();
-  bool Gather(std::unique_lock<std::mutex>& lock, OpenBlock& open, const Source& source);
+  bool Gather(std::unique_lock<std::mutex>& lock, OpenBlock& open, const Source& source, const Poll& poll);
+  Status CopyToHost(Device& device, std::byte* target, CudaAddress from, uint64_t size_bytes, bool is_pinned,
+                    const Poll& poll);
   Status GatherAndLand(std::unique_lock<std::mutex>& lock, const Source& source, const Poll& poll);
   void EndLease();
 
   const std::shared_ptr<Arena> arena_;
   std::vector<Source> sources_;
   std::deque<Block> blocks_;      // a deque: addresses stay
+  std::vector<Block*> unmarked_;  // full, and waiting for a mark together with others
   std::vector<Block*> unlanded_;  // nobody's, and not back in the arena
   int returning_count_ = 0;       // of those, being waited for by somebody
   OpenBlock capture_block_;

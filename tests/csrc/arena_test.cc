@@ -4,7 +4,9 @@
 #include <sys/resource.h>
 #include <sys/wait.h>
 
+#include <atomic>
 #include <set>
+#include <thread>
 
 #include "testing.h"
 
@@ -14,9 +16,9 @@ namespace {
 constexpr uint64_t kBlock = Arena::kBlockBytes;
 
 std::vector<std::byte*> TakeAll(Arena& arena) {
-  const std::lock_guard lock(arena.mutex());
+  std::unique_lock lock(arena.mutex());
   std::vector<std::byte*> blocks;
-  while (std::byte* block = arena.TryTake()) blocks.push_back(block);
+  while (std::byte* block = arena.TryTake(lock)) blocks.push_back(block);
   return blocks;
 }
 
@@ -101,10 +103,10 @@ void AThousandSavesMapNothingNew() {
 void RunsAreAsLongInEverySave() {
   Arena arena(64 * kBlock);  // two mappings
   for (int save = 0; save < 4; ++save) {
-    const std::lock_guard lock(arena.mutex());
+    std::unique_lock lock(arena.mutex());
     std::vector<std::byte*> blocks;
     std::vector<size_t> runs;
-    while (std::byte* block = arena.TryTake()) {
+    while (std::byte* block = arena.TryTake(lock)) {
       runs.push_back(1);
       for (blocks.push_back(block); (block = arena.TryTakeBehind(block)) != nullptr; ++runs.back()) {
         EXPECT(block == blocks.back() + kBlock);
@@ -123,8 +125,8 @@ void ARunEndsAtTheLimit() {
   Arena arena(64 * kBlock);
   ReturnAll(arena, TakeAll(arena));
   Arena few(3 * kBlock);
-  const std::lock_guard lock(few.mutex());
-  std::byte* const first = few.TryTake();
+  std::unique_lock lock(few.mutex());
+  std::byte* const first = few.TryTake(lock);
   std::byte* const second = few.TryTakeBehind(first);
   std::byte* const third = few.TryTakeBehind(second);
   EXPECT(third != nullptr && few.TryTakeBehind(third) == nullptr);
@@ -132,6 +134,59 @@ void ARunEndsAtTheLimit() {
   EXPECT(few.TryTakeBehind(second) == nullptr);  // the third is not free
   EXPECT(few.TryTakeBehind(first) == second);
   for (std::byte* block : {first, second, third}) few.Return(block);
+}
+
+// A save that comes to fresh memory must not hold up those that have theirs.
+void BlocksAreReturnedAndTakenWhileFreshMemoryIsPinned() {
+  Arena arena(34 * kBlock);
+  const std::vector<std::byte*> all_but_two = [&] {
+    std::unique_lock lock(arena.mutex());
+    std::vector<std::byte*> blocks;
+    while (blocks.size() < 32) blocks.push_back(arena.TryTake(lock));
+    return blocks;
+  }();
+  std::atomic<int> pin_count{0};
+  std::atomic<bool> may_end{false};
+  arena.PinWith([&](std::span<std::byte>) -> std::shared_ptr<void> {
+    if (++pin_count > 1) may_end.wait(false);  // the first are pinned at once
+    return std::make_shared<int>(0);
+  });
+  std::byte* fresh = nullptr;
+  std::thread taker([&] {
+    std::unique_lock lock(arena.mutex());
+    fresh = arena.TryTake(lock);
+  });
+  while (pin_count < 2) std::this_thread::yield();
+  {
+    std::unique_lock lock(arena.mutex());  // hangs where it is held
+    EXPECT(arena.used_bytes() == 32 * kBlock);
+    arena.Return(all_but_two[7]);
+    EXPECT(arena.TryTake(lock) == all_but_two[7]);
+  }
+  EXPECT(pin_count == 2);
+  may_end = true;
+  may_end.notify_all();
+  taker.join();
+  EXPECT(fresh != nullptr && MappedBytes(arena) == 34 * kBlock);
+  ReturnAll(arena, all_but_two);
+  ReturnAll(arena, {fresh});
+}
+
+// Who prepares and who cannot wait may map the same at once; one of them was too late.
+void MemoryThatIsPinnedTwiceOverIsNotMoreThanTheLimit() {
+  Arena arena(4 * kBlock);
+  std::atomic<int> pin_count{0};
+  arena.PinWith([&](std::span<std::byte>) -> std::shared_ptr<void> {
+    ++pin_count;
+    while (pin_count < 2) std::this_thread::yield();
+    return std::make_shared<int>(0);
+  });
+  std::thread preparing([&] { arena.Prepare(4 * kBlock); });
+  const std::vector<std::byte*> blocks = TakeAll(arena);
+  preparing.join();
+  EXPECT(pin_count == 2);
+  EXPECT(blocks.size() == 4 && MappedBytes(arena) == 4 * kBlock);
+  ReturnAll(arena, blocks);
 }
 
 void AForkedChildHasNoneOfItAndHarmsNothing() {
@@ -164,8 +219,8 @@ void WithoutMemoryFromTheKernelThereIsNoBlock() {
     if (setrlimit(RLIMIT_AS, &none) != 0) return false;
     bool has_none = false;
     {
-      const std::lock_guard lock(arena.mutex());
-      has_none = arena.TryTake() == nullptr && arena.mapped_bytes() == 0 && arena.used_bytes() == 0;
+      std::unique_lock lock(arena.mutex());
+      has_none = arena.TryTake(lock) == nullptr && arena.mapped_bytes() == 0 && arena.used_bytes() == 0;
     }
     none.rlim_cur = before;
     if (setrlimit(RLIMIT_AS, &none) != 0) return false;
@@ -180,9 +235,11 @@ void WithoutMemoryFromTheKernelThereIsNoBlock() {
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(argc, argv,
-             {TEST(TheLimitIsRoundedDownToWholeBlocks), TEST(NothingIsMappedBeforeItIsNeeded),
-              TEST(BlocksAreApartAndCanBeFilled), TEST(GrowRaisesTheLimitAndNeverLowersIt),
-              TEST(AThousandSavesMapNothingNew), TEST(RunsAreAsLongInEverySave), TEST(ARunEndsAtTheLimit),
-              TEST(AForkedChildHasNoneOfItAndHarmsNothing), TEST(WithoutMemoryFromTheKernelThereIsNoBlock)});
+  return Run(
+      argc, argv,
+      {TEST(TheLimitIsRoundedDownToWholeBlocks), TEST(NothingIsMappedBeforeItIsNeeded),
+       TEST(BlocksAreApartAndCanBeFilled), TEST(GrowRaisesTheLimitAndNeverLowersIt), TEST(AThousandSavesMapNothingNew),
+       TEST(RunsAreAsLongInEverySave), TEST(ARunEndsAtTheLimit),
+       TEST(BlocksAreReturnedAndTakenWhileFreshMemoryIsPinned), TEST(MemoryThatIsPinnedTwiceOverIsNotMoreThanTheLimit),
+       TEST(AForkedChildHasNoneOfItAndHarmsNothing), TEST(WithoutMemoryFromTheKernelThereIsNoBlock)});
 }

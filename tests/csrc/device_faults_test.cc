@@ -96,7 +96,7 @@ void AnErrorThatTakesTheDeviceAwaySaysSoAndLeavesTheOtherDeviceAlone() {
 void AnErrorThatIsNoneOfTheDevicesStateDoesNotSaySo() {
   const CudaDriver& driver = *Must(CudaDriver::Get());
   EXPECT(!Contains(driver.Check(2, "copying").message(), "any more"));
-  for (const int error : {700, 719, 999, 100}) {
+  for (const int error : {700, 719, 999, 100, 226, 721, 810}) {
     EXPECT(Contains(driver.Check(error, "copying").message(), "cannot use the device any more"));
   }
   EXPECT(Contains(driver.Check(46, "opening").message(), "compute mode"));

@@ -411,6 +411,34 @@ void AStreamThatIsCapturedIsNeitherFollowedNorHeld() {
   EXPECT_OK(device.to_host().HoldCaller(stream));
 }
 
+void TheDefaultStreamIsNeitherFollowedNorHeldWhileAStreamItWaitsForIsCaptured() {
+  Device& device = TheDevice();
+  const CudaDriver& driver = *Must(CudaDriver::Get());
+  CudaStream blocking = nullptr;
+  {
+    const ContextScope scope(device);
+    EXPECT(driver.StreamCreate(&blocking, 0) == kCudaSuccess);
+  }
+  Cuda().capture(reinterpret_cast<uint64_t>(blocking), 1);
+  EXPECT(device.to_host().FollowCaller(0).code() == StatusCode::kUnsupported);
+  EXPECT(device.to_host().HoldCaller(0).code() == StatusCode::kUnsupported);
+  Cuda().capture(reinterpret_cast<uint64_t>(blocking), 0);
+  EXPECT_OK(device.to_host().FollowCaller(0));
+}
+
+void AScopeInsideOneOfTheSameDeviceMakesNoCalls() {
+  Device& device = TheDevice();
+  const ContextScope outer(device);
+  const uint64_t call_count = Cuda().call_count("");
+  {
+    const ContextScope inner(device);
+    EXPECT_OK(inner.status());
+    EXPECT(Cuda().context_depth() == 1);
+  }
+  EXPECT(Cuda().call_count("") == call_count);
+  EXPECT(Cuda().context_depth() == 1);
+}
+
 // --- pinned memory ---
 
 void MemoryIsPinnedWhileItsRegistrationLives() {
@@ -505,6 +533,8 @@ int main(int argc, char** argv) {
                  WITH_DOUBLE(ThreadsShareADevice),
                  WITH_DOUBLE(AGraphThatTheApplicationCapturesMeanwhileIsNotBrokenInto),
                  WITH_DOUBLE(AStreamThatIsCapturedIsNeitherFollowedNorHeld),
+                 WITH_DOUBLE(TheDefaultStreamIsNeitherFollowedNorHeldWhileAStreamItWaitsForIsCaptured),
+                 WITH_DOUBLE(AScopeInsideOneOfTheSameDeviceMakesNoCalls),
                  WITH_DOUBLE(MemoryIsPinnedWhileItsRegistrationLives),
                  WITH_DOUBLE(PinningThatIsRefusedSaysWhyAndCopiesGoOn),
                  WITH_DOUBLE(MemoryThatIsPinnedAlreadyStaysSo),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.cuda_double import CudaDouble, checked_double, cuda_storage
 
-from fastpersist import devices, loading
+from fastpersist import _native, devices, loading
 from fastpersist.owners import Owners, Ownership
 
 STEP_US = 200
@@ -82,6 +82,16 @@ def device_stage(patch: pytest.MonkeyPatch) -> Iterator[Stage]:
         stage = Stage(cuda, patch)
         yield stage
         stage.end()
+
+
+@contextmanager
+def grace(duration_s: float) -> Iterator[None]:
+    """Let who gives up wait so long for what a device does not end."""
+    _native.set_device_grace_s(duration_s)
+    try:
+        yield
+    finally:
+        _native.set_device_grace_s(10)
 
 
 def random_bytes(size_bytes: int, seed: int) -> torch.Tensor:
