@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.forking import Report, run_in_child
-from support.gpu_device import DEVICE, GPU, PATIENCE_S, host_copy, needs_cuda, random_tensor, run_python
+from support.gpu_device import DEVICE, GPU, PATIENCE_S, host_copy, keep_busy, needs_cuda, random_tensor, run_python
 from support.states import differences, load_step, make_state, pending_files
 
 import fastpersist as fp
@@ -60,6 +60,34 @@ def test_an_error_of_the_disk(way: str, nth: int, tmp_path: Path) -> None:
     fp.save(again, path)
     loaded: Any = fp.load(path, map_location=DEVICE, verify=True)
     assert not differences(host_copy(loaded), host_copy(again))
+
+
+@needs_cuda
+def test_a_stream_that_stands_still_holds_up_neither_saves_of_the_host_nor_the_error_of_its_own(tmp_path: Path) -> None:
+    weights, numbers = random_tensor(COUNT), torch.arange(COUNT)
+    fp.save({"w": weights}, tmp_path / "before.pt")  # whatever the first save takes its time for
+    files = fp.DirectorySave(tmp_path / "given-up")
+    ended = torch.cuda.Event()
+    _native.set_device_grace_s(0.3)
+    try:
+        keep_busy(8_000)  # some 6 s: longer than all that follows
+        ended.record()
+        files.save({"w": weights}, "w.pt", constant=[weights])  # so it is written from where it is, by and by
+        for name in ("beside.pt", "again.pt"):
+            fp.save({"n": numbers}, tmp_path / name)
+        files.abort()
+        with pytest.raises(fp.DeviceError, match="stands still"):
+            fp.save({"w": weights}, tmp_path / "refused.pt")
+        fp.save({"n": numbers}, tmp_path / "behind.pt")
+        assert not ended.query(), "all that was to go on beside the stream has waited for it"
+    finally:
+        _native.set_device_grace_s(10)
+    torch.cuda.synchronize(DEVICE)
+    fp.save({"w": weights}, tmp_path / "after.pt")
+    assert not differences(torch.load(tmp_path / "after.pt", map_location="cpu"), host_copy({"w": weights}))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"{name}.pt" for name in ("after", "again", "before", "behind", "beside")
+    ]
 
 
 def test_a_change_that_no_gate_held_back_fails_one_save_only(tmp_path: Path) -> None:
