@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from fastpersist import Manifest
 
 __all__ = ["add_parser", "run"]
+
+_DURATIONS = ("stall_s", "capture_s", "write_s", "sync_s")
 
 _EPILOG = """\
 The figures are rank 0's, as it knew them when it made the step visible:
@@ -101,13 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rows(checkpoints: tuple[Manifest, ...]) -> list[_Row]:
-    times_s = [found.time_s for found in checkpoints]
-    gaps_s: list[float | None] = [None]
-    for before_s, time_s in pairwise(times_s):
-        known = before_s is not None and time_s is not None and time_s > before_s
-        gaps_s.append(time_s - before_s if known and time_s is not None and before_s is not None else None)
+    before = (None, *checkpoints)
     rows = []
-    for found, every_s in zip(checkpoints, gaps_s, strict=False):
+    for found, last in zip(checkpoints, before, strict=False):
+        every_s = None if last is None else _seconds_between(last.time_s, found.time_s)
         row = _Row(found.step, found.time_s, found.size_bytes, dict(found.stats), every_s, None, None)
         written_s = row.number("write_s") + row.number("sync_s")
         rows.append(
@@ -117,6 +115,12 @@ def _rows(checkpoints: tuple[Manifest, ...]) -> list[_Row]:
             )
         )
     return rows
+
+
+def _seconds_between(earlier_s: float | None, later_s: float | None) -> float | None:
+    if earlier_s is None or later_s is None or later_s <= earlier_s:
+        return None
+    return later_s - earlier_s
 
 
 def _median(values: list[float | None]) -> float | None:
@@ -180,9 +184,6 @@ def _print_text(path: str, rows: list[_Row]) -> None:
     headers = ("step", "time", "every", "size", "stall", "capture", "write", "sync", "rate", "copied", "lost", "engine")
     alignments = ("right", "left", *["right"] * 9, "left")
     print(tabulate(table, headers=headers, colalign=alignments, disable_numparse=True))
-
-
-_DURATIONS = ("stall_s", "capture_s", "write_s", "sync_s")
 
 
 def _name(row: _Row) -> str:

@@ -259,6 +259,14 @@ def test_a_step_between_staging_and_planning_is_no_difference(tmp_path: Path, wr
     assert torch.equal(target["weight"], torch.ones(600_000))
 
 
+def names_sampled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which the names of all tensors are added of which samples are taken from now on."""
+    sampled: list[str] = []
+    sample_each: Callable[[Any], Any] = comparing.sample_each
+    monkeypatch.setattr(comparing, "sample_each", lambda found: sampled.extend(found) or sample_each(found))
+    return sampled
+
+
 STAGED = {**WRITERS, "ours, HuggingFace's": FastPersistHuggingFaceWriter}
 
 
@@ -287,9 +295,7 @@ def test_an_async_save_samples_no_shards_that_are_one_ranks_own_and_nothing_twic
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work(rank: int, count: int) -> list[str]:
-        sampled: list[str] = []
-        sample_each: Callable[[Any], Any] = comparing.sample_each
-        monkeypatch.setattr(comparing, "sample_each", lambda found: sampled.extend(found) or sample_each(found))
+        sampled = names_sampled(monkeypatch)
         planner = FastPersistSavePlanner()
         dcp.async_save(mixed_state(rank), storage_writer=FastPersistWriter(tmp_path), planner=planner).result(20)
         return sorted(sampled)
@@ -349,9 +355,7 @@ def test_what_no_other_rank_can_hold_is_not_sampled_and_samples_go_no_further_th
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work(rank: int, count: int) -> list[str]:
-        sampled: list[str] = []
-        sample_each: Callable[[Any], Any] = comparing.sample_each
-        monkeypatch.setattr(comparing, "sample_each", lambda found: sampled.extend(found) or sample_each(found))
+        sampled = names_sampled(monkeypatch)
         planner = Spy()
         dcp.save(mixed_state(rank), storage_writer=FastPersistWriter(tmp_path), planner=planner)
         assert type(planner.sent) is not SavePlan
