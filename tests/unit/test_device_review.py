@@ -251,6 +251,24 @@ def test_after_wait_captured_everything_may_be_changed_by_anybody(stage: Stage, 
     assert bytes_in(load(tmp_path / "x.pt")) == contents
 
 
+def test_a_gate_gives_the_device_one_command_for_a_tensor_and_few_for_all_of_them(stage: Stage) -> None:
+    # The driver takes about a thousand commands ahead of the device: behind that the training thread would wait.
+    tensor_bytes, count = 6 << 20, 40
+    storage = cuda_storage(bytes(tensor_bytes))
+    snapshot = _native.Snapshot(_native.Arena(count * tensor_bytes))
+    for _ in range(count):
+        snapshot.add(storage.data_ptr(), tensor_bytes, _native.SourceKind.STABLE, 0)
+    calls = ("cuMemcpyDtoHAsync_v2", "cuEventRecord", "cuCtxPushCurrent_v2")
+    with stage.cuda.held_copies():
+        before = {call: stage.cuda.call_count(call) for call in calls}
+        snapshot.capture(_native.SourceKind.STABLE, False)
+        copies, marks, contexts = (stage.cuda.call_count(call) - before[call] for call in calls)
+    assert count <= copies <= 1.5 * count  # a mapping of the arena may end in the midst of one
+    assert marks <= 5
+    assert contexts <= 10
+    snapshot.close()
+
+
 @pytest.mark.parametrize("call", ["cuCtxPushCurrent_v2", "cuEventRecord", "cuStreamWaitEvent"])
 def test_a_driver_that_fails_at_the_gate_does_not_fail_the_step(stage: Stage, tmp_path: Path, call: str) -> None:
     with stage.cuda.held_copies():
