@@ -24,6 +24,7 @@ class TransferOptions:
         queue_depth: int,
         thread_count: int = 0,
         ring_device: int | None = None,
+        cufile_batch: bool = False,
     ) -> None: ...
 
 class Arena:
@@ -132,6 +133,7 @@ def run_requests(
     requests: Sequence[tuple[bool, int, int, int]],
     queue_depth: int = 8,
     thread_count: int = 0,
+    cufile_batch: bool = False,
 ) -> None:
     """Run requests (write, offset_bytes, address, size_bytes), each whole, in no particular order."""
 
@@ -166,6 +168,12 @@ def follow_caller(device: int, stream: int, to_host: bool) -> None: ...
 def set_device_grace_s(grace_s: float) -> None: ...
 def why_not_pinned() -> str: ...
 def pinned_bytes() -> int: ...
+def spare_bytes() -> int:
+    """Return how much of it is no arena's now, and the next one's; see csrc/core/spare_memory.h."""
+
+def release_spares() -> int:
+    """Give that back to the kernel; return how much it was."""
+
 def allocate(fd: int, size_bytes: int, path: bytes) -> None: ...
 def filesystem_type(fd: int) -> int: ...
 def cached_bytes(fd: int) -> int: ...
@@ -249,12 +257,21 @@ class RandomAccess:
         chunk_bytes: int,
         staging_bytes: int,
     ) -> None: ...
-    def submit(self, write: bool, slices: Iterable[Sequence[tuple[int, int, int]]], kept: object) -> FileRequest:
+    def submit(
+        self,
+        write: bool,
+        slices: Iterable[Sequence[tuple[int, int, int]] | tuple[int, Sequence[tuple[int, int, int]]]],
+        kept: object,
+    ) -> FileRequest:
         """Start a request: (address, size_bytes, offset_bytes) of each part; each slice is under way before the next.
 
-        `kept` is held until the request is done and somebody looks. If the iteration raises, what was started is
-        waited for.
+        A slice that is a tuple has the ordinal of the CUDA device in whose memory its parts lie; the copies come after
+        what follow_caller was called for. `kept` is held until the request is done and somebody looks; as long as a
+        device may still copy there, too. If the iteration raises, what was started is waited for, or until a signal's
+        handler raises.
         """
+    def give_up_on_devices(self) -> None:
+        """From now on, what a device has not done within the grace time fails."""
     def wait_for_all(self, timeout_s: float | None = None) -> bool: ...
     def take_failed_writes(self) -> list[FileRequest]:
         """Return the writes that have failed since the last call, and that nobody was told of."""

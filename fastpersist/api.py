@@ -20,7 +20,7 @@ from fastpersist.capture import Capture
 from fastpersist.commit import PendingFile, resolve_target
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.filesystem import filesystem, make_directories, storage_errors
+from fastpersist.filesystem import filesystem, hint_at_make_parents, make_directories, storage_errors
 from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
 from fastpersist.group_save import Writers, end_session, save_together, together_with
 from fastpersist.inspection import Manifest, VerifyReport
@@ -145,7 +145,8 @@ def save(
     planned_s = time.monotonic()
     pending = None
     try:
-        pending = PendingFile.create(target)
+        with hint_at_make_parents(name):
+            pending = PendingFile.create(target)
         if pending is None:
             return _save_in_place(obj, name, format, "its directory takes no new file", durable, started_s)
         pending.allocate(padded_bytes(container))
@@ -276,7 +277,8 @@ def _save_async(
         container = container_for(obj, name, checksum=checksum, file_format=file_format, metadata=metadata)
         look = functools.cache(owners.look)
         capture = Capture(owners, _async_arena, on_gate=stats.add_stall, look=look)
-        file = PendingFile.create(target)
+        with hint_at_make_parents(name):
+            file = PendingFile.create(target)
     if file is None and together is not None:
         raise UnsupportedError(f"several ranks cannot write {name}: {target.why_not_replaceable}; choose another path")
     if file is None:

@@ -164,11 +164,11 @@ class Checkpointer:
         if self._owners.optimizers():
             watch_steps()
         self._upkeep = RootUpkeep(self._root, RetentionPolicy(keep, keep_every, keep_best))
-        arena = Arena(max_host_bytes)
+        self._arena = Arena(max_host_bytes)
         self._busy = busy
         self._on_error = on_error
         self._engine = engine
-        self._saver = _saver_class(sharded)(self._root, self._owners, arena, engine=engine, paranoid=paranoid)
+        self._saver = _saver_class(sharded)(self._root, self._owners, self._arena, engine=engine, paranoid=paranoid)
         self._lock: RootLock | None = None
         self._unfinished: deque[PendingSave] = deque()
         self._failed: deque[PendingSave] = deque(maxlen=_FAILED_COUNT)
@@ -299,6 +299,7 @@ class Checkpointer:
         self._signals.uninstall()
         self._join_all(None)
         self._closed = True
+        self._arena.let_go()
         if self._ranks is not None:
             self._ranks.close()
         if self._lock is not None:

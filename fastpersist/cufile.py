@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastpersist import _native
+from fastpersist.config import CUFILE_APIS, config_for
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.filesystem import storage_errors
 
@@ -138,6 +139,8 @@ def why_not(*, start: bool = False) -> str:
         return str(reason)
     if not start and not _cuda_is_started():
         return "this process has not used CUDA yet, and asking would start it; torch.cuda.init() does so"
+    if reason := _native.cuda_why_not():
+        return str(reason)
     try:
         prepare()
     except UnsupportedError as error:
@@ -179,12 +182,13 @@ def way(directory: str | os.PathLike[str], device: int = 0) -> str:
     prepare()
     memory = _native.StagingBuffers(device, 1, _WAY_BYTES)
     with _scratch_file(directory) as (fd, path):
+        api = config_for(fd).cufile_api
         try:
             before = traffic()
         except FastPersistError as error:
-            _run(fd, path, [(True, 0, memory.addresses[0])], _WAY_BYTES)
+            _run(fd, path, [(True, 0, memory.addresses[0])], _WAY_BYTES, api)
             return f"which way is unknown: {error}"
-        _run(fd, path, [(True, 0, memory.addresses[0])], _WAY_BYTES)
+        _run(fd, path, [(True, 0, memory.addresses[0])], _WAY_BYTES, api)
     p2p_count, nvfs_count, posix_count = (now - then for now, then in zip(traffic(), before, strict=True))
     if posix_count > 0:
         return "compatibility mode: through host memory"
@@ -219,6 +223,10 @@ class Trial(NamedTuple):
     """How many times as fast as the ring it wrote, by the best round of each; 0 if it did not come so far."""
     read_gain: float = 0.0
     """The same for reading."""
+    cufile_api: str = CUFILE_APIS[0]
+    """By which of `config.CUFILE_APIS` it did so."""
+    why_not_batch: str = ""
+    """In one clause; "" where that is "batch", or the trial did not come so far."""
 
 
 def trial(
@@ -227,11 +235,13 @@ def trial(
     size_bytes: int,
     write_by_ring: Callable[[int, str], object],
     read_by_ring: Callable[[int, str], object],
+    apis: Sequence[str] = CUFILE_APIS,
 ) -> Trial:
     """Find out whether GPUDirect is real in a directory, right, and faster than the ring at writing and at reading.
 
-    Both write and read files of the same size in turn, and the best round of each counts. It is lost whenever something
-    is missing or cannot be told.
+    Requests go by calls, in batches, and by the ring, in turn, to and from files of the same size, and the best round
+    of each counts. Batches are taken only where they beat the calls, too. It is lost whenever something is missing or
+    cannot be told.
 
     Args:
         directory: An existing directory on the file system in question.
@@ -240,6 +250,7 @@ def trial(
         write_by_ring: write_by_ring(fd, path) writes size_bytes of the device's memory to a preallocated file, as saves
             do without GPUDirect.
         read_by_ring: The same the other way round, as loads do.
+        apis: Those of `config.CUFILE_APIS` that are tried; "calls" is one of them.
 
     Raises:
         ConfigError: size_bytes is no multiple of 64 MiB.
@@ -252,7 +263,7 @@ def trial(
         if why := why_not(start=True):
             found = Trial(why)
         else:
-            found = _Contest(directory, device, size_bytes, write_by_ring, read_by_ring).held()
+            found = _Contest(directory, device, size_bytes, (write_by_ring, read_by_ring), apis).held()
     except (FastPersistError, OSError) as error:
         found = Trial(str(error))
     _log.info("GPUDirect Storage in %s: %s", os.fspath(directory), found.why_lost or "real, and faster than the ring")
@@ -271,40 +282,67 @@ class _Contest:
         directory: str | os.PathLike[str],
         device: int,
         size_bytes: int,
-        write_by_ring: Callable[[int, str], object],
-        read_by_ring: Callable[[int, str], object],
+        by_ring: tuple[Callable[[int, str], object], Callable[[int, str], object]],
+        apis: Sequence[str],
     ) -> None:
         self._directory = directory
         self._size_bytes = size_bytes
         self._count = size_bytes // _BUFFER_BYTES
-        self._by_ring = (write_by_ring, read_by_ring)
+        self._by_ring = by_ring
         self._memory = _native.StagingBuffers(device, _BUFFER_COUNT, _BUFFER_BYTES)
         self._patterns = [secrets.token_bytes(4096) * (_BUFFER_BYTES // 4096) for _ in range(_BUFFER_COUNT)]
+        self._seconds: dict[str, list[tuple[float, float]]] = {api: [] for api in apis}
+        self._ring_seconds: list[tuple[float, float]] = []
+        self._why_lost: dict[str, str] = {}  # by api
 
     def held(self) -> Trial:
         """Hold all rounds, or as many as it takes to lose."""
-        rounds = []
         for _ in range(_ROUND_COUNT):
-            before = traffic()
-            try:
-                direct_s = self._round_of_cufile()
-            except _Lost as lost:
-                return Trial(str(lost))
-            after = traffic()
-            if after.posix_count > before.posix_count:
-                return Trial("compatibility mode: through host memory")
-            if after.direct_count < before.direct_count + 2 * self._count:
-                return Trial("its statistics do not have every transfer")
-            rounds.append((*direct_s, *self._round_of_ring()))
-        write_s, read_s, ring_write_s, ring_read_s = (min(seconds) for seconds in zip(*rounds, strict=True))
-        why = ""
-        if write_s >= ring_write_s:
-            why = f"no faster than the ring at writing ({write_s:.3f} s to {ring_write_s:.3f} s)"
-        elif read_s >= ring_read_s:
-            why = f"no faster than the ring at reading ({read_s:.3f} s to {ring_read_s:.3f} s)"
-        return Trial(why, _gain(ring_write_s, write_s), _gain(ring_read_s, read_s))
+            for api, seconds in self._seconds.items():
+                if api in self._why_lost:
+                    continue
+                try:
+                    seconds.append(self._round_by(api))
+                except (_Lost, FastPersistError, OSError) as error:
+                    # Where calls are no GPUDirect, batches are none either, and may wait in libcufile without end.
+                    if api == "calls":
+                        return Trial(str(error))
+                    self._why_lost[api] = str(error)
+            self._ring_seconds.append(self._round_of_ring())
+        return self._judged()
 
-    def _round_of_cufile(self) -> tuple[float, float]:
+    def _judged(self) -> Trial:
+        ring = _best(self._ring_seconds)
+        best = {api: _best(seconds) for api, seconds in self._seconds.items() if api not in self._why_lost}
+        for api, seconds in best.items():
+            if why := _why_no_faster(seconds, ring, "the ring"):
+                self._why_lost[api] = why
+        api = "calls"
+        if "batch" in best and "batch" not in self._why_lost and "calls" not in self._why_lost:
+            if why := _why_no_faster(best["batch"], best["calls"], "calls"):
+                self._why_lost["batch"] = why
+        if "batch" in best and "batch" not in self._why_lost:
+            api = "batch"
+        (write_s, read_s), (ring_write_s, ring_read_s) = best[api], ring
+        gains = (_gain(ring_write_s, write_s), _gain(ring_read_s, read_s))
+        return Trial(self._why_lost.get(api, ""), *gains, api, self._why_lost.get("batch", ""))
+
+    def _round_by(self, api: str) -> tuple[float, float]:
+        """Write and read a file; return the seconds.
+
+        Raises:
+            _Lost: Not every request went peer to peer, or a byte is wrong.
+        """
+        before = traffic()
+        seconds = self._round_of_cufile(api)
+        after = traffic()
+        if after.posix_count > before.posix_count:
+            raise _Lost("compatibility mode: through host memory")
+        if after.direct_count < before.direct_count + 2 * self._count:
+            raise _Lost("its statistics do not have every transfer")
+        return seconds
+
+    def _round_of_cufile(self, api: str) -> tuple[float, float]:
         """Write and read a file; return the seconds.
 
         Raises:
@@ -313,8 +351,8 @@ class _Contest:
         for index, pattern in enumerate(self._patterns):
             self._memory.fill(index, pattern)
         with _scratch_file(self._directory) as (fd, path):
-            write_s = _timed_write(fd, path, self._size_bytes, lambda fd, path: self._move(fd, path, write=True))
-            read_s = _timed(lambda: self._move(fd, path, write=False))
+            write_s = _timed_write(fd, path, self._size_bytes, lambda fd, path: self._move(fd, path, api, write=True))
+            read_s = _timed(lambda: self._move(fd, path, api, write=False))
             with open(path, "rb") as written:  # the descriptor is set to direct I/O
                 for index in range(self._count):
                     if written.read(_BUFFER_BYTES) != self._patterns[index % _BUFFER_COUNT]:
@@ -333,17 +371,29 @@ class _Contest:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # where it goes through the page cache
             return write_s, _timed(lambda: read(fd, path))
 
-    def _move(self, fd: int, path: str, *, write: bool) -> None:
+    def _move(self, fd: int, path: str, api: str, *, write: bool) -> None:
         addresses = self._memory.addresses
         requests = [
             (write, index * _BUFFER_BYTES, addresses[index % _BUFFER_COUNT if write else self._place_read(index)])
             for index in range(self._count)
         ]
-        _run(fd, path, requests, _BUFFER_BYTES)
+        _run(fd, path, requests, _BUFFER_BYTES, api)
 
     def _place_read(self, index: int) -> int:
         """Return the buffer that part of a file is read to: one that holds other bytes until then."""
         return (index + 1) % _BUFFER_COUNT
+
+
+def _best(rounds: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    write_s, read_s = (min(seconds) for seconds in zip(*rounds, strict=True))
+    return write_s, read_s
+
+
+def _why_no_faster(seconds: tuple[float, float], other: tuple[float, float], whose: str) -> str:
+    for what, own_s, other_s in zip(("writing", "reading"), seconds, other, strict=True):
+        if own_s >= other_s:
+            return f"no faster than {whose} at {what} ({own_s:.3f} s to {other_s:.3f} s)"
+    return ""
 
 
 def _gain(ring_s: float, direct_s: float) -> float:
@@ -365,10 +415,11 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
-def _run(fd: int, path: str, requests: Sequence[tuple[bool, int, int]], size_bytes: int) -> None:
+def _run(fd: int, path: str, requests: Sequence[tuple[bool, int, int]], size_bytes: int, api: str) -> None:
     """Do requests of one size by the engine; each is whether to write, the offset in the file, and the address."""
     sized = [(*request, size_bytes) for request in requests]
-    _native.run_requests(fd, os.fsencode(path), ["cufile"], sized, queue_depth=_BUFFER_COUNT)
+    in_batch = api == "batch"
+    _native.run_requests(fd, os.fsencode(path), ["cufile"], sized, queue_depth=_BUFFER_COUNT, cufile_batch=in_batch)
 
 
 @contextmanager

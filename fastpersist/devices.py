@@ -64,7 +64,7 @@ def follow_caller(ordinal: int, *, to_host: bool) -> None:
 def tell_of_pinning() -> None:
     """Log, once, that host memory could not be pinned: copies are right then, but slower."""
     if why_not := _native.why_not_pinned():
-        _tell(f"copies from and to the device use memory that is not pinned, and are slower: {why_not}")
+        _tell(f"copies from and to the device use memory that is not pinned, and are slower: {why_not}", about="pins")
 
 
 def tell_of_paranoia() -> None:
@@ -72,7 +72,7 @@ def tell_of_paranoia() -> None:
     _tell("paranoid=True compares samples of what lies in host memory; tensors on a device are not looked at")
 
 
-def _tell(text: str) -> None:
-    if text not in _told:
-        _told.add(text)
+def _tell(text: str, about: str | None = None) -> None:
+    if (about or text) not in _told:
+        _told.add(about or text)
         _log.warning("%s", text)

@@ -211,7 +211,11 @@ class RootLock:
                     if not kept:
                         lock.release()
             if kept:
-                lock._leave_hint(path)
+                try:
+                    lock._leave_hint(path)
+                except BaseException:  # Ctrl-C: nobody would ever give it up
+                    lock.release()
+                    raise
                 return lock
             if owner is not None:
                 break

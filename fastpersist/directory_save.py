@@ -26,7 +26,7 @@ from fastpersist.config import BLOCK_BYTES
 from fastpersist.directory_commit import Overwrite, PendingDirectory, files_in
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, CoordinationError, SkippedError, StorageError
-from fastpersist.filesystem import filesystem, make_directories, storage_errors
+from fastpersist.filesystem import filesystem, hint_at_make_parents, make_directories, storage_errors
 from fastpersist.formats.manifest import FileEntry, check_file_name, encode_manifest
 from fastpersist.formats.parts import PARTS_NAME, part_name
 from fastpersist.guest_writing import Guest, Site
@@ -106,9 +106,9 @@ class DirectorySave:
         final_path = os.path.abspath(path)
         if make_parents:
             make_directories(os.path.dirname(final_path))
-        self._directory = PendingDirectory.create(
-            final_path, overwrite=overwrite, pending_in=None if pending_in is None else os.fspath(pending_in)
-        )
+        hidden_in = None if pending_in is None else os.fspath(pending_in)
+        with hint_at_make_parents(final_path):
+            self._directory = PendingDirectory.create(final_path, overwrite=overwrite, pending_in=hidden_in)
         self._process = os.getpid()
         self._closed = False
         self._stats = _stats or SaveStats(path=self._directory.final_path)

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from fastpersist import _native, cufile
 from fastpersist.config import BLOCK_BYTES, check_named_tuning, config, config_for, filesystem_type_name
-from fastpersist.errors import ConfigError, FastPersistError
+from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.filesystem import storage_errors
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "engine_ladder",
     "engines",
     "is_cufile",
+    "ladder_beside_buffered_writes",
     "refuse_null_engine",
     "require_engine",
 ]
@@ -93,9 +94,11 @@ def _probe(fd: int, path: str, name: str) -> EngineProbe:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         pattern = secrets.token_bytes(BLOCK_BYTES)
         memory[:BLOCK_BYTES] = pattern
+        in_batch = name == "cufile" and config_for(fd).cufile_api == "batch"
         try:
             for write, target in ((True, address), (False, address + BLOCK_BYTES)):
-                _native.run_requests(fd, os.fsencode(path), [name], [(write, 0, target, BLOCK_BYTES)], queue_depth=1)
+                requests = [(write, 0, target, BLOCK_BYTES)]
+                _native.run_requests(fd, os.fsencode(path), [name], requests, queue_depth=1, cufile_batch=in_batch)
         except FastPersistError as error:
             return EngineProbe(name, False, str(error))
         if memory[BLOCK_BYTES:] != pattern:
@@ -156,6 +159,23 @@ def engine_ladder(engine: str, fd: int, *, for_reading: bool = False, placed: Pl
     if tuned.gpudirect and os.fstat(fd).st_dev not in _distrusted and _lie_on_one_device(placed):
         ladder.insert(0, "cufile")
     return ladder
+
+
+def ladder_beside_buffered_writes(ladder: list[str], fd: int, path: str) -> list[str]:
+    """Return the ladder, without the asynchronous direct engines where nothing keeps buffered writes away from them.
+
+    Raises:
+        UnsupportedError: None is left.
+    """
+    if _native.has_edge_locks(fd):
+        return ladder
+    found = [name for name in ladder if "threads" in name]
+    if not found:
+        raise UnsupportedError(
+            f"{ladder[0]} cannot write to {path}: its file system has no locks of open file descriptions, which keep "
+            "direct writes apart from those through the page cache; engine='threads' needs none"
+        )
+    return found
 
 
 def _lie_on_one_device(placed: Placed) -> bool:

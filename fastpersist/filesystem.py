@@ -13,9 +13,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastpersist import _native
-from fastpersist.errors import NoSpaceError, StorageError, UnsupportedError
+from fastpersist.errors import ConfigError, NoSpaceError, StorageError, UnsupportedError
 
-__all__ = ["Filesystem", "allocate_pages", "filesystem", "make_directories", "storage_errors", "using"]
+__all__ = [
+    "Filesystem",
+    "allocate_pages",
+    "filesystem",
+    "hint_at_make_parents",
+    "make_directories",
+    "reopened",
+    "storage_errors",
+    "using",
+]
 
 # What rename() answers when a directory with something in it, or a file, has the name.
 _NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
@@ -163,3 +172,38 @@ def make_directories(path: str) -> None:
             if error.errno != errno.EEXIST or not os.path.isdir(directory):  # somebody else may have made it
                 raise
         filesystem().sync_directory(os.path.dirname(directory))
+
+
+@contextmanager
+def hint_at_make_parents(path: str) -> Iterator[None]:
+    """Let an error of the block say what to do if it is that the directory of `path` is missing.
+
+    For callers that have an argument make_parents. Where the path is a symbolic link to a directory that is missing,
+    the argument would not help, and nothing is said.
+    """
+    try:
+        yield
+    except StorageError as error:
+        directory = os.path.dirname(os.path.abspath(path))
+        if error.errno != errno.ENOENT or os.path.lexists(directory):
+            raise
+        hint = f"there is no directory {directory}: make it, or save with make_parents=True"
+        raise StorageError(error.errno, f"{error} ({hint})", error.filename) from error
+
+
+def reopened(fd: int, path: str, flags: int) -> int:
+    """Open the same file once more: another description, with flags of its own.
+
+    Raises:
+        ConfigError: There is no /proc, and the path has another file by now.
+        StorageError: What the kernel said.
+    """
+    with storage_errors("opening again", path):
+        try:
+            return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+        except FileNotFoundError:  # no /proc here
+            again = os.open(path, flags | os.O_CLOEXEC)
+    if not os.path.samestat(os.fstat(fd), os.fstat(again)):
+        os.close(again)
+        raise ConfigError(f"{path} is another file by now, and without /proc the one that is open cannot be had again")
+    return again

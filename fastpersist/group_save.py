@@ -20,7 +20,7 @@ from fastpersist.config import config_at
 from fastpersist.coordination import Ranks, Session
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.filesystem import make_directories
+from fastpersist.filesystem import hint_at_make_parents, make_directories
 from fastpersist.partition import choose_writers
 from fastpersist.peer_sharing import OtherShare
 from fastpersist.replicas import replicas_of
@@ -147,7 +147,8 @@ def _write_and_publish(
 ) -> SaveReport:
     target = resolve_target(path, replace_links=replace_links)
     why_not = target.why_not_replaceable
-    pending = PendingFile.create(target) if why_not is None else None
+    with hint_at_make_parents(path):
+        pending = PendingFile.create(target) if why_not is None else None
     if pending is None:
         why_not = why_not or "its directory takes no new file"
         raise UnsupportedError(

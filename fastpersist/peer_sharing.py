@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -144,7 +145,8 @@ class OtherShare(Share):
         snapshot: _native.Snapshot | None,
     ) -> tuple[str, list[int]]:
         with_crc = self.container.has_checksums
-        with Writer(fd, path, engine=engine, poll=poll, sparing=snapshot is not None) as writer:
+        sources = self._for_gpudirect(engine)
+        with Writer(fd, path, engine=engine, poll=poll, sparing=snapshot is not None, sources=sources) as writer:
             stream = PieceStream(writer, snapshot)
             for index, place in enumerate(places):
                 stream.seek(place)
@@ -159,7 +161,13 @@ class OtherShare(Share):
 def _open_pending(pending_path: str, path: str, rank: int) -> int:
     """Open the file that the first rank has made."""
     with needs_same_filesystem(path, rank), storage_errors("opening", pending_path):
-        fd = os.open(pending_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(pending_path, os.O_RDWR | os.O_CLOEXEC)  # libcufile refuses O_NOFOLLOW
+        try:
+            if not os.path.samestat(os.fstat(fd), os.lstat(pending_path)):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        except BaseException:
+            os.close(fd)
+            raise
     _native.close_in_forked_child(fd)
     return fd
 

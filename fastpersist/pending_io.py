@@ -19,8 +19,8 @@ class PendingIO:
     """Reads or writes under way. Made by `TensorFile.read_async` and its like.
 
     Until it is done, the tensors of a read hold anything, and those of a write must not be changed. They are kept
-    alive as long, also when this object is not. A read into a tensor that is not in host memory is done when one of
-    the methods here has said so: its last step, the copy to the device, is theirs.
+    alive as long, also when this object is not. A read into a tensor of a device that is neither the CPU nor CUDA is
+    done when one of the methods here has said so: its last step, the copy to the device, is theirs.
 
     Thread safety: any thread; but not in a forked child.
     """
@@ -50,6 +50,7 @@ class PendingIO:
             TimeoutError: It is still under way; nothing is lost.
             EndOfFileError: A read reached beyond the end of the file; what is there was read.
             StorageError: What the kernel said. Of several failures in one request the first that was met.
+            DeviceError: What the driver of a CUDA device said.
         """
         error = self.exception(timeout)
         if error is not None:

@@ -191,6 +191,13 @@ class Writer:
         """Return offset, bytes and CRC of what was written between two seeks; None if some piece has no CRC."""
         return self._native.runs()
 
+    def rest(self) -> None:
+        """Wait for every write, and keep no more of the ring than a transfer needs: before a wait for other ranks.
+
+        Whoever else saves in this process may be who they wait for. What is appended next comes after a seek.
+        """
+        self._native.finish()
+
     def finish(self) -> str:
         """Wait for every write; return the name of the engine that did them."""
         self._native.finish()
@@ -303,6 +310,7 @@ def _options(fd: int, path: str, way: _Way, *, sparing: bool = False) -> _native
         queue_depth=max(1, queue_depth // 2) if sparing else queue_depth,
         thread_count=limits.threads,
         ring_device=way.ring_device,
+        cufile_batch=limits.cufile_api == "batch",
     )
 
 

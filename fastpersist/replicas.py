@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from fastpersist import _native
 from fastpersist.errors import CoordinationError
 from fastpersist.owners import Ownership
 from fastpersist.partition import CUT_BYTES_MIN
-from fastpersist.pipeline import byte_tensor
+from fastpersist.pipeline import Pieces, Writer, byte_tensor
 from fastpersist.saving import Container, Source
 
 __all__ = ["bytes_of", "difference", "host_bytes", "replicas_in", "replicas_of", "sums_of"]
@@ -92,8 +93,24 @@ def _sample_crcs_of(sources: Sequence[Source]) -> Callable[[], list[int]]:
 
 
 def _crcs_of(sources: Sequence[Source]) -> Callable[[], list[int]]:
-    crcs = [_native.crc32(host_bytes(source, 0, source.size_bytes)) for source in sources]
-    return lambda: crcs
+    """Return what gives a CRC of all bytes of each source; those of devices come through the ring, to nowhere."""
+    crcs: dict[int, int] = {}
+    pieces = Pieces()
+    slots: list[int] = []
+    for index, source in enumerate(sources):
+        if source.storage.device.type != "cpu":
+            pieces.add_storage(
+                source.storage, len(slots), offset_bytes=source.offset_bytes, size_bytes=source.size_bytes
+            )
+            slots.append(index)
+        else:
+            crcs[index] = _native.crc32(host_bytes(source, 0, source.size_bytes))
+    if slots:
+        with open(os.devnull, "r+b", buffering=0) as nowhere:
+            with Writer(nowhere.fileno(), os.devnull, engine="null") as writer:
+                writer.append(pieces)
+                crcs.update(zip(slots, writer.crcs(len(slots)), strict=True))
+    return lambda: [crcs[index] for index in range(len(sources))]
 
 
 def bytes_of(ranges: Sequence[tuple[Source, int, int]]) -> Callable[[], list[bytes]]:
@@ -136,12 +153,9 @@ def bytes_of(ranges: Sequence[tuple[Source, int, int]]) -> Callable[[], list[byt
 
 
 def host_bytes(source: Source, from_bytes: int, size_bytes: int) -> Any:
-    """Return bytes of a source as a buffer, valid while its storage lives; those in host memory without a copy."""
-    start = source.offset_bytes + from_bytes
-    if source.storage.device.type == "cpu":
-        return (ctypes.c_char * size_bytes).from_address(source.storage.data_ptr() + start)
-    on_host = byte_tensor(source.storage)[start : start + size_bytes].cpu()
-    return ctypes.string_at(on_host.data_ptr(), size_bytes)
+    """Return bytes of a source in host memory as a buffer, without a copy, valid while its storage lives."""
+    address = source.storage.data_ptr() + source.offset_bytes + from_bytes
+    return (ctypes.c_char * size_bytes).from_address(address)
 
 
 def difference(described: Sequence[tuple[Any, list[int]]], names_of: Callable[[int], list[str]]) -> CoordinationError:

@@ -44,7 +44,7 @@ import torch
 from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.coordination import Session
-from fastpersist.engine_choice import refuse_null_engine
+from fastpersist.engine_choice import is_cufile, refuse_null_engine, require_engine
 from fastpersist.errors import CoordinationError, InternalError, StorageError, UnsupportedError
 from fastpersist.formats.parts import ExtentMap, FileExtent
 from fastpersist.layout import align_up
@@ -165,6 +165,16 @@ class Share:
             for part in self._shard_of(rank)
         ]
         return [(low, high - low) for low, high in merged(shard)]
+
+    def _for_gpudirect(self, engine: str) -> list[torch.UntypedStorage]:
+        """Return what the engine "cufile" writes from memory of a device, where that is named; see `Writer`.
+
+        "auto" takes it for no share: it would first see whether a block at the file's start goes from peer to peer, and
+        that block is the first rank's; nor would one rank's finding say anything of the others' devices.
+        """
+        if self.container.has_checksums or not is_cufile(require_engine(engine)):
+            return []
+        return [source.storage for source in self.sources]
 
     def _add_range(self, part: ByteRange) -> int:
         whole = self.container.sources[part.source]
@@ -343,12 +353,18 @@ class FirstShare(Share):
             self._agree()
         self._answer_go(pending_path)
         with Writer(
-            fd, path, engine=engine, poll=checking(poll, self._session), sparing=snapshot is not None
+            fd,
+            path,
+            engine=engine,
+            poll=checking(poll, self._session),
+            sparing=snapshot is not None,
+            sources=self._for_gpudirect(engine),
         ) as writer:
             stream = PieceStream(writer, snapshot)
             self._write_early(stream)
             stream.flush()
             crcs = writer.crcs(len(self.ranges)) if self.container.has_checksums else [0] * len(self.ranges)
+            writer.rest()
             others = self._hear_done()
             written = [*zip(self.ranges, crcs, strict=True), *others]
             source_crcs = self._source_crcs(written)

@@ -4,8 +4,8 @@ For those who keep tensors on a disk themselves: weights that are streamed, rows
 no format and no commit protocol here, only bytes at offsets; checkpoints are the affair of `save` and `Checkpointer`.
 
 Requests go to a native thread of the file (csrc/transfer/random_access.h), which cuts them into requests to the kernel,
-keeps a queue of them full, and stages what direct I/O does not take as it is. What callers wait for is in
-`pending_io`; whether a tensor's bytes can be had, `tensor_memory` knows.
+keeps a queue of them full, and stages what direct I/O does not take as it is, and what lies on a CUDA device. What
+callers wait for is in `pending_io`; whether a tensor's bytes can be had, `tensor_memory` knows.
 """
 
 from __future__ import annotations
@@ -27,12 +27,28 @@ import torch
 
 from fastpersist import _native
 from fastpersist.config import config_for
-from fastpersist.engine_choice import announce_engine, engine_ladder, refuse_null_engine, require_engine
-from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
-from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.devices import follow_caller, tell_of_pinning
+from fastpersist.engine_choice import (
+    announce_engine,
+    engine_ladder,
+    ladder_beside_buffered_writes,
+    refuse_null_engine,
+    require_engine,
+)
+from fastpersist.errors import ConfigError, FastPersistError
+from fastpersist.filesystem import filesystem, reopened, storage_errors
 from fastpersist.pending_io import PendingIO, failure_of
 from fastpersist.tensor_memory import byte_view
-from fastpersist.tensor_parts import SLICE_COUNT, Item, Part, checked_offset, in_slices, looked_at
+from fastpersist.tensor_parts import (
+    SLICE_COUNT,
+    Item,
+    Part,
+    Slice,
+    checked_number,
+    checked_offset,
+    in_slices,
+    looked_at,
+)
 
 __all__ = ["TensorFile"]
 
@@ -56,11 +72,17 @@ class TensorFile:
 
     Any contiguous tensor will do, of any dtype, size, offset and alignment. What is page-aligned, as memory from
     `locked_tensor` is, goes straight from and to the disk where offset and size are whole blocks; other memory is
-    copied once on the way. Tensors of other devices go through host memory of their size.
+    copied once on the way, and so are tensors of CUDA devices: by the device, chunk by chunk, through the same pinned
+    memory of at most 64 MiB a file. Tensors of other devices go through host memory of their size.
 
     Nothing is said about the order of requests that are under way at the same time: if they overlap, wait in between.
     What is written is seen by later reads at once, and is durable after `sync()`. Closing waits for all requests, and
     makes nothing durable. A write that fails, and that nobody asks about, is raised by the next `sync()` or `close()`.
+
+    On a CUDA device a request comes after what the calling thread's current stream holds when it is made; when it is
+    done, the bytes are there for every stream. Requests of one device and direction are copied in turn, so a stream
+    that never ends (a collective whose peer is gone) holds up those behind it, too; others go on. Who waits for it, or
+    closes, waits until Ctrl-C; what is not copied 10 s after that, or after another error in the `with` block, fails.
 
     Args:
         path: The file.
@@ -117,9 +139,9 @@ class TensorFile:
         refuse_null_engine(require_engine(engine))
         self._wished_engine = engine
         given = (
-            _checked("queue_depth", queue_depth, 1, _DEPTH_MAX),
-            _checked("chunk_bytes", chunk_bytes, 4096, 1 << 30),
-            _checked("threads", threads, 1, _THREAD_COUNT_MAX),
+            checked_number("queue_depth", queue_depth, 1, _DEPTH_MAX),
+            checked_number("chunk_bytes", chunk_bytes, 4096, 1 << 30),
+            checked_number("threads", threads, 1, _THREAD_COUNT_MAX),
         )
         if chunk_bytes is not None and chunk_bytes & (chunk_bytes - 1):
             raise ConfigError(f"chunk_bytes is {chunk_bytes}; it must be a power of two")
@@ -161,10 +183,10 @@ class TensorFile:
             ladder = [name for name in ladder if name.endswith("-buffered")]
         buffered_fd = direct_lock_fd = edge_lock_fd = -1
         if self.mode != "r":
-            buffered_fd = _reopened(fd, self.path, os.O_RDWR)
+            buffered_fd = reopened(fd, self.path, os.O_RDWR)
             self._fds.append(buffered_fd)
             if not ladder[0].endswith(("-buffered", "null")):
-                ladder = _those_that_can_do_without_locks(ladder, fd, self.path)
+                ladder = ladder_beside_buffered_writes(ladder, fd, self.path)
                 direct_lock_fd, edge_lock_fd = self._open_for_lock(), self._open_for_lock()
         self._native = _native.RandomAccess(
             fd=fd,
@@ -184,7 +206,7 @@ class TensorFile:
         announce_engine(self.path, self._wished_engine, self._native.engine, self._native.demotions)
 
     def _open_for_lock(self) -> int:
-        fd = _reopened(self._fds[0], self.path, os.O_RDWR)
+        fd = reopened(self._fds[0], self.path, os.O_RDWR)
         self._lock_fds.append(fd)
         _native.close_in_forked_child(fd)  # who would hold the lock as long as it lives
         return fd
@@ -223,6 +245,8 @@ class TensorFile:
             ConfigError: No such tensor or offset, or the file is closed.
             EndOfFileError: The file ends earlier; what is there was read.
             StorageError: What the kernel said.
+            DeviceError: What the driver said of a CUDA device; other requests go on.
+            UnsupportedError: Its current stream is being captured into a CUDA graph.
         """
         return self.read_async(tensor, offset_bytes).result()
 
@@ -237,6 +261,7 @@ class TensorFile:
             ConfigError: No such tensor or offset, or the file is closed, or open for reading only.
             NoSpaceError: The file system is full.
             StorageError: What the kernel said.
+            DeviceError, UnsupportedError: As `read`.
         """
         return self.write_async(tensor, offset_bytes).result()
 
@@ -272,24 +297,33 @@ class TensorFile:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         given = list(in_slices(items))  # here, since what callers compute on the way may use this very file
 
-        def slices() -> Iterator[list[Part]]:
+        followed: set[int] = set()
+
+        def slices() -> Iterator[Slice]:
             for some in given:
-                found, parts, elsewhere = looked_at(some, len(tensors))
+                found = looked_at(some, len(tensors))
                 # What goes by a tensor's version must hear that it changes.
-                torch.autograd.graph.increment_version([tensor for tensor in found if not tensor.is_inference()])
-                tensors.extend(found)
-                for tensor, offset_bytes in elsewhere:
+                torch.autograd.graph.increment_version([one for one in found.tensors if not one.is_inference()])
+                tensors.extend(found.tensors)
+                for tensor, offset_bytes in found.elsewhere:
                     host = torch.empty(tensor.nbytes, dtype=torch.uint8)
                     copies.append((tensor, host))
-                    parts.append((host.data_ptr(), host.nbytes, offset_bytes))
-                yield parts
+                    found.in_host_memory.append((host.data_ptr(), host.nbytes, offset_bytes))
+                yield found.in_host_memory
+                for ordinal, parts in found.on_devices.items():
+                    if ordinal not in followed:
+                        follow_caller(ordinal, to_host=False)
+                        followed.add(ordinal)
+                    yield ordinal, parts
 
         def copy_to_devices() -> None:
             for tensor, host in copies:
                 byte_view(tensor).copy_(host)
+            if followed:
+                tell_of_pinning()
 
         request = self._submit(False, slices(), (tensors, copies))
-        return PendingIO(request, self.path, copy_to_devices if copies else None)
+        return PendingIO(request, self.path, copy_to_devices if copies or followed else None)
 
     def write_list_async(self, items: Iterable[Item]) -> PendingIO:
         """Start what `write_list` does."""
@@ -297,16 +331,23 @@ class TensorFile:
             raise ConfigError(f'{self.path} is open for reading only; open it with mode="r+" to write')
         # All are looked at before one is written: a list with a mistake in it changes nothing.
         found = [looked_at(some, number * SLICE_COUNT) for number, some in enumerate(in_slices(items))]
-        tensors = [tensor for some, _, _ in found for tensor in some]
-        parts = [part for _, some, _ in found for part in some]
-        elsewhere = [item for _, _, some in found for item in some]
-        copies = [(byte_view(tensor).cpu(), at) for tensor, at in elsewhere]
+        tensors = [tensor for some in found for tensor in some.tensors]
+        copies = [(byte_view(tensor).cpu(), at) for some in found for tensor, at in some.elsewhere]
+        parts = [part for some in found for part in some.in_host_memory]
         parts += [(host.data_ptr(), host.nbytes, at) for host, at in copies]
+        slices: list[Slice] = [parts]
+        on_devices = [one for some in found for one in some.on_devices.items()]
+        if on_devices:
+            slices += on_devices
+            parts = parts + [part for _, some in on_devices for part in some]
+            for ordinal in {ordinal for ordinal, _ in on_devices}:
+                follow_caller(ordinal, to_host=True)
         with self._lock:
             self._reserve(self._opened(), parts)
-        return PendingIO(self._submit(True, [parts], (tensors, copies)), self.path, None)
+        request = self._submit(True, slices, (tensors, copies))
+        return PendingIO(request, self.path, tell_of_pinning if on_devices else None)
 
-    def _submit(self, is_write: bool, slices: Iterable[Sequence[Part]], kept: object) -> _native.FileRequest:
+    def _submit(self, is_write: bool, slices: Iterable[Slice], kept: object) -> _native.FileRequest:
         with self._lock:  # so that close() either sees this request or comes first
             return self._opened().submit(is_write, slices, kept)
 
@@ -445,7 +486,7 @@ class TensorFile:
         """Wait for all requests, and close the file. Closing again does nothing.
 
         Raises:
-            StorageError: A write failed that nobody has asked about. The file is closed all the same.
+            StorageError, DeviceError: A write failed that nobody has asked about. The file is closed all the same.
         """
         with self._lock:
             if self._closed:
@@ -472,22 +513,22 @@ class TensorFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-            return
-        try:
-            self.close()
-        except FastPersistError as second:
-            _log.error("%s; while another error was on its way", second)
+        self.close() if error is None else self._close_in_time("; while another error was on its way")
 
     def __del__(self) -> None:
         if getattr(self, "_closed", True):
             return
         warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2, source=self)
+        self._close_in_time("")
+
+    def _close_in_time(self, when: str) -> None:
+        """Close, give up on devices that stand still, and log what goes wrong."""
         try:
+            if self._native is not None and os.getpid() == self._process_id:
+                self._native.give_up_on_devices()
             self.close()
         except FastPersistError as error:
-            _log.error("%s", error)
+            _log.error("%s%s", error, when)
 
     def __repr__(self) -> str:
         return f"<TensorFile {self.path!r} mode={self.mode!r}{' closed' if self._closed else ''}>"
@@ -504,7 +545,7 @@ class TensorFile:
             raise ConfigError(f"{self.path} is closed")
         if self._native is None or os.getpid() != self._process_id:
             inherited = self._fds
-            self._fds = [_reopened(inherited[0], self._full_path, os.O_RDONLY if self.mode == "r" else os.O_RDWR)]
+            self._fds = [reopened(inherited[0], self._full_path, os.O_RDONLY if self.mode == "r" else os.O_RDWR)]
             try:
                 self._open_native((self.queue_depth, self.chunk_bytes, self.threads or None))
             except BaseException:
@@ -533,40 +574,6 @@ class TensorFile:
 
 def _open_again(path: str, engine: str, queue_depth: int, chunk_bytes: int, threads: int) -> TensorFile:
     return TensorFile(path, engine=engine, queue_depth=queue_depth, chunk_bytes=chunk_bytes, threads=threads or None)
-
-
-def _checked(name: str, value: int | None, low: int, high: int) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
-    return value
-
-
-def _those_that_can_do_without_locks(ladder: list[str], fd: int, path: str) -> list[str]:
-    """Return the ladder, without the asynchronous direct engines where nothing keeps buffered writes away from them."""
-    if _native.has_edge_locks(fd):
-        return ladder
-    found = [name for name in ladder if "threads" in name]
-    if not found:
-        raise UnsupportedError(
-            f"{ladder[0]} cannot write to {path}: its file system has no locks of open file descriptions, which keep "
-            "direct writes apart from those through the page cache; engine='threads' needs none"
-        )
-    return found
-
-
-def _reopened(fd: int, path: str, flags: int) -> int:
-    """Open the same file once more: another description, with flags of its own."""
-    with storage_errors("opening again", path):
-        try:
-            return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
-        except FileNotFoundError:  # no /proc here
-            again = os.open(path, flags | os.O_CLOEXEC)
-    if not os.path.samestat(os.fstat(fd), os.fstat(again)):
-        os.close(again)
-        raise ConfigError(f"{path} is another file by now, and without /proc the one that is open cannot be had again")
-    return again
 
 
 # ------------------------------------------------------------------------------------------------------- the process

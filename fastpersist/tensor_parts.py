@@ -8,14 +8,25 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
+from fastpersist.devices import ordinal_of
 from fastpersist.errors import ConfigError
 from fastpersist.tensor_memory import byte_view
 
-__all__ = ["SLICE_COUNT", "Item", "Part", "checked_offset", "in_slices", "looked_at"]
+__all__ = [
+    "SLICE_COUNT",
+    "Item",
+    "Part",
+    "Parts",
+    "Slice",
+    "checked_number",
+    "checked_offset",
+    "in_slices",
+    "looked_at",
+]
 
 SLICE_COUNT = 1024
 """Of a list that is read, so many are under way while the next are looked at."""
@@ -25,6 +36,38 @@ Item: TypeAlias = "tuple[torch.Tensor, int]"
 
 Part: TypeAlias = "tuple[int, int, int]"
 """Address, bytes, offset in the file."""
+
+Slice: TypeAlias = "Sequence[Part] | tuple[int, Sequence[Part]]"
+"""Parts in host memory, not in a tuple; or the ordinal of a CUDA device, and parts in its memory."""
+
+
+class Parts(NamedTuple):
+    """Some items, by who moves their bytes.
+
+    Attributes:
+        tensors: All of them.
+        in_host_memory: Parts.
+        on_devices: Parts, by the ordinal of a CUDA device that the native side copies to and from.
+        elsewhere: Items on other devices, which are torch's to copy.
+    """
+
+    tensors: list[torch.Tensor]
+    in_host_memory: list[Part]
+    on_devices: dict[int, list[Part]]
+    elsewhere: list[Item]
+
+
+def checked_number(name: str, value: int | None, low: int, high: int) -> int | None:
+    """Return an option that may be left out.
+
+    Raises:
+        ConfigError: It is no whole number from low to high.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+    return value
 
 
 def checked_offset(value: int, what: str) -> int:
@@ -52,15 +95,10 @@ def in_slices(items: Iterable[Item]) -> Iterator[list[Item]]:
         yield some
 
 
-def looked_at(items: Sequence[Item], before_count: int) -> tuple[list[torch.Tensor], list[Part], list[Item]]:
-    """Check items of a request, before which there were others.
-
-    Returns:
-        All tensors; the parts of those in host memory; those that are elsewhere, and their offsets.
-    """
-    tensors: list[torch.Tensor] = []
-    parts: list[Part] = []
-    elsewhere: list[Item] = []
+def looked_at(items: Sequence[Item], before_count: int) -> Parts:
+    """Check items of a request, before which there were others."""
+    found = Parts([], [], {}, [])
+    tensors, parts = found.tensors, found.in_host_memory
     for item in items:
         try:
             if isinstance(item, torch.Tensor):  # which can be unpacked, too
@@ -79,9 +117,11 @@ def looked_at(items: Sequence[Item], before_count: int) -> tuple[list[torch.Tens
         tensors.append(tensor)
         if view.is_cpu:
             parts.append((view.data_ptr(), size_bytes, offset_bytes))
+        elif (ordinal := ordinal_of(view.untyped_storage())) is not None:
+            found.on_devices.setdefault(ordinal, []).append((view.data_ptr(), size_bytes, offset_bytes))
         else:
-            elsewhere.append((tensor, offset_bytes))
-    return tensors, parts, elsewhere
+            found.elsewhere.append((tensor, offset_bytes))
+    return found
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -90,7 +130,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         return False
     try:
         return (
-            tensor.is_cpu
+            (tensor.is_cpu or tensor.is_cuda)
             and tensor.dtype in _PLAIN_DTYPES
             and tensor.layout is torch.strided
             and not tensor.is_nested
@@ -106,5 +146,20 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_DTYPES = frozenset(
-    {torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
+    {
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex64,
+        torch.complex128,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    }
 )

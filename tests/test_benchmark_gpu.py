@@ -121,12 +121,14 @@ def test_gpudirect_is_measured_where_it_can_be_used(tmp_path: Path, monkeypatch:
         fp.save, fp.load = by_another_engine(fp.save), by_another_engine(fp.load)
 
     part = run_part("gpudirect", tmp_path, change)
-    names = ["fp.save, checksum=False", "fp.save, checksum=False, engine=cufile", "fp.save, engine=cufile"]
-    expect_rows(part, [*names, "fp.load(map_location)", "fp.load, engine=cufile"])
+    names = ["fp.save, checksum=False", "fp.save, checksum=False, engine=cufile"]
+    names += ["fp.save, checksum=False, engine=cufile, batches", "fp.save, engine=cufile"]
+    names += ["fp.load(map_location)", "fp.load, engine=cufile", "fp.load, engine=cufile, batches"]
+    expect_rows(part, names)
     assert [probe["name"] for probe in part["values"]["facts"]["engines"]] == ["cufile"]
     report = imported("gpu_report", monkeypatch)
     bars = report.bars({"facts": {"device": "cuda:0"}, "parts": {"gpudirect": part}})
-    assert bars[-1]["found"] == "5 of 5 are"
+    assert bars[-1]["found"] == "7 of 7 are"
     assert bars[-1]["verdict"] == "PASS"
 
 

@@ -72,26 +72,20 @@ TransferHooks MakeHooks(const std::shared_ptr<HookError>& hook_error, const py::
                         const py::object& poll) {
   TransferHooks hooks;
   // Transfers copy and drop the hooks without the GIL: they share the Python objects, of which none is copied there.
-  const auto shared = [](const py::object& object) {
-    return std::shared_ptr<const py::object>(new py::object(object), [](const py::object* last) {
-      const py::gil_scoped_acquire gil;
-      delete last;
-    });
-  };
   if (!pull.is_none()) {
-    hooks.pull = [hook_error, pull = shared(pull)](uint64_t id, uint64_t offset_bytes, std::byte* target,
+    hooks.pull = [hook_error, pull = Shared(pull)](uint64_t id, uint64_t offset_bytes, std::byte* target,
                                                    uint64_t size_bytes) {
       return WithGil(*hook_error, [&] { (*pull)(id, offset_bytes, reinterpret_cast<uintptr_t>(target), size_bytes); });
     };
   }
   if (!push.is_none()) {
-    hooks.destinations = shared(push);  // what is read into belongs to whoever takes what is pushed
-    hooks.push = [hook_error, push = shared(push)](uint64_t id, uint64_t offset_bytes, const std::byte* source,
+    hooks.destinations = Shared(push);  // what is read into belongs to whoever takes what is pushed
+    hooks.push = [hook_error, push = Shared(push)](uint64_t id, uint64_t offset_bytes, const std::byte* source,
                                                    uint64_t size_bytes) {
       return WithGil(*hook_error, [&] { (*push)(id, offset_bytes, reinterpret_cast<uintptr_t>(source), size_bytes); });
     };
   }
-  hooks.poll = [hook_error, poll = shared(poll)](uint64_t done_bytes) {
+  hooks.poll = [hook_error, poll = Shared(poll)](uint64_t done_bytes) {
     return WithGil(*hook_error, [&] {
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       if (!poll->is_none()) (*poll)(done_bytes);
@@ -102,11 +96,14 @@ TransferHooks MakeHooks(const std::shared_ptr<HookError>& hook_error, const py::
 
 // ---------------------------------------------------------------------------------------------------- transfers
 
+CuFileApi ApiOf(bool cufile_batch) { return cufile_batch ? CuFileApi::kBatch : CuFileApi::kCalls; }
+
 PumpOptions MakePumpOptions(const TransferOptions& options) {
   PumpOptions pump;
   pump.engines = options.engines;
   pump.queue_depth = static_cast<uint32_t>(options.queue_depth);
   pump.thread_count = options.thread_count;
+  pump.cufile_api = ApiOf(options.cufile_batch);
   return pump;
 }
 
@@ -308,14 +305,17 @@ ReadReport ReadExtents(TransferOptions options, const ExtentList& list, const py
 // A request is (write, offset_bytes, address, size_bytes).
 void RunRequests(int fd, const std::string& path, const std::vector<std::string>& engines,
                  const std::vector<std::tuple<bool, uint64_t, uintptr_t, uint32_t>>& requests, uint32_t queue_depth,
-                 uint32_t thread_count) {
+                 uint32_t thread_count, bool cufile_batch) {
   const auto hook_error = std::make_shared<HookError>();
   TransferHooks hooks = MakeHooks(hook_error, py::none(), py::none(), py::none());
   std::unique_ptr<IoPump> pump;
   RunTransfer(*hook_error, path, [&] {
-    Result<std::unique_ptr<IoPump>> opened = IoPump::Open(
-        fd, path,
-        {.engines = engines, .queue_depth = queue_depth, .thread_count = thread_count, .poll = std::move(hooks.poll)});
+    Result<std::unique_ptr<IoPump>> opened = IoPump::Open(fd, path,
+                                                          {.engines = engines,
+                                                           .queue_depth = queue_depth,
+                                                           .thread_count = thread_count,
+                                                           .cufile_api = ApiOf(cufile_batch),
+                                                           .poll = std::move(hooks.poll)});
     if (!opened.ok()) return opened.status();
     pump = std::move(opened).value();
     std::vector<IoPump::Finished> finished;
@@ -353,6 +353,14 @@ uint32_t CrcOfBuffer(const py::buffer& data, uint32_t crc) {
 }
 
 }  // namespace
+
+std::shared_ptr<const py::object> Shared(const py::object& object) {
+  return std::shared_ptr<const py::object>(new py::object(object), [](const py::object* last) {
+    const py::gil_scoped_acquire gil;
+    delete last;
+  });
+}
+
 }  // namespace fastpersist
 
 PYBIND11_MODULE(_native, m) {
@@ -360,10 +368,11 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "The native core of fastpersist: engines, ring and transfers. Not public; see fastpersist/_native.pyi.";
 
   py::class_<TransferOptions>(m, "TransferOptions")
-      .def(py::init<int, std::string, std::vector<std::string>, size_t, size_t, size_t, uint32_t, std::optional<int>>(),
+      .def(py::init<int, std::string, std::vector<std::string>, size_t, size_t, size_t, uint32_t, std::optional<int>,
+                    bool>(),
            py::kw_only(), py::arg("fd"), py::arg("path"), py::arg("engines"), py::arg("ring_bytes"),
            py::arg("chunk_bytes"), py::arg("queue_depth"), py::arg("thread_count") = 0,
-           py::arg("ring_device") = py::none());
+           py::arg("ring_device") = py::none(), py::arg("cufile_batch") = false);
 
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init([](uint64_t limit_bytes) {
@@ -491,7 +500,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("read_extents", &ReadExtents, py::arg("options"), py::arg("extents"), py::kw_only(),
         py::arg("push") = py::none(), py::arg("poll") = py::none());
   m.def("run_requests", &RunRequests, py::arg("fd"), py::arg("path"), py::arg("engines"), py::arg("requests"),
-        py::arg("queue_depth") = 8, py::arg("thread_count") = 0);
+        py::arg("queue_depth") = 8, py::arg("thread_count") = 0, py::arg("cufile_batch") = false);
 
   m.def(
       "allocate",

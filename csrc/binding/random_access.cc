@@ -61,9 +61,21 @@ struct PyRequest {
 
   bool done() const { return request->done(); }
   void RaiseFailure() const {
-    if (request->status().ok()) return;
+    const Status& status = request->status();
+    if (status.ok()) return;
     request->SetTold();
-    Throw(request->status(), path);
+    if (status.code() != StatusCode::kDeviceError) Throw(status, path);
+    // What a device says names no file.
+    const uint64_t offset_bytes = request->failed_part().offset_bytes + request->failed_part_done_bytes();
+    const std::string what = request->op() == IoOp::kRead ? "reading " : "writing ";
+    Throw(Status::Error(status.code(),
+                        what + path + " at offset " + std::to_string(offset_bytes) + ": " + status.message()),
+          path);
+  }
+  // With the GIL; what it kept may run code that comes back here.
+  void LetGo() {
+    request->Drop();
+    const py::object last = std::exchange(kept, py::none());
   }
   // Where a read met the end of the file: offset, bytes that were there, bytes asked for.
   std::optional<std::tuple<uint64_t, uint64_t, uint64_t>> ended_early() const {
@@ -93,7 +105,7 @@ class OpenRequests {
       return true;
     });
     own.next_look_count_ = std::max<size_t>(64, 2 * own.requests_.size());  // so that looking costs little per request
-    for (const std::shared_ptr<PyRequest>& request : done) request->kept = py::none();
+    for (const std::shared_ptr<PyRequest>& request : done) request->LetGo();
   }
 
  private:
@@ -127,26 +139,43 @@ class PyRandomAccess {
   PyRandomAccess(const PyRandomAccess&) = delete;
   PyRandomAccess& operator=(const PyRandomAccess&) = delete;
 
-  // `slices` is iterated while what came before is under way. If that raises, what was started is waited for.
+  // `slices` is iterated while what came before is under way. If that raises, what was started is waited for, or until
+  // a signal's handler raises.
   std::shared_ptr<PyRequest> Submit(bool write, const py::iterable& slices, py::object kept) {
     const std::shared_ptr<RandomAccess> open = file();
     const auto request =
         std::make_shared<PyRequest>(PyRequest{open->Begin(write ? IoOp::kWrite : IoOp::kRead), path_, std::move(kept)});
     OpenRequests::Add(request);
+    bool is_kept = false;
     try {
       for (const py::handle slice : slices) {
-        std::vector<FilePart> parts = PartsOf(slice);
+        std::vector<FilePart> parts;
+        if (py::isinstance<py::tuple>(slice)) {
+          const auto [device, its_parts] = slice.cast<std::tuple<int, py::object>>();
+          parts = PartsOf(its_parts);
+          Device& owner = DeviceOf(device);
+          for (FilePart& part : parts) part.device = &owner;
+          if (!std::exchange(is_kept, true)) request->request->Keep(Shared(request->kept));
+        } else {
+          parts = PartsOf(slice);
+        }
         const py::gil_scoped_release release;
         open->Add(request->request, std::move(parts));
       }
     } catch (...) {
-      const py::gil_scoped_release release;
       open->End(request->request);
-      while (!request->request->WaitFor(std::chrono::hours(1))) continue;
+      WaitWithSignals(std::nullopt, [&request](milliseconds time) { return request->request->WaitFor(time); });
       throw;
     }
     open->End(request->request);
     return request;
+  }
+
+  // From now on what a device has not done within the grace time fails.
+  void GiveUpOnDevices() {
+    const std::shared_ptr<RandomAccess> open = file();
+    const py::gil_scoped_release release;
+    open->GiveUpOnDevices();
   }
 
   bool WaitForAll(const std::optional<double>& timeout_s) {
@@ -178,6 +207,7 @@ class PyRandomAccess {
     std::shared_ptr<RandomAccess> last = std::move(file_);
     file_ = nullptr;
     const py::gil_scoped_release release;
+    last->GiveUpOnDevices();
     // Another thread may hold it, too; descriptors must not be closed while the kernel uses them.
     while (!last->WaitForAll(std::chrono::hours(1))) continue;
     last.reset();
@@ -226,7 +256,7 @@ class PyRandomAccess {
 void BindRandomAccess(py::module_& m) {
   py::class_<PyRequest, std::shared_ptr<PyRequest>>(m, "FileRequest")
       .def("done", &PyRequest::done)
-      .def("let_go", [](PyRequest& self) { const py::object kept = std::exchange(self.kept, py::none()); })
+      .def("let_go", &PyRequest::LetGo)
       .def(
           "wait",
           [](const PyRequest& self, const std::optional<double>& timeout_s) {
@@ -259,6 +289,7 @@ void BindRandomAccess(py::module_& m) {
            py::arg("thread_count"), py::arg("chunk_bytes"), py::arg("staging_bytes"))
       .def("submit", &PyRandomAccess::Submit, py::arg("write"), py::arg("slices"), py::arg("kept"))
       .def("wait_for_all", &PyRandomAccess::WaitForAll, py::arg("timeout_s") = py::none())
+      .def("give_up_on_devices", &PyRandomAccess::GiveUpOnDevices)
       .def("take_failed_writes", &PyRandomAccess::TakeFailedWrites)
       .def("close", &PyRandomAccess::Close)
       .def_property_readonly("engine", &PyRandomAccess::engine_name)

@@ -3,11 +3,16 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
+
 namespace fastpersist {
 
 class Device;
 // By torch's ordinal; raises what Device::Get says. Call it with the GIL.
 Device& DeviceOf(int ordinal);
+
+// A reference for who copies and drops it without the GIL. Call it with the GIL.
+std::shared_ptr<const pybind11::object> Shared(const pybind11::object& object);
 
 void BindCuFile(pybind11::module_& m);        // cufile.cc
 void BindDevices(pybind11::module_& m);       // devices.cc

@@ -1,7 +1,5 @@
 #include "core/arena.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <functional>
 #include <iterator>
@@ -21,12 +19,14 @@ Arena::~Arena() {
   FP_CHECK(used_count_ == 0);
   std::unique_lock lock(mutex_);
   TakeBack(lock);
-  for (Mapping& mapping : mappings_) {
+  for (PinnedMemory& mapping : mappings_) {
     std::vector<Landed> landed;
     for (Stranded& stranded : stranded_) {
       if (Holds(mapping, stranded.block)) landed.push_back(std::move(stranded.landed));
     }
-    if (landed.empty()) {
+    if (landed.empty() && mapping.pinned != nullptr) {
+      KeepSpare(std::move(mapping));
+    } else if (landed.empty()) {
       Unmap(std::move(mapping));
     } else {
       LeaveInLimbo(std::move(landed), [left = std::move(mapping)]() mutable { Unmap(std::move(left)); });
@@ -42,18 +42,25 @@ void Arena::Grow(uint64_t limit_bytes) {
   changed_.notify_all();
 }
 
-// To pin takes longer than to fill: others take and return blocks meanwhile, or wait for these. False: no memory.
-bool Arena::Map(std::unique_lock<std::mutex>& lock) {
-  Mapping mapping = NextMapping();
+// To pin takes longer than to fill: others take and return blocks meanwhile, or wait for these. `ahead`: also find and
+// clear the pages of what is not pinned. False: no memory. REQUIRES: nobody else is at it.
+bool Arena::Map(std::unique_lock<std::mutex>& lock, bool ahead) {
+  PinnedMemory mapping = NextMapping();
   if (mapping.memory == nullptr) return false;
-  if (const Pin pin = pin_) {
+  const Pin pin = pin_;
+  if (mapping.pinned == nullptr && (pin || ahead)) {
     is_mapping_ = true;
     lock.unlock();
-    mapping.pinned = pin(std::span(mapping.memory, mapping.size_bytes));
+    const std::span memory(mapping.memory, mapping.size_bytes);
+    if (pin) {
+      mapping.pinned = pin(memory);
+    } else {
+      Populate(memory);
+    }
     lock.lock();
     is_mapping_ = false;
     changed_.notify_all();
-    if (mapped_count_ + mapping.size_bytes / kBlockBytes > limit_count_) {  // somebody prepared it
+    if (mapped_count_ + mapping.size_bytes / kBlockBytes > limit_count_) {  // blocks have come back from limbo
       lock.unlock();
       Unmap(std::move(mapping));
       lock.lock();
@@ -64,14 +71,16 @@ bool Arena::Map(std::unique_lock<std::mutex>& lock) {
   return true;
 }
 
-// As much as is mapped at a time, but no more than the limit; its memory is null where there is none.
-// REQUIRES: less than the limit is mapped.
-Arena::Mapping Arena::NextMapping() const {
+// As much as is mapped at a time, but no more than the limit, or what an earlier arena had, which may be more; its
+// memory is null where there is none. REQUIRES: less than the limit is mapped.
+PinnedMemory Arena::NextMapping() const {
   const size_t size_bytes = std::min<size_t>(kBlocksPerMapping, limit_count_ - mapped_count_) * kBlockBytes;
-  return {.memory = MapBuffers(size_bytes), .size_bytes = size_bytes, .pinned = nullptr};
+  PinnedMemory spare = TakeSpare(size_bytes);
+  if (spare.memory != nullptr) return spare;
+  return {.memory = MapBuffers(size_bytes), .size_bytes = size_bytes};
 }
 
-void Arena::Add(Mapping mapping) {
+void Arena::Add(PinnedMemory mapping) {
   const size_t block_count = mapping.size_bytes / kBlockBytes;
   for (size_t i = 0; i < block_count; ++i) free_.insert(mapping.memory + i * kBlockBytes);
   mapping_starts_.insert(mapping.memory);
@@ -79,34 +88,29 @@ void Arena::Add(Mapping mapping) {
   mapped_count_ += block_count;
 }
 
+// What is mapped by now has its blocks taken and returned meanwhile; what is mapped from now on is pinned before that.
 void Arena::PinWith(const Pin& pin) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (pin_) return;
   pin_ = pin;
-  for (Mapping& mapping : mappings_) mapping.pinned = pin_(std::span(mapping.memory, mapping.size_bytes));
+  is_pinning_ = true;
+  const size_t count = mappings_.size();
+  for (size_t index = 0; index < count; ++index) {  // others add behind these
+    if (mappings_[index].pinned != nullptr) continue;
+    const std::span memory(mappings_[index].memory, mappings_[index].size_bytes);
+    lock.unlock();
+    std::shared_ptr<void> pinned = pin(memory);
+    lock.lock();
+    mappings_[index].pinned = std::move(pinned);
+  }
+  is_pinning_ = false;
 }
 
 bool Arena::Prepare(uint64_t size_bytes) {
   std::unique_lock lock(mutex_);
   const auto enough = [&] { return mapped_count_ >= limit_count_ || mapped_count_ * kBlockBytes >= size_bytes; };
-  if (enough()) return false;
-  const Pin pin = pin_;
-  Mapping mapping = NextMapping();
-  if (mapping.memory == nullptr) return false;
-  lock.unlock();
-  const std::span memory(mapping.memory, mapping.size_bytes);
-  if (pin) {
-    mapping.pinned = pin(memory);  // finds and clears the pages, too
-  } else {
-    Populate(memory);
-  }
-  lock.lock();
-  if (enough()) {  // somebody who could not wait has mapped it
-    mapping.pinned.reset();
-    munmap(mapping.memory, mapping.size_bytes);
-    return false;
-  }
-  Add(std::move(mapping));
+  while (is_mapping_ && !enough()) changed_.wait(lock);
+  if (enough() || !Map(lock, /*ahead=*/true)) return false;
   changed_.notify_all();
   return !enough();
 }
@@ -115,7 +119,7 @@ std::byte* Arena::TryTake(std::unique_lock<std::mutex>& lock) {
   while (used_count_ < limit_count_ && free_.empty()) {
     if (is_mapping_) {
       changed_.wait(lock);
-    } else if (!Map(lock)) {
+    } else if (!Map(lock, /*ahead=*/false)) {
       return nullptr;
     }
   }
@@ -142,13 +146,14 @@ void Arena::Return(std::byte* block) {
   free_.insert(block);
 }
 
-bool Arena::Holds(const Mapping& mapping, const std::byte* block) {
+bool Arena::Holds(const PinnedMemory& mapping, const std::byte* block) {
   return std::less_equal<>()(mapping.memory, block) && std::less<>()(block, mapping.memory + mapping.size_bytes);
 }
 
 bool Arena::is_pinned(const std::byte* block) const {
-  return std::any_of(mappings_.begin(), mappings_.end(),
-                     [block](const Mapping& mapping) { return mapping.pinned != nullptr && Holds(mapping, block); });
+  return std::any_of(mappings_.begin(), mappings_.end(), [block](const PinnedMemory& mapping) {
+    return mapping.pinned != nullptr && Holds(mapping, block);
+  });
 }
 
 void Arena::Strand(std::byte* block, Landed landed) {
@@ -179,18 +184,18 @@ void Arena::TakeBack(std::unique_lock<std::mutex>& lock) {
   free_.insert(landed.begin(), landed.end());
   stranded_count_ -= landed.size();
   mapped_count_ += landed.size();
-  std::vector<Mapping> surplus = TakeSurplus();
+  std::vector<PinnedMemory> surplus = TakeSurplus();
   changed_.notify_all();
   lock.unlock();
-  for (Mapping& mapping : surplus) Unmap(std::move(mapping));
+  for (PinnedMemory& mapping : surplus) Unmap(std::move(mapping));
   lock.lock();
 }
 
 // The mappings without which there is still as much as the limit, and of which nothing is used.
-std::vector<Arena::Mapping> Arena::TakeSurplus() {
-  std::vector<Mapping> surplus;
-  for (size_t index = 0; index < mappings_.size() && mapped_count_ > limit_count_;) {
-    const Mapping& mapping = mappings_[index];
+std::vector<PinnedMemory> Arena::TakeSurplus() {
+  std::vector<PinnedMemory> surplus;
+  for (size_t index = 0; !is_pinning_ && index < mappings_.size() && mapped_count_ > limit_count_;) {
+    const PinnedMemory& mapping = mappings_[index];
     const size_t block_count = mapping.size_bytes / kBlockBytes;
     const auto first = free_.lower_bound(mapping.memory);
     const auto end = free_.lower_bound(mapping.memory + mapping.size_bytes);
@@ -205,11 +210,6 @@ std::vector<Arena::Mapping> Arena::TakeSurplus() {
     mappings_.erase(mappings_.begin() + static_cast<std::ptrdiff_t>(index));
   }
   return surplus;
-}
-
-void Arena::Unmap(Mapping mapping) {
-  mapping.pinned.reset();  // the device forgets it before it is gone
-  munmap(mapping.memory, mapping.size_bytes);
 }
 
 }  // namespace fastpersist

@@ -1,8 +1,9 @@
 // Host memory for captured bytes: blocks of one size, handed out up to a limit and used again. Memory is mapped when it
 // is first needed and kept, so a save that the writer outruns costs none, and the thousandth save maps nothing new.
-// Blocks to which a device still copies when their save gives up are in limbo: nobody's, and not part of the limit, so
-// that later saves have room, until the device has ended; devices see to it that this does not go on (device/device.h).
-// What lies in the blocks is transfer/snapshot's affair.
+// What is pinned of it goes to the next arena (core/spare_memory.h). Blocks to which a device still copies when their
+// save gives up are in limbo: nobody's, and not part of the limit, so that later saves have room, until the device has
+// ended; devices see to it that this does not go on (device/device.h). What lies in the blocks is transfer/snapshot's
+// affair.
 #pragma once
 
 #include <condition_variable>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "core/memory.h"
+#include "core/spare_memory.h"
 
 namespace fastpersist {
 
@@ -32,12 +34,13 @@ class Arena {
   // Raise the limit; a lower one is ignored.
   void Grow(uint64_t limit_bytes);
 
-  // Let a device know the memory: all that is mapped, and what will be. The first call counts.
+  // Let a device know the memory: all that is mapped, and what will be. The first call counts. It takes as long as the
+  // device does; others use the arena meanwhile, also the blocks that are not pinned yet.
   void PinWith(const Pin& pin);
 
   // Map, touch and pin some more blocks ahead of their use, unless this much is there, within the limit. Returns
   // whether another call would do more. For a thread that has time, since it costs about as much as filling them;
-  // others use the arena meanwhile.
+  // others use the arena meanwhile, and wait for these blocks where there are no others.
   bool Prepare(uint64_t size_bytes);
 
   // This process was forked from the one that made the arena: its blocks did not come along, and its mutex may have
@@ -67,18 +70,11 @@ class Arena {
 
  private:
   static constexpr size_t kBlocksPerMapping = 32;  // at most
-  struct Mapping {
-    std::byte* memory;
-    size_t size_bytes;
-    std::shared_ptr<void> pinned;
-  };
-
-  bool Map(std::unique_lock<std::mutex>& lock);
-  Mapping NextMapping() const;
-  void Add(Mapping mapping);
-  static bool Holds(const Mapping& mapping, const std::byte* block);
-  std::vector<Mapping> TakeSurplus();
-  static void Unmap(Mapping mapping);
+  bool Map(std::unique_lock<std::mutex>& lock, bool ahead);
+  PinnedMemory NextMapping() const;
+  void Add(PinnedMemory mapping);
+  static bool Holds(const PinnedMemory& mapping, const std::byte* block);
+  std::vector<PinnedMemory> TakeSurplus();
   struct Stranded {
     std::byte* block;
     Landed landed;
@@ -92,8 +88,9 @@ class Arena {
   std::set<std::byte*> free_;
   std::vector<Stranded> stranded_;  // but those that TakeBack looks at
   uint64_t stranded_count_ = 0;
-  bool is_mapping_ = false;  // a thread pins what TryTake needs
-  std::vector<Mapping> mappings_;
+  bool is_mapping_ = false;  // a thread is at work on the next blocks
+  bool is_pinning_ = false;  // a thread is in PinWith: what is mapped stays
+  std::vector<PinnedMemory> mappings_;
   std::set<const std::byte*> mapping_starts_;
   Pin pin_;
   const uint64_t fork_generation_;

@@ -1,7 +1,5 @@
 #include "core/buffer_pool.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <string>
@@ -57,8 +55,8 @@ BufferPool::~BufferPool() {
   auto release = [memory = memory_, size_bytes = buffer_count_ * buffer_bytes_, owner = owner_, pinned = pinned_,
                   stand_ins = stand_ins_, stand_in_bytes = buffer_bytes_]() mutable {
     pinned.reset();  // the device forgets it before it is gone
-    if (owner == nullptr) munmap(memory, size_bytes);
-    for (std::byte* buffer : stand_ins) munmap(buffer, stand_in_bytes);
+    if (owner == nullptr) UnmapBuffers(memory, size_bytes);
+    for (std::byte* buffer : stand_ins) UnmapBuffers(buffer, stand_in_bytes);
     owner.reset();
   };
   pinned_.reset();
@@ -225,7 +223,7 @@ std::vector<std::byte*> BufferPool::TakeSurplus() {
 }
 
 void BufferPool::Unmap(const std::vector<std::byte*>& buffers) const {
-  for (std::byte* buffer : buffers) munmap(buffer, buffer_bytes_);
+  for (std::byte* buffer : buffers) UnmapBuffers(buffer, buffer_bytes_);
 }
 
 Status BufferPool::NotEnough() const {
@@ -280,6 +278,14 @@ void BufferShare::Strand(std::byte* buffer, Landed landed) {
   FP_CHECK(owned_count_ > 0);
   --owned_count_;
   pool_->Strand(buffer, std::move(landed));
+}
+
+void BufferShare::Rest() {
+  FP_CHECK(idle_.size() == owned_count_);
+  for (; owned_count_ > BufferPool::kBuffersPerTransfer; --owned_count_) {
+    pool_->Return(idle_.back());
+    idle_.pop_back();
+  }
 }
 
 void BufferShare::LetOthersJoin() {

@@ -109,6 +109,8 @@ class BufferShare {
   // Instead of Put, by who gives up: a device may still copy to or from the buffer, which comes back to the pool when
   // it has landed. The share must not be used for anything but Put and Strand then.
   void Strand(std::byte* buffer, Landed landed);
+  // For who will move nothing for a while: keep no more than a transfer needs. REQUIRES: all buffers are idle.
+  void Rest();
   // For who waits for a device, now and then: let those who want to join not wait for the device, too.
   void LetOthersJoin();
 

@@ -4,12 +4,37 @@
 // descriptors that must not outlive fork are registered here and closed in the child.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 
 namespace fastpersist {
 
 // 0 in the process that loaded the module, one more in each fork below it. Async-signal-safe, thread-safe.
 uint64_t ForkGeneration();
+
+// One T for each process, made at first use and never destroyed, since at the process's end it may still be in use. A
+// forked child has one of its own: the parent's mutex may have been held. A static variable; thread-safe.
+template <typename T>
+class PerProcess {
+ public:
+  T& Get() {
+    Slot* slot = slot_.load(std::memory_order_acquire);
+    while (slot == nullptr || slot->fork_generation != ForkGeneration()) {
+      auto fresh = std::make_unique<Slot>();
+      if (slot_.compare_exchange_strong(slot, fresh.get())) slot = fresh.release();
+    }
+    return slot->value;
+  }
+
+ private:
+  struct Slot {
+    T value;
+    const uint64_t fork_generation = ForkGeneration();
+  };
+
+  std::atomic<Slot*> slot_{nullptr};
+};
 
 // A file descriptor that is closed in forked children. Thread-safe; at most 1024 at once, further ones are simply
 // inherited (they are O_CLOEXEC, so exec still drops them).

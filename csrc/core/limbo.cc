@@ -1,8 +1,5 @@
 #include "core/limbo.h"
 
-#include <atomic>
-#include <cstdint>
-#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -16,22 +13,15 @@ struct Left {
   std::function<void()> release;
 };
 
-// Leaked on purpose: at the end of the process a device may still copy. A forked child has a list of its own, since the
-// parent's mutex may have been held.
+// At the end of the process a device may still copy.
 struct Limbo {
   std::mutex mutex;
   std::vector<Left> left;
-  const uint64_t fork_generation = ForkGeneration();
 };
-std::atomic<Limbo*> g_limbo{nullptr};
 
 Limbo& OfThisProcess() {
-  Limbo* limbo = g_limbo.load(std::memory_order_acquire);
-  while (limbo == nullptr || limbo->fork_generation != ForkGeneration()) {
-    auto fresh = std::make_unique<Limbo>();
-    if (g_limbo.compare_exchange_strong(limbo, fresh.get())) return *fresh.release();
-  }
-  return *limbo;
+  static PerProcess<Limbo> limbo;
+  return limbo.Get();
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
 #include <string>
@@ -67,6 +68,29 @@ std::byte* MapBuffers(size_t size_bytes) {
   std::byte* const memory = MapOnHugePages(size_bytes);
   if (memory != nullptr) madvise(memory, size_bytes, MADV_DONTFORK);  // advice, too
   return memory;
+}
+
+namespace {
+
+struct Kept {
+  const std::byte* memory;
+  const Kept* next;
+};
+std::atomic<const Kept*> g_kept{
+    nullptr};  // only ever longer, so that it needs no lock, which a fork could leave locked
+
+}  // namespace
+
+void KeepMapped(const std::byte* memory) {
+  auto* const kept = new Kept{memory, g_kept.load()};
+  while (!g_kept.compare_exchange_weak(kept->next, kept)) continue;
+}
+
+void UnmapBuffers(std::byte* memory, size_t size_bytes) {
+  for (const Kept* kept = g_kept.load(); kept != nullptr; kept = kept->next) {
+    if (kept->memory == memory) return;
+  }
+  munmap(memory, size_bytes);
 }
 
 Result<std::unique_ptr<LockedMemory>> LockedMemory::Create(size_t size_bytes) {

@@ -27,8 +27,13 @@ constexpr size_t kHugePageBytes = size_t{2} << 20;
 // Anonymous memory for our own buffers: on a huge-page boundary, advised to use huge pages (without them a first touch
 // meets 512 faults instead of one, and the kernel pins more pages per request) and to stay out of forked children
 // (which have no use of it, and would make this process copy pages that direct I/O writes into). Null, with errno set,
-// when it cannot be had. Unmapped by munmap(memory, size_bytes). REQUIRES: size_bytes is a multiple of 4096.
+// when it cannot be had. Given back by UnmapBuffers(memory, size_bytes). REQUIRES: size_bytes is a multiple of 4096.
 std::byte* MapBuffers(size_t size_bytes);
+void UnmapBuffers(std::byte* memory, size_t size_bytes);
+
+// For a device that did not let go of memory of MapBuffers: UnmapBuffers leaves it mapped. What came to that address
+// next, the device would take for what was there before, and copy from and to that.
+void KeepMapped(const std::byte* memory);
 
 // Makes memory known to a device, so that it copies from and to it by itself; the memory is known to it as long as what
 // is returned lives. Never fails: memory that a device does not know is only slower.

@@ -23,7 +23,7 @@ constexpr CudaResult kDeviceUnavailable = 46;
 constexpr CudaResult kNoDevice = 100;
 
 // After these, the driver answers every further call of this process for that device with the same error.
-constexpr std::array<CudaResult, 18> kLost = {
+constexpr std::array<CudaResult, 19> kLost = {
     4,    // DEINITIALIZED
     100,  // NO_DEVICE
     214,  // ECC_UNCORRECTABLE
@@ -41,6 +41,7 @@ constexpr std::array<CudaResult, 18> kLost = {
     719,  // LAUNCH_FAILED
     721,  // TENSOR_MEMORY_LEAK
     810,  // MPS_CLIENT_TERMINATED
+    911,  // EXTERNAL_DEVICE
     999,  // UNKNOWN
 };
 
@@ -58,6 +59,21 @@ Status ForkedAfterUse() {
   return Unsupported(
       "this process was forked after CUDA was used, and a child cannot use its parent's CUDA: start it with the spawn "
       "or the forkserver method of multiprocessing");
+}
+
+// Of the first calls.
+Status StartError(const CudaDriver& driver, CudaResult result, const char* call) {
+  switch (result) {
+    case kNotInitialized:  // the parent used CUDA without us
+      return ForkedAfterUse();
+    case kStubLibrary:
+      return Unsupported("libcuda.so.1 is the stub of the CUDA toolkit: take its directory out of LD_LIBRARY_PATH");
+    case kNoDevice:
+      return Unsupported("the NVIDIA driver shows this process no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES");
+    default:
+      return Unsupported("the NVIDIA driver does not start, which nvidia-smi or dmesg may explain: " +
+                         driver.Check(result, call).message());
+  }
 }
 
 Status Load(CudaDriver& driver) {
@@ -106,26 +122,12 @@ Status Load(CudaDriver& driver) {
   }
   int version = 0;
   const CudaResult result = driver.DriverGetVersion(&version);
-  if (result != kCudaSuccess) return Unsupported(driver.Check(result, "the version of the NVIDIA driver").message());
+  if (result != kCudaSuccess) return StartError(driver, result, "cuDriverGetVersion");
   if (version < kOldestVersion) {
     return Unsupported("the NVIDIA driver is for CUDA " + std::to_string(version / 1000) + "." +
                        std::to_string(version % 1000 / 10) + ": install one for CUDA 11.0 or later");
   }
   return Status::Ok();
-}
-
-Status InitError(const CudaDriver& driver, CudaResult result) {
-  switch (result) {
-    case kNotInitialized:  // the parent used CUDA without us
-      return ForkedAfterUse();
-    case kStubLibrary:
-      return Unsupported("libcuda.so.1 is the stub of the CUDA toolkit: take its directory out of LD_LIBRARY_PATH");
-    case kNoDevice:
-      return Unsupported("the NVIDIA driver shows this process no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES");
-    default:
-      return Unsupported("the NVIDIA driver does not start, which nvidia-smi or dmesg may explain: " +
-                         driver.Check(result, "cuInit").message());
-  }
 }
 
 // Ok where this process may call the driver, if it has one.
@@ -149,7 +151,7 @@ Result<const CudaDriver*> CudaDriver::Get() {
   const CudaResult result = fresh->Init(0);
   if (result != kCudaSuccess) {
     if (g_driver.load(std::memory_order_acquire) == nullptr) g_used_by.store(0, std::memory_order_release);
-    return InitError(*fresh, result);
+    return StartError(*fresh, result, "cuInit");
   }
   const CudaDriver* first = nullptr;
   if (!g_driver.compare_exchange_strong(first, fresh.get())) return first;

@@ -17,95 +17,14 @@
 #include "core/alignment.h"
 #include "core/check.h"
 #include "device/cuda_driver.h"
+#include "device/cufile_abi.h"
 
 namespace fastpersist {
 namespace {
 
 constexpr const char* kSoname = "libcufile.so.0";
 
-constexpr int kSuccess = 0;
-constexpr int kErrorBase = 5000;
-constexpr int kCudaDriverError = 5011;
-constexpr int kDriverAlreadyOpen = 5026;
-constexpr int kInternalError = 5030;
-
-struct ErrorName {
-  int code;
-  const char* name;
-  int sys_errno;  // for a transfer that fails so: what says "not with this file" lets another engine take over
-};
-constexpr std::array kErrorNames = {
-    ErrorName{5001, "CU_FILE_DRIVER_NOT_INITIALIZED", EOPNOTSUPP},
-    ErrorName{5002, "CU_FILE_DRIVER_INVALID_PROPS", EIO},
-    ErrorName{5003, "CU_FILE_DRIVER_UNSUPPORTED_LIMIT", EIO},
-    ErrorName{5004, "CU_FILE_DRIVER_VERSION_MISMATCH", EOPNOTSUPP},
-    ErrorName{5005, "CU_FILE_DRIVER_VERSION_READ_ERROR", EOPNOTSUPP},
-    ErrorName{5006, "CU_FILE_DRIVER_CLOSING", EIO},
-    ErrorName{5007, "CU_FILE_PLATFORM_NOT_SUPPORTED", EOPNOTSUPP},
-    ErrorName{5008, "CU_FILE_IO_NOT_SUPPORTED", EOPNOTSUPP},
-    ErrorName{5009, "CU_FILE_DEVICE_NOT_SUPPORTED", EOPNOTSUPP},
-    ErrorName{5010, "CU_FILE_NVFS_DRIVER_ERROR", EIO},
-    ErrorName{kCudaDriverError, "CU_FILE_CUDA_DRIVER_ERROR", EIO},
-    ErrorName{5012, "CU_FILE_CUDA_POINTER_INVALID", EIO},
-    ErrorName{5013, "CU_FILE_CUDA_MEMORY_TYPE_INVALID", EIO},
-    ErrorName{5014, "CU_FILE_CUDA_POINTER_RANGE_ERROR", EIO},
-    ErrorName{5015, "CU_FILE_CUDA_CONTEXT_MISMATCH", EIO},
-    ErrorName{5016, "CU_FILE_INVALID_MAPPING_SIZE", EIO},
-    ErrorName{5017, "CU_FILE_INVALID_MAPPING_RANGE", EIO},
-    ErrorName{5018, "CU_FILE_INVALID_FILE_TYPE", EOPNOTSUPP},
-    ErrorName{5019, "CU_FILE_INVALID_FILE_OPEN_FLAG", EOPNOTSUPP},
-    ErrorName{5020, "CU_FILE_DIO_NOT_SET", EOPNOTSUPP},
-    ErrorName{5022, "CU_FILE_INVALID_VALUE", EIO},
-    ErrorName{5023, "CU_FILE_MEMORY_ALREADY_REGISTERED", EIO},
-    ErrorName{5024, "CU_FILE_MEMORY_NOT_REGISTERED", EIO},
-    ErrorName{5025, "CU_FILE_PERMISSION_DENIED", EIO},
-    ErrorName{kDriverAlreadyOpen, "CU_FILE_DRIVER_ALREADY_OPEN", EIO},
-    ErrorName{5027, "CU_FILE_HANDLE_NOT_REGISTERED", EIO},
-    ErrorName{5028, "CU_FILE_HANDLE_ALREADY_REGISTERED", EIO},
-    ErrorName{5029, "CU_FILE_DEVICE_NOT_FOUND", EIO},
-    ErrorName{kInternalError, "CU_FILE_INTERNAL_ERROR", EIO},
-    ErrorName{5031, "CU_FILE_GETNEWFD_FAILED", EOPNOTSUPP},  // the file has no name
-    ErrorName{5033, "CU_FILE_NVFS_SETUP_ERROR", EIO},
-    ErrorName{5034, "CU_FILE_IO_DISABLED", EOPNOTSUPP},
-    ErrorName{5036, "CU_FILE_GPU_MEMORY_PINNING_FAILED", EIO},
-    ErrorName{5043, "CU_FILE_NOMEM_ERROR", ENOMEM},
-    ErrorName{5044, "CU_FILE_IO_ERROR", EIO},
-    ErrorName{5045, "CU_FILE_INTERNAL_BUF_REGISTER_ERROR", EIO},
-    ErrorName{5046, "CU_FILE_HASH_OPR_ERROR", EIO},
-    ErrorName{5047, "CU_FILE_INVALID_CONTEXT_ERROR", EIO},
-    ErrorName{5048, "CU_FILE_NVFS_INTERNAL_DRIVER_ERROR", EIO},
-};
-
-ErrorName NameOf(int code) {
-  const auto* const found =
-      std::find_if(kErrorNames.begin(), kErrorNames.end(), [&](const ErrorName& known) { return known.code == code; });
-  return found != kErrorNames.end() ? *found : ErrorName{code, "cuFile error", EIO};
-}
-
-// CUfileError_t.
-struct CuFileError {
-  int code;
-  CudaResult cuda;
-};
-
-std::string Describe(CuFileError error) {
-  std::string text = std::string(NameOf(error.code).name) + " (" + std::to_string(error.code) + ")";
-  if (error.code != kCudaDriverError) return text;
-  Result<const CudaDriver*> driver = CudaDriver::Get();
-  return driver.ok() && error.cuda != kCudaSuccess ? driver.value()->Check(error.cuda, text).message() : text;
-}
-
 Status Unsupported(std::string message) { return Status::Error(StatusCode::kUnsupported, std::move(message)); }
-
-// CUfileDescr_t, for a descriptor of Linux.
-struct FileDescription {
-  int type = 1;  // CU_FILE_HANDLE_TYPE_OPAQUE_FD
-  union {
-    int fd;
-    void* other;
-  } handle = {};
-  const void* operations = nullptr;
-};
 
 // --- statistics ---
 
@@ -122,6 +41,12 @@ constexpr size_t kDevicesMax = 16;
 constexpr std::array<size_t, 2> kP2pWords = {7, 20};  // reads and writes, in a device's words
 constexpr std::array<size_t, 2> kNvfsWords = {8, 21};
 constexpr std::array<size_t, 2> kPosixWords = {9, 22};
+// Of the process: the requests of all batches, and those of them that went directly. libcufile 1.15 to 1.20 was seen to
+// count each request of a batch here, and none twice; whether a device's own words have them, too, is not documented,
+// and makes no difference to who asks whether all went directly.
+constexpr size_t kBatchP2pWord = 42;
+constexpr size_t kBatchNvfsWord = 40;
+constexpr size_t kBatchTotalWord = 50;
 // Room for a structure that has grown, and what fills it, to see whether it has.
 constexpr size_t kRoomWords = 8192;
 constexpr uint64_t kUntouched = 0xA5C3'5A3C'C3A5'3C5A;
@@ -136,22 +61,6 @@ std::atomic<int> g_host_device{0};
 }  // namespace
 
 // --- the library ---
-
-struct CuFile::Calls {
-  CuFileError (*driver_open)();
-  CuFileError (*handle_register)(void** file, FileDescription* description);
-  void (*handle_deregister)(void* file);
-  CuFileError (*buf_register)(const void* base, size_t size_bytes, int flags);
-  CuFileError (*buf_deregister)(const void* base);
-  ssize_t (*read)(void* file, void* base, size_t size_bytes, off_t offset_bytes, off_t base_offset_bytes);
-  ssize_t (*write)(void* file, const void* base, size_t size_bytes, off_t offset_bytes, off_t base_offset_bytes);
-  // Null in a library that is too old for them.
-  CuFileError (*get_version)(int* version);
-  CuFileError (*get_stats_level)(int* level);
-  CuFileError (*set_stats_level)(int level);
-  CuFileError (*stats_start)();
-  CuFileError (*get_stats_l3)(void* statistics);
-};
 
 void CuFile::Configure(std::string library_path, int host_device) {
   const std::string* const known = g_library_path.load();
@@ -206,10 +115,16 @@ Result<CuFile*> CuFile::LoadAndOpen() {
   find(calls->set_stats_level, "cuFileSetStatsLevel", false);
   find(calls->stats_start, "cuFileStatsStart", false);
   find(calls->get_stats_l3, "cuFileGetStatsL3", false);
+  find(calls->get_properties, "cuFileDriverGetProperties", false);
+  find(calls->batch_set_up, "cuFileBatchIOSetUp", false);
+  find(calls->batch_submit, "cuFileBatchIOSubmit", false);
+  find(calls->batch_get_status, "cuFileBatchIOGetStatus", false);
+  find(calls->batch_cancel, "cuFileBatchIOCancel", false);
+  find(calls->batch_destroy, "cuFileBatchIODestroy", false);
   if (missing != nullptr) return Unsupported("libcufile has no " + std::string(missing) + ": install a newer one");
 
   const CuFileError error = calls->driver_open();
-  if (error.code != kSuccess && error.code != kDriverAlreadyOpen) {
+  if (error.code != kCuFileSuccess && error.code != kCuFileDriverAlreadyOpen) {
     return Unsupported("GPUDirect Storage does not start: cuFileDriverOpen: " + Describe(error) +
                        "; libcufile says more in its cufile.log, mostly in the working directory");
   }
@@ -219,7 +134,11 @@ Result<CuFile*> CuFile::LoadAndOpen() {
 }
 
 CuFile::CuFile(std::unique_ptr<const Calls> calls) : calls_(std::move(calls)) {
-  if (calls_->get_version == nullptr || calls_->get_version(&version_).code != kSuccess) version_ = 0;
+  if (calls_->get_version == nullptr || calls_->get_version(&version_).code != kCuFileSuccess) version_ = 0;
+}
+
+std::string CuFile::version_text() const {
+  return version_ == 0 ? "before 1.8" : std::to_string(version_ / 1000) + "." + std::to_string(version_ % 1000 / 10);
 }
 
 // Counted from the start, so that what a transfer did can be told afterwards.
@@ -227,29 +146,29 @@ void CuFile::StartStatistics() {
   for (const Layout& layout : kLayouts) {
     if (version_ >= layout.first_version) device_count_word_ = layout.device_count_word;
   }
-  const std::string version = std::to_string(version_ / 1000) + "." + std::to_string(version_ % 1000 / 10);
   if (version_ < kLayouts.front().first_version || calls_->get_stats_l3 == nullptr ||
       calls_->set_stats_level == nullptr || calls_->get_stats_level == nullptr || calls_->stats_start == nullptr) {
-    why_no_statistics_ = "cuFile " + (version_ == 0 ? "before 1.8" : version) +
-                         " does not tell which way bytes take: that comes with cuFile 1.15 (CUDA 13.0)";
+    why_no_statistics_ =
+        "cuFile " + version_text() + " does not tell which way bytes take: that comes with cuFile 1.15 (CUDA 13.0)";
     return;
   }
   if (device_count_word_ == 0) {
-    why_no_statistics_ = "which way bytes take is not known: cuFile " + version + " is newer than what is understood";
+    why_no_statistics_ =
+        "which way bytes take is not known: cuFile " + version_text() + " is newer than what is understood";
     return;
   }
   int level = 0;
   CuFileError error = calls_->get_stats_level(&level);
-  if (error.code == kSuccess && level < kPerDevice) error = calls_->set_stats_level(kPerDevice);
-  if (error.code == kSuccess) error = calls_->stats_start();
-  if (error.code != kSuccess) why_no_statistics_ = "cuFile refuses to keep statistics: " + Describe(error);
+  if (error.code == kCuFileSuccess && level < kPerDevice) error = calls_->set_stats_level(kPerDevice);
+  if (error.code == kCuFileSuccess) error = calls_->stats_start();
+  if (error.code != kCuFileSuccess) why_no_statistics_ = "cuFile refuses to keep statistics: " + Describe(error);
 }
 
 Result<CuFileTraffic> CuFile::Traffic() const {
   if (!why_no_statistics_.empty()) return Unsupported(why_no_statistics_);
   std::vector<uint64_t> words(kRoomWords, kUntouched);
   const CuFileError error = calls_->get_stats_l3(words.data());
-  if (error.code != kSuccess) return Unsupported("cuFileGetStatsL3: " + Describe(error));
+  if (error.code != kCuFileSuccess) return Unsupported("cuFileGetStatsL3: " + Describe(error));
   uint32_t device_count = 0;
   std::memcpy(&device_count, &words[device_count_word_], sizeof(device_count));
   const size_t first_device_word = device_count_word_ + 1;
@@ -257,7 +176,11 @@ Result<CuFileTraffic> CuFile::Traffic() const {
   const bool known = device_count <= kDevicesMax &&
                      std::all_of(behind.begin(), behind.end(), [](uint64_t word) { return word == kUntouched; });
   if (!known) return Unsupported("cuFileGetStatsL3 answers in a layout that is not known");
-  CuFileTraffic traffic;
+  CuFileTraffic traffic = {
+      .p2p_count = words[kBatchP2pWord],
+      .nvfs_count = words[kBatchNvfsWord],
+      .posix_count = words[kBatchTotalWord] - words[kBatchP2pWord] - words[kBatchNvfsWord],
+  };
   for (size_t device = 0; device < device_count; ++device) {
     const std::span<const uint64_t> counts =
         std::span(words).subspan(first_device_word + device * kDeviceWords, kDeviceWords);
@@ -344,18 +267,24 @@ Result<CuFileDescriptor> CuFileDescriptor::Open(CuFile& cufile, int fd) {
   FileDescription description;
   description.handle.fd = fd;
   const CuFileError error = cufile.calls_->handle_register(&fresh->file, &description);
-  if (error.code != kSuccess) {
+  if (error.code != kCuFileSuccess) {
     std::string what = "cuFileHandleRegister of " + which + ": " + Describe(error);
-    if (error.code == kInternalError && access("/run/udev", F_OK) != 0) {
+    // It asks udev about the disk. Without an answer it says the first since cuFile 1.16, the second until then.
+    const bool has_no_udev =
+        (error.code == kCuFileNotRegistered || error.code == kCuFileInternalError) && access("/run/udev", F_OK) != 0;
+    if (has_no_udev) {
       what.append("; it asks udev about the disk, and /run/udev is not here: mount it into the container");
     }
-    return NameOf(error.code).sys_errno == EOPNOTSUPP ? Unsupported(what) : Status::Error(StatusCode::kIoError, what);
+    return has_no_udev || NameOf(error.code).sys_errno == EOPNOTSUPP ? Unsupported(what)
+                                                                     : Status::Error(StatusCode::kIoError, what);
   }
   fresh->cufile = &cufile;
   fresh->user_count = 1;
   table.all.push_back(std::move(fresh));
   return CuFileDescriptor(cufile, fd, table.all.back().get());
 }
+
+void* CuFileDescriptor::file() const { return registered_->file; }
 
 CuFileDescriptor::CuFileDescriptor(CuFile& cufile, int fd, Registered* registered)
     : cufile_(&cufile), fd_(fd), registered_(registered) {}
@@ -374,34 +303,40 @@ CuFileDescriptor::~CuFileDescriptor() {
 bool CuFileDescriptor::IsStillOpen() const { return registered_->IsStillOpen(); }
 
 CuFileOutcome CuFileDescriptor::Read(std::byte* buffer, size_t size_bytes, uint64_t offset_bytes) const {
-  if (registered_->access == O_WRONLY) return {.sys_errno = EBADF, .error = {}};
   return Move(false, buffer, size_bytes, offset_bytes);
 }
 
 CuFileOutcome CuFileDescriptor::Write(const std::byte* buffer, size_t size_bytes, uint64_t offset_bytes) const {
-  if (registered_->access == O_RDONLY) return {.sys_errno = EBADF, .error = {}};
   return Move(true, const_cast<std::byte*>(buffer), size_bytes, offset_bytes);  // NOLINT: a write only reads it
 }
 
-CuFileOutcome CuFileDescriptor::Move(bool write, std::byte* buffer, size_t size_bytes, uint64_t offset_bytes) const {
+CuFileOutcome CuFileDescriptor::Locate(bool write, std::byte* buffer, size_t size_bytes, Memory& memory) const {
+  if (registered_->access == (write ? O_RDONLY : O_WRONLY)) return {.sys_errno = EBADF, .error = {}};
   const std::optional<DeviceStaging::Place> place = DeviceStaging::Find(buffer);
-  if (place.has_value() && size_bytes > place->left_bytes) {
+  if (place.has_value()) {
+    memory = {.device = place->device, .base = place->base, .base_offset_bytes = place->offset_bytes};
+    if (size_bytes <= place->left_bytes) return {};
     return {.sys_errno = EFAULT, .error = "the request reaches beyond the device's staging area"};
   }
-  if (!place.has_value() && !cufile_->moves_host_memory()) {
+  if (!cufile_->moves_host_memory()) {
     return {.sys_errno = EOPNOTSUPP, .error = "before cuFile 1.8 only memory of a device can be moved"};
   }
-  Device* device = place.has_value() ? place->device : nullptr;
-  if (device == nullptr) {
-    Result<Device*> found = Device::Get(g_host_device.load());
-    if (!found.ok()) return {.sys_errno = EIO, .error = found.status().message()};
-    device = found.value();
-  }
-  const ContextScope context(*device);
+  Result<Device*> device = Device::Get(g_host_device.load());
+  if (!device.ok()) return {.sys_errno = EIO, .error = device.status().message()};
+  memory = {.device = device.value(), .base = buffer, .base_offset_bytes = 0};
+  return {};
+}
+
+CuFileOutcome CuFileDescriptor::Move(bool write, std::byte* buffer, size_t size_bytes, uint64_t offset_bytes) const {
+  Memory memory;
+  CuFileOutcome refused = Locate(write, buffer, size_bytes, memory);
+  if (refused.sys_errno != 0) return refused;
+  FP_CHECK(memory.device != nullptr);
+  const ContextScope context(*memory.device);
   if (!context.status().ok()) return {.sys_errno = EIO, .error = context.status().message()};
 
-  std::byte* const base = place.has_value() ? place->base : buffer;
-  const auto base_offset = static_cast<off_t>(place.has_value() ? place->offset_bytes : 0);
+  std::byte* const base = memory.base;
+  const auto base_offset = static_cast<off_t>(memory.base_offset_bytes);
   const auto offset = static_cast<off_t>(offset_bytes);
   ssize_t done = 0;
   do {
@@ -409,14 +344,7 @@ CuFileOutcome CuFileDescriptor::Move(bool write, std::byte* buffer, size_t size_
     done = write ? cufile_->calls_->write(registered_->file, base, size_bytes, offset, base_offset)
                  : cufile_->calls_->read(registered_->file, base, size_bytes, offset, base_offset);
   } while (done == -1 && errno == EINTR);
-  if (done >= 0) {
-    if (static_cast<size_t>(done) <= size_bytes) return {.done_bytes = static_cast<size_t>(done), .error = {}};
-    return {.sys_errno = EIO, .error = "cuFile says that it moved " + std::to_string(done) + " bytes"};
-  }
-  if (done == -1) return {.sys_errno = errno == 0 ? EIO : errno, .error = {}};
-  if (-done < kErrorBase) return {.sys_errno = static_cast<int>(-done), .error = {}};
-  const CuFileError error = {.code = static_cast<int>(-done), .cuda = kCudaSuccess};
-  return {.sys_errno = NameOf(error.code).sys_errno, .error = Describe(error)};
+  return OutcomeOf(done, size_bytes, errno);
 }
 
 // --- memory of the device ---
@@ -466,7 +394,7 @@ Result<std::unique_ptr<DeviceStaging>> DeviceStaging::Create(Device& device, siz
     return Unsupported(what + " do not begin on a page");
   }
   const CuFileError error = cufile.value()->calls_->buf_register(base, size_bytes, 0);
-  if (error.code != kSuccess) {
+  if (error.code != kCuFileSuccess) {
     driver.value()->MemFree(address);
     return Unsupported("GPUDirect Storage refuses " + what + ": cuFileBufRegister: " + Describe(error));
   }
@@ -494,7 +422,7 @@ DeviceStaging::~DeviceStaging() {
   }
   const ContextScope context(device_);
   // Never free what is still registered: rather lose it. An error here: the device is lost.
-  if (context.status().ok() && cufile.value()->calls_->buf_deregister(base_).code == kSuccess) {
+  if (context.status().ok() && cufile.value()->calls_->buf_deregister(base_).code == kCuFileSuccess) {
     driver.value()->MemFree(AsAddress(base_));
   }
 }

@@ -1,7 +1,8 @@
 // GPUDirect Storage by the C interface of libcufile, which is loaded at run time: building needs neither its header nor
 // the library. Here is what moves bytes between a file and the memory of a device (or of the host), device memory that
-// is registered for that, and the library's own word on which way the bytes took. Threads, order and completions are
-// engine/cufile_engine.cc's; where a Python package has put the library is fastpersist/cufile.py's to know.
+// is registered for that, and the library's own word on which way the bytes took. Many requests at once are
+// cufile_batch.h's; threads, order and completions are engine/cufile_engine.cc's; where a Python package has put the
+// library is fastpersist/cufile.py's to know.
 //
 // Source: GPUDirect Storage, cuFile API Reference Guide (calls, error numbers); the headers of cuFile 1.11 to 1.20
 // (what is laid out how).
@@ -22,6 +23,7 @@ namespace fastpersist {
 
 // Transfers between device memory and files of this process so far, by the way they took. Only the first two are
 // GPUDirect; libcufile does the third (compatibility mode: through host memory) without a word where those fail.
+// Batches' requests of host memory are among the third, too: libcufile does not tell them apart.
 struct CuFileTraffic {
   uint64_t p2p_count = 0;   // the disk's DMA into the device, by the kernel's own means (PCI P2PDMA)
   uint64_t nvfs_count = 0;  // the same by the nvidia-fs module
@@ -54,15 +56,18 @@ class CuFile {
   int version() const { return version_; }
   // Since 1.7; by what it says of itself, since 1.8.
   bool moves_host_memory() const { return version_ >= 1070; }
+  // Such as "1.16".
+  std::string version_text() const;
 
   // kUnsupported, with the reason, where the library keeps no statistics that we know how to read.
   Result<CuFileTraffic> Traffic() const;
 
  private:
+  friend class CuFileBatch;
   friend class CuFileDescriptor;
   friend class DeviceStaging;
 
-  struct Calls;
+  struct Calls;  // cufile_abi.h
   explicit CuFile(std::unique_ptr<const Calls> calls);
   static Result<CuFile*> LoadAndOpen();
   void StartStatistics();
@@ -101,6 +106,18 @@ class CuFileDescriptor {
   CuFileOutcome Write(const std::byte* buffer, size_t size_bytes, uint64_t offset_bytes) const;
 
  private:
+  friend class CuFileBatch;
+
+  // Memory in cuFile's terms, and the device in whose context it is moved.
+  struct Memory {
+    Device* device = nullptr;
+    std::byte* base = nullptr;
+    size_t base_offset_bytes = 0;
+  };
+  // Where a request's buffer lies; with an error where the request is one that cannot be made.
+  CuFileOutcome Locate(bool write, std::byte* buffer, size_t size_bytes, Memory& memory) const;
+  void* file() const;  // CUfileHandle_t
+
   struct Registered;
   struct Table;
   static Table& TheTable();

@@ -272,6 +272,10 @@ void Grace::Set(std::chrono::milliseconds duration) { g_grace = duration; }
 
 Grace::Grace() : deadline_(std::chrono::steady_clock::now() + g_grace.load()) {}
 
+bool Grace::IsOver() const { return std::chrono::steady_clock::now() >= deadline_; }
+
+bool Grace::IsOver(const CopyEnd& end) const { return IsOver() || end.stream_->GivenUpSince().has_value(); }
+
 bool Grace::WaitFor(std::span<const CopyEnd> ends, const std::function<void()>& meanwhile) const {
   auto next_call = std::chrono::steady_clock::now() + kPollInterval;
   auto sleep = kSleepMin;
@@ -280,10 +284,10 @@ bool Grace::WaitFor(std::span<const CopyEnd> ends, const std::function<void()>& 
       ++first;
       continue;
     }
-    const auto now = std::chrono::steady_clock::now();
-    if (now >= deadline_ || ends[first].stream_->GivenUpSince().has_value()) return false;
+    if (IsOver(ends[first])) return false;
     std::this_thread::sleep_for(sleep);
     sleep = std::min(2 * sleep, kSleepMax);
+    const auto now = std::chrono::steady_clock::now();
     if (!meanwhile || now < next_call) continue;
     meanwhile();
     next_call = now + kPollInterval;
@@ -353,7 +357,8 @@ Status CopyStream::Zero(CudaAddress target, size_t size_bytes) {
   return Started(device_.driver_.MemsetD8Async(target, 0, size_bytes, stream_), "clearing memory of");
 }
 
-// Marks what was started, now and then: see AwaitRoom.
+// Marks what was started, now and then: see AwaitRoom. Where no mark can be had there is one less to wait for: an error
+// from here says that nothing was started, so that nobody gives memory away into which a copy goes.
 Status CopyStream::Started(CudaResult result, const char* what) {
   FP_RETURN_IF_ERROR(device_.Check(result, what));
   {
@@ -361,7 +366,7 @@ Status CopyStream::Started(CudaResult result, const char* what) {
     if (++started_count_ % kWindowCopies != 0) return Status::Ok();
   }
   Result<CopyMark> mark = Mark();
-  if (!mark.ok()) return mark.status();
+  if (!mark.ok()) return Status::Ok();
   const std::lock_guard lock(windows_mutex_);
   windows_.push_back(std::make_shared<const CopyMark>(std::move(mark).value()));
   if (windows_.size() > 2 * kWindowCount) windows_.pop_front();  // nobody waits: the driver does
@@ -385,6 +390,25 @@ Status CopyStream::AwaitRoom(bool is_pinned, const std::function<Status()>& poll
     const std::lock_guard lock(windows_mutex_);
     if (!windows_.empty() && windows_.front() == first) windows_.pop_front();
   }
+}
+
+Result<bool> CopyStream::HasRoom(bool is_pinned) {
+  FP_RETURN_IF_ERROR(RefuseGivenUp());
+  if (!is_pinned) {
+    const ContextScope scope(device_);
+    FP_RETURN_IF_ERROR(scope.status());
+    const CudaResult result = device_.driver_.StreamQuery(stream_);
+    if (result == kCudaNotReady) return false;
+    FP_RETURN_IF_ERROR(device_.Check(result, "looking for room in a stream of"));
+    return true;
+  }
+  const std::lock_guard lock(windows_mutex_);
+  while (windows_.size() >= kWindowCount) {
+    Result<bool> reached = windows_.front()->Reached();
+    if (!reached.ok() || !reached.value()) return reached;
+    windows_.pop_front();
+  }
+  return true;
 }
 
 // Whether no copy is on its way. A device that is lost copies no more; any other error says nothing. Never waits, as a
@@ -465,10 +489,16 @@ Pinned& Pinned::operator=(Pinned&& other) noexcept {
   return *this;
 }
 
-Pinned::~Pinned() {
-  if (memory_ == nullptr) return;
+Pinned::~Pinned() { (void)Release(); }
+
+bool Pinned::Release() {
+  std::byte* const memory = std::exchange(memory_, nullptr);
+  if (memory == nullptr) return true;
   const ContextScope scope(*device_);
-  if (scope.status().ok()) device_->driver_.MemHostUnregister(memory_);  // an error: the device is lost
+  if (scope.status().code() == StatusCode::kUnsupported) return true;
+  if (scope.status().ok() && device_->driver_.MemHostUnregister(memory) == kCudaSuccess) return true;
+  KeepMapped(memory);  // the device is lost, and the driver still knows the memory
+  return false;
 }
 
 }  // namespace fastpersist

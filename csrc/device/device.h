@@ -90,6 +90,9 @@ class Grace {
   // It begins now.
   Grace();
 
+  // Whether nothing is waited for any more: the time has passed, or the stream of these copies was given up before.
+  bool IsOver() const;
+  bool IsOver(const CopyEnd& end) const;
   // Whether the ends were reached in time. Streams that were given up before are not waited for again. `meanwhile` is
   // called about every 50 ms; it may be empty.
   bool WaitFor(std::span<const CopyEnd> ends, const std::function<void()>& meanwhile = {}) const;
@@ -98,7 +101,7 @@ class Grace {
   static Landed GiveUp(std::vector<CopyEnd> ends);
 
  private:
-  const std::chrono::steady_clock::time_point deadline_;
+  std::chrono::steady_clock::time_point deadline_;
 };
 
 // One direction of a device: its copies are done in the order in which they were started. Thread-safe. What starts or
@@ -120,8 +123,11 @@ class CopyStream {
   // queue meanwhile may make it wait all the same.
   Status AwaitRoom(bool is_pinned, const std::function<Status()>& poll);
 
+  // Whether that is so now, for who does other things meanwhile. For any thread, as long as the memory is pinned.
+  Result<bool> HasRoom(bool is_pinned);
+
   // Start one copy. The memory of both sides stays allocated, and the source unchanged, until a mark that was made
-  // afterwards is reached. Host memory that is not pinned is legal: the call then waits for the copy.
+  // afterwards is reached. Host memory that is not pinned is legal: the call then waits for the copy, or may do so.
   Status ToHost(std::byte* target, CudaAddress source, size_t size_bytes);
   Status ToDevice(CudaAddress target, const std::byte* source, size_t size_bytes);
   // The same between two places of the device, and for zeros.
@@ -236,16 +242,21 @@ class Pinned {
  public:
   Pinned() = default;
   // Binds pages that are not touched yet to the device's NUMA node (advice), then registers them for all devices.
-  // REQUIRES: on page boundaries; the memory outlives this.
+  // REQUIRES: memory of MapBuffers, from its start, or that is never unmapped; it outlives this.
   static Pinned Register(Device& device, std::span<std::byte> memory);
   Pinned(Pinned&& other) noexcept;
   Pinned& operator=(Pinned&& other) noexcept;
-  ~Pinned();  // in a forked child, and once the process ends (the driver is gone by then), it does nothing
+  ~Pinned();
   Pinned(const Pinned&) = delete;
   Pinned& operator=(const Pinned&) = delete;
 
   bool ok() const { return memory_ != nullptr; }
   const std::string& why_not() const { return why_not_; }
+
+  // Early, what the destructor does. False: the driver, whose device is lost, does not let go of the memory, which then
+  // stays mapped (KeepMapped). In a forked child, and once the process ends (the driver is gone by then), nothing is
+  // done.
+  bool Release();
 
  private:
   std::byte* memory_ = nullptr;

@@ -6,6 +6,8 @@
 #include <span>
 #include <utility>
 
+#include "core/spare_memory.h"
+
 namespace fastpersist {
 namespace {
 
@@ -19,12 +21,14 @@ class CountedPin {
   CountedPin(Pinned pinned, uint64_t size_bytes) : pinned_(std::move(pinned)), size_bytes_(size_bytes) {
     g_pinned_bytes += size_bytes_;
   }
-  ~CountedPin() { g_pinned_bytes -= size_bytes_; }
+  ~CountedPin() {
+    if (pinned_.Release()) g_pinned_bytes -= size_bytes_;
+  }
   CountedPin(const CountedPin&) = delete;
   CountedPin& operator=(const CountedPin&) = delete;
 
  private:
-  const Pinned pinned_;
+  Pinned pinned_;
   const uint64_t size_bytes_;
 };
 
@@ -33,6 +37,7 @@ class CountedPin {
 Pin PinFor(Device& device) {
   return [&device](std::span<std::byte> memory) -> std::shared_ptr<void> {
     Pinned pinned = Pinned::Register(device, memory);
+    if (!pinned.ok() && ReleaseSpares() > 0) pinned = Pinned::Register(device, memory);  // there may be a limit
     if (!pinned.ok()) {
       const std::lock_guard lock(g_mutex);
       g_why_not = pinned.why_not();

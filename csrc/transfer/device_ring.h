@@ -42,6 +42,7 @@ class DeviceRing {
   Status Wait();
 
  private:
+  Status AwaitRoom(CopyStream& stream, bool with_host);
   Status WaitFor(CopyStream& stream);
 
   Device& device_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/alignment.h"
 #include "core/crc32.h"
@@ -94,6 +95,9 @@ Status FileWriter::Abort(Status status) {
     }
   }
   landing_.clear();
+  // All are idle now. Not only at the end of the writer: where Ctrl-C comes before anybody closes it, a traceback keeps
+  // it alive, and the transfers behind it would wait for ever.
+  const BufferShare given_back(std::move(share_));
   return failed_;
 }
 
@@ -434,6 +438,7 @@ Status FileWriter::Finish() {
   while (status.ok() && pump_->in_flight() > 0) status = Collect(/*wait=*/true);
   if (!status.ok()) return Abort(std::move(status));
   if (chunk_.buffer != nullptr) share_.Put(std::exchange(chunk_.buffer, nullptr));
+  share_.Rest();  // what comes next may be long in coming
   return Status::Ok();
 }
 

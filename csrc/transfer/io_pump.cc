@@ -48,8 +48,10 @@ Result<std::unique_ptr<IoPump>> IoPump::Open(int fd, std::string path, PumpOptio
 Status IoPump::UseEngine(size_t index, Status why_left) {
   for (; index < options_.engines.size(); ++index) {
     const std::string& name = options_.engines[index];
-    Result<std::unique_ptr<IoEngine>> created =
-        CreateEngine({.name = name, .queue_depth = options_.queue_depth, .thread_count = options_.thread_count});
+    Result<std::unique_ptr<IoEngine>> created = CreateEngine({.name = name,
+                                                              .queue_depth = options_.queue_depth,
+                                                              .thread_count = options_.thread_count,
+                                                              .cufile_api = options_.cufile_api});
     Status status = created.status();
     if (created.ok()) {
       const bool direct = created.value()->limits().direct;

@@ -7,9 +7,15 @@
 
 #include "core/alignment.h"
 #include "core/fork.h"
+#include "core/limbo.h"
 #include "transfer/request_worker.h"
 
 namespace fastpersist {
+namespace {
+
+constexpr uint64_t kEdgeCount = 64;  // of devices, staged at once
+
+}  // namespace
 
 // ---------------------------------------------------------------------------------------------------- FileRequest
 
@@ -21,6 +27,22 @@ bool FileRequest::done() const {
 bool FileRequest::WaitFor(std::chrono::milliseconds time) const {
   std::unique_lock lock(mutex_);
   return changed_.wait_for(lock, time, [this] { return open_job_count_ == 0; });
+}
+
+void FileRequest::Keep(std::shared_ptr<const void> memory) {
+  const std::lock_guard lock(mutex_);
+  memory_ = std::move(memory);
+}
+
+void FileRequest::Drop() {
+  std::shared_ptr<const void> last;  // destroyed when the mutex is free
+  const std::lock_guard lock(mutex_);
+  last.swap(memory_);
+}
+
+std::shared_ptr<const void> FileRequest::memory() const {
+  const std::lock_guard lock(mutex_);
+  return memory_;
 }
 
 void FileRequest::AddJob() {
@@ -68,6 +90,7 @@ Result<std::unique_ptr<RandomAccess>> RandomAccess::Open(RandomAccessOptions opt
                            [](const std::string& name) { return !name.ends_with("-buffered"); })) {
     return Status::Error(StatusCode::kInvalidArgument, "a direct engine cannot follow one through the page cache");
   }
+  ReleaseFromLimbo();
   std::unique_ptr<RandomAccess> file(new RandomAccess(std::move(options)));
   const RandomAccessOptions& own = file->options_;
   // A device may have blocks that are larger than the chunks that were asked for.
@@ -112,9 +135,9 @@ Result<RequestWorker*> RandomAccess::EdgeWorker() {
     Result<std::unique_ptr<IoPump>> pump = IoPump::Open(options_.buffered_fd, options_.path, std::move(pump_options));
     if (!pump.ok()) return pump.status();
     FP_CHECK(!pump.value()->direct());
-    edge_worker_ =
-        std::make_unique<RequestWorker>(std::move(pump).value(), limits_, options_.chunk_bytes, 0, options_.buffered_fd,
-                                        EdgeLock(options_.edge_lock_fd, options_.path), RequestWorker::Side::kAlone);
+    edge_worker_ = std::make_unique<RequestWorker>(
+        std::move(pump).value(), limits_, options_.chunk_bytes, kEdgeCount * write_unit_bytes_, options_.buffered_fd,
+        EdgeLock(options_.edge_lock_fd, options_.path), RequestWorker::Side::kAlone);
   }
   return edge_worker_.get();
 }
@@ -138,6 +161,7 @@ std::shared_ptr<FileRequest> RandomAccess::Begin(IoOp op) {
 void RandomAccess::Add(const std::shared_ptr<FileRequest>& request, std::vector<FilePart> parts) {
   FP_CHECK(ForkGeneration() == generation_);
   std::erase_if(parts, [](const FilePart& part) { return part.size_bytes == 0; });
+  if (!parts.empty() && parts.front().device != nullptr) ReleaseFromLimbo();
   std::vector<FilePart> edges;
   if (request->op() == IoOp::kWrite && write_unit_bytes_ > 1) {
     // [1000, 9000) becomes [4096, 8192), and through the page cache [1000, 4096) and [8192, 9000).
@@ -145,7 +169,7 @@ void RandomAccess::Add(const std::shared_ptr<FileRequest>& request, std::vector<
       const FilePart whole = part;
       const uint64_t end = whole.offset_bytes + whole.size_bytes;
       const auto cut = [&whole](uint64_t from, uint64_t until) {
-        return FilePart{whole.address + (from - whole.offset_bytes), until - from, from};
+        return FilePart{whole.address + (from - whole.offset_bytes), until - from, from, whole.device};
       };
       const uint64_t low = std::min(end, AlignUp(whole.offset_bytes, write_unit_bytes_));
       const uint64_t high = std::max(low, AlignDown(end, write_unit_bytes_));
@@ -170,6 +194,12 @@ void RandomAccess::Add(const std::shared_ptr<FileRequest>& request, std::vector<
 }
 
 void RandomAccess::End(const std::shared_ptr<FileRequest>& request) { request->JobDone(0, 0, {}); }
+
+void RandomAccess::GiveUpOnDevices() {
+  worker_->GiveUpOnDevices();
+  const std::lock_guard lock(*edge_mutex_);
+  if (edge_worker_ != nullptr) edge_worker_->GiveUpOnDevices();
+}
 
 bool RandomAccess::WaitForAll(std::chrono::milliseconds time) {
   std::unique_lock lock(tally_->mutex);

@@ -11,6 +11,10 @@
 //   Direct writes cover whole pages and nothing else; and while any are in flight, nothing is written through the page
 //   cache (edge_lock.h).
 //
+// - What lies in the memory of a device is staged always, in memory that the device knows from the first time on, and
+//   copied by it beside everything else (device_copies.h). The copies come after what the caller's stream held when it
+//   was followed (device.h).
+//
 // A thread owns each pump; it is started by the first request and stays. Requests do not wait for each other, and
 // nothing is said about their order.
 #pragma once
@@ -31,10 +35,13 @@
 
 namespace fastpersist {
 
+class Device;
+
 struct FilePart {
   std::byte* address = nullptr;
   uint64_t size_bytes = 0;
   uint64_t offset_bytes = 0;
+  Device* device = nullptr;  // whose address it is; null: the host's
 };
 
 // One request. Thread-safe. Not to be looked at in a forked child.
@@ -57,6 +64,11 @@ class FileRequest {
   const FilePart& failed_part() const { return failed_part_; }
   uint64_t failed_part_done_bytes() const { return failed_part_done_bytes_; }
 
+  // What keeps memory of devices alive. Kept until it is dropped, and, if a device may still copy there when the
+  // request fails, until it has ended that.
+  void Keep(std::shared_ptr<const void> memory);
+  void Drop();
+
   // Whether somebody was told of the failure.
   bool told() const { return told_.load(std::memory_order_relaxed); }
   void SetTold() { told_.store(true, std::memory_order_relaxed); }
@@ -64,6 +76,7 @@ class FileRequest {
  private:
   friend class RandomAccess;
   friend class RequestWorker;
+  friend struct RequestJob;
 
   struct Failure {
     Status status;
@@ -74,12 +87,14 @@ class FileRequest {
   explicit FileRequest(IoOp op) : op_(op) {}
   void AddJob();
   void JobDone(uint64_t done_bytes, uint64_t failed_count, Failure first_failure);
+  std::shared_ptr<const void> memory() const;
 
   const IoOp op_;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   size_t open_job_count_ = 1;  // guarded by mutex_, as all below; one more than there are until End()
   std::function<void()> on_done_;
+  std::shared_ptr<const void> memory_;
   Status status_;
   uint64_t failed_count_ = 0;
   uint64_t done_bytes_ = 0;
@@ -101,25 +116,30 @@ struct RandomAccessOptions {
   std::vector<std::string> edge_engines;  // for what is written through the page cache beside a direct engine
   uint32_t queue_depth = 32;
   uint32_t thread_count = 0;
-  uint64_t chunk_bytes = uint64_t{1} << 20;    // of one request to the kernel, at most; a power of two
-  uint64_t staging_bytes = uint64_t{1} << 26;  // memory for staging, at most; at least two chunks are taken
+  uint64_t chunk_bytes = uint64_t{1} << 20;  // of one request to the kernel, at most; a power of two
+  // Memory for staging, at most; but at least two chunks are taken, and 64 pages beside it for the ends of what is
+  // written directly from devices.
+  uint64_t staging_bytes = uint64_t{1} << 26;
 };
 
 // Thread-safe, but for the destructor.
 class RandomAccess {
  public:
   static Result<std::unique_ptr<RandomAccess>> Open(RandomAccessOptions options);
-  // Waits for all requests. In a forked child it touches nothing.
+  // Waits for all requests, as after GiveUpOnDevices. In a forked child it touches nothing.
   ~RandomAccess();
   RandomAccess(const RandomAccess&) = delete;
   RandomAccess& operator=(const RandomAccess&) = delete;
 
   // A request is begun, given parts as they are found, and ended; only then it can become done. What was added is under
   // way meanwhile. The memory stays valid until it is done, and is not touched. Empty parts are nothing.
-  // REQUIRES: offsets and ends fit off_t.
+  // REQUIRES: offsets and ends fit off_t; the parts of one call of Add lie in one memory, of the host or of a device.
   std::shared_ptr<FileRequest> Begin(IoOp op);
   void Add(const std::shared_ptr<FileRequest>& request, std::vector<FilePart> parts);
   void End(const std::shared_ptr<FileRequest>& request);
+
+  // From now on what a device has not done within the grace time (device.h) fails. For who closes the file.
+  void GiveUpOnDevices();
 
   // Wait until no request is open, or the time is over; say whether none is.
   bool WaitForAll(std::chrono::milliseconds time);

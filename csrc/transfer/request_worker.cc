@@ -5,12 +5,15 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <system_error>
 #include <tuple>
 #include <utility>
 
 #include "core/alignment.h"
 #include "core/crc32.h"
+#include "core/limbo.h"
+#include "device/pinning.h"
 
 namespace fastpersist {
 namespace {
@@ -19,6 +22,11 @@ namespace {
 constexpr auto kLookInterval = std::chrono::milliseconds(1);
 // Smaller requests go to the kernel together; larger ones at once, since the next may have to be copied first.
 constexpr uint32_t kBatchedBytes = 64 << 10;
+// While only devices have something to do, they are looked at this often: a copy of a chunk takes 100 µs and more.
+constexpr auto kPauseMin = std::chrono::microseconds(20);
+constexpr auto kPauseMax = std::chrono::microseconds(500);
+// A device gets so many times what is left for others then.
+constexpr uint64_t kShareOfRest = 4;
 
 }  // namespace
 
@@ -29,7 +37,7 @@ RequestWorker::RequestWorker(std::unique_ptr<IoPump> pump, DirectIoLimits limits
       fd_(fd),
       side_(side),
       pump_(std::move(pump)),
-      staging_(staging_bytes),
+      staging_(staging_bytes, /*keeps=*/side == Side::kShared),
       lock_(std::move(lock)) {
   pieces_.resize(pump_->queue_depth());
   for (size_t i = pieces_.size(); i > 0; --i) free_pieces_.push_back(i - 1);
@@ -43,6 +51,14 @@ RequestWorker::~RequestWorker() {
   }
   arrived_.notify_one();
   if (started_) pthread_join(thread_, nullptr);
+}
+
+void RequestWorker::GiveUpOnDevices() {
+  {
+    const std::lock_guard lock(mutex_);
+    closing_ = true;
+  }
+  arrived_.notify_one();
 }
 
 std::string RequestWorker::engine_name() const {
@@ -99,30 +115,50 @@ void* RequestWorker::Main(void* self) {
 
 void RequestWorker::Run() {
   std::vector<IoPump::Finished> finished;
+  auto pause = kPauseMin;
   for (;;) {
     {
       std::unique_lock lock(mutex_);
-      if (jobs_.empty() && pump_->in_flight() == 0) {
+      if (jobs_.empty() && pump_->in_flight() == 0 && !has_device_work()) {
         arrived_.wait(lock, [this] { return !inbox_.empty() || stopping_; });
         if (inbox_.empty()) return;
       } else if (is_locked_out_ && pump_->in_flight() == 0) {
         arrived_.wait_for(lock, kLookInterval);
+      } else if (has_device_work() && pump_->in_flight() == 0 && inbox_.empty() && !has_moved_) {
+        arrived_.wait_for(lock, pause);
+        pause = std::min(2 * pause, kPauseMax);
       }
-      jobs_.insert(jobs_.end(), inbox_.begin(), inbox_.end());
+      for (std::shared_ptr<Job>& job : inbox_) {
+        (job->device() == nullptr ? jobs_ : device_jobs_).push_back(std::move(job));
+      }
       inbox_.clear();
+      is_closing_ = closing_ || stopping_;
     }
+    if (std::exchange(has_moved_, false)) pause = kPauseMin;
+    if (has_device_work()) LookAtCopies();
     Status status = broken_;
-    if (status.ok()) status = StartPieces();
+    if (status.ok()) status = StartAll();
     if (status.ok() && pump_->in_flight() > 0) {
       finished.clear();
       // What is left to be cut waits for room, so nothing that arrives could be started either; or for the lock.
-      const bool looks = jobs_.empty() || is_locked_out_;
+      const bool looks = jobs_.empty() || is_locked_out_ || has_device_work();
       status = pump_->Collect(looks ? kLookInterval : std::chrono::milliseconds::max(), finished);
       for (const IoPump::Finished& request : finished) Finish(request);
     }
     if (!status.ok()) FailEverything(status);
-    if (write_count_ == 0 && !next_is_write()) LeaveLock();
+    if (write_count_ == 0 && !next_is_write() && copied_.empty()) LeaveLock();
   }
+}
+
+// Host and devices are first in turns, so that neither has all slots of the pump.
+Status RequestWorker::StartAll() {
+  if (!has_device_work()) return StartPieces();
+  is_devices_turn_ = !is_devices_turn_;
+  if (!is_devices_turn_) FP_RETURN_IF_ERROR(StartPieces());
+  FP_RETURN_IF_ERROR(StartCopied());
+  FP_RETURN_IF_ERROR(StartDevicePieces());
+  copies_.Start(staging_.is_pinned());
+  return is_devices_turn_ ? StartPieces() : Status::Ok();
 }
 
 // Cut pieces off the jobs and give them to the kernel until it has enough, or staging has no room.
@@ -131,9 +167,9 @@ Status RequestWorker::StartPieces() {
   while (started && !jobs_.empty() && !free_pieces_.empty()) {
     std::shared_ptr<Job> next = jobs_.front();
     if (next_is_write()) {
-      bool may_write = false;
-      PrepareToWrite(may_write);
-      if (!may_write) next = FirstRead();  // which needs no lock
+      Result<bool> may_write = MayWrite();
+      if (!may_write.ok()) FailNext(may_write.status());
+      if (!may_write.ok() || !may_write.value()) next = FirstRead();  // which needs no lock
     }
     if (next == nullptr) break;
     FP_RETURN_IF_ERROR(StartPiece(next, started));
@@ -148,19 +184,17 @@ std::shared_ptr<RequestWorker::Job> RequestWorker::FirstRead() const {
 }
 
 // Writes are started with the lock only. If somebody waits for it, those in flight come to their end first.
-void RequestWorker::PrepareToWrite(bool& may_write) {
+Result<bool> RequestWorker::MayWrite() {
   // What began as direct writes goes through the page cache if no direct engine was left.
   const bool alone = side_ == Side::kAlone || !pump_->direct();
   if (lock_.held() && (is_leaving_ || lock_.alone() != alone || lock_.SomebodyWaits())) {
     is_leaving_ = write_count_ > 0;
-    may_write = !is_leaving_;
-    if (is_leaving_) return;
+    if (is_leaving_) return false;
     LeaveLock();
   }
   Result<bool> entered = lock_.TryEnter(alone);
-  may_write = entered.ok() && entered.value();
   is_locked_out_ = entered.ok() && !entered.value();
-  if (!entered.ok()) FailNext(entered.status());
+  return entered;
 }
 
 // What was written through the page cache is clean again before others write directly. An error of that is kept by the
@@ -180,96 +214,122 @@ void RequestWorker::LeaveLock() {
 
 // Example, direct, chunks of 1 MiB, blocks of 512: a read of [1000, 2 MiB) is cut into [1000, 1 MiB), for which
 // [512, 1 MiB) is read and 488 bytes are skipped, and [1 MiB, 2 MiB).
-Status RequestWorker::StartPiece(const std::shared_ptr<Job>& job, bool& started) {
-  const FilePart& part = job->parts[job->next_part];
-  const bool is_write = job->request->op() == IoOp::kWrite;
-  const uint64_t from = part.offset_bytes + job->next_part_bytes;
+RequestWorker::Range RequestWorker::NextRange(const Job& job) const {
+  const FilePart& part = job.parts[job.next_part];
+  const uint64_t from = part.offset_bytes + job.next_part_bytes;
   const uint64_t until = std::min(part.offset_bytes + part.size_bytes, AlignDown(from, chunk_bytes_) + chunk_bytes_);
-  std::byte* const address = part.address + job->next_part_bytes;
-  uint64_t start = from;
-  uint64_t end = until;
+  Range range{.start_bytes = from, .from_bytes = from, .until_bytes = until, .end_bytes = until};
+  if (pump_->direct()) {
+    range.start_bytes = AlignDown(from, limits_.offset_alignment_bytes);
+    range.end_bytes = AlignUp(until, limits_.offset_alignment_bytes);
+    FP_CHECK(range.is_whole() || !job.is_write());
+  }
+  return range;
+}
+
+RequestWorker::Piece RequestWorker::CutOff(const std::shared_ptr<Job>& job, const Range& range, std::byte* staged) {
+  const uint64_t size_bytes = range.until_bytes - range.from_bytes;
+  Piece piece{.job = job,
+              .part = job->next_part,
+              .from_bytes = job->next_part_bytes,
+              .size_bytes = static_cast<uint32_t>(size_bytes),
+              .skipped_bytes = static_cast<uint32_t>(range.from_bytes - range.start_bytes),
+              .staged_bytes = static_cast<uint32_t>(AlignUp(range.end_bytes - range.start_bytes, Staging::kUnitBytes)),
+              .staged = staged};
+  ++job->piece_count;
+  job->next_part_bytes += size_bytes;
+  if (job->next_part_bytes == job->parts[job->next_part].size_bytes) {
+    ++job->next_part;
+    job->next_part_bytes = 0;
+  }
+  return piece;
+}
+
+// REQUIRES: a slot of the pump is free; a write has the lock.
+Status RequestWorker::StartRequest(Piece piece, const Range& range, std::byte* buffer) {
+  const size_t tag = free_pieces_.back();
+  free_pieces_.pop_back();
+  const IoOp op = piece.job->request->op();
+  if (op == IoOp::kWrite) {
+    ++write_count_;
+    if (lock_.alone()) {
+      dirty_.emplace_back(AlignDown(range.from_bytes, Staging::kUnitBytes),
+                          AlignUp(range.until_bytes, Staging::kUnitBytes));
+    }
+  }
+  pieces_[tag] = std::move(piece);
+  const auto size_bytes = static_cast<uint32_t>(range.end_bytes - range.start_bytes);
+  return pump_->Start({.op = op,
+                       .buffer = buffer,
+                       .size_bytes = size_bytes,
+                       .needed_bytes = static_cast<uint32_t>(range.until_bytes - range.start_bytes),
+                       .offset_bytes = range.start_bytes,
+                       .tag = tag},
+                      /*more_follow=*/size_bytes <= kBatchedBytes);
+}
+
+Status RequestWorker::StartPiece(const std::shared_ptr<Job>& job, bool& started) {
+  const Range range = NextRange(*job);
+  std::byte* const address = job->parts[job->next_part].address + job->next_part_bytes;
   std::byte* staged = nullptr;
   if (pump_->direct()) {
-    start = AlignDown(from, limits_.offset_alignment_bytes);
-    end = AlignUp(until, limits_.offset_alignment_bytes);
-    const bool is_whole = start == from && end == until;
-    FP_CHECK(is_whole || !is_write);
     const uint32_t memory_alignment_bytes = std::max(limits_.memory_alignment_bytes, 1U);
-    if (!is_whole || reinterpret_cast<uintptr_t>(address) % memory_alignment_bytes != 0) {
+    if (!range.is_whole() || reinterpret_cast<uintptr_t>(address) % memory_alignment_bytes != 0) {
       FP_RETURN_IF_ERROR(staging_.Prepare());
-      staged = staging_.Take(end - start);
+      staged = staging_.Take(range.end_bytes - range.start_bytes);
       if (staged == nullptr) {
         FP_CHECK(pump_->in_flight() > 0);
         started = false;
         return Status::Ok();
       }
       // Around the cache: the device reads it next. The CRC is for nothing, and costs nothing.
-      if (is_write) std::ignore = CopyWithCrc32(0, staged, address, until - from);
+      if (job->is_write()) std::ignore = CopyWithCrc32(0, staged, address, range.until_bytes - range.from_bytes);
     }
   }
-
-  const size_t tag = free_pieces_.back();
-  free_pieces_.pop_back();
-  pieces_[tag] = {.job = job,
-                  .part = job->next_part,
-                  .from_bytes = job->next_part_bytes,
-                  .size_bytes = static_cast<uint32_t>(until - from),
-                  .skipped_bytes = static_cast<uint32_t>(from - start),
-                  .staged = staged};
-  if (is_write) {
-    ++write_count_;
-    if (lock_.alone()) {
-      dirty_.emplace_back(AlignDown(from, Staging::kUnitBytes), AlignUp(until, Staging::kUnitBytes));
-    }
-  }
-  ++job->piece_count;
-  job->next_part_bytes += until - from;
-  if (job->next_part_bytes == part.size_bytes) {
-    ++job->next_part;
-    job->next_part_bytes = 0;
-  }
+  Piece piece = CutOff(job, range, staged);
   if (job->all_cut()) std::erase(jobs_, job);
-  const auto size_bytes = static_cast<uint32_t>(end - start);
-  return pump_->Start({.op = job->request->op(),
-                       .buffer = staged == nullptr ? address : staged,
-                       .size_bytes = size_bytes,
-                       .needed_bytes = static_cast<uint32_t>(until - start),
-                       .offset_bytes = start,
-                       .tag = tag},
-                      /*more_follow=*/size_bytes <= kBatchedBytes);
+  return StartRequest(std::move(piece), range, staged == nullptr ? address : staged);
 }
 
 void RequestWorker::Finish(const IoPump::Finished& finished) {
-  const Piece piece = std::exchange(pieces_[finished.tag], {});
+  Piece piece = std::exchange(pieces_[finished.tag], {});
   free_pieces_.push_back(finished.tag);
-  Job& job = *piece.job;
-  const FilePart& part = job.parts[piece.part];
-  --job.piece_count;
-  if (job.request->op() == IoOp::kWrite) --write_count_;
+  const std::shared_ptr<Job> job = piece.job;
+  const bool is_of_device = job->device() != nullptr;
+  if (job->is_write()) --write_count_;
   const bool is_end = finished.status.code() == StatusCode::kEndOfFile;
   const uint32_t behind_skipped_bytes = finished.done_bytes - std::min(finished.done_bytes, piece.skipped_bytes);
   uint32_t done_bytes = finished.status.ok() ? piece.size_bytes : 0;
   if (is_end) done_bytes = std::min(behind_skipped_bytes, piece.size_bytes);  // what is there is read
-  if (piece.staged != nullptr && job.request->op() == IoOp::kRead && done_bytes > 0) {
-    std::memcpy(part.address + piece.from_bytes, piece.staged + piece.skipped_bytes, done_bytes);
+  if (!finished.status.ok()) Fail(job, piece.part, piece.from_bytes + behind_skipped_bytes, finished.status);
+  if (is_of_device) {
+    FinishOfDevice(std::move(piece), done_bytes);
+    return;
   }
-  job.done_bytes += done_bytes;
-  if (!finished.status.ok()) {
-    const uint64_t place_bytes = piece.from_bytes + behind_skipped_bytes;
-    FileRequest::Failure& first = job.first_failure;
-    // Pieces come back in any order, and behind the end of the file each of them meets it.
-    const bool is_earlier_end = is_end && first.status.code() == StatusCode::kEndOfFile &&
-                                first.part.offset_bytes == part.offset_bytes && first.part.address == part.address &&
-                                place_bytes < first.done_bytes;
-    if (job.failed_count++ == 0 || is_earlier_end) {
-      first = {.status = finished.status, .part = part, .done_bytes = place_bytes};
+  if (piece.staged != nullptr) {
+    if (!job->is_write() && done_bytes > 0) {
+      std::memcpy(piece.address(), piece.staged + piece.skipped_bytes, done_bytes);
     }
-    // Nothing more of this job is started; what is in flight comes to its end.
-    if (!job.all_cut()) std::erase(jobs_, piece.job);
-    job.next_part = job.parts.size();
+    staging_.Put(piece.staged);
   }
-  if (piece.staged != nullptr) staging_.Put(piece.staged);
-  FinishIfDone(piece.job);
+  job->done_bytes += done_bytes;
+  --job->piece_count;
+  FinishIfDone(job);
+}
+
+// Nothing more of this job is started; what is under way comes to its end.
+void RequestWorker::Fail(const std::shared_ptr<Job>& job, size_t part_number, uint64_t place_bytes,
+                         const Status& status) {
+  const FilePart& part = job->parts[part_number];
+  FileRequest::Failure& first = job->first_failure;
+  // Pieces come back in any order, and behind the end of the file each of them meets it.
+  const bool is_earlier_end = status.code() == StatusCode::kEndOfFile &&
+                              first.status.code() == StatusCode::kEndOfFile &&
+                              first.part.offset_bytes == part.offset_bytes && first.part.address == part.address &&
+                              place_bytes < first.done_bytes;
+  if (job->failed_count++ == 0 || is_earlier_end) first = {.status = status, .part = part, .done_bytes = place_bytes};
+  if (!job->all_cut()) std::erase(jobs_, job);
+  job->next_part = job->parts.size();
 }
 
 void RequestWorker::FinishIfDone(const std::shared_ptr<Job>& job) {
@@ -281,11 +341,7 @@ void RequestWorker::FinishIfDone(const std::shared_ptr<Job>& job) {
 // What has to be started next cannot be. The others may still.
 void RequestWorker::FailNext(const Status& status) {
   const std::shared_ptr<Job> job = jobs_.front();
-  jobs_.pop_front();
-  const FilePart& part = job->parts[job->next_part];
-  if (job->failed_count++ == 0)
-    job->first_failure = {.status = status, .part = part, .done_bytes = job->next_part_bytes};
-  job->next_part = job->parts.size();
+  Fail(job, job->next_part, job->next_part_bytes, status);
   FinishIfDone(job);
 }
 
@@ -295,19 +351,160 @@ void RequestWorker::FailEverything(const Status& status) {
   pump_->Abandon();
   std::vector<std::shared_ptr<Job>> failed(jobs_.begin(), jobs_.end());
   jobs_.clear();
-  for (size_t tag = 0; tag < pieces_.size(); ++tag) {
-    Piece piece = std::exchange(pieces_[tag], {});
-    if (piece.job == nullptr) continue;
-    if (piece.staged != nullptr) staging_.Put(piece.staged);
-    free_pieces_.push_back(tag);
+  std::copy_if(device_jobs_.begin(), device_jobs_.end(), std::back_inserter(failed),
+               [](const std::shared_ptr<Job>& job) { return !job->all_cut(); });
+  device_jobs_.clear();
+  const auto drop = [this, &failed](const Piece& piece) {
+    if (piece.staged != nullptr) PutStaged(piece);
     --piece.job->piece_count;
-    if (piece.job->request->op() == IoOp::kWrite) --write_count_;
     if (std::find(failed.begin(), failed.end(), piece.job) == failed.end()) failed.push_back(piece.job);
+  };
+  for (size_t tag = 0; tag < pieces_.size(); ++tag) {
+    const Piece piece = std::exchange(pieces_[tag], {});
+    if (piece.job == nullptr) continue;
+    free_pieces_.push_back(tag);
+    if (piece.job->is_write()) --write_count_;
+    drop(piece);
   }
+  for (const Piece& piece : copied_) drop(piece);
+  copied_.clear();
   for (const std::shared_ptr<Job>& job : failed) {
     job->next_part = job->parts.size();
     if (job->failed_count++ == 0) job->first_failure = {.status = status, .part = job->parts.front(), .done_bytes = 0};
+    FinishIfDone(job);  // unless a device still copies
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- devices
+
+// Of each device and direction the first job comes first. What has no room lets the others pass.
+Status RequestWorker::StartDevicePieces() {
+  if (device_jobs_.empty()) return Status::Ok();
+  FP_RETURN_IF_ERROR(staging_.Prepare());
+  staging_.PinWith(PinFor(*device_jobs_.front()->device()));
+  staging_.TakeBack();
+  std::vector<std::pair<const Device*, IoOp>> full;
+  for (const std::shared_ptr<Job>& job : device_jobs_) {
+    const std::pair<const Device*, IoOp> lane(job->device(), job->request->op());
+    bool started = std::find(full.begin(), full.end(), lane) == full.end();
+    while (started && !job->all_cut()) FP_RETURN_IF_ERROR(StartDevicePiece(job, started));
+    if (!started) full.push_back(lane);
+  }
+  std::erase_if(device_jobs_, [](const std::shared_ptr<Job>& job) { return job->all_cut(); });
+  return Status::Ok();
+}
+
+Status RequestWorker::StartDevicePiece(const std::shared_ptr<Job>& job, bool& started) {
+  started = false;
+  if (!job->is_write() && free_pieces_.empty()) return Status::Ok();
+  const Range range = NextRange(*job);
+  std::byte* const staged = TakeForDevices(*job, range.end_bytes - range.start_bytes);
+  if (staged == nullptr) {
+    const bool is_held_up = staging_.has_stranded() && std::all_of(staged_bytes_.begin(), staged_bytes_.end(),
+                                                                   [](const auto& of) { return of.second == 0; });
+    if (!is_held_up) return Status::Ok();
+    Fail(job, job->next_part, job->next_part_bytes,
+         Status::Error(StatusCode::kDeviceError,
+                       "all buffers of the file for copies wait for a device that does not end those it was given: "
+                       "the stream they follow stands still; open the file anew"));
     FinishIfDone(job);
+    return Status::Ok();
+  }
+  started = true;
+  has_moved_ = true;
+  Piece piece = CutOff(job, range, staged);
+  if (!job->is_write()) return StartRequest(std::move(piece), range, staged);
+  copies_.Add(std::move(piece));
+  return Status::Ok();
+}
+
+// A place in staging for a piece of a device. The host can always have a chunk, so none of its requests waits for a
+// device; and a device with one direction leaves something to all others, as long as there are not too many.
+std::byte* RequestWorker::TakeForDevices(const Job& job, uint64_t size_bytes) {
+  const uint64_t of_host_bytes = pump_->direct() ? AlignUp(chunk_bytes_, Staging::kUnitBytes) : 0;
+  uint64_t rest_bytes = staging_.capacity_bytes() - of_host_bytes;
+  for (const auto& [lane, bytes] : staged_bytes_) rest_bytes -= std::min(bytes, rest_bytes);
+  uint64_t& own_bytes = staged_bytes_[{job.device(), job.request->op()}];
+  const uint64_t taken_bytes = AlignUp(size_bytes, Staging::kUnitBytes);
+  if (taken_bytes > rest_bytes) return nullptr;
+  if (own_bytes > 0 && own_bytes + taken_bytes > kShareOfRest * (rest_bytes - taken_bytes)) return nullptr;
+  std::byte* const staged = staging_.Take(size_bytes, of_host_bytes);
+  if (staged != nullptr) own_bytes += taken_bytes;
+  return staged;
+}
+
+// What was read goes on to the device; what was written has come to its end.
+void RequestWorker::FinishOfDevice(Piece piece, uint32_t done_bytes) {
+  has_moved_ = true;
+  if (!piece.job->is_write() && done_bytes > 0 && !piece.job->given_up()) {
+    piece.size_bytes = done_bytes;
+    copies_.Add(std::move(piece));
+    return;
+  }
+  if (piece.job->is_write()) piece.job->done_bytes += done_bytes;
+  LetGo(piece);
+}
+
+// Write what the devices have copied.
+Status RequestWorker::StartCopied() {
+  while (!copied_.empty() && !free_pieces_.empty()) {
+    const bool is_given_up = copied_.front().job->given_up();
+    Result<bool> may_write = is_given_up ? Result<bool>(true) : MayWrite();
+    if (may_write.ok() && !may_write.value()) break;
+    Piece piece = std::move(copied_.front());
+    copied_.pop_front();
+    has_moved_ = true;
+    if (!may_write.ok()) Fail(piece.job, piece.part, piece.from_bytes, may_write.status());
+    if (piece.job->given_up()) {
+      LetGo(piece);
+      continue;
+    }
+    const uint64_t from = piece.job->parts[piece.part].offset_bytes + piece.from_bytes;
+    const uint64_t until = from + piece.size_bytes;
+    std::byte* const staged = piece.staged;
+    FP_RETURN_IF_ERROR(StartRequest(
+        std::move(piece), {.start_bytes = from, .from_bytes = from, .until_bytes = until, .end_bytes = until}, staged));
+  }
+  return Status::Ok();
+}
+
+void RequestWorker::LookAtCopies() {
+  ended_.clear();
+  copies_.Look(is_closing_, ended_);
+  for (DeviceCopies::Ended& ended : ended_) {
+    has_moved_ = true;
+    const Piece& piece = ended.piece;
+    if (!ended.status.ok()) Fail(piece.job, piece.part, piece.from_bytes, ended.status);
+    if (ended.late) {
+      LeaveInLimbo({ended.late}, [memory = piece.job->request->memory()] {});
+      PutStaged(piece, std::move(ended.late));
+      --piece.job->piece_count;
+      FinishIfDone(piece.job);
+    } else if (piece.job->is_write() && ended.status.ok()) {
+      copied_.push_back(std::move(ended.piece));
+    } else {
+      if (ended.status.ok()) piece.job->done_bytes += piece.size_bytes;
+      LetGo(piece);
+    }
+  }
+  ended_.clear();
+}
+
+void RequestWorker::LetGo(const Piece& piece) {
+  PutStaged(piece);
+  --piece.job->piece_count;
+  FinishIfDone(piece.job);
+}
+
+// `late`, if not empty: the device may still copy until it holds.
+void RequestWorker::PutStaged(const Piece& piece, Landed late) {
+  if (piece.job->device() != nullptr) {
+    staged_bytes_[{piece.job->device(), piece.job->request->op()}] -= piece.staged_bytes;
+  }
+  if (late) {
+    staging_.Strand(piece.staged, std::move(late));
+  } else {
+    staging_.Put(piece.staged);
   }
 }
 

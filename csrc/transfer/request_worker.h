@@ -1,11 +1,17 @@
 // The thread that owns a pump and feeds it with the requests of random_access, cut into pieces of at most a chunk. It
 // decides what goes straight and what is staged; who may submit, and where edges go, is random_access's affair.
+//
+// Pieces of devices go through more hands: of a read the kernel's, then, with the bytes in staging, device_copies'; of
+// a write first the copies', then, as soon as a slot of the pump is free, the kernel's. They hold no slot and no lock
+// while they are copied, and devices get places in staging that leave room for the host and for each other, so a stream
+// that stands still holds up its own requests only.
 #pragma once
 
 #include <pthread.h>
 
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,9 +19,11 @@
 #include <vector>
 
 #include "core/file.h"
+#include "transfer/device_copies.h"
 #include "transfer/edge_lock.h"
 #include "transfer/io_pump.h"
 #include "transfer/random_access.h"
+#include "transfer/request_pieces.h"
 #include "transfer/staging.h"
 
 namespace fastpersist {
@@ -32,54 +40,64 @@ class RequestWorker {
   // `fd` is the pump's; it stays the caller's, and so does the lock's.
   RequestWorker(std::unique_ptr<IoPump> pump, DirectIoLimits limits, uint64_t chunk_bytes, uint64_t staging_bytes,
                 int fd, EdgeLock lock, Side side);
-  // Waits for all jobs.
+  // Waits for all jobs, as after GiveUpOnDevices.
   ~RequestWorker();
   RequestWorker(const RequestWorker&) = delete;
   RequestWorker& operator=(const RequestWorker&) = delete;
 
   // The parts of a request that this worker does. REQUIRES: none is empty; those of a write by a direct engine are
-  // aligned to whole blocks of the file.
+  // aligned to whole blocks of the file; all lie in one memory.
   void Add(std::shared_ptr<FileRequest> request, std::vector<FilePart> parts);
+
+  // From now on devices are waited for no longer than the grace time.
+  void GiveUpOnDevices();
 
   std::string engine_name() const;
   std::vector<std::string> demotions() const;
 
  private:
-  struct Job {
-    std::shared_ptr<FileRequest> request;
-    std::vector<FilePart> parts;
-    size_t next_part = 0;  // what was cut off before is in flight or done
-    uint64_t next_part_bytes = 0;
-    size_t piece_count = 0;  // in flight
-    uint64_t done_bytes = 0;
-    uint64_t failed_count = 0;
-    FileRequest::Failure first_failure;
+  using Job = RequestJob;
+  using Piece = RequestPiece;
+  // What the kernel is asked for: of a file from `start_bytes` to `end_bytes`, of which [from_bytes, until_bytes) are
+  // wanted.
+  struct Range {
+    uint64_t start_bytes;
+    uint64_t from_bytes;
+    uint64_t until_bytes;
+    uint64_t end_bytes;
 
-    bool all_cut() const { return next_part == parts.size(); }
-  };
-  // What is in the kernel. The bytes asked for lie `skipped_bytes` behind the start of the blocks that are read.
-  struct Piece {
-    std::shared_ptr<Job> job;
-    size_t part = 0;
-    uint64_t from_bytes = 0;  // in the part
-    uint32_t size_bytes = 0;
-    uint32_t skipped_bytes = 0;
-    std::byte* staged = nullptr;
+    bool is_whole() const { return start_bytes == from_bytes && until_bytes == end_bytes; }
   };
 
   static void* Main(void* self);
   void Run();
+  Status StartAll();
   Status StartPieces();
   Status StartPiece(const std::shared_ptr<Job>& job, bool& started);
-  void PrepareToWrite(bool& may_write);
+  Range NextRange(const Job& job) const;
+  Piece CutOff(const std::shared_ptr<Job>& job, const Range& range, std::byte* staged);
+  Status StartRequest(Piece piece, const Range& range, std::byte* buffer);
+  Result<bool> MayWrite();
   std::shared_ptr<Job> FirstRead() const;
   void LeaveLock();
   bool next_is_write() const { return !jobs_.empty() && jobs_.front()->request->op() == IoOp::kWrite; }
   void Finish(const IoPump::Finished& finished);
   void FinishIfDone(const std::shared_ptr<Job>& job);
+  void Fail(const std::shared_ptr<Job>& job, size_t part_number, uint64_t place_bytes, const Status& status);
   void FailNext(const Status& status);
   void FailEverything(const Status& status);
   void NoteEngine();
+
+  // Of devices.
+  bool has_device_work() const { return !device_jobs_.empty() || !copies_.empty() || !copied_.empty(); }
+  Status StartDevicePieces();
+  Status StartDevicePiece(const std::shared_ptr<Job>& job, bool& started);
+  std::byte* TakeForDevices(const Job& job, uint64_t size_bytes);
+  void FinishOfDevice(Piece piece, uint32_t done_bytes);
+  Status StartCopied();
+  void LookAtCopies();
+  void LetGo(const Piece& piece);
+  void PutStaged(const Piece& piece, Landed late = {});
 
   const DirectIoLimits limits_;
   const uint64_t chunk_bytes_;
@@ -90,7 +108,15 @@ class RequestWorker {
   std::unique_ptr<IoPump> pump_;
   Staging staging_;
   std::deque<std::shared_ptr<Job>> jobs_;  // of which something is still to be cut
-  std::vector<Piece> pieces_;              // by tag
+  std::deque<std::shared_ptr<Job>> device_jobs_;
+  DeviceCopies copies_;
+  std::deque<Piece> copied_;                                         // in staging, to be written
+  std::map<std::pair<const Device*, IoOp>, uint64_t> staged_bytes_;  // of devices
+  std::vector<DeviceCopies::Ended> ended_;
+  bool is_devices_turn_ = false;
+  bool has_moved_ = false;  // a piece of a device, since the last look
+  bool is_closing_ = false;
+  std::vector<Piece> pieces_;  // by tag
   std::vector<size_t> free_pieces_;
   Status broken_;           // the pump is of no use any more
   EdgeLock lock_;           // held while writes are in flight
@@ -103,6 +129,7 @@ class RequestWorker {
   std::condition_variable arrived_;
   std::deque<std::shared_ptr<Job>> inbox_;
   bool stopping_ = false;
+  bool closing_ = false;
   bool started_ = false;
   pthread_t thread_{};
   std::string engine_name_;

@@ -1,15 +1,21 @@
 // Memory for bytes on their way between the kernel and memory that direct I/O does not take: one mapping, out of which
 // pieces of any size are given. At most a queue depth of pieces is out at once, so a list that is searched is enough.
 //
+// Devices copy out of it and into it, too, and are let know it then. They get no place below a limit, so that what they
+// hold up leaves room for others, and what they may still touch when a file is given up is in limbo (core/limbo.h).
+//
 // One mapping is kept in the process when its file is closed, for the next file: fresh pages cost more than the copy
 // that goes through them, above all in a virtual machine, whose host has to find them, too. The kernel may take its
-// pages at any time (MADV_FREE).
+// pages at any time (MADV_FREE), unless a device knows them: to make it known costs more than anything else here.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <vector>
 
+#include "core/memory.h"
 #include "core/status.h"
 
 namespace fastpersist {
@@ -19,7 +25,8 @@ class Staging {
  public:
   static constexpr size_t kUnitBytes = 4096;
 
-  explicit Staging(size_t capacity_bytes);
+  // `keeps`: it has the mapping that is kept in the process if it can, and leaves its own.
+  explicit Staging(size_t capacity_bytes, bool keeps = true);
   // In a forked child, which does not have the memory, it touches nothing.
   ~Staging();
   Staging(const Staging&) = delete;
@@ -29,16 +36,36 @@ class Staging {
   Status Prepare();
 
   // Aligned to kUnitBytes. Null when no gap is large enough; with nothing out, any size up to the capacity fits.
-  // The lowest place is taken, so what is used little touches little memory. REQUIRES: Prepare() was ok.
-  std::byte* Take(size_t size_bytes);
+  // The lowest place from `from_bytes` on is taken, so what is used little touches little memory.
+  // REQUIRES: Prepare() was ok.
+  std::byte* Take(size_t size_bytes, size_t from_bytes = 0);
   void Put(std::byte* piece);
+  // Instead of Put, by who gives up: a device may still copy to or from the piece, whose place is free when it has
+  // landed, at the next call of TakeBack().
+  void Strand(std::byte* piece, Landed landed);
+  void TakeBack();
+
+  // Let a device know the memory. The first call counts. REQUIRES: Prepare() was ok.
+  void PinWith(const Pin& pin);
+  bool is_pinned() const { return pinned_ != nullptr; }
+
+  size_t capacity_bytes() const { return capacity_bytes_; }
+  bool has_stranded() const { return !stranded_.empty(); }
 
  private:
   const uint64_t fork_generation_;
   const size_t capacity_bytes_;
+  const bool keeps_;
   size_t mapped_bytes_ = 0;  // at least the capacity
   std::byte* memory_ = nullptr;
+  bool was_pinned_ = false;  // or it was tried
+  std::shared_ptr<void> pinned_;
   std::map<size_t, size_t> taken_;  // where pieces begin and end, in bytes from memory_
+  struct Stranded {
+    std::byte* piece;
+    Landed landed;
+  };
+  std::vector<Stranded> stranded_;  // taken, too
 };
 
 }  // namespace fastpersist

@@ -57,7 +57,8 @@ file from the disk is compared as well; where that has become slower, everything
 With a CUDA device and libcufile, GPUDirect (the engine cufile) is tried at last, on the first device. engine="auto"
 takes it only where that was won: each transfer went from peer to peer by the library's own statistics, every byte was
 right, and both writing and reading were faster than through host memory. It is for tensors on CUDA devices that need no
-checksums, and holds for all devices of the machine.
+checksums, and holds for all devices of the machine. Calls of cuFile and batches of requests are tried, and batches are
+kept where they beat the calls at both.
 
 --json prints one object:
   facts                  machine, file system, device, versions, date
@@ -68,8 +69,8 @@ checksums, and holds for all devices of the machine.
   comparison             {settings, gain, interval, pair_count, noise, is_kept}: the best against the defaults, or null
   loading                the same for loading; null when the defaults are the best for saving
   writers                the same for the number of writers against 8; null when it was not tried
-  gpudirect              {is_kept, why_lost, write_gain, read_gain}: how many times as fast as through host memory; null
-                         where the trial did not come so far
+  gpudirect              {is_kept, why_lost, write_gain, read_gain, cufile_api, why_not_batch}; gains: how many times as
+                         fast as through host memory, null where the trial did not come so far
   settings               what the tuning file sets
   file, written          where it belongs, and whether it was written
   notes                  what else there is to know
@@ -279,6 +280,8 @@ class _Found:
             found["writers"] = self.writer_count
         if self.gpudirect is not None and not self.gpudirect.why_lost:
             found["gpudirect"] = True
+            if self.gpudirect.cufile_api == "batch":
+                found["cufile_api"] = "batch"
         return found
 
     @property
@@ -337,7 +340,8 @@ class _Found:
             return f"GPUDirect stays out of it: {'not tried' if trial is None else trial.why_lost}."
         return (
             f"GPUDirect goes from peer to peer; it writes {trial.write_gain:.2f} times and reads {trial.read_gain:.2f} "
-            "times as fast as through host memory, and auto takes it for tensors on CUDA devices without checksums."
+            "times as fast as through host memory, and auto takes it for tensors on CUDA devices without checksums. "
+            + ("Requests go in batches." if not trial.why_not_batch else f"Not in batches: {trial.why_not_batch}.")
         )
 
     def as_json(self, facts: dict[str, Any], place: str, is_written: bool, notes: Sequence[str]) -> dict[str, Any]:
@@ -398,6 +402,8 @@ def _trial_as_json(trial: Trial) -> dict[str, Any]:
         "is_kept": not trial.why_lost,
         "why_lost": trial.why_lost,
         **{name: gain if 0 < gain < math.inf else None for name, gain in gains.items()},
+        "cufile_api": trial.cufile_api,
+        "why_not_batch": trial.why_not_batch,
     }
 
 

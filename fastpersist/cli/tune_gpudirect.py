@@ -12,13 +12,14 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fastpersist import _native, cufile
 from fastpersist.cli.child_process import Answers, ChildProcess
+from fastpersist.config import CUFILE_APIS
 from fastpersist.cufile import Trial
 from fastpersist.errors import FastPersistError, UnsupportedError
 from fastpersist.filesystem import storage_errors
@@ -32,6 +33,8 @@ _LIMIT_S = 120.0  # starting CUDA and moving some GiB takes seconds
 
 def try_gpudirect(scratch: str, size_bytes: int, settings: Mapping[str, Any]) -> Trial:
     """Hold a trial on the first CUDA device; lost, with the reason, whenever it cannot be held.
+
+    If it does not come to its end, it is held once more without batches, in which libcufile has been seen to wait.
 
     Args:
         scratch: A directory of the caller's on the file system, in which files are made.
@@ -50,6 +53,15 @@ def try_gpudirect(scratch: str, size_bytes: int, settings: Mapping[str, Any]) ->
         file.writelines(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FASTPERSIST_")}
     environment["FASTPERSIST_CONFIG"] = tuning
+    found, is_late = _tried(scratch, size_bytes, environment, CUFILE_APIS)
+    if is_late:
+        without, _ = _tried(scratch, size_bytes, environment, CUFILE_APIS[:1])
+        found = without._replace(why_not_batch=found.why_lost)
+    return found
+
+
+def _tried(scratch: str, size_bytes: int, environment: Mapping[str, str], apis: Sequence[str]) -> tuple[Trial, bool]:
+    """Hold a trial; return what came of it, and whether it had to be ended."""
     title = "the process that tries GPUDirect"
     with ChildProcess(_PROGRAM, environment=environment, title=title) as child:
         is_late = threading.Event()
@@ -62,10 +74,11 @@ def try_gpudirect(scratch: str, size_bytes: int, settings: Mapping[str, Any]) ->
         timer = threading.Timer(_LIMIT_S, stop)
         timer.start()
         try:
-            child.send({"directory": scratch, "size_bytes": size_bytes})
-            return Trial(**child.receive())
+            child.send({"directory": scratch, "size_bytes": size_bytes, "apis": apis})
+            return Trial(**child.receive()), False
         except UnsupportedError as error:
-            return Trial(f"{title} was at it for {_LIMIT_S:.0f} s, and was ended" if is_late.is_set() else str(error))
+            late = f"{title} was at it for {_LIMIT_S:.0f} s, and was ended"
+            return Trial(late if is_late.is_set() else str(error)), is_late.is_set()
         finally:
             timer.cancel()
 
@@ -74,10 +87,10 @@ def main() -> None:
     """Hold the trials that the command asks for, until it closes its end."""
     answers = Answers()
     for request in answers.requests():
-        answers.send(_held(request["directory"], request["size_bytes"])._asdict())
+        answers.send(_held(request["directory"], request["size_bytes"], request["apis"])._asdict())
 
 
-def _held(directory: str, size_bytes: int) -> Trial:
+def _held(directory: str, size_bytes: int, apis: Sequence[str]) -> Trial:
     try:
         memory = _device_memory(size_bytes)
         return cufile.trial(
@@ -86,6 +99,7 @@ def _held(directory: str, size_bytes: int) -> Trial:
             size_bytes,
             lambda fd, path: _write_by_ring(memory, fd, path),
             lambda fd, path: _read_by_ring(memory, fd, path),
+            apis,
         )
     except FastPersistError as error:
         return Trial(str(error))

@@ -81,7 +81,7 @@ FACTS = {
 
 
 def test_choice_has_every_key_that_a_tuning_file_has() -> None:
-    assert {*Choice._fields, "writers", "gpudirect"} == set(TUNING_KEYS)
+    assert {*Choice._fields, "writers", "gpudirect", "cufile_api"} == set(TUNING_KEYS)
 
 
 def test_what_a_choice_says_is_what_the_library_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +273,7 @@ EVERYTHING = {
     "threads": 2,
     "writers": 2,
     "gpudirect": True,
+    "cufile_api": "batch",
 }
 
 
@@ -282,7 +283,7 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastpersist.cli.tune_worker.Foreman", FasterForeman)
     monkeypatch.setattr(tune_search, "search", all_faster(EVERYTHING))
     monkeypatch.setattr(tune_search, "simplify", lambda race, choice, *_arguments: choice)
-    monkeypatch.setattr(tune_gpudirect, "try_gpudirect", lambda *_arguments: Trial("", 1.5, 1.25))
+    monkeypatch.setattr(tune_gpudirect, "try_gpudirect", lambda *_arguments: Trial("", 1.5, 1.25, "batch"))
 
 
 @in_child({})
@@ -296,6 +297,7 @@ def test_everything_it_prints_is_read_by_the_next_save(
     assert "Loading from the disk with it is 1.00 times as fast" in out
     assert "writers 2 is 2.00 times as fast as 8 of them" in out
     assert "it writes 1.50 times and reads 1.25 times as fast as through host memory" in out
+    assert "Requests go in batches." in out
     assert read_tuning(str(place_of(disk))) == EVERYTHING
     seen: list[dict[str, Any]] = []
     real = _native.TransferOptions
@@ -306,6 +308,7 @@ def test_everything_it_prints_is_read_by_the_next_save(
         key: EVERYTHING[key] for key in ("chunk_bytes", "queue_depth", "ring_bytes")
     }
     assert seen[0]["thread_count"] == 2
+    assert seen[0]["cufile_batch"]
     assert _native.ring_buffer_count() == 32
     assert config_at(str(disk / "x")).gpudirect
     assert config_at(str(disk / "x")).writers == 2  # what ranks make of it: tests/unit/test_tuning.py
@@ -325,7 +328,7 @@ def test_what_makes_loading_slower_is_not_kept(
     found = json.loads(capsys.readouterr().out)
     assert found["comparison"]["is_kept"]
     assert found["loading"]["gain"] == pytest.approx(1 / 1.1)
-    assert found["settings"] == read_tuning(found["file"]) == {"writers": 2, "gpudirect": True}
+    assert found["settings"] == read_tuning(found["file"]) == {"writers": 2, "gpudirect": True, "cufile_api": "batch"}
     assert "so the defaults stay after all" in Path(found["file"]).read_text()
     assert not any("FASTPERSIST_ENGINE" in environment for environment in loads)  # a save's page cache is no load's
 
@@ -358,7 +361,7 @@ class NoForeman(contextlib.AbstractContextManager["NoForeman"]):
 @pytest.mark.parametrize(
     ("found", "told"),
     [
-        (Trial("", 3.0, 2.0), {"is_kept": True, "why_lost": "", "write_gain": 3.0, "read_gain": 2.0}),
+        (Trial("", 3.0, 2.0, "calls", "slow"), {"is_kept": True, "why_lost": "", "write_gain": 3.0, "read_gain": 2.0}),
         (Trial("it is gone"), {"is_kept": False, "why_lost": "it is gone", "write_gain": None, "read_gain": None}),
     ],
 )
@@ -375,14 +378,15 @@ def test_gpudirect_is_tried_against_what_is_best_and_kept_if_it_wins(
     monkeypatch.setattr("fastpersist.cli.tune_worker.Foreman", NoForeman)
     assert run_tune(disk, "--json") == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["gpudirect"] == told
+    assert said["gpudirect"] == {**told, "cufile_api": "calls", "why_not_batch": found.why_not_batch}
+    assert "cufile_api" not in said["settings"]
     ((scratch, size_bytes, settings),) = tried
     assert (Path(scratch).parent, size_bytes) == (disk, 64 * MIB)
     assert settings == {key: value for key, value in EVERYTHING.items() if key in Choice._fields}
     assert read_tuning(said["file"]).get("gpudirect", False) == told["is_kept"]
     text = Path(said["file"]).read_text()
     assert ("gpudirect = true" in text) == told["is_kept"]
-    assert told["is_kept"] or "# GPUDirect stays out of it: it is gone." in text
+    assert ("# GPUDirect stays out of it: it is gone." if found.why_lost else "Not in batches: slow.") in text
 
 
 def test_disk_without_room_for_a_trial_is_tuned_all_the_same(

@@ -75,7 +75,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a torch for CUDA loads the real libcufile")
 @pytest.mark.parametrize(
     ("way", "found"),
-    [(SAYS_P2P, Trial("", 2.0, 2.0)), (SAYS_POSIX, Trial("compatibility mode: through host memory"))],
+    [
+        (SAYS_P2P, Trial("", 2.0, 2.0, "calls", "no faster than calls at writing (1.000 s to 1.000 s)")),
+        (SAYS_POSIX, Trial("compatibility mode: through host memory")),
+    ],
 )
 def test_what_the_trial_finds_is_what_is_told(
     way: int, found: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,7 +120,25 @@ def test_process_that_never_answers_is_ended(tmp_path: Path, monkeypatch: pytest
             super().end()
 
     monkeypatch.setattr(tune_gpudirect, "ChildProcess", Known)
-    assert "was ended" in try_gpudirect(str(tmp_path), TRIAL_BYTES, SETTINGS).why_lost
-    (pid,) = pids
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    found = try_gpudirect(str(tmp_path), TRIAL_BYTES, SETTINGS)
+    assert "was ended" in found.why_lost
+    assert "was ended" in found.why_not_batch
+    assert len(pids) == 2  # once more, without batches
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_process_that_batches_hold_up_is_followed_by_one_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[tuple[str, ...]] = []
+
+    def hold(_scratch: str, _size_bytes: int, _environment: object, apis: tuple[str, ...]) -> tuple[Trial, bool]:
+        tried.append(apis)
+        return (Trial("it was ended"), True) if "batch" in apis else (Trial("", 2.0, 3.0), False)
+
+    monkeypatch.setattr(tune_gpudirect, "_tried", hold)
+    found = try_gpudirect(str(tmp_path), TRIAL_BYTES, SETTINGS)
+    assert found == Trial("", 2.0, 3.0, "calls", "it was ended")
+    assert tried == [("calls", "batch"), ("calls",)]

@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 
 #include <atomic>
+#include <functional>
 #include <set>
 #include <thread>
 
@@ -136,8 +137,14 @@ void ARunEndsAtTheLimit() {
   for (std::byte* block : {first, second, third}) few.Return(block);
 }
 
+// What arenas of a test had pinned is no later test's. Declared before them.
+struct Cleaner {
+  ~Cleaner() { ReleaseSpares(); }
+};
+
 // A save that comes to fresh memory must not hold up those that have theirs.
 void BlocksAreReturnedAndTakenWhileFreshMemoryIsPinned() {
+  const Cleaner cleaner;
   Arena arena(34 * kBlock);
   const std::vector<std::byte*> all_but_two = [&] {
     std::unique_lock lock(arena.mutex());
@@ -172,21 +179,219 @@ void BlocksAreReturnedAndTakenWhileFreshMemoryIsPinned() {
   ReturnAll(arena, {fresh});
 }
 
-// Who prepares and who cannot wait may map the same at once; one of them was too late.
-void MemoryThatIsPinnedTwiceOverIsNotMoreThanTheLimit() {
-  Arena arena(4 * kBlock);
-  std::atomic<int> pin_count{0};
-  arena.PinWith([&](std::span<std::byte>) -> std::shared_ptr<void> {
-    ++pin_count;
-    while (pin_count < 2) std::this_thread::yield();
-    return std::make_shared<int>(0);
-  });
-  std::thread preparing([&] { arena.Prepare(4 * kBlock); });
+// The first tensor of a device comes to an arena that saves of the host have used so far, and use.
+void BlocksAreReturnedAndTakenWhileMappedMemoryIsPinned() {
+  const Cleaner cleaner;
+  Arena arena(40 * kBlock);  // two mappings
   const std::vector<std::byte*> blocks = TakeAll(arena);
-  preparing.join();
-  EXPECT(pin_count == 2);
-  EXPECT(blocks.size() == 4 && MappedBytes(arena) == 4 * kBlock);
   ReturnAll(arena, blocks);
+  std::atomic<int> pin_count{0};
+  std::atomic<bool> may_end{false};
+  std::thread pinning([&] {
+    arena.PinWith([&](std::span<std::byte>) -> std::shared_ptr<void> {
+      ++pin_count;
+      may_end.wait(false);
+      return std::make_shared<int>(0);
+    });
+  });
+  while (pin_count < 1) std::this_thread::yield();
+  arena.PinWith([&](std::span<std::byte>) -> std::shared_ptr<void> {  // another save's: it does not wait either
+    ++pin_count;
+    return nullptr;
+  });
+  {
+    std::unique_lock lock(arena.mutex());  // hangs where it is held
+    EXPECT(arena.TryTake(lock) == blocks[0] && !arena.is_pinned(blocks[0]));
+    EXPECT(arena.TryTakeBehind(blocks[0]) == blocks[1]);
+    arena.Return(blocks[0]);
+  }
+  EXPECT(pin_count == 1);
+  may_end = true;
+  may_end.notify_all();
+  pinning.join();
+  EXPECT(pin_count == 2);
+  {
+    const std::lock_guard lock(arena.mutex());
+    EXPECT(std::all_of(blocks.begin(), blocks.end(), [&](std::byte* block) { return arena.is_pinned(block); }));
+    arena.Return(blocks[1]);
+  }
+  EXPECT(TakeAll(arena).size() == 40);
+  ReturnAll(arena, blocks);
+}
+
+// How often memory was pinned, and how much of it still is.
+struct Pins {
+  ~Pins() { ReleaseSpares(); }
+
+  std::atomic<int> count{0};
+  std::atomic<uint64_t> size_bytes{0};
+
+  Pin pin() {
+    return [this](std::span<std::byte> memory) {
+      ++count;
+      size_bytes += memory.size();
+      return std::shared_ptr<void>(memory.data(), [this, taken = memory.size()](void*) { size_bytes -= taken; });
+    };
+  }
+};
+
+// An arena of a device that has handed out all it may.
+std::unique_ptr<Arena> UsedArena(uint64_t limit_bytes, const Pin& pin) {
+  auto arena = std::make_unique<Arena>(limit_bytes);
+  arena->PinWith(pin);
+  const std::vector<std::byte*> blocks = TakeAll(*arena);
+  EXPECT(blocks.size() == limit_bytes / kBlock);
+  {
+    const std::lock_guard lock(arena->mutex());
+    EXPECT(std::all_of(blocks.begin(), blocks.end(), [&](std::byte* block) { return arena->is_pinned(block); }));
+  }
+  for (std::byte* block : blocks) std::memset(block, 1, kBlock);
+  ReturnAll(*arena, blocks);
+  return arena;
+}
+
+void AnArenaHasWhatEarlierOnesHadPinned() {
+  Pins pins;
+  UsedArena(70 * kBlock, pins.pin()).reset();
+  EXPECT(pins.count == 3 && pins.size_bytes == 70 * kBlock && SpareBytes() == 70 * kBlock);
+  for (const uint64_t count : {70, 40, 3, 33}) {
+    const auto arena = UsedArena(count * kBlock, pins.pin());
+    EXPECT_WITH(SpareBytes() + MappedBytes(*arena) == 70 * kBlock, std::to_string(count));
+  }
+  auto preparing = std::make_unique<Arena>(70 * kBlock);
+  preparing->PinWith(pins.pin());
+  while (preparing->Prepare(70 * kBlock)) continue;
+  EXPECT(MappedBytes(*preparing) == 70 * kBlock && SpareBytes() == 0);
+  EXPECT(pins.count == 3);
+  UsedArena(kBlock, pins.pin()).reset();  // there is nothing left
+  EXPECT(pins.count == 4 && SpareBytes() == kBlock);
+  EXPECT(ReleaseSpares() == kBlock && SpareBytes() == 0 && ReleaseSpares() == 0);
+  EXPECT(pins.size_bytes == 70 * kBlock);
+  preparing.reset();
+  EXPECT(ReleaseSpares() == 70 * kBlock && pins.size_bytes == 0);
+}
+
+void ArenasAtTheSameTimeHaveWhatOthersHadAtTheSameTime() {
+  Pins pins;
+  for (int round = 0; round < 3; ++round) {
+    const auto first = UsedArena(40 * kBlock, pins.pin());
+    const auto second = UsedArena(20 * kBlock, pins.pin());
+  }
+  EXPECT(pins.count == 3 && SpareBytes() == 60 * kBlock);
+  ReleaseSpares();
+  EXPECT(pins.size_bytes == 0);
+}
+
+void WhatIsNotPinnedIsNotKept() {
+  const Cleaner cleaner;
+  UsedArena(3 * kBlock, [](std::span<std::byte>) { return std::make_shared<int>(0); }).reset();
+  EXPECT(ReleaseSpares() == 3 * kBlock);
+  Arena arena(3 * kBlock);
+  ReturnAll(arena, TakeAll(arena));
+  Arena refused(3 * kBlock);
+  refused.PinWith([](std::span<std::byte>) { return nullptr; });
+  ReturnAll(refused, TakeAll(refused));
+  EXPECT(SpareBytes() == 0);
+}
+
+void WhatNobodyTakesForLongIsGivenBack() {
+  Pins pins;
+  UsedArena(40 * kBlock, pins.pin()).reset();
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  EXPECT(SpareBytes() == 40 * kBlock);
+  SetSpareLifetime(std::chrono::milliseconds(300));
+  const auto start = std::chrono::steady_clock::now();
+  const auto passed = [start] { return std::chrono::steady_clock::now() - start; };
+  while (pins.size_bytes > 0 && passed() < std::chrono::seconds(20)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT(pins.size_bytes == 0 && SpareBytes() == 0);
+  UsedArena(kBlock, pins.pin()).reset();  // and so on
+  EXPECT(SpareBytes() == kBlock);
+  while (pins.size_bytes > 0 && passed() < std::chrono::seconds(40)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT(pins.size_bytes == 0);
+  SetSpareLifetime(std::chrono::minutes(10));
+}
+
+void AForkedChildHasNothingOfWhatTheParentKeeps() {
+  Pins pins;
+  UsedArena(3 * kBlock, pins.pin()).reset();
+  EXPECT(HoldsInAChild([&] {
+    if (SpareBytes() != 0 || ReleaseSpares() != 0) return false;
+#ifndef __SANITIZE_THREAD__  // which lets no thread begin here
+    UsedArena(2 * kBlock, pins.pin()).reset();
+    if (pins.count != 2 || SpareBytes() != 2 * kBlock || ReleaseSpares() != 2 * kBlock) return false;
+#endif
+    return true;
+  }));
+  EXPECT(pins.count == 1 && ReleaseSpares() == 3 * kBlock);
+}
+
+// What PinWith is at work on stays mapped, whatever the arena has too much of.
+void WhatIsBeingPinnedIsNotLetGoOf() {
+  const Cleaner cleaner;
+  Arena arena(4 * kBlock);
+  const std::vector<std::byte*> blocks = TakeAll(arena);
+  std::atomic<bool> has_landed{false};
+  {
+    const std::lock_guard lock(arena.mutex());
+    for (std::byte* block : blocks) arena.Strand(block, [&] { return has_landed.load(); });
+  }
+  const std::vector<std::byte*> others = TakeAll(arena);
+  ReturnAll(arena, others);
+  std::atomic<int> pin_count{0};
+  std::atomic<bool> may_end{false};
+  std::thread pinning([&] {
+    arena.PinWith([&](std::span<std::byte>) -> std::shared_ptr<void> {
+      ++pin_count;
+      may_end.wait(false);
+      return std::make_shared<int>(0);
+    });
+  });
+  while (pin_count < 1) std::this_thread::yield();
+  has_landed = true;
+  {
+    std::unique_lock lock(arena.mutex());
+    arena.TakeBack(lock);
+    EXPECT(arena.mapped_bytes() == 8 * kBlock);
+  }
+  may_end = true;
+  may_end.notify_all();
+  pinning.join();
+  const std::lock_guard lock(arena.mutex());
+  EXPECT(arena.is_pinned(blocks[0]) && arena.is_pinned(others[0]));
+}
+
+// Who comes to what is just being prepared does not have as much pinned himself, only to throw half of it away.
+void WhatIsPreparedAndNeededAtOnceIsPinnedOnce() {
+  for (const bool prepared_first : {true, false}) {
+    const Cleaner cleaner;
+    Arena arena(4 * kBlock);
+    std::atomic<int> pin_count{0};
+    std::atomic<bool> may_end{false};
+    arena.PinWith([&](std::span<std::byte>) -> std::shared_ptr<void> {
+      ++pin_count;
+      may_end.wait(false);
+      return std::make_shared<int>(0);
+    });
+    std::vector<std::byte*> blocks;
+    const auto prepare = [&] { arena.Prepare(4 * kBlock); };
+    const auto take = [&] { blocks = TakeAll(arena); };
+    std::thread first(prepared_first ? std::function<void()>(prepare) : take);
+    while (pin_count < 1) std::this_thread::yield();
+    std::thread second(prepared_first ? std::function<void()>(take) : prepare);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    EXPECT(pin_count == 1);
+    may_end = true;
+    may_end.notify_all();
+    first.join();
+    second.join();
+    EXPECT(pin_count == 1);
+    EXPECT(blocks.size() == 4 && MappedBytes(arena) == 4 * kBlock);
+    ReturnAll(arena, blocks);
+  }
 }
 
 void AForkedChildHasNoneOfItAndHarmsNothing() {
@@ -235,11 +440,14 @@ void WithoutMemoryFromTheKernelThereIsNoBlock() {
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(
-      argc, argv,
-      {TEST(TheLimitIsRoundedDownToWholeBlocks), TEST(NothingIsMappedBeforeItIsNeeded),
-       TEST(BlocksAreApartAndCanBeFilled), TEST(GrowRaisesTheLimitAndNeverLowersIt), TEST(AThousandSavesMapNothingNew),
-       TEST(RunsAreAsLongInEverySave), TEST(ARunEndsAtTheLimit),
-       TEST(BlocksAreReturnedAndTakenWhileFreshMemoryIsPinned), TEST(MemoryThatIsPinnedTwiceOverIsNotMoreThanTheLimit),
-       TEST(AForkedChildHasNoneOfItAndHarmsNothing), TEST(WithoutMemoryFromTheKernelThereIsNoBlock)});
+  return Run(argc, argv,
+             {TEST(TheLimitIsRoundedDownToWholeBlocks), TEST(NothingIsMappedBeforeItIsNeeded),
+              TEST(BlocksAreApartAndCanBeFilled), TEST(GrowRaisesTheLimitAndNeverLowersIt),
+              TEST(AThousandSavesMapNothingNew), TEST(RunsAreAsLongInEverySave), TEST(ARunEndsAtTheLimit),
+              TEST(BlocksAreReturnedAndTakenWhileFreshMemoryIsPinned),
+              TEST(BlocksAreReturnedAndTakenWhileMappedMemoryIsPinned), TEST(WhatIsBeingPinnedIsNotLetGoOf),
+              TEST(AnArenaHasWhatEarlierOnesHadPinned), TEST(ArenasAtTheSameTimeHaveWhatOthersHadAtTheSameTime),
+              TEST(WhatIsNotPinnedIsNotKept), TEST(WhatNobodyTakesForLongIsGivenBack),
+              TEST(AForkedChildHasNothingOfWhatTheParentKeeps), TEST(WhatIsPreparedAndNeededAtOnceIsPinnedOnce),
+              TEST(AForkedChildHasNoneOfItAndHarmsNothing), TEST(WithoutMemoryFromTheKernelThereIsNoBlock)});
 }

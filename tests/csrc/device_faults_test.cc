@@ -96,10 +96,25 @@ void AnErrorThatTakesTheDeviceAwaySaysSoAndLeavesTheOtherDeviceAlone() {
 void AnErrorThatIsNoneOfTheDevicesStateDoesNotSaySo() {
   const CudaDriver& driver = *Must(CudaDriver::Get());
   EXPECT(!Contains(driver.Check(2, "copying").message(), "any more"));
-  for (const int error : {700, 719, 999, 100, 226, 721, 810}) {
+  for (const int error : {700, 719, 999, 100, 226, 721, 810, 911}) {
     EXPECT(Contains(driver.Check(error, "copying").message(), "cannot use the device any more"));
   }
   EXPECT(Contains(driver.Check(46, "opening").message(), "compute mode"));
+}
+
+void ACopyThatWasStartedIsNoErrorWhereItCannotBeMarked() {
+  Device& device = TheDevice();
+  const Pages host;
+  const Pinned pinned = Pinned::Register(device, host.bytes());
+  const DeviceMemory memory;
+  Cuda().hold_copies(0);
+  for (const char* const call : {"cuEventCreate", "cuEventRecord"}) Cuda().fail(call, 0, 2);
+  for (uint64_t count = 1; count <= 300; ++count) {  // now and then one is marked
+    EXPECT_OK(device.to_host().ToHost(host.data(), memory.address(), 1));
+    EXPECT(Cuda().queued_copy_count() == count);
+  }
+  EXPECT(device.to_host().Mark().status().code() == StatusCode::kDeviceError);
+  Cuda().clear();
 }
 
 void ACopyThatFailsLaterIsFoundByTheMarksBehindIt() {
@@ -218,6 +233,7 @@ int main(int argc, char** argv) {
                  WITH_DOUBLE(ADeviceThatIsOpenedAgainGoesOnWhereItStopped),
                  WITH_DOUBLE(AnErrorThatTakesTheDeviceAwaySaysSoAndLeavesTheOtherDeviceAlone),
                  WITH_DOUBLE(AnErrorThatIsNoneOfTheDevicesStateDoesNotSaySo),
+                 WITH_DOUBLE(ACopyThatWasStartedIsNoErrorWhereItCannotBeMarked),
                  WITH_DOUBLE(ACopyThatFailsLaterIsFoundByTheMarksBehindIt),
                  WITH_DOUBLE(AForkedChildLeavesTheDriverAlone),
                  WITH_DOUBLE(AChildOfAProcessThatOnlyLookedHasADriverOfItsOwn),

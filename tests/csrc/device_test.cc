@@ -67,6 +67,16 @@ void ADriverThatIsTooOldIsRefusedUntilThereIsANewerOne() {
   EXPECT_OK(CudaDriver::Get().status());
 }
 
+// That of CUDA 12.4 answers so to each call.
+void TheStubOfTheToolkitIsNamedByTheFirstCallThatItRefuses() {
+  Cuda().fail("cuDriverGetVersion", 0, 34);
+  for (const Status& status : {CudaDriver::Present(), CudaDriver::Get().status()}) {
+    EXPECT(status.code() == StatusCode::kUnsupported);
+    EXPECT_WITH(Contains(status.message(), "stub of the CUDA toolkit"), status.message());
+  }
+  EXPECT(Cuda().call_count("cuInit") == 0);
+}
+
 void ADriverThatDoesNotStartSaysWhyAndIsTriedAgain() {
   struct Case {
     int error;
@@ -512,6 +522,7 @@ int main(int argc, char** argv) {
                  WITH_DOUBLE(TheDriverIsInitialisedOnceAndKept),
                  WITH_DOUBLE(LookingWhetherThereIsADriverDoesNotInitialiseIt),
                  WITH_DOUBLE(ADriverThatIsTooOldIsRefusedUntilThereIsANewerOne),
+                 WITH_DOUBLE(TheStubOfTheToolkitIsNamedByTheFirstCallThatItRefuses),
                  WITH_DOUBLE(ADriverThatDoesNotStartSaysWhyAndIsTriedAgain),
                  WITH_DOUBLE(ADeviceThatIsNotThereIsAnErrorThatCountsThoseThatAre),
                  WITH_DOUBLE(ADeviceIsMadeOnceWithOneContextAndTwoStreams),

@@ -1,13 +1,17 @@
 // The memory for what direct I/O does not take (transfer/staging.h): pieces are aligned, apart, and inside; what is
 // given back can be had again; the lowest place is taken; with nothing out, any size up to the capacity fits; and the
-// memory of one file is the next one's.
+// memory of one file is the next one's. What devices may still touch is nobody's.
 #include "transfer/staging.h"
 
 #include <sys/resource.h>
 #include <sys/wait.h>
 
 #include <map>
+#include <memory>
+#include <span>
+#include <utility>
 
+#include "core/limbo.h"
 #include "testing.h"
 
 namespace fastpersist {
@@ -164,15 +168,94 @@ void MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain() {
 #endif
 }
 
+// --- Devices
+
+void PiecesFromALimitOnLeaveRoomBelowIt() {
+  Staging staging(6 * kUnit);
+  EXPECT_OK(staging.Prepare());
+  std::byte* const above = staging.Take(kUnit, 2 * kUnit);
+  EXPECT(staging.Take(kUnit, 2 * kUnit) == above + kUnit);
+  EXPECT(staging.Take(3 * kUnit, 2 * kUnit) == nullptr);
+  std::byte* const below = staging.Take(2 * kUnit);
+  EXPECT(below + 2 * kUnit == above);
+  staging.Put(below);
+  EXPECT(staging.Take(3 * kUnit) == nullptr);
+  EXPECT(staging.Take(kUnit, kUnit) == below + kUnit);
+  staging.Put(above);
+  EXPECT(staging.Take(kUnit, kUnit + 1) == above);
+  EXPECT(staging.Take(kUnit, 6 * kUnit) == nullptr);
+}
+
+void AStrandedPieceIsNobodysUntilItHasLanded() {
+  bool has_landed = false;
+  Staging staging(2 * kUnit);
+  EXPECT_OK(staging.Prepare());
+  std::byte* const piece = staging.Take(kUnit);
+  staging.Strand(piece, [&has_landed] { return has_landed; });
+  staging.TakeBack();
+  EXPECT(staging.has_stranded() && staging.Take(2 * kUnit) == nullptr);
+  EXPECT(staging.Take(kUnit) == piece + kUnit);
+  staging.Put(piece + kUnit);
+  has_landed = true;
+  staging.TakeBack();
+  EXPECT(!staging.has_stranded() && staging.Take(2 * kUnit) == piece);
+}
+
+void WhatADeviceKnowsItKnowsForTheNextFileToo() {
+  int pin_count = 0;
+  const auto pins = [&pin_count](const Staging& staging) {
+    return [&pin_count, &staging](std::span<std::byte> memory) -> std::shared_ptr<void> {
+      EXPECT(memory.size() >= staging.capacity_bytes());
+      ++pin_count;
+      return std::make_shared<int>(0);
+    };
+  };
+  for (int file = 0; file < 3; ++file) {
+    Staging staging(4096 * kUnit);
+    EXPECT_OK(staging.Prepare());
+    for (int again = 0; again < 2; ++again) staging.PinWith(pins(staging));
+    EXPECT(staging.is_pinned() && pin_count == 1);
+  }
+  Staging larger(8192 * kUnit);  // the mapping that is kept is too small, and the device forgets it
+  EXPECT_OK(larger.Prepare());
+  EXPECT(!larger.is_pinned());
+  larger.PinWith([](std::span<std::byte>) { return nullptr; });
+  larger.PinWith(pins(larger));  // once refused, always
+  EXPECT(!larger.is_pinned() && pin_count == 1);
+}
+
+void MemoryThatIsStrandedWhenItsFileIsGoneStaysUntilItHasLanded() {
+  bool has_landed = false;
+  auto pinned = std::make_shared<int>(0);
+  const std::weak_ptr<int> known = pinned;
+  std::byte* piece = nullptr;
+  {
+    Staging staging(16384 * kUnit);
+    EXPECT_OK(staging.Prepare());
+    staging.PinWith([&pinned](std::span<std::byte>) { return std::exchange(pinned, nullptr); });
+    piece = staging.Take(kUnit);
+    staging.Strand(piece, [&has_landed] { return has_landed; });
+  }
+  EXPECT(ReleaseFromLimbo() == 1 && !known.expired());
+  std::memset(piece, 1, kUnit);  // mapped
+  Staging next(16384 * kUnit);
+  EXPECT_OK(next.Prepare());
+  EXPECT(next.Take(kUnit) != piece);
+  has_landed = true;
+  EXPECT(ReleaseFromLimbo() == 0 && known.expired());
+}
+
 }  // namespace
 }  // namespace fastpersist
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(
-      argc, argv,
-      {TEST(EveryPieceIsAlignedAndHoldsItsBytes), TEST(AnySizeUpToTheCapacityFitsWhenNothingIsOut),
-       TEST(WhatDoesNotFitIsRefusedAndFitsLater), TEST(TheLowestPlaceIsTaken), TEST(PiecesNeverMeetWhateverTheOrder),
-       TEST(TheNextFileHasTheMemoryOfTheLastIfItIsLargeEnough), TEST(TooLittleMemoryOfTheLastFileIsNotTaken),
-       TEST(AForkedChildHasMemoryOfItsOwn), TEST(MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain)});
+  return Run(argc, argv,
+             {TEST(EveryPieceIsAlignedAndHoldsItsBytes), TEST(AnySizeUpToTheCapacityFitsWhenNothingIsOut),
+              TEST(WhatDoesNotFitIsRefusedAndFitsLater), TEST(TheLowestPlaceIsTaken),
+              TEST(PiecesNeverMeetWhateverTheOrder), TEST(TheNextFileHasTheMemoryOfTheLastIfItIsLargeEnough),
+              TEST(TooLittleMemoryOfTheLastFileIsNotTaken), TEST(AForkedChildHasMemoryOfItsOwn),
+              TEST(MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain), TEST(PiecesFromALimitOnLeaveRoomBelowIt),
+              TEST(AStrandedPieceIsNobodysUntilItHasLanded), TEST(WhatADeviceKnowsItKnowsForTheNextFileToo),
+              TEST(MemoryThatIsStrandedWhenItsFileIsGoneStaysUntilItHasLanded)});
 }

@@ -153,6 +153,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "fail": (None, [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]),
     "fail_async": (None, [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]),
     "set_registration_limit": (None, [ctypes.c_uint64]),
+    "set_pageable_waits": (None, [ctypes.c_int]),
     "delay_us": (None, [ctypes.c_int]),
     "stream_new": (ctypes.c_uint64, [ctypes.c_int]),
     "default_stream": (ctypes.c_uint64, [ctypes.c_int]),
@@ -165,12 +166,14 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         None,
         [ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t],
     ),
+    "stream_wait": (None, [ctypes.c_uint64, ctypes.c_uint64]),
     "stream_block": (None, [ctypes.c_uint64]),
     "stream_unblock": (None, [ctypes.c_uint64]),
     "capture": (None, [ctypes.c_uint64, ctypes.c_int]),
     "stream_synchronize": (None, [ctypes.c_uint64]),
     "synchronize": (None, []),
     "hold_copies": (None, [ctypes.c_int64]),
+    "hold_registrations": (None, [ctypes.c_int]),
     "wait_for_calls": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int]),
     "wait_for_queued_copies": (ctypes.c_int, [ctypes.c_uint64, ctypes.c_int]),
     "call_count": (ctypes.c_uint64, [ctypes.c_char_p]),
@@ -196,12 +199,14 @@ class CudaDouble:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
+        self.device_count = DEVICE_COUNT
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, f"double_{name}")
             function.restype, function.argtypes = result, arguments
 
     def reset(self, device_count: int = DEVICE_COUNT) -> None:
         """Forget everything, contexts and streams too: only where the product has used no device yet."""
+        self.device_count = device_count
         self.library.double_reset(device_count)
 
     def clear(self) -> None:
@@ -249,6 +254,10 @@ class CudaDouble:
     def set_registration_limit(self, limit_bytes: int) -> None:
         self.library.double_set_registration_limit(limit_bytes)
 
+    def set_pageable_waits(self, on: bool) -> None:
+        """Say whether a copy with host memory that is not registered returns when it is done, or before."""
+        self.library.double_set_pageable_waits(int(on))
+
     # time and order
 
     def delay_us(self, us: int) -> None:
@@ -274,6 +283,10 @@ class CudaDouble:
     def stream_add_copy(self, stream: int, target: int, source: int, size_bytes: int, us: int = 0) -> None:
         """Add a kernel that, after so long, copies device memory."""
         self.library.double_stream_add_copy(stream, us, target, source, size_bytes)
+
+    def stream_wait(self, stream: int, other: int) -> None:
+        """Let what the stream is given from now on come after all that the other one holds."""
+        self.library.double_stream_wait(stream, other)
 
     def stream_block(self, stream: int) -> None:
         self.library.double_stream_block(stream)
@@ -318,6 +331,15 @@ class CudaDouble:
             yield
         finally:
             self.hold_copies(-1)
+
+    @contextmanager
+    def held_registrations(self) -> Iterator[None]:
+        """Let no registration of host memory return inside the block."""
+        self.library.double_hold_registrations(1)
+        try:
+            yield
+        finally:
+            self.library.double_hold_registrations(0)
 
     def wait_for_calls(self, call: str, count: int, timeout_ms: int = WAIT_MS) -> None:
         """Wait until the call has been made so often."""

@@ -31,9 +31,9 @@ IO_DISABLED = 5034
 
 def build_cufile_double() -> Path:
     """Return the path of the double's library, built unless it is there: any number of processes may build at once."""
-    source = SOURCE / "cufile_double.cc"
+    sources = sorted(SOURCE.glob("cufile*.cc"))
     digest = hashlib.sha256(repr(FLAGS).encode())
-    for path in (source, SOURCE / "cufile_interface.h"):
+    for path in (*sources, *sorted(SOURCE.glob("cufile*.h"))):
         digest.update(path.read_bytes())
     library = BUILD / f"cufile-{digest.hexdigest()[:12]}" / SONAME
     if library.exists():
@@ -46,7 +46,7 @@ def build_cufile_double() -> Path:
     with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
         built = Path(scratch) / SONAME
         links = ("-shared", f"-Wl,-soname,{SONAME}", "-Wl,-z,nodelete", "-ldl")
-        command = [*compiler.split(), *FLAGS, str(source), *links, "-o", str(built)]
+        command = [*compiler.split(), *FLAGS, *map(str, sources), *links, "-o", str(built)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise DoubleError(f"the double of libcufile does not build:\n{result.stdout}{result.stderr}")

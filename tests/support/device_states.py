@@ -6,6 +6,7 @@ does on the device, `Stage.kernel` does: it changes memory when its stream comes
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -82,6 +83,8 @@ def device_stage(patch: pytest.MonkeyPatch) -> Iterator[Stage]:
         stage = Stage(cuda, patch)
         yield stage
         stage.end()
+        gc.collect()
+        _native.release_spares()  # no later test's
 
 
 @contextmanager

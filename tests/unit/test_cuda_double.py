@@ -115,6 +115,29 @@ def test_a_copy_with_pageable_memory_returns_when_it_is_done(
     memory.close()
 
 
+@pytest.mark.parametrize("direction", ["to host", "to device"])
+def test_a_copy_with_pageable_memory_may_return_before(
+    cuda: CudaDouble, driver: Driver, device_memory: int, direction: str
+) -> None:
+    cuda.set_pageable_waits(False)
+    stream = driver.stream()
+    memory = HostMemory()
+    memory.write(b"h" * SIZE)
+    cuda.write(device_memory, b"d" * SIZE)
+    cuda.stream_block(stream)
+    if direction == "to host":
+        assert driver.MemcpyDtoHAsync(memory.address, device_memory, SIZE, stream) == 0
+        assert memory.read() == b"h" * SIZE
+    else:
+        assert driver.MemcpyHtoDAsync(device_memory, memory.address, SIZE, stream) == 0
+        assert cuda.read(device_memory, SIZE) == b"d" * SIZE
+    cuda.stream_unblock(stream)
+    cuda.stream_synchronize(stream)
+    assert memory.read() == cuda.read(device_memory, SIZE)
+    assert cuda.pageable_copy_count == 1
+    memory.close()
+
+
 def test_a_stream_does_its_work_in_order(cuda: CudaDouble, driver: Driver, device_memory: int) -> None:
     other = cuda.alloc(SIZE, device=0)
     stream = driver.stream()

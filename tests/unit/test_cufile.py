@@ -132,6 +132,17 @@ def test_without_a_driver_nothing_else_is_looked_at(monkeypatch: pytest.MonkeyPa
     assert cufile.why_not(start=True) == "no driver"
 
 
+def test_driver_that_does_not_start_is_the_reason_before_any_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As root, the driver makes its node in /dev while it finds that there is no device.
+    cuda_double()
+    monkeypatch.setattr(cufile, "_DRIVER", str(tmp_path))
+    monkeypatch.setattr(cufile, "_MODULES", str(tmp_path / "modules"))
+    monkeypatch.setattr(_native, "cuda_why_not", lambda: "no GPU")
+    assert cufile.why_not(start=True) == "no GPU"
+
+
 def test_process_that_has_not_used_cuda_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_double()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
@@ -299,8 +310,8 @@ def test_trial_is_won_by_real_traffic_that_is_faster(
     found = clock.trial(tmp_path)
     assert found.why_lost == ""
     assert min(found.write_gain, found.read_gain) > 1
-    # Written and read in each of three rounds.
-    assert cufile.traffic().direct_count == 3 * 2 * TRIAL_BYTES // BUFFER_BYTES
+    # Written and read in each of three rounds, by calls and in batches.
+    assert cufile.traffic().direct_count == 3 * 2 * 2 * TRIAL_BYTES // BUFFER_BYTES
     assert os.listdir(tmp_path) == []
 
 
@@ -371,7 +382,7 @@ def test_trial_whose_transfers_are_not_counted_is_lost(
         ("cuFileWrite", 3, IO_DISABLED),
         ("cuFileRead", 2, IO_DISABLED),
         ("cuFileBufRegister", 1, 5016),
-        ("cuFileHandleRegister", 2, 5008),
+        ("cuFileHandleRegister", 3, 5008),  # of the second round: each way has a file of its own
     ],
 )
 def test_trial_that_fails_is_lost_and_leaves_nothing(
@@ -385,6 +396,87 @@ def test_trial_that_fails_is_lost_and_leaves_nothing(
 
 def test_trial_in_no_directory_is_lost(double: CuFileDouble, clock: Clock, tmp_path: Path) -> None:
     assert str(tmp_path / "missing") in clock.trial(tmp_path / "missing").why_lost
+
+
+def by_api(clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, tuple[float, float]]) -> None:
+    """Let requests of cuFile take so long, writing and reading, by api."""
+    real = _native.run_requests
+
+    def slow(fd: int, path: bytes, engines: list[str], requests: list[Any], **named: Any) -> None:
+        real(fd, path, engines, requests, **named)
+        write_s, read_s = seconds["batch" if named["cufile_batch"] else "calls"]
+        clock.now_s += write_s if requests[0][0] else read_s
+
+    monkeypatch.setattr(_native, "run_requests", slow)
+
+
+@pytest.mark.parametrize(
+    ("calls", "batch", "api", "gains", "why_lost", "why_not_batch"),
+    [
+        ((0.5, 0.5), (0.25, 0.25), "batch", (4, 4), "", ""),
+        ((0.5, 0.5), (0.5, 0.25), "calls", (2, 2), "", "no faster than calls at writing"),
+        ((0.5, 0.5), (0.25, 0.5), "calls", (2, 2), "", "no faster than calls at reading"),
+        ((0.5, 0.5), (1.5, 0.25), "calls", (2, 2), "", "no faster than the ring at writing"),
+        ((1.5, 0.5), (0.5, 0.8), "batch", (2, 1.25), "", ""),
+        ((1.0, 0.5), (1.0, 0.5), "calls", (1, 2), "the ring at writing", "no faster than the ring at writing"),
+    ],
+)
+def test_batches_are_taken_where_they_beat_calls_and_the_ring(
+    calls: tuple[float, float],
+    batch: tuple[float, float],
+    api: str,
+    gains: tuple[float, float],
+    why_lost: str,
+    why_not_batch: str,
+    double: CuFileDouble,
+    clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    double.set_way(SAYS_P2P)
+    by_api(clock, monkeypatch, {"calls": calls, "batch": batch})
+    found = clock.trial(tmp_path)
+    assert found.cufile_api == api
+    assert (found.write_gain, found.read_gain) == pytest.approx(gains)
+    assert bool(found.why_lost) == bool(why_lost)
+    assert why_lost in found.why_lost
+    assert bool(found.why_not_batch) == bool(why_not_batch)
+    assert why_not_batch in found.why_not_batch
+
+
+@pytest.mark.parametrize(
+    ("call", "nth", "error", "why"),
+    [
+        ("batch write", 3, IO_DISABLED, "(5034)"),
+        ("batch read", 2, IO_DISABLED, "(5034)"),
+        ("cuFileBatchIOSubmit", 2, 5035, "cuFileBatchIOSubmit: CU_FILE_BATCH_SUBMIT_FAILED (5035)"),
+    ],
+)
+def test_batches_that_fail_cost_calls_nothing(
+    call: str,
+    nth: int,
+    error: int,
+    why: str,
+    double: CuFileDouble,
+    clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    double.set_way(SAYS_P2P)
+    double.fail(call, nth, error)
+    by_api(clock, monkeypatch, {"calls": (0.5, 0.5), "batch": (0.25, 0.25)})
+    found = clock.trial(tmp_path)
+    assert (found.why_lost, found.cufile_api) == ("", "calls")
+    assert why in found.why_not_batch
+    assert os.listdir(tmp_path) == []
+
+
+def test_batches_are_not_even_tried_where_calls_are_no_gpudirect(
+    double: CuFileDouble, clock: Clock, tmp_path: Path
+) -> None:
+    double.set_way(SAYS_POSIX)
+    assert "compatibility mode" in clock.trial(tmp_path).why_lost
+    assert double.call_count("cuFileBatchIOSubmit") == 0
 
 
 @pytest.mark.parametrize("size_bytes", [0, -1, (64 << 20) + 1])

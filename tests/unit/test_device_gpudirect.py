@@ -19,6 +19,7 @@ from support.device_states import Stage, bytes_in, device_stage, device_state, p
 
 import fastpersist as fp
 from fastpersist import _native, cufile, engine_choice
+from fastpersist.config import CUFILE_APIS, config
 from fastpersist.errors import ConfigError, DeviceError, StorageError, UnsupportedError
 from fastpersist.pipeline import Extents, Pieces, Writer, read_extents
 
@@ -33,8 +34,15 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
         yield stage
 
 
+@pytest.fixture(params=CUFILE_APIS)
+def api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By which of its interfaces libcufile moves the requests."""
+    monkeypatch.setenv("FASTPERSIST_CUFILE_API", request.param)
+    return str(request.param)
+
+
 @pytest.fixture
-def library(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[CuFileDouble]:
+def library(stage: Stage, api: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[CuFileDouble]:
     monkeypatch.setattr(cufile, "_MODULES", "/proc/self")  # which the double does not look for
     double = cufile_double()
     double.clear()
@@ -44,8 +52,30 @@ def library(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[CuFileDou
     assert violations == []
 
 
+def moving(api: str, call: str) -> str:
+    """Return what the double counts and fails of what a call does."""
+    return call if api == "calls" else {"cuFileWrite": "batch write", "cuFileRead": "batch read"}.get(call, call)
+
+
 def ring_is_free() -> bool:
     return _native.ring_free_count() == _native.ring_buffer_count()
+
+
+def test_host_memory_that_the_device_reads_by_itself_stays_until_it_has(
+    stage: Stage, library: CuFileDouble, tmp_path: Path
+) -> None:
+    stage.cuda.set_pageable_waits(False)
+    stage.cuda.delay_us(2_000)
+    state, contents = device_state(SIZES)
+    host = {f"h{index}": torch.randn(5 * CHUNK // 4) for index in range(6)}
+    path = tmp_path / "x.pt"
+    fp.save({**state, **host}, path, engine="cufile", checksum=False)
+    loaded = fp.load(path, weights_only=False, engine="cufile")
+    assert {name: read_storage(loaded[name]._untyped_storage) for name in contents} == contents
+    on_host = torch.load(path, map_location="cpu", weights_only=False)
+    assert all(
+        torch.equal(loaded[name], tensor) and torch.equal(on_host[name], tensor) for name, tensor in host.items()
+    )
 
 
 def test_bytes_go_between_the_file_and_the_device(stage: Stage, library: CuFileDouble, tmp_path: Path) -> None:
@@ -115,13 +145,21 @@ def test_a_save_in_the_background_is_that_of_the_call(
     ("call", "chunk_count"), [("cuFileWrite", 20), ("cuFileBufRegister", 21), ("cuFileHandleRegister", 22)]
 )
 def test_whichever_call_of_the_library_fails_nothing_is_published(
-    stage: Stage, library: CuFileDouble, tmp_path: Path, call: str, chunk_count: int, monkeypatch: pytest.MonkeyPatch
+    stage: Stage,
+    library: CuFileDouble,
+    api: str,
+    tmp_path: Path,
+    call: str,
+    chunk_count: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if api == "batch":
+        chunk_count += 10
     monkeypatch.setenv("FASTPERSIST_RING_BYTES", str(chunk_count * CHUNK))  # a staging area that is not registered yet
     state, contents = device_state(SIZES)
     failures = 0
     for nth in range(1, 60):
-        library.fail(call, nth, 5030)
+        library.fail(moving(api, call), nth, 5030)
         try:
             fp.save(state, tmp_path / "x.pt", engine="cufile", checksum=False)
         except (StorageError, DeviceError, UnsupportedError):
@@ -220,16 +258,16 @@ def loaded_bytes(path: Path, **named: bool) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("says", [SAYS_P2P, SAYS_NVFS])
 def test_auto_takes_gpudirect_where_the_file_system_is_tuned_so(
-    says: int, stage: Stage, library: CuFileDouble, tuned: Tuned, tmp_path: Path
+    says: int, stage: Stage, library: CuFileDouble, api: str, tuned: Tuned, tmp_path: Path
 ) -> None:
     library.set_way(says)
     state, contents = device_state(SIZES)
     assert save(state, tmp_path / "x.pt") == "cufile"
-    assert library.call_count("cuFileWrite") > 1
+    assert library.call_count(moving(api, "cuFileWrite")) > 1
     assert stage.cuda.copied_to_host_bytes == library.host_transfer_count == 0
     assert "engine cufile for" in tuned.log
     assert loaded_bytes(tmp_path / "x.pt") == contents
-    assert library.call_count("cuFileRead") > 1
+    assert library.call_count(moving(api, "cuFileRead")) > 1
     assert library.host_transfer_count == 0
     (tmp_path / "ring").mkdir()
     tuned.say("")
@@ -303,12 +341,14 @@ def refuse_files(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def refuse_transfers(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> None:
-    library.fail("cuFileWrite", 0, 5044)
-    library.fail("cuFileRead", 0, 5044)
+    for call in ("cuFileWrite", "cuFileRead", "batch write", "batch read"):
+        library.fail(call, 0, 5044)
 
 
 def refuse_memory(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTPERSIST_RING_BYTES", str(23 * CHUNK))  # memory that is not registered yet
+    monkeypatch.setenv(
+        "FASTPERSIST_RING_BYTES", str((23 if config().cufile_api == "calls" else 33) * CHUNK)
+    )  # memory that is not registered yet
     library.fail("cuFileBufRegister", 0, 5016)
 
 
@@ -363,10 +403,10 @@ def torch_loaded(path: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize("error", [5008, 5044])
 def test_save_by_auto_that_fails_in_the_middle_publishes_nothing_and_the_next_one_takes_the_ring(
-    error: int, library: CuFileDouble, tuned: Tuned, tmp_path: Path
+    error: int, library: CuFileDouble, api: str, tuned: Tuned, tmp_path: Path
 ) -> None:
     state, contents = device_state(SIZES)
-    library.fail("cuFileWrite", 3, error)  # the first one is the trial of the file
+    library.fail(moving(api, "cuFileWrite"), 3, error)  # the first one is the trial of the file
     with pytest.raises((UnsupportedError, StorageError), match=f"\\({error}\\)"):
         save(state, tmp_path / "x.pt")
     assert os.listdir(tmp_path) == []
@@ -396,15 +436,15 @@ def test_error_that_is_not_gpudirects_leaves_it_trusted(
 
 @pytest.mark.parametrize("error", [5008, 5044])
 def test_load_by_auto_that_fails_in_the_middle_is_done_again_by_the_ring(
-    error: int, library: CuFileDouble, tuned: Tuned, tmp_path: Path
+    error: int, library: CuFileDouble, api: str, tuned: Tuned, tmp_path: Path
 ) -> None:
     state, contents = device_state(SIZES)
     save(state, tmp_path / "x.pt")
-    library.fail("cuFileRead", 3, error)  # the first one is the trial of the file
+    library.fail(moving(api, "cuFileRead"), 3, error)  # the first one is the trial of the file
     assert loaded_bytes(tmp_path / "x.pt") == contents
     assert "GPUDirect failed in the middle of" in tuned.log
     assert "; not cufile: read of" in tuned.log
-    assert library.call_count("cuFileRead") >= 3
+    assert library.call_count(moving(api, "cuFileRead")) >= 3
     assert save(state, tmp_path / "x.pt") != "cufile"
     assert ring_is_free()
 
@@ -422,10 +462,10 @@ def test_file_that_ends_early_is_told_and_is_not_gpudirects_fault(tuned: Tuned, 
 
 
 def test_file_in_the_page_cache_is_loaded_from_there(
-    library: CuFileDouble, tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: CuFileDouble, api: str, tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, contents = device_state(SIZES)
     save(state, tmp_path / "x.pt")
     monkeypatch.setattr(_native, "cached_bytes", lambda fd: os.fstat(fd).st_size)
     assert loaded_bytes(tmp_path / "x.pt") == contents
-    assert library.call_count("cuFileRead") == 0
+    assert library.call_count(moving(api, "cuFileRead")) == 0

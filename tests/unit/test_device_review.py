@@ -5,6 +5,7 @@ Over the double of the driver.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cuda_double import OUT_OF_MEMORY, PLAIN_ERROR, cuda_storage
+from support.cuda_double import OUT_OF_MEMORY, PLAIN_ERROR, STICKY_ERROR, cuda_storage
 from support.device_states import Stage, bytes_in, device_stage, device_state, grace, packed_state, random_bytes
 
 import fastpersist as fp
@@ -82,6 +83,43 @@ def test_who_gives_captured_memory_back_keeps_nobody_else_waiting(stage: Stage, 
     snapshot.close()
     assert arena.used_bytes == 0
     assert longest_s < SOON_S
+
+
+def test_memory_that_a_lost_device_does_not_let_go_of_is_nobody_elses(stage: Stage, tmp_path: Path) -> None:
+    # Another mapping at that address would be taken for the first one: copies of other devices would go there.
+    lost, _ = device_state([2 * CHUNK])
+    other, contents = device_state([2 * CHUNK], device=1)
+    unknown_bytes = stage.cuda.registered_bytes - _native.pinned_bytes()
+
+    def save(state: dict[str, Any], root: Path) -> Path:
+        with fp.Checkpointer(root) as checkpointer:
+            path = checkpointer.save(1, state).result() / "state.pt"
+            if state is lost:
+                stage.cuda.fail("cuEventRecord", 1, STICKY_ERROR)
+                with pytest.raises(DeviceError, match="cannot use the device any more"):
+                    checkpointer.save(2, state)
+        return path
+
+    save(lost, tmp_path / "lost")
+    gc.collect()  # the checkpointer's memory goes, and whatever is mapped next could come to its address
+    for name in ("a", "b"):
+        assert bytes_in(load(save(other, tmp_path / name))) == contents
+    assert stage.cuda.registered_bytes - _native.pinned_bytes() == unknown_bytes
+
+
+def test_a_writer_that_failed_keeps_nobody_waiting_where_ctrl_c_came_before_its_end(
+    stage: Stage, tmp_path: Path
+) -> None:
+    pieces = Pieces()
+    pieces.add_storage(cuda_storage(bytes(20 * CHUNK)), None)
+    stage.cuda.fail("cuMemcpyDtoHAsync_v2", 5, PLAIN_ERROR)
+    with open(tmp_path / "x", "w+b") as file:
+        writer = Writer(file.fileno(), "x", engine="threads-buffered")  # as a traceback in a notebook keeps it
+        with pytest.raises(DeviceError):
+            writer.append(pieces)
+        assert ring_is_free()
+        writer.close()
+    assert ring_is_free()
 
 
 # A full device gives no more events; what it has begun goes on all the same.
@@ -267,6 +305,32 @@ def test_a_gate_gives_the_device_one_command_for_a_tensor_and_few_for_all_of_the
     assert marks <= 5
     assert contexts <= 10
     snapshot.close()
+
+
+def test_a_gate_does_not_wait_while_another_save_lets_a_device_know_the_arena(stage: Stage) -> None:
+    # The arena was of host tensors so far, and theirs is the gate.
+    on_host, storage = torch.zeros(3 << 20, dtype=torch.uint8), cuda_storage(bytes(3 << 20))
+    arena = _native.Arena(ARENA_BYTES)
+    earlier, gated, of_device = (_native.Snapshot(arena) for _ in range(3))
+    for snapshot in (earlier, gated):
+        snapshot.add(on_host.data_ptr(), on_host.nbytes, _native.SourceKind.STABLE)
+    earlier.capture(_native.SourceKind.STABLE, True)  # maps
+    source = (storage.data_ptr(), storage.nbytes(), _native.SourceKind.STABLE, 0)
+    with stage.cuda.held_registrations():
+        adding = threading.Thread(target=of_device.add, args=source)
+        adding.start()
+        stage.cuda.wait_for_calls("cuMemHostRegister_v2", 1)
+        gate = threading.Thread(target=gated.capture, args=(_native.SourceKind.STABLE, True))
+        gate.start()
+        gate.join(SOON_S)
+        was_waiting = gate.is_alive()
+    gate.join()
+    adding.join()
+    assert not was_waiting
+    of_device.capture(_native.SourceKind.STABLE, True)
+    for snapshot in (earlier, gated, of_device):
+        snapshot.close()
+    assert stage.cuda.pageable_copy_count == 0
 
 
 @pytest.mark.parametrize("call", ["cuCtxPushCurrent_v2", "cuEventRecord", "cuStreamWaitEvent"])

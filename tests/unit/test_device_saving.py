@@ -351,12 +351,15 @@ def test_a_lost_device_does_not_keep_tensors_of_the_host_from_being_saved(stage:
     assert nothing_is_left(tmp_path)
 
 
+@pytest.mark.parametrize("waits", [True, False])
 def test_without_pinned_memory_the_bytes_are_right_and_the_log_says_so(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits: bool
 ) -> None:
-    monkeypatch.setenv("FASTPERSIST_RING_BYTES", str(12 * CHUNK))  # a ring that nobody has pinned
+    monkeypatch.setenv("FASTPERSIST_RING_BYTES", str((12 if waits else 13) * CHUNK))  # a ring that nobody has pinned
     monkeypatch.setattr(devices, "_told", set())
     stage.cuda.set_registration_limit(0)
+    stage.cuda.set_pageable_waits(waits)
+    stage.cuda.delay_us(0 if waits else 2_000)
     state, contents = device_state(SIZES)
     fp.save(state, tmp_path / "x.pt")
     assert bytes_in(load(tmp_path / "x.pt")) == contents

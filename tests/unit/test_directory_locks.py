@@ -259,6 +259,19 @@ def test_lock_is_had_on_a_full_disk_once_its_file_is_there(tmp_path: Path) -> No
     lock.release()
 
 
+def test_root_is_free_again_after_ctrl_c_behind_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak_check: None
+) -> None:
+    def interrupted(_lock: RootLock, _path: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
+        patch.setattr(RootLock, "_leave_hint", interrupted)
+        RootLock.acquire(str(tmp_path))
+    RootLock.acquire(str(tmp_path)).release()  # while the traceback lives, as in a notebook
+    assert caught.traceback
+
+
 def test_missing_root_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as caught:
         RootLock.acquire(str(tmp_path / "missing"))

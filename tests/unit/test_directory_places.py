@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.process_groups import run_ranks
 
 import fastpersist as fp
 from fastpersist.filesystem import Filesystem, make_directories, using
@@ -77,6 +81,48 @@ def test_save_makes_parents_only_when_told(tmp_path: Path) -> None:
     other = tmp_path / "c" / "x.pt"
     fp.save_async(2, other, make_parents=True).result()
     assert fp.load(other) == 2
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda path: fp.save(1, path),
+        lambda path: fp.save_async(1, path),
+        lambda path: fp.DirectorySave(path),
+        lambda path: fp.DirectorySave(path, pending_in=path.parent),
+        lambda path: fp.save({"w": torch.ones(3)}, path.with_suffix(".safetensors")),
+    ],
+)
+def test_a_missing_directory_is_named_with_the_argument_that_makes_it(
+    save: Callable[[Path], object], tmp_path: Path
+) -> None:
+    with pytest.raises(fp.StorageError) as raised:
+        save(tmp_path / "a" / "b" / "x")
+    assert f"there is no directory {tmp_path / 'a' / 'b'}: make it, or save with make_parents=True" in str(raised.value)
+    assert raised.value.errno == errno.ENOENT
+    assert os.listdir(tmp_path) == []
+
+
+def save_of_a_rank_into_nothing(rank: int, _count: int, path: Path) -> str:
+    with pytest.raises(fp.StorageError if rank == 0 else fp.PeerError) as raised:
+        fp.save({"w": torch.ones(3)}, path, process_group=dist.group.WORLD)
+    return str(raised.value)
+
+
+def test_all_ranks_hear_of_the_argument(tmp_path: Path) -> None:
+    for message in run_ranks(2, save_of_a_rank_into_nothing, tmp_path / "a" / "x.pt"):
+        assert "make_parents=True" in message
+
+
+def test_the_argument_is_not_offered_where_it_would_not_help(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").symlink_to(tmp_path / "none" / "x.pt")  # the parent of the path itself is there
+    with pytest.raises(fp.StorageError, match="No such file or directory") as raised:
+        fp.save(1, tmp_path / "x.pt", make_parents=True)
+    assert "make_parents" not in str(raised.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(fp.StorageError) as raised:
+        fp.save(1, tmp_path / "file" / "x.pt")
+    assert "make_parents" not in str(raised.value)
 
 
 def test_a_new_root_of_a_checkpointer_has_a_durable_name(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.cuda_double import cuda_storage, read_storage
-from support.device_states import Stage, device_stage, device_state, grace
+from support.cufile_double import cufile_double
+from support.device_states import Stage, bytes_in, device_stage, device_state, grace
 
 import fastpersist as fp
-from fastpersist import _native
+from fastpersist import _native, cufile
 from fastpersist.errors import DeviceError, PeerError
 from fastpersist.pipeline import Extents, Pieces, Writer, read_extents
 
@@ -100,9 +101,38 @@ def test_a_save_of_cpu_tensors_does_not_wait_behind_one_that_waits_for_a_device(
     assert (tmp_path / "direct").read_bytes() == contents["s0"]
 
 
+@pytest.mark.parametrize("what", ["device", "host", "other device"])
+def test_a_save_by_gpudirect_is_given_up_like_any_other(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    # What is on the host goes into a ring on the device by copies for which the driver waits itself.
+    monkeypatch.setattr(cufile, "_MODULES", "/proc/self")  # which the double does not look for
+    cufile_double().clear()
+    state, contents = device_state([3 * CHUNK])
+    more = {"host": {"w": torch.UntypedStorage(2 * CHUNK)}, "other device": device_state([CHUNK], device=1)[0]}
+    pieces = Pieces()
+    for storage in [*state.values(), *more.get(what, {}).values()]:
+        pieces.add_storage(storage, None)
+
+    def poll(_done_bytes: int) -> None:
+        raise PeerError("rank 1 is gone")
+
+    with standing_still(stage), open(tmp_path / "x", "w+b") as file:
+        started_s = time.monotonic()
+        sources = list(state.values())
+        with Writer(file.fileno(), "x", engine="cufile", poll=poll, sources=sources) as writer:
+            with pytest.raises(PeerError):
+                writer.append(pieces)
+        assert time.monotonic() - started_s < IN_TIME_S
+        save_on_cpu(tmp_path)
+    fp.save(state, tmp_path / "x.pt", engine="cufile", checksum=False)
+    assert bytes_in(fp.load(tmp_path / "x.pt", map_location="cpu", weights_only=False)) == contents
+
+
 def test_what_is_loaded_into_stays_alive_until_the_device_has_written_there(stage: Stage, tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(bytes([7]) * RING_BYTES)
+    gc.collect()  # what tracebacks of other tests keep
     allocation_count = stage.cuda.allocation_count
     storage = cuda_storage(bytes(RING_BYTES))
     extents = Extents()

@@ -117,6 +117,33 @@ def test_only_the_chosen_ranks_write(tmp_path: Path) -> None:
     assert path.read_bytes() == expected_file(state_of(0), path)
 
 
+def test_the_first_rank_leaves_the_ring_to_others_while_it_waits_for_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # They may be what the rest waits for: a transfer in this process that wants to begin.
+    monkeypatch.setenv("FASTPERSIST_CHUNK_BYTES", str(1 << 16))
+    monkeypatch.setenv("FASTPERSIST_RING_BYTES", str(8 << 16))
+    state = {"weights": torch.arange(8 * MIB, dtype=torch.uint8)}
+    free_counts: list[int] = []
+
+    def work(session: ThreadSession) -> Any:
+        if session.rank == 0:
+            gather, gathers = session.gather, itertools.count()
+
+            def noting(own: bytes) -> list[bytes]:
+                if next(gathers) == 1:  # after the plans
+                    free_counts.append(_native.ring_free_count() - _native.ring_buffer_count())
+                return gather(own)
+
+            monkeypatch.setattr(session, "gather", noting)
+        return share_and_write(session, state, tmp_path / "x.pt", [0])
+
+    outcomes = run_threads(2, work)
+    assert not [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    assert free_counts
+    assert free_counts[0] >= -2
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.sampled_from([0, 1, 77, 4096, CUT_BYTES_MIN - 1, CUT_BYTES_MIN, CUT_BYTES_MIN + 4096 * 3 + 5])),

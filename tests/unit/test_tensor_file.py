@@ -245,7 +245,7 @@ def test_whole_numbers_of_other_kinds_are_offsets(path: Path) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
 @engines
-def test_tensors_of_a_device_come_and_go_through_the_host(engine: str, path: Path) -> None:
+def test_tensors_of_a_device_come_and_go(engine: str, path: Path) -> None:
     skip_without(engine, path.parent)
     tensors = [torch.randn(100_003, device="cuda"), torch.arange(7, device="cuda"), torch.ones(3, device="cuda").half()]
     host = torch.randn(1000)
@@ -261,11 +261,12 @@ def test_tensors_of_a_device_come_and_go_through_the_host(engine: str, path: Pat
         pending = [file.read_async(tensor.zero_(), place) for tensor, place in zip(read, places, strict=True)]
         assert sum(one.result() for one in pending) == sum(tensor.nbytes for tensor in read)
         assert all(torch.equal(tensor, expected) for tensor, expected in zip(read, [*tensors, host], strict=True))
-        # Nothing of a read that failed is copied: the rest of the host's copy would be anything.
-        untouched = torch.full((1 << 20,), 7.0, device="cuda")
+        beyond = torch.full((1 << 22,), 7, dtype=torch.uint8, device="cuda")
         with pytest.raises(EndOfFileError):
-            file.read(untouched)
-        assert bool((untouched == 7).all())
+            file.read(beyond)
+        there = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        assert torch.equal(beyond[: len(there)].cpu(), there)  # what is there was read, and nothing else was touched
+        assert bool((beyond[len(there) :] == 7).all())
 
 
 # -------------------------------------------------------------------------------------------------------- lists

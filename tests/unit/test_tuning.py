@@ -125,6 +125,11 @@ def gpudirect_is_heeded(tmp_path: Path) -> None:
         assert engine_ladder("auto", file.fileno(), placed=[(0, 100)])[0] == "cufile"
 
 
+def cufile_api_is_heeded(tmp_path: Path) -> None:
+    """What it does then: tests/unit/test_device_gpudirect.py."""
+    assert first_transfer(tmp_path)["cufile_batch"]
+
+
 KEYS = {
     "engine": ('engine = "threads-buffered"', engine_is_heeded),
     "chunk_bytes": ("chunk_bytes = 1048576", chunk_is_heeded),
@@ -133,6 +138,7 @@ KEYS = {
     "threads": ("threads = 2", threads_are_heeded),
     "writers": ("writers = 2", writers_are_heeded),
     "gpudirect": ("gpudirect = true", gpudirect_is_heeded),
+    "cufile_api": ('cufile_api = "batch"', cufile_api_is_heeded),
 }
 
 

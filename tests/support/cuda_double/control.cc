@@ -164,6 +164,10 @@ EXPORT void double_set_registration_limit(uint64_t bytes) {
   Locked([&](Machine& machine) { machine.registration_limit_bytes = bytes; });
 }
 
+EXPORT void double_set_pageable_waits(int on) {
+  Locked([&](Machine& machine) { machine.pageable_waits = on != 0; });
+}
+
 // --- time and order ---
 
 EXPORT void double_delay_us(int us) {
@@ -226,6 +230,15 @@ EXPORT void double_stream_add_copy(uint64_t stream, int us, uint64_t target, uin
   });
 }
 
+EXPORT void double_stream_wait(uint64_t stream, uint64_t other) {
+  Locked([&](Machine& machine) {
+    const auto first = StreamOrDie(machine, "double_stream_wait", other);
+    Work work;
+    work.after.push_back({first, first->queued_count});
+    machine.Enqueue(StreamOrDie(machine, "double_stream_wait", stream), std::move(work));
+  });
+}
+
 EXPORT void double_stream_block(uint64_t stream) {
   Locked([&](Machine& machine) { StreamOrDie(machine, "double_stream_block", stream)->is_held = true; });
 }
@@ -261,6 +274,13 @@ EXPORT void double_synchronize() {
 EXPORT void double_hold_copies(int64_t allowed_count) {
   Locked([&](Machine& machine) {
     machine.allowed_copy_count = allowed_count;
+    machine.Notify();
+  });
+}
+
+EXPORT void double_hold_registrations(int on) {
+  Locked([&](Machine& machine) {
+    machine.registrations_are_held = on != 0;
     machine.Notify();
   });
 }

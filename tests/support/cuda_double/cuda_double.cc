@@ -197,7 +197,7 @@ void CountCopy(Call& call, Work& work) {
   work.is_copy = true;
 }
 
-// Start a copy that has a side in host memory. Pageable memory makes it wait.
+// Start a copy that has a side in host memory. Pageable memory makes it wait, mostly.
 int StartHostCopy(Call& call, Work::Kind kind, void* host, uint64_t address, size_t size_bytes, Handle stream_id) {
   if (!call.ok()) return call.result();
   const auto stream = call.StreamOf(stream_id);
@@ -223,6 +223,7 @@ int StartHostCopy(Call& call, Work::Kind kind, void* host, uint64_t address, siz
   const Point end = call.machine().Enqueue(stream, std::move(work));
   if (memory == HostMemory::kPinned) return kSuccess;
   ++call.machine().pageable_copy_count;
+  if (!call.machine().pageable_waits) return kSuccess;
   call.machine().Wait(call.lock(), end);
   return call.machine().StateAt(end);
 }
@@ -509,6 +510,7 @@ EXPORT int cuMemHostRegister_v2(void* memory, size_t size_bytes, unsigned flags)
   made.is_portable = (flags & 1) != 0;
   made.context = call.context()->id;
   Machine& machine = call.machine();
+  machine.changed.wait(call.lock(), [&] { return !machine.registrations_are_held; });
   uint64_t total_bytes = made.end - made.first;
   for (const auto& [first, other] : machine.registrations) {
     total_bytes += other.end - other.first;

@@ -46,6 +46,9 @@ void double_fail(const char* call, int nth, int error);
 // turn comes. Later calls, queries and synchronizations on the stream report it; a sticky one spoils the context.
 void double_fail_async(const char* copy, int nth, int error);
 void double_set_registration_limit(uint64_t bytes);  // above, cuMemHostRegister returns 2 (out of memory)
+// 0: a copy with host memory that is not registered returns before it is done, as CUDA allows it: where the device reads
+// such memory by itself (HMM, Grace) it is a copy like any other. 1, at first: it waits.
+void double_set_pageable_waits(int on);
 
 // --- time and order ---
 
@@ -58,6 +61,8 @@ void double_stream_free(uint64_t stream);
 // double_delay_us, double_hold_copies and the counts.
 void double_stream_add_work(uint64_t stream, int us, uint64_t target, int byte_value, size_t size_bytes);
 void double_stream_add_copy(uint64_t stream, int us, uint64_t target, uint64_t source, size_t size_bytes);
+// What the stream is given from now on comes after all that the other one holds, as torch's wait_stream().
+void double_stream_wait(uint64_t stream, uint64_t other);
 // A stream that is blocked starts nothing.
 void double_stream_block(uint64_t stream);
 void double_stream_unblock(uint64_t stream);
@@ -68,6 +73,8 @@ void double_stream_synchronize(uint64_t stream);
 void double_synchronize();  // all streams
 // Let so many more copies start, in whichever stream, and hold the rest; -1: hold none.
 void double_hold_copies(int64_t allowed_count);
+// As long as it is on, cuMemHostRegister does not return, as for large memory that has no pages yet.
+void double_hold_registrations(int on);
 // Wait for the calls by that name, or for the copies that are queued, to be so many at least. 1: they are; 0: timeout.
 int double_wait_for_calls(const char* call, uint64_t count, int timeout_ms);
 int double_wait_for_queued_copies(uint64_t count, int timeout_ms);
@@ -97,10 +104,10 @@ int double_context_depth();  // contexts on the calling thread's stack
 // clang-format off
 #define FASTPERSIST_CUDA_DOUBLE_FUNCTIONS(X)                                                                       \
   X(reset) X(clear) X(set_driver_version) X(set_pci_bus_id) X(alloc) X(alloc_on) X(free) X(read) X(write) X(fail)  \
-  X(fail_async) X(set_registration_limit) X(delay_us) X(stream_new) X(default_stream) X(stream_free)               \
-  X(stream_add_work) X(stream_add_copy) X(stream_block) X(stream_unblock) X(capture) X(stream_synchronize)         \
-  X(synchronize) X(hold_copies) X(wait_for_calls) X(wait_for_queued_copies) X(call_count) X(has_call)              \
-  X(violation_count) X(violation) X(queued_copy_count) X(peak_queued_copy_count) X(pageable_copy_count)            \
-  X(copied_to_host_bytes) X(copied_to_device_bytes) X(registration_count) X(registered_bytes) X(stream_count)      \
-  X(event_count) X(allocation_count) X(context_depth)
+  X(fail_async) X(set_registration_limit) X(set_pageable_waits) X(delay_us) X(stream_new) X(default_stream)        \
+  X(stream_free) X(stream_add_work) X(stream_add_copy) X(stream_wait) X(stream_block) X(stream_unblock) X(capture) \
+  X(stream_synchronize) X(synchronize) X(hold_copies) X(hold_registrations) X(wait_for_calls)                      \
+  X(wait_for_queued_copies) X(call_count) X(has_call) X(violation_count) X(violation) X(queued_copy_count)         \
+  X(peak_queued_copy_count) X(pageable_copy_count) X(copied_to_host_bytes) X(copied_to_device_bytes)               \
+  X(registration_count) X(registered_bytes) X(stream_count) X(event_count) X(allocation_count) X(context_depth)
 // clang-format on

@@ -353,6 +353,8 @@ void Machine::ForgetPlans() {
   async_failures.clear();
   violations.clear();
   registration_limit_bytes = UINT64_MAX;
+  pageable_waits = true;
+  registrations_are_held = false;
   copy_delay = std::chrono::microseconds(0);
   allowed_copy_count = -1;
   peak_queued_copy_count = queued_copy_count;
@@ -382,6 +384,7 @@ void Machine::Reset(Lock& lock, int new_device_count) {
 }
 
 void Machine::Clear(Lock& lock) {
+  registrations_are_held = false;
   copy_delay = std::chrono::microseconds(0);
   allowed_copy_count = -1;
   for (const auto& [id, stream] : streams) {

@@ -170,6 +170,8 @@ struct Machine {
   std::vector<FailurePlan> async_failures;
   std::deque<std::string> violations;
   uint64_t registration_limit_bytes = UINT64_MAX;
+  bool pageable_waits = true;
+  bool registrations_are_held = false;
   std::chrono::microseconds copy_delay{0};
   int64_t allowed_copy_count = -1;
   uint64_t queued_copy_count = 0;

@@ -1,0 +1,46 @@
+// What requests of random_access are cut into on their way through request_worker and device_copies.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "transfer/random_access.h"
+
+namespace fastpersist {
+
+// The parts of a request that one worker does, all of them in host memory, or all in that of one device.
+struct RequestJob {
+  std::shared_ptr<FileRequest> request;
+  std::vector<FilePart> parts;
+  size_t next_part = 0;  // what was cut off before is under way or done
+  uint64_t next_part_bytes = 0;
+  size_t piece_count = 0;  // under way
+  uint64_t done_bytes = 0;
+  uint64_t failed_count = 0;
+  FileRequest::Failure first_failure;
+
+  bool all_cut() const { return next_part == parts.size(); }
+  bool is_write() const { return request->op() == IoOp::kWrite; }
+  Device* device() const { return parts.front().device; }
+  // It has failed, and so its copies that a device does not end are not waited for. But the bytes before the end of the
+  // file are brought home.
+  bool given_up() const { return failed_count > 0 && first_failure.status.code() != StatusCode::kEndOfFile; }
+};
+
+// One request to the kernel, and the copy behind it or before it. The bytes asked for lie `skipped_bytes` behind the
+// start of the blocks that are read.
+struct RequestPiece {
+  std::shared_ptr<RequestJob> job;
+  size_t part = 0;
+  uint64_t from_bytes = 0;  // in the part
+  uint32_t size_bytes = 0;
+  uint32_t skipped_bytes = 0;
+  uint32_t staged_bytes = 0;
+  std::byte* staged = nullptr;
+
+  std::byte* address() const { return job->parts[part].address + from_bytes; }
+};
+
+}  // namespace fastpersist

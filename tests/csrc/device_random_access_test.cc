@@ -1,0 +1,211 @@
+// Reads and writes of a file with memory of devices (transfer/random_access.h): by many threads, beside those of the
+// host, with a device that fails, and with one that stands still when the file is closed.
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "core/limbo.h"
+#include "testing_device.h"
+#include "transfer/random_access.h"
+
+namespace fastpersist {
+namespace {
+
+constexpr auto kLong = std::chrono::milliseconds(60000);
+constexpr uint64_t kChunkBytes = 16 << 10;
+constexpr uint32_t kQueueDepth = 8;
+constexpr double kInTime_s = 8;  // on a busy machine; what hangs takes for ever
+
+// A file, open as TensorFile opens it. Ends with all requests done.
+class OpenFile {
+ public:
+  explicit OpenFile(const std::string& path, const std::string& engine = "threads")
+      : path_(path),
+        file_(Must(RandomAccess::Open({.fd = Open(),
+                                       .buffered_fd = Open(),
+                                       .direct_lock_fd = Open(),
+                                       .edge_lock_fd = Open(),
+                                       .path = path,
+                                       .engines = {engine, "threads-buffered"},
+                                       .edge_engines = {"threads-buffered"},
+                                       .queue_depth = kQueueDepth,
+                                       .thread_count = 2,
+                                       .chunk_bytes = kChunkBytes}))) {}
+  ~OpenFile() {
+    Close();
+    for (const int fd : fds_) close(fd);
+  }
+  OpenFile(const OpenFile&) = delete;
+  OpenFile& operator=(const OpenFile&) = delete;
+
+  RandomAccess* operator->() { return file_.get(); }
+  void Close() { file_.reset(); }
+
+  std::shared_ptr<FileRequest> Submit(IoOp op, FilePart part, std::shared_ptr<const void> memory = nullptr) {
+    std::shared_ptr<FileRequest> request = file_->Begin(op);
+    request->Keep(std::move(memory));
+    file_->Add(request, {part});
+    file_->End(request);
+    return request;
+  }
+  static FilePart OnDevice(CudaAddress address, uint64_t size_bytes, uint64_t offset_bytes, int device = 0) {
+    return {reinterpret_cast<std::byte*>(address), size_bytes, offset_bytes, &TheDevice(device)};
+  }
+
+ private:
+  int Open() {
+    fds_.push_back(open(path_.c_str(), O_RDWR | O_CLOEXEC));
+    return fds_.back();
+  }
+
+  const std::string path_;
+  std::vector<int> fds_;
+  std::unique_ptr<RandomAccess> file_;
+};
+
+bool Well(const std::shared_ptr<FileRequest>& request) {
+  return EXPECT(request->WaitFor(kLong)) && EXPECT_WITH(request->status().ok(), request->status().message());
+}
+
+// Each thread has a range of its own in the file and in the memory of both sides.
+void RequestsOfManyThreadsAndBothMemories() {
+  constexpr size_t kThreads = 4;
+  constexpr size_t kShare = kBytes / kThreads;
+  const Bytes content = RandomBytes(kBytes, 1);
+  const ScratchFile scratch("threads", content);
+  const DeviceMemory memory;
+  OpenFile file(scratch.path());
+  std::vector<std::thread> threads;
+  std::atomic<int> failure_count{0};
+  for (size_t number = 0; number < kThreads; ++number) {
+    threads.emplace_back([&, number] {
+      std::mt19937_64 random(number);
+      Bytes host(kShare);
+      const uint64_t caller = Cuda().stream_new(0);
+      for (int round = 0; round < 25; ++round) {
+        const uint64_t size = 1 + random() % (kShare / 3);
+        const uint64_t at = number * kShare + random() % (kShare - size + 1);
+        const auto read_host = file.Submit(IoOp::kRead, {host.data(), size, at});
+        if (!TheDevice().to_device().FollowCaller(caller).ok()) ++failure_count;
+        const auto read = file.Submit(IoOp::kRead, OpenFile::OnDevice(memory.address() + at, size, at));
+        if (!Well(read_host) || !Well(read) || read->done_bytes() != size) ++failure_count;
+        Bytes seen(size);
+        if (Cuda().read(memory.address() + at, seen.data(), size) != 0) ++failure_count;
+        if (std::memcmp(seen.data(), content.data() + at, size) != 0 ||
+            !std::equal(seen.begin(), seen.end(), host.begin()))
+          ++failure_count;
+        if (!TheDevice().to_host().FollowCaller(caller).ok()) ++failure_count;
+        if (!Well(file.Submit(IoOp::kWrite, OpenFile::OnDevice(memory.address() + at, size, at)))) ++failure_count;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT(failure_count == 0);
+  file.Close();
+  EXPECT(scratch.Content() == content);
+  EXPECT(Cuda().pageable_copy_count() == 0);
+}
+
+void WhicheverCallFailsEveryRequestEndsAndTheNextWorks() {
+  const Bytes content = RandomBytes(20 * kChunkBytes, 2);
+  const ScratchFile scratch("nth", content);
+  const DeviceMemory memory;
+  Grace::Set(std::chrono::milliseconds(300));
+  OpenFile file(scratch.path());
+  EXPECT(Well(file.Submit(IoOp::kRead, OpenFile::OnDevice(memory.address(), content.size(), 0))));  // pins
+  for (const char* const call : {"cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery", "cuCtxPushCurrent_v2"}) {
+    for (int nth = 1; nth <= 12; ++nth) {
+      Cuda().fail(call, nth, 1);
+      const auto read = file.Submit(IoOp::kRead, OpenFile::OnDevice(memory.address(), content.size(), 0));
+      EXPECT(read->WaitFor(kLong));
+      EXPECT_WITH(read->status().ok() || read->status().code() == StatusCode::kDeviceError, read->status().message());
+      EXPECT(nth > 1 || !read->status().ok());
+      Cuda().clear();
+      EXPECT(Well(file.Submit(IoOp::kRead, OpenFile::OnDevice(memory.address(), content.size(), 0))));
+    }
+  }
+}
+
+void ClosingLeavesMemoryAloneThatTheDeviceMayStillTouch() {
+  const Bytes content = RandomBytes(20 * kChunkBytes, 3);
+  const ScratchFile scratch("closing", content);
+  const DeviceMemory memory;
+  Grace::Set(std::chrono::milliseconds(300));
+  const uint64_t stopped = Cuda().stream_new(0);
+  Cuda().stream_block(stopped);
+  Cuda().stream_add_work(stopped, 0, memory.address(), 7, kBytes);
+  auto owner = std::make_shared<int>(0);
+  const std::weak_ptr<int> kept = owner;
+  EXPECT_OK(TheDevice().to_device().FollowCaller(stopped));
+  std::shared_ptr<FileRequest> late;
+  {
+    OpenFile file(scratch.path());
+    late = file.Submit(IoOp::kRead, OpenFile::OnDevice(memory.address(), content.size(), 0),
+                       std::exchange(owner, nullptr));
+    Cuda().wait_for_queued_copies(2, 20'000);
+    const auto start = Clock::now();
+    file.Close();
+    EXPECT(SecondsSince(start) < kInTime_s);
+  }
+  EXPECT(late->done());
+  EXPECT_WITH(late->status().code() == StatusCode::kDeviceError && Contains(late->status().message(), "cuda:0"),
+              late->status().message());
+  late->Drop();
+  EXPECT(!kept.expired());
+  EXPECT(memory.AllAre(kFresh));
+  EXPECT(Cuda().registration_count() == 1);  // staging
+  Cuda().stream_unblock(stopped);
+  Cuda().synchronize();
+  EXPECT(ReleaseFromLimbo() == 0);
+  EXPECT(kept.expired());
+  EXPECT(Cuda().registration_count() == 0);
+  OpenFile file(scratch.path());
+  EXPECT(Well(file.Submit(IoOp::kRead, OpenFile::OnDevice(memory.address(), content.size(), 0))));
+  Bytes seen(content.size());
+  EXPECT(Cuda().read(memory.address(), seen.data(), seen.size()) == 0);
+  EXPECT(seen == content);
+}
+
+// A slow disk is no device that stands still: what is under way when the file is closed comes to its end.
+void ClosingWaitsForTheDiskHoweverLongItTakes() {
+  const Bytes content(20 * kChunkBytes, kFresh);
+  const ScratchFile scratch("slow", Bytes(20 * kChunkBytes));
+  const DeviceMemory memory;
+  Grace::Set(std::chrono::milliseconds(50));
+  const Fault fault(Fault::Delay(60));
+  OpenFile file(scratch.path(), "fault:threads-buffered");
+  const auto write = file.Submit(IoOp::kWrite, OpenFile::OnDevice(memory.address(), content.size(), 0));
+  file.Close();
+  EXPECT(Well(write));
+  EXPECT(scratch.Content() == content);
+}
+
+// As WithDouble, but the process keeps one mapping that the device knows.
+template <void (*kTest)()>
+void OverDouble() {
+  EXPECT(InChild([] {
+           Cuda().reset(1);
+           kTest();
+           EXPECT_WITH(Cuda().violation_count() == 0, Cuda().Violations());
+           EXPECT(Cuda().context_depth() == 0);
+           EXPECT(Cuda().registration_count() <= 1);
+           return 0;
+         }) == 0);
+}
+
+}  // namespace
+}  // namespace fastpersist
+
+#define OVER_DOUBLE(function) \
+  ::fastpersist::Test { #function, ::fastpersist::OverDouble<::fastpersist::function> }
+
+int main(int argc, char** argv) {
+  using namespace fastpersist;
+  return Run(argc, argv,
+             {OVER_DOUBLE(RequestsOfManyThreadsAndBothMemories),
+              OVER_DOUBLE(WhicheverCallFailsEveryRequestEndsAndTheNextWorks),
+              OVER_DOUBLE(ClosingLeavesMemoryAloneThatTheDeviceMayStillTouch),
+              OVER_DOUBLE(ClosingWaitsForTheDiskHoweverLongItTakes)});
+}
