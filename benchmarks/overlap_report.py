@@ -12,6 +12,7 @@ import torch
 from tabulate import tabulate
 
 import fastpersist as fp
+from fastpersist.cli.bench_overlap_run import summarize_run
 
 __all__ = [
     "machine_facts",
@@ -105,25 +106,6 @@ def report_disk(model: str, disk: dict[str, Any]) -> str:
 
 
 # --- whole runs ---
-
-
-def summarize_run(result: dict[str, Any], every: int) -> dict[str, float]:
-    """Condense one run.
-
-    A window is as many steps as lie between two saves, so each holds one save, and its mean is what a step costs.
-    """
-    steps = result["steps"]
-    windows = [steps[start : start + every] for start in range(0, len(steps), every)]
-    stalls_s = [sum(step["gate_s"] + step["save_s"] for step in window) for window in windows]
-    return {
-        "step_s": statistics.median(sum(step["step_s"] for step in window) / len(window) for window in windows),
-        "stall_s": statistics.median(stalls_s),
-        "stall_max_s": max(stalls_s),
-        "train_s": sum(step["step_s"] for step in steps),
-        "tail_s": result["tail_s"],
-        "total_s": sum(step["step_s"] for step in steps) + result["tail_s"],
-        "save_count": len(windows),
-    }
 
 
 def report_runs(

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fastpersist.cli.bench_overlap_run import StepTimes, TrainedModel
+
 __all__ = ["MODELS", "Recipe", "StepTimes", "Training", "recipe_of"]
 
 _SEED = 20260
@@ -116,27 +118,7 @@ def _mlp(recipe: Recipe) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(recipe.width, recipe.vocabulary_count))
 
 
-@dataclass(slots=True)
-class StepTimes:
-    """Where the seconds of one step went.
-
-    Attributes:
-        step_s: From its start to its end, all of the others included.
-        gate_s: What the optimizer's step had to wait before it could begin.
-        save_s: Inside the call that saves; 0.0 in steps without one.
-    """
-
-    step_s: float
-    gate_s: float
-    save_s: float = 0.0
-
-    @property
-    def stall_s(self) -> float:
-        """Time that the training thread lost to saving."""
-        return self.gate_s + self.save_s
-
-
-class Training:
+class Training(TrainedModel):
     """A model, its optimizer and its data. One thread.
 
     Args:
@@ -146,17 +128,11 @@ class Training:
     def __init__(self, recipe: Recipe) -> None:
         torch.manual_seed(_SEED)
         self.recipe = recipe
-        self.model = _Gpt2(recipe) if recipe.model.startswith("gpt2") else _mlp(recipe)
+        model = _Gpt2(recipe) if recipe.model.startswith("gpt2") else _mlp(recipe)
         is_fused = recipe.adam == "fused"
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=is_fused, foreach=not is_fused)
-        # Hooks of one optimizer run after the global ones, where a gate may wait. So this is when the gate is open.
-        self.optimizer.register_step_pre_hook(self._note_gate_is_open)
-        self._gate_open_at = 0.0
+        super().__init__(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=is_fused, foreach=not is_fused))
         self._data = torch.Generator().manual_seed(_SEED)
         self.losses: list[float] = []
-
-    def _note_gate_is_open(self, *_: Any) -> None:
-        self._gate_open_at = time.perf_counter()
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         recipe = self.recipe
@@ -183,25 +159,6 @@ class Training:
         inputs, targets = self._batch()
         loss = functional.cross_entropy(self.model(inputs).flatten(0, -2), targets.flatten())
         loss.backward()
-        ready = time.perf_counter()
-        before_update()
-        with update_guard():
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+        gate_s = self.update(before_update, update_guard)
         self.losses.append(loss.item())
-        return StepTimes(time.perf_counter() - start, self._gate_open_at - ready)
-
-    def state(self, step: int) -> dict[str, Any]:
-        """Return what a training script saves; the tensors are the live ones."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
-            "step": step,
-        }
-
-    def state_bytes(self) -> int:
-        """Return the bytes of all tensors of `state` once there is optimizer state; tied ones count once."""
-        tensors = {id(parameter): parameter for parameter in self.model.parameters()}
-        moments = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
-        return sum(tensor.nbytes for tensor in [*tensors.values(), *moments, torch.get_rng_state()])
+        return StepTimes(time.perf_counter() - start, gate_s)

@@ -13,77 +13,27 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from overlap_disk import BareLoop
-from overlap_training import Recipe, StepTimes, Training
+from overlap_training import Recipe, Training
 from overlap_ways import Options, Unavailable, Way, make_way
 
+from fastpersist.cli.bench_overlap_run import check_newest, step_and_save, train_and_save
+from fastpersist.cli.bench_worker import resident_bytes
+
 __all__ = ["VIEWS", "set_up_process"]
-
-
-def _status_bytes(name: str) -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{name}:"))
-
-
-def _step_and_save(training: Training, way: Way, step: int | None) -> StepTimes:
-    """Train one step; save afterwards if there is a number for it."""
-    times = training.step(before_update=way.before_update, update_guard=way.update_guard)
-    if step is not None:
-        start = time.perf_counter()
-        way.save(step)
-        times.save_s = time.perf_counter() - start
-        times.step_s += times.save_s
-    return times
-
-
-def _check_newest(way: Way, step: int, state_bytes: int) -> int:
-    """Return the bytes of the newest checkpoint.
-
-    Raises:
-        RuntimeError: It is not that of the step, or too small to be whole: this way did not do its work.
-    """
-    newest_step, size_bytes = way.newest()
-    if newest_step != step or size_bytes < state_bytes:
-        raise RuntimeError(
-            f"the newest checkpoint is of step {newest_step} with {size_bytes} bytes; expected step {step} with at "
-            f"least {state_bytes}"
-        )
-    return size_bytes
 
 
 def whole_run(job: dict[str, Any]) -> dict[str, Any]:
     """Train with one way from first step to everything durable."""
     training = Training(Recipe(**job["recipe"]))
     way = make_way(job["way"], job["root"], training, Options(**job["options"]))
-    every, warm_up_count = job["every"], job["warm_up_count"]
-    last_step = warm_up_count + job["step_count"]
-    gc.collect()
-    steps = []
-    for number in range(1, last_step + 1):
-        # At the start of the first that counts, the last save of the warm-up is on its way, as after any other step.
-        steps.append(_step_and_save(training, way, number if number % every == 0 else None))
-    start = time.perf_counter()
-    way.settle()
-    tail_s = time.perf_counter() - start
-    report = way.report()
-    way.finish()
-    state_bytes = training.state_bytes()
-    return {
-        "settings": way.settings,
-        "steps": [asdict(times) for times in steps[warm_up_count:]],
-        "tail_s": tail_s,
-        "state_bytes": state_bytes,
-        "checkpoint_bytes": _check_newest(way, last_step, state_bytes) if job["way"] != "none" else 0,
-        "peak_bytes": _status_bytes("VmHWM"),
-        # Of the process that writes, where there is one; memory that it shares with the trainer counts in both.
-        "child_peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
-        "loss": training.losses[-1],
-        "report": report,
-    }
+    result = train_and_save(
+        training, way, every=job["every"], warm_up_count=job["warm_up_count"], step_count=job["step_count"]
+    )
+    return {**result, "loss": training.losses[-1]}
 
 
 def disk_alone(job: dict[str, Any]) -> dict[str, Any]:
@@ -201,14 +151,14 @@ def turns(job: dict[str, Any]) -> dict[str, Any]:
         "notes": cycle.notes,
         "state_bytes": cycle.state_bytes,
         "ways": cycle.finish(),
-        "peak_bytes": _status_bytes("VmHWM"),
+        "peak_bytes": resident_bytes("VmHWM"),
     }
 
 
 def _footprint() -> dict[str, int]:
     gc.collect()
     return {
-        "resident_bytes": _status_bytes("VmRSS"),
+        "resident_bytes": resident_bytes("VmRSS"),
         "thread_count": len(os.listdir("/proc/self/task")),
         "descriptor_count": len(os.listdir("/proc/self/fd")),
     }
@@ -222,7 +172,7 @@ def soak(job: dict[str, Any]) -> dict[str, Any]:
     stalls_s = []
     footprints = {}
     for number in range(1, job["save_count"] + 1):
-        stalls_s.append(_step_and_save(training, way, number).stall_s)
+        stalls_s.append(step_and_save(training, way, number)[0].stall_s)
         if number in (early_count, job["save_count"]):
             way.settle()
             footprints[number] = _footprint()
@@ -232,7 +182,7 @@ def soak(job: dict[str, Any]) -> dict[str, Any]:
         "footprints": footprints,
         "after_finish": _footprint(),
         "median_stall_s": statistics.median(stalls_s),
-        "checkpoint_bytes": _check_newest(way, job["save_count"], training.state_bytes()),
+        "checkpoint_bytes": check_newest(way, job["save_count"], training.state_bytes()),
     }
 
 

@@ -1,16 +1,12 @@
 """What the processes of ranks.py do: ranks that save together, fio, and hundreds of simulated ranks that only talk.
 
-Ranks are forks of the benchmark, in a gloo group of one node; each holds a state of its own in its own memory. They do
-what they are told over a pipe, a function and its arguments, so that ways of saving take turns in the same processes.
-All times are of CLOCK_MONOTONIC, which the processes of one machine share: a save by several ranks lasts from the first
-that begins it to the last that returns.
+Ranks are forks of the benchmark; what they have in common with those of `fastpersist bench ranks` is there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
 import functools
 import json
 import mmap
@@ -20,17 +16,16 @@ import shutil
 import signal
 import subprocess
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
-from types import TracebackType
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import fastpersist as fp
 from fastpersist import coordination, loading_together
+from fastpersist.cli import bench_rank_processes
+from fastpersist.cli.bench_rank_processes import Failed, Here, Span, hold_state, save_alone, save_together, whole_span
 from fastpersist.pipeline import Pieces, Writer
 
 __all__ = [
@@ -57,190 +52,55 @@ __all__ = [
 
 _MIB = 1 << 20
 _CHUNK_BYTES = 8 * _MIB
-_SEED = 20261
-_TENSOR_COUNT_MAX = 64
 _CORES = sorted(os.sched_getaffinity(0))
-_FORKING = multiprocessing.get_context("fork")  # torch is imported once, not once in each process
-
-Span = tuple[float, float]
-"""When something began and ended, in seconds."""
-
-
-class Failed(Exception):
-    """A rank could not do what it was asked for."""
+_FORKING = multiprocessing.get_context("fork")
 
 
 class FioMissing(Exception):
     """There is no fio, or it cannot do this here."""
 
 
-def whole_span(spans: Sequence[Span]) -> float:
-    """Return the seconds from the first beginning to the last end."""
-    return max(end for _, end in spans) - min(start for start, _ in spans)
-
-
 # --- ranks in processes of their own ---
 
 
-class RankProcesses:
-    """Processes that are the ranks of one gloo group, with a group of the first n of them for each n asked for.
-
-    Args:
-        counts: The n.
-        scratch: A directory for the file through which they meet.
-        timeout_s: So long may one call take.
-    """
+class RankProcesses(bench_rank_processes.RankProcesses):
+    """Ranks that are forks of the benchmark: torch is imported once, not once in each process."""
 
     def __init__(self, counts: Sequence[int], scratch: str, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._connections: list[Connection] = []
-        self._processes: list[Any] = []
-        meeting_path = os.path.join(scratch, f"meeting-{max(counts)}-{time.monotonic_ns()}")
-        for rank in range(max(counts)):
-            ours, theirs = _FORKING.Pipe()
-            self._connections.append(ours)
-            process = _FORKING.Process(
-                target=_be_a_rank,
-                args=(theirs, self._connections, rank, sorted(counts), meeting_path, timeout_s),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()  # so that the end of the process is the end of the pipe
-            self._processes.append(process)
-
-    def call(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Have the first ranks call function(here, *arguments); return what it returned, by rank.
-
-        Raises:
-            Failed: It raised on one of them, or took too long.
-        """
-        waiting: dict[Any, int] = dict(zip(self._connections[:count], range(count), strict=True))
-        for connection in waiting:
-            connection.send((function, arguments))
-        results: dict[int, Any] = {}
-        failures: list[str] = []  # raised when all have answered, or an answer would be taken for one to the next call
-        deadline_s = time.monotonic() + self._timeout_s
-        while waiting:
-            for ready in wait(list(waiting), max(0.0, deadline_s - time.monotonic())):
-                rank = waiting.pop(ready)
-                try:
-                    failed, results[rank] = self._connections[rank].recv()
-                except EOFError:
-                    raise Failed(f"rank {rank} of {count} has died in {function.__name__}") from None
-                if failed:
-                    failures.append(f"rank {rank} of {count} failed in {function.__name__}:\n{results[rank]}")
-            if waiting and time.monotonic() >= deadline_s:
-                late = f"ranks {sorted(waiting.values())} still are in {function.__name__}"
-                raise Failed("\n".join([*failures, late]))
-        if failures:
-            raise Failed(failures[0])
-        return [results[rank] for rank in range(count)]
-
-    def __enter__(self) -> RankProcesses:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for connection in self._connections:
-            connection.close()
-        for process in self._processes:
-            if error is None:
-                process.join(5)
-            process.kill()
-            process.join()
+        super().__init__(counts, scratch, timeout_s, _fork)
 
 
-class Here:
-    """What a rank knows of itself.
+def _fork(others: Sequence[Connection]) -> bench_rank_processes.StartedRank:
+    ours, theirs = _FORKING.Pipe()
+    process = _FORKING.Process(target=_be_a_rank, args=(theirs, [*others, ours]), daemon=True)
+    process.start()
+    theirs.close()  # so that the end of the process is the end of the pipe
 
-    Attributes:
-        rank: Which.
-        groups: The process group of the first n ranks, by n.
-        state: What it saves; its tensors are the same on all ranks.
-    """
+    def end(patience_s: float) -> None:
+        process.join(patience_s)
+        process.kill()
+        process.join()
 
-    def __init__(self, rank: int, counts: Sequence[int]) -> None:
-        self.rank = rank
-        self.groups = {count: dist.new_group(range(count)) for count in counts}
-        self.state: dict[str, Any] = {}
-
-    def together(self, count: int) -> None:
-        """Wait for the other ranks."""
-        if count > 1:
-            dist.barrier(group=self.groups[count])
-
-    def shard(self, count: int) -> list[tuple[int, torch.Tensor]]:
-        """Return this rank's n-th of the state's tensors, and where each would lie in a file of them all."""
-        placed, offset_bytes = [], 0
-        for tensor in self.state["weights"].values():
-            placed.append((offset_bytes, tensor))
-            offset_bytes += tensor.nbytes
-        return placed[len(placed) * self.rank // count : len(placed) * (self.rank + 1) // count]
+    return ours, end
 
 
-def _be_a_rank(
-    connection: Connection,
-    inherited: Sequence[Connection],
-    rank: int,
-    counts: Sequence[int],
-    meeting_path: str,
-    timeout_s: float,
-) -> None:
-    """Do what comes over the pipe until it ends."""
+def _be_a_rank(connection: Connection, inherited: Sequence[Connection]) -> None:
     for other_end in inherited:
         other_end.close()  # so that the end of the benchmark is the end of the pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the benchmark, which ends the ranks
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting_path}",
-        rank=rank,
-        world_size=max(counts),
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
-    here = Here(rank, counts)
-    while True:
-        try:
-            function, arguments = connection.recv()
-        except EOFError:
-            return
-        try:
-            connection.send((False, function(here, *arguments)))
-        except Exception:  # noqa: BLE001 - the benchmark reports it
-            connection.send((True, traceback.format_exc()))
+    bench_rank_processes.serve(connection)
+
+
+def _shard_of(here: Here, count: int) -> list[tuple[int, torch.Tensor]]:
+    """Return this rank's n-th of the state's tensors, and where each would lie in a file of them all."""
+    placed, offset_bytes = [], 0
+    for tensor in here.state["weights"].values():
+        placed.append((offset_bytes, tensor))
+        offset_bytes += tensor.nbytes
+    return placed[len(placed) * here.rank // count : len(placed) * (here.rank + 1) // count]
 
 
 # --- what ranks do ---
-
-
-def hold_state(here: Here, size_bytes: int) -> int:
-    """Make the state: random, in tensors of unequal lengths; return its bytes."""
-    count = max(1, min(_TENSOR_COUNT_MAX, size_bytes // (2 * _MIB)))
-    generator = torch.Generator().manual_seed(_SEED)
-    base_count = size_bytes // count // 4
-    weights = {
-        f"layers.{index}.weight": torch.empty(base_count + 13 * (index - count // 2)).uniform_(generator=generator)
-        for index in range(count)
-    }
-    here.state = {"step": 1, "weights": weights}
-    return sum(tensor.nbytes for tensor in weights.values())
-
-
-def save_together(here: Here, path: str, count: int) -> tuple[Span, str]:
-    """Save the state with the first ranks; return when, and the engine."""
-    here.together(count)
-    start_s = time.monotonic()
-    report = fp.save(here.state, path, process_group=here.groups[count])
-    return (start_s, time.monotonic()), report.engine
-
-
-def save_alone(here: Here, path: str) -> tuple[Span, str]:
-    """Save the state without a group."""
-    start_s = time.monotonic()
-    report = fp.save(here.state, path)
-    return (start_s, time.monotonic()), report.engine
 
 
 def stay_on_cores(here: Here, one_each: bool) -> None:
@@ -253,7 +113,7 @@ def stay_on_cores(here: Here, one_each: bool) -> None:
 
 def fill_file(here: Here, path: str, count: int, one_each: bool) -> Span:
     """Write this rank's n-th of the state by bare pwrite into a fresh, preallocated file, or into one of its own."""
-    shard = here.shard(count)
+    shard = _shard_of(here, count)
     here.together(count)
     start_s = time.monotonic()
     if one_each:
@@ -283,7 +143,7 @@ def _preallocate(path: str, size_bytes: int) -> None:
 
 def copy_memory(here: Here, count: int, repeat_count: int) -> list[Span]:
     """Copy this rank's n-th to memory that was touched before, several times."""
-    shard = here.shard(count)
+    shard = _shard_of(here, count)
     target = mmap.mmap(-1, max(mmap.PAGESIZE, sum(tensor.nbytes for _, tensor in shard)))
     address = ctypes.addressof(ctypes.c_char.from_buffer(target))
     spans = []
@@ -300,7 +160,7 @@ def copy_memory(here: Here, count: int, repeat_count: int) -> list[Span]:
 def pump_nowhere(here: Here, path: str, count: int) -> Span:
     """Send this rank's n-th through the writer and its null engine: what is left of a save without the kernel."""
     pieces = Pieces()
-    for index, (_, tensor) in enumerate(here.shard(count)):
+    for index, (_, tensor) in enumerate(_shard_of(here, count)):
         pieces.add_storage(tensor.untyped_storage(), index)
     path += f".{here.rank}"
     with open(path, "w+b") as file, Writer(file.fileno(), path, engine="null") as writer:

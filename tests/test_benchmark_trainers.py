@@ -20,6 +20,7 @@ def trainers() -> Iterator[ModuleType]:
         yield rooms["trainers"]
 
 
+@pytest.mark.long  # half a minute
 def test_all_ways_of_a_framework_run_in_turn_and_leave_nothing(tmp_path: Path) -> None:
     disk, result_path = tmp_path / "disk", tmp_path / "result.json"
     disk.mkdir()

@@ -43,6 +43,7 @@ def rooms() -> Iterator[dict[str, ModuleType]]:
 # --- the program ---
 
 
+@pytest.mark.long  # half a minute
 def test_overlap_measures_both_views_says_why_a_peer_is_missing_and_cleans_up(disk: Path, tmp_path: Path) -> None:
     (tmp_path / "torch_checkpointing.py").write_text("raise ImportError('is refused by the test')")
     result_path = tmp_path / "result.json"

@@ -1,6 +1,6 @@
 """`fastpersist bench save DIR` and `bench load DIR`: how close to the disk's speed, and how others do.
 
-`bench io` is a file of its own and only hung in here.
+`bench io`, `bench overlap` and `bench ranks` are files of their own and only hung in here.
 
 Runs the rows of the other bench files in one scratch directory inside DIR, which is removed in any case, and reports.
 Nothing here fails because a machine is slow: the exit code is 0 unless a row of fastpersist itself fails.
@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import errno
 import gc
-import json
 import os
 import shlex
-import shutil
-import tempfile
 from collections.abc import Callable
 
 import fastpersist
-from fastpersist.cli import bench_io
+from fastpersist.cli import bench_io, bench_overlap, bench_ranks
 from fastpersist.cli.bench_fio import fio_read_row, fio_write_row
 from fastpersist.cli.bench_io_rows import resolve_engines
 from fastpersist.cli.bench_load_rows import PageCache, own_load_rows, peer_load_rows
+from fastpersist.cli.bench_places import check_places, empty, positive, require_space, scratch_directory, write_json
 from fastpersist.cli.bench_report import StateResult, machine_facts, report_json, report_text
 from fastpersist.cli.bench_rows import Measured, Row, Sample, measure
-from fastpersist.cli.bench_save_rows import own_save_rows, peer_save_rows, sync_path, usable_engines
+from fastpersist.cli.bench_save_rows import own_save_rows, peer_save_rows, usable_engines
 from fastpersist.cli.bench_states import STATE_NAMES, StateRecipe, flatten
 from fastpersist.cli.bench_worker import Job, Worker
-from fastpersist.errors import ConfigError, NoSpaceError, UnsupportedError
-from fastpersist.filesystem import storage_errors
+from fastpersist.errors import UnsupportedError
 
 __all__ = ["add_parser", "run"]
 
@@ -55,10 +51,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             choices=STATE_NAMES,
             help="what is saved (default: gpt2-124m); may be repeated",
         )
-        parser.add_argument("--repeat", type=_positive, metavar="N", help="rounds (default: 7, with --quick 1)")
+        parser.add_argument("--repeat", type=positive, metavar="N", help="rounds (default: 7, with --quick 1)")
         parser.add_argument(
             "--size-mb",
-            type=_positive,
+            type=positive,
             default=1024,
             metavar="N",
             help="MiB of the state one-tensor (default: 1024)",
@@ -79,13 +75,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         parser.set_defaults(run=run)
     load.add_argument("--warm", action="store_true", help="read files that are in the page cache")
     bench_io.add_parser(commands)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+    bench_overlap.add_parser(commands)
+    bench_ranks.add_parser(commands)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -98,19 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: DIR is no directory.
         StorageError: DIR has no room or takes no files; or the JSON file cannot be written.
     """
-    if not os.path.isdir(arguments.directory):
-        raise ConfigError(f"{arguments.directory} is no directory; name one on the disk that shall be measured")
-    if arguments.json:
-        with storage_errors("creating", arguments.json), open(arguments.json, "w"):
-            pass  # better refused now than after an hour
+    check_places(arguments.directory, [arguments.json])
     facts = machine_facts(arguments.directory)
     notes, states = _measure_all(arguments)
     command_line = _command_line(arguments)
     print(report_text(arguments.command, command_line, facts, notes, states))
     if arguments.json:
-        with storage_errors("writing", arguments.json), open(arguments.json, "w") as file:
-            json.dump(report_json(arguments.command, command_line, facts, notes, states), file, indent=2)
-            file.write("\n")
+        write_json(arguments.json, report_json(arguments.command, command_line, facts, notes, states))
     rows = [row for state in states for row in state.rows]
     return int(any(row.row.kind == "fastpersist" and row.note.startswith("failed") for row in rows))
 
@@ -149,10 +134,7 @@ def _measure_all(arguments: argparse.Namespace) -> tuple[list[str], list[StateRe
     """Measure every state; return the notes and the results."""
     measure_state = _measure_saves if arguments.command == "save" else _measure_loads
     results, notes = [], []
-    with storage_errors("creating a directory in", arguments.directory):
-        scratch_directory = tempfile.TemporaryDirectory(prefix=".fastpersist-bench-", dir=arguments.directory)
-    # Any exception removes it, Ctrl-C included; only a SIGKILL leaves it behind.
-    with scratch_directory as scratch:
+    with scratch_directory(arguments.directory) as scratch:
         for name in _state_names(arguments):
             recipe = StateRecipe(name, quick=arguments.quick, one_tensor_bytes=arguments.size_mb * _MIB)
             result, state_notes = measure_state(arguments, recipe, scratch)
@@ -175,7 +157,7 @@ def _engines(arguments: argparse.Namespace, scratch: str) -> tuple[list[str], li
 
 def _measure_saves(arguments: argparse.Namespace, recipe: StateRecipe, scratch: str) -> tuple[StateResult, list[str]]:
     payload_bytes = recipe.payload_bytes()
-    _require_space(scratch, payload_bytes, file_count=1)
+    require_space(scratch, payload_bytes, smaller="--state")
     engines, engine_notes = _engines(arguments, scratch)
     job = Job("save", recipe, payload_bytes, engines)
 
@@ -183,7 +165,7 @@ def _measure_saves(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
         return os.path.join(scratch, f"run{suffix}")
 
     def after() -> None:
-        _empty(scratch)
+        empty(scratch)
 
     # Every process has the state once; there are never more than two at a time.
     with _Denied(job, needed_bytes=2 * payload_bytes + _GIB) as denied:
@@ -209,7 +191,7 @@ def _measure_saves(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
 
 def _measure_loads(arguments: argparse.Namespace, recipe: StateRecipe, scratch: str) -> tuple[StateResult, list[str]]:
     payload_bytes = recipe.payload_bytes()
-    _require_space(scratch, payload_bytes, file_count=2)
+    require_space(scratch, 2 * payload_bytes, smaller="--state")
     engines, engine_notes = _engines(arguments, scratch)
     job = Job("load", recipe, payload_bytes, engines)
     # --quick is for tests: it leaves the rest of the machine its caches.
@@ -233,7 +215,7 @@ def _measure_loads(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
             *peer_load_rows(payload_bytes),
         ]
         measured = measure(rows, _rounds(arguments), before=before, after=after)
-    _empty(scratch)
+    empty(scratch)
     notes = [
         cache.describe(),
         "what the drive itself or the host of a virtual disk caches is out of our reach",
@@ -336,34 +318,3 @@ def _result(
             auto_engine = result.samples[0].engine
     name = f"{recipe.name} (quick)" if recipe.quick else recipe.name
     return StateResult(name, payload_bytes, tensor_count, auto_engine, measured)
-
-
-def _require_space(directory: str, payload_bytes: int, *, file_count: int) -> None:
-    """Refuse to fill a disk.
-
-    Raises:
-        NoSpaceError: There is not room for so many files of the size, and a tenth more.
-    """
-    needed_bytes = int(1.1 * file_count * payload_bytes) + 64 * _MIB
-    free_bytes = shutil.disk_usage(directory).free
-    if free_bytes < needed_bytes:
-        raise NoSpaceError(
-            errno.ENOSPC,
-            f"{directory} has {free_bytes / 1e9:.1f} GB free, and this needs {needed_bytes / 1e9:.1f} GB: choose "
-            "another directory, or a smaller --state",
-            directory,
-        )
-
-
-def _empty(directory: str) -> None:
-    """Remove what is in a directory, pending files of failed rows too, and wait until that is on disk.
-
-    Else the blocks would be freed in the next row's time.
-    """
-    with os.scandir(directory) as entries:
-        for entry in list(entries):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
-    sync_path(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -85,15 +86,21 @@ def fio_version() -> str:
     return subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout.strip()
 
 
-def fio_write_row(size_bytes: int) -> Row:
-    """Return the write ceiling: a fresh file of at least `size_bytes`, in whole blocks of 8 MiB, synced."""
-    name = CEILING_NAMES["save"]
+def fio_write_row(size_bytes: int, *, job_count: int = 1) -> Row:
+    """Return the write ceiling: a fresh file of at least `size_bytes`, in whole blocks of 8 MiB, synced.
+
+    Args:
+        size_bytes: Of the file.
+        job_count: Jobs that write it, each a range of its own.
+    """
+    name = CEILING_NAMES["save"] if job_count == 1 else f"{CEILING_NAMES['save']}, {job_count} jobs"
     if shutil.which("fio") is None:
         return Row(name, "ceiling", None, why_not=FIO_NOT_INSTALLED)
-    rounded_bytes = -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+    step_bytes = job_count * _BLOCK_BYTES
+    rounded_bytes = -(-size_bytes // step_bytes) * step_bytes
 
     def run(path: str) -> Sample:
-        return _run_by_best_engine(FioJob("write", rounded_bytes), path)
+        return _run_by_best_engine(FioJob("write", rounded_bytes, sharing_count=job_count), path)
 
     return Row(name, "ceiling", run, suffix=".fio")
 
@@ -123,6 +130,9 @@ def _run_by_best_engine(job: FioJob, path: str) -> Sample:
             return run_fio(replace(job, engine=engine), [path])
         except UnsupportedError as error:
             reasons.append(str(error))
+            if job.direction == "write":
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)  # of the one that failed; each makes a fresh one
     raise UnsupportedError("; ".join(reasons))
 
 

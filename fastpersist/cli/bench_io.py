@@ -8,12 +8,8 @@ benchmarks, nothing fails because a machine is slow: the exit code is 0 unless a
 from __future__ import annotations
 
 import argparse
-import errno
-import json
 import os
 import shlex
-import shutil
-import tempfile
 from collections.abc import Sequence
 
 import torch
@@ -36,9 +32,9 @@ from fastpersist.cli.bench_io_report import io_report_json, io_report_text
 from fastpersist.cli.bench_io_rows import IoResult, measure_direction, plan_rows, resolve_engines
 from fastpersist.cli.bench_io_worker import IoProcesses
 from fastpersist.cli.bench_load_rows import PageCache
+from fastpersist.cli.bench_places import check_places, positive, require_space, scratch_directory, write_json
 from fastpersist.cli.bench_report import machine_facts
-from fastpersist.errors import ConfigError, NoSpaceError, StorageError
-from fastpersist.filesystem import storage_errors
+from fastpersist.errors import ConfigError, StorageError
 
 __all__ = ["add_parser", "run"]
 
@@ -58,7 +54,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--read", action="store_true", help="only read (default: read and write)")
     parser.add_argument("--write", action="store_true", help="only write")
     parser.add_argument(
-        "--size-mb", type=_positive, default=1024, metavar="N", help="MiB that each process moves (default: 1024)"
+        "--size-mb", type=positive, default=1024, metavar="N", help="MiB that each process moves (default: 1024)"
     )
     parser.add_argument(
         "--block",
@@ -70,15 +66,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--depth",
-        type=_positive,
+        type=positive,
         nargs="+",
         action="extend",
         metavar="N",
         help="requests in flight (default: 8, with --random 64)",
     )
-    parser.add_argument("--threads", type=_positive, metavar="N", help="threads of the engine threads")
+    parser.add_argument("--threads", type=positive, metavar="N", help="threads of the engine threads")
     parser.add_argument(
-        "--processes", type=_positive, default=1, metavar="N", help="processes, each with its own file (default: 1)"
+        "--processes", type=positive, default=1, metavar="N", help="processes, each with its own file (default: 1)"
     )
     parser.add_argument(
         "--engine", nargs="+", action="extend", metavar="NAME", help="engines of fastpersist info (default: auto)"
@@ -97,18 +93,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--validate", action="store_true", help="compare file and memory after each run")
     parser.add_argument("--in-place", action="store_true", help="write over a file that is there, not a fresh one")
-    parser.add_argument("--repeat", type=_positive, default=3, metavar="N", help="rounds (default: 3)")
+    parser.add_argument("--repeat", type=positive, default=3, metavar="N", help="rounds (default: 3)")
     parser.add_argument("--no-fio", action="store_true", help="TensorFile alone")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
     parser.add_argument("--plot", metavar="FILE.png", help="draw bandwidth by depth and by block (needs matplotlib)")
     parser.set_defaults(run=run, one_by_one=False)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def _size(text: str) -> int:
@@ -129,9 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         StorageError: DIR has no room or takes no files; or a result cannot be written.
     """
     directions = _check(arguments)
-    for path in filter(None, (arguments.json, arguments.plot)):
-        with storage_errors("creating", path), open(path, "w"):
-            pass  # better refused now than after an hour
+    check_places(arguments.directory, [arguments.json, arguments.plot])
     setup, notes = _setup(arguments)
     facts = machine_facts(arguments.directory)
     results = _measure_all(arguments, setup, directions, notes)
@@ -139,9 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(io_report_text(command_line, facts, notes, setup, results))
     if arguments.json:
         report = io_report_json(command_line, facts, notes, setup, results)
-        with storage_errors("writing", arguments.json), open(arguments.json, "w") as file:
-            json.dump(report, file, indent=2)
-            file.write("\n")
+        write_json(arguments.json, report)
     if arguments.plot:
         draw(arguments.plot, results, setup, command_line)
     measured = [result.measured for result in results]
@@ -150,8 +135,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> list[Direction]:
     """Fill in the defaults that depend on other options, and refuse what makes no sense; return the directions."""
-    if not os.path.isdir(arguments.directory):
-        raise ConfigError(f"{arguments.directory} is no directory; name one on the disk that shall be measured")
     if arguments.one_by_one and arguments.depth:
         raise ConfigError("--sync has one block in flight at a time; leave --depth out")
     arguments.block = arguments.block or [4096 if arguments.random else min(8, arguments.size_mb) * _MIB]
@@ -228,13 +211,10 @@ def _measure_all(
     arguments: argparse.Namespace, setup: Setup, directions: Sequence[Direction], notes: list[str]
 ) -> list[IoResult]:
     """Measure every point in each direction; add what is to be said to the notes."""
-    _require_space(arguments.directory, setup)
+    require_space(arguments.directory, setup.process_count * setup.size_bytes, smaller="--size-mb")
     cache = PageCache(warm=False, whole_machine=False)
     results: list[IoResult] = []
-    with storage_errors("creating a directory in", arguments.directory):
-        scratch_directory = tempfile.TemporaryDirectory(prefix=".fastpersist-bench-", dir=arguments.directory)
-    # Any exception removes it, Ctrl-C included; only a SIGKILL leaves it behind.
-    with scratch_directory as scratch:
+    with scratch_directory(arguments.directory) as scratch:
         engines, engine_notes = resolve_engines(scratch, arguments.engine)
         notes += engine_notes
         with IoProcesses(setup) as processes:
@@ -256,23 +236,6 @@ def _measure_all(
                 )
     notes += _notes(arguments, setup, directions, engines, cache)
     return results
-
-
-def _require_space(directory: str, setup: Setup) -> None:
-    """Refuse to fill a disk.
-
-    Raises:
-        NoSpaceError: There is not room for the files of all processes, and a tenth more.
-    """
-    needed_bytes = int(1.1 * setup.process_count * setup.size_bytes) + 64 * _MIB
-    free_bytes = shutil.disk_usage(directory).free
-    if free_bytes < needed_bytes:
-        raise NoSpaceError(
-            errno.ENOSPC,
-            f"{directory} has {free_bytes / 1e9:.1f} GB free, and this needs {needed_bytes / 1e9:.1f} GB: choose "
-            "another directory, or a smaller --size-mb",
-            directory,
-        )
 
 
 def _notes(

@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ import torch
 
 from fastpersist import TensorFile, locked_tensor
 from fastpersist.cli.bench_io_points import IoSample, Point, Setup, chunk_bytes_for, file_paths, thread_count_for
+from fastpersist.cli.child_process import connected_process
 from fastpersist.errors import CorruptionError, FastPersistError, InternalError, StorageError, UnsupportedError
 from fastpersist.filesystem import storage_errors
 
@@ -217,7 +216,7 @@ class IoProcesses:
         self._ends: list[tuple[Connection, subprocess.Popen[bytes]]] = []
         try:
             for seed in range(setup.process_count):
-                self._ends.append(_start())
+                self._ends.append(connected_process("fastpersist.cli.bench_io_worker"))
                 self._ends[-1][0].send((setup, seed))
             self._receive()
         except BaseException:
@@ -296,19 +295,6 @@ def together(timings: Sequence[Timing]) -> IoSample:
         io_count=sum(timing.io_count for timing in timings),
         cpu_s=sum(timing.cpu_s for timing in timings),
     )
-
-
-def _start() -> tuple[Connection, subprocess.Popen[bytes]]:
-    ours, theirs = multiprocessing.Pipe()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-c", f"from fastpersist.cli.bench_io_worker import main; main({theirs.fileno()})"],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # the table's
-            start_new_session=True,  # Ctrl-C is for the parent alone
-        )
-    return ours, process
 
 
 def _dead(process: subprocess.Popen[bytes]) -> UnsupportedError:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from fastpersist.progress import progress_bar
 
-__all__ = ["Measured", "Row", "Sample", "measure"]
+__all__ = ["Kind", "Measured", "Row", "Sample", "measure"]
 
 Kind = Literal["ceiling", "fastpersist", "peer"]
 

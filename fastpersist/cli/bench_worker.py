@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import os
-import warnings
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +22,7 @@ from fastpersist.cli.bench_states import StateRecipe
 from fastpersist.cli.child_process import Answers, ChildProcess
 from fastpersist.errors import FastPersistError, UnsupportedError
 
-__all__ = ["Job", "Worker", "main"]
+__all__ = ["Job", "Worker", "main", "resident_bytes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,8 +86,8 @@ class Worker:
 
     def _receive(self) -> dict[str, Any]:
         answer = self._process.receive()
-        if "error" in answer:
-            raise UnsupportedError(answer["error"])
+        if "failed" in answer:
+            raise UnsupportedError(answer["failed"])
         return answer
 
     def end(self) -> None:
@@ -117,8 +115,6 @@ def main() -> None:
 
     if job.apart:
         torch.set_num_threads(1)  # a forked child cannot use OpenMP where its parent has
-        # From Python 3.12 on, of forking beside numpy's idle threads.
-        warnings.simplefilter("ignore", DeprecationWarning)
     try:
         if job.deny_io_uring:
             deny_io_uring()
@@ -126,22 +122,21 @@ def main() -> None:
             logging.getLogger("fastpersist").setLevel(logging.ERROR)
         rows = {row.name: row for row in _rows(job)}
     except FastPersistError as error:
-        answers.send({"error": str(error)})
+        answers.send({"failed": str(error)})
         return
     answers.send({"rows": {row.name: row.suffix for row in rows.values()}})
     for request in requests:
-        child = os.fork() if job.apart else 0
-        if child:
-            # A child that dies without an answer would leave the parent waiting.
-            if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
-                answers.send({"error": "the process that ran it died"})
-            continue
-        try:
-            answers.send(_run(job, rows[request["row"]], request["path"]))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the row's result
-            answers.send({"error": f"{type(error).__name__}: {error}"})
+
+        def work(row: Row = rows[request["row"]], path: str = request["path"]) -> dict[str, Any]:
+            try:
+                return _run(job, row, path)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is the row's result
+                return {"failed": f"{type(error).__name__}: {error}"}
+
         if job.apart:
-            os._exit(0)
+            answers.send_from_fork(work, "the process that ran it died")
+        else:
+            answers.send(work())
 
 
 def _rows(job: Job) -> list[Row]:
@@ -156,13 +151,13 @@ def _run(job: Job, row: Row, path: str) -> dict[str, Any]:
     gc.collect()
     peak_is_known = _forget_peak()
     # What the state itself takes: it is here already (saves), or part of what is about to be read (loads).
-    state_bytes = _resident_bytes("VmRSS") + (job.payload_bytes if job.command == "load" else 0)
+    state_bytes = resident_bytes("VmRSS") + (job.payload_bytes if job.command == "load" else 0)
     sample = row.run(path)
-    peak_bytes = _resident_bytes("VmHWM") - state_bytes if peak_is_known else None
+    peak_bytes = resident_bytes("VmHWM") - state_bytes if peak_is_known else None
     return {"sample": dataclasses.asdict(sample), "peak_bytes": peak_bytes}
 
 
-def _resident_bytes(name: str) -> int:
+def resident_bytes(name: str) -> int:
     """Read VmRSS, what is resident now, or VmHWM, the most that ever was."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{name}:"))

@@ -1,4 +1,4 @@
-"""A process of our own that answers: each request is a line of JSON, and so is each answer.
+"""Processes of our own that answer: a request is a line of JSON, and so is its answer; or both are Python's objects.
 
 For commands that measure: a peak of memory belongs to a process, and what a process has set up (a ring, an engine) or
 given up (a system call) stays with it. What is asked and answered is the affair of the two ends.
@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, TextIO
 
 from fastpersist.errors import UnsupportedError
 
-__all__ = ["Answers", "ChildProcess"]
+__all__ = ["Answers", "ChildProcess", "connected_process"]
 
 
 class ChildProcess:
@@ -88,6 +91,27 @@ class ChildProcess:
         self.end()
 
 
+def connected_process(module: str) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """Start a process at the other end of a connection, which it serves until we close our end.
+
+    Args:
+        module: Whose `main` a fresh interpreter calls with the descriptor of its end.
+
+    Returns:
+        Our end; and the process, which leads a session of its own. The caller ends it, and what it has forked.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"from {module} import main; main({theirs.fileno()})"],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # the table's
+            start_new_session=True,  # Ctrl-C is for the parent alone
+        )
+    return ours, process
+
+
 class Answers:
     """The process's end. Make it before anything may print: what is printed then goes to stderr."""
 
@@ -103,6 +127,27 @@ class Answers:
         """
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()
+
+    def send_from_fork(self, work: Callable[[], Mapping[str, Any]], died: str) -> None:
+        """Have a forked child make the answer, so that it finds and leaves no memory but what is here already.
+
+        The child ends as soon as it has answered: nothing of what `work` began goes on.
+
+        Args:
+            work: Makes the answer; does not raise.
+            died: What the answer has under "failed" if the child ends before it has answered.
+        """
+        with warnings.catch_warnings():
+            # From Python 3.12 on, of forking beside numpy's idle threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            self.send(work())
+            os._exit(0)
+        # A child that dies without an answer would leave the parent waiting.
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code != 0:
+            self.send({"failed": f"{died} (exit status {code})"})
 
     def requests(self) -> Iterator[dict[str, Any]]:
         """Yield what the parent asks, until it closes its end."""

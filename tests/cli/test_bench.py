@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.bench_runs import check_interrupted
 
 import fastpersist
 from fastpersist import _native, require_engine
@@ -117,36 +115,8 @@ def test_bench_load_goes_without_fio(
 
 
 def test_ctrl_c_removes_every_file_and_ends_every_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import sys; from fastpersist.cli import main; sys.exit(main())"]
-    bench = subprocess.Popen(
-        [*command, "bench", "save", str(tmp_path), "--quick", "--repeat", "100000", "--state", "one-tensor"],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        deadline_s = time.monotonic() + 60
-        while not list(tmp_path.glob(".fastpersist-bench-*/run*")):
-            assert bench.poll() is None
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
-        workers = children_of(bench.pid)
-        assert workers
-        bench.send_signal(signal.SIGINT)
-        assert bench.wait(timeout=60) == 130
-    finally:
-        bench.kill()
-        bench.wait()
-    assert list(tmp_path.iterdir()) == []
-    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
-
-
-def children_of(parent: int) -> list[int]:
-    """Return the processes that a process has started."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(status.read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(status.parent.name))
-    return found
+    words = ["save", str(tmp_path), "--quick", "--repeat", "100000", "--state", "one-tensor"]
+    check_interrupted(tmp_path, *words, when=".fastpersist-bench-*/run*", child_count=1)
 
 
 def test_missing_directory_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,6 +205,34 @@ def test_fio_writes_whole_blocks_and_reads_the_same_file(tmp_path: Path) -> None
     assert read.run is not None
     assert read.run(str(path)).size_bytes == 8 * MIB
     assert path.stat().st_size == 9 * MIB
+
+
+@needs_fio
+def test_jobs_of_fio_write_whole_blocks_of_one_file(tmp_path: Path) -> None:
+    row = fio_write_row(17 * MIB, job_count=2)
+    assert row.name == "fio write, 2 jobs"
+    assert row.run is not None
+    try:
+        written = row.run(str(tmp_path / "x"))
+    except fastpersist.UnsupportedError as error:
+        pytest.skip(str(error))
+    assert written.size_bytes == (tmp_path / "x").stat().st_size == 32 * MIB
+
+
+def test_another_engine_of_fio_finds_no_file_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"write": {"io_bytes": 8 * MIB, "runtime": 5, "total_ios": 1}, "usr_cpu": 0, "sys_cpu": 0, "job_runtime": 5}
+    program = tmp_path / "bin" / "fio"
+    program.parent.mkdir()
+    program.write_text(
+        '#!/bin/sh\ncase "$*" in *ioengine=io_uring*) echo refused >&2; exit 1;; esac\n'
+        f"echo '{json.dumps({'jobs': [job, job]})}'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    row = fio_write_row(16 * MIB, job_count=2)
+    assert row.run is not None
+    sample = row.run(str(tmp_path / "x"))
+    assert (sample.engine, sample.size_bytes, sample.seconds) == ("libaio", 16 * MIB, 0.005)
 
 
 def test_rates_are_told_relative_to_fio() -> None:

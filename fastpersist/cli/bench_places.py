@@ -1,0 +1,103 @@
+"""What every bench command does with its DIR and its FILE: refuse early, work in a scratch directory, leave nothing."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fastpersist.cli.bench_save_rows import sync_path
+from fastpersist.errors import ConfigError, NoSpaceError
+from fastpersist.filesystem import storage_errors
+
+__all__ = ["check_places", "empty", "positive", "require_space", "scratch_directory", "write_json"]
+
+_MIB = 1 << 20
+
+
+def positive(text: str) -> int:
+    """Read a whole number of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def check_places(directory: str, files: Iterable[str | None]) -> None:
+    """Refuse what could not be measured, or whose results could not be written, now and not after an hour.
+
+    Args:
+        directory: DIR.
+        files: Where results go; None for those that nobody asked for. They are made, empty.
+
+    Raises:
+        ConfigError: DIR is no directory.
+        StorageError: A file cannot be written.
+    """
+    if not os.path.isdir(directory):
+        raise ConfigError(f"{directory} is no directory; name one on the disk that shall be measured")
+    for path in filter(None, files):
+        with storage_errors("creating", path), open(path, "w"):
+            pass
+
+
+def scratch_directory(directory: str) -> tempfile.TemporaryDirectory[str]:
+    """Return a context manager around a new directory in DIR. Any exception removes it; only a SIGKILL leaves it.
+
+    Raises:
+        StorageError: DIR takes no directory.
+    """
+    with storage_errors("creating a directory in", directory):
+        return tempfile.TemporaryDirectory(prefix=".fastpersist-bench-", dir=directory)
+
+
+def require_space(directory: str, payload_bytes: int, *, smaller: str) -> None:
+    """Refuse to fill a disk.
+
+    Args:
+        directory: Where it is written.
+        payload_bytes: Most that is there at one time.
+        smaller: The option that asks for less.
+
+    Raises:
+        NoSpaceError: There is not room for so much, and a tenth more.
+    """
+    needed_bytes = int(1.1 * payload_bytes) + 64 * _MIB
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < needed_bytes:
+        raise NoSpaceError(
+            errno.ENOSPC,
+            f"{directory} has {free_bytes / 1e9:.1f} GB free, and this needs {needed_bytes / 1e9:.1f} GB: choose "
+            f"another directory, or a smaller {smaller}",
+            directory,
+        )
+
+
+def empty(directory: str) -> None:
+    """Remove what is in a directory, pending files of failed rows too, and wait until that is on disk.
+
+    Else the blocks would be freed in the next row's time.
+    """
+    with os.scandir(directory) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+    sync_path(directory)
+
+
+def write_json(path: str, report: Mapping[str, Any]) -> None:
+    """Write results for programs.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    with storage_errors("writing", path), open(path, "w") as file:
+        json.dump(report, file, indent=2)
+        file.write("\n")

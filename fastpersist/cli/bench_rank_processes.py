@@ -1,0 +1,293 @@
+"""Processes that are the ranks of one gloo group on this machine, and what ranks do in `bench ranks`.
+
+Each rank holds a state of its own in its own memory. Ranks do what they are told over a pipe, a function and its
+arguments, so that ways of saving take turns in the same processes. All times are of CLOCK_MONOTONIC, which the
+processes of one machine share: a save by several ranks lasts from the first that begins it to the last that returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fastpersist
+from fastpersist.cli.bench_save_rows import sync_path
+from fastpersist.cli.child_process import connected_process
+
+__all__ = [
+    "Failed",
+    "Here",
+    "RankProcesses",
+    "Span",
+    "StartedRank",
+    "drop_state",
+    "hold_state",
+    "load_alone",
+    "load_by_torch",
+    "load_together",
+    "main",
+    "save_alone",
+    "save_by_torch",
+    "save_together",
+    "serve",
+    "whole_span",
+]
+
+_MIB = 1 << 20
+_SEED = 20261
+_TENSOR_COUNT_MAX = 64
+_PATIENCE_S = 5.0
+
+Span = tuple[float, float]
+"""When something began and ended, in seconds."""
+
+StartedRank = tuple[Connection, Callable[[float], None]]
+"""Our end of the pipe to a rank; and what ends the rank, after so many seconds in which it may end by itself."""
+
+
+class Failed(Exception):
+    """A rank could not do what it was asked for: who, in what, and why, in one line; its traceback may follow."""
+
+
+def whole_span(spans: Sequence[Span]) -> float:
+    """Return the seconds from the first beginning to the last end."""
+    return max(end for _, end in spans) - min(start for start, _ in spans)
+
+
+# --- the parent's end ---
+
+
+class RankProcesses:
+    """Processes that are the ranks of one gloo group, with a group of the first n of them for each n asked for.
+
+    A context manager; the processes end with it. One owner thread.
+
+    Args:
+        counts: The n.
+        scratch: A directory for the file through which they meet.
+        timeout_s: So long may one call take.
+        start: Starts a process that calls `serve`; gets our ends of the pipes so far, which a fork inherits.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        scratch: str,
+        timeout_s: float,
+        start: Callable[[Sequence[Connection]], StartedRank] | None = None,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._ranks: list[StartedRank] = []
+        self._broken = ""
+        meeting_path = os.path.join(scratch, f"meeting-{max(counts)}-{time.monotonic_ns()}")
+        try:
+            for rank in range(max(counts)):
+                self._ranks.append((start or _start)([connection for connection, _ in self._ranks]))
+                self._ranks[-1][0].send((rank, sorted(counts), meeting_path, timeout_s))
+        except BaseException:
+            self._end(0.0)
+            raise
+
+    def call(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Have the first ranks call function(here, *arguments); return what it returned, by rank.
+
+        Raises:
+            Failed: It raised on one of them, took too long, or has ended one of them: then no more calls are answered.
+        """
+        if self._broken:
+            raise Failed(self._broken)
+        waiting = {self._ranks[rank][0]: rank for rank in range(count)}
+        for connection in waiting:
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which shows when its answer is awaited
+                connection.send((function, arguments))
+        results: dict[int, Any] = {}
+        failures: list[Failed] = []  # raised when all have answered, or an answer would be taken for one to the next
+        deadline_s = time.monotonic() + self._timeout_s
+        while waiting:
+            for ready in wait(list(waiting), max(0.0, deadline_s - time.monotonic())):
+                rank = waiting.pop(ready)  # type: ignore[call-overload]
+                try:
+                    failed, result = self._ranks[rank][0].recv()
+                except (EOFError, ConnectionResetError):
+                    self._broken = f"rank {rank} of {count} has died in {function.__name__}"
+                    raise Failed(self._broken) from None
+                if failed:
+                    failures.append(Failed(f"rank {rank} of {count} failed in {function.__name__}: {result}"))
+                results[rank] = result
+            if waiting and time.monotonic() >= deadline_s:
+                late = f"ranks {sorted(waiting.values())} of {count} still are in {function.__name__}"
+                self._broken = "; ".join([*map(str, failures), f"{late} after {self._timeout_s:g} s"])
+                raise Failed(self._broken)
+        if failures:
+            raise failures[0]
+        return [results[rank] for rank in range(count)]
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(_PATIENCE_S if error is None and not self._broken else 0.0)
+
+    def _end(self, patience_s: float) -> None:
+        for connection, _ in self._ranks:
+            connection.close()
+        for _, end in self._ranks:
+            end(patience_s)
+        self._ranks = []
+
+
+def _start(_ours: Sequence[Connection]) -> StartedRank:
+    connection, process = connected_process("fastpersist.cli.bench_rank_processes")
+
+    def end(patience_s: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    return connection, end
+
+
+# --- the ranks ---
+
+
+class Here:
+    """What a rank knows of itself.
+
+    Attributes:
+        rank: Which.
+        groups: The process group of the first n ranks, by n.
+        state: What it saves; its tensors are the same on all ranks.
+    """
+
+    def __init__(self, rank: int, counts: Sequence[int]) -> None:
+        self.rank = rank
+        self.groups = {count: dist.new_group(range(count)) for count in counts}
+        self.state: dict[str, Any] = {}
+
+    def together(self, count: int) -> None:
+        """Wait for the other ranks."""
+        if count > 1:
+            dist.barrier(group=self.groups[count])
+
+
+def main(descriptor: int) -> None:
+    """Be a rank for the parent at the other end of a connection, until it closes it.
+
+    Args:
+        descriptor: Of our end.
+    """
+    with Connection(descriptor) as connection:
+        serve(connection)
+
+
+def serve(connection: Connection) -> None:
+    """Do what comes over the pipe until it ends."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        rank, counts, meeting_path, timeout_s = connection.recv()
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting_path}",
+            rank=rank,
+            world_size=max(counts),
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        here = Here(rank, counts)
+        while True:
+            function, arguments = connection.recv()
+            try:
+                answer = (False, function(here, *arguments))
+            except Exception as error:  # noqa: BLE001 - the parent reports it
+                said = str(error).splitlines()[0] if str(error) else ""
+                answer = (True, f"{type(error).__name__}: {said}\n{traceback.format_exc()}")
+            connection.send(answer)
+
+
+# --- what they do ---
+
+
+def hold_state(here: Here, size_bytes: int) -> int:
+    """Make the state: random, in tensors of unequal lengths; return its bytes."""
+    count = max(1, min(_TENSOR_COUNT_MAX, size_bytes // (2 * _MIB)))
+    generator = torch.Generator().manual_seed(_SEED)
+    base_count = size_bytes // count // 4
+    weights = {
+        f"layers.{index}.weight": torch.empty(base_count + 13 * (index - count // 2)).uniform_(generator=generator)
+        for index in range(count)
+    }
+    here.state = {"step": 1, "weights": weights}
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+def drop_state(here: Here) -> None:
+    """Give the state's memory back."""
+    here.state = {}
+
+
+def save_together(here: Here, path: str, count: int) -> tuple[Span, str]:
+    """Save the state with the first ranks; return when, and the engine."""
+    here.together(count)
+    start_s = time.monotonic()
+    report = fastpersist.save(here.state, path, process_group=here.groups[count])
+    return (start_s, time.monotonic()), report.engine
+
+
+def save_alone(here: Here, path: str) -> tuple[Span, str]:
+    """Save the state without a group; return when, and the engine."""
+    start_s = time.monotonic()
+    report = fastpersist.save(here.state, path)
+    return (start_s, time.monotonic()), report.engine
+
+
+def save_by_torch(here: Here, path: str) -> tuple[Span, str]:
+    """Save the state as scripts do on rank 0, and make file and name durable."""
+    start_s = time.monotonic()
+    torch.save(here.state, path)
+    sync_path(path)
+    sync_path(os.path.dirname(path))
+    return (start_s, time.monotonic()), ""
+
+
+def load_together(here: Here, path: str, count: int) -> Span:
+    """Load a file with the first ranks."""
+    return _timed_load(here, count, lambda: fastpersist.load(path, process_group=here.groups[count]))
+
+
+def load_alone(here: Here, path: str, count: int) -> Span:
+    """Load a file at the same time as the others of the first ranks, and without them."""
+    return _timed_load(here, count, lambda: fastpersist.load(path))
+
+
+def load_by_torch(here: Here, path: str, count: int) -> Span:
+    """Load a file by torch.load at the same time as the others of the first ranks."""
+    return _timed_load(here, count, lambda: torch.load(path, weights_only=True))
+
+
+def _timed_load(here: Here, count: int, load: Callable[[], object]) -> Span:
+    here.together(count)
+    start_s = time.monotonic()
+    loaded = None
+    try:
+        loaded = load()
+        end_s = time.monotonic()
+    finally:
+        here.together(count)  # nobody frees what was loaded, or goes to another call, while others are still loading
+    del loaded
+    return start_s, end_s

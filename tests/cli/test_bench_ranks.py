@@ -1,0 +1,196 @@
+"""`bench ranks`: it measures what it says with real ranks, says which of them failed, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bench_runs import check_interrupted, children_of
+
+from fastpersist.cli import bench_rank_processes as work
+from fastpersist.cli import bench_ranks, main
+from fastpersist.cli.bench_rank_processes import Failed, RankProcesses, whole_span
+from fastpersist.cli.bench_rows import Measured, Row, Sample
+
+MIB = 1 << 20
+
+
+def run_ranks(directory: Path, *options: str, code: int = 0) -> dict[str, Any]:
+    """Run the command in this process and return its JSON."""
+    target = directory / "result.json"
+    assert main(["bench", "ranks", str(directory), "--json", str(target), *options]) == code
+    result: dict[str, Any] = json.loads(target.read_text())
+    target.unlink()
+    return result
+
+
+# --- the command ---
+
+
+def test_every_way_is_measured_with_real_ranks_and_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run_ranks(tmp_path, "--ranks", "3", "2", "--size-mb", "8", "--repeat", "2")
+
+    assert (result["format"], result["command"]) == (1, "ranks")
+    assert result["command_line"] == f"fastpersist bench ranks {tmp_path} --ranks 2 3 --size-mb 8 --repeat 2"
+    assert result["machine"]["torch"] == torch.__version__
+    saves = {row["name"]: row for row in result["save"]}
+    loads = {row["name"]: row for row in result["load"]}
+    assert list(saves) == [
+        *("fio write", "fio write, 2 jobs", "fio write, 3 jobs", "fp.save, one rank alone"),
+        *("fp.save, 2 ranks together", "fp.save, 3 ranks together", "torch.save + fsync, rank 0"),
+    ]
+    assert list(loads) == ["fio read"] + [
+        name
+        for count in (2, 3)
+        for name in (
+            *(f"fp.load, {count} ranks together", f"fp.load, {count} ranks, by each"),
+            f"torch.load, {count} ranks, by each",
+        )
+    ]
+    for row in [*saves.values(), *loads.values()]:
+        if row["kind"] == "ceiling" and row["note"]:
+            continue  # no fio, or it cannot write here
+        assert row["note"] == ""
+        assert len(row["seconds"]) == 2
+        assert row["all_ranks_bytes_per_s"] == pytest.approx(row["rank_count"] * row["bytes_per_s"])
+    assert 7 * MIB < result["state_bytes"] <= 8 * MIB <= result["file_bytes"] + MIB
+    together, alone = saves["fp.save, 3 ranks together"], saves["fp.save, one rank alone"]
+    assert together["rank_count"] == 3
+    assert together["engine"] == alone["engine"] != ""
+    assert together["ratio_to_one_rank"] == pytest.approx(alone["median_s"] / together["median_s"])
+    if "seconds" in saves["fio write, 3 jobs"]:
+        fio = saves["fio write, 3 jobs"]
+        assert together["ratio_to_fio"] == pytest.approx(together["bytes_per_s"] / fio["bytes_per_s"])
+    assert list(tmp_path.iterdir()) == []
+    text = capsys.readouterr().out
+    assert all(name in text for name in [*saves, *loads])
+    assert "none of it was left" in " ".join(text.split())
+
+
+def test_rows_fail_alone_and_only_our_own_make_the_command_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(work, "save_by_torch", work.drop_state)  # which takes no path
+    result = run_ranks(tmp_path, "--ranks", "2", "--size-mb", "4", "--repeat", "1")
+    saves = {row["name"]: row for row in result["save"]}
+    assert saves["torch.save + fsync, rank 0"]["note"].startswith(
+        "failed: Failed: rank 0 of 1 failed in drop_state: TypeError: "
+    )
+    assert "apt install fio" in saves["fio write, 2 jobs"]["note"]
+    assert saves["fp.save, 2 ranks together"]["note"] == ""
+    assert saves["fp.save, 2 ranks together"]["ratio_to_fio"] is None
+    assert "failed in drop_state" in capsys.readouterr().out
+
+    monkeypatch.setattr(work, "load_alone", work.drop_state)
+    result = run_ranks(tmp_path, "--ranks", "2", "--size-mb", "4", "--repeat", "1", code=1)
+    loads = {row["name"]: row for row in result["load"]}
+    assert "rank " in loads["fp.load, 2 ranks, by each"]["note"]
+    assert loads["torch.load, 2 ranks, by each"]["note"] == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_cannot_save_at_all_are_an_answer_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FASTPERSIST_ENGINE", "unheard-of")
+    assert main(["bench", "ranks", str(tmp_path), "--ranks", "2", "--size-mb", "4"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "of 2 failed in save_together" in said
+    assert "unheard-of" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_removes_every_file_and_ends_every_rank(tmp_path: Path) -> None:
+    words = ["ranks", str(tmp_path), "--ranks", "2", "--size-mb", "16", "--repeat", "100000"]
+    check_interrupted(tmp_path, *words, when=".fastpersist-bench-*/run*", child_count=2)
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--size-mb", str(10**9)], "ask for less"),
+        (["--json", "none/x.json"], "x.json"),
+    ],
+)
+def test_what_cannot_be_measured_here_is_refused_at_once(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "ranks", str(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_disk_without_room_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": MIB}))
+    assert main(["bench", "ranks", str(tmp_path), "--size-mb", "4"]) == 2
+    assert "smaller --size-mb" in capsys.readouterr().err
+
+
+def test_one_rank_is_no_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "ranks", str(tmp_path), "--ranks", "1"])
+    assert ended.value.code == 2
+    assert "2 …" in capsys.readouterr().err
+
+
+def test_help_says_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "ranks", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for words in ("process_group", "torch.save on rank 0 with fsync", "out of the page cache", "fio"):
+        assert words in text
+
+
+# --- the ranks ---
+
+
+def test_rank_that_dies_is_an_error_not_a_hang_and_no_more_is_asked(tmp_path: Path) -> None:
+    before = set(children_of(os.getpid()))
+    with RankProcesses([2], str(tmp_path), 60) as ranks:
+        assert ranks.call(2, work.hold_state, 4 * MIB)[1] > 3 * MIB
+        victim = next(pid for pid in set(children_of(os.getpid())) - before if "bench_rank" in command_of(pid))
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(Failed, match=r"rank [01] of 2 has died in hold_state"):
+            ranks.call(2, work.hold_state, 4 * MIB)
+        with pytest.raises(Failed, match="has died in hold_state"):
+            ranks.call(1, work.drop_state)
+        started = set(children_of(os.getpid())) - before
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+
+
+def test_files_of_all_ways_hold_the_same(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a.pt", "b.pt", "c.pt")]
+    with RankProcesses([2], str(tmp_path), 60) as ranks:
+        ranks.call(2, work.hold_state, 4 * MIB)
+        ranks.call(2, work.save_together, paths[0], 2)
+        ranks.call(1, work.save_alone, paths[1])
+        ranks.call(1, work.save_by_torch, paths[2])
+        for load in (work.load_together, work.load_alone, work.load_by_torch):
+            assert whole_span(ranks.call(2, load, paths[0], 2)) > 0
+    first, *others = [torch.load(path, weights_only=True)["weights"] for path in paths]
+    for other in others:
+        assert list(first) == list(other)
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_rates_are_of_the_one_file_and_of_all_ranks() -> None:
+    fio = Measured(Row("fio read", "ceiling", None), "", [Sample(1.0, 100)])
+    ours = Measured(Row("fp.load, 4 ranks together", "fastpersist", None), "", [Sample(2.0, 100)])
+    row = bench_ranks._row_json(bench_ranks._Result(ours, 4, fio))
+    assert (row["bytes_per_s"], row["all_ranks_bytes_per_s"], row["ratio_to_fio"]) == (50, 200, 0.5)
+    assert row["ratio_to_one_rank"] is None

@@ -1,0 +1,55 @@
+"""Commands that measure, interrupted: what they have started and written is gone with them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def children_of(parent: int) -> list[int]:
+    """Return the processes that a process has started."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(status.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(status.parent.name))
+    return found
+
+
+def check_interrupted(directory: Path, *words: str, when: str, child_count: int) -> None:
+    """Send SIGINT to `fastpersist bench` as soon as it is at work; check that it ends with 130 and leaves nothing.
+
+    Args:
+        directory: DIR, empty.
+        words: Of the command line, behind `bench`.
+        when: Pattern of names below DIR that show that it is at work.
+        child_count: Processes that it has started by then.
+    """
+    program = "import sys; from fastpersist.cli import main; sys.exit(main())"
+    bench = subprocess.Popen(
+        [sys.executable, "-c", program, "bench", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline_s = time.monotonic() + 120
+        while not list(directory.glob(when)):
+            assert bench.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        workers = children_of(bench.pid)
+        assert len(workers) >= child_count
+        bench.send_signal(signal.SIGINT)
+        said = bench.communicate(timeout=60)[1]
+    finally:
+        bench.kill()
+        bench.communicate()
+    assert bench.returncode == 130
+    assert "Traceback" not in said
+    assert list(directory.iterdir()) == []
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
