@@ -305,6 +305,7 @@ def _saving(accelerator: Accelerator, files: _Files | None, pending_path: str) -
     """Let what Accelerate saves in the block go into `files`; on other processes, durably where it says."""
     optimizers = None if _moves_parameters(accelerator) else list(accelerator._optimizers)
     with ExitStack() as stack:
+        stack.enter_context(_scaler_of_main_process(accelerator))
         if isinstance(files, DirectorySave):
             of_main_process = (lambda _name: False) if _is_sharding(accelerator) else None
             stack.enter_context(saves_into(files, optimizer=optimizers, shared=of_main_process))
@@ -334,6 +335,18 @@ def _is_sharding(accelerator: Accelerator) -> bool:
 def _moves_parameters(accelerator: Accelerator) -> bool:
     """Tell whether parameters are gathered and freed between two steps, where the optimizer has them: by FSDP1."""
     return _is_sharding(accelerator) and not getattr(accelerator, "is_fsdp2", False)
+
+
+@contextmanager
+def _scaler_of_main_process(accelerator: Accelerator) -> Iterator[None]:
+    """Leave scaler.pt to the main process: stock Accelerate writes it on all of them, each over the others' file."""
+    scaler = accelerator.scaler
+    if not accelerator.is_main_process:
+        accelerator.scaler = None
+    try:
+        yield
+    finally:
+        accelerator.scaler = scaler
 
 
 @contextmanager

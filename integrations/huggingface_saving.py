@@ -30,7 +30,7 @@ from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
 from fastpersist import (
@@ -46,6 +46,7 @@ from fastpersist import (
 )
 
 from .huggingface_fsdp import is_sharding, moves_parameters, sharded_saves
+from .huggingface_keeping import clear_up, drop_held, hold_foreign
 from .redirecting import saves_into
 from .requirements import require_writers
 
@@ -113,6 +114,7 @@ class Flight:
     def settle(self, *, published: bool) -> None:
         """Note how it ended; nobody may go on calling best what does not exist."""
         self.published = published
+        drop_held(self.path, unless=published or not _is_first_rank())
         if not published and self.state.best_model_checkpoint == self.path:
             self.state.best_model_checkpoint = self.best_before
 
@@ -226,6 +228,8 @@ class CheckpointSaves:
         def begin() -> str | None:
             nonlocal files
             files = self._begin(path, all_write=all_write)
+            if _is_first_rank():
+                hold_foreign(path, wait=self.join)
             return None if files is None else files.path
 
         try:
@@ -247,7 +251,7 @@ class CheckpointSaves:
             return None
         if files is not None:
             limit, best = args.save_total_limit, state.best_model_checkpoint
-            flight.pending = files.publish(after=lambda: _rotate(run_dir, limit, best), apart=True)
+            flight.pending = files.publish(after=lambda: clear_up(path, run_dir, limit, best), apart=True)
         self._flight = flight
         if synchronous:
             self.finish()
@@ -371,14 +375,6 @@ def _best_checkpoint(trainer: Any, run_dir: str) -> str | None:
         if state.best_global_step == state.global_step or os.path.exists(best):
             return best
     return state.best_model_checkpoint  # type: ignore[no-any-return]
-
-
-def _rotate(run_dir: str, limit: int | None, best: str | None) -> None:
-    """Delete old checkpoints as the Trainer does; the new one is durable by now."""
-    try:
-        rotate_checkpoints(output_dir=run_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
-    except OSError as error:
-        _log.warning("old checkpoints in %s could not be deleted: %s", run_dir, error)
 
 
 def _optimizer_of(trainer: Any) -> object:

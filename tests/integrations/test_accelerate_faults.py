@@ -351,3 +351,28 @@ def test_two_processes_save_together(tmp_path: Path) -> None:
     # The port is asked for, and not used: the ranks have met.
     variables = {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
     run_ranks(2, lambda _rank, _count: train_as_one_of_two(tmp_path), timeout_s=90, environment=variables)
+
+
+def save_with_a_scaler(folder: Path) -> list[tuple[float, float]]:
+    """Save twice, with a file that stock Accelerate writes on every process; return scales, saved and loaded."""
+    training = Training(scaler=True)
+    training.train(2)
+    scaler = training.accelerator.scaler
+    found = []
+    for name in ("one", "two"):
+        training.train(1)
+        scale = scaler.get_scale()
+        save_state(training.accelerator, folder / name)
+        wait(training.accelerator)
+        scaler.update(1.0)
+        load_state(training.accelerator, folder / name)
+        found.append((scale, scaler.get_scale()))
+    assert training.accelerator.scaler is scaler
+    return found
+
+
+def test_processes_that_scale_gradients_save_together(tmp_path: Path) -> None:
+    variables = {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
+    results = run_ranks(2, lambda _rank, _count: save_with_a_scaler(tmp_path), timeout_s=90, environment=variables)
+    assert all(saved == loaded != 1.0 for found in results for saved, loaded in found)
+    assert (tmp_path / "two" / "scaler.pt").exists()

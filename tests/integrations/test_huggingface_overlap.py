@@ -21,7 +21,7 @@ from support.training import PATIENCE_S, HeldFilesystem
 from transformers import Trainer
 
 import fastpersist as fp
-from fastpersist.integrations import huggingface_saving
+from fastpersist.integrations import huggingface_keeping
 from fastpersist.integrations.huggingface import Attachment, attach
 
 
@@ -362,13 +362,13 @@ def test_next_save_does_not_wait_until_old_checkpoints_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
-    rotate = huggingface_saving.rotate_checkpoints
+    rotate = huggingface_keeping.rotate_checkpoints
 
     def slow(**options: Any) -> None:
         assert released.wait(PATIENCE_S), "the test never let old checkpoints be deleted"
         rotate(**options)
 
-    monkeypatch.setattr(huggingface_saving, "rotate_checkpoints", slow)
+    monkeypatch.setattr(huggingface_keeping, "rotate_checkpoints", slow)
     seen: list[list[str]] = []
 
     def look() -> None:
