@@ -93,14 +93,14 @@ def tried(data: bytes, try_input: Callable[[bytes], None], memory_bytes_max: int
 def main(
     make_input: Callable[[random.Random], bytes],
     try_input: Callable[[bytes], None],
-    memory_bytes_max: Callable[[int], int],
+    memory_bytes_max: Callable[[int], int] | None = None,
 ) -> None:
     """Run a fuzzer from the command line; exit with 1 at the first input that fails.
 
     Args:
         make_input: Makes an input from a source of chance, and from nothing else.
         try_input: Returns if the input was handled, well or with one of the errors that are documented for it.
-        memory_bytes_max: From the length of an input to the memory that trying it may take.
+        memory_bytes_max: From the length of an input to the memory that trying it may take; None: nothing limits it.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=5.0, help="how long to run (default: 5)")
@@ -111,14 +111,16 @@ def main(
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}", flush=True)
 
-    used_bytes = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + ADDRESS_SPACE_BYTES,) * 2)
+    if memory_bytes_max is not None:
+        used_bytes = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + ADDRESS_SPACE_BYTES,) * 2)
 
     deadline_s = time.monotonic() + options.seconds
     count = options.only or 0
     while True:
         data = make_input(random.Random(f"{seed}/{count}"))
-        limit = memory_bytes_max(len(data)) if count % TRACED_EVERY == 0 or options.only is not None else None
+        is_traced = memory_bytes_max is not None and (count % TRACED_EVERY == 0 or options.only is not None)
+        limit = memory_bytes_max(len(data)) if memory_bytes_max is not None and is_traced else None
         try:
             tried(data, try_input, limit)
             if options.canary:
