@@ -19,11 +19,11 @@ JOBS := $(shell nproc)
 
 HEADERS := $(sort $(wildcard csrc/*/*.h))
 SOURCES := $(sort $(wildcard csrc/*/*.cc))
-TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc))
+TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc tests/abi/*.cc tests/abi/*.h))
 WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 
-.PHONY: help setup build check test test-oldest san crash fuzz bench overlap trainers ranks dcp io gpu demo wheel warnings tidy
+.PHONY: help setup build check test test-oldest san abi crash fuzz bench overlap trainers ranks dcp io gpu emulated-gpu demo wheel warnings tidy
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo 'make build                 only the native module (FASTPERSIST_DEBUG=1, FASTPERSIST_SANITIZE=… as in setup.py)'
 	@echo 'make test-oldest           the tests with the oldest torch supported, in .venv-oldest/'
 	@echo 'make san                   the C++ tests under ASan and UBSan, then under TSan'
+	@echo 'make abi                   what we declare of CUDA and cuFile, against headers of NVIDIA that it downloads'
 	@echo 'make crash                 the crash tests with $(KILLS) kills (KILLS=…)'
 	@echo 'make fuzz                  every fuzzer for $(SECONDS) s (SECONDS=…, SEED=…)'
 	@echo 'make bench DIR=…           save and load against fio and others, in a directory on the disk to measure'
@@ -43,6 +44,7 @@ help:
 	@echo 'make dcp DIR=…             what torch.distributed.checkpoint gains (benchmarks/dcp.py --help)'
 	@echo 'make io DIR=…              tensors between memory and disk, against fio and DeepNVMe (fastpersist bench io --help)'
 	@echo 'make gpu DIR=…             on a machine with a GPU: builds, tests and measures it (benchmarks/gpu.sh --help)'
+	@echo 'make emulated-gpu          the tests for GPUs, over a torch for CUDA (3 GB to download) and doubles of the driver'
 	@echo 'make wheel                 a wheel in dist/, tried in a clean environment outside the repository'
 
 # --- environment ---
@@ -129,6 +131,11 @@ san: $(BUILT)
 	$(BIN)/pytest tests/csrc --native-variant=address
 	$(BIN)/pytest tests/csrc --native-variant=thread
 
+# In an environment of its own: packages of CUDA beside torch's would change what torch loads.
+abi:
+	@test -x build/abi/venv/bin/pip || $(PYTHON) -m venv build/abi/venv
+	build/abi/venv/bin/python tests/abi/check_abi.py build/abi/packages
+
 crash: $(BUILT)
 	$(BIN)/pytest tests/crash -m '' --kills=$(KILLS) --timeout=0
 
@@ -151,6 +158,18 @@ trainers: $(BUILT)
 gpu:
 	@test -d '$(DIR)' || { echo 'make: gpu DIR=…: an existing directory on the disk to measure'; exit 1; }
 	PYTHON=$(PYTHON) benchmarks/gpu.sh '$(DIR)'
+
+# In an environment of its own. === : a mirror may have a build for CPUs only, which would pass for the same version.
+EMULATED := build/emulated-gpu/venv
+$(EMULATED)/environment.stamp: pyproject.toml
+	$(PYTHON) -m venv $(EMULATED)
+	$(EMULATED)/bin/pip install --disable-pip-version-check torch===$(TORCH) 'nvidia-cuda-crt<14'
+	$(EMULATED)/bin/pip install --disable-pip-version-check --quiet '.[test]'
+	@touch $@
+
+emulated-gpu: $(EMULATED)/environment.stamp
+	$(EMULATED)/bin/pip install --disable-pip-version-check --quiet --no-deps .
+	$(EMULATED)/bin/python tests/support/emulated_gpu/run.py --devices 2 python -m pytest -m gpu tests/gpu
 
 ranks: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: ranks DIR=…: an existing directory on the disk to measure'; exit 1; }
