@@ -7,6 +7,7 @@ does on the device, `Stage.kernel` does: it changes memory when its stream comes
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,10 @@ from fastpersist import _native, devices, loading
 from fastpersist.owners import Owners, Ownership
 
 STEP_US = 200
+CHUNK_BYTES = 1 << 16
+RING_CHUNKS = 8
+
+_new_ring_chunks = itertools.count(RING_CHUNKS + 1)  # rings are of the process, and there is one for each size
 
 
 class Stage:
@@ -77,14 +82,19 @@ class Stage:
 @contextmanager
 def device_stage(patch: pytest.MonkeyPatch) -> Iterator[Stage]:
     """Give a test devices, a small ring and small chunks; misuse of the driver fails it."""
-    patch.setenv("FASTPERSIST_CHUNK_BYTES", str(1 << 16))
-    patch.setenv("FASTPERSIST_RING_BYTES", str(8 << 16))
+    patch.setenv("FASTPERSIST_CHUNK_BYTES", str(CHUNK_BYTES))
+    patch.setenv("FASTPERSIST_RING_BYTES", str(RING_CHUNKS * CHUNK_BYTES))
     with checked_double() as cuda:
         stage = Stage(cuda, patch)
         yield stage
         stage.end()
         gc.collect()
         _native.release_spares()  # no later test's
+
+
+def use_new_ring(patch: pytest.MonkeyPatch) -> None:
+    """Let saves and loads of a device_stage use a ring that nobody in this process has used, pinned or not."""
+    patch.setenv("FASTPERSIST_RING_BYTES", str(next(_new_ring_chunks) * CHUNK_BYTES))
 
 
 @contextmanager

@@ -15,11 +15,11 @@ import pytest
 import torch
 from support.cuda_double import PLAIN_ERROR, read_storage
 from support.cufile_double import DISABLED, SAYS_NVFS, SAYS_P2P, SAYS_POSIX, CuFileDouble, cufile_double
-from support.device_states import Stage, bytes_in, device_stage, device_state, packed_state
+from support.device_states import Stage, bytes_in, device_stage, device_state, packed_state, use_new_ring
 
 import fastpersist as fp
 from fastpersist import _native, cufile, engine_choice
-from fastpersist.config import CUFILE_APIS, config
+from fastpersist.config import CUFILE_APIS
 from fastpersist.errors import ConfigError, DeviceError, StorageError, UnsupportedError
 from fastpersist.pipeline import Extents, Pieces, Writer, read_extents
 
@@ -141,21 +141,16 @@ def test_a_save_in_the_background_is_that_of_the_call(
     assert bytes_in(fp.load(tmp_path / "x.pt", map_location="cpu", weights_only=False)) == contents
 
 
-@pytest.mark.parametrize(
-    ("call", "chunk_count"), [("cuFileWrite", 20), ("cuFileBufRegister", 21), ("cuFileHandleRegister", 22)]
-)
+@pytest.mark.parametrize("call", ["cuFileWrite", "cuFileBufRegister", "cuFileHandleRegister"])
 def test_whichever_call_of_the_library_fails_nothing_is_published(
     stage: Stage,
     library: CuFileDouble,
     api: str,
     tmp_path: Path,
     call: str,
-    chunk_count: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if api == "batch":
-        chunk_count += 10
-    monkeypatch.setenv("FASTPERSIST_RING_BYTES", str(chunk_count * CHUNK))  # a staging area that is not registered yet
+    use_new_ring(monkeypatch)  # a staging area that is not registered yet
     state, contents = device_state(SIZES)
     failures = 0
     for nth in range(1, 60):
@@ -346,9 +341,7 @@ def refuse_transfers(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def refuse_memory(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        "FASTPERSIST_RING_BYTES", str((23 if config().cufile_api == "calls" else 33) * CHUNK)
-    )  # memory that is not registered yet
+    use_new_ring(monkeypatch)  # memory that is not registered yet
     library.fail("cuFileBufRegister", 0, 5016)
 
 

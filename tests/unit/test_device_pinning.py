@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_states import Stage, bytes_in, device_stage, device_state
+from support.device_states import Stage, bytes_in, device_stage, device_state, use_new_ring
 
 import fastpersist as fp
 from fastpersist import _native, arena
@@ -27,7 +27,6 @@ from fastpersist.owners import Owners
 from fastpersist.saving import container_for
 from fastpersist.sharded.writer import FastPersistWriter
 
-CHUNK = 1 << 16
 MIB = 1 << 20
 STATE_BYTES = 70 * MIB  # more than a mapping of the arena
 
@@ -181,7 +180,7 @@ def test_spare_memory_goes_where_a_device_pins_no_more(
     captured(state, Arena()).release()
     wait_until_prepared()
     gc.collect()
-    monkeypatch.setenv("FASTPERSIST_RING_BYTES", str(13 * CHUNK))  # a ring that nobody has pinned
+    use_new_ring(monkeypatch)
     stage.cuda.set_registration_limit(stage.cuda.registered_bytes)
     fp.save(state, tmp_path / "x.pt")
     assert stage.cuda.pageable_copy_count == 0

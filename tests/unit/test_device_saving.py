@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 import torch
 from support.cuda_double import PLAIN_ERROR, STICKY_ERROR, cuda_storage
-from support.device_states import Stage, bytes_in, device_stage, device_state, grace, packed_state, random_bytes
+from support.device_states import (
+    Stage,
+    bytes_in,
+    device_stage,
+    device_state,
+    grace,
+    packed_state,
+    random_bytes,
+    use_new_ring,
+)
 
 import fastpersist as fp
 from fastpersist import _native, capture, devices
@@ -355,7 +364,7 @@ def test_a_lost_device_does_not_keep_tensors_of_the_host_from_being_saved(stage:
 def test_without_pinned_memory_the_bytes_are_right_and_the_log_says_so(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits: bool
 ) -> None:
-    monkeypatch.setenv("FASTPERSIST_RING_BYTES", str((12 if waits else 13) * CHUNK))  # a ring that nobody has pinned
+    use_new_ring(monkeypatch)
     monkeypatch.setattr(devices, "_told", set())
     stage.cuda.set_registration_limit(0)
     stage.cuda.set_pageable_waits(waits)
