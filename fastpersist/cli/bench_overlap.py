@@ -192,7 +192,11 @@ def _run_job(process: ChildProcess, job: Job, scratch: str) -> dict[str, Any]:
         try:
             return process.receive()
         except UnsupportedError as error:
+            process.end()  # with what it has forked, too
             return {"failed": str(error)}
+        except BaseException:
+            process.end()  # before the directory goes that it writes to
+            raise
 
 
 def _why(answer: dict[str, Any]) -> str:

@@ -49,7 +49,7 @@ def check_interrupted(directory: Path, *words: str, when: str, child_count: int)
     finally:
         bench.kill()
         bench.communicate()
-    assert bench.returncode == 130
+    assert bench.returncode == 130, f"{bench.returncode}: {said}"
     assert "Traceback" not in said
     assert list(directory.iterdir()) == []
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
