@@ -5,9 +5,6 @@ Knows nothing of checkpoints. Where a way of saving has to step in (before the o
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -143,22 +140,11 @@ class Training(TrainedModel):
         inputs = torch.randn(recipe.batch_count, recipe.width, generator=self._data)
         return inputs, torch.randint(recipe.vocabulary_count, (recipe.batch_count,), generator=self._data)
 
-    def step(
-        self,
-        *,
-        before_update: Callable[[], None] = lambda: None,
-        update_guard: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> StepTimes:
-        """Train one step.
-
-        Args:
-            before_update: Called when the gradients are there; may wait until the state may change.
-            update_guard: Gives a context in which the optimizer's step runs.
-        """
-        start = time.perf_counter()
+    def loss(self) -> torch.Tensor:
+        """Return the loss of the next batch."""
         inputs, targets = self._batch()
-        loss = functional.cross_entropy(self.model(inputs).flatten(0, -2), targets.flatten())
-        loss.backward()
-        gate_s = self.update(before_update, update_guard)
+        return functional.cross_entropy(self.model(inputs).flatten(0, -2), targets.flatten())
+
+    def end_step(self, loss: torch.Tensor) -> None:
+        """Read the loss."""
         self.losses.append(loss.item())
-        return StepTimes(time.perf_counter() - start, gate_s)

@@ -99,12 +99,9 @@ def _cells(result: IoResult, setup: Setup) -> list[str]:
     cells = [point.words(setup), size_name(point.block_bytes), str(point.depth)]
     if not measured.samples:
         return [*cells, result.planned.who, "–"]
-    seconds = [sample.seconds for sample in measured.samples]
     cells += [
         f"{result.planned.who}, {measured.samples[0].engine}",
-        f"{measured.median_s:.3f}",
-        f"{min(seconds):.3f} – {max(seconds):.3f}",
-        f"{measured.bytes_per_s / 1e9:.2f}",
+        *measured.time_cells(),
         f"{100 * result.ratio:.0f} %" if result.ratio else "",
     ]
     if setup.random:

@@ -1,6 +1,6 @@
 """One run of a training with a way of saving: what its steps take, what saving takes of them, what is on disk then.
 
-A model is anybody's; what a step computes, `TrainedModel`'s subclasses say.
+A model is anybody's; what a step computes of it, `TrainedModel`'s subclasses say.
 """
 
 from __future__ import annotations
@@ -89,16 +89,41 @@ class TrainedModel:
     def _note_gate_is_open(self, *_: Any) -> None:
         self._gate_open_at = time.perf_counter()
 
-    def update(
-        self, before_update: Callable[[], None], update_guard: Callable[[], contextlib.AbstractContextManager[Any]]
-    ) -> float:
-        """Take the optimizer's step; return the seconds that it had to wait before."""
+    def step(
+        self,
+        *,
+        before_update: Callable[[], None] = lambda: None,
+        update_guard: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> StepTimes:
+        """Train one step.
+
+        Args:
+            before_update: Called when the gradients are there; may wait until the state may change.
+            update_guard: Gives a context in which the optimizer's step runs.
+        """
+        start = time.perf_counter()
+        loss = self.loss()
+        loss.backward()
+        self.follow_backward()
         ready = time.perf_counter()
         before_update()
         with update_guard():
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return self._gate_open_at - ready
+        gate_s = self._gate_open_at - ready
+        self.end_step(loss)
+        return StepTimes(time.perf_counter() - start, gate_s)
+
+    def loss(self) -> torch.Tensor:
+        """Return the loss of the next batch."""
+        raise NotImplementedError
+
+    def follow_backward(self) -> None:
+        """Do what a step does between its gradients and its update."""
+
+    def end_step(self, loss: torch.Tensor) -> None:
+        """Wait until the device has made the step, as a training does that reads its loss."""
+        raise NotImplementedError
 
     def state(self, step: int) -> dict[str, Any]:
         """Return what a training script saves; the tensors are the live ones."""

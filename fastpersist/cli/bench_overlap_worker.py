@@ -7,19 +7,17 @@ that forks has imported torch, once for all, and done nothing with it, neither o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import resource
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from fastpersist.cli.bench_overlap_run import StepTimes, TrainedModel, train_and_save
+from fastpersist.cli.bench_overlap_run import TrainedModel, train_and_save
 from fastpersist.cli.bench_overlap_ways import (
     CheckpointerWay,
     DcpStagedWay,
@@ -106,30 +104,24 @@ class SyntheticTraining(TrainedModel):
         for _ in range(product_count):
             torch.mm(first, second, out=out)
 
+    def loss(self) -> torch.Tensor:
+        """Return the loss of random inputs."""
+        inputs = torch.randn(_ROW_COUNT, self.width, device=self._device)
+        output: torch.Tensor = self.model(inputs)
+        return output.square().mean()
+
+    def follow_backward(self) -> None:
+        """Make the step as long as wanted."""
+        self.compute(self.product_count)
+
+    def end_step(self, loss: torch.Tensor) -> None:
+        """Wait for the device."""
+        self.synchronize()
+
     def synchronize(self) -> None:
         """Wait for the stream that trains, and for no other: saving has streams of its own, which go on."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-
-    def step(
-        self,
-        *,
-        before_update: Callable[[], None] = lambda: None,
-        update_guard: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> StepTimes:
-        """Train one step; it ends when the device has made it, as that of a training which reads its loss.
-
-        Args:
-            before_update: Called when the gradients are there; may wait until the state may change.
-            update_guard: Gives a context in which the optimizer's step runs.
-        """
-        start = time.perf_counter()
-        inputs = torch.randn(_ROW_COUNT, self.width, device=self._device)
-        self.model(inputs).square().mean().backward()
-        self.compute(self.product_count)
-        gate_s = self.update(before_update, update_guard)
-        self.synchronize()
-        return StepTimes(time.perf_counter() - start, gate_s)
 
 
 def main() -> None:

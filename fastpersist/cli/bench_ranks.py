@@ -308,7 +308,6 @@ def _cells(result: _Result, table: str) -> list[str]:
     measured = result.measured
     if not measured.samples:
         return [measured.row.name, "", "–"]
-    seconds = [sample.seconds for sample in measured.samples]
     last = (
         f"{result.rank_count * measured.bytes_per_s / 1e9:.2f}"
         if table == "load"
@@ -317,9 +316,7 @@ def _cells(result: _Result, table: str) -> list[str]:
     return [
         measured.row.name,
         measured.samples[0].engine,
-        f"{measured.median_s:.3f}",
-        f"{min(seconds):.3f} – {max(seconds):.3f}",
-        f"{measured.bytes_per_s / 1e9:.2f}",
+        *measured.time_cells(),
         _percent(result.of(result.fio)),
         last,
     ]

@@ -193,13 +193,10 @@ def report_text(
 def _cells(measured: Measured, ceiling: float | None) -> list[str]:
     if not measured.samples:
         return [measured.row.name, "", "–", "", "", "", ""]
-    seconds = [sample.seconds for sample in measured.samples]
     return [
         measured.row.name,
         measured.samples[0].engine,
-        f"{measured.median_s:.3f}",
-        f"{min(seconds):.3f} – {max(seconds):.3f}",
-        f"{measured.bytes_per_s / 1e9:.2f}",
+        *measured.time_cells(),
         f"{100 * measured.bytes_per_s / ceiling:.0f} %" if ceiling else "",
         "" if measured.peak_bytes is None else f"{measured.peak_bytes / _MIB:.0f}",
     ]

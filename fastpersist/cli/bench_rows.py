@@ -74,6 +74,11 @@ class Measured:
         """The rate of the median."""
         return self.samples[0].size_bytes / self.median_s
 
+    def time_cells(self) -> list[str]:
+        """Return the cells of a table for the median, the range of the seconds, and the rate in GB/s."""
+        seconds = [sample.seconds for sample in self.samples]
+        return [f"{self.median_s:.3f}", f"{min(seconds):.3f} – {max(seconds):.3f}", f"{self.bytes_per_s / 1e9:.2f}"]
+
 
 def measure(
     rows: Sequence[Row],

@@ -33,6 +33,35 @@ uint64_t MappedBytes(Arena& arena) {
   return arena.mapped_bytes();
 }
 
+// Pinning that takes until it is let go, but for the first `quick_count`.
+class HeldPinning {
+ public:
+  explicit HeldPinning(int quick_count = 0) : quick_count_(quick_count) {}
+
+  Pin pin() {
+    return [this](std::span<std::byte>) -> std::shared_ptr<void> {
+      if (++count_ > quick_count_) may_end_.wait(false);
+      return std::make_shared<int>(0);
+    };
+  }
+
+  int count() const { return count_; }
+
+  void AwaitBegin() const {
+    while (count_ <= quick_count_) std::this_thread::yield();
+  }
+
+  void LetGo() {
+    may_end_ = true;
+    may_end_.notify_all();
+  }
+
+ private:
+  const int quick_count_;
+  std::atomic<int> count_{0};
+  std::atomic<bool> may_end_{false};
+};
+
 // Runs `child` in a fork; it returns whether all is well.
 template <class Function>
 bool HoldsInAChild(Function child) {
@@ -152,27 +181,22 @@ void BlocksAreReturnedAndTakenWhileFreshMemoryIsPinned() {
     while (blocks.size() < 32) blocks.push_back(arena.TryTake(lock));
     return blocks;
   }();
-  std::atomic<int> pin_count{0};
-  std::atomic<bool> may_end{false};
-  arena.PinWith([&](std::span<std::byte>) -> std::shared_ptr<void> {
-    if (++pin_count > 1) may_end.wait(false);  // the first are pinned at once
-    return std::make_shared<int>(0);
-  });
+  HeldPinning held(/*quick_count=*/1);
+  arena.PinWith(held.pin());
   std::byte* fresh = nullptr;
   std::thread taker([&] {
     std::unique_lock lock(arena.mutex());
     fresh = arena.TryTake(lock);
   });
-  while (pin_count < 2) std::this_thread::yield();
+  held.AwaitBegin();
   {
     std::unique_lock lock(arena.mutex());  // hangs where it is held
     EXPECT(arena.used_bytes() == 32 * kBlock);
     arena.Return(all_but_two[7]);
     EXPECT(arena.TryTake(lock) == all_but_two[7]);
   }
-  EXPECT(pin_count == 2);
-  may_end = true;
-  may_end.notify_all();
+  EXPECT(held.count() == 2);
+  held.LetGo();
   taker.join();
   EXPECT(fresh != nullptr && MappedBytes(arena) == 34 * kBlock);
   ReturnAll(arena, all_but_two);
@@ -185,31 +209,20 @@ void BlocksAreReturnedAndTakenWhileMappedMemoryIsPinned() {
   Arena arena(40 * kBlock);  // two mappings
   const std::vector<std::byte*> blocks = TakeAll(arena);
   ReturnAll(arena, blocks);
-  std::atomic<int> pin_count{0};
-  std::atomic<bool> may_end{false};
-  std::thread pinning([&] {
-    arena.PinWith([&](std::span<std::byte>) -> std::shared_ptr<void> {
-      ++pin_count;
-      may_end.wait(false);
-      return std::make_shared<int>(0);
-    });
-  });
-  while (pin_count < 1) std::this_thread::yield();
-  arena.PinWith([&](std::span<std::byte>) -> std::shared_ptr<void> {  // another save's: it does not wait either
-    ++pin_count;
-    return nullptr;
-  });
+  HeldPinning held;
+  std::thread pinning([&] { arena.PinWith(held.pin()); });
+  held.AwaitBegin();
+  arena.PinWith(held.pin());  // another save's: it does not wait either
   {
     std::unique_lock lock(arena.mutex());  // hangs where it is held
     EXPECT(arena.TryTake(lock) == blocks[0] && !arena.is_pinned(blocks[0]));
     EXPECT(arena.TryTakeBehind(blocks[0]) == blocks[1]);
     arena.Return(blocks[0]);
   }
-  EXPECT(pin_count == 1);
-  may_end = true;
-  may_end.notify_all();
+  EXPECT(held.count() == 1);
+  held.LetGo();
   pinning.join();
-  EXPECT(pin_count == 2);
+  EXPECT(held.count() == 2);
   {
     const std::lock_guard lock(arena.mutex());
     EXPECT(std::all_of(blocks.begin(), blocks.end(), [&](std::byte* block) { return arena.is_pinned(block); }));
@@ -341,24 +354,16 @@ void WhatIsBeingPinnedIsNotLetGoOf() {
   }
   const std::vector<std::byte*> others = TakeAll(arena);
   ReturnAll(arena, others);
-  std::atomic<int> pin_count{0};
-  std::atomic<bool> may_end{false};
-  std::thread pinning([&] {
-    arena.PinWith([&](std::span<std::byte>) -> std::shared_ptr<void> {
-      ++pin_count;
-      may_end.wait(false);
-      return std::make_shared<int>(0);
-    });
-  });
-  while (pin_count < 1) std::this_thread::yield();
+  HeldPinning held;
+  std::thread pinning([&] { arena.PinWith(held.pin()); });
+  held.AwaitBegin();
   has_landed = true;
   {
     std::unique_lock lock(arena.mutex());
     arena.TakeBack(lock);
     EXPECT(arena.mapped_bytes() == 8 * kBlock);
   }
-  may_end = true;
-  may_end.notify_all();
+  held.LetGo();
   pinning.join();
   const std::lock_guard lock(arena.mutex());
   EXPECT(arena.is_pinned(blocks[0]) && arena.is_pinned(others[0]));
@@ -369,26 +374,20 @@ void WhatIsPreparedAndNeededAtOnceIsPinnedOnce() {
   for (const bool prepared_first : {true, false}) {
     const Cleaner cleaner;
     Arena arena(4 * kBlock);
-    std::atomic<int> pin_count{0};
-    std::atomic<bool> may_end{false};
-    arena.PinWith([&](std::span<std::byte>) -> std::shared_ptr<void> {
-      ++pin_count;
-      may_end.wait(false);
-      return std::make_shared<int>(0);
-    });
+    HeldPinning held;
+    arena.PinWith(held.pin());
     std::vector<std::byte*> blocks;
     const auto prepare = [&] { arena.Prepare(4 * kBlock); };
     const auto take = [&] { blocks = TakeAll(arena); };
     std::thread first(prepared_first ? std::function<void()>(prepare) : take);
-    while (pin_count < 1) std::this_thread::yield();
+    held.AwaitBegin();
     std::thread second(prepared_first ? std::function<void()>(take) : prepare);
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    EXPECT(pin_count == 1);
-    may_end = true;
-    may_end.notify_all();
+    EXPECT(held.count() == 1);
+    held.LetGo();
     first.join();
     second.join();
-    EXPECT(pin_count == 1);
+    EXPECT(held.count() == 1);
     EXPECT(blocks.size() == 4 && MappedBytes(arena) == 4 * kBlock);
     ReturnAll(arena, blocks);
   }

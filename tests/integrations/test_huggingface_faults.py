@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import warnings
@@ -15,6 +14,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from support.filesystems import FullFor, FullForNames
 from support.huggingface_trainers import (
     At,
     StopAfter,
@@ -30,30 +30,6 @@ from transformers import Trainer
 import fastpersist as fp
 from fastpersist.filesystem import Filesystem, using
 from fastpersist.integrations.huggingface import FastPersistCallback, attach, last_checkpoint
-
-
-class FullFor(Filesystem):
-    """A disk without room for the data of one checkpoint."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        if self._name in path:
-            raise fp.NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes for {path}: disk full", path)
-        super().allocate(fd, size_bytes, path)
-
-
-class FullForNames(Filesystem):
-    """A disk without room for the directory of one checkpoint."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def make_directory(self, path: str, mode: int = 0o777) -> None:
-        if self._name in path:
-            raise fp.NoSpaceError(errno.ENOSPC, f"creating directory {path}: disk full", path)
-        super().make_directory(path, mode)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -10,28 +9,17 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from support.filesystems import FullFor
 from support.huggingface_trainers import attached, trainer_for, working_in
 from support.runs import hidden_names
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.filesystem import using
 from fastpersist.integrations import huggingface_saving
 from fastpersist.integrations.huggingface import last_checkpoint
 from fastpersist.integrations.huggingface_keeping import hold_foreign, put_back
 
 NOTES = {"notes.txt": b"of mine", "evaluation/step/scores.json": b"{}", "my_weights.pt": b"not torch's"}
-
-
-class FullFor(Filesystem):
-    """A disk without room for the data of one checkpoint."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        if self._name in path:
-            raise fp.NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes for {path}: disk full", path)
-        super().allocate(fd, size_bytes, path)
 
 
 def nobody() -> None:

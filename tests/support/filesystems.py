@@ -5,6 +5,7 @@ They see every operation before and after it, make one fail, or kill the process
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from fastpersist.errors import NoSpaceError
 from fastpersist.filesystem import Filesystem, storage_errors
 
 FILE_OPERATIONS = ("create", "allocate", "truncate", "sync", "rename", "sync_directory", "unlink")
@@ -31,6 +33,32 @@ class Operation:
     size_bytes: int = 0  # allocate, truncate
     offset_bytes: int = 0  # write: a request of an engine, which is not seen here but recorded there
     data: bytes = b""
+
+
+class FullFor(Filesystem):
+    """A disk without room for the data of files with this in their paths: of all files, unless it is told which."""
+
+    def __init__(self, name: str = "") -> None:
+        self._name = name
+
+    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
+        """Find no room."""
+        if self._name in path:
+            raise NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes for {path}: disk full", path)
+        super().allocate(fd, size_bytes, path)
+
+
+class FullForNames(Filesystem):
+    """A disk without room for directories with this in their paths: for any, unless it is told which."""
+
+    def __init__(self, name: str = "") -> None:
+        self._name = name
+
+    def make_directory(self, path: str, mode: int = 0o777) -> None:
+        """Find no room."""
+        if self._name in path:
+            raise NoSpaceError(errno.ENOSPC, f"creating directory {path}: disk full", path)
+        super().make_directory(path, mode)
 
 
 class WatchedFilesystem(Filesystem):

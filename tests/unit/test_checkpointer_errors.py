@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import re
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.filesystems import FullFor, FullForNames
 from support.runs import Replay, Run, held_writers, hidden_names
 from support.training import PATIENCE_S
 
@@ -29,22 +29,8 @@ from fastpersist.filesystem import Filesystem, using
 STATE = {"weights": torch.arange(1000.0), "name": "a state"}
 
 
-class Full(Filesystem):
-    """A disk without room for data."""
-
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        raise fp.NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes for {path}: disk full", path)
-
-
-class FullForNames(Filesystem):
-    """A disk without room for another name."""
-
-    def make_directory(self, path: str, mode: int = 0o777) -> None:
-        raise fp.NoSpaceError(errno.ENOSPC, f"creating directory {path}: disk full", path)
-
-
 def save_that_fails(checkpointer: fp.Checkpointer, step: int = 1) -> fp.PendingSave:
-    with using(Full()):
+    with using(FullFor()):
         pending = checkpointer.save(step, STATE)
         assert pending.join(PATIENCE_S)
     return pending
@@ -98,7 +84,7 @@ def test_exception_counts_as_delivery(tmp_path: Path) -> None:
 
 def test_each_of_several_failures_is_told(tmp_path: Path) -> None:
     checkpointer = fp.Checkpointer(tmp_path)
-    with using(Full()):
+    with using(FullFor()):
         with held_lane(checkpointer):
             checkpointer.save(1, STATE)
             checkpointer.save(2, STATE)
@@ -146,7 +132,7 @@ def test_save_that_is_over_before_save_returns_is_counted_like_any_other(
 
     monkeypatch.setattr(DirectorySave, "publish", publish_and_wait)
     checkpointer = fp.Checkpointer(tmp_path)
-    with using(Full() if fails else Filesystem()):
+    with using(FullFor() if fails else Filesystem()):
         checkpointer.save(1, STATE)
     if fails:
         with pytest.raises(fp.NoSpaceError):
@@ -167,7 +153,7 @@ def test_failed_save_is_in_the_log_and_in_the_stats(tmp_path: Path, caplog: pyte
         checkpointer.close()
 
 
-@pytest.mark.parametrize("disk", [Full, FullForNames])
+@pytest.mark.parametrize("disk", [FullFor, FullForNames])
 def test_on_error_warn_keeps_training_alive_and_says_so_each_time(
     tmp_path: Path, disk: type[Filesystem], leak_check: None
 ) -> None:
@@ -257,7 +243,7 @@ def test_torn_state_is_told_and_the_next_save_is_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("memory", [0, None])
 def test_save_that_fails_lets_everybody_go_who_waits_for_it(tmp_path: Path, memory: int | None) -> None:
     run = Run().advance()
-    with using(Full()):
+    with using(FullFor()):
         checkpointer = fp.Checkpointer(tmp_path, optimizer=run.optimizer, max_host_bytes=memory, on_error="warn")
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.filesystems import FullFor
 from support.process_groups import run_ranks
 
 import fastpersist as fp
@@ -187,11 +188,6 @@ def test_what_is_given_up_leaves_nothing_elsewhere(tmp_path: Path) -> None:
 # --- a file that cannot be written
 
 
-class FullForTensors(Filesystem):
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        raise fp.NoSpaceError(28, f"reserving {size_bytes} bytes for {path}: disk full", path)
-
-
 def failed_files(tmp_path: Path) -> fp.DirectorySave:
     """Return a directory whose first file is known to have failed."""
     files = fp.DirectorySave(tmp_path / "one")
@@ -204,7 +200,7 @@ def failed_files(tmp_path: Path) -> fp.DirectorySave:
 
 @pytest.mark.parametrize("end", ["publish", "abort"])
 def test_the_pending_directory_stays_for_others_until_it_is_published_or_given_up(tmp_path: Path, end: str) -> None:
-    with using(FullForTensors()):
+    with using(FullFor()):
         files = failed_files(tmp_path)
         Path(files.path, "config.json").write_text("somebody else's")
         files.save({"w": torch.ones(3)}, "more.pt")
@@ -220,7 +216,7 @@ def test_the_pending_directory_stays_for_others_until_it_is_published_or_given_u
 def test_a_step_does_not_wait_for_a_file_that_has_failed(tmp_path: Path) -> None:
     weights = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weights], lr=0.1)
-    with using(FullForTensors()):
+    with using(FullFor()):
         files = fp.DirectorySave(tmp_path / "one")
         files.save({"w": weights.data}, "w.pt", optimizer)
         weights.grad = torch.ones(3)

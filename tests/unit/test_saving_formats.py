@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import tempfile
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.archives import assert_same_files, save_aligned
+from support.filesystems import FullFor
 from support.runs import Run, copied, held_writers
 from support.sameness import assert_same
 from support.states import pending_files
@@ -24,7 +24,7 @@ from support.strategies import nested_objects, storages
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.filesystem import using
 from fastpersist.formats.safetensors import DTYPE_NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
@@ -286,17 +286,10 @@ def test_name_that_gets_a_link_meanwhile_is_replaced_all_the_same(tmp_path: Path
     assert holds(tmp_path / "late", STATE)
 
 
-class Full(Filesystem):
-    """A disk without room for data."""
-
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        raise fp.NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes for {path}: disk full", path)
-
-
 @savers
 def test_full_disk_leaves_every_name_as_it_was(tmp_path: Path, save: Save, leak_check: None) -> None:
     path, others = linked(tmp_path, 2)
-    with using(Full()), pytest.raises(fp.NoSpaceError):
+    with using(FullFor()), pytest.raises(fp.NoSpaceError):
         save(OTHER, path, replace_links=True)
     assert path.stat().st_nlink == 3
     assert all(holds(name, STATE) for name in (path, *others))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import threading
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.filesystems import FullFor
 from support.forking import Child, Report, run_in_child
 from support.runs import Replay, Run, held_writers
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.filesystem import using
 
 
 class Previous:
@@ -128,11 +128,6 @@ def test_signal_is_heeded_however_busy_we_are(tmp_path: Path, previous: Previous
     assert Replay().check_newest(tmp_path) == 2
 
 
-class Full(Filesystem):
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        raise fp.NoSpaceError(errno.ENOSPC, "disk full", path)
-
-
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 @pytest.mark.filterwarnings("ignore:a checkpoint was not saved")
 def test_failure_of_an_earlier_save_does_not_cost_the_last_one(
@@ -141,7 +136,7 @@ def test_failure_of_an_earlier_save_does_not_cost_the_last_one(
     run = Run().advance(1)
     checkpointer = fp.Checkpointer(tmp_path, optimizer=run.optimizer, on_error=on_error)
     checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
-    with using(Full()):
+    with using(FullFor()):
         failed = checkpointer.save(1, run.state())
         failed.join()
     send()
@@ -158,7 +153,7 @@ def test_save_that_fails_goes_on_with_the_signal_all_the_same(tmp_path: Path, pr
     checkpointer = fp.Checkpointer(tmp_path, optimizer=run.optimizer)
     checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
     send()
-    with using(Full()), pytest.raises(fp.NoSpaceError):
+    with using(FullFor()), pytest.raises(fp.NoSpaceError):
         run.advance()
     assert previous.steps == [[]]
     checkpointer.close()
