@@ -18,6 +18,8 @@ ENVIRONMENT := $(VENV)/environment.stamp
 BUILT := $(VENV)/built.stamp
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 JOBS := $(shell nproc)
+# One more than there are cores, since many tests wait for a disk or for a process; their memory ends that at 4.
+WORKERS := $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
 
 HEADERS := $(sort $(wildcard csrc/*/*.h))
 SOURCES := $(sort $(wildcard csrc/*/*.cc))
@@ -125,7 +127,7 @@ build/check/%.tidied: %.cc $(HEADERS) .clang-tidy Makefile | $(BUILT)
 # --- tests ---
 
 test: $(BUILT)
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 test-oldest:
 	$(MAKE) --no-print-directory test VENV=.venv-oldest TORCH=2.7.0 OWN_TORCH=1
