@@ -32,7 +32,7 @@ std::atomic<Mapping*> kept{nullptr};
 
 void Unmap(Mapping& mapping) {
   mapping.pinned.reset();  // the device forgets it before it is gone
-  munmap(mapping.memory, mapping.size_bytes);
+  UnmapBuffers(mapping.memory, mapping.size_bytes);
 }
 
 // The mapping that was kept if it is large enough; it is kept no longer.

@@ -3,6 +3,7 @@
 // memory of one file is the next one's. What devices may still touch is nobody's.
 #include "transfer/staging.h"
 
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 
@@ -245,17 +246,62 @@ void MemoryThatIsStrandedWhenItsFileIsGoneStaysUntilItHasLanded() {
   EXPECT(ReleaseFromLimbo() == 0 && known.expired());
 }
 
+// Of a device that is lost the driver keeps what it knows: whatever came to that address next would be taken for it.
+void WhatADeviceDoesNotLetGoOfStaysMapped() {
+  const Pin of_a_lost_device = [](std::span<std::byte> memory) {
+    return std::shared_ptr<void>(memory.data(), [](void* known) { KeepMapped(static_cast<std::byte*>(known)); });
+  };
+  const auto is_mapped = [](std::byte* piece) {
+    unsigned char resident = 0;
+    return mincore(piece, kUnit, &resident) == 0;
+  };
+  const auto known_piece = [&](Staging& staging) {
+    EXPECT_OK(staging.Prepare());
+    staging.PinWith(of_a_lost_device);
+    return staging.Take(kUnit);
+  };
+  std::byte* kept = nullptr;
+  {
+    Staging staging(32768 * kUnit);
+    kept = known_piece(staging);
+    staging.Put(kept);
+  }
+  Staging larger(65536 * kUnit);
+  EXPECT_OK(larger.Prepare());  // the mapping that was kept is too small
+  std::byte* const begin = larger.Take(kUnit);
+  EXPECT(is_mapped(kept) && (kept < begin || kept >= begin + larger.capacity_bytes()));
+
+  std::byte* alone = nullptr;
+  {
+    Staging staging(64 * kUnit, /*keeps=*/false);
+    alone = known_piece(staging);
+    staging.Put(alone);
+  }
+  EXPECT(is_mapped(alone));
+
+  bool has_landed = false;
+  std::byte* late = nullptr;
+  {
+    Staging staging(64 * kUnit, /*keeps=*/false);
+    late = known_piece(staging);
+    staging.Strand(late, [&has_landed] { return has_landed; });
+  }
+  has_landed = true;
+  EXPECT(ReleaseFromLimbo() == 0 && is_mapped(late));
+}
+
 }  // namespace
 }  // namespace fastpersist
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(argc, argv,
-             {TEST(EveryPieceIsAlignedAndHoldsItsBytes), TEST(AnySizeUpToTheCapacityFitsWhenNothingIsOut),
-              TEST(WhatDoesNotFitIsRefusedAndFitsLater), TEST(TheLowestPlaceIsTaken),
-              TEST(PiecesNeverMeetWhateverTheOrder), TEST(TheNextFileHasTheMemoryOfTheLastIfItIsLargeEnough),
-              TEST(TooLittleMemoryOfTheLastFileIsNotTaken), TEST(AForkedChildHasMemoryOfItsOwn),
-              TEST(MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain), TEST(PiecesFromALimitOnLeaveRoomBelowIt),
-              TEST(AStrandedPieceIsNobodysUntilItHasLanded), TEST(WhatADeviceKnowsItKnowsForTheNextFileToo),
-              TEST(MemoryThatIsStrandedWhenItsFileIsGoneStaysUntilItHasLanded)});
+  return Run(
+      argc, argv,
+      {TEST(EveryPieceIsAlignedAndHoldsItsBytes), TEST(AnySizeUpToTheCapacityFitsWhenNothingIsOut),
+       TEST(WhatDoesNotFitIsRefusedAndFitsLater), TEST(TheLowestPlaceIsTaken), TEST(PiecesNeverMeetWhateverTheOrder),
+       TEST(TheNextFileHasTheMemoryOfTheLastIfItIsLargeEnough), TEST(TooLittleMemoryOfTheLastFileIsNotTaken),
+       TEST(AForkedChildHasMemoryOfItsOwn), TEST(MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain),
+       TEST(PiecesFromALimitOnLeaveRoomBelowIt), TEST(AStrandedPieceIsNobodysUntilItHasLanded),
+       TEST(WhatADeviceKnowsItKnowsForTheNextFileToo), TEST(MemoryThatIsStrandedWhenItsFileIsGoneStaysUntilItHasLanded),
+       TEST(WhatADeviceDoesNotLetGoOfStaysMapped)});
 }
