@@ -137,7 +137,11 @@ void RequestWorker::Run() {
     if (std::exchange(has_moved_, false)) pause = kPauseMin;
     if (has_device_work()) LookAtCopies();
     Status status = broken_;
-    if (status.ok()) status = StartAll();
+    if (status.ok()) {
+      status = StartAll();
+    } else {
+      copies_.Start(staging_.is_pinned());  // what waits for room: of reads that have all they asked for, and of writes
+    }
     if (status.ok() && pump_->in_flight() > 0) {
       finished.clear();
       // What is left to be cut waits for room, so nothing that arrives could be started either; or for the lock.

@@ -22,13 +22,15 @@ constexpr double kInTime_s = 8;  // on a busy machine; what hangs takes for ever
 class OpenFile {
  public:
   explicit OpenFile(const std::string& path, const std::string& engine = "threads")
+      : OpenFile(path, std::vector<std::string>{engine, "threads-buffered"}) {}
+  OpenFile(const std::string& path, const std::vector<std::string>& engines)
       : path_(path),
         file_(Must(RandomAccess::Open({.fd = Open(),
                                        .buffered_fd = Open(),
                                        .direct_lock_fd = Open(),
                                        .edge_lock_fd = Open(),
                                        .path = path,
-                                       .engines = {engine, "threads-buffered"},
+                                       .engines = engines,
                                        .edge_engines = {"threads-buffered"},
                                        .queue_depth = kQueueDepth,
                                        .thread_count = 2,
@@ -182,6 +184,40 @@ void ClosingWaitsForTheDiskHoweverLongItTakes() {
   EXPECT(scratch.Content() == content);
 }
 
+// The pump breaks while copies wait for room in a stream: an engine cannot go on, and the next one cannot be had.
+void WhatWaitsForADeviceEndsThoughTheFileIsOfNoUseAnyMore() {
+  const Bytes content = RandomBytes(kChunkBytes, 4);
+  const ScratchFile scratch("broken", content);
+  const DeviceMemory memory;
+  const DeviceMemory source;
+  const uint64_t stopped = Cuda().stream_new(0);
+  Cuda().set_registration_limit(0);  // a stream has room for one copy then
+  Cuda().stream_block(stopped);
+  Cuda().stream_add_work(stopped, 0, memory.address(), 7, kBytes);
+  EXPECT_OK(TheDevice().to_device().FollowCaller(stopped));
+  EXPECT_OK(TheDevice().to_host().FollowCaller(stopped));
+  OpenFile file(scratch.path(), std::vector<std::string>{"fault:threads-buffered", "missing-buffered"});
+  const auto read = file.Submit(IoOp::kRead, OpenFile::OnDevice(memory.address(), content.size(), 0));
+  const auto write = file.Submit(IoOp::kWrite, OpenFile::OnDevice(source.address(), content.size(), 0));
+  const uint64_t look_count = Cuda().call_count("cuStreamQuery");
+  EXPECT(Cuda().wait_for_calls("cuStreamQuery", look_count + 20, 20'000) == 1);  // of both lanes
+  {
+    const Fault fault(Fault::Errno(EINVAL, 1, Fault::kAll));
+    Bytes host(content.size());
+    const auto failed = file.Submit(IoOp::kRead, {host.data(), host.size(), 0});
+    EXPECT(failed->WaitFor(kLong) && !failed->status().ok());
+  }
+  EXPECT(!read->done() && !write->done());
+  Cuda().stream_unblock(stopped);
+  EXPECT(read->WaitFor(kLong / 3) && read->status().ok());
+  EXPECT(write->WaitFor(kLong / 3) && !write->status().ok());
+  Bytes seen(content.size());
+  EXPECT(Cuda().read(memory.address(), seen.data(), seen.size()) == 0);
+  EXPECT(seen == content);
+  file.Close();
+  EXPECT(scratch.Content() == content);
+}
+
 // As WithDouble, but the process keeps one mapping that the device knows.
 template <void (*kTest)()>
 void OverDouble() {
@@ -207,5 +243,6 @@ int main(int argc, char** argv) {
              {OVER_DOUBLE(RequestsOfManyThreadsAndBothMemories),
               OVER_DOUBLE(WhicheverCallFailsEveryRequestEndsAndTheNextWorks),
               OVER_DOUBLE(ClosingLeavesMemoryAloneThatTheDeviceMayStillTouch),
-              OVER_DOUBLE(ClosingWaitsForTheDiskHoweverLongItTakes)});
+              OVER_DOUBLE(ClosingWaitsForTheDiskHoweverLongItTakes),
+              OVER_DOUBLE(WhatWaitsForADeviceEndsThoughTheFileIsOfNoUseAnyMore)});
 }
