@@ -94,6 +94,7 @@ bool BufferPool::somebody_waits() const {
 }
 
 Status BufferPool::Join(std::vector<std::byte*>& into, const std::function<Status()>& poll) {
+  ReleaseFromLimbo();
   TakeBack();
   std::unique_lock lock(mutex_);
   const uint64_t ticket = next_ticket_++;

@@ -304,6 +304,24 @@ void AnArenaThatIsGoneStaysMappedUntilTheDeviceHasEnded() {
   EXPECT(ReleaseFromLimbo() == 0);
 }
 
+// Nobody else asks: there may be no arena and no device any more in this process.
+void TheNextTransferLetsGoOfWhatTheDeviceHasEndedMeanwhile() {
+  const DeviceMemory memory;
+  const StoppedStream stopped(memory);
+  const auto pool = Pool();
+  EXPECT_OK(TheDevice().to_host().FollowCaller(stopped.stream()));
+  {
+    Snapshot snapshot(std::make_shared<Arena>(Arena::kBlockBytes));
+    snapshot.Add(TheDevice(), memory.address(), kBytes, SourceKind::kVolatile);
+    EXPECT_OK(snapshot.Capture(SourceKind::kVolatile, true, no_poll));
+  }
+  EXPECT_OK(WriteHostBytes(*pool));
+  EXPECT(Cuda().registration_count() == 1);
+  stopped.GoOn();
+  EXPECT_OK(WriteHostBytes(*pool));
+  EXPECT(Cuda().registration_count() == 0);
+}
+
 // A gate on a device that was given up: the save fails, and the training goes on.
 void AGateOfADeviceThatStandsStillFailsTheSaveAndWaitsForNothing() {
   const DeviceMemory memory;
@@ -369,6 +387,7 @@ int main(int argc, char** argv) {
        WITH_DOUBLE(WithoutMarksTheWholeStreamIsWaitedFor), WITH_DOUBLE(AnErrorOfTheQueryAloneGivesNoBufferBack),
        WITH_DOUBLE(ASnapshotIsClosedInTimeAndItsArenaKeepsItsRoom),
        WITH_DOUBLE(AnArenaThatIsGoneStaysMappedUntilTheDeviceHasEnded),
+       WITH_DOUBLE(TheNextTransferLetsGoOfWhatTheDeviceHasEndedMeanwhile),
        WITH_DOUBLE(AGateOfADeviceThatStandsStillFailsTheSaveAndWaitsForNothing),
        WITH_DOUBLE(AReaderKeepsTheDestinationsUntilTheDeviceHasWrittenThere)});
 }
