@@ -95,6 +95,9 @@ Status EdgeLock::Enter(bool alone) {
 }
 
 void EdgeLock::Leave() {
+  if (in_turnstile_) Change(F_UNLCK, kTurnstile);
+  in_turnstile_ = false;
+  refused_since_ = std::chrono::steady_clock::time_point::max();
   if (!held_) return;
   held_ = false;
   Change(F_UNLCK, kGate);  // if that failed, nothing could be mended here

@@ -32,6 +32,7 @@ class EdgeLock {
   Result<bool> TryEnter(bool alone);
   // The same, and wait.
   Status Enter(bool alone);
+  // Or wait no longer: who was refused and does not try again leaves, too, since he is in the way of others.
   void Leave();
   bool held() const { return held_; }
   bool alone() const { return held_ && alone_; }

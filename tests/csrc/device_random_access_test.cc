@@ -8,6 +8,7 @@
 
 #include "core/limbo.h"
 #include "testing_device.h"
+#include "transfer/edge_lock.h"
 #include "transfer/random_access.h"
 
 namespace fastpersist {
@@ -218,6 +219,34 @@ void WhatWaitsForADeviceEndsThoughTheFileIsOfNoUseAnyMore() {
   EXPECT(scratch.Content() == content);
 }
 
+// A write whose first piece waits for its turn in the file fails in its second one, and then waits for nothing.
+void AWriteThatFailsGivesItsTurnInTheFileAway() {
+  const ScratchFile scratch("turn", Bytes(2 * kChunkBytes));
+  const DeviceMemory memory;
+  const int fds[] = {open(scratch.path().c_str(), O_RDWR | O_CLOEXEC),
+                     open(scratch.path().c_str(), O_RDWR | O_CLOEXEC)};
+  EdgeLock others(fds[0], scratch.path());
+  EdgeLock next(fds[1], scratch.path());
+  if (EdgeLock::Works(fds[0])) {
+    OpenFile file(scratch.path(), "threads-buffered");
+    EXPECT(Must(others.TryEnter(/*alone=*/false)));
+    Cuda().set_registration_limit(0);  // so that the copies come one after the other
+    Cuda().set_pageable_waits(0);
+    Cuda().delay_us(20'000);
+    Cuda().fail("cuMemcpyDtoHAsync_v2", 2, 1);
+    const auto write = file.Submit(IoOp::kWrite, OpenFile::OnDevice(memory.address(), 2 * kChunkBytes, 0));
+    EXPECT(write->WaitFor(kLong) && write->status().code() == StatusCode::kDeviceError);
+    const auto start = Clock::now();
+    EXPECT_OK(next.Enter(/*alone=*/false));
+    EXPECT(SecondsSince(start) < kInTime_s);
+    next.Leave();
+    others.Leave();
+    Cuda().clear();
+    EXPECT(Well(file.Submit(IoOp::kWrite, OpenFile::OnDevice(memory.address(), 2 * kChunkBytes, 0))));
+  }
+  for (const int fd : fds) close(fd);
+}
+
 // As WithDouble, but the process keeps one mapping that the device knows.
 template <void (*kTest)()>
 void OverDouble() {
@@ -244,5 +273,6 @@ int main(int argc, char** argv) {
               OVER_DOUBLE(WhicheverCallFailsEveryRequestEndsAndTheNextWorks),
               OVER_DOUBLE(ClosingLeavesMemoryAloneThatTheDeviceMayStillTouch),
               OVER_DOUBLE(ClosingWaitsForTheDiskHoweverLongItTakes),
-              OVER_DOUBLE(WhatWaitsForADeviceEndsThoughTheFileIsOfNoUseAnyMore)});
+              OVER_DOUBLE(WhatWaitsForADeviceEndsThoughTheFileIsOfNoUseAnyMore),
+              OVER_DOUBLE(AWriteThatFailsGivesItsTurnInTheFileAway)});
 }

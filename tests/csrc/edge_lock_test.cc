@@ -73,6 +73,23 @@ void WhoHasWaitedComesBeforeThoseWhoCameLater() {
   EXPECT(late.Enters(false));
 }
 
+void WhoGivesUpWaitingIsInNobodysWay() {
+  const ScratchFile file("lock");
+  if (!Works(file)) return;
+  Owner shared(file);
+  Owner waiting(file);
+  Owner late(file);
+  EXPECT(shared.Enters(false));
+  EXPECT(!waiting.Enters(true));
+  EXPECT(!late.Enters(false));
+  waiting.lock.Leave();
+  EXPECT(late.Enters(false));
+  EXPECT(!waiting.Enters(true));  // as for the first time
+  shared.lock.Leave();
+  late.lock.Leave();
+  EXPECT(waiting.Enters(true));
+}
+
 void OnesAloneTakeTurnsToo() {
   const ScratchFile file("lock");
   if (!Works(file)) return;
@@ -207,10 +224,10 @@ void TheFileIsCutAndGrowsWithNobodyBeside() {
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(
-      argc, argv,
-      {TEST(ManyMayShareAndOneMayBeAlone), TEST(WhoHasWaitedComesBeforeThoseWhoCameLater), TEST(OnesAloneTakeTurnsToo),
-       TEST(WithoutADescriptorNothingIsLocked), TEST(AnotherLockOnTheLastBytesIsWaitedFor),
-       TEST(AClosedDescriptionHoldsNothing), TEST(AKilledProcessHoldsNothing),
-       TEST(ManyThreadsOfEitherKindNeverMeetAndNoneStarves), TEST(TheFileIsCutAndGrowsWithNobodyBeside)});
+  return Run(argc, argv,
+             {TEST(ManyMayShareAndOneMayBeAlone), TEST(WhoHasWaitedComesBeforeThoseWhoCameLater),
+              TEST(WhoGivesUpWaitingIsInNobodysWay), TEST(OnesAloneTakeTurnsToo),
+              TEST(WithoutADescriptorNothingIsLocked), TEST(AnotherLockOnTheLastBytesIsWaitedFor),
+              TEST(AClosedDescriptionHoldsNothing), TEST(AKilledProcessHoldsNothing),
+              TEST(ManyThreadsOfEitherKindNeverMeetAndNoneStarves), TEST(TheFileIsCutAndGrowsWithNobodyBeside)});
 }
