@@ -54,7 +54,9 @@ void FileRequest::JobDone(uint64_t done_bytes, uint64_t failed_count, Failure fi
   std::function<void()> on_done;  // destroyed when the mutex is free: it holds what the file holds
   const std::lock_guard lock(mutex_);
   done_bytes_ += done_bytes;
-  if (failed_count_ == 0 && failed_count > 0) {
+  const bool is_end = first_failure.status.code() == StatusCode::kEndOfFile;
+  // See RequestJob::Note.
+  if (failed_count > 0 && (failed_count_ == 0 || (status_.code() == StatusCode::kEndOfFile && !is_end))) {
     status_ = std::move(first_failure.status);
     failed_part_ = first_failure.part;
     failed_part_done_bytes_ = first_failure.done_bytes;

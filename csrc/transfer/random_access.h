@@ -47,7 +47,7 @@ struct FilePart {
 // One request. Thread-safe. Not to be looked at in a forked child.
 //
 // A read that reaches beyond the end of the file leaves in memory what is there, and is told to have failed at that
-// end, wherever else it failed, too.
+// end, unless it has failed otherwise, too.
 class FileRequest {
  public:
   IoOp op() const { return op_; }
@@ -56,7 +56,8 @@ class FileRequest {
   bool WaitFor(std::chrono::milliseconds time) const;
 
   // REQUIRES, for all below: done().
-  // Of several failures the one that was met first, but an end of the file at the lowest place in its part.
+  // Of several failures the one that was met first, but an end of the file at the lowest place in its part, and only
+  // where there is no other.
   const Status& status() const { return status_; }
   uint64_t failed_count() const { return failed_count_; }
   uint64_t done_bytes() const { return done_bytes_; }

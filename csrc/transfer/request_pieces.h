@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "transfer/random_access.h"
@@ -27,6 +28,17 @@ struct RequestJob {
   // It has failed, and so its copies that a device does not end are not waited for. But the bytes before the end of the
   // file are brought home.
   bool given_up() const { return failed_count > 0 && first_failure.status.code() != StatusCode::kEndOfFile; }
+
+  // Pieces come back in any order, and behind the end of the file each of them meets it: the lowest place is told. And
+  // who is told of the end takes it that what is there has come, so any other failure is told instead.
+  void Note(FileRequest::Failure failure) {
+    const bool is_end = failure.status.code() == StatusCode::kEndOfFile;
+    const bool is_earlier_end = is_end && first_failure.part.offset_bytes == failure.part.offset_bytes &&
+                                first_failure.part.address == failure.part.address &&
+                                failure.done_bytes < first_failure.done_bytes;
+    const bool was_end = first_failure.status.code() == StatusCode::kEndOfFile;
+    if (failed_count++ == 0 || (was_end && (is_earlier_end || !is_end))) first_failure = std::move(failure);
+  }
 };
 
 // One request to the kernel, and the copy behind it or before it. The bytes asked for lie `skipped_bytes` behind the

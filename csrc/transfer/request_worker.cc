@@ -324,14 +324,7 @@ void RequestWorker::Finish(const IoPump::Finished& finished) {
 // Nothing more of this job is started; what is under way comes to its end.
 void RequestWorker::Fail(const std::shared_ptr<Job>& job, size_t part_number, uint64_t place_bytes,
                          const Status& status) {
-  const FilePart& part = job->parts[part_number];
-  FileRequest::Failure& first = job->first_failure;
-  // Pieces come back in any order, and behind the end of the file each of them meets it.
-  const bool is_earlier_end = status.code() == StatusCode::kEndOfFile &&
-                              first.status.code() == StatusCode::kEndOfFile &&
-                              first.part.offset_bytes == part.offset_bytes && first.part.address == part.address &&
-                              place_bytes < first.done_bytes;
-  if (job->failed_count++ == 0 || is_earlier_end) first = {.status = status, .part = part, .done_bytes = place_bytes};
+  job->Note({.status = status, .part = job->parts[part_number], .done_bytes = place_bytes});
   if (!job->all_cut()) std::erase(jobs_, job);
   job->next_part = job->parts.size();
 }
@@ -374,7 +367,7 @@ void RequestWorker::FailEverything(const Status& status) {
   copied_.clear();
   for (const std::shared_ptr<Job>& job : failed) {
     job->next_part = job->parts.size();
-    if (job->failed_count++ == 0) job->first_failure = {.status = status, .part = job->parts.front(), .done_bytes = 0};
+    job->Note({.status = status, .part = job->parts.front(), .done_bytes = 0});
     FinishIfDone(job);  // unless a device still copies
   }
 }

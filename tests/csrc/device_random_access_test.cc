@@ -247,6 +247,29 @@ void AWriteThatFailsGivesItsTurnInTheFileAway() {
   for (const int fd : fds) close(fd);
 }
 
+// Who is told of the end of the file takes it that the bytes before it are there.
+void TheEndOfTheFileHidesNoCopyThatFailed() {
+  const Bytes content = RandomBytes(kChunkBytes + 512, 5);
+  const ScratchFile scratch("end", content);
+  const DeviceMemory memory;
+  const uint64_t stopped = Cuda().stream_new(0);
+  Cuda().set_registration_limit(0);  // a stream has room for one copy then
+  Cuda().stream_block(stopped);
+  Cuda().stream_add_work(stopped, 0, memory.address() + kBytes / 2, 7, 1);
+  EXPECT_OK(TheDevice().to_device().FollowCaller(stopped));
+  OpenFile file(scratch.path(), "threads-buffered");
+  const auto read = file.Submit(IoOp::kRead, OpenFile::OnDevice(memory.address(), 3 * kChunkBytes, 0));
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));  // the end is met
+  EXPECT(!read->done());
+  Cuda().fail("cuMemcpyHtoDAsync_v2", 1, 1);
+  Cuda().stream_unblock(stopped);
+  EXPECT(read->WaitFor(kLong));
+  EXPECT_WITH(read->status().code() == StatusCode::kDeviceError, read->status().message());
+  const auto again = file.Submit(IoOp::kRead, OpenFile::OnDevice(memory.address(), 3 * kChunkBytes, 0));
+  EXPECT(again->WaitFor(kLong) && again->done_bytes() == content.size());
+  EXPECT_WITH(again->status().code() == StatusCode::kEndOfFile, again->status().message());
+}
+
 // As WithDouble, but the process keeps one mapping that the device knows.
 template <void (*kTest)()>
 void OverDouble() {
@@ -268,11 +291,12 @@ void OverDouble() {
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(argc, argv,
-             {OVER_DOUBLE(RequestsOfManyThreadsAndBothMemories),
-              OVER_DOUBLE(WhicheverCallFailsEveryRequestEndsAndTheNextWorks),
-              OVER_DOUBLE(ClosingLeavesMemoryAloneThatTheDeviceMayStillTouch),
-              OVER_DOUBLE(ClosingWaitsForTheDiskHoweverLongItTakes),
-              OVER_DOUBLE(WhatWaitsForADeviceEndsThoughTheFileIsOfNoUseAnyMore),
-              OVER_DOUBLE(AWriteThatFailsGivesItsTurnInTheFileAway)});
+  return Run(
+      argc, argv,
+      {OVER_DOUBLE(RequestsOfManyThreadsAndBothMemories),
+       OVER_DOUBLE(WhicheverCallFailsEveryRequestEndsAndTheNextWorks),
+       OVER_DOUBLE(ClosingLeavesMemoryAloneThatTheDeviceMayStillTouch),
+       OVER_DOUBLE(ClosingWaitsForTheDiskHoweverLongItTakes),
+       OVER_DOUBLE(WhatWaitsForADeviceEndsThoughTheFileIsOfNoUseAnyMore),
+       OVER_DOUBLE(AWriteThatFailsGivesItsTurnInTheFileAway), OVER_DOUBLE(TheEndOfTheFileHidesNoCopyThatFailed)});
 }
