@@ -14,6 +14,9 @@ namespace fastpersist {
 namespace {
 
 constexpr uint64_t kEdgeCount = 64;  // of devices, staged at once
+// At least, however short the queue is: one of the host and one for each direction of a device, so that none of them
+// waits for another.
+constexpr uint64_t kStagedChunkCount = 3;
 
 }  // namespace
 
@@ -108,8 +111,9 @@ Result<std::unique_ptr<RandomAccess>> RandomAccess::Open(RandomAccessOptions opt
     const auto page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
     file->write_unit_bytes_ = std::max<uint64_t>(page_bytes, file->limits_.offset_alignment_bytes);
   }
-  const uint64_t staging_bytes = std::max(
-      2 * chunk_bytes, std::min(own.staging_bytes, AlignUp(chunk_bytes, Staging::kUnitBytes) * own.queue_depth));
+  const uint64_t staging_bytes =
+      std::max(kStagedChunkCount * chunk_bytes,
+               std::min(own.staging_bytes, AlignUp(chunk_bytes, Staging::kUnitBytes) * own.queue_depth));
   file->worker_ =
       std::make_unique<RequestWorker>(std::move(pump).value(), file->limits_, chunk_bytes, staging_bytes, own.fd,
                                       EdgeLock(own.direct_lock_fd, own.path), RequestWorker::Side::kShared);

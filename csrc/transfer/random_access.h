@@ -118,7 +118,7 @@ struct RandomAccessOptions {
   uint32_t queue_depth = 32;
   uint32_t thread_count = 0;
   uint64_t chunk_bytes = uint64_t{1} << 20;  // of one request to the kernel, at most; a power of two
-  // Memory for staging, at most; but at least two chunks are taken, and 64 pages beside it for the ends of what is
+  // Memory for staging, at most; but at least three chunks are taken, and 64 pages beside it for the ends of what is
   // written directly from devices.
   uint64_t staging_bytes = uint64_t{1} << 26;
 };

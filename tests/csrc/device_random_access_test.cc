@@ -22,9 +22,9 @@ constexpr double kInTime_s = 8;  // on a busy machine; what hangs takes for ever
 // A file, open as TensorFile opens it. Ends with all requests done.
 class OpenFile {
  public:
-  explicit OpenFile(const std::string& path, const std::string& engine = "threads")
-      : OpenFile(path, std::vector<std::string>{engine, "threads-buffered"}) {}
-  OpenFile(const std::string& path, const std::vector<std::string>& engines)
+  explicit OpenFile(const std::string& path, const std::string& engine = "threads", uint32_t queue_depth = kQueueDepth)
+      : OpenFile(path, std::vector<std::string>{engine, "threads-buffered"}, queue_depth) {}
+  OpenFile(const std::string& path, const std::vector<std::string>& engines, uint32_t queue_depth = kQueueDepth)
       : path_(path),
         file_(Must(RandomAccess::Open({.fd = Open(),
                                        .buffered_fd = Open(),
@@ -33,7 +33,7 @@ class OpenFile {
                                        .path = path,
                                        .engines = engines,
                                        .edge_engines = {"threads-buffered"},
-                                       .queue_depth = kQueueDepth,
+                                       .queue_depth = queue_depth,
                                        .thread_count = 2,
                                        .chunk_bytes = kChunkBytes}))) {}
   ~OpenFile() {
@@ -270,6 +270,26 @@ void TheEndOfTheFileHidesNoCopyThatFailed() {
   EXPECT_WITH(again->status().code() == StatusCode::kEndOfFile, again->status().message());
 }
 
+void OneDirectionHoldsUpNoOtherHoweverShortTheQueueIs() {
+  const Bytes content = RandomBytes(4 * kChunkBytes, 6);
+  const DeviceMemory memory;
+  const DeviceMemory source;
+  for (const uint32_t queue_depth : {1, 2, 3}) {
+    const ScratchFile scratch("short", content);
+    const uint64_t stopped = Cuda().stream_new(0);
+    Cuda().stream_block(stopped);
+    Cuda().stream_add_work(stopped, 0, source.address(), 7, kBytes);
+    EXPECT_OK(TheDevice().to_host().FollowCaller(stopped));
+    OpenFile file(scratch.path(), "threads", queue_depth);
+    const auto write = file.Submit(IoOp::kWrite, OpenFile::OnDevice(source.address(), content.size(), content.size()));
+    EXPECT(Cuda().wait_for_queued_copies(1, 20'000) == 1);
+    const auto read = file.Submit(IoOp::kRead, OpenFile::OnDevice(memory.address(), content.size(), 0));
+    EXPECT_WITH(read->WaitFor(kLong / 6) && !write->done(), std::to_string(queue_depth));
+    Cuda().stream_unblock(stopped);
+    EXPECT(Well(read) && Well(write));
+  }
+}
+
 // As WithDouble, but the process keeps one mapping that the device knows.
 template <void (*kTest)()>
 void OverDouble() {
@@ -291,12 +311,12 @@ void OverDouble() {
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(
-      argc, argv,
-      {OVER_DOUBLE(RequestsOfManyThreadsAndBothMemories),
-       OVER_DOUBLE(WhicheverCallFailsEveryRequestEndsAndTheNextWorks),
-       OVER_DOUBLE(ClosingLeavesMemoryAloneThatTheDeviceMayStillTouch),
-       OVER_DOUBLE(ClosingWaitsForTheDiskHoweverLongItTakes),
-       OVER_DOUBLE(WhatWaitsForADeviceEndsThoughTheFileIsOfNoUseAnyMore),
-       OVER_DOUBLE(AWriteThatFailsGivesItsTurnInTheFileAway), OVER_DOUBLE(TheEndOfTheFileHidesNoCopyThatFailed)});
+  return Run(argc, argv,
+             {OVER_DOUBLE(RequestsOfManyThreadsAndBothMemories),
+              OVER_DOUBLE(WhicheverCallFailsEveryRequestEndsAndTheNextWorks),
+              OVER_DOUBLE(ClosingLeavesMemoryAloneThatTheDeviceMayStillTouch),
+              OVER_DOUBLE(ClosingWaitsForTheDiskHoweverLongItTakes),
+              OVER_DOUBLE(WhatWaitsForADeviceEndsThoughTheFileIsOfNoUseAnyMore),
+              OVER_DOUBLE(AWriteThatFailsGivesItsTurnInTheFileAway), OVER_DOUBLE(TheEndOfTheFileHidesNoCopyThatFailed),
+              OVER_DOUBLE(OneDirectionHoldsUpNoOtherHoweverShortTheQueueIs)});
 }
