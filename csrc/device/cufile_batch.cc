@@ -23,6 +23,8 @@ constexpr auto kWaitMax = std::chrono::milliseconds(100);
 constexpr auto kPause = std::chrono::microseconds(200);
 // How long it may answer so, or with errors ("retry later"), before it is taken at its word: it knows of no request.
 constexpr auto kSilenceMax = std::chrono::seconds(5);
+// Such answers that lie further apart are none of the same silence: nobody may have asked meanwhile.
+constexpr auto kSilenceGap = std::chrono::seconds(1);
 
 // Handles that wait for their next batch: ending one was seen to take 30 to 110 ms, as long as a save of 100 MB. Never
 // held by a thread that did not come along into a forked child: there, nobody gets so far.
@@ -189,8 +191,9 @@ void CuFileBatch::Ask(std::vector<Answer>& answers, std::chrono::nanoseconds tim
   if (answered_count_ > answered_before || has_waited) return;
 
   // It has not waited, as where it knows of no request (or a signal came), or it has an error.
-  if (!std::exchange(is_silent_, true)) silent_since_ = start;
-  if (Clock::now() - silent_since_ <= kSilenceMax) {
+  if (!std::exchange(is_silent_, true) || start - silent_until_ > kSilenceGap) silent_since_ = start;
+  silent_until_ = Clock::now();
+  if (silent_until_ - silent_since_ <= kSilenceMax) {
     std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(kPause, timeout));
     return;
   }

@@ -93,6 +93,7 @@ class CuFileBatch {
   std::vector<CuFileBatchEvent> events_;
   bool is_silent_ = false;  // it answers at once, and nothing
   Clock::time_point silent_since_;
+  Clock::time_point silent_until_;
 };
 
 }  // namespace fastpersist

@@ -262,6 +262,28 @@ void AnErrorOfGetStatusIsNotTheRequests() {
   ExpectAll(*engine, 2);
 }
 
+// Nobody asks for a while, as where a save is spread over its interval.
+void ErrorsOfGetStatusFarApartAreNoSilence() {
+  Double();
+  Blocks blocks("apart");
+  const auto engine = NewEngine();
+  std::array<IoCompletion, 2> done = {};
+  Double().hold(1);
+  blocks.Write(*engine, 0, 2);
+  EXPECT(Double().wait_for_held(2, 20'000) == 1);
+  std::thread release([] {
+    std::this_thread::sleep_for(std::chrono::seconds(7));
+    Double().hold(0);
+  });
+  for (const int pause_s : {6, 0}) {
+    Double().fail("cuFileBatchIOGetStatus", 1, 5041);
+    EXPECT(Must(engine->Reap(done, 0, milliseconds(0))) == 0);
+    std::this_thread::sleep_for(std::chrono::seconds(pause_s));
+  }
+  release.join();
+  ExpectAll(*engine, 2);
+}
+
 // Five seconds of nothing: then the batch is ended, which waits for what is on its way.
 void WhatTheLibraryForgetsFailsInTheEnd() {
   Double().set_batch_oddity(kForgets);
@@ -381,6 +403,7 @@ int main(int argc, char** argv) {
                             IN_BATCHES(AFullBatchIsTriedAgainByThePump),
                             IN_BATCHES(ABatchThatCannotBeSetUpFailsItsRequests),
                             IN_BATCHES(AnErrorOfGetStatusIsNotTheRequests),
+                            IN_BATCHES(ErrorsOfGetStatusFarApartAreNoSilence),
                             IN_BATCHES(WhatTheLibraryForgetsFailsInTheEnd),
                             IN_BATCHES(TheEndOfAnEngineWaitsForWhatIsOnItsWay),
                             IN_BATCHES(AWaitEndsWithItsTime),
