@@ -174,7 +174,7 @@ $(EMULATED)/environment.stamp: pyproject.toml
 
 emulated-gpu: $(EMULATED)/environment.stamp
 	$(EMULATED)/bin/pip install --disable-pip-version-check --quiet --no-deps .
-	$(EMULATED)/bin/python tests/support/emulated_gpu/run.py --devices 2 python -m pytest -m gpu tests/gpu
+	$(EMULATED)/bin/python tests/support/emulated_gpu/run.py --devices 2 $(EMULATED)/bin/pytest -m gpu tests/gpu
 
 ranks: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: ranks DIR=…: an existing directory on the disk to measure'; exit 1; }

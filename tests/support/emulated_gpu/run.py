@@ -1,6 +1,6 @@
 """Run a command that sees emulated GPUs.
 
-    python tests/support/emulated_gpu/run.py --devices 2 python -m pytest -m gpu tests/gpu
+    python tests/support/emulated_gpu/run.py --devices 2 pytest -m gpu tests/gpu
 
 A torch that was built for CUDA runs with all of its own code, over doubles of what it takes from NVIDIA: the driver
 (cuda_double), the runtime, and a little of NVML, which are preloaded; its kernels are computed on the host, by
