@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fastpersist.cli.bench_save_rows import sync_path
+from fastpersist.cli.terminal import stopped_by_signals
 from fastpersist.errors import ConfigError, NoSpaceError
 from fastpersist.filesystem import storage_errors
 
@@ -46,14 +48,18 @@ def check_places(directory: str, files: Iterable[str | None]) -> None:
             pass
 
 
-def scratch_directory(directory: str) -> tempfile.TemporaryDirectory[str]:
-    """Return a context manager around a new directory in DIR. Any exception removes it; only a SIGKILL leaves it.
+@contextlib.contextmanager
+def scratch_directory(directory: str) -> Iterator[str]:
+    """Give a new directory in DIR. Any exception removes it, and SIGTERM and SIGHUP too; only a SIGKILL leaves it.
 
     Raises:
         StorageError: DIR takes no directory.
     """
-    with storage_errors("creating a directory in", directory):
-        return tempfile.TemporaryDirectory(prefix=".fastpersist-bench-", dir=directory)
+    with stopped_by_signals():
+        with storage_errors("creating a directory in", directory):
+            made = tempfile.TemporaryDirectory(prefix=".fastpersist-bench-", dir=directory)
+        with made as scratch:
+            yield scratch
 
 
 def require_space(directory: str, payload_bytes: int, *, smaller: str) -> None:

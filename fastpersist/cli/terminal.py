@@ -6,10 +6,14 @@ keeps its traceback.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 from fastpersist.errors import CorruptionError, FastPersistError
 
@@ -21,6 +25,7 @@ __all__ = [
     "printable",
     "run_command",
     "size_text",
+    "stopped_by_signals",
 ]
 
 EXIT_GOOD = 0
@@ -52,6 +57,33 @@ def run_command(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return code
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """End the block as Ctrl-C does when the process is told to end (kill, timeout, a terminal that is closed).
+
+    The exit code is what a shell reports: 143, or 129. What somebody handles or ignores (nohup) stays as it is, and so
+    does everything beside the main thread.
+
+    Raises:
+        SystemExit: The process was told to end.
+    """
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    taken = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def print_error(message: str) -> None:

@@ -22,10 +22,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
+from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text, stopped_by_signals
 
 if TYPE_CHECKING:
     from fastpersist.cli.tune_search import Choice, Comparison
@@ -128,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     tell = _silent if arguments.json else _tell
     facts = machine_facts(directory)
     tell(f"tuning for {printable(facts['file_system'])} on {printable(facts['device'])}, in {printable(directory)}")
-    with _stopped_by_signals(), _scratch(directory) as scratch:
+    with stopped_by_signals(), _scratch(directory) as scratch:
         found = _tune(scratch, arguments.seconds, arguments.size_mb, tell)
     text = tuning_text(found.settings, facts, found.findings())
     is_written = not arguments.dry_run
@@ -196,24 +195,6 @@ def _notes(place: str, *, is_automatic: bool) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------- cleaning up
-
-
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """End as by Ctrl-C when told to end, so that everything is cleaned up."""
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import threading
 
 import pytest
 
@@ -16,7 +19,7 @@ from fastpersist import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.cli.terminal import printable, run_command, size_text
+from fastpersist.cli.terminal import printable, run_command, size_text, stopped_by_signals
 
 
 def raising(error: BaseException) -> int:
@@ -69,3 +72,38 @@ def test_printable_escapes_only_what_a_terminal_cannot_show() -> None:
 )
 def test_size_text(size_bytes: int, text: str) -> None:
     assert size_text(size_bytes) == text
+
+
+# --- told to end ---
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_being_told_to_end_is_an_exception_in_the_block(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as ended, stopped_by_signals():
+            os.kill(os.getpid(), number)
+        assert ended.value.code == 128 + number
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_nohup_and_other_threads_keep_what_they_have() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopped_by_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    ran: list[bool] = []
+
+    def work() -> None:
+        with stopped_by_signals():
+            ran.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert ran == [True]

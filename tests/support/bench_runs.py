@@ -20,14 +20,21 @@ def children_of(parent: int) -> list[int]:
     return found
 
 
-def check_interrupted(directory: Path, *words: str, when: str, child_count: int) -> None:
-    """Send SIGINT to `fastpersist bench` as soon as it is at work; check that it ends with 130 and leaves nothing.
+def check_interrupted(
+    directory: Path,
+    *words: str,
+    when: str,
+    child_count: int,
+    number: signal.Signals = signal.SIGINT,
+) -> None:
+    """Send a signal to `fastpersist bench` as soon as it is at work; check its exit code, and that it leaves nothing.
 
     Args:
         directory: DIR, empty.
         words: Of the command line, behind `bench`.
         when: Pattern of names below DIR that show that it is at work.
         child_count: Processes that it has started by then.
+        number: The signal.
     """
     program = "import sys; from fastpersist.cli import main; sys.exit(main())"
     bench = subprocess.Popen(
@@ -44,12 +51,12 @@ def check_interrupted(directory: Path, *words: str, when: str, child_count: int)
             time.sleep(0.01)
         workers = children_of(bench.pid)
         assert len(workers) >= child_count
-        bench.send_signal(signal.SIGINT)
+        bench.send_signal(number)
         said = bench.communicate(timeout=60)[1]
     finally:
         bench.kill()
         bench.communicate()
-    assert bench.returncode == 130, f"{bench.returncode}: {said}"
+    assert bench.returncode == 128 + number, f"{bench.returncode}: {said}"
     assert "Traceback" not in said
     assert list(directory.iterdir()) == []
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
