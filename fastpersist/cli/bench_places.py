@@ -35,7 +35,8 @@ def check_places(directory: str, files: Iterable[str | None]) -> None:
 
     Args:
         directory: DIR.
-        files: Where results go; None for those that nobody asked for. They are made, empty.
+        files: Where results go; None for those that nobody asked for. They are made, empty; one that is there keeps
+            the results that it has, until there are new ones.
 
     Raises:
         ConfigError: DIR is no directory.
@@ -44,7 +45,7 @@ def check_places(directory: str, files: Iterable[str | None]) -> None:
     if not os.path.isdir(directory):
         raise ConfigError(f"{directory} is no directory; name one on the disk that shall be measured")
     for path in filter(None, files):
-        with storage_errors("creating", path), open(path, "w"):
+        with storage_errors("creating", path), open(path, "a"):
             pass
 
 

@@ -133,6 +133,18 @@ def test_disk_without_room_is_refused_before_a_byte_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", ["save", "load", "io", "overlap", "ranks"])
+def test_older_results_outlive_a_command_that_is_refused(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = tmp_path / "result.json"
+    older.write_text("{}")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": MIB}))
+    assert main(["bench", command, str(tmp_path), "--size-mb", "4", "--json", str(older)]) == 2
+    assert "GB free" in capsys.readouterr().err
+    assert older.read_text() == "{}"
+
+
 def test_unwritable_json_is_refused_before_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "save", str(tmp_path), "--quick", "--json", str(tmp_path / "none" / "x.json")]) == 2
     assert "x.json" in capsys.readouterr().err
