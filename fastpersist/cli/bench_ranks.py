@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     notes = _notes(facts, bench.cache)
     print(_text(command_line, facts, notes, size_bytes, {"save": saves, "load": loads}))
     if arguments.json:
-        tables = {name: [_row_json(result) for result in table] for name, table in (("save", saves), ("load", loads))}
+        tables = {name: [_row_json(one, name) for one in table] for name, table in (("save", saves), ("load", loads))}
         write_json(
             arguments.json,
             {"format": _FORMAT, "command": "ranks", "command_line": command_line, "machine": facts, "notes": notes}
@@ -275,14 +275,15 @@ def _notes(facts: dict[str, Any], cache: PageCache) -> list[str]:
     ]
 
 
-def _row_json(result: _Result) -> dict[str, Any]:
+def _row_json(result: _Result, table: str) -> dict[str, Any]:
     measured = result.measured
     row = {"name": measured.row.name, "kind": measured.row.kind, "rank_count": result.rank_count, "note": measured.note}
     if not measured.samples:
         return row
     return row | {
         **samples_json(measured),
-        "all_ranks_bytes_per_s": result.rank_count * measured.bytes_per_s,
+        # A file that several write is written once; what each of them loads is loaded by each.
+        "all_ranks_bytes_per_s": result.rank_count * measured.bytes_per_s if table == "load" else None,
         "ratio_to_fio": result.of(result.fio),
         "ratio_to_one_rank": result.of(result.alone),
     }
