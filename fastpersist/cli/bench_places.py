@@ -24,7 +24,10 @@ _MIB = 1 << 20
 
 def positive(text: str) -> int:
     """Read a whole number of at least 1, for argparse."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:  # perhaps DIR: an option that takes several numbers would take it, too
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number (DIR goes before options)") from None
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value

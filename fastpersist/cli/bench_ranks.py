@@ -52,7 +52,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("directory", metavar="DIR", help="existing directory; a scratch directory in it is removed")
     parser.add_argument(
-        "--ranks", type=_several, nargs="+", default=[2, 4], metavar="N", help="ranks of a group (default: 2 4)"
+        "--ranks",
+        type=_several,
+        nargs="+",
+        action="extend",
+        metavar="N",
+        help="ranks of a group (default: 2 4)",
     )
     parser.add_argument(
         "--size-mb",
@@ -67,7 +72,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _several(text: str) -> int:
-    value = int(text)
+    value = positive(text)
     if not 2 <= value <= _RANK_COUNT_MAX:
         raise argparse.ArgumentTypeError(f"must be 2 … {_RANK_COUNT_MAX}")
     return value
@@ -107,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         StorageError: DIR has no room or takes no files; or the JSON file cannot be written.
         UnsupportedError: The ranks cannot be started, or cannot hold the state.
     """
+    arguments.ranks = arguments.ranks or [2, 4]
     _check(arguments)
     counts = sorted(set(arguments.ranks))
     facts = machine_facts(arguments.directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from fastpersist.cli import bench_rank_processes as work
 from fastpersist.cli import bench_ranks, main
 from fastpersist.cli.bench_rank_processes import Failed, RankProcesses, whole_span
 from fastpersist.cli.bench_rows import Measured, Row, Sample
+from fastpersist.errors import ConfigError
 
 MIB = 1 << 20
 
@@ -150,6 +152,28 @@ def test_one_rank_is_no_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         main(["bench", "ranks", str(tmp_path), "--ranks", "1"])
     assert ended.value.code == 2
     assert "2 …" in capsys.readouterr().err
+
+
+def test_directory_behind_the_numbers_is_an_answer_that_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "ranks", "--ranks", "2", str(tmp_path)])
+    assert ended.value.code == 2
+    assert f"'{tmp_path}' is no whole number (DIR goes before options)" in capsys.readouterr().err
+
+
+def test_ranks_may_be_asked_for_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+
+    def refuse(arguments: argparse.Namespace) -> None:
+        asked.append(arguments.ranks)
+        raise ConfigError("asked")
+
+    monkeypatch.setattr(bench_ranks, "_check", refuse)
+    for words in (["--ranks", "2", "--ranks", "3"], ["--ranks", "2", "3"], []):
+        assert main(["bench", "ranks", str(tmp_path), *words]) == 2
+    assert asked == [[2, 3], [2, 3], [2, 4]]
 
 
 def test_help_says_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
