@@ -86,9 +86,9 @@ def clear_up(path: str, run_dir: str, limit: int | None, best: str | None) -> No
 
 
 def drop_held(path: str, *, unless: bool) -> None:
-    """Forget what was held for a save that failed: it is where it was."""
+    """Forget what was held for a save that failed: it is where it was, or, if that came too late, is put back."""
     if not unless and os.path.isdir(path):
-        shutil.rmtree(_held_path(path), ignore_errors=True)
+        put_back(path)  # the new one has the name already where only the sync of that has failed
 
 
 def _held_path(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from support.huggingface_trainers import attached, trainer_for, working_in
 from support.runs import hidden_names
 
 import fastpersist as fp
-from fastpersist.filesystem import using
+from fastpersist.filesystem import Filesystem, using
 from fastpersist.integrations import huggingface_saving
 from fastpersist.integrations.huggingface import last_checkpoint
 from fastpersist.integrations.huggingface_keeping import hold_foreign, put_back
@@ -104,6 +105,31 @@ def test_save_that_fails_leaves_all_where_it_was(tmp_path: Path) -> None:
         check_notes(output / "checkpoint-2")
         assert last_checkpoint(output) == str(output / "checkpoint-2")
         assert hidden_names(output) == []
+
+
+def test_save_that_is_published_and_fails_then_keeps_them_too(tmp_path: Path) -> None:
+    class NotSynced(Filesystem):
+        """It exchanges names, and cannot make that durable."""
+
+        exchanged = False
+
+        def exchange(self, first: str, second: str) -> None:
+            super().exchange(first, second)
+            self.exchanged = True
+
+        def sync_directory(self, path: str) -> None:
+            if self.exchanged:
+                self.exchanged = False
+                raise fp.StorageError(errno.EIO, f"syncing {path}: Input/output error", path)
+            super().sync_directory(path)
+
+    with working_in(tmp_path) as output:
+        attached(max_steps=2)[0].train()
+        put_notes(output / "checkpoint-2")
+        with using(NotSynced()), pytest.warns(RuntimeWarning, match="a power failure may undo that"):
+            attached(max_steps=2, on_error="warn")[0].train()
+        check_notes(output / "checkpoint-2")
+        assert not (output / ".checkpoint-2.held").exists()
 
 
 def test_what_a_dead_process_held_is_put_back_by_the_next_save(tmp_path: Path) -> None:
