@@ -39,7 +39,7 @@ def hold_foreign(path: str, *, wait: Callable[[], None]) -> None:
         wait: Waits until an earlier save has put back what it held.
 
     Raises:
-        OSError: A file can neither be linked nor copied.
+        OSError: A file can neither be linked nor copied, or a directory not be listed.
     """
     held = _held_path(path)
     if os.path.isdir(held):
@@ -97,8 +97,17 @@ def _held_path(path: str) -> str:
 
 
 def _names_below(path: str) -> Iterator[str]:
-    """Name all that is no directory below one, parts separated by "/"; nothing if there is none."""
-    for folder, folders, names in os.walk(path):
+    """Name all that is no directory below one, parts separated by "/"; nothing if there is none.
+
+    Raises:
+        OSError: A directory cannot be listed.
+    """
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # else files that are there would go unseen, and then be gone
+            raise error
+
+    for folder, folders, names in os.walk(path, onerror=fail):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         for name in [*names, *links]:
             yield os.path.relpath(os.path.join(folder, name), path)

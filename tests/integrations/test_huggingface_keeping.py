@@ -132,6 +132,25 @@ def test_save_that_is_published_and_fails_then_keeps_them_too(tmp_path: Path) ->
         assert not (output / ".checkpoint-2.held").exists()
 
 
+def test_directory_that_cannot_be_listed_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = os.scandir
+
+    def refuse(path: str) -> object:
+        if str(path).endswith("checkpoint-2/evaluation"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return listed(path)
+
+    with working_in(tmp_path) as output:
+        attached(max_steps=2)[0].train()
+        put_notes(output / "checkpoint-2")
+        monkeypatch.setattr(os, "scandir", refuse)
+        with pytest.warns(RuntimeWarning, match="could not be saved"):
+            attached(max_steps=2, on_error="warn")[0].train()
+        monkeypatch.undo()
+        check_notes(output / "checkpoint-2")
+        assert hidden_names(output) == []
+
+
 def test_what_a_dead_process_held_is_put_back_by_the_next_save(tmp_path: Path) -> None:
     with working_in(tmp_path) as output:
         attached(max_steps=2)[0].train()
