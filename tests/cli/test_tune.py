@@ -439,10 +439,11 @@ def test_environment_that_stands_in_the_way_is_told_and_does_not_disturb(
     monkeypatch.setenv("FASTPERSIST_CONFIG", "")
     monkeypatch.setenv("FASTPERSIST_ENGINE", "threads-buffered")
     monkeypatch.setenv("FASTPERSIST_RING_BYTES", "plenty")
+    monkeypatch.setenv("FASTPERSIST_CUFILE_API", "batch")
     assert run_tune(disk, "--json", "--dry-run") == 0
     found = json.loads(capsys.readouterr().out)
     assert "FASTPERSIST_CONFIG" in found["notes"][0]
-    assert "FASTPERSIST_ENGINE, FASTPERSIST_RING_BYTES" in found["notes"][1]
+    assert "FASTPERSIST_ENGINE, FASTPERSIST_RING_BYTES, FASTPERSIST_CUFILE_API" in found["notes"][1]
     assert found["failed"] == []
 
 
