@@ -340,12 +340,19 @@ def _moves_parameters(accelerator: Accelerator) -> bool:
 @contextmanager
 def _scaler_of_main_process(accelerator: Accelerator) -> Iterator[None]:
     """Leave scaler.pt to the main process: stock Accelerate writes it on all of them, each over the others' file."""
+    if accelerator.is_main_process:
+        yield
+        return
     scaler = accelerator.scaler
-    if not accelerator.is_main_process:
+
+    def hide(*_: object) -> None:
         accelerator.scaler = None
+
+    hook = accelerator.register_save_state_pre_hook(hide)  # the last one: those of users see the scaler
     try:
         yield
     finally:
+        hook.remove()
         accelerator.scaler = scaler
 
 

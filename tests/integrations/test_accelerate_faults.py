@@ -376,3 +376,24 @@ def test_processes_that_scale_gradients_save_together(tmp_path: Path) -> None:
     results = run_ranks(2, lambda _rank, _count: save_with_a_scaler(tmp_path), timeout_s=90, environment=variables)
     assert all(saved == loaded != 1.0 for found in results for saved, loaded in found)
     assert (tmp_path / "two" / "scaler.pt").exists()
+
+
+def save_beside_a_hook(folder: Path) -> float:
+    """Return what a hook of users, which runs on every process, reads of the scaler."""
+    training = Training(scaler=True)
+    scales: list[float] = []
+
+    def hook(*_: object) -> None:
+        scales.append(training.accelerator.scaler.get_scale())
+
+    training.accelerator.register_save_state_pre_hook(hook)
+    training.train(1)
+    save_state(training.accelerator, folder / "one")
+    wait(training.accelerator)
+    return scales[0]
+
+
+def test_hooks_see_the_scaler_on_every_process(tmp_path: Path) -> None:
+    variables = {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
+    scales = run_ranks(2, lambda _rank, _count: save_beside_a_hook(tmp_path), timeout_s=90, environment=variables)
+    assert scales[0] == scales[1] > 1.0
