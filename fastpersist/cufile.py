@@ -240,8 +240,8 @@ def trial(
     """Find out whether GPUDirect is real in a directory, right, and faster than the ring at writing and at reading.
 
     Requests go by calls, in batches, and by the ring, in turn, to and from files of the same size, and the best round
-    of each counts. Batches are taken only where they beat the calls, too. It is lost whenever something is missing or
-    cannot be told.
+    of each counts. Batches are taken only where they beat the calls, too, or where these have lost to the ring. It is
+    lost whenever something is missing or cannot be told.
 
     Args:
         directory: An existing directory on the file system in question.

@@ -57,7 +57,7 @@ With a CUDA device and libcufile, GPUDirect (the engine cufile) is tried at last
 takes it only where that was won: each transfer went from peer to peer by the library's own statistics, every byte was
 right, and both writing and reading were faster than through host memory. It is for tensors on CUDA devices that need no
 checksums, and holds for all devices of the machine. Calls of cuFile and batches of requests are tried, and batches are
-kept where they beat the calls at both.
+kept where they beat the calls at both, or where only they beat host memory.
 
 --json prints one object:
   facts                  machine, file system, device, versions, date
