@@ -172,6 +172,7 @@ $(EMULATED)/environment.stamp: pyproject.toml
 	$(EMULATED)/bin/pip install --disable-pip-version-check --quiet '.[test]'
 	@touch $@
 
+# Not python -m pytest: that imports the source tree, which has no native module, in place of what is installed.
 emulated-gpu: $(EMULATED)/environment.stamp
 	$(EMULATED)/bin/pip install --disable-pip-version-check --quiet --no-deps .
 	$(EMULATED)/bin/python tests/support/emulated_gpu/run.py --devices 2 $(EMULATED)/bin/pytest -m gpu tests/gpu

@@ -1,6 +1,6 @@
 """Runs a function on several ranks of a gloo process group that may use CUDA: processes of their own, not forks.
 
-run_spawned(2, work, tmp_path)      # work(rank, folder), a function of a module; what a rank raises fails the test
+run_spawned(2, work, tmp_path)      # work(rank, folder), of a module in support/; what a rank raises fails the test
 
 Rank n has GPU n, or n modulo how many there are: on a machine with one GPU all ranks share it.
 """

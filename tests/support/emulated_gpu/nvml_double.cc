@@ -1,4 +1,5 @@
-// As much of NVML as torch's expandable segments ask: a device, and that it has no fabric.
+// As much of NVML as torch asks: for expandable segments a device, and that it has no fabric; where a device is full,
+// who else is on it (nobody).
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
@@ -12,6 +13,9 @@ EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) {
 }
 EXPORT int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return kNotSupported; }
 EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return kNotSupported; }
-EXPORT int nvmlDeviceGetComputeRunningProcesses(void*, unsigned*, void*) { return kNotSupported; }
+EXPORT int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
+  *count = 0;
+  return 0;
+}
 EXPORT int nvmlSystemGetCudaDriverVersion_v2(int*) { return kNotSupported; }
 EXPORT int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return kNotSupported; }
