@@ -57,7 +57,7 @@ def sums_of(
     """Sum up each cut source: its length, dtypes and interior, and samples of its bytes or all of them.
 
     Returns:
-        What gives the sums, of the bytes as they are now; it waits for devices, this does not.
+        What gives the sums, of the bytes as they are now; it waits for devices. This does so only for all bytes.
     """
     of_data = (_crcs_of if whole else _sample_crcs_of)([container.sources[source] for source in cut])
     described = []

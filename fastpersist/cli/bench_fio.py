@@ -16,7 +16,16 @@ from fastpersist.cli.bench_rows import Row, Sample
 from fastpersist.errors import StorageError, UnsupportedError
 from fastpersist.filesystem import storage_errors
 
-__all__ = ["CEILING_NAMES", "FIO_NOT_INSTALLED", "FioJob", "fio_read_row", "fio_version", "fio_write_row", "run_fio"]
+__all__ = [
+    "CEILING_NAMES",
+    "FIO_NOT_INSTALLED",
+    "FioJob",
+    "fio_read_row",
+    "fio_version",
+    "fio_write_bytes",
+    "fio_write_row",
+    "run_fio",
+]
 
 CEILING_NAMES = {"save": "fio write", "load": "fio read"}
 FIO_NOT_INSTALLED = (
@@ -86,6 +95,12 @@ def fio_version() -> str:
     return subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout.strip()
 
 
+def fio_write_bytes(size_bytes: int, job_count: int) -> int:
+    """Return the size of the file that fio_write_row's fio writes: whole blocks, as many by each job."""
+    step_bytes = job_count * _BLOCK_BYTES
+    return -(-size_bytes // step_bytes) * step_bytes
+
+
 def fio_write_row(size_bytes: int, *, job_count: int = 1) -> Row:
     """Return the write ceiling: a fresh file of at least `size_bytes`, in whole blocks of 8 MiB, synced.
 
@@ -96,11 +111,10 @@ def fio_write_row(size_bytes: int, *, job_count: int = 1) -> Row:
     name = CEILING_NAMES["save"] if job_count == 1 else f"{CEILING_NAMES['save']}, {job_count} jobs"
     if shutil.which("fio") is None:
         return Row(name, "ceiling", None, why_not=FIO_NOT_INSTALLED)
-    step_bytes = job_count * _BLOCK_BYTES
-    rounded_bytes = -(-size_bytes // step_bytes) * step_bytes
+    file_bytes = fio_write_bytes(size_bytes, job_count)
 
     def run(path: str) -> Sample:
-        return _run_by_best_engine(FioJob("write", rounded_bytes, sharing_count=job_count), path)
+        return _run_by_best_engine(FioJob("write", file_bytes, sharing_count=job_count), path)
 
     return Row(name, "ceiling", run, suffix=".fio")
 

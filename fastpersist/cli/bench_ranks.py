@@ -20,7 +20,7 @@ from tabulate import tabulate
 
 from fastpersist.arena import available_host_bytes
 from fastpersist.cli import bench_rank_processes as work
-from fastpersist.cli.bench_fio import fio_read_row, fio_write_row
+from fastpersist.cli.bench_fio import fio_read_row, fio_write_bytes, fio_write_row
 from fastpersist.cli.bench_load_rows import PageCache
 from fastpersist.cli.bench_places import check_places, empty, positive, require_space, scratch_directory, write_json
 from fastpersist.cli.bench_rank_processes import Failed, RankProcesses, whole_span
@@ -150,7 +150,8 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--ranks {max(arguments.ranks)} with --size-mb {arguments.size_mb} each is more memory than is available "
             f"({available_host_bytes() / 1e9:.1f} GB); ask for less"
         )
-    require_space(arguments.directory, arguments.size_mb * _MIB, smaller="--size-mb")
+    most_bytes = fio_write_bytes(arguments.size_mb * _MIB, max(arguments.ranks))
+    require_space(arguments.directory, most_bytes, smaller="--size-mb")
 
 
 @contextmanager

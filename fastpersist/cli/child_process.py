@@ -131,23 +131,25 @@ class Answers:
     def send_from_fork(self, work: Callable[[], Mapping[str, Any]], died: str) -> None:
         """Have a forked child make the answer, so that it finds and leaves no memory but what is here already.
 
-        The child ends as soon as it has answered: nothing of what `work` began goes on.
+        The child is gone when the parent is answered: nothing of what `work` began goes on, in files that the parent
+        may remove.
 
         Args:
             work: Makes the answer; does not raise.
             died: What the answer has under "failed" if the child ends before it has answered.
         """
-        with warnings.catch_warnings():
-            # From Python 3.12 on, of forking beside numpy's idle threads.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            self.send(work())
-            os._exit(0)
-        # A child that dies without an answer would leave the parent waiting.
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code != 0:
-            self.send({"failed": f"{died} (exit status {code})"})
+        with open(os.memfd_create("answer"), "w+") as answer:
+            with warnings.catch_warnings():
+                # From Python 3.12 on, of forking beside numpy's idle threads.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                child = os.fork()
+            if child == 0:
+                json.dump(work(), answer)
+                answer.flush()
+                os._exit(0)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            answer.seek(0)
+            self.send(json.load(answer) if code == 0 else {"failed": f"{died} (exit status {code})"})
 
     def requests(self) -> Iterator[dict[str, Any]]:
         """Yield what the parent asks, until it closes its end."""
