@@ -263,11 +263,12 @@ def test_dtensor_parameters(overlap: Overlap, fused: bool) -> None:
             assert pending.stats.bytes_at_gate > 3 << 20
 
 
-def test_changed_dtensor_parameter_is_noticed(held: Overlap) -> None:
+def test_changed_dtensor_parameter_is_noticed(tmp_path: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    with single_process_group():
+    # Held, whatever the room: with none, save() waits for the mesh's numbers to be written, and all may be by then.
+    with single_process_group(), Overlap(tmp_path, "held") as held:
         mesh = init_device_mesh("cpu", (1,))
         parameter = torch.nn.Parameter(distribute_tensor(torch.randn(64, 64), mesh, [Shard(0)]))
         pending = held.save({"weight": parameter.detach()}, optimizer=torch.optim.SGD([parameter], lr=0.1))
