@@ -129,10 +129,10 @@ void EveryByteIsThatOfTheSaveWhoeverIsFirst() {
     const auto crc = FileWriter::CombineRuns(runs.value_or(std::vector<FileWriter::Run>()), expected.size());
     EXPECT(crc == std::optional(Crc32(0, expected.data(), expected.size())));
     snapshot->Close();
+    cuda.stream_synchronize(stream);  // the tensors are overwritten, and then freed
     const std::lock_guard lock(arena->mutex());
     EXPECT(arena->used_bytes() == 0);
   }
-  cuda.stream_synchronize(stream);
 }
 
 // Whoever closes while copies are on the way gets memory back that nobody writes to any more.
