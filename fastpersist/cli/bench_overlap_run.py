@@ -5,6 +5,7 @@ A model is anybody's; what a step computes of it, `TrainedModel`'s subclasses sa
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import gc
 import resource
@@ -72,7 +73,7 @@ class Stepping(Trained, Protocol):
         """Return the bytes of all tensors of the state."""
 
 
-class TrainedModel:
+class TrainedModel(abc.ABC):
     """A model and its optimizer, and what its updates wait for. One thread.
 
     Args:
@@ -114,16 +115,16 @@ class TrainedModel:
         self.end_step(loss)
         return StepTimes(time.perf_counter() - start, gate_s)
 
+    @abc.abstractmethod
     def loss(self) -> torch.Tensor:
         """Return the loss of the next batch."""
-        raise NotImplementedError
 
-    def follow_backward(self) -> None:
+    def follow_backward(self) -> None:  # noqa: B027 - most do nothing
         """Do what a step does between its gradients and its update."""
 
+    @abc.abstractmethod
     def end_step(self, loss: torch.Tensor) -> None:
         """Wait until the device has made the step, as a training does that reads its loss."""
-        raise NotImplementedError
 
     def state(self, step: int) -> dict[str, Any]:
         """Return what a training script saves; the tensors are the live ones."""
