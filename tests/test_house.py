@@ -81,7 +81,7 @@ NATIVE_LAYERS = {
 }
 FOREIGN_HEADER = re.compile(r"Python\.h|pybind11/|torch/|ATen/|c10/|cuda(?!_double)|cufile|nccl|liburing|libaio")
 
-FILE_LINES_MAX = 600
+FILE_LINES_MAX = 800
 COLUMNS_MAX = 120
 UNFINISHED_WORDS = ("TO" + "DO", "FIX" + "ME", "XX" + "X")  # in pieces, or this file would break its own rule
 UNFINISHED_MARK = re.compile(rf"\b({'|'.join(UNFINISHED_WORDS)})\b")
