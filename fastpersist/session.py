@@ -259,8 +259,12 @@ class Session:
             CoordinationError: The ranks were closed.
         """
         self._refuse_role(first=True)
-        self.check()
-        self._settled = True
+        ranks = self._ranks
+        with ranks._connections.lock:  # a loss that another thread notes between the look and the mark would undo it
+            ranks._connections.look()
+            self._raise_failure()
+            self._settled = True
+        ranks._pulse()
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one gives up; may be called again.

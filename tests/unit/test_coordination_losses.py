@@ -245,6 +245,36 @@ def test_nobody_waits_for_a_rank_that_has_given_up_to_read() -> None:
         assert two.hear() == bytes(48 << 20)  # it was said before
 
 
+def test_a_rank_that_is_lost_while_rank_0_settles_fails_the_save_before_it_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ranks_in_threads(3) as ranks:
+        sessions = begin(ranks)
+        first = sessions[0]
+        looked = first._raise_failure
+
+        def lose_rank_2() -> None:
+            """Be another thread of rank 0 that serves its connections: the end of one is the next thing it sees."""
+            with ranks[0]._connections.lock:
+                ranks[0].lost(2, "for the test", False)
+
+        another = threading.Thread(target=lose_rank_2)
+
+        def look_and_lose() -> None:
+            looked()
+            another.start()
+            another.join(AT_ONCE_S / 4)  # it gets as far as it can before the session is settled
+
+        monkeypatch.setattr(first, "_raise_failure", look_and_lose)
+        first.settle()
+        monkeypatch.undo()
+        another.join(TIMEOUT_S)
+        first.check()
+        first.answer(b"published")
+        assert sessions[1].hear() == b"published"
+        sessions[1].check()  # else this rank undid what rank 0 has published
+
+
 # --- connections are lost, and made anew
 
 
