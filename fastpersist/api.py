@@ -292,6 +292,7 @@ def _save_async(
     pending = PendingSave(name, stats)
     pending.when_failed(lambda _: file.abort())
     if together is not None:
+        pending.around_parts(together.session.working)
         pending.when_failed(together.session.fail)
     spread = Spread()
     spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -156,6 +157,7 @@ class PendingSave:
         self._over = False
         self._process = os.getpid()
         self._clean_up: list[Callable[[BaseException], None]] = []
+        self._around_parts: Callable[[], AbstractContextManager[None]] = nullcontext
         self._when_finished: list[Callable[[], None]] = []
 
     # --- for everybody
@@ -247,6 +249,10 @@ class PendingSave:
         """Have something done if the save fails, given its error, before that is told."""
         self._clean_up.append(clean_up)
 
+    def around_parts(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have each part of the save done within a context."""
+        self._around_parts = context
+
     def when_finished(self, call: Callable[[], None]) -> None:
         """Have something done when the save is over, before anybody who waits is told; now, if it is over already."""
         with self._lock:
@@ -268,7 +274,8 @@ class PendingSave:
             self._begun = True
         try:
             self._refuse_cancelled()
-            task()
+            with self._around_parts():
+                task()
         except BaseException as error:  # noqa: BLE001 - the owner's thread gets it
             (when_it_fails or self.fail)(self._cancelled or error)
 

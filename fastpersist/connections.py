@@ -65,6 +65,8 @@ _READ_BYTES = 64 << 10
 _READS_AT_ONCE = 32  # then it is another connection's turn
 _STRANGER_S = 10.0  # so long a connection may take to show the token
 _STRANGER_COUNT = 64  # so many of them may be open beside those of the ranks
+_SILENT_MACHINE_S = 25  # a machine that acknowledges nothing for so long is down; Linux answers even for a busy process
+_TCP_INFO = struct.Struct("<24xI16xI8xI")  # linux/tcp.h: tcpi_unacked, and ms since data was sent and an ACK received
 
 
 def frame(kind: int, number: int = 0, payload: bytes = b"") -> bytes:
@@ -129,13 +131,14 @@ class _Connection:
         self.watched = 0  # the events that rank 0's selector was asked for
         self._inbound = bytearray()
         self._error: str | None = None
+        self._unanswered_since_s: float | None = None
         connected.setblocking(False)
-        # Small frames, one after the other; and a machine that is down is noticed after 25 s.
+        # Small frames, one after the other. Keepalive notices a machine that is down while nothing is sent to it.
         for level, option, value in (
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_MACHINE_S * 2 // 5),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT_MACHINE_S // 5),
             (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
         ):
             connected.setsockopt(level, option, value)
@@ -192,6 +195,24 @@ class _Connection:
         """Return the events to wait for."""
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
 
+    def is_unanswered(self) -> bool:
+        """Tell whether the machine at the other end has not acknowledged what was sent, for `_SILENT_MACHINE_S`.
+
+        Keepalive is suspended meanwhile, and TCP gives up after a quarter of an hour. TCP_USER_TIMEOUT also ends the
+        connection with a process that is alive and does not read (its window is zero), so the kernel is asked instead.
+        """
+        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        if len(info) < _TCP_INFO.size:
+            return False
+        unacked_count, sent_ms_ago, acked_ms_ago = _TCP_INFO.unpack(info)
+        if not unacked_count or acked_ms_ago <= sent_ms_ago:
+            self._unanswered_since_s = None  # a receiver whose buffer is full acknowledges what it drops
+            return False
+        if self._unanswered_since_s is None:
+            self._unanswered_since_s = time.monotonic()
+        limit_s = _SILENT_MACHINE_S
+        return time.monotonic() - self._unanswered_since_s > limit_s and int(acked_ms_ago) > 1000 * limit_s
+
     def is_open(self) -> bool:
         """Tell whether it was not closed at this end."""
         return self.socket.fileno() >= 0
@@ -238,6 +259,7 @@ class Connections:
         self._strangers: list[_Connection] = []
         self._listener: socket.socket | None = None
         self._is_listening = False
+        self._answers_looked_at_s = 0.0
         self._selector: selectors.BaseSelector | None = None  # rank 0's
         _all_connections.add(self)
 
@@ -424,9 +446,16 @@ class Connections:
                 self._watch(connection)
                 if mask & selectors.EVENT_READ:
                     self._read(connection)
+        now_s = time.monotonic()
         for stranger in list(self._strangers):
-            if time.monotonic() - stranger.made_s > _STRANGER_S:
+            if now_s - stranger.made_s > _STRANGER_S:
                 self._drop(stranger)
+        if now_s - self._answers_looked_at_s > _SILENT_MACHINE_S / 25:
+            self._answers_looked_at_s = now_s
+            for rank, connection in list(self._by_rank.items()):
+                if connection.is_unanswered():
+                    self._drop(connection)
+                    self._owner.lost(rank, f"nothing was acknowledged for {_SILENT_MACHINE_S:g} s", False)
 
     def _accept(self) -> None:
         while self._listener is not None:

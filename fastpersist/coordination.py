@@ -254,9 +254,12 @@ class Ranks:
     def _pulse(self) -> None:
         """Let the others know that this rank is alive and at work, when it has not lately."""
         now_s = time.monotonic()
-        if now_s - self._pulsed_s > min(_PULSE_S, self._patience_s / 5):
+        if now_s - self._pulsed_s >= self._pulse_interval_s():
             self._pulsed_s = now_s
             self._connections.send(frame(PULSE, 0, b""), self._connections.ranks())
+
+    def _pulse_interval_s(self) -> float:
+        return min(_PULSE_S, self._patience_s / 5)
 
     def _silent_since(self, ranks: Iterable[int]) -> float:
         """Return since when the one of these ranks that was last heard of longest ago has been silent."""

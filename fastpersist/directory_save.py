@@ -116,6 +116,7 @@ class DirectorySave:
         abort = self._directory.abort  # without a reference to this object: it may be forgotten
         self._pending.when_failed(lambda _: abort())
         if _together is not None:
+            self._pending.around_parts(_together.session.working)
             self._pending.when_failed(_together.session.fail)
             if (stores := _together.stores) is not None:
                 self._pending.when_failed(lambda _: stores.forget())

@@ -129,11 +129,12 @@ def save_together(
     started_s = time.monotonic()
     require_engine(engine)
     container = container_for(obj, path, checksum=checksum, file_format=file_format, metadata=metadata)
-    if together.session.rank:
-        return _write_part(container, path, together, durable, engine, started_s)
-    if make_parents:
-        make_directories(os.path.dirname(os.path.abspath(path)))
-    return _write_and_publish(container, path, together, durable, engine, replace_links, started_s)
+    with together.session.working():
+        if together.session.rank:
+            return _write_part(container, path, together, durable, engine, started_s)
+        if make_parents:
+            make_directories(os.path.dirname(os.path.abspath(path)))
+        return _write_and_publish(container, path, together, durable, engine, replace_links, started_s)
 
 
 def _write_and_publish(

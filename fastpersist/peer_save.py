@@ -73,6 +73,7 @@ class PeerSave:
         made_paths: list[str] = []
         self._made_paths = made_paths
         self._pending = PendingSave(path, stats)
+        self._pending.around_parts(together.session.working)
         self._pending.when_failed(together.session.fail)
         self._pending.when_failed(lambda _: _remove_made(made_paths))
         self._store: PeerStore | None = None

@@ -15,22 +15,27 @@ A rank that fails tells rank 0, which tells all others at once who it was: their
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from fastpersist.connections import ASK, HEADER_BYTES, MESSAGE_LIMIT_BYTES, OFFER, Connections
 from fastpersist.errors import CoordinationError, InternalError
 from fastpersist.failing import Failure, named
 
-__all__ = ["WAKE_S", "Line", "Session"]
+__all__ = ["PULSE_THREAD", "WAKE_S", "Line", "Session"]
 
 _log = logging.getLogger("fastpersist")
 
 WAKE_S = 0.45
 """Each wait looks up as often."""
+
+PULSE_THREAD = "fastpersist-pulse"
+"""The name of the thread that tells the others that this rank works."""
 
 _TEXT_LIMIT = 2000  # characters of another rank's error
 
@@ -55,6 +60,8 @@ class Line(Protocol):
     def _have_told(self, session: Session, since_s: float) -> bool: ...
 
     def _pulse(self) -> None: ...
+
+    def _pulse_interval_s(self) -> float: ...
 
     def _silent_since(self, ranks: Iterable[int]) -> float: ...
 
@@ -98,6 +105,7 @@ class Session:
         self._failure: Failure | None = None
         self._settled = False
         self._is_over = False
+        self._waits = False
 
     def gather(self, own: bytes) -> list[bytes]:
         """Wait for the next message of each other rank; on rank 0.
@@ -249,6 +257,34 @@ class Session:
         self._raise_failure()
         self._ranks._pulse()
 
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Let the others know, while the block runs, that this rank is alive: it may be in one system call for long.
+
+        A sync of many gigabytes, or the rename that publishes, may take longer than the others wait for a silent rank.
+        While the block waits for another rank, that one's silence counts, so this one is silent, too, unless it is
+        the first.
+        """
+        over = threading.Event()
+        thread = threading.Thread(target=self._pulse_until, args=(over,), name=PULSE_THREAD, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends
+            yield
+            return
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _pulse_until(self, over: threading.Event) -> None:
+        while not over.wait(self._ranks._pulse_interval_s()):
+            if self._is_over:
+                return
+            if not self._waits:
+                self._ranks._pulse()
+
     def settle(self) -> None:
         """Go on without the others: they have said all that rank 0 needs. On rank 0, before it publishes.
 
@@ -328,6 +364,13 @@ class Session:
 
         With `silent_since` the time counts from then, if that is later than now.
         """
+        self._waits = True
+        try:
+            return self._wait_long(over, limit_s, silent_since)
+        finally:
+            self._waits = False
+
+    def _wait_long(self, over: Callable[[], bool], limit_s: float, silent_since: Callable[[], float] | None) -> bool:
         now_s = time.monotonic()
         end_s, poll_s = now_s + limit_s, now_s
         while not self._ranks._connections.serve_until(over, max(0.0, min(WAKE_S, end_s - now_s))):
@@ -345,6 +388,9 @@ class Session:
                 end_s = max(end_s, silent_since() + limit_s) if silent_since is not None else end_s
                 if now_s >= end_s:
                     return False
+                _log.warning(
+                    "%s: the other ranks are alive, and said nothing for %g s; still waiting", self.subject, limit_s
+                )
         return True
 
     def _send(self, messages: Mapping[int, bytes]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import signal
 import threading
@@ -57,12 +58,14 @@ class Holding(Filesystem):
 
     Args:
         publishing: The latter.
+        stopping: All threads of the process wait, until another one continues it.
     """
 
-    def __init__(self, *, publishing: bool = False) -> None:
+    def __init__(self, *, publishing: bool = False, stopping: bool = False) -> None:
         self.held = False
         self.reached = threading.Event()
         self._publishing = publishing
+        self._stopping = stopping
         self._released = threading.Event()
 
     def release(self) -> None:
@@ -77,7 +80,10 @@ class Holding(Filesystem):
         super().rename_to_free_name(source, target)
 
     def _wait(self, held: bool) -> None:
-        if held:
+        if held and self._stopping:
+            self.held = False
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif held:
             self.reached.set()
             if not self._released.wait(PATIENCE_S):
                 raise TimeoutError("the test never released its disk")
@@ -128,24 +134,56 @@ def test_rank_that_writes_for_longer_than_the_deadline_is_not_silent(tmp_path: P
     expect_steps(root, [1, 2])
 
 
-def save_with_a_slow_disk(rank: int, count: int, root: Path, slow: int, publishing: bool) -> list[Any]:
-    """Save three steps; the second while one rank's disk waits until all others have given up. Return its errors."""
-    with using(disk := Holding(publishing=publishing)):
+@pytest.mark.parametrize(
+    ("slow", "publishing"), [(0, False), (1, False), (0, True)], ids=["sync of the first", "sync", "rename"]
+)
+def test_rank_in_one_system_call_for_longer_than_the_deadline_is_not_silent(
+    tmp_path: Path, slow: int, publishing: bool
+) -> None:
+    root = tmp_path / "run"
+
+    def work(rank: int, count: int) -> Any:
+        waited = threading.Event()
+
+        class Waiting(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                if "still waiting" in record.getMessage():  # the deadline has passed
+                    waited.set()
+
+        logging.getLogger("fastpersist").addHandler(Waiting())
+        with using(disk := Holding(publishing=publishing)):
+            trainer = Trainer(root, rank, peer_timeout_s=1.0)
+            assert trainer.outcome() is None
+            disk.held = rank == slow
+            pending = trainer.save()
+            assert isinstance(pending, fp.PendingSave)
+            assert rank == slow or waited.wait(PATIENCE_S)
+            dist.barrier()
+            disk.release()
+            pending.result()
+            trainer.close()
+
+    run_ranks(3, work, environment=SMALL_RING)
+    expect_steps(root, [1, 2])
+
+
+def save_while_one_is_stopped(rank: int, count: int, root: Path, stopped: int, publishing: bool) -> list[Any]:
+    """Save three steps; in the second, one rank stops in a system call until all others gave up. Return its errors."""
+    with using(disk := Holding(publishing=publishing, stopping=True)):
         trainer = Trainer(root, rank, peer_timeout_s=SHORT_S)
         assert trainer.outcome() is None
-        disk.held = rank == slow
+        pids = everybodys(os.getpid())
+        disk.held = rank == stopped
         pending = trainer.save()
         assert isinstance(pending, fp.PendingSave)
-        error = None
-        if rank != slow:
-            started_s = time.monotonic()
-            error = pending.exception()
+        started_s = time.monotonic()
+        error = pending.exception()
+        if rank != stopped:
             assert time.monotonic() - started_s < SHORT_S + SLACK_S
-        dist.barrier()
-        disk.held = False
-        disk.release()
-        if rank == slow:
-            error = pending.exception()
+            gave_up = [root.parent / f"gave-up-{other}" for other in range(count) if other != stopped]
+            (root.parent / f"gave-up-{rank}").touch()
+            wait_until(lambda: all(path.exists() for path in gave_up))
+            os.kill(pids[stopped], signal.SIGCONT)
         told = everybodys(error)
         assert trainer.outcome() is None
         trainer.close()
@@ -154,7 +192,7 @@ def save_with_a_slow_disk(rank: int, count: int, root: Path, slow: int, publishi
 
 def test_rank_that_is_silent_until_the_deadline_has_failed(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    told = run_ranks(3, save_with_a_slow_disk, root, 1, False, environment=SMALL_RING)[0]
+    told = run_ranks(3, save_while_one_is_stopped, root, 1, False, environment=SMALL_RING)[0]
     for rank, error in enumerate(told):
         assert isinstance(error, fp.PeerError if rank == 1 else fp.AgreementTimeoutError), repr(error)
         assert error.rank == 1
@@ -165,7 +203,7 @@ def test_rank_that_is_silent_until_the_deadline_has_failed(tmp_path: Path) -> No
 @pytest.mark.parametrize("publishing", [False, True], ids=["sync", "rename"])
 def test_first_rank_that_is_silent_until_the_deadline_saves_whole_or_not(tmp_path: Path, publishing: bool) -> None:
     root = tmp_path / "run"
-    first, *others = run_ranks(3, save_with_a_slow_disk, root, 0, publishing, environment=SMALL_RING)[0]
+    first, *others = run_ranks(3, save_while_one_is_stopped, root, 0, publishing, environment=SMALL_RING)[0]
     for error in others:
         assert isinstance(error, fp.AgreementTimeoutError), repr(error)
         assert error.rank == 0

@@ -95,9 +95,20 @@ def ranks_in_threads(count: int, *, timeout_s: float = TIMEOUT_S) -> Iterator[li
 
 @contextlib.contextmanager
 def ranks_in_processes(
-    count: int, works: Mapping[int, Callable[[Ranks, Report], None]], *, timeout_s: float = TIMEOUT_S
+    count: int,
+    works: Mapping[int, Callable[[Ranks, Report], None]],
+    *,
+    timeout_s: float = TIMEOUT_S,
+    before: Callable[[int], object] = lambda _rank: None,
 ) -> Iterator[tuple[Ranks, dict[int, Child]]]:
-    """Run ranks in forked processes; give the one that is left, connected, and the processes by rank."""
+    """Run ranks in forked processes; give the one that is left, connected, and the processes by rank.
+
+    Args:
+        count: How many ranks there are.
+        works: What each of the others does, by rank.
+        timeout_s: As in `Ranks.of`.
+        before: Called in each of the processes, with its rank, before the ranks meet.
+    """
     (own,) = set(range(count)) - set(works)
     pipes: dict[int, Connection] = {}
     children: dict[int, Child] = {}
@@ -108,6 +119,7 @@ def ranks_in_processes(
             return list(theirs.recv())
 
         def work(report: Report) -> None:
+            before(rank)
             ranks = Ranks.of(rank, count, exchange, timeout_s=timeout_s)
             works[rank](ranks, report)
             ranks.close()

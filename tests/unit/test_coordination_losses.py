@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -30,7 +31,7 @@ from support.ranks_in_threads import (
     wait_for,
 )
 
-from fastpersist import coordination, meeting
+from fastpersist import connections, coordination, meeting
 from fastpersist.connections import MESSAGE, PULSE, frame
 from fastpersist.coordination import LATE_THREAD, Ranks, Session
 from fastpersist.errors import (
@@ -38,6 +39,7 @@ from fastpersist.errors import (
     CoordinationError,
     PeerError,
 )
+from fastpersist.session import PULSE_THREAD
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -152,6 +154,69 @@ def test_a_rank_that_works_for_longer_than_the_deadline_is_waited_for(slow: int)
         assert at_once([be_first, be_other]) == [[b"", b"done"], b"end"]
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_in_one_call_for_longer_than_the_deadline_is_waited_for_while_it_works(
+    slow: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ranks_in_threads(2, timeout_s=0.5) as ranks:
+        first, other = begin(ranks)
+        waited = threading.Event()
+
+        class Waiting(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                if "still waiting" in record.getMessage():  # the deadline has passed
+                    waited.set()
+
+        handler = Waiting()
+        logging.getLogger("fastpersist").addHandler(handler)
+
+        def sync() -> None:
+            with sessions[slow].working():
+                assert waited.wait(TIMEOUT_S)
+
+        def be_first() -> list[bytes]:
+            if slow == 0:
+                sync()
+            told = first.gather(b"")
+            first.answer(b"end")
+            return told
+
+        def be_other() -> bytes:
+            if slow == 1:
+                sync()
+            other.tell(b"done")
+            return other.hear()
+
+        sessions = [first, other]
+        try:
+            assert at_once([be_first, be_other]) == [[b"", b"done"], b"end"]
+        finally:
+            logging.getLogger("fastpersist").removeHandler(handler)
+
+
+def test_a_rank_that_waits_for_rank_0_is_no_sign_of_life_and_nothing_is_after_the_end(leak_check: None) -> None:
+    with ranks_in_threads(3, timeout_s=0.5) as ranks:
+        first, one, two = begin(ranks)
+
+        def wait_in_vain() -> None:
+            with one.working():
+                one.hear()
+
+        def work_on() -> None:
+            with two.working():
+                two.tell(b"done")
+                two.hear()
+
+        outcomes = at_once([lambda: first.gather(b""), wait_in_vain, work_on])
+        for outcome in outcomes:
+            assert_failed(outcome, 1, "nothing came from rank 1", AgreementTimeoutError)
+        for session in (first, one, two):
+            session.finish()
+            with session.working():
+                pass
+    assert not [thread for thread in threading.enumerate() if thread.name == PULSE_THREAD]
+
+
 def test_processes_that_have_ended_are_known() -> None:
     assert not meeting.is_dead(meeting.own_process())
 
@@ -228,6 +293,20 @@ def test_a_peer_that_does_not_read_runs_into_the_deadline() -> None:
         assert_failed(caught.value, 0, "was silent", AgreementTimeoutError)
         with pytest.raises(AgreementTimeoutError):
             first.gather(b"")
+
+
+def test_a_peer_that_does_not_read_is_not_taken_for_a_machine_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = bytes(48 << 20)
+    with ranks_in_threads(2) as ranks:
+        monkeypatch.setattr(connections, "_SILENT_MACHINE_S", 0.2)
+        first, other = begin(ranks)
+        ranks[0]._connections.send(frame(MESSAGE, 1, large), [1])  # its window is closed from now on
+        end_s = time.monotonic() + 2.0
+        while time.monotonic() < end_s:
+            first.check()
+            time.sleep(0.02)
+        outcomes = at_once([lambda: first.answer(b"more"), lambda: (other.hear(), other.hear())])
+        assert outcomes == [None, (large, b"more")]
 
 
 def test_nobody_waits_for_a_rank_that_has_given_up_to_read() -> None:

@@ -6,11 +6,11 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.sandbox import needs_root
+from support.two_hosts import ADDRESSES, two_hosts
 
 import fastpersist as fp
 
@@ -36,30 +36,6 @@ os._exit(0)
 """
 
 
-def ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"ip {' '.join(words)}: {done.stderr.strip()}")
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[str, str]]:
-    """Give the names of two network namespaces, 10.213.77.1 and 10.213.77.2, joined by a pair of interfaces."""
-    names = (f"fp{os.getpid()}a", f"fp{os.getpid()}b")
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "address", "add", f"10.213.77.{number}/30", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-
-
 @needs_root
 def test_two_hosts_save_parts_over_the_network_and_load_them(tmp_path: Path) -> None:
     root = tmp_path / "run"
@@ -68,13 +44,24 @@ def test_two_hosts_save_parts_over_the_network_and_load_them(tmp_path: Path) -> 
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[1]),
         "GLOO_SOCKET_IFNAME": "eth0",
-        "MASTER_ADDR": "10.213.77.1",  # as torchrun sets it
+        "MASTER_ADDR": ADDRESSES[0],  # as torchrun sets it
     }
     with contextlib.ExitStack() as stack:
         names = stack.enter_context(two_hosts())
         processes = []
         for rank, name in enumerate(names):
-            words = ["ip", "netns", "exec", name, sys.executable, "-c", WORK, str(rank), str(root), "10.213.77.1:29555"]
+            words = [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                sys.executable,
+                "-c",
+                WORK,
+                str(rank),
+                str(root),
+                f"{ADDRESSES[0]}:29555",
+            ]
             process = subprocess.Popen(
                 words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
