@@ -4,9 +4,20 @@ Rank 0 listens on a TCP port, every other rank keeps one connection to it. Whoev
 connections of this rank; two threads may do so. Sends never block: what the kernel does not take waits here. Forked
 children, such as the workers of a DataLoader, keep no connection open, so its end is the end of the process.
 
-    frame   magic with the protocol's number, kind, size, number of the session: 17 bytes; then that many bytes
-    hello   the first frame of a connection: the token that only this group knows, and which rank has it
-    welcome, the answer to it;  goodbye, after which the end of the connection is no failure
+    frame    magic with the protocol's number, kind, size, number of the session: 17 bytes; that many bytes; 16 of a tag
+    hello    the first frame of a connection, the only one without a tag: which rank it is, and 32 random bytes
+    welcome  rank 0's answer: 32 random bytes
+    proof    the rank's answer to that, empty; behind it whatever it has to say
+    goodbye  after it the end of the connection is no failure
+
+Who is a rank of this group has its *token*, 32 random bytes that rank 0 hands out through the process group, whose
+members trust each other. The token never goes over a connection. From it and the random bytes of both sides come two
+keys, one for each direction, of this connection alone; the tag of a frame is an HMAC-SHA-256 by its key over the frame
+and over how many came before it. So the welcome proves rank 0 to the rank, and the proof the rank to rank 0; before,
+nothing but the handshake is taken, in frames of fixed size, and nothing is said. Somebody who can connect to the port,
+who answers in rank 0's place, or who passes on what both sides say, learns nothing of the token, and gets no frame of
+his own taken, nor one of ours changed, twice or in another place. What he can do: keep the ranks from talking to each
+other, which fails their saves; and read, as frames are not encrypted.
 
 Messages and failures, and the sessions that they belong to, are `coordination`'s affair.
 """
@@ -15,10 +26,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import hmac
-import json
 import logging
 import os
+import secrets
 import selectors
 import socket
 import struct
@@ -30,12 +42,12 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from fastpersist import _native
-from fastpersist.errors import CoordinationError
+from fastpersist.errors import CoordinationError, InternalError
 
 __all__ = [
     "ASK",
     "FAILED",
-    "HEADER_BYTES",
+    "FRAME_BYTES",
     "KNOWN",
     "MESSAGE",
     "MESSAGE_LIMIT_BYTES",
@@ -50,27 +62,35 @@ __all__ = [
 
 _log = logging.getLogger("fastpersist")
 
-PROTOCOL = 3
+PROTOCOL = 4
 """What the ranks say to each other, here and in `session`, `sharing` and `own_files`; all must speak the same."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 TOKEN_BYTES = 32
 
 _MAGIC = b"FPR%d" % PROTOCOL
 _HEADER = struct.Struct("<4sBIQ")
-HEADER_BYTES = _HEADER.size
-MESSAGE, FAILED, _HELLO, _WELCOME, _GOODBYE, PULSE, ASK, OFFER, KNOWN = range(1, 10)
+_TAG_BYTES = 16
+FRAME_BYTES = _HEADER.size + _TAG_BYTES
+"""So long is a frame beside its message."""
+MESSAGE, FAILED, _HELLO, _WELCOME, _GOODBYE, PULSE, ASK, OFFER, KNOWN, _PROOF = range(1, 11)
 
-_HELLO_LIMIT_BYTES = 64 << 10  # of somebody who has not shown the token yet
+_NONCE_BYTES = 32
+_HELLO_BODY = struct.Struct(f"<I{_NONCE_BYTES}s")  # rank, and its random bytes
+_HELLO_FRAME = (_HELLO, _HELLO_BODY.size)  # kind and size of what may come first, and next, of somebody unknown
+_PROOF_FRAME = (_PROOF, 0)
+_WELCOME_FRAME = (_WELCOME, _NONCE_BYTES)
+_HANDSHAKE_BYTES = 1 << 10  # so much is read at once before the other side has proven who it is
+_NO_MESSAGE = "what came is no message of ours"
 _READ_BYTES = 64 << 10
 _READS_AT_ONCE = 32  # then it is another connection's turn
-_STRANGER_S = 10.0  # so long a connection may take to show the token
+_STRANGER_S = 10.0  # so long a connection may take to prove that it is a rank
 _STRANGER_COUNT = 64  # so many of them may be open beside those of the ranks
 _SILENT_MACHINE_S = 25  # a machine that acknowledges nothing for so long is down; Linux answers even for a busy process
 _TCP_INFO = struct.Struct("<24xI16xI8xI")  # linux/tcp.h: tcpi_unacked, and ms since data was sent and an ACK received
 
 
 def frame(kind: int, number: int = 0, payload: bytes = b"") -> bytes:
-    """Return the bytes of a frame.
+    """Return the bytes of a frame, without the tag, which each connection puts behind it.
 
     Args:
         kind: `MESSAGE`, `FAILED`, `KNOWN`, `PULSE`, `ASK` or `OFFER`.
@@ -113,20 +133,54 @@ def _close_socket(open_socket: socket.socket) -> None:
         open_socket.close()
 
 
+class _Refused(ValueError):
+    """What came is not what the other side may say; the message says why."""
+
+
+class _Seal:
+    """Makes the tags of the frames that go one way over one connection.
+
+    Args:
+        token: Of the group.
+        way: "up" to rank 0, "down" from it.
+        hello: What the rank has said first.
+        nonce: What rank 0 has answered.
+    """
+
+    def __init__(self, token: bytes, way: str, hello: bytes, nonce: bytes) -> None:
+        self._key = hmac.digest(token, b"%b %b " % (_MAGIC, way.encode()) + hello + nonce, "sha256")
+        self._count = 0
+
+    def tag(self, digest: bytes) -> bytes:
+        """Return the tag of the next frame, of which this is the digest."""
+        self._count += 1
+        return hmac.digest(self._key, self._count.to_bytes(8, "little") + digest, "sha256")[:_TAG_BYTES]
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
 class _Connection:
     """One end of a connection: whole frames in, whole frames out, never blocking.
 
     Args:
         connected: The socket; becomes this object's.
-        rank: Of the other side; None until it has shown the token.
+        token: Of the group.
+        own_rank: On others than rank 0: what to say hello as. None: wait for the hello of another.
     """
 
-    def __init__(self, connected: socket.socket, rank: int | None) -> None:
+    def __init__(self, connected: socket.socket, token: bytes, own_rank: int | None) -> None:
         self.socket = connected
-        self.rank = rank
+        self.rank = None if own_rank is None else 0  # of the other side; None until it has proven it
+        self.claimed_rank = 0
         self.unsent: deque[memoryview] = deque()
+        self.held: list[tuple[bytes, bytes]] = []  # frames with their digests, for who has not proven to be rank 0 yet
         self.said_goodbye = False
-        self.is_welcome = False
+        self._token = token
+        self._hello = b"" if own_rank is None else _HELLO_BODY.pack(own_rank, secrets.token_bytes(_NONCE_BYTES))
+        self._awaited: tuple[int, int] | None = _HELLO_FRAME if own_rank is None else _WELCOME_FRAME
+        self._seals: tuple[_Seal, _Seal] | None = None  # of what comes, and of what goes
         self.made_s = time.monotonic()
         self.watched = 0  # the events that rank 0's selector was asked for
         self._inbound = bytearray()
@@ -143,11 +197,47 @@ class _Connection:
         ):
             connected.setsockopt(level, option, value)
         _keep_from_children(connected)
+        if own_rank is not None:
+            self.unsent.append(memoryview(frame(_HELLO, 0, self._hello)))
+            self.flush()
 
-    def send(self, data: bytes) -> None:
+    @property
+    def is_proven(self) -> bool:
+        """The other side has proven who it is."""
+        return self._awaited is None
+
+    def send(self, data: bytes, digest: bytes) -> None:
         """Send a frame behind those that were not sent yet, as far as the kernel takes it."""
-        self.unsent.append(memoryview(data))
+        if not self.is_proven:
+            self.held.append((data, digest))
+            return
+        self._seal(data, digest)
         self.flush()
+
+    def answer(self, kind: int, payload: bytes) -> bool:
+        """Go on with the handshake: what came is all right. Return whether the other side has proven who it is."""
+        if kind == _HELLO:
+            self.claimed_rank, _ = _HELLO_BODY.unpack(payload)
+            self._hello, nonce = payload, secrets.token_bytes(_NONCE_BYTES)
+            self._seals = _Seal(self._token, "up", payload, nonce), _Seal(self._token, "down", payload, nonce)
+            self._awaited = _PROOF_FRAME
+            welcome = frame(_WELCOME, 0, nonce)
+            self._seal(welcome, _digest(welcome))
+        elif kind == _PROOF:
+            self.rank, self._awaited = self.claimed_rank, None
+        else:
+            self._awaited = None
+            proof = frame(_PROOF)
+            for data, digest in [(proof, _digest(proof)), *self.held]:
+                self._seal(data, digest)
+            self.held.clear()
+        self.flush()
+        return self.is_proven
+
+    def _seal(self, data: bytes, digest: bytes) -> None:
+        if self._seals is None:
+            raise InternalError("a frame is sent before the other side was heard")
+        self.unsent += memoryview(data), memoryview(self._seals[1].tag(digest))
 
     def flush(self) -> None:
         """Send what the kernel takes."""
@@ -164,12 +254,12 @@ class _Connection:
             self._error = error.strerror
             self.unsent.clear()  # what the other side said before it went is still there: receive() tells the end
 
-    def receive(self) -> tuple[list[tuple[int, int, bytes]], str | None]:
-        """Return the frames that have come (kind, session number, bytes), and why no more will, if so."""
+    def receive(self) -> str | None:
+        """Take what has come, for `next_frame`; return why no more will, if so."""
         ended = None
         try:
-            for _ in range(_READS_AT_ONCE):
-                data = self.socket.recv(_READ_BYTES)
+            for _ in range(_READS_AT_ONCE if self.is_proven else 1):
+                data = self.socket.recv(_READ_BYTES if self.is_proven else _HANDSHAKE_BYTES)
                 self._inbound += data
                 if not data:
                     ended = self._error or "it was closed at the other end"
@@ -178,18 +268,42 @@ class _Connection:
             ended = self._error
         except OSError as error:
             ended = self._error or error.strerror
-        frames: list[tuple[int, int, bytes]] = []
-        while len(self._inbound) >= HEADER_BYTES:
-            magic, kind, size_bytes, number = _HEADER.unpack_from(self._inbound)
-            if magic != _MAGIC or size_bytes > (_HELLO_LIMIT_BYTES if self.rank is None else MESSAGE_LIMIT_BYTES):
-                self._inbound.clear()
-                return frames, "what came is no message of ours"
-            end = HEADER_BYTES + size_bytes
-            if len(self._inbound) < end:
-                break
-            frames.append((kind, number, bytes(self._inbound[HEADER_BYTES:end])))
-            del self._inbound[:end]
-        return frames, ended
+        return ended
+
+    def next_frame(self) -> tuple[int, int, bytes] | None:
+        """Return the next frame that has come whole (kind, session number, bytes), if any; the tag is right.
+
+        Raises:
+            _Refused: It is none that may come now, or its tag is wrong.
+        """
+        if len(self._inbound) < _HEADER.size:
+            return None
+        magic, kind, size_bytes, number = _HEADER.unpack_from(self._inbound)
+        if magic != _MAGIC and magic[:3] == _MAGIC[:3]:
+            raise _Refused(
+                f"it speaks protocol {magic[3:].decode(errors='replace')} of fastpersist, and this rank protocol "
+                f"{PROTOCOL}: all ranks need the same version"
+            )
+        too_large = size_bytes > MESSAGE_LIMIT_BYTES
+        if magic != _MAGIC or too_large or self._awaited not in (None, (kind, size_bytes)):
+            raise _Refused(_NO_MESSAGE)
+        tag_from = _HEADER.size + size_bytes
+        end = tag_from + (0 if self._awaited == _HELLO_FRAME else _TAG_BYTES)
+        if len(self._inbound) < end:
+            return None
+        with memoryview(self._inbound) as view:
+            payload = bytes(view[_HEADER.size : tag_from])
+            if self._awaited != _HELLO_FRAME:
+                self._refuse_wrong_tag(payload, _digest(view[:tag_from]), bytes(view[tag_from:end]))
+        del self._inbound[:end]
+        return kind, number, payload
+
+    def _refuse_wrong_tag(self, payload: bytes, digest: bytes, tag: bytes) -> None:
+        if self._awaited == _WELCOME_FRAME:  # its payload is what the keys are made of
+            down, up = (_Seal(self._token, way, self._hello, payload) for way in ("down", "up"))
+            self._seals = down, up
+        if self._seals is None or not hmac.compare_digest(self._seals[0].tag(digest), tag):
+            raise _Refused(_NO_MESSAGE if self.is_proven else "who is there does not know the token of this group")
 
     def wanted(self) -> int:
         """Return the events to wait for."""
@@ -218,9 +332,9 @@ class _Connection:
         return self.socket.fileno() >= 0
 
 
-def _connection(connected: socket.socket, rank: int | None) -> _Connection:
+def _connection(connected: socket.socket, token: bytes, own_rank: int | None) -> _Connection:
     try:
-        return _Connection(connected, rank)
+        return _Connection(connected, token, own_rank)
     except OSError:
         connected.close()
         raise
@@ -242,7 +356,7 @@ class Connections:
 
     Attributes:
         lock: Held while something happens, never while waiting; re-entrant, as a signal handler may save.
-        token: What a rank has to show; to be set before the first connection.
+        token: What only the ranks of this group have; to be set before the first connection.
         addresses: Host and port of rank 0; the first is used.
     """
 
@@ -310,20 +424,19 @@ class Connections:
                 # Nobody listens at the port any more, and the kernel has picked it for this end: TCP allows that.
                 made.close()
                 raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            connection = _connection(made, 0)
+            connection = _connection(made, self.token, self._rank)
             with self.lock:
                 if self._why_closed:
                     _close_socket(made)
                     return
                 self._by_rank[0] = connection
-                self._send(connection, frame(_HELLO, 0, self.token + json.dumps(self._rank).encode()))
                 self._owner.connected()
 
     def wait_welcome(self, end_s: float) -> bool:
-        """Wait until rank 0 has answered the hello; return whether it has. If not, the connection is closed."""
+        """Wait until rank 0 has proven that it is; return whether it has. If not, the connection is closed."""
         connection = self._by_rank[0]
         while connection.is_open() and time.monotonic() < end_s:
-            if self.serve_until(lambda: connection.is_welcome, 0.5):
+            if self.serve_until(lambda: connection.is_proven, 0.5):
                 return True
         with self.lock:
             self._drop(connection)
@@ -334,6 +447,11 @@ class Connections:
         with self.lock:
             return list(self._by_rank)
 
+    def awaits_welcome(self) -> bool:
+        """Tell whether rank 0 has to prove yet that it is, before it is told what waits; on others than rank 0."""
+        with self.lock:
+            return any(not connection.is_proven for connection in self._by_rank.values())
+
     def unsent(self) -> list[int]:
         """Return the ranks that have not read all that was sent to them."""
         with self.lock:
@@ -341,10 +459,12 @@ class Connections:
 
     def send(self, data: bytes, ranks: Iterable[int]) -> None:
         """Send a frame to some ranks; nothing to those that are not connected."""
+        digest = _digest(data)
         with self.lock:
             for rank in ranks:
                 if rank in self._by_rank:
-                    self._send(self._by_rank[rank], data)
+                    self._by_rank[rank].send(data, digest)
+                    self._watch(self._by_rank[rank])
 
     def look(self) -> None:
         """Serve what is ready. Never blocks.
@@ -383,7 +503,9 @@ class Connections:
             CoordinationError: They are closed.
         """
         end_s = time.monotonic() + limit_s
-        while (left_s := end_s - time.monotonic()) > 0 and not self.serve_until(lambda: not self.unsent(), left_s):
+        while (left_s := end_s - time.monotonic()) > 0 and not self.serve_until(
+            lambda: not self.unsent() and not self.awaits_welcome(), left_s
+        ):
             pass
 
     def close(self, why: str, limit_s: float) -> None:
@@ -432,10 +554,6 @@ class Connections:
             connection.watched = connection.wanted()
             watch(connection.socket, connection.watched, connection)
 
-    def _send(self, connection: _Connection, data: bytes) -> None:
-        connection.send(data)
-        self._watch(connection)
-
     def _serve(self, events: Iterable[_Event]) -> None:
         for key, mask in events:
             connection = key.data
@@ -468,56 +586,52 @@ class Connections:
                 self.take_connections(False)  # else every wait would end at once
                 return
             try:
-                connection = _connection(accepted, None)
+                connection = _connection(accepted, self.token, None)
             except OSError:  # it is gone again
                 continue
             self._strangers.append(connection)
             self._watch(connection)
-            self._read(connection)  # who it is, and whether it is lost again, shall be known before the next session
+            self._read(connection)
             if len(self._strangers) > self._count + _STRANGER_COUNT:
                 self._drop(self._strangers[0])
 
     def _read(self, connection: _Connection) -> None:
-        frames, ended = connection.receive()
-        for one in frames:
-            try:
+        ended = connection.receive()
+        try:
+            while connection.is_open() and (one := connection.next_frame()) is not None:
                 self._take(connection, *one)
-            except (ValueError, TypeError):
-                ended = "what came is no message of ours"
-                break
-            if not connection.is_open():
-                return
-        if ended is not None:
+        except (ValueError, TypeError) as error:
+            ended = str(error) if isinstance(error, _Refused) else _NO_MESSAGE
+            if connection.rank is None:
+                _log.warning("somebody has connected to rank 0, and was not let in: %s", ended)
+        if ended is not None and connection.is_open():
             self._drop(connection)
             if connection.rank is not None:
                 self._owner.lost(connection.rank, ended, connection.said_goodbye)
 
     def _take(self, connection: _Connection, kind: int, number: int, payload: bytes) -> None:
         if connection.rank is None:
-            self._greet(connection, kind, payload)
-        elif kind == _WELCOME:
-            connection.is_welcome = True
+            is_proven = connection.answer(kind, payload)
+            if connection.claimed_rank not in range(1, self._count):
+                raise _Refused(f"there is no rank {connection.claimed_rank}")
+            self._watch(connection)
+            if is_proven:
+                self._greet(connection, connection.claimed_rank)
+        elif not connection.is_proven:
+            connection.answer(kind, payload)
         elif kind == _GOODBYE:
             connection.said_goodbye = True
         else:
             self._owner.took(connection.rank, kind, number, payload)
 
-    def _greet(self, connection: _Connection, kind: int, payload: bytes) -> None:
-        if kind != _HELLO or not hmac.compare_digest(payload[:TOKEN_BYTES], self.token):
-            _log.warning("somebody who is no rank of this group has connected to rank 0, and was not let in")
-            self._drop(connection)
-            return
-        rank = json.loads(payload[TOKEN_BYTES:])
-        if rank not in range(1, self._count):
-            raise ValueError
+    def _greet(self, connection: _Connection, rank: int) -> None:
+        """A rank has proven that it is one."""
         if rank in self._by_rank:
             self._read(self._by_rank[rank])  # what came before the rank has lost it
         if rank in self._by_rank:
             self._drop(self._by_rank[rank])  # its end has not come: what was under way the rank tells
         self._strangers.remove(connection)
         self._by_rank[rank] = connection
-        connection.rank = rank
-        self._send(connection, frame(_WELCOME))
         self._owner.greeted(rank)
 
     def _drop(self, connection: _Connection) -> None:

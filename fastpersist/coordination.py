@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from fastpersist.connections import (
     ASK,
     FAILED,
+    FRAME_BYTES,
     KNOWN,
     MESSAGE,
     OFFER,
@@ -56,7 +57,7 @@ Exchange = Callable[[Any], Sequence[Any]]
 """A collective: given an object of this rank, returns one of each rank, by rank."""
 
 LATE_THREAD = "fastpersist-late-ranks"
-"""The name of the thread on which rank 0 waits until all know of a failure."""
+"""The name of the thread on which rank 0 waits until all know of a failure, and another rank for its welcome."""
 
 _FAREWELL_S = 0.4  # so long fail() and close() wait for a peer that does not read
 _RETURN_S = 10.0  # so long rank 0 waits for a rank whose connection was lost before the session
@@ -276,7 +277,7 @@ class Ranks:
                 data = frame(kind, session._number, messages[ranks[0]])
                 self._connections.send(data, ranks)
                 for _ in ranks:
-                    session._count(len(data))
+                    session._count(FRAME_BYTES + len(messages[ranks[0]]))
 
     def _give_up(self, session: Session, failure: Failure) -> None:
         """Have a session fail, here and on all other ranks. Returns within a second."""
@@ -300,7 +301,12 @@ class Ranks:
     def _wait_for_late(self, number: int) -> None:
         """See to it that all ranks hear of a failure."""
         self._unaware[number] = time.monotonic() + self._patience_s, set(range(1, self.count))
-        if not self._is_waiting_for_late and not self._all_know():
+        if not self._all_know():
+            self._serve_apart()
+
+    def _serve_apart(self) -> None:
+        """Serve the connections on a thread of their own, until `_over_with_late`."""
+        if not self._is_waiting_for_late:
             with contextlib.suppress(RuntimeError):  # no thread can be made, as when the interpreter ends
                 threading.Thread(
                     target=_serve_late, args=(weakref.ref(self), self._connections), name=LATE_THREAD, daemon=True
@@ -325,7 +331,7 @@ class Ranks:
     def _over_with_late(self) -> bool:
         """Tell, without the lock, whether the thread that serves those who come late is to end."""
         with self._connections.lock:
-            self._is_waiting_for_late = not self._all_know()
+            self._is_waiting_for_late = not self._all_know() or (self.rank > 0 and self._connections.awaits_welcome())
             return not self._is_waiting_for_late
 
     # --- for connections, which hold their lock
@@ -335,6 +341,8 @@ class Ranks:
         self._absent.clear()
         for number, failure in self._untold.items():
             self._connections.send(failure.frame(number), [0])
+        if self._begun:
+            self._serve_apart()  # what this rank has to say goes when rank 0 has answered, whatever it does by then
 
     def greeted(self, rank: int) -> None:
         """Tell a rank that is back what it has missed."""
@@ -390,7 +398,7 @@ class Ranks:
 
 
 def _serve_late(ranks: weakref.ref[Ranks], connections: Connections) -> None:
-    """Serve the connections of rank 0 until all ranks know of each failure, or the ranks are closed."""
+    """Serve the connections until nobody is to be waited for any more, or the ranks are closed."""
     with contextlib.suppress(CoordinationError, ReferenceError):  # closed, or let go
         while (alive := ranks()) is not None and not alive._over_with_late():
             del alive

@@ -1,4 +1,4 @@
-"""Why a save of several ranks came to nothing: which rank it was, how, and in whose words; as all ranks are told."""
+"""Why a save or a load of several ranks came to nothing: which rank it was, how, in whose words; as all are told."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fastpersist import errors
 from fastpersist.connections import FAILED, frame
-from fastpersist.errors import AgreementTimeoutError, PeerError
+from fastpersist.errors import AgreementTimeoutError, FastPersistError, PeerError
 
-__all__ = ["Failure", "named"]
+__all__ = ["Failure", "error_as_json", "error_from_json", "named"]
 
 
 class Failure(NamedTuple):
@@ -37,6 +38,36 @@ class Failure(NamedTuple):
     def frame(self, number: int) -> bytes:
         """Return what says it about a session."""
         return frame(FAILED, number, json.dumps(self).encode())
+
+
+def error_as_json(error: BaseException) -> str:
+    """Return what other ranks rebuild an error of ours from: its class, arguments and attributes; "" for any other."""
+    ours = [kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind]
+    if not isinstance(error, FastPersistError):
+        return ""
+    attributes = {name: value for name, value in vars(error).items() if isinstance(value, _PLAIN)}
+    try:
+        return json.dumps({"class": ours[0], "arguments": error.__reduce__()[1], "attributes": attributes})
+    except TypeError:  # a path that is no text, say
+        return ""
+
+
+def error_from_json(text: str) -> FastPersistError | None:
+    """Rebuild what `error_as_json` returned; None from anything else. Only classes of `errors` are made."""
+    try:
+        told = json.loads(text)
+        if told["class"] not in errors.__all__ or not all(isinstance(one, _PLAIN) for one in told["arguments"]):
+            return None
+        error: FastPersistError = getattr(errors, told["class"])(*told["arguments"])
+        for name, value in told["attributes"].items():
+            if name in vars(error) and isinstance(value, _PLAIN):
+                setattr(error, name, value)
+        return error
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+_PLAIN = (str, int, float, type(None))
 
 
 def named(ranks: Sequence[int]) -> str:

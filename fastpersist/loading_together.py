@@ -42,7 +42,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +60,7 @@ from fastpersist.errors import (
     InternalError,
     PeerError,
 )
+from fastpersist.failing import error_as_json, error_from_json
 from fastpersist.filesystem import storage_errors
 from fastpersist.partition import CUT_BYTES_MIN, ByteRange, merged
 from fastpersist.pipeline import Extents, Poll, Read, ReadResult, read_extents
@@ -105,7 +105,7 @@ class _Said:
         crcs: With "shared", the CRC of each part that this rank has read.
         told: What else there is to say, of a stage of somebody else's (`parts_exchange`).
         error_text: With "failed", class and message of the error.
-        error: With "failed", the error, pickled, if it is one of ours.
+        error: With "failed", what the error can be rebuilt from, if it is one of ours.
     """
 
     stage: str
@@ -120,7 +120,7 @@ class _Said:
     crcs: tuple[int, ...] = ()
     told: Any = None
     error_text: str = ""
-    error: bytes = b""
+    error: str = ""
 
 
 class _Way(NamedTuple):
@@ -197,7 +197,7 @@ class SharedReader:
         """Tell the others, who may know already: what this rank raises is its own error, whatever they say now."""
         if not self._over:
             with contextlib.suppress(Exception):
-                self._say(_Said("failed", error_text=f"{type(error).__name__}: {error}", error=_pickled(error)))
+                self._say(_Said("failed", error_text=f"{type(error).__name__}: {error}", error=error_as_json(error)))
             self._over = True
 
     def wait_for_all(self, stage: str, told: Any = None) -> list[Any]:
@@ -275,7 +275,7 @@ class SharedReader:
         if failed:
             self._over = True
             first = failed[0]
-            error = _unpickled(heard[first].error)
+            error = error_from_json(heard[first].error)
             self.first_failure = (first, error)
             if own.stage != "failed":
                 raise PeerError(
@@ -524,18 +524,3 @@ def _sample(fd: int, path: str, size_bytes: int) -> bytes:
         finally:
             os.close(again)
     return digest.digest()
-
-
-def _pickled(error: BaseException) -> bytes:
-    """Pickle an error that others can do something with."""
-    if isinstance(error, FastPersistError):
-        with contextlib.suppress(Exception):
-            return pickle.dumps(error)
-    return b""
-
-
-def _unpickled(data: bytes) -> FastPersistError | None:
-    with contextlib.suppress(Exception):
-        error = pickle.loads(data) if data else None
-        return error if isinstance(error, FastPersistError) else None
-    return None

@@ -96,7 +96,8 @@ def refuse_other_versions(rank: int, told: Sequence[dict[str, Any]]) -> None:
         other = next(index for index, protocol in enumerate(protocols) if protocol != protocols[0])
         raise ConfigError(
             f"ranks 0 and {other} run versions of fastpersist that do not understand each other: "
-            f"{told[0]['versions'].get('fastpersist')} and {told[other]['versions'].get('fastpersist')}"
+            f"{told[0]['versions'].get('fastpersist')} and {told[other]['versions'].get('fastpersist')} "
+            f"(protocols {protocols[0]} and {protocols[other]}); install the same version on all ranks"
         )
     torches = {str(one["versions"].get("torch")) for one in told}
     if rank == 0 and len(torches) > 1:

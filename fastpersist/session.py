@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from fastpersist.connections import ASK, HEADER_BYTES, MESSAGE_LIMIT_BYTES, OFFER, Connections
+from fastpersist.connections import ASK, FRAME_BYTES, MESSAGE_LIMIT_BYTES, OFFER, Connections
 from fastpersist.errors import CoordinationError, InternalError
 from fastpersist.failing import Failure, named
 
@@ -327,7 +327,7 @@ class Session:
 
     def _arrive(self, sender: int, kind: int, message: bytes) -> None:
         """Take what a rank says; with the lock of the connections held."""
-        self._count(HEADER_BYTES + len(message))
+        self._count(FRAME_BYTES + len(message))
         if kind == OFFER:
             self._offer = message
         elif kind == ASK and self._offer is None:

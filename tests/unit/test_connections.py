@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from support.forking import Report, run_in_child
@@ -27,7 +29,7 @@ from support.ranks_in_threads import (
 )
 
 from fastpersist import _native, connections
-from fastpersist.connections import MESSAGE, TOKEN_BYTES, frame
+from fastpersist.connections import FAILED, MESSAGE, PROTOCOL, frame
 from fastpersist.coordination import Ranks
 from fastpersist.errors import (
     CoordinationError,
@@ -37,29 +39,45 @@ from fastpersist.errors import (
 # --- strangers
 
 
-HELLO = 3
+HELLO, WELCOME, PROOF = 3, 4, 10
+NONCE = bytes(32)
+
+
+def hello(rank: int, protocol: int = PROTOCOL) -> bytes:
+    """Return what a rank says first."""
+    return (b"FPR%d" % protocol) + frame(HELLO, 0, rank.to_bytes(4, "little") + NONCE)[4:]
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("said", "why"),
     [
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        frame(HELLO, 0, bytes(TOKEN_BYTES) + b"1"),
-        frame(MESSAGE, 1, b"plan 1"),
-        frame(HELLO)[:5] + b"\xff" * 12,
-        b"",
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "no message of ours"),
+        (hello(1) + frame(PROOF) + bytes(16), "does not know the token"),
+        (hello(1) + frame(MESSAGE, 1, b"plan 1") + bytes(16), "no message of ours"),
+        (hello(1) + frame(PROOF, 0, b"more") + bytes(16), "no message of ours"),
+        (hello(2), "there is no rank 2"),
+        (hello(0), "there is no rank 0"),
+        (frame(MESSAGE, 1, b"plan 1") + bytes(16), "no message of ours"),
+        (frame(HELLO)[:5] + b"\xff" * 12, "no message of ours"),
+        (hello(1, 3), f"it speaks protocol 3 of fastpersist, and this rank protocol {PROTOCOL}"),
+        (hello(1), ""),
+        (b"", ""),
     ],
-    ids=["garbage", "wrong token", "no hello", "endless hello", "nothing"],
+    ids=[
+        *("garbage", "wrong proof", "no proof", "long proof", "no such rank", "rank 0 itself", "no hello"),
+        *("endless hello", "older protocol", "nothing more", "nothing"),
+    ],
 )
 def test_a_stranger_is_not_let_in_and_disturbs_nobody(
-    said: bytes, monkeypatch: pytest.MonkeyPatch, leak_check: None
+    said: bytes, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leak_check: None
 ) -> None:
-    if not said:
+    if not why:
         monkeypatch.setattr(connections, "_STRANGER_S", 0.2)
     with (
         ranks_in_threads(2) as ranks,
         socket.create_connection(ranks[0]._connections.addresses[0], timeout=TIMEOUT_S) as stranger,
     ):
+        before = connection_of(ranks[0], 1)
         stranger.sendall(said)
         session, other = begin(ranks)
         thread = threading.Thread(target=session.gather, args=(b"",))
@@ -71,14 +89,159 @@ def test_a_stranger_is_not_let_in_and_disturbs_nobody(
         other.tell(b"")
         thread.join(TIMEOUT_S)
         session.check()
+        assert connection_of(ranks[0], 1) is before
+        assert_went_well(say_all(begin(ranks)))
+    if why:
+        assert why in caplog.text
+
+
+class Relay:
+    """Somebody between rank 0 and another rank, who passes on what both say: as it is, or as a test changes it."""
+
+    def __init__(self, change: Callable[[bytes, bool], bytes] = lambda data, _is_up: data) -> None:
+        self.up, self.down = b"", b""
+        self._change = change
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = [self._listener]
+        self._threads: list[threading.Thread] = []
+
+    def stand_between(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have the ranks that meet from now on be told this one's address."""
+        listen = connections.Connections.listen
+
+        def listen_behind(board: connections.Connections, hosts: list[str]) -> None:
+            listen(board, hosts)
+            thread = threading.Thread(target=self._pass_on, args=board.addresses)
+            board.addresses = [self._listener.getsockname()]
+            self._start(thread)
+
+        monkeypatch.setattr(connections.Connections, "listen", listen_behind)
+
+    def close(self) -> None:
+        for one in self._open:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+        for one in self._open:
+            one.close()
+
+    def _start(self, thread: threading.Thread) -> None:
+        self._threads.append(thread)
+        thread.start()
+
+    def _pass_on(self, address: tuple[str, int]) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                rank, first = self._listener.accept()[0], socket.create_connection(address)
+                self._open += rank, first
+                self._start(threading.Thread(target=self._pass, args=(rank, first, True)))
+                self._start(threading.Thread(target=self._pass, args=(first, rank, False)))
+
+    def _pass(self, source: socket.socket, target: socket.socket, is_up: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if is_up:
+                    self.up += data
+                else:
+                    self.down += data
+                target.sendall(self._change(data, is_up))
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def test_who_passes_on_what_the_ranks_say_hears_no_token_and_cannot_say_it_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    relay = Relay()
+    relay.stand_between(monkeypatch)
+    with contextlib.closing(relay), ranks_in_threads(2) as ranks:
+        board = ranks[0]._connections
+        assert_went_well(say_all(begin(ranks)))
+        assert b"plan 1" in relay.up
+        assert b"go" in relay.down
+        for length in (32, 16, 8):
+            assert board.token[:length] not in relay.up + relay.down
+        assert board._listener is not None
+        with socket.create_connection(board._listener.getsockname()) as again:
+            again.sendall(relay.up)
+            again.settimeout(TIMEOUT_S)
+            session = ranks[0].begin(SUBJECT)
+            thread = threading.Thread(target=lambda: closed_by_peer(again) and ranks[1].begin(SUBJECT).tell(b""))
+            thread.start()
+            session.gather(b"")  # until that one has said so
+            thread.join()
+        assert "does not know the token" in caplog.text
+        assert_went_well(say_all(begin(ranks)))
+
+
+@pytest.mark.parametrize("is_up", [True, False], ids=["to rank 0", "from rank 0"])
+@pytest.mark.parametrize("how", ["changed", "put in", "said twice"])
+def test_who_passes_on_what_the_ranks_say_gets_no_word_of_his_own_taken(
+    how: str, is_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = b"plan 1" if is_up else b"go"
+
+    def change(data: bytes, goes_up: bool) -> bytes:
+        if goes_up != is_up or said not in data:
+            return data
+        if how == "changed":
+            return data.replace(said, said.upper())
+        if how == "put in":
+            return data + frame(MESSAGE, 1, b"done 1") + bytes(16)
+        return data + data
+
+    relay = Relay(change)
+    relay.stand_between(monkeypatch)
+    with contextlib.closing(relay), ranks_in_threads(2) as ranks:
+        outcomes = say_all(begin(ranks))
+        assert_failed(outcomes[0], 1, "connection was lost")
+        assert_failed(outcomes[1], 0, "connection was lost")
+        assert any("no message of ours" in str(outcome) for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        frame(WELCOME, 0, NONCE) + bytes(16),
+        frame(FAILED, 1, b'[0, "failed", "of an impostor"]') + bytes(16),
+        frame(MESSAGE, 1, b"go") + bytes(16),
+        b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64),
+    ],
+    ids=["wrong welcome", "failure", "message", "garbage"],
+)
+def test_who_answers_in_the_place_of_rank_0_is_told_nothing_and_not_believed(answer: bytes) -> None:
+    with ranks_in_threads(2) as ranks, socket.create_server(("127.0.0.1", 0)) as impostor:
+        connection_of(ranks[1], 0).shutdown(socket.SHUT_RDWR)
+        ranks[1]._connections.look()
+        own, ranks[1]._connections.addresses = ranks[1]._connections.addresses, [impostor.getsockname()]
+        session = ranks[1].begin(SUBJECT)
+        session.tell(b"plan 1")
+        with impostor.accept()[0] as accepted:
+            accepted.sendall(answer)
+            with pytest.raises(PeerError) as caught:
+                session.hear()
+            heard = b""
+            while data := accepted.recv(1 << 16):
+                heard += data
+        assert "of an impostor" not in str(caught.value)
+        assert "does not know the token" in str(caught.value) or "no message of ours" in str(caught.value)
+        assert heard[:5] == frame(HELLO)[:5]
+        assert len(heard) == len(hello(1))
+        ranks[1]._connections.addresses = own
+        ranks[0].begin(SUBJECT)
+        session.fail(caught.value)
         assert_went_well(say_all(begin(ranks)))
 
 
 def closed_by_peer(stranger: socket.socket) -> bool:
     try:
-        return stranger.recv(1) == b""
+        while stranger.recv(1 << 16):  # it may have been answered before
+            pass
     except ConnectionResetError:
-        return True
+        pass
+    return True
 
 
 def test_a_member_with_the_token_that_talks_nonsense_is_lost_and_rank_0_lives() -> None:

@@ -64,7 +64,7 @@ def test_a_save_takes_four_messages_of_a_rank_and_64_ranks_are_at_it_together() 
         sessions = begin(ranks)
         assert_went_well(say_all(sessions))
         assert [session.message_count for session in sessions] == [4 * 63] + [4] * 63
-        assert sessions[1].message_bytes == 4 * 17 + len(b"plan 1" + b"go" + b"done 1" + b"end")
+        assert sessions[1].message_bytes == 4 * (17 + 16) + len(b"plan 1" + b"go" + b"done 1" + b"end")
         assert sessions[0].message_bytes == sum(session.message_bytes for session in sessions[1:])
 
 
@@ -468,7 +468,7 @@ def test_versions_that_do_not_understand_each_other_are_refused_on_all(monkeypat
     )
     for outcome in outcomes:
         assert type(outcome) is ConfigError
-        assert "0.2 and 0.1" in str(outcome)
+        assert f"0.2 and 0.1 (protocols {connections.PROTOCOL} and 0)" in str(outcome)
 
 
 def test_ranks_need_time() -> None:
