@@ -434,7 +434,7 @@ class Checkpointer:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-        make_directories(self._root)
+        self._stores.made = make_directories(self._root)
         self._lock = RootLock.acquire(self._root)
         sweep_directories(self._root, _STEP_PATTERN)
         self._upkeep.forget()

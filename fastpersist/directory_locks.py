@@ -25,9 +25,12 @@ from fastpersist.errors import CheckpointNotFoundError, ConfigError, InternalErr
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.manifest import MANIFEST_NAME
 
-__all__ = ["Lock", "RootLock", "claimed", "hold_for_reading"]
+__all__ = ["ROOT_LOCK_NAME", "Lock", "RootLock", "claimed", "hold_for_reading"]
 
 _log = logging.getLogger("fastpersist")
+
+ROOT_LOCK_NAME = ".lock"
+"""Of the file, in a directory of checkpoints, that the process that saves there has locked."""
 
 _ATTEMPT_COUNT = 100
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -35,7 +38,6 @@ _WRITE_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # A committed manifest is locked for moments only: from its rename until its writer closes it, and in a removal until
 # the directory has lost its name. Who waits longer has met a process that was stopped there.
 _READER_PATIENCE_S = 5.0
-_LOCK_NAME = ".lock"
 _HINT_BYTES = 512
 
 
@@ -194,7 +196,7 @@ class RootLock:
             StorageError: The lock file cannot be made or locked.
         """
         root = os.path.realpath(root)
-        path = os.path.join(root, _LOCK_NAME)
+        path = os.path.join(root, ROOT_LOCK_NAME)
         for _ in range(_ATTEMPT_COUNT):
             with live_guard(), storage_errors("opening", path):
                 if _lock_file_is_live(path):
@@ -237,7 +239,7 @@ class RootLock:
     def is_held(self) -> bool:
         """Tell whether the directory still has the file that is locked: somebody may have taken the root away."""
         try:
-            found = os.lstat(os.path.join(self.root, _LOCK_NAME))
+            found = os.lstat(os.path.join(self.root, ROOT_LOCK_NAME))
         except OSError:
             return False
         return self._fd >= 0 and (found.st_dev, found.st_ino) == self._identity

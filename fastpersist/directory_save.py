@@ -113,13 +113,13 @@ class DirectorySave:
         self._closed = False
         self._stats = _stats or SaveStats(path=self._directory.final_path)
         self._pending = PendingSave(self._directory.final_path, self._stats)
+        if _together is not None and (stores := _together.stores) is not None:
+            self._pending.when_failed(lambda _: stores.forget())  # what is given first is done last, so after the abort
         abort = self._directory.abort  # without a reference to this object: it may be forgotten
         self._pending.when_failed(lambda _: abort())
         if _together is not None:
             self._pending.around_parts(_together.session.working)
             self._pending.when_failed(_together.session.fail)
-            if (stores := _together.stores) is not None:
-                self._pending.when_failed(lambda _: stores.forget())
             if _together.confirms:
                 _together.session.offer(os.fsencode(self._directory.path))
 

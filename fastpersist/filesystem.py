@@ -20,6 +20,7 @@ __all__ = [
     "allocate_pages",
     "filesystem",
     "hint_at_make_parents",
+    "is_there",
     "make_directories",
     "reopened",
     "storage_errors",
@@ -154,24 +155,42 @@ def allocate_pages(fd: int, size_bytes: int, path: str) -> None:
         os.posix_fallocate(fd, 0, size_bytes)
 
 
-def make_directories(path: str) -> None:
+def make_directories(path: str) -> list[str]:
     """Make a directory, and those above it that are missing; their names are durable when this returns.
+
+    Returns:
+        Those that were missing, each before what is in it.
 
     Raises:
         StorageError: One of them cannot be made, or is something else.
     """
-    missing = []
+    missing: list[str] = []
     above = os.path.abspath(path)
     while not os.path.isdir(above):
-        missing.append(above)
+        missing.insert(0, above)
         above = os.path.dirname(above)
-    for directory in reversed(missing):
+    for directory in missing:
         try:
             filesystem().make_directory(directory)
         except StorageError as error:
             if error.errno != errno.EEXIST or not os.path.isdir(directory):  # somebody else may have made it
                 raise
         filesystem().sync_directory(os.path.dirname(directory))
+    return missing
+
+
+def is_there(path: str) -> bool:
+    """Tell whether a path has a file of any kind, and a link where it leads, as a mount may be missing behind it.
+
+    Raises:
+        StorageError: That cannot be told: `os.path.exists` says False for an error of the disk, too.
+    """
+    with storage_errors("looking up", path):
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            return False
+    return True
 
 
 @contextmanager

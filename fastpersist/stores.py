@@ -7,13 +7,18 @@ that nobody can guess: whoever finds it below its own root shares its file syste
 the plans and rank 0's *go* (`sharing`):
 
     first → others   look    the name; ranks that do not find it make a pending directory of their own
-    others → first   seen    whether they do; the name of their own directory, and their host
+    others → first   seen    whether they do; the name of their own directory, and their host; or which directory above
+                             their root is not there
     first → others   find    if some do not: the names of all those directories; the first that a rank finds, by rank,
                              is that of its store's first rank. The others remove theirs
     others → first   found   which rank that is
 
 Where guests write (`guest_writing`), there are no plans here: the others first say that they come, and hear *ready* at
 the end, with what *go* says of stores.
+
+A file system that is not mounted looks like one that is not shared. So directories above the root are made on a shared
+file system only: where some ranks do not see what rank 0 has made, they must have been there on all of these ranks and
+on rank 0, or the save fails, and rank 0 removes the directories that it has made above its root.
 
 Rank 0 keeps the answer. If there is one store, it does not ask again: saves go their usual way, and a rank that does
 not find what it should fails the save. If there are several, the first ranks are known and are asked to *look* only,
@@ -54,9 +59,10 @@ import torch
 from fastpersist import _native
 from fastpersist.coordination import Session
 from fastpersist.directory_commit import PendingDirectory
+from fastpersist.directory_locks import ROOT_LOCK_NAME
 from fastpersist.directory_removal import remove_directory, remove_replaced
 from fastpersist.errors import CoordinationError, FastPersistError, PeerError, StorageError
-from fastpersist.filesystem import filesystem, make_directories, storage_errors
+from fastpersist.filesystem import filesystem, is_there, make_directories, storage_errors
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, encode_manifest, writer_of
 from fastpersist.formats.parts import (
     PARTS_NAME,
@@ -87,20 +93,57 @@ class Stores:
     Attributes:
         first_ranks: By rank, the first rank of its store; None while that is not known. On rank 0.
         hosts: By rank, the name of its host.
+        made: The directories that this rank has made for its root: those above it, then the root.
     """
 
     def __init__(self, own_root: Callable[[], None]) -> None:
         self.own_root = own_root
         self.first_ranks: list[int] | None = None
         self.hosts: list[str] = []
+        self.made: list[str] = []
+        self._refused = False
 
     def are_one(self) -> bool:
         """Tell whether all ranks are known to see one file system."""
         return self.first_ranks is not None and not any(self.first_ranks)
 
     def forget(self) -> None:
-        """Find out anew at the next save."""
+        """Find out anew at the next save; a save has failed, and its directory is removed."""
         self.first_ranks = None
+        if self._refused:
+            self._refused = False
+            self._unmake_root()
+
+    def require_parents(self, absent: Mapping[int, str]) -> None:
+        """Refuse file systems that are not shared where a directory above the root was not there: on rank 0.
+
+        Args:
+            absent: By rank, the highest such directory, of ranks that do not see rank 0's files.
+
+        Raises:
+            StorageError: There is one.
+        """
+        told = [f"rank {rank} on {self.hosts[rank]} has no {path}" for rank, path in sorted(absent.items())]
+        if len(self.made) > 1:
+            told.insert(0, f"rank 0 on {self.hosts[0]} had no {self.made[0]}")
+            self._refused = True
+        if told:
+            raise StorageError(
+                errno.ENOENT,
+                f"the ranks do not see one another's files, and the directories above the root are not there on all of "
+                f"them: {'; '.join(told)}. Is a file system not mounted there? If each host is to keep its own part of "
+                "every step, make the directories above the root on all of them",
+                absent[min(absent)] if absent else self.made[0],
+            )
+
+    def _unmake_root(self) -> None:
+        """Remove what was made, or the next attempt would find it there and take this disk for the right one."""
+        root = self.made[-1]
+        with suppress(FastPersistError, OSError):
+            if os.listdir(root) == [ROOT_LOCK_NAME]:  # else somebody has put something there
+                filesystem().unlink(os.path.join(root, ROOT_LOCK_NAME))
+                for directory in reversed(self.made):
+                    filesystem().remove_directory(directory)
 
 
 # ------------------------------------------------------------------------------------------- the first rank
@@ -244,14 +287,19 @@ def find_stores(
         How the save is split; None where all ranks see one file system.
 
     Raises:
+        StorageError: Some ranks see other file systems, and a directory above the root was not there.
         PeerError, CoordinationError: As the session does.
     """
     name = os.path.basename(directory)
     seen = say({"look": name, "first_ranks": known.first_ranks, "overwrite": overwrite})
     first_ranks = known.first_ranks
     names = {rank: str(one["name"]) for rank, one in enumerate(seen) if one.get("name")}
+    absent = {rank: str(one["absent"]) for rank, one in enumerate(seen) if one.get("absent")}
+    known.hosts = [socket.gethostname(), *(str(one.get("host", "?")) for one in seen[1:])]
+    if names or absent:
+        known.require_parents(absent)
+    known.made = []  # what is there by now, is there for good
     if first_ranks is None:
-        known.hosts = [socket.gethostname(), *(str(one.get("host", "?")) for one in seen[1:])]
         first_ranks = [0] * len(seen)
         if names:
             found = say({"find": {str(rank): names[rank] for rank in names}})
@@ -309,11 +357,14 @@ class PeerStore:
         first = None if first_ranks is None else int(first_ranks[self._rank])
         if first is not None and sees != (first == 0):
             raise self._changed(0)
+        absent = None
         if not sees and first in (None, self._rank):
             self._overwrite = bool(message["overwrite"])
-            self._make(own_root_first=first is not None)
+            absent = _absent_above(os.path.dirname(self._path))
+            if absent is None:
+                self._make(own_root_first=first is not None)
         name = None if self._pending is None else os.path.basename(self._pending.path)
-        return {"sees": sees, "name": name, "host": socket.gethostname()}
+        return {"sees": sees, "name": name, "host": socket.gethostname(), "absent": absent}
 
     def directory(self, go: Mapping[str, Any]) -> str | None:
         """Return where this rank writes its parts and its own files; None where all see one file system.
@@ -422,11 +473,11 @@ class PeerStore:
 
     def _may_replace(self) -> bool:
         """Parts are nobody's without rank 0's: of a save that died, or of a step that is damaged there."""
-        return self._overwrite or os.path.lexists(os.path.join(self._path, PARTS_NAME))
+        return self._overwrite or is_there(os.path.join(self._path, PARTS_NAME))
 
     def _sees(self, name: str) -> bool:
         # Asked for by its name: a listing may come from a cache that is older than the directory.
-        return os.path.lexists(os.path.join(os.path.dirname(self._path), name))
+        return is_there(os.path.join(os.path.dirname(self._path), name))
 
     def _changed(self, first: int) -> StorageError:
         return StorageError(
@@ -435,6 +486,15 @@ class PeerStore:
             "last save; has something been mounted? The next save finds out anew who sees whose files",
             self._path,
         )
+
+
+def _absent_above(root: str) -> str | None:
+    """Return the highest directory above a root that is not there; None if all are."""
+    absent = None
+    above = os.path.dirname(os.path.realpath(root))
+    while not is_there(above):
+        absent, above = above, os.path.dirname(above)
+    return absent
 
 
 # ------------------------------------------------------------------------------------------- both

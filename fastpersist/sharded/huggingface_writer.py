@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.directory_commit import Overwrite
+from fastpersist.directory_locks import ROOT_LOCK_NAME
 from fastpersist.directory_save import DirectorySave
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
@@ -55,10 +56,6 @@ _NAMES_OF_MODELS = frozenset(
     ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "adapter_config.json")
 )
 """What else shows that a directory is meant for a model."""
-
-
-_ROOT_LOCK = ".lock"
-"""What a directory of checkpoints has in it."""
 
 
 class _Site(NamedTuple):
@@ -327,7 +324,7 @@ def _keep_others(from_path: str, to_path: str) -> list[tuple[str, int]]:
     kept = []
     for directory, inner, names in os.walk(from_path):
         below = os.path.relpath(directory, from_path)
-        if below != "." and _ROOT_LOCK in names:
+        if below != "." and ROOT_LOCK_NAME in names:
             raise UnsupportedError(
                 f"{directory} is where checkpoints are saved to, perhaps at this moment, and would be moved: save "
                 f"{from_path} elsewhere"

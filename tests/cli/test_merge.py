@@ -132,6 +132,7 @@ def checkpoints_alone(root: Path) -> fp.Checkpointer:
 def test_flat_dict_becomes_safetensors_and_another_state_is_refused(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "flat").mkdir()
     roots = two_stores(tmp_path / "flat")
 
     def work(rank: int, count: int) -> None:
