@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import mmap
 import secrets
 import threading
 import time
@@ -28,6 +29,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fastpersist.config import BLOCK_BYTES
 from fastpersist.connections import (
     ASK,
     FAILED,
@@ -44,6 +46,7 @@ from fastpersist.connections import (
 from fastpersist.errors import ConfigError, CoordinationError
 from fastpersist.failing import Failure, named
 from fastpersist.meeting import is_dead, loopback_place, own_hosts, own_process, own_version, refuse_other_versions
+from fastpersist.partition import common_block_bytes
 from fastpersist.session import WAKE_S, Session
 
 if TYPE_CHECKING:
@@ -76,12 +79,16 @@ class Ranks:
         rank: Of this process in the group.
         count: How many ranks there are.
         nodes: The number of the machine that each rank runs on, 0 … by first appearance.
+        block_bytes: What is cut among the ranks is cut at multiples of it.
     """
 
-    def __init__(self, rank: int, count: int, nodes: tuple[int, ...], timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, count: int, nodes: tuple[int, ...], timeout_s: float, block_bytes: int = BLOCK_BYTES
+    ) -> None:
         self.rank = rank
         self.count = count
         self.nodes = nodes
+        self.block_bytes = block_bytes
         self._patience_s = timeout_s if rank else timeout_s - min(5.0, timeout_s / 5)  # the others hear who was silent
         self._begun = 0
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
@@ -141,11 +148,14 @@ class Ranks:
         place = loopback_place()
         own = {"protocol": PROTOCOL, "versions": versions or {}, "timeout_s": timeout_s, "place": place}
         own["process"] = own_process()
+        own["page_bytes"] = mmap.PAGESIZE
         told = exchange(own)
         refuse_other_versions(rank, told)
         machines = [one["place"][0] for one in told]
         numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
-        ranks = cls(rank, count, tuple(numbers[machine] for machine in machines), float(told[0]["timeout_s"]))
+        nodes = tuple(numbers[machine] for machine in machines)
+        block_bytes = common_block_bytes(one["page_bytes"] for one in told)
+        ranks = cls(rank, count, nodes, float(told[0]["timeout_s"]), block_bytes)
         ranks._processes = [tuple(one["process"]) if tuple(one["place"]) == place else None for one in told]
         try:
             ranks._meet(exchange, local=all(tuple(one["place"]) == place for one in told))

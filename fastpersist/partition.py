@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import ConfigError
 from fastpersist.layout import align_up
 
@@ -21,6 +22,7 @@ __all__ = [
     "ByteRange",
     "Extent",
     "choose_writers",
+    "common_block_bytes",
     "interior_of",
     "merged",
     "overlaps",
@@ -47,6 +49,18 @@ class ByteRange:
     source: int
     from_bytes: int
     size_bytes: int
+
+
+def common_block_bytes(page_bytes: Iterable[int]) -> int:
+    """Return what no two ranks of several machines may share of a file: its blocks, and pages of any of the machines.
+
+    A network file system's client may write back the whole of a page of which it was told a part, and so undo what
+    another machine has written to the rest of it. Machines of one run may have pages of 4, 16 and 64 KiB.
+
+    Args:
+        page_bytes: By rank, the size of a page of its machine: a power of two.
+    """
+    return max([BLOCK_BYTES, *page_bytes])
 
 
 def interior_of(offset_bytes: int, size_bytes: int, block_bytes: int) -> tuple[int, int]:

@@ -47,11 +47,13 @@ class Line(Protocol):
         rank: Of this process in the group.
         count: How many ranks there are.
         nodes: The number of the machine that each rank runs on.
+        block_bytes: What is cut among the ranks is cut at multiples of it.
     """
 
     rank: int
     count: int
     nodes: tuple[int, ...]
+    block_bytes: int
     _patience_s: float
     _connections: Connections
 
@@ -81,6 +83,7 @@ class Session:
         rank: Of this process in the group.
         count: How many ranks there are.
         nodes: The number of the machine that each rank runs on, 0 … by first appearance.
+        block_bytes: What is cut among the ranks is cut at multiples of it.
         subject: What is saved, for messages: "step 100", or a path.
         poll: Called without arguments at least once a second while a call waits; None for nothing. What it raises is
             told to the other ranks and then raised.
@@ -92,6 +95,7 @@ class Session:
         self.rank = ranks.rank
         self.count = ranks.count
         self.nodes = ranks.nodes
+        self.block_bytes = ranks.block_bytes
         self.subject = subject
         self.poll = poll
         self.message_count = 0

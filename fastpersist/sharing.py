@@ -1,8 +1,8 @@
 """One file written by several ranks: the same bytes that the first rank alone would have written.
 
 Every rank pickles its own object, which tells it which storages are its replicas of the others'. The large ones are
-*cut* (`partition`): each writer writes its blocks of them into the same preallocated file. The first rank's object is
-what is written; it alone writes all the rest, in two passes:
+*cut* (`partition`): each writer writes its blocks of them into the same preallocated file; a block is no smaller than
+a page on any of the machines. The first rank's object is what is written; it alone writes all the rest, in two passes:
 
 1. *early*: its own blocks of what is cut, and all blocks that depend on the CRC of no cut source;
 2. *late*, when all ranks have told the CRCs of what they have written: the blocks with descriptors of cut sources, and
@@ -117,8 +117,10 @@ class Share:
         self._session = together.session
         self._name = f"{together.label}/{name}" if name else together.label
         self._writers = list(together.writers)
+        self._block_bytes = together.session.block_bytes
         self._interiors = [
-            interior_of(container.offsets[source], container.sources[source].size_bytes, BLOCK_BYTES) for source in cut
+            interior_of(container.offsets[source], container.sources[source].size_bytes, self._block_bytes)
+            for source in cut
         ]
         self._get_sums = sums_of(container, self._cut, self._interiors, whole=together.check_replicas)
         self._mode = "all bytes" if together.check_replicas else "samples"
@@ -150,7 +152,7 @@ class Share:
         """Return the cut bytes that a rank writes, by the container's sources."""
         if rank not in self._writers:
             return []
-        shard = shard_of(self._interiors, self._writers.index(rank), len(self._writers), BLOCK_BYTES)
+        shard = shard_of(self._interiors, self._writers.index(rank), len(self._writers), self._block_bytes)
         return [ByteRange(self._cut[part.source], part.from_bytes, part.size_bytes) for part in shard]
 
     def extents_of(self, rank: int, offsets: Mapping[int, int]) -> list[FileExtent]:

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from fastpersist.config import BLOCK_BYTES
 from fastpersist.directory_commit import Overwrite
 from fastpersist.directory_locks import ROOT_LOCK_NAME
 from fastpersist.directory_save import DirectorySave
@@ -32,6 +31,7 @@ from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.manifest import MANIFEST_NAME
 from fastpersist.meeting import loopback_place, own_process
 from fastpersist.owners import Owners
+from fastpersist.partition import common_block_bytes
 from fastpersist.sharded.captured_bytes import PIECE_BYTES
 from fastpersist.sharded.huggingface_finishing import finish_files
 from fastpersist.sharded.huggingface_layout import (
@@ -63,6 +63,7 @@ class _Site(NamedTuple):
 
     machine: str
     process: tuple[int, str, str]
+    page_bytes: int
 
 
 class _Begun(NamedTuple):
@@ -163,16 +164,16 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
         """Say on which machine this rank is, and which process; called by dcp.save on each rank."""
         if plan.items:  # else it is the one of the last save
             self._order = [item.index.fqn for item in plan.items]
-        return replace(plan, storage_data=_Site(loopback_place()[0], own_process()))
+        return replace(plan, storage_data=_Site(loopback_place()[0], own_process(), mmap.PAGESIZE))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decide where each tensor goes, and make the files; called by dcp.save on the first rank."""
         directory_path = self._known_path("dcp.save")
         self._remember(plans)
         unique = without_duplicates(self._plans)
-        # Of a page that two machines have in memory, each may write what the other one has not seen yet.
         machines = {site.machine if site is not None else None for site in self._sites}
-        unit_bytes = 1 if len(machines) == 1 else max(BLOCK_BYTES, mmap.PAGESIZE)
+        pages = [site.page_bytes for site in self._sites if site is not None]
+        unit_bytes = 1 if len(machines) == 1 else common_block_bytes(pages)
         layout = plan_model(
             unique,
             self._order,

@@ -7,6 +7,7 @@ import os
 import pickle
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,23 @@ def test_files_are_those_that_one_rank_writes_byte_by_byte(
     report = fp.verify(tmp_path / "model")
     assert report.ok
     assert report.has_checksums
+
+
+def test_units_of_several_machines_are_the_largest_page_of_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, units = huggingface_writer.write_model_part, []
+
+    def noting(part: Any, *arguments: Any, **options: Any) -> Any:
+        units.append(part.unit_bytes)
+        return write(part, *arguments, **options)
+
+    def work(rank: int, count: int) -> list[int]:
+        monkeypatch.setattr(huggingface_writer, "write_model_part", noting)
+        monkeypatch.setattr(huggingface_writer, "loopback_place", lambda: (f"machine {rank}", ""))
+        monkeypatch.setattr(huggingface_writer, "mmap", SimpleNamespace(PAGESIZE=(4096, 1 << 16)[rank]))
+        save(tmp_path / "model", state_of("rows", count, 2))
+        return units
+
+    assert run_ranks(2, work) == [[1 << 16]] * 2
 
 
 def test_files_verify_by_themselves_and_their_tensors_lie_on_pages(tmp_path: Path) -> None:

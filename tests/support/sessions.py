@@ -10,6 +10,7 @@ from typing import Any
 from support.training import PATIENCE_S
 
 import fastpersist as fp
+from fastpersist.config import BLOCK_BYTES
 
 
 class _Line:
@@ -23,10 +24,11 @@ class _Line:
 class ThreadSession:
     """One rank's end of a save."""
 
-    def __init__(self, rank: int, count: int, line: _Line) -> None:
+    def __init__(self, rank: int, count: int, line: _Line, block_bytes: int) -> None:
         self.rank = rank
         self.count = count
         self.nodes = (0,) * count
+        self.block_bytes = block_bytes
         self.subject = "a test"
         self.message_count = 0
         self._line = line
@@ -67,13 +69,13 @@ class ThreadSession:
         return bytes(message)
 
 
-def run_threads(count: int, work: Callable[[ThreadSession], Any]) -> list[Any]:
+def run_threads(count: int, work: Callable[[ThreadSession], Any], block_bytes: int = BLOCK_BYTES) -> list[Any]:
     """Run a function as every rank, and return by rank what came of it: its result, or what it raised."""
     line = _Line(count)
     outcomes: list[Any] = [None] * count
 
     def run(rank: int) -> None:
-        session = ThreadSession(rank, count, line)
+        session = ThreadSession(rank, count, line, block_bytes)
         try:
             outcomes[rank] = work(session)
         except Exception as error:  # noqa: BLE001 - the test looks at it

@@ -47,6 +47,27 @@ from fastpersist.errors import (
 # --- all goes well, and what is offered
 
 
+def test_what_is_cut_is_cut_at_the_largest_page_of_any_rank() -> None:
+    pages = [4096, 1 << 16, 1 << 14]
+    given = exchanges(3)
+
+    def of(rank: int) -> Ranks:
+        def exchange(own: Any) -> Sequence[Any]:
+            if isinstance(own, dict) and "page_bytes" in own:
+                own = {**own, "page_bytes": pages[rank]}
+            return given[rank](own)
+
+        return Ranks.of(rank, 3, exchange)
+
+    ranks = at_once([lambda rank=rank: of(rank) for rank in range(3)])  # type: ignore[misc]
+    try:
+        assert [one.block_bytes for one in ranks] == [1 << 16] * 3
+        assert [one.begin("step 1").block_bytes for one in ranks] == [1 << 16] * 3
+    finally:
+        for one in ranks:
+            one.close()
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_ranks_hear_each_other_in_one_session_after_the_other(count: int, leak_check: None) -> None:
     with ranks_in_threads(count) as ranks:

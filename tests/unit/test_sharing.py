@@ -16,6 +16,7 @@ from support.sessions import ThreadSession, run_threads
 
 import fastpersist as fp
 from fastpersist import _native
+from fastpersist.config import BLOCK_BYTES
 from fastpersist.partition import CUT_BYTES_MIN
 from fastpersist.peer_sharing import OtherShare
 from fastpersist.replicas import replicas_of
@@ -52,12 +53,20 @@ def share_and_write(
     return share, written
 
 
-def save_with(count: int, obj_of: Any, path: Path, writers: list[int] | None = None, **options: bool) -> list[Any]:
+def save_with(
+    count: int,
+    obj_of: Any,
+    path: Path,
+    writers: list[int] | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    **options: bool,
+) -> list[Any]:
     return run_threads(
         count,
         lambda session: share_and_write(
             session, obj_of(session.rank), path, list(range(count)) if writers is None else writers, **options
         ),
+        block_bytes,
     )
 
 
@@ -106,6 +115,26 @@ def test_file_is_what_the_first_rank_alone_would_have_written(
     sizes = share.bytes_by_rank()
     assert sum(sizes) == share.cut_bytes > 5 * MIB
     assert max(sizes) - min(sizes) <= 4096
+
+
+@pytest.mark.parametrize("name", ["state.pt", "state.safetensors"])
+def test_no_page_of_any_machine_is_written_by_two_ranks(tmp_path: Path, name: str) -> None:
+    page_bytes = 1 << 16
+    state = {key: value.contiguous() for key, value in state_of(0).items() if isinstance(value, torch.Tensor)}
+    path = tmp_path / name
+    outcomes = save_with(3, lambda _: state, path, block_bytes=page_bytes)
+    share, _ = outcomes[0]
+    assert path.read_bytes() == expected_file(state, path)
+    offsets = dict(enumerate(share.container.offsets))
+    pages = []
+    for rank in (1, 2):
+        extents = share.extents_of(rank, offsets)
+        assert sum(size_bytes for _, size_bytes in extents) > MIB
+        for offset_bytes, size_bytes in extents:
+            assert offset_bytes % page_bytes == size_bytes % page_bytes == 0
+            pages += range(offset_bytes // page_bytes, (offset_bytes + size_bytes) // page_bytes)
+    assert len(set(pages)) == len(pages)
+    assert max(share.bytes_by_rank()) - min(share.bytes_by_rank()) <= page_bytes
 
 
 def test_only_the_chosen_ranks_write(tmp_path: Path) -> None:
