@@ -126,6 +126,8 @@ class Checkpointer:
         check_replicas: Compare all bytes of what the ranks should hold alike, not samples of it.
         peer_timeout_s: A rank that was not heard of for so long has failed. One whose process has died is noticed at
             once.
+        lock_timeout_s: Seconds for which the first save waits if a process of another host has the root's lock: a host
+            that has died keeps that until its lease on the file server ends (NFSv4: 90 s). 0: it does not wait.
 
     Raises:
         ConfigError: Options that make no sense.
@@ -153,6 +155,7 @@ class Checkpointer:
         writers: Writers = "auto",
         check_replicas: bool = False,
         peer_timeout_s: float = 600.0,
+        lock_timeout_s: float = 120.0,
     ) -> None:
         if busy not in ("wait", "latest", "skip"):
             raise ConfigError(f"busy is 'wait', 'latest' or 'skip', not {busy!r}")
@@ -169,7 +172,10 @@ class Checkpointer:
         self._on_error = on_error
         self._engine = engine
         self._saver = _saver_class(sharded)(self._root, self._owners, self._arena, engine=engine, paranoid=paranoid)
+        if not (isinstance(lock_timeout_s, int | float) and lock_timeout_s >= 0):
+            raise ConfigError(f"lock_timeout_s is a number of seconds, 0 or more, not {lock_timeout_s!r}")
         self._lock: RootLock | None = None
+        self._lock_timeout_s = lock_timeout_s
         self._unfinished: deque[PendingSave] = deque()
         self._failed: deque[PendingSave] = deque(maxlen=_FAILED_COUNT)
         self._stats: deque[SaveStats] = deque(maxlen=_STATS_COUNT)
@@ -228,8 +234,9 @@ class Checkpointer:
             The save; nobody needs to look at it.
 
         Raises:
-            ConfigError: The step exists, another process saves to this root, or an argument makes no sense.
-            StorageError: The directory cannot be made or written.
+            ConfigError: The step exists, or an argument makes no sense.
+            ConfigError: Somebody else saves to this root (with on_error="raise").
+            StorageError: The directory cannot be made or written (with on_error="raise").
             FastPersistError: An earlier save failed (once; with on_error="raise"). With several ranks it is raised when
                 this save has begun, and does not end it: the other ranks may not know of the failure yet.
         """
@@ -390,16 +397,18 @@ class Checkpointer:
             pending.skip("another one was still being written")
             self._stats.append(stats)
             return pending
+        has_root = False
         try:
             if together is None or not together.session.rank:
                 self._own_root()
+            has_root = True
             after = partial(self._committed, step, metrics=metrics)
             pending = self._saver.begin(StepSave(step, state, rank_state, metrics, overwrite, stats, after), together)
             self._unfinished.append(pending)
             pending.when_finished(lambda: self._finished(pending))
             self._saver.tell_once(state)
-        except StorageError as error:
-            if self._on_error == "raise":
+        except (StorageError, ConfigError) as error:
+            if self._on_error == "raise" or (has_root and isinstance(error, ConfigError)):
                 raise
             if together is not None:
                 together.session.fail(error)
@@ -435,8 +444,9 @@ class Checkpointer:
             self._lock.release()
             self._lock = None
         self._stores.made = make_directories(self._root)
-        self._lock = RootLock.acquire(self._root)
-        sweep_directories(self._root, _STEP_PATTERN)
+        timeout_s, self._lock_timeout_s = self._lock_timeout_s, 0.0  # a training that goes on without waits once
+        self._lock = RootLock.acquire(self._root, timeout_s=timeout_s)
+        sweep_directories(self._root, _STEP_PATTERN, locks_work=self._lock.excludes_others)
         self._upkeep.forget()
 
     def _finished(self, pending: PendingSave) -> None:

@@ -25,6 +25,7 @@ Not supported: targets that a rename cannot replace (`why_not_replaceable` says 
 
 from __future__ import annotations
 
+import enum
 import errno
 import fcntl
 import hashlib
@@ -49,6 +50,7 @@ __all__ = [
     "LOCK_HELD",
     "LOCK_UNSUPPORTED",
     "TOKEN_BYTES",
+    "Lock",
     "PendingFile",
     "Target",
     "close_live",
@@ -72,6 +74,17 @@ LOCK_HELD = (errno.EACCES, errno.EAGAIN)
 LOCK_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _NAME_LIMIT_BYTES = 255
 _CREATE_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+
+class Lock(enum.Enum):
+    """What became of the wish to lock a file."""
+
+    TAKEN = enum.auto()
+    BUSY = enum.auto()  # somebody else has it, or may
+    UNSUPPORTED = enum.auto()
+    NO_MANIFEST = enum.auto()  # of a directory: there is no file to lock
+
 
 _live: set[tuple[int, int]] = set()  # device and inode: a directory can be reached by several paths
 _live_guard = threading.RLock()  # re-entrant: a signal handler may save, whatever its thread is doing
@@ -214,7 +227,7 @@ class PendingFile:
                 pending = cls(target, path, fd)
                 kept = False
                 try:
-                    kept = lock_record(fd, path) and os.fstat(fd).st_nlink == 1
+                    kept = lock_record(fd, path) is not Lock.BUSY and os.fstat(fd).st_nlink == 1
                 finally:
                     if not kept:
                         pending.abort()
@@ -309,17 +322,18 @@ def hidden_prefix(path: str, kind: Literal["pending", "retired"] = "pending") ->
     return f".{name}{suffix}"
 
 
-def lock_record(fd: int, path: str) -> bool:
-    """Take the record lock; False when somebody else has it. Without lock support: True, and leftovers age out."""
+def lock_record(fd: int, path: str) -> Lock:
+    """Take the record lock of a writer, and say whether it was had. Where it is UNSUPPORTED, leftovers age out."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in LOCK_HELD:
-            return False
+            return Lock.BUSY
         if error.errno not in LOCK_UNSUPPORTED:
             raise StorageError(error.errno, f"locking {path}: {error.strerror}", path) from error
         _log.debug("%s: the file system has no record locks", path)
-    return True
+        return Lock.UNSUPPORTED
+    return Lock.TAKEN
 
 
 def _unlink_quietly(path: str) -> None:

@@ -50,7 +50,7 @@ from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from fastpersist import _native
-from fastpersist.commit import close_live, live_guard, lock_record, mark_live, saving
+from fastpersist.commit import Lock, close_live, live_guard, lock_record, mark_live, saving
 from fastpersist.directory_locks import RootLock, hold_for_reading
 from fastpersist.directory_removal import (
     committed_path,
@@ -149,7 +149,7 @@ class PendingDirectory:
         try:
             fd = filesystem().create(manifest_path)
             pending = cls(path, final_path, mode, fd)
-            kept = lock_record(fd, manifest_path) and os.fstat(fd).st_nlink == 1
+            kept = lock_record(fd, manifest_path) is not Lock.BUSY and os.fstat(fd).st_nlink == 1
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise

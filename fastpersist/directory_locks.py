@@ -8,7 +8,6 @@ directory_removal.py.
 
 from __future__ import annotations
 
-import enum
 import errno
 import fcntl
 import logging
@@ -18,9 +17,19 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from fastpersist import _native
-from fastpersist.commit import LOCK_HELD, LOCK_UNSUPPORTED, close_live, is_live, live_guard, lock_record, mark_live
+from fastpersist.commit import (
+    LOCK_HELD,
+    LOCK_UNSUPPORTED,
+    Lock,
+    close_live,
+    is_live,
+    live_guard,
+    lock_record,
+    mark_live,
+)
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, InternalError, StorageError
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.manifest import MANIFEST_NAME
@@ -39,15 +48,12 @@ _WRITE_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # the directory has lost its name. Who waits longer has met a process that was stopped there.
 _READER_PATIENCE_S = 5.0
 _HINT_BYTES = 512
-
-
-class Lock(enum.Enum):
-    """What became of the wish to lock a manifest."""
-
-    TAKEN = enum.auto()
-    BUSY = enum.auto()  # somebody else has it, or may
-    UNSUPPORTED = enum.auto()
-    NO_MANIFEST = enum.auto()
+_NO_LOCKS = "no locks"
+_POLL_S = 0.5
+_MOUNTS_PATH = "/proc/self/mountinfo"
+# Mount options with which locks succeed and are known to this host alone.
+_LOCAL_LOCKS = frozenset(("nolock", "local_lock=all", "local_lock=posix", "localflock"))
+_told_roots: set[str] = set()  # whose file system has no locks
 
 
 def _record(kind: int) -> bytes:
@@ -174,65 +180,118 @@ def _open_locked_for_reading(path: str, manifest_path: str) -> int:
         time.sleep(0.002)
 
 
+class _Owner(NamedTuple):
+    """Who has the lock of a root: in words, and whether that is another host, whose lock may outlive it for a while."""
+
+    name: str
+    is_elsewhere: bool
+
+
 class RootLock:
     """The right to save checkpoints below a directory, one process at a time. One owner thread.
 
     It is a record lock on `<root>/.lock`, so it ends with this process however that ends, and no forked child has it.
     Nobody in this process may open that file: closing it would drop the lock.
+
+    Attributes:
+        root: The directory.
+        excludes_others: False where the file system has no locks, here or where it was saved to before: then another
+            process may be saving below the root, and no lock says whose pending directories are live.
     """
 
     def __init__(self, root: str, fd: int) -> None:
         self.root = root
+        self.excludes_others = True
+        self._locks_work = True
         self._fd = fd
         self._identity = mark_live(fd)
         self._process = os.getpid()
 
     @classmethod
-    def acquire(cls, root: str) -> RootLock:
+    def acquire(cls, root: str, *, timeout_s: float = 0.0) -> RootLock:
         """Take the lock.
+
+        A host that has died keeps its locks on a file server until its lease ends (NFSv4: 90 s), so an owner on another
+        host is waited for. Without lock support, the log warns once per root, and the lock is had.
+
+        Args:
+            root: An existing directory.
+            timeout_s: Wait so long for an owner on another host.
 
         Raises:
             ConfigError: Somebody else has it: the message says which process, and what to do.
             StorageError: The lock file cannot be made or locked.
         """
         root = os.path.realpath(root)
+        deadline_s = time.monotonic() + timeout_s
+        waited = ""
+        while not isinstance(found := cls._try(root), RootLock):
+            if not found.is_elsewhere or time.monotonic() >= deadline_s:
+                raise ConfigError(
+                    f"{root} is being saved to by {found.name}{waited}, and only one Checkpointer at a time may do "
+                    "that: close it or end that process first, or save to another directory"
+                )
+            if timeout_s and not waited:
+                waited = f" (also after waiting {timeout_s:g} s)"
+                _log.warning(
+                    "%s is being saved to by %s: waiting up to %g s for its lock, in case that host is gone",
+                    root,
+                    found.name,
+                    timeout_s,
+                )
+            time.sleep(_POLL_S)
+        try:
+            found._take_over()
+        except BaseException:  # Ctrl-C: nobody would ever give it up
+            found.release()
+            raise
+        return found
+
+    @classmethod
+    def _try(cls, root: str) -> RootLock | _Owner:
         path = os.path.join(root, ROOT_LOCK_NAME)
         for _ in range(_ATTEMPT_COUNT):
             with live_guard(), storage_errors("opening", path):
                 if _lock_file_is_live(path):
-                    owner: str | None = f"this process ({os.getpid()})"
-                    break
-                fd = _open_lock_file(path)
-                lock = cls(root, fd)
+                    return _Owner(f"this process ({os.getpid()})", is_elsewhere=False)
+                lock = cls(root, _open_lock_file(path))
                 kept = False
                 try:
-                    locked = lock_record(fd, path)
-                    kept = locked and _lock_file_is_live(path)  # and not a file that was deleted meanwhile
-                    owner = None if locked else _owner_of(fd)
+                    taken = lock_record(lock._fd, path)
+                    kept = taken is not Lock.BUSY and _lock_file_is_live(path)  # and not deleted meanwhile
+                    lock._locks_work = taken is Lock.TAKEN and not _are_locks_local(lock._fd)
+                    owner = _owner_of(lock._fd, path) if taken is Lock.BUSY else None
                 finally:
                     if not kept:
                         lock.release()
             if kept:
-                try:
-                    lock._leave_hint(path)
-                except BaseException:  # Ctrl-C: nobody would ever give it up
-                    lock.release()
-                    raise
                 return lock
             if owner is not None:
-                break
-        else:
-            raise InternalError(f"{path} was locked and let go by others {_ATTEMPT_COUNT} times")
-        raise ConfigError(
-            f"{root} is being saved to by {owner}, and only one Checkpointer at a time may do that: "
-            "close it or end that process first, or save to another directory"
-        )
+                return owner
+        raise InternalError(f"{path} was locked and let go by others {_ATTEMPT_COUNT} times")
+
+    def _take_over(self) -> None:
+        """Leave a hint for people and for other hosts. The one that is there may say that its owner had no lock."""
+        path = os.path.join(self.root, ROOT_LOCK_NAME)
+        before = _hint_in(self._fd, path).split("\n")
+        self.excludes_others = self._locks_work and _NO_LOCKS not in before[1:]
+        if not self.excludes_others and self.root not in _told_roots:
+            _told_roots.add(self.root)
+            _log.warning(
+                "%s: file locks do not work between all hosts that save here (the last one was %s), so nothing keeps "
+                "two jobs from saving to it at once: see to it that only one does. What dead saves leave is removed "
+                "when a day old",
+                self.root,
+                before[0] or "this one",
+            )
+        self._leave_hint(path)
 
     def _leave_hint(self, path: str) -> None:
-        """Write who has the lock, for people and for processes elsewhere. A full disk takes that from them, no more."""
+        """Write who has the lock. A full disk takes that from those who look, no more."""
+        hint = f"{os.getpid()} {socket.gethostname()}\n" + ("" if self._locks_work else f"{_NO_LOCKS}\n")
         try:
             filesystem().truncate(self._fd, 0, path)
-            filesystem().write(self._fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), path)
+            filesystem().write(self._fd, hint.encode(), path)
         except StorageError as error:
             _log.debug("the owner of the lock is not noted: %s", error)
 
@@ -271,15 +330,33 @@ def _open_lock_file(path: str) -> int:
     return os.open(path, _WRITE_FLAGS)
 
 
-def _owner_of(fd: int) -> str | None:
-    """Name the process that has a record lock; None when it has just let go."""
+def _owner_of(fd: int, path: str) -> _Owner | None:
+    """Say who has the record lock of a root; None when it has just been let go."""
     kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(fd, fcntl.F_GETLK, _record(fcntl.F_WRLCK)))
     if kind == fcntl.F_UNLCK:
         return None
-    hinted_pid, _, host = os.pread(fd, _HINT_BYTES, 0).decode("utf-8", "replace").partition("\n")[0].partition(" ")
+    hinted_pid, _, host = _hint_in(fd, path).partition("\n")[0].partition(" ")
     # The kernel gives no number, or its own idea of one, for a process in another container or on another machine.
-    if pid <= 0 and hinted_pid.isdecimal():
-        return f"process {hinted_pid} on {host}"
-    if pid <= 0:
-        return "a process elsewhere"
-    return f"process {pid}" + (f" on {host}" if hinted_pid == str(pid) else "")
+    is_hinted = hinted_pid.isdecimal() and (pid <= 0 or hinted_pid == str(pid))
+    if is_hinted:
+        return _Owner(f"process {hinted_pid} on {host}", is_elsewhere=host != socket.gethostname())
+    return _Owner("a process elsewhere" if pid <= 0 else f"process {pid}", is_elsewhere=pid <= 0)
+
+
+def _hint_in(fd: int, path: str) -> str:
+    """Return what the owner of a lock, or the one before, has left for others to read."""
+    with storage_errors("reading", path):
+        return os.pread(fd, _HINT_BYTES, 0).decode("utf-8", "replace")
+
+
+def _are_locks_local(fd: int) -> bool:
+    """Tell whether the mount of a file keeps its locks on this host, where no other host sees them."""
+    device = os.fstat(fd).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open(_MOUNTS_PATH, encoding="utf-8", errors="replace") as mounts:
+            lines = [line.split() for line in mounts]
+    except OSError:
+        return False
+    # "36 35 98:0 / /mnt rw,noatime - nfs server:/export rw,vers=3,nolock,local_lock=all"
+    return any(fields[2] == number and not _LOCAL_LOCKS.isdisjoint(fields[-1].split(",")) for fields in lines)

@@ -122,7 +122,7 @@ def _has_manifest(path: str) -> bool:
     return status.st_size > 0 and not is_live(status)
 
 
-def sweep_directories(parent: str, name: re.Pattern[str] | str) -> list[str]:
+def sweep_directories(parent: str, name: re.Pattern[str] | str, *, locks_work: bool = True) -> list[str]:
     """Step 1: remove what dead saves and removals have left, never what a live one has.
 
     A retired directory whose final name is free gets that back, the newest of them; other retired ones are removed.
@@ -130,6 +130,7 @@ def sweep_directories(parent: str, name: re.Pattern[str] | str) -> list[str]:
     Args:
         parent: The directory to sweep.
         name: A final name, or a pattern that whole final names match (names that are not shortened to a digest).
+        locks_work: False where a writer may live that could take no lock: then only what is a day old is removed.
 
     Returns:
         The paths that were removed.
@@ -150,7 +151,7 @@ def sweep_directories(parent: str, name: re.Pattern[str] | str) -> list[str]:
         try:
             if leftover.kind == "retired" and _give_name_back(leftover):
                 continue
-            if _remove_leftover(leftover.path, prepare=sync_once):
+            if _remove_leftover(leftover.path, prepare=sync_once, locks_work=locks_work):
                 removed.append(leftover.path)
                 _log.info("removed %s, left by a save that died", leftover.path)
         except StorageError as error:
@@ -180,18 +181,16 @@ def _give_name_back(leftover: _Leftover) -> bool:
     return True
 
 
-def _remove_leftover(path: str, *, prepare: Callable[[], None] | None = None) -> bool:
+def _remove_leftover(path: str, *, prepare: Callable[[], None] | None = None, locks_work: bool = True) -> bool:
     """Remove a directory that is not visible; False when somebody writes or reads it, or it is gone already.
 
     Args:
         path: Where it is.
         prepare: Called before anything is deleted. None: the directory is our own, so nobody writes it.
+        locks_work: As in `sweep_directories`.
     """
     with claimed(path) as lock:
         if lock is Lock.BUSY:
-            return False
-        if lock is Lock.UNSUPPORTED and prepare is not None and not _is_old(path):
-            _log.warning("%s may be a leftover; without file locks it is removed when a day old", path)
             return False
         if lock is Lock.NO_MANIFEST:
             # Nothing was written yet, or all is removed but the directory, or a power failure has lost the name of
@@ -207,6 +206,9 @@ def _remove_leftover(path: str, *, prepare: Callable[[], None] | None = None) ->
             with storage_errors("listing", path):
                 if MANIFEST_NAME in os.listdir(path):
                     return False
+        if (lock is Lock.UNSUPPORTED or not locks_work) and prepare is not None and not _is_old(path):
+            _log.warning("%s may be a leftover; without file locks it is removed when a day old", path)
+            return False
         if prepare is not None:
             prepare()
         _remove_tree(path)
@@ -214,10 +216,10 @@ def _remove_leftover(path: str, *, prepare: Callable[[], None] | None = None) ->
 
 
 def _is_old(path: str) -> bool:
-    try:
-        newest_s = max(os.lstat(path).st_mtime, os.lstat(os.path.join(path, MANIFEST_NAME)).st_mtime)
-    except OSError:
-        return False
+    newest_s = 0.0
+    for name in (path, os.path.join(path, MANIFEST_NAME)):
+        with suppress(OSError):
+            newest_s = max(newest_s, os.lstat(name).st_mtime)
     return time.time() - newest_s > LEFTOVER_AGE_S
 
 

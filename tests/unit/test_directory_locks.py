@@ -8,15 +8,18 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from support.directories import (
     NAME,
     Failing,
+    begin,
     hidden,
     kill_alone,
+    leave,
     lock_is_free,
     save,
     step_in,
@@ -24,6 +27,7 @@ from support.directories import (
 )
 from support.forking import Child, Report, run_in_child
 
+import fastpersist as fp
 from fastpersist import directory_locks
 from fastpersist.directory_commit import (
     RootLock,
@@ -270,6 +274,160 @@ def test_root_is_free_again_after_ctrl_c_behind_its_lock(
         RootLock.acquire(str(tmp_path))
     RootLock.acquire(str(tmp_path)).release()  # while the traceback lives, as in a notebook
     assert caught.traceback
+
+
+def refuse_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, *arguments: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+
+
+def test_live_directory_of_a_job_without_locks_is_not_swept_by_a_job_that_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak_check: None
+) -> None:
+    """A host without lockd saves to NFS, and a second job begins there from a host with it."""
+    refuse_locks(monkeypatch)
+    lock = RootLock.acquire(str(tmp_path))
+    pending = begin(tmp_path / NAME)
+    day_ago_s = time.time() - 25 * 3600
+    old = leave(tmp_path)
+    for path in (old, old / "MANIFEST.json"):
+        os.utime(path, (day_ago_s, day_ago_s))
+
+    def second_job(report: Report) -> None:
+        monkeypatch.undo()
+        with fp.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(2, {"step": 2}).result()
+
+    run_in_child(second_job)
+    assert hidden(tmp_path) == [Path(pending.path)]
+    pending.publish(b'{"step": 1}\n')
+    assert step_in(tmp_path / NAME) == 1
+    lock.release()
+
+
+def test_root_without_locks_is_told_loudly_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse_locks(monkeypatch)
+    for _ in range(2):
+        lock = RootLock.acquire(str(tmp_path))
+        assert not lock.excludes_others
+        lock.release()
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert str(tmp_path) in warning.getMessage()
+    assert "nothing keeps two jobs from saving" in warning.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("options", "excludes_others"),
+    [
+        ("rw,vers=3,nolock,local_lock=all", False),
+        ("rw,vers=3,local_lock=posix,addr=10.0.0.1", False),
+        ("rw,vers=4.2,local_lock=none", True),
+        ("rw,localflock", False),
+        ("rw,errors=remount-ro", True),
+    ],
+)
+def test_locks_that_a_mount_keeps_to_this_host_are_none(
+    options: str, excludes_others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    device = root.stat().st_dev
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "21 1 0:999 / /proc rw - proc proc rw,nolock\n"
+        f"36 35 {os.major(device)}:{os.minor(device)} / /mnt rw,noatime shared:1 - nfs server:/export {options}\n"
+    )
+    monkeypatch.setattr(directory_locks, "_MOUNTS_PATH", str(mounts))
+    lock = RootLock.acquire(str(root))
+    assert lock.excludes_others is excludes_others
+    lock.release()
+
+
+@contextmanager
+def owned_elsewhere(root: Path) -> Iterator[Child]:
+    """Have a child own a root, with a hint that names another host."""
+
+    def work(report: Report) -> None:
+        _lock = RootLock.acquire(str(root))
+        os.pwrite(_lock._fd, b"%d node-17\n" % os.getpid(), 0)
+        report(os.getpid())
+        signal.pause()
+
+    with Child(work) as child:
+        wait_for_report(child, 1)
+        yield child
+
+
+def test_owner_on_another_host_is_waited_for_until_its_lease_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leak_check: None
+) -> None:
+    with owned_elsewhere(tmp_path) as child:
+        waits = []
+
+        def lease_ends(seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == 3:
+                monkeypatch.undo()
+                child.kill()
+
+        monkeypatch.setattr(time, "sleep", lease_ends)
+        RootLock.acquire(str(tmp_path), timeout_s=3600).release()
+    assert len(waits) >= 3
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "on node-17: waiting up to 3600 s" in warning
+
+
+def test_owner_on_another_host_that_lives_is_told_when_the_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak_check: None
+) -> None:
+    now_s = [0.0]
+    with owned_elsewhere(tmp_path) as child, monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now_s[0])
+        patch.setattr(time, "sleep", lambda seconds: now_s.__setitem__(0, now_s[0] + seconds))
+        with pytest.raises(ConfigError, match=rf"process {child.pid} on node-17 \(also after waiting 90 s\)"):
+            RootLock.acquire(str(tmp_path), timeout_s=90)
+    assert 90 <= now_s[0] < 92
+
+
+def test_owner_on_this_host_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(report: Report) -> None:
+        _lock = RootLock.acquire(str(tmp_path))
+        report(1)
+        signal.pause()
+
+    with Child(work) as child:
+        wait_for_report(child, 1)
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match="only one Checkpointer"):
+            patch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
+            RootLock.acquire(str(tmp_path), timeout_s=3600)
+
+
+@pytest.mark.filterwarnings("ignore:a checkpoint was not saved")
+def test_training_goes_on_without_a_root_that_another_host_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leak_check: None
+) -> None:
+    now_s = [0.0]
+    with owned_elsewhere(tmp_path) as child:
+        with fp.Checkpointer(tmp_path, on_error="warn", lock_timeout_s=90) as checkpointer:
+            with monkeypatch.context() as patch:
+                patch.setattr(time, "monotonic", lambda: now_s[0])
+                patch.setattr(time, "sleep", lambda seconds: now_s.__setitem__(0, now_s[0] + seconds))
+                for step in (1, 2):
+                    with pytest.raises(ConfigError, match="node-17"):
+                        checkpointer.save(step, {}).result()
+                    assert 90 <= now_s[0] < 92  # the second one does not wait any more
+            child.kill()
+            checkpointer.save(3, {}).result()
+    with fp.Checkpointer(tmp_path, lock_timeout_s=0) as checkpointer:
+        checkpointer.save(4, {}).result()
+    for bad in (-1, float("nan"), "2"):
+        with pytest.raises(ConfigError, match="lock_timeout_s"):
+            fp.Checkpointer(tmp_path, lock_timeout_s=bad)  # type: ignore[arg-type]
 
 
 def test_missing_root_is_an_error(tmp_path: Path) -> None:
