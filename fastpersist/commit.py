@@ -76,7 +76,6 @@ _NAME_LIMIT_BYTES = 255
 _CREATE_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-
 class Lock(enum.Enum):
     """What became of the wish to lock a file."""
 

@@ -28,9 +28,9 @@ both parents are synced in 6.
 
 A pending directory is live while its writer holds the record lock on its MANIFEST.json; commit.py says why that kind,
 and keeps the registry of those of this process, which nobody here may open. Who removes a directory deletes
-MANIFEST.json last, and until then holds a lock on it that conflicts with a writer's and with readers'. Where a file
-system has no locks, leftovers are removed when a day old, and readers are not seen. Locks are in directory_locks.py,
-removal and sweep in directory_removal.py.
+MANIFEST.json last, and until nothing else is left holds a lock on it that conflicts with a writer's and with readers'.
+Where a file system has no locks, leftovers are removed when a day old, and readers are not seen. Locks are in
+directory_locks.py, removal and sweep in directory_removal.py.
 
 Not supported: a final name that is a file, a symbolic link, a mount point, or a directory with files and without a
 MANIFEST.json, which is somebody's and no checkpoint. With overwrite="foreign" the caller says that it is one, of
@@ -342,12 +342,13 @@ class PendingDirectory:
             status = None
         # Another manifest: an exception came right after the exchange, and this is what was replaced.
         if status is None or os.path.samestat(status, os.fstat(self._manifest_fd)):
-            remove_quietly(self.path)
+            remove_quietly(self.path, let_go=self._close)
         self._close()
 
     def _close(self) -> None:
-        fd, self._manifest_fd = self._manifest_fd, -1
-        close_live(fd, self._identity)
+        if self._manifest_fd >= 0:
+            fd, self._manifest_fd = self._manifest_fd, -1
+            close_live(fd, self._identity)
 
     def _check_owner(self) -> None:
         if self._process != os.getpid():

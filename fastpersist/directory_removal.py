@@ -3,6 +3,11 @@
 A directory is deleted while it has a hidden name only, after a sync of its parent that makes the loss of its final name
 durable, and under a lock that keeps its writer and its readers out; its MANIFEST.json goes last. directory_commit.py
 has the whole protocol, and why.
+
+The lock is a lock on MANIFEST.json, and ends before that is removed: NFS does not remove a file that is open, it keeps
+it as `.nfs…` in the same directory, which then could not be removed either. What is left at that moment is a manifest
+alone in a directory with a pending name. Nobody reads those, no sweep gives one its final name back (so a retired
+directory is renamed first), and two processes that remove the same one do not hurt each other.
 """
 
 from __future__ import annotations
@@ -211,8 +216,20 @@ def _remove_leftover(path: str, *, prepare: Callable[[], None] | None = None, lo
             return False
         if prepare is not None:
             prepare()
-        _remove_tree(path)
-        return True
+        path = _never_again_visible(path)
+        _empty_tree(path)
+    _remove_tree(path)
+    return True
+
+
+def _never_again_visible(path: str) -> str:
+    """Take the name from a retired directory by which it may become visible again; return the one that it has now."""
+    visible_path, retired, token = path.rpartition(".retired-")
+    if not retired:
+        return path
+    pending_path = f"{visible_path}.pending-{token}"
+    filesystem().rename(path, pending_path)
+    return pending_path
 
 
 def _is_old(path: str) -> bool:
@@ -232,9 +249,19 @@ def remove_replaced(path: str) -> None:
         _log.warning("a replaced checkpoint is left behind: %s", error)
 
 
-def remove_quietly(path: str) -> None:
-    """Remove a pending directory while another error is being reported; what is left, the next save removes."""
+def remove_quietly(path: str, let_go: Callable[[], None] | None = None) -> None:
+    """Remove a pending directory while another error is being reported; what is left, the next save removes.
+
+    Args:
+        path: Where it is.
+        let_go: Closes its manifest; called when nothing else is left of it.
+    """
     try:
+        if let_go is not None:
+            try:
+                _empty_tree(path)
+            finally:
+                let_go()
         _remove_tree(path)
     except StorageError as error:
         _log.warning("a pending directory is left behind: %s", error)
@@ -256,6 +283,15 @@ def _remove_tree(path: str) -> None:
 
 
 def _remove_tree_once(path: str) -> None:
+    _empty_tree(path)
+    with _gone_is_fine():
+        filesystem().unlink(os.path.join(path, MANIFEST_NAME))
+    with _gone_is_fine():
+        filesystem().remove_directory(path)
+
+
+def _empty_tree(path: str) -> None:
+    """Delete all that is in a directory but its manifest, links not followed. What is gone already is fine."""
     directories = [path]
     for directory in directories:
         with _gone_is_fine(), storage_errors("listing", directory):
@@ -273,10 +309,6 @@ def _remove_tree_once(path: str) -> None:
     for directory in reversed(directories[1:]):
         with _gone_is_fine():
             filesystem().remove_directory(directory)
-    with _gone_is_fine():
-        filesystem().unlink(os.path.join(path, MANIFEST_NAME))
-    with _gone_is_fine():
-        filesystem().remove_directory(path)
 
 
 @contextmanager
@@ -307,8 +339,16 @@ def remove_directory(path: str) -> bool:
         hidden = hidden_path(path, "pending")
         filesystem().rename(path, hidden)
         filesystem().sync_directory(os.path.dirname(path))
-        try:
-            _remove_tree(hidden)
-        except StorageError as error:
-            _log.warning("a removed checkpoint is left behind: %s", error)
+        with _left_behind_is_told():
+            _empty_tree(hidden)
+    with _left_behind_is_told():
+        _remove_tree(hidden)
     return True
+
+
+@contextmanager
+def _left_behind_is_told() -> Iterator[None]:
+    try:
+        yield
+    except StorageError as error:
+        _log.warning("a removed checkpoint is left behind: %s", error)

@@ -5,6 +5,7 @@ They see every operation before and after it, make one fail, or kill the process
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -13,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from fastpersist.errors import NoSpaceError
+from fastpersist.errors import NoSpaceError, StorageError
 from fastpersist.filesystem import Filesystem, storage_errors
 
 FILE_OPERATIONS = ("create", "allocate", "truncate", "sync", "rename", "sync_directory", "unlink")
@@ -59,6 +60,40 @@ class FullForNames(Filesystem):
         if self._name in path:
             raise NoSpaceError(errno.ENOSPC, f"creating directory {path}: disk full", path)
         super().make_directory(path, mode)
+
+
+class SillyRenames(Filesystem):
+    """Does as NFS does: a file that this host has open is not removed, but renamed within its directory.
+
+    The server would remove it at the close; nothing here waits for that, as who removes the directory does not.
+    """
+
+    def __init__(self) -> None:
+        self.renamed: list[str] = []
+
+    def unlink(self, path: str) -> None:
+        """Remove a name, or hide a file that is open."""
+        if os.path.basename(path).startswith(".nfs"):
+            raise StorageError(errno.EBUSY, f"removing {path}: {os.strerror(errno.EBUSY)}", path)
+        if not _is_open(path):
+            super().unlink(path)
+            return
+        hidden = os.path.join(os.path.dirname(path), f".nfs{len(self.renamed):024x}")
+        os.rename(path, hidden)
+        self.renamed.append(path)
+
+
+def _is_open(path: str) -> bool:
+    """Tell whether this process has a file open."""
+    try:
+        wanted = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(int(name)), wanted):
+                return True
+    return False
 
 
 class WatchedFilesystem(Filesystem):

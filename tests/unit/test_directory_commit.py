@@ -356,7 +356,8 @@ def test_retired_directory_that_a_sweeper_puts_back_is_retired_again(tmp_path: P
     save(tmp_path / NAME, 1)
     with using(double):
         save(tmp_path / NAME, 2)
-    assert [operation.name for operation in double.operations].count("rename") == 2
+    renamed = [operation.path for operation in double.operations if operation.name == "rename"]
+    assert renamed.count(str(tmp_path / NAME)) == 2
     assert step_in(tmp_path / NAME) == 2
     assert os.listdir(tmp_path) == [NAME]
 

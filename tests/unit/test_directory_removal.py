@@ -22,6 +22,7 @@ from support.directories import (
     Failing,
     Killing,
     Recording,
+    Refusing,
     WatchedDirectories,
     begin,
     hidden,
@@ -34,11 +35,12 @@ from support.directories import (
     step_in,
     wait_for_report,
 )
-from support.filesystems import Operation
+from support.filesystems import Operation, SillyRenames
 from support.forking import Child, Report, run_in_child
 from support.sandbox import become_ordinary_user, open_directory
 
-from fastpersist import directory_locks
+import fastpersist as fp
+from fastpersist import directory_locks, directory_removal
 from fastpersist.directory_commit import (
     PendingDirectory,
     RootLock,
@@ -292,6 +294,88 @@ def test_removed_directory_loses_its_name_durably_before_its_files(tmp_path: Pat
     assert [operation.name for operation in recording.operations[:3]] == ["rename", "sync_directory", "unlink"]
     assert re.fullmatch(rf"\.{NAME}\.pending-[0-9a-f]{{16}}", Path(recording.operations[0].target).name)
     assert recording.operations[-2].path.endswith("MANIFEST.json")
+    assert os.listdir(tmp_path) == []
+
+
+class SillyRefusing(SillyRenames):
+    exchange = Refusing.exchange
+
+
+def remove_a_step(root: Path) -> None:
+    save(root / NAME, 1)
+    assert remove_directory(str(root / NAME))
+
+
+def sweep_what_is_left(root: Path) -> None:
+    leave(root)
+    leave(root, "retired")
+    assert len(sweep_directories(str(root), NAME)) == 2
+
+
+def replace_a_step(root: Path) -> None:
+    save(root / NAME, 1)
+    save(root / NAME, 2)
+    assert step_in(root / NAME) == 2
+    assert remove_directory(str(root / NAME))
+
+
+def give_up_a_step(root: Path) -> None:
+    begin(root / NAME).abort()
+
+
+def keep_one_step(root: Path) -> None:
+    with fp.Checkpointer(root, keep=1) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"step": step})
+    assert remove_directory(str(root / "step-00000003"))
+    for name in ("LATEST", ".lock"):
+        (root / name).unlink()
+
+
+@pytest.mark.parametrize("filesystem", [SillyRenames, SillyRefusing], ids=["exchange", "two-steps"])
+@pytest.mark.parametrize("work", [remove_a_step, sweep_what_is_left, replace_a_step, give_up_a_step, keep_one_step])
+def test_no_file_is_removed_while_it_is_open(
+    work: Callable[[Path], None],
+    filesystem: Callable[[], SillyRenames],
+    tmp_path: Path,
+    leak_check: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """NFS keeps an open file under a `.nfs…` name in its directory, which can then not be removed."""
+    with using(double := filesystem()):
+        work(tmp_path)
+    assert double.renamed == []
+    assert os.listdir(tmp_path) == []
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("finish", [remove_directory, sweep_directories], ids=["remove", "sweep"])
+def test_directory_that_is_nearly_removed_never_gets_its_name_back(
+    finish: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak_check: None
+) -> None:
+    """Between the closing of the manifest and its removal nobody holds a lock, and other sweepers come."""
+
+    class Swept(Filesystem):
+        found: str | None = None
+
+        def unlink(self, path: str) -> None:
+            if path.endswith("MANIFEST.json"):
+                with using(Filesystem()):
+                    self.found = committed_path(str(tmp_path), NAME)
+                    run_in_child(lambda report: sweep_directories(str(tmp_path), NAME) and None)
+                assert not (tmp_path / NAME).exists()
+            super().unlink(path)
+
+    if finish is remove_directory:
+        save(tmp_path / NAME)
+        arguments = [str(tmp_path / NAME)]
+    else:
+        leave(tmp_path, "retired", manifest=b'{"step": 0}\n')
+        monkeypatch.setattr(directory_removal, "_give_name_back", lambda leftover: False)  # something has the name
+        arguments = [str(tmp_path), NAME]
+    with using(double := Swept()):
+        finish(*arguments)
+    assert double.found is None
     assert os.listdir(tmp_path) == []
 
 
