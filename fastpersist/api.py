@@ -461,15 +461,18 @@ def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> V
     name = os.fspath(path)
     if os.path.isdir(name):
         with _progress(name, directory_inspection.directory_bytes(name) if progress else 0, progress) as poll:
-            report = directory_inspection.verify_directory(name, engine=engine, poll=poll)
-        if any(writer_of(damage.file) is not None for damage in report.damages):
-            from fastpersist.sharded.inspection import with_damaged_tensors  # slow to import, like all of DCP
-
-            report = with_damaged_tensors(report)
-        return report
+            return directory_inspection.verify_directory(name, engine=engine, poll=poll, explain=_with_damaged_shards)
     with CheckpointSource(name) as source:
         with _progress(source.path, source.size_bytes, progress) as poll:
             return inspection.verify_source(source, engine=engine, poll=poll)
+
+
+def _with_damaged_shards(report: VerifyReport) -> VerifyReport:
+    if all(writer_of(damage.file) is None for damage in report.damages):
+        return report
+    from fastpersist.sharded.inspection import with_damaged_tensors  # slow to import, like all of DCP
+
+    return with_damaged_tensors(report)
 
 
 def inspect(path: PathLike) -> Manifest:
@@ -492,14 +495,17 @@ def inspect(path: PathLike) -> Manifest:
     """
     name = os.fspath(path)
     if os.path.isdir(name):
-        found = directory_inspection.inspect_directory(name)
-        if any(entry.name == DCP_METADATA_NAME for entry in found.files):
-            from fastpersist.sharded.inspection import with_sharded_tensors  # slow to import, like all of DCP
-
-            found = with_sharded_tensors(found)
-        return found
+        return directory_inspection.inspect_directory(name, add_shards=_with_shards)
     with CheckpointSource(name) as source:
         return inspection.inspect_source(source)
+
+
+def _with_shards(found: Manifest) -> Manifest:
+    if all(entry.name != DCP_METADATA_NAME for entry in found.files):
+        return found
+    from fastpersist.sharded.inspection import with_sharded_tensors  # slow to import, like all of DCP
+
+    return with_sharded_tensors(found)
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from fastpersist.directory_commit import committed_path, hold_for_reading
+from fastpersist.directory_locks import HeldDirectory
 from fastpersist.errors import CheckpointNotFoundError, CorruptionError, FormatError, StorageError
-from fastpersist.filesystem import storage_errors
+from fastpersist.filesystem import open_regular, storage_errors
 from fastpersist.formats.manifest import (
     MANIFEST_LIMIT_BYTES,
     MANIFEST_NAME,
@@ -24,8 +25,9 @@ from fastpersist.formats.manifest import (
     step_of,
     writer_of,
 )
+from fastpersist.source import CheckpointSource
 
-__all__ = ["candidate_steps", "check_files", "committed_steps", "read_committed", "read_manifest"]
+__all__ = ["candidate_steps", "check_files", "committed_steps", "open_file", "read_committed", "read_manifest"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -52,21 +54,16 @@ def committed_steps(root: str) -> dict[int, CheckpointManifest]:
     """Return the manifests of the committed steps; of those that are not whole, the log says why."""
     found = {}
     for step in candidate_steps(root):
-        path = committed_path(root, step_name(step))
-        if path is None:
-            continue
         try:
-            manifest = read_manifest(path)
-            check_files(path, manifest)
+            found[step] = read_committed(root, step, lambda _, manifest: manifest)
         except (CorruptionError, StorageError, CheckpointNotFoundError) as error:
-            _log.warning("%s is no committed step: %s", path, error)
-            continue
-        found[step] = manifest
+            if (path := committed_path(root, step_name(step))) is not None:
+                _log.warning("%s is no committed step: %s", path, error)
     return found
 
 
-def read_committed(root: str, step: int, read: Callable[[str, CheckpointManifest], _Read]) -> _Read:
-    """Read a step that nobody removes meanwhile; again if it was replaced while it was read.
+def read_committed(root: str, step: int, read: Callable[[HeldDirectory, CheckpointManifest], _Read]) -> _Read:
+    """Read a step that nobody removes meanwhile, all of it from one directory, even if a save replaces it.
 
     Args:
         root: Where the steps are.
@@ -86,28 +83,34 @@ def read_committed(root: str, step: int, read: Callable[[str, CheckpointManifest
         path = committed_path(root, step_name(step))
         if path is None:
             raise CheckpointNotFoundError(f"there is no step {step} in {root}")
-        with hold_for_reading(path):
-            before = _identity(path)
+        with hold_for_reading(path) as held:
             try:
-                manifest = read_manifest(path)
-                check_files(path, manifest)
-                found = read(path, manifest)
+                manifest = read_manifest(held.place)
+                check_files(held.place, manifest)
+                return read(held, manifest)
             except (CorruptionError, StorageError, CheckpointNotFoundError):
-                if _identity(path) == before:
+                if held.has_its_name():
                     raise
-                continue  # what was read are pieces of two checkpoints
-            if _identity(path) == before:
-                return found
+                # It was replaced, and without file locks what is read is removed; or it is damaged, and now gone.
     raise StorageError(None, f"step {step} in {root} was replaced again and again while it was read", root)
 
 
-def _identity(path: str) -> tuple[int, int] | None:
-    """Return what tells this directory from another that takes its name."""
+def open_file(held: HeldDirectory, name: str) -> CheckpointSource:
+    """Open a file of a checkpoint directory that is held; its errors name the path that it had.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        FormatError: It is no regular file.
+        StorageError: It cannot be read.
+    """
+    path = os.path.join(held.path, name)
     try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return (status.st_dev, status.st_ino)
+        fd = open_regular(os.path.join(held.place, name))
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint at {path}", path) from None
+        raise
+    return CheckpointSource(path, fd)
 
 
 def read_manifest(path: str) -> CheckpointManifest:
@@ -120,28 +123,20 @@ def read_manifest(path: str) -> CheckpointManifest:
     """
     manifest_path = os.path.join(path, MANIFEST_NAME)
     try:
-        with storage_errors("opening", manifest_path):
-            # A FIFO that has taken its place must not make us wait for a writer.
-            fd = os.open(manifest_path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_regular(manifest_path)
     except StorageError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise CheckpointNotFoundError(
                 errno.ENOENT, f"{path} holds no {MANIFEST_NAME}: it was never finished, or is no checkpoint", path
             ) from None
         raise
-    try:
-        with storage_errors("reading", manifest_path):
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise FormatError("it is no regular file", path=manifest_path)
-            with open(fd, "rb", closefd=False) as file:
-                data = file.read(MANIFEST_LIMIT_BYTES + 1)
-    finally:
-        os.close(fd)
+    with storage_errors("reading", manifest_path), open(fd, "rb") as file:
+        data = file.read(MANIFEST_LIMIT_BYTES + 1)
     return parse_manifest(data, manifest_path)
 
 
 def check_files(path: str, manifest: CheckpointManifest) -> None:
-    """Check that every file of a manifest is there, at its length.
+    """Check that every file of a manifest is there, a regular file of its length.
 
     Raises:
         FormatError: One is not.
@@ -151,10 +146,12 @@ def check_files(path: str, manifest: CheckpointManifest) -> None:
         rank = writer_of(entry.name)
         wrote = "" if rank is None else f" (rank {rank} wrote it)"
         try:
-            size_bytes = os.stat(file_path).st_size
+            status = os.stat(file_path)
         except OSError as error:
             message = f"it is in the manifest, but cannot be read: {error.strerror}{wrote}"
             raise FormatError(message, path=file_path) from error
-        if size_bytes != entry.size_bytes:
-            message = f"it has {size_bytes} bytes, its manifest says {entry.size_bytes}{wrote}"
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"it is in the manifest, but is no regular file{wrote}", path=file_path)
+        if status.st_size != entry.size_bytes:
+            message = f"it has {status.st_size} bytes, its manifest says {entry.size_bytes}{wrote}"
             raise FormatError(message, path=file_path)

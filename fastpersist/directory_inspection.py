@@ -16,9 +16,11 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
-from fastpersist.committed import read_manifest
+from fastpersist.committed import open_file, read_manifest
 from fastpersist.directory_commit import committed_path, files_in, hold_for_reading
+from fastpersist.directory_locks import HeldDirectory
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -38,7 +40,6 @@ from fastpersist.formats.manifest import (
 from fastpersist.inspection import Damage, Manifest, VerifyReport, inspect_source, verify_source
 from fastpersist.part_reading import read_record
 from fastpersist.pipeline import Extents, Poll, read_extents
-from fastpersist.source import CheckpointSource
 
 __all__ = ["directory_bytes", "inspect_directory", "require_replaceable", "verify_directory"]
 
@@ -48,12 +49,16 @@ _TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>pending|retired)-[0-9a-f]{16}", re.DOTALL)
 _ROOT_MARKS = ("LATEST", ".lock")
 
+AddShards: TypeAlias = Callable[[Manifest], Manifest]
+Explain: TypeAlias = Callable[[VerifyReport], VerifyReport]
 
-def inspect_directory(path: str) -> Manifest:
+
+def inspect_directory(path: str, *, add_shards: AddShards = lambda found: found) -> Manifest:
     """Say what a checkpoint directory or a root holds; see `fastpersist.inspect`.
 
     Args:
         path: A directory with a MANIFEST.json, whose tensors are listed too; or one that holds step-* directories.
+        add_shards: Adds the tensors that lie in shards to what is known of a directory, which it finds at `path`.
 
     Raises:
         CheckpointNotFoundError: It went away, or is still being written.
@@ -63,19 +68,20 @@ def inspect_directory(path: str) -> Manifest:
     Thread safety: any thread.
     """
     if _is_checkpoint(path):
-        with _held(path) as manifest:
-            found = _with_other_parts(_summary(path, manifest), manifest)
+        with _held(path) as (held, manifest):
+            found = _with_other_parts(_summary(path, manifest), manifest, held)
             for entry in manifest.files:
-                if problem := _size_problem(path, entry):
+                if problem := _size_problem(held.place, entry):
                     raise FormatError(problem, path=path)
-            return _with_tensors(found)
+            found = _with_tensors(found, held)
+            return dataclasses.replace(add_shards(dataclasses.replace(found, path=held.place)), path=path)
     _require_root(path)
     checkpoints = []
     damaged = []
     for name, step_path in _steps(path):
         try:
-            with _held(step_path) as manifest:
-                if any(_size_problem(step_path, entry) for entry in manifest.files):
+            with _held(step_path) as (held, manifest):
+                if any(_size_problem(held.place, entry) for entry in manifest.files):
                     damaged.append(name)
                 else:
                     checkpoints.append(_summary(step_path, manifest))
@@ -94,13 +100,16 @@ def inspect_directory(path: str) -> Manifest:
     )
 
 
-def verify_directory(path: str, *, engine: str, poll: Poll | None) -> VerifyReport:
+def verify_directory(
+    path: str, *, engine: str, poll: Poll | None, explain: Explain = lambda report: report
+) -> VerifyReport:
     """Read everything in a checkpoint directory or a root and say what is wrong; see `fastpersist.verify`.
 
     Args:
         path: A directory with a MANIFEST.json, or one that holds step-* directories.
         engine: Engine name or "auto".
         poll: Gets the bytes read so far, of `directory_bytes(path)`.
+        explain: Says more of what is damaged in a checkpoint, which it finds at `path`.
 
     Raises:
         CheckpointNotFoundError: It went away, or is still being written.
@@ -110,7 +119,7 @@ def verify_directory(path: str, *, engine: str, poll: Poll | None) -> VerifyRepo
     """
     done = _Done(poll)
     if _is_checkpoint(path):
-        return _verify_checkpoint(path, engine, done)
+        return _verify_checkpoint(path, engine, done, explain)
     _require_root(path)
     damages: list[Damage] = []
     checked_bytes = 0
@@ -118,7 +127,7 @@ def verify_directory(path: str, *, engine: str, poll: Poll | None) -> VerifyRepo
     has_checksums = bool(steps)
     for name, step_path in steps:
         try:
-            report = _verify_checkpoint(step_path, engine, done)
+            report = _verify_checkpoint(step_path, engine, done, explain)
         except CheckpointNotFoundError as error:
             if os.path.lexists(step_path):
                 damages.append(Damage(f"{name}: {error}", file=name))
@@ -168,7 +177,7 @@ def require_replaceable(path: str, belongs: Callable[[str], object]) -> None:
     listed = {MANIFEST_NAME}
     if MANIFEST_NAME in found:
         try:
-            with _held(path) as manifest:
+            with _held(path) as (_, manifest):
                 listed.update(entry.name.split("/")[0] for entry in manifest.files)
         except FastPersistError as error:  # damaged; what is known by its name may go all the same
             _log.info("%s is replaced without its manifest: %s", path, error)
@@ -225,8 +234,8 @@ def _leftovers(root: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def _held(path: str) -> Iterator[CheckpointManifest]:
-    """Give the manifest of a directory, and keep others from removing it while the block runs.
+def _held(path: str) -> Iterator[tuple[HeldDirectory, CheckpointManifest]]:
+    """Give a directory and its manifest, and keep others from removing it while the block runs.
 
     Raises:
         CheckpointNotFoundError, FormatError, StorageError: As `read_manifest`.
@@ -235,8 +244,8 @@ def _held(path: str) -> Iterator[CheckpointManifest]:
     # Looked at first: what is no file could not be held.
     if os.path.lexists(manifest_path) and not stat.S_ISREG(os.lstat(manifest_path).st_mode):
         raise FormatError("it is no regular file", path=manifest_path)
-    with hold_for_reading(path):
-        yield read_manifest(path)
+    with hold_for_reading(path) as held:
+        yield held, read_manifest(held.place)
 
 
 def _size_problem(path: str, entry: FileEntry) -> str | None:
@@ -277,22 +286,22 @@ def _summary(path: str, manifest: CheckpointManifest) -> Manifest:
     )
 
 
-def _with_other_parts(found: Manifest, manifest: CheckpointManifest) -> Manifest:
+def _with_other_parts(found: Manifest, manifest: CheckpointManifest, held: HeldDirectory) -> Manifest:
     """Add where the rest of the checkpoint is, if this is what one of several file systems has of it."""
-    record = read_record(found.path, manifest)
+    record = read_record(held.place, manifest)
     if record is None:
         return found
     others = record.describe([number for number in range(len(record.stores)) if number != record.store])
     return dataclasses.replace(found, host={**found.host, "other_parts": others})
 
 
-def _with_tensors(found: Manifest) -> Manifest:
+def _with_tensors(found: Manifest, held: HeldDirectory) -> Manifest:
     """Add the tensors in the files of a checkpoint, and what their pickles would import."""
     tensors = []
     global_names: dict[str, None] = {}
     for entry in _tensor_files(found.files):
         try:
-            with CheckpointSource(os.path.join(found.path, entry.name)) as source:
+            with open_file(held, entry.name) as source:
                 if source.kind == "other":
                     continue
                 inside = inspect_source(source)
@@ -328,43 +337,44 @@ class _Done:
         self.poll(0)
 
 
-def _verify_checkpoint(path: str, engine: str, done: _Done) -> VerifyReport:
+def _verify_checkpoint(path: str, engine: str, done: _Done, explain: Explain) -> VerifyReport:
     try:
         if os.path.isdir(path) and not os.path.lexists(os.path.join(path, MANIFEST_NAME)):
             raise FormatError("it is missing: the checkpoint was never finished, or is damaged")
-        with _held(path) as manifest:
-            return _verify_files(path, manifest, engine, done)
+        with _held(path) as (held, manifest):
+            report = _verify_files(held, manifest, engine, done)
+            return dataclasses.replace(explain(dataclasses.replace(report, path=held.place)), path=path)
     except FormatError as error:
         damage = Damage(f"{MANIFEST_NAME}: {error.message}", file=MANIFEST_NAME, offset_bytes=error.offset_bytes)
         return VerifyReport(path, (damage,), 0, False)
 
 
-def _verify_files(path: str, manifest: CheckpointManifest, engine: str, done: _Done) -> VerifyReport:
+def _verify_files(held: HeldDirectory, manifest: CheckpointManifest, engine: str, done: _Done) -> VerifyReport:
     damages: list[Damage] = []
     checked_bytes = 0
     has_checksums = bool(manifest.files)
     for entry in manifest.files:
         try:
-            problem = _size_problem(path, entry)
+            problem = _size_problem(held.place, entry)
             if problem is None:
-                report = _verify_file(path, entry, engine, done)
+                report = _verify_file(held, entry, engine, done)
                 damages += report.damages
                 checked_bytes += report.checked_bytes
                 has_checksums = has_checksums and report.has_checksums
         except (StorageError, CheckpointNotFoundError) as error:
-            problem = f"{entry.name} cannot be read: {error}"
+            problem = held.named(f"{entry.name} cannot be read: {error}")
         if problem is not None:
             damages.append(Damage(problem, file=entry.name))
         done.add(entry.size_bytes)
-    damages += _surplus(path, manifest)
-    return VerifyReport(path, tuple(damages), checked_bytes, has_checksums)
+    damages += _surplus(held, manifest)
+    return VerifyReport(held.path, tuple(damages), checked_bytes, has_checksums)
 
 
-def _verify_file(path: str, entry: FileEntry, engine: str, done: _Done) -> VerifyReport:
+def _verify_file(held: HeldDirectory, entry: FileEntry, engine: str, done: _Done) -> VerifyReport:
     """Compare the CRC of a file; if it differs, or there is none, let the file's own CRCs say more."""
-    file_path = os.path.join(path, entry.name)
+    file_path = os.path.join(held.path, entry.name)
     crc = None
-    with CheckpointSource(file_path) as source:
+    with open_file(held, entry.name) as source:
         if entry.crc32 is not None:
             extents = Extents()
             extents.add_checked(0, entry.size_bytes)
@@ -394,11 +404,11 @@ def _verify_file(path: str, entry: FileEntry, engine: str, done: _Done) -> Verif
     return VerifyReport(file_path, tuple(damages), checked_bytes, has_checksums)
 
 
-def _surplus(path: str, manifest: CheckpointManifest) -> list[Damage]:
+def _surplus(held: HeldDirectory, manifest: CheckpointManifest) -> list[Damage]:
     """Find what is in the directory and not in its manifest: somebody put it there, and nothing vouches for it."""
     listed = {entry.name for entry in manifest.files}
     try:
-        found = list(files_in(path))
+        found = list(files_in(held.place))
     except UnsupportedError as error:
-        return [Damage(str(error))]
+        return [Damage(held.named(str(error)))]
     return [Damage(f"{name} is not in the manifest", file=name) for name in found if name not in listed]

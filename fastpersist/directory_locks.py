@@ -12,6 +12,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import socket
 import struct
 import time
@@ -30,11 +31,17 @@ from fastpersist.commit import (
     lock_record,
     mark_live,
 )
-from fastpersist.errors import CheckpointNotFoundError, ConfigError, InternalError, StorageError
+from fastpersist.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    FastPersistError,
+    InternalError,
+    StorageError,
+)
 from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.manifest import MANIFEST_NAME
 
-__all__ = ["ROOT_LOCK_NAME", "Lock", "RootLock", "claimed", "hold_for_reading"]
+__all__ = ["ROOT_LOCK_NAME", "HeldDirectory", "Lock", "RootLock", "claimed", "hold_for_reading"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -124,12 +131,39 @@ def _close_lock(fd: int, process: int) -> None:
         os.close(fd)
 
 
+class HeldDirectory(NamedTuple):
+    """A directory that is being read.
+
+    Attributes:
+        path: The name that it had when it was opened; for messages.
+        place: A path that leads to it whatever has its name by now; for access. Without /proc it is the name.
+        identity: Its device and inode.
+    """
+
+    path: str
+    place: str
+    identity: tuple[int, int]
+
+    def has_its_name(self) -> bool:
+        """Tell whether the name still leads to it: no save has replaced it, nobody has removed it."""
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == self.identity
+
+    def named(self, text: str) -> str:
+        """Return a message with the name in it, not the place."""
+        return re.sub(re.escape(self.place) + r"(?!\d)", lambda _: self.path, text)
+
+
 @contextmanager
-def hold_for_reading(path: str) -> Iterator[None]:
+def hold_for_reading(path: str) -> Iterator[HeldDirectory]:
     """Keep other processes from removing a committed directory while the block reads it.
 
-    A save that replaces it goes on: what is read then loses its name, and stays until it has been read.
-    A file system that cannot lock, or not for us, gives no such protection, and no error.
+    A save that replaces it goes on: what is read then loses its name, and stays until it has been read. So the block
+    reads below `place`, which is one directory from beginning to end. Errors of ours name `path`.
+    A file system that cannot lock, or not for us, gives no protection against removal, and no error.
 
     Raises:
         CheckpointNotFoundError: There is no directory with a MANIFEST.json, or no longer.
@@ -137,47 +171,98 @@ def hold_for_reading(path: str) -> Iterator[None]:
 
     Thread safety: any thread, any number at once.
     """
-    manifest_path = os.path.join(path, MANIFEST_NAME)
-    fd, process = _open_locked_for_reading(path, manifest_path), os.getpid()
+    (directory_fd, fd), process = _open_locked_for_reading(path), os.getpid()
     try:
-        yield
+        with storage_errors("looking at", path):
+            status = os.fstat(directory_fd)
+        place = f"/proc/self/fd/{directory_fd}"
+        held = HeldDirectory(path, place if os.path.isdir(place) else path, (status.st_dev, status.st_ino))
+        try:
+            yield held
+        except FastPersistError as error:
+            _name_in(error, held)
+            raise
     finally:
         _close_lock(fd, process)
+        _close_lock(directory_fd, process)
 
 
-def _open_locked_for_reading(path: str, manifest_path: str) -> int:
+def _name_in(error: BaseException | None, held: HeldDirectory) -> None:
+    """Let an error, and what has caused it, say the name of the directory."""
+    seen = set()
+    while error is not None and id(error) not in seen:  # an error that a future raises again may be its own cause
+        seen.add(id(error))
+        error.args = tuple(held.named(arg) if isinstance(arg, str) else arg for arg in error.args)
+        for attribute in ("filename", "message", "path", "strerror"):
+            if isinstance(text := getattr(error, attribute, None), str):
+                setattr(error, attribute, held.named(text))
+        error = error.__cause__
+
+
+def _open_locked_for_reading(path: str) -> tuple[int, int]:
+    """Open a directory, and its manifest, locked."""
     deadline_s = time.monotonic() + _READER_PATIENCE_S
+    manifest_path = os.path.join(path, MANIFEST_NAME)
     while True:
+        directory_fd, process = _open_directory(path), os.getpid()
+        fd = -1
         try:
-            with live_guard(), storage_errors("opening", manifest_path):
-                fd = -1 if is_live(os.lstat(manifest_path)) else os.open(manifest_path, _READ_FLAGS)
-        except StorageError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                raise CheckpointNotFoundError(
-                    f"{path} holds no {MANIFEST_NAME}: it is no checkpoint, or removed"
-                ) from error
-            raise
-        if fd < 0:  # a thread of this process is writing it, or has just published it and closes it now
-            if os.path.basename(path).startswith(".") or time.monotonic() > deadline_s:
-                raise CheckpointNotFoundError(f"{path} is still being written")
-            time.sleep(0.002)
-            continue
-        _native.close_in_forked_child(fd)
-        kept = False
-        try:
-            lock = _lock_open_file(fd, fcntl.F_RDLCK, manifest_path)
-            if lock is Lock.BUSY and time.monotonic() > deadline_s:
-                _log.warning("%s is read without a lock: somebody holds one on %s", path, MANIFEST_NAME)
-                lock = Lock.UNSUPPORTED
-            # It may have lost its name, or got a new one, between the opening and the lock.
-            with suppress(OSError):
-                kept = lock is not Lock.BUSY and os.path.samestat(os.lstat(manifest_path), os.fstat(fd))
+            fd = _open_locked_manifest(directory_fd, path, manifest_path, deadline_s)
         finally:
-            if not kept:
-                _close_lock(fd, os.getpid())
-        if kept:
-            return fd
+            if fd < 0:
+                _close_lock(directory_fd, process)
+        if fd >= 0:
+            return directory_fd, fd
         time.sleep(0.002)
+
+
+def _no_checkpoint(path: str) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(f"{path} holds no {MANIFEST_NAME}: it is no checkpoint, or removed")
+
+
+def _open_directory(path: str) -> int:
+    try:
+        with storage_errors("opening", path):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise _no_checkpoint(path) from error
+        raise
+    _native.close_in_forked_child(fd)
+    return fd
+
+
+def _open_locked_manifest(directory_fd: int, path: str, manifest_path: str, deadline_s: float) -> int:
+    """Open and lock the manifest of a directory; -1 if that is to be tried again, from the directory's name on."""
+    try:
+        with live_guard(), storage_errors("opening", manifest_path):
+            if is_live(os.stat(MANIFEST_NAME, dir_fd=directory_fd, follow_symlinks=False)):
+                # A thread of this process is writing it, or has just published it and closes it now.
+                if os.path.basename(path).startswith(".") or time.monotonic() > deadline_s:
+                    raise CheckpointNotFoundError(f"{path} is still being written")
+                return -1
+            fd = os.open(MANIFEST_NAME, _READ_FLAGS, dir_fd=directory_fd)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        with suppress(OSError):
+            if not os.path.samestat(os.stat(path), os.fstat(directory_fd)):
+                return -1  # it was replaced, and what was opened is removed already
+        raise _no_checkpoint(path) from error
+    _native.close_in_forked_child(fd)
+    kept = False
+    try:
+        lock = _lock_open_file(fd, fcntl.F_RDLCK, manifest_path)
+        if lock is Lock.BUSY and time.monotonic() > deadline_s:
+            _log.warning("%s is read without a lock: somebody holds one on %s", path, MANIFEST_NAME)
+            lock = Lock.UNSUPPORTED
+        # The directory may have lost its name, or another one got it, between the opening and the lock.
+        with suppress(OSError):
+            kept = lock is not Lock.BUSY and os.path.samestat(os.lstat(manifest_path), os.fstat(fd))
+    finally:
+        if not kept:
+            _close_lock(fd, os.getpid())
+    return fd if kept else -1
 
 
 class _Owner(NamedTuple):

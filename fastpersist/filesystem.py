@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastpersist import _native
-from fastpersist.errors import ConfigError, NoSpaceError, StorageError, UnsupportedError
+from fastpersist.errors import ConfigError, FormatError, NoSpaceError, StorageError, UnsupportedError
 
 __all__ = [
     "Filesystem",
@@ -22,6 +23,7 @@ __all__ = [
     "hint_at_make_parents",
     "is_there",
     "make_directories",
+    "open_regular",
     "reopened",
     "storage_errors",
     "using",
@@ -208,6 +210,30 @@ def hint_at_make_parents(path: str) -> Iterator[None]:
             raise
         hint = f"there is no directory {directory}: make it, or save with make_parents=True"
         raise StorageError(error.errno, f"{error} ({hint})", error.filename) from error
+
+
+def open_regular(path: str) -> int:
+    """Open a file of a checkpoint for reading; return its descriptor.
+
+    A FIFO or a device that has taken its place is refused, and not waited for.
+
+    Raises:
+        FormatError: It is no regular file.
+        StorageError: What the kernel said.
+    """
+    with storage_errors("opening", path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    kept = False
+    try:
+        with storage_errors("looking at", path):
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise FormatError("it is no regular file", path=path)
+            os.set_blocking(fd, True)  # io_uring takes O_NONBLOCK for: only what is in the page cache
+        kept = True
+    finally:
+        if not kept:
+            os.close(fd)
+    return fd
 
 
 def reopened(fd: int, path: str, flags: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fastpersist import _native
 from fastpersist.errors import ChecksumError, FormatError
-from fastpersist.filesystem import storage_errors
+from fastpersist.filesystem import open_regular
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry
 from fastpersist.formats.parts import (
     PARTS_LIMIT_BYTES,
@@ -69,8 +69,7 @@ def read_record(path: str, manifest: CheckpointManifest) -> PartsRecord | None:
     record_path = os.path.join(path, PARTS_NAME)
     if listed.size_bytes > PARTS_LIMIT_BYTES:
         raise FormatError(f"it is longer than {PARTS_LIMIT_BYTES} bytes", path=record_path)
-    with storage_errors("opening", record_path):
-        fd = os.open(record_path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(record_path)
     try:
         data = read_exactly(fd, 0, listed.size_bytes, record_path)
     finally:
@@ -135,8 +134,7 @@ class OpenPart:
         self._small_fd = self._open()
 
     def _open(self) -> int:
-        with storage_errors("opening", self.path):
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(self.path)
         self._stack.callback(os.close, fd)
         return fd
 

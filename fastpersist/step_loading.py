@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from fastpersist.committed import candidate_steps, read_committed
+from fastpersist.committed import candidate_steps, open_file, read_committed
+from fastpersist.directory_locks import HeldDirectory
 from fastpersist.errors import (
     CheckpointNotFoundError,
     CorruptionError,
@@ -201,21 +202,21 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
             state[RANK_KEY] = read_file(path, own_name, None, read_extents, own)
         return state
 
-    def read_all(path: str, manifest: CheckpointManifest) -> Any:
-        record = read_record(path, manifest)
+    def read_all(held: HeldDirectory, manifest: CheckpointManifest) -> Any:
+        record = read_record(held.place, manifest)
         if record is not None and shared is not None:
-            return read_parts(StepParts(shared, path, manifest, record), shared)
+            return read_parts(StepParts(shared, held.path, manifest, record), shared)
         if record is not None and _is_sharded(manifest):
-            _require_shards(path, record)
+            _require_shards(held.place, record)
         elif record is not None:
-            refuse_alone(path, record)
+            refuse_alone(held.path, record)
         if _is_sharded(manifest):
-            state = _read_sharded(path, manifest, options, read)
+            state = _read_sharded(held.place, manifest, options, read)
         else:
-            state = read_file(path, STATE_NAME, options.into, read)
+            state = read_file(held.path, STATE_NAME, options.into, read, open_file(held, STATE_NAME))
         own_name = _own_file(root, step, manifest, options)
-        if own_name is not None:
-            state[RANK_KEY] = read_file(path, own_name, None, read_extents)  # nobody else reads it
+        if own_name is not None:  # nobody else reads it
+            state[RANK_KEY] = read_file(held.path, own_name, None, read_extents, open_file(held, own_name))
         return state
 
     shared = read if isinstance(read, SharedReader) and read.count > 1 else None

@@ -15,7 +15,7 @@ from support.archives import flip_bit, record_places
 from support.leaks import no_leaks
 
 import fastpersist as fp
-from fastpersist import _native
+from fastpersist import _native, committed, directory_inspection, step_loading
 from fastpersist.directory_inspection import directory_bytes, inspect_directory, verify_directory
 from fastpersist.formats.manifest import MANIFEST_NAME, CheckpointManifest, FileEntry, encode_manifest, step_name
 from fastpersist.inspection import Manifest, VerifyReport
@@ -335,3 +335,130 @@ def test_step_that_is_held_by_a_reader_is_read_too(checkpoint: Path) -> None:
     with hold_for_reading(str(checkpoint)):
         assert verify(checkpoint).ok
         assert inspect(checkpoint).step == 7
+
+
+# --------------------------------------------------------------------------------------------- replaced meanwhile
+
+
+def publish(path: Path, value: float, count: int) -> None:
+    """Save a checkpoint whose two files have other bytes, and another length, each time."""
+    with fp.DirectorySave(path, overwrite=True) as save:
+        save.save({"a": torch.full((count,), value)}, "a.pt")
+        save.save({"b": torch.full((count,), value)}, "b.safetensors")
+        save.publish().result()
+
+
+class Replacing:
+    """Calls a function, and has a checkpoint replaced right before, the first time."""
+
+    def __init__(self, function: Callable[..., Any], replace: Callable[[], None]) -> None:
+        self._function = function
+        self._replace = replace
+        self.count = 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.count += 1
+        if self.count == 1:
+            self._replace()
+        return self._function(*args, **options)
+
+
+@pytest.mark.parametrize("first", ["read_manifest", "_size_problem", "read_extents", "_surplus"])
+def test_checkpoint_that_is_replaced_while_it_is_verified_is_whole(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    publish(path, 1, 5000)
+    replacing = Replacing(getattr(directory_inspection, first), lambda: publish(path, 2, 7000))
+    monkeypatch.setattr(directory_inspection, first, replacing)
+    report = fp.verify(path)
+    assert replacing.count
+    assert report.damages == ()
+    assert report.path == str(path)
+    assert fp.load(path / "a.pt")["a"][0] == 2
+    assert fp.verify(path).ok
+    publish(path, 3, 100)
+    assert os.listdir(tmp_path) == ["model"]  # what was replaced while it was read is gone by now
+
+
+@pytest.mark.parametrize("first", ["read_manifest", "_size_problem", "inspect_source"])
+def test_checkpoint_that_is_replaced_while_it_is_inspected_is_one_of_the_two(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    publish(path, 1, 5000)
+    monkeypatch.setattr(
+        directory_inspection,
+        first,
+        Replacing(getattr(directory_inspection, first), lambda: publish(path, 2, 7000)),
+    )
+    found = fp.inspect(path)
+    assert {tensor.shape for tensor in found.tensors} == {(5000,)}
+    assert found.path == str(path)
+
+
+def test_damage_in_a_checkpoint_that_is_replaced_meanwhile_has_the_path_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    publish(path, 1, 5000)
+    (path / "a.pt").unlink()
+    os.mkfifo(path / "a.pt")  # of the old one
+    (path / "b.safetensors").unlink()
+    (path / "link").symlink_to("nowhere")
+    monkeypatch.setattr(
+        directory_inspection,
+        "_size_problem",
+        Replacing(directory_inspection._size_problem, lambda: publish(path, 2, 9)),
+    )
+    report = fp.verify(path)
+    assert [damage.message for damage in report.damages] == [
+        "a.pt is no regular file",
+        "b.safetensors is missing",
+        f"{path}/link is a symbolic link; a checkpoint has files and directories only",
+    ]
+    monkeypatch.undo()
+    (path / MANIFEST_NAME).write_text("{}")
+    with pytest.raises(fp.FormatError) as caught:
+        fp.inspect(path)
+    assert "/proc" not in str(caught.value)
+    assert str(path / MANIFEST_NAME) in str(caught.value)
+
+
+@pytest.mark.parametrize("first", ["read_manifest", "check_files", "open_file", "load_state"])
+def test_step_that_is_replaced_while_it_is_loaded_is_loaded_from_one_of_the_two(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def state(value: float, count: int) -> dict[str, torch.Tensor]:
+        return {"a": torch.full((count,), value)}
+
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state(1, 5000), rank_state={"own": 1}).result()
+        room = step_loading if first in ("open_file", "load_state") else committed
+        replacing = Replacing(
+            getattr(room, first),
+            lambda: checkpointer.save(1, state(2, 7000), rank_state={"own": 2}, overwrite=True).result() and None,
+        )
+        monkeypatch.setattr(room, first, replacing)
+        loaded = fp.Checkpointer(tmp_path).load(1, verify=True)
+        assert torch.equal(loaded["a"], state(1, 5000)["a"])
+        assert loaded["rank_state"] == {"own": 1}
+        again = fp.Checkpointer(tmp_path).load(1, verify=True)
+        assert (again["a"].numel(), again["rank_state"]) == (7000, {"own": 2})
+
+
+def test_step_that_is_replaced_while_steps_are_listed_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"a": torch.ones(5000)}).result()
+        monkeypatch.setattr(
+            committed,
+            "check_files",
+            Replacing(
+                committed.check_files,
+                lambda: checkpointer.save(1, {"a": torch.ones(7000)}, overwrite=True).result() and None,
+            ),
+        )
+        assert fp.Checkpointer(tmp_path).latest() == 1
+    assert not caplog.records

@@ -434,3 +434,14 @@ def test_missing_root_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as caught:
         RootLock.acquire(str(tmp_path / "missing"))
     assert caught.value.errno == errno.ENOENT
+
+
+def test_error_that_is_its_own_cause_is_named_as_well(tmp_path: Path) -> None:
+    save(tmp_path / NAME)
+    with pytest.raises(StorageError, match=NAME) as caught, hold_for_reading(str(tmp_path / NAME)) as held:
+        error = StorageError(errno.EIO, f"reading {held.place}/state.pt", f"{held.place}/state.pt")
+        error.__cause__ = ValueError(held.place)
+        error.__cause__.__cause__ = error
+        raise error
+    assert caught.value.filename == f"{tmp_path / NAME}/state.pt"
+    assert str(caught.value.__cause__) == str(tmp_path / NAME)
