@@ -9,15 +9,14 @@ DCP's planners do the planning; here is what dcp.save does around them, on the w
     first → others   plan    to each rank what it writes, and what it holds in common with others
     others → first   done    where each item lies in this rank's part, how long that is, and what else it has written
 
-`hello`, `go` and `done` are JSON (the places behind it, packed). Plans are pickles: they come over connections that
-only ranks of this group have, and from the code that runs here.
+`hello`, `go` and `done` are JSON (the places behind it, packed). Plans are pickles, which are read as those in files
+are: nothing that they name is run (`unpickling`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import pickle
 import secrets
 import struct
 import threading
@@ -35,17 +34,24 @@ from torch.distributed.tensor import DTensor
 
 from fastpersist.capture import no_garbage_collection
 from fastpersist.coordination import Session
-from fastpersist.errors import ConfigError, CoordinationError
+from fastpersist.errors import ConfigError, CoordinationError, FormatError
 from fastpersist.owners import Ownership
 from fastpersist.sharded.comparing import two_under_one_name
 from fastpersist.sharded.metadata import pickled
 from fastpersist.sharded.planning import StepSavePlanner, is_object
 from fastpersist.sharded.sampling import GetSums, sample
+from fastpersist.sharded.unpickling import build_pickled
 from fastpersist.sharing import decoded, encoded
 
 __all__ = ["Done", "Planned", "SharedPlans", "gather_done", "tell_done"]
 
 _SHOWN_COUNT = 5
+
+_PLAN_BYTES_MAX = 1 << 30
+"""Of a plan, unpacked: some millions of items. A few KiB that came over a connection could claim to be terabytes."""
+
+_PLACE = struct.Struct("<QQ")
+"""Offset and length of an item."""
 
 _Sums: TypeAlias = dict[str, int]
 """Of the samples of a rank's tensors, by name."""
@@ -217,7 +223,7 @@ class SharedPlans:
         session.answer(encoded({"directory": directory, "holds": holds}))
         if holds:
             return
-        told = [_unpacked(one, rank) for rank, one in enumerate(session.gather(b"")) if rank]
+        told = [_unpacked(one, rank, _HELD) for rank, one in enumerate(session.gather(b"")) if rank]
         held = [self._local, *(items for items, _, _ in told)]
         _refuse_differences(held)
         common = _common([sums, *(of_rank for _, _, of_rank in told)], held)
@@ -233,15 +239,14 @@ class SharedPlans:
         go = decoded(session.hear(), 0)
         if not go.get("holds"):
             session.tell(_packed((self._local, self.planner.mappings, sums)))
-            self._version, self._items, common = _unpacked(session.hear(), 0)
+            self._version, self._items, common = _unpacked(session.hear(), 0, _SHARED)
             self._note_common(common)
         return str(go["directory"])
 
 
 def tell_done(session: Session, done: Done) -> None:
     """Tell the first rank what this one has written."""
-    numbers = [number for place in done.places for number in place]
-    places = zlib.compress(struct.pack(f"<{len(numbers)}Q", *numbers), 1)
+    places = zlib.compress(b"".join(_PLACE.pack(*place) for place in done.places), 1)
     session.tell(encoded({"part": done.part, "extra": done.extra}) + b"\n" + places)
 
 
@@ -258,8 +263,11 @@ def gather_done(session: Session | None, own: Done, indexes: Sequence[Sequence[M
             continue
         text, _, packed = message.partition(b"\n")
         said = decoded(text, rank)
-        numbers = [number for (number,) in struct.iter_unpack("<Q", zlib.decompress(packed))]
-        places = list(zip(numbers[::2], numbers[1::2], strict=True))
+        try:
+            data = _decompressed(packed, _PLACE.size * len(indexes[rank]))
+            places = list(_PLACE.iter_unpack(data))
+        except (struct.error, zlib.error) as error:
+            raise CoordinationError(f"where rank {rank} has written its items cannot be read: {error}") from error
         part = said["part"]
         extra = [(name, size_bytes, crc) for name, size_bytes, crc in said["extra"]]
         found.append(Done(None if part is None else (part[0], part[1], part[2]), places, extra))
@@ -272,15 +280,43 @@ def gather_done(session: Session | None, own: Done, indexes: Sequence[Sequence[M
 # --- what the ranks say
 
 
+_HELD = (list, dict, dict)
+_SHARED = (str, list, dict)
+"""Types of what the two plans consist of."""
+
+
 def _packed(plan: object) -> bytes:
-    return zlib.compress(pickled(plan), 1)
+    data = pickled(plan)
+    if len(data) > _PLAN_BYTES_MAX:
+        raise ConfigError(
+            f"the plan of this save takes {len(data)} bytes, and the ranks take {_PLAN_BYTES_MAX} from each other: "
+            "save fewer, larger tensors"
+        )
+    return zlib.compress(data, 1)
 
 
-def _unpacked(message: bytes, rank: int) -> Any:
+def _unpacked(message: bytes, rank: int, types: tuple[type, ...]) -> Any:
     try:
-        return pickle.loads(zlib.decompress(message))
-    except Exception as error:
+        plan = build_pickled(_decompressed(message, _PLAN_BYTES_MAX))
+    except (FormatError, zlib.error) as error:
         raise CoordinationError(f"the plan of rank {rank} cannot be read: {error}") from error
+    items = [] if type(plan) is not tuple else next((part for part in plan if type(part) is list), [])
+    if type(plan) is not tuple or tuple(map(type, plan)) != types or {*map(type, items)} - {WriteItem}:
+        raise CoordinationError(f"the plan of rank {rank} cannot be read: it is none")
+    return plan
+
+
+def _decompressed(message: bytes, size_bytes_max: int) -> bytes:
+    """Decompress what is whole, and not longer than that.
+
+    Raises:
+        zlib.error: It is not.
+    """
+    stream = zlib.decompressobj()
+    data = stream.decompress(message, size_bytes_max + 1)
+    if len(data) > size_bytes_max or not stream.eof or stream.unused_data:
+        raise zlib.error(f"it is cut off, or longer than {size_bytes_max} bytes")
+    return data
 
 
 # --- what fits together
