@@ -180,6 +180,9 @@ def cached_bytes(fd: int) -> int: ...
 def direct_io_limits(fd: int) -> tuple[bool, int, int, str]:
     """Return (supported, memory_alignment_bytes, offset_alignment_bytes, why_not)."""
 
+def block_bytes(fd: int) -> int:
+    """Return what direct I/O on a file is cut and padded to: 4096, or more where the file asks for it."""
+
 def is_mount_point(path: bytes) -> bool: ...
 def exchange_names(first: bytes, second: bytes) -> None: ...
 def rename_to_free_name(source: bytes, target: bytes) -> None:

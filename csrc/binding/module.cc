@@ -547,6 +547,7 @@ PYBIND11_MODULE(_native, m) {
                               limits.why_not);
       },
       py::arg("fd"));
+  m.def("block_bytes", [](int fd) { return BlockBytesOf(DirectIoLimitsOf(fd)); }, py::arg("fd"));
   m.def("close_in_forked_child", &CloseInForkedChild, py::arg("fd"));
   m.def("forget_descriptor", &ForgetDescriptor, py::arg("fd"));
 

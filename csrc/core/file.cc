@@ -7,6 +7,8 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <fstream>
 
@@ -20,7 +22,7 @@
 namespace fastpersist {
 namespace {
 
-constexpr uint32_t kDefaultAlignment = 4096;
+constexpr uint32_t kDefaultAlignment = kBlockBytesMin;
 
 // struct statx of a C library older than Linux 6.1 lacks these two fields; the kernel's layout is fixed, and the area
 // behind stx_mnt_id is reserved in every older header. Offsets: include/uapi/linux/stat.h.
@@ -77,6 +79,26 @@ Status AllocateOnTmpfs(int fd, uint64_t size_bytes, std::string_view path) {
 
 }  // namespace
 
+uint64_t BlockBytesOf(const DirectIoLimits& limits) {
+  return std::max<uint64_t>(kBlockBytesMin, limits.supported ? limits.offset_alignment_bytes : 0);
+}
+
+DirectIoLimits DirectIoLimitsFor(uint32_t memory_alignment_bytes, uint32_t offset_alignment_bytes) {
+  DirectIoLimits limits{.supported = false,
+                        .memory_alignment_bytes = memory_alignment_bytes,
+                        .offset_alignment_bytes = offset_alignment_bytes,
+                        .why_not = ""};
+  if (offset_alignment_bytes == 0) {
+    limits.why_not = "the file system says that this file takes no direct I/O";
+  } else if (!std::has_single_bit(offset_alignment_bytes) || offset_alignment_bytes > kBlockBytesMax) {
+    limits.why_not = "this file takes direct I/O in units of " + std::to_string(offset_alignment_bytes) +
+                     " bytes only, which is no power of two up to " + std::to_string(kBlockBytesMax);
+  } else {
+    limits.supported = true;
+  }
+  return limits;
+}
+
 DirectIoLimits DirectIoLimitsOf(int fd) {
   DirectIoLimits limits;
   const int flags = fcntl(fd, F_GETFL);
@@ -86,20 +108,15 @@ DirectIoLimits DirectIoLimitsOf(int fd) {
   }
   fcntl(fd, F_SETFL, flags & ~O_DIRECT);
   struct statx answer = {};
+  uint32_t block_bytes = 0;
   if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) == 0) {
     if ((answer.stx_mask & STATX_DIOALIGN) != 0) {
-      limits.memory_alignment_bytes = FieldAt(answer, kDioMemAlignOffset);
-      limits.offset_alignment_bytes = FieldAt(answer, kDioOffsetAlignOffset);
-      limits.supported = limits.offset_alignment_bytes != 0;
-      if (!limits.supported) limits.why_not = "the file system says that this file takes no direct I/O";
-      return limits;
+      return DirectIoLimitsFor(FieldAt(answer, kDioMemAlignOffset), FieldAt(answer, kDioOffsetAlignOffset));
     }
-    limits.offset_alignment_bytes = LogicalBlockSize(answer.stx_dev_major, answer.stx_dev_minor);
+    block_bytes = LogicalBlockSize(answer.stx_dev_major, answer.stx_dev_minor);
   }
-  if (limits.offset_alignment_bytes == 0) limits.offset_alignment_bytes = kDefaultAlignment;
-  limits.memory_alignment_bytes = limits.offset_alignment_bytes;
-  limits.supported = true;
-  return limits;
+  if (block_bytes == 0) block_bytes = kDefaultAlignment;
+  return DirectIoLimitsFor(block_bytes, block_bytes);
 }
 
 Status SetDirect(int fd, bool direct, std::string_view path) {

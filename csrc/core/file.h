@@ -18,6 +18,18 @@ struct DirectIoLimits {
   std::string why_not;                  // when not supported
 };
 
+// Direct I/O in smaller units than this is never asked for: a multiple of what nearly all devices want, and one page.
+constexpr uint64_t kBlockBytesMin = 4096;
+// The largest unit that direct I/O is done in: the largest block of a Linux block device, and the smallest chunk of a
+// transfer. A file that wants larger ones, or no power of two, counts as one that takes no direct I/O.
+constexpr uint64_t kBlockBytesMax = 64 << 10;
+
+// What transfers cut and pad direct I/O on a file to: offsets and lengths are multiples of it, and a power of two.
+uint64_t BlockBytesOf(const DirectIoLimits& limits);
+
+// Of a file that asks for these alignments; 0 for the offset: it takes no direct I/O.
+DirectIoLimits DirectIoLimitsFor(uint32_t memory_alignment_bytes, uint32_t offset_alignment_bytes);
+
 // From statx(STATX_DIOALIGN) where the kernel (6.1) and the file system answer, else the logical block size of the
 // device, else 4096; whether the file system takes O_DIRECT at all is asked by setting the flag. Leaves the flag clear.
 DirectIoLimits DirectIoLimitsOf(int fd);

@@ -27,9 +27,9 @@ void DirectIoWorksWithTheAlignmentThatIsTold() {
   }
   EXPECT(limits.why_not.empty());
   EXPECT(std::has_single_bit(limits.memory_alignment_bytes) && std::has_single_bit(limits.offset_alignment_bytes));
-  EXPECT_WITH(limits.offset_alignment_bytes <= 4096, std::to_string(limits.offset_alignment_bytes));
+  EXPECT_WITH(limits.offset_alignment_bytes <= kBlockBytesMax, std::to_string(limits.offset_alignment_bytes));
   EXPECT_OK(SetDirect(file.fd(), true, file.path()));
-  auto* const memory = static_cast<std::byte*>(std::aligned_alloc(8192, 16384));
+  auto* const memory = static_cast<std::byte*>(std::aligned_alloc(8192, kBlockBytesMax + 8192));
   std::byte* const place = memory + limits.memory_alignment_bytes % 8192;  // no more aligned than it must be
   const uint32_t size_bytes = limits.offset_alignment_bytes;
   const Bytes content = file.Content();
@@ -37,6 +37,23 @@ void DirectIoWorksWithTheAlignmentThatIsTold() {
   EXPECT(std::memcmp(place, content.data() + size_bytes, size_bytes) == 0);
   EXPECT(pwrite(file.fd(), place, size_bytes, 3 * size_bytes) == static_cast<ssize_t>(size_bytes));
   std::free(memory);
+}
+
+void BlocksAreAtLeastAPageAndWhatTheFileAsksFor() {
+  for (const uint32_t asked : {512U, 4096U, 16384U, 65536U}) {
+    const DirectIoLimits limits = DirectIoLimitsFor(512, asked);
+    EXPECT_WITH(limits.supported && limits.why_not.empty(), limits.why_not);
+    EXPECT_WITH(BlockBytesOf(limits) == std::max(asked, 4096U), std::to_string(BlockBytesOf(limits)));
+  }
+  EXPECT(BlockBytesOf(DirectIoLimits{}) == 4096);  // no direct I/O
+}
+
+void DirectIoThatNoChunkFitsIsNotDone() {
+  for (const uint32_t asked : {0U, 12288U, 131072U}) {
+    const DirectIoLimits limits = DirectIoLimitsFor(512, asked);
+    EXPECT(!limits.supported && BlockBytesOf(limits) == 4096);
+    EXPECT_WITH(Contains(limits.why_not, asked == 0 ? "no direct I/O" : std::to_string(asked)), limits.why_not);
+  }
 }
 
 void TheDirectFlagIsSetAndCleared() {
@@ -133,7 +150,8 @@ int main(int argc, char** argv) {
   using namespace fastpersist;
   return Run(
       argc, argv,
-      {TEST(DirectIoWorksWithTheAlignmentThatIsTold), TEST(TheDirectFlagIsSetAndCleared),
+      {TEST(DirectIoWorksWithTheAlignmentThatIsTold), TEST(BlocksAreAtLeastAPageAndWhatTheFileAsksFor),
+       TEST(DirectIoThatNoChunkFitsIsNotDone), TEST(TheDirectFlagIsSetAndCleared),
        TEST(AClosedDescriptorIsAnErrorNotACrash), TEST(AllocationReservesTheSpaceAndSetsTheSize),
        TEST(AllocationKeepsWhatIsThere), TEST(AllocationOfMoreThanThereIsSaysHowMuch),
        TEST(TheFileSystemTypeIsThatOfStatfs), TEST(CachedBytesAreThoseInThePageCache), TEST(MountPointsAreKnown)});
