@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fastpersist import _native, cufile
-from fastpersist.config import BLOCK_BYTES, check_named_tuning, config, config_for, filesystem_type_name
+from fastpersist.config import check_named_tuning, config, config_for, filesystem_type_name
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.filesystem import storage_errors
+from fastpersist.layout import align_up
 
 __all__ = [
     "AUTO_LADDER",
@@ -90,18 +91,21 @@ def engines(directory: str | os.PathLike[str] = ".") -> list[EngineProbe]:
 def _probe(fd: int, path: str, name: str) -> EngineProbe:
     if name == "cufile" and (reason := cufile.why_not()):
         return EngineProbe(name, False, reason)
-    with mmap.mmap(-1, 2 * BLOCK_BYTES) as memory:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        pattern = secrets.token_bytes(BLOCK_BYTES)
-        memory[:BLOCK_BYTES] = pattern
+    block_bytes = _native.block_bytes(fd)
+    with mmap.mmap(-1, 3 * block_bytes) as memory:
+        mapped_at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        start = align_up(mapped_at, block_bytes) - mapped_at  # a page's address may not be aligned enough
+        middle, end = start + block_bytes, start + 2 * block_bytes
+        pattern = secrets.token_bytes(block_bytes)
+        memory[start:middle] = pattern
         in_batch = name == "cufile" and config_for(fd).cufile_api == "batch"
         try:
-            for write, target in ((True, address), (False, address + BLOCK_BYTES)):
-                requests = [(write, 0, target, BLOCK_BYTES)]
+            for write, target in ((True, mapped_at + start), (False, mapped_at + middle)):
+                requests = [(write, 0, target, block_bytes)]
                 _native.run_requests(fd, os.fsencode(path), [name], requests, queue_depth=1, cufile_batch=in_batch)
         except FastPersistError as error:
             return EngineProbe(name, False, str(error))
-        if memory[BLOCK_BYTES:] != pattern:
+        if memory[middle:end] != pattern:
             return EngineProbe(name, False, "it read back other bytes than it wrote")
         return EngineProbe(name, True, "")
 

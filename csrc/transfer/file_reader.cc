@@ -93,7 +93,7 @@ std::vector<FileReader::Chunk> FileReader::Cut(std::span<const ReadExtent> exten
       }
     }
     while (from < extent_end) {
-      const uint64_t start = AlignDown(from, kBlockBytes);
+      const uint64_t start = AlignDown(from, pump_->block_bytes());
       from = std::min(extent_end, AlignDown(from, chunk_bytes_) + chunk_bytes_);
       chunks.push_back({start, from - start, i, i + 1, nullptr});
     }
@@ -156,7 +156,8 @@ Status FileReader::Run(std::span<const ReadExtent> extents, std::span<const Chun
       const auto slot = std::find_if(in_flight_.begin(), in_flight_.end(), [](const auto& one) { return !one.used; });
       FP_CHECK(slot != in_flight_.end());
       *slot = {.used = true, .buffer = buffer, .chunk = next++};
-      const uint64_t size_bytes = buffer == nullptr ? chunk.needed_bytes : AlignUp(chunk.needed_bytes, kBlockBytes);
+      const uint64_t size_bytes =
+          buffer == nullptr ? chunk.needed_bytes : AlignUp(chunk.needed_bytes, pump_->block_bytes());
       FP_RETURN_IF_ERROR(pump_->Start({.op = IoOp::kRead,
                                        .buffer = buffer == nullptr ? chunk.straight : buffer,
                                        .size_bytes = static_cast<uint32_t>(size_bytes),

@@ -45,7 +45,6 @@ struct ReadExtent {
 // One owner thread at a time.
 class FileReader {
  public:
-  static constexpr uint64_t kBlockBytes = 4096;
   // Reading over a gap up to this long is cheaper than another request (256 KiB is about 0.1 ms of a 2.5 GB/s disk).
   static constexpr uint64_t kGapBytes = 256 << 10;
   // Smaller extents are worth more together in one chunk than a request and no second copy each.

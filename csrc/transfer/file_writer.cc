@@ -1,11 +1,15 @@
 #include "transfer/file_writer.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <utility>
 
 #include "core/alignment.h"
 #include "core/crc32.h"
+#include "core/memory.h"
 #include "device/pinning.h"
 
 namespace fastpersist {
@@ -50,18 +54,26 @@ Result<std::unique_ptr<FileWriter>> FileWriter::Open(int fd, std::string path, P
   const auto poll_while_waiting = [&hooks] { return hooks.poll ? hooks.poll(0) : Status::Ok(); };
   Result<BufferShare> share = BufferShare::Join(pool, poll_while_waiting);
   if (!share.ok()) return share.status();
-  return std::unique_ptr<FileWriter>(new FileWriter(std::move(pump).value(), std::move(share).value(), std::move(hooks),
-                                                    pool.buffer_bytes(), ring_device));
+  return std::unique_ptr<FileWriter>(new FileWriter(fd, std::move(pump).value(), std::move(share).value(),
+                                                    std::move(hooks), pool.buffer_bytes(), ring_device));
 }
 
-FileWriter::FileWriter(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes,
+FileWriter::FileWriter(int fd, std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes,
                        Device* ring_device)
-    : pump_(std::move(pump)), share_(std::move(share)), hooks_(std::move(hooks)), chunk_bytes_(chunk_bytes) {
+    : fd_(fd),
+      pump_(std::move(pump)),
+      block_bytes_(pump_->block_bytes()),
+      share_(std::move(share)),
+      hooks_(std::move(hooks)),
+      chunk_bytes_(chunk_bytes) {
   if (ring_device != nullptr) device_ring_.emplace(*ring_device, [this] { return Poll(); }, nullptr);
   in_flight_.resize(pump_->queue_depth());
 }
 
-FileWriter::~FileWriter() { Abandon(); }
+FileWriter::~FileWriter() {
+  Abandon();
+  if (old_block_ != nullptr) UnmapBuffers(old_block_, block_bytes_);
+}
 
 // For what waits for a device, or for a snapshot that may wait for one.
 Status FileWriter::Poll() {
@@ -124,16 +136,69 @@ Status FileWriter::EnsureBuffer() {
   return Status::Ok();
 }
 
+// ----------------------------------------------------------------------------------- blocks written in part
+
+// Put what the file has now into bytes [from, until) of the open chunk, which lie in one block. Whatever was written to
+// that block before is in the file by then.
+Status FileWriter::KeepBytes(size_t from_bytes, size_t until_bytes) {
+  FP_RETURN_IF_ERROR(WriteLanding());
+  while (pump_->in_flight() > 0) FP_RETURN_IF_ERROR(Collect(/*wait=*/true));
+  if (old_block_ == nullptr) old_block_ = MapBuffers(block_bytes_);
+  if (old_block_ == nullptr)
+    return Status::FromErrno(errno, "mapping " + std::to_string(block_bytes_) + " bytes", "for a block of the file");
+  struct stat file = {};
+  if (fstat(fd_, &file) != 0) return Status::FromErrno(errno, "fstat of", "the file that is written");
+  const uint64_t block_start = AlignDown(chunk_.offset_bytes + from_bytes, block_bytes_);
+  const uint64_t file_end = std::max(static_cast<uint64_t>(file.st_size), block_start);
+  const uint64_t old_bytes = std::min(file_end - block_start, block_bytes_);
+  std::memset(old_block_ + old_bytes, 0, block_bytes_ - old_bytes);
+  if (old_bytes > 0) {
+    FP_RETURN_IF_ERROR(pump_->Start({.op = IoOp::kRead,
+                                     .buffer = old_block_,
+                                     .size_bytes = static_cast<uint32_t>(block_bytes_),
+                                     .needed_bytes = static_cast<uint32_t>(old_bytes),
+                                     .offset_bytes = block_start}));
+    for (finished_.clear(); pump_->in_flight() > 0;) FP_RETURN_IF_ERROR(pump_->Collect(finished_));
+  }
+  const std::byte* const kept = old_block_ + (chunk_.offset_bytes + from_bytes - block_start);
+  if (!device_ring_.has_value()) {
+    std::memcpy(chunk_.buffer + from_bytes, kept, until_bytes - from_bytes);
+    return Status::Ok();
+  }
+  FP_RETURN_IF_ERROR(device_ring_->PutHost(chunk_.buffer + from_bytes, kept, until_bytes - from_bytes));
+  return device_ring_->Wait();
+}
+
+// The open chunk has a buffer and nothing in it: let it begin at a block.
+Status FileWriter::BeginBlock() {
+  const uint64_t start_bytes = AlignDown(chunk_.offset_bytes, block_bytes_);
+  const auto kept_bytes = static_cast<size_t>(chunk_.offset_bytes - start_bytes);
+  if (kept_bytes == 0) return Status::Ok();
+  chunk_.offset_bytes = start_bytes;
+  chunk_.fill_bytes = kept_bytes;
+  return KeepBytes(0, kept_bytes);
+}
+
+// Let the open chunk end at a block: zeros up to where a seek may go, behind them what is there.
+// Example with blocks of 16 KiB, 5,000 bytes in the chunk: [5000, 8192) is zeros, [8192, 16384) is kept.
+Status FileWriter::EndBlock() {
+  const size_t zeros_end = AlignUp(chunk_.fill_bytes, kBlockBytes);
+  const size_t block_end = AlignUp(chunk_.fill_bytes, block_bytes_);
+  if (device_ring_.has_value()) {
+    FP_RETURN_IF_ERROR(device_ring_->PutZeros(chunk_.buffer + chunk_.fill_bytes, zeros_end - chunk_.fill_bytes));
+    CopiesInto(device_ring_->device());
+  } else {
+    std::memset(chunk_.buffer + chunk_.fill_bytes, 0, zeros_end - chunk_.fill_bytes);
+  }
+  return zeros_end == block_end ? Status::Ok() : KeepBytes(zeros_end, block_end);
+}
+
 // ----------------------------------------------------------------------------------- full chunks
 
 // The chunk is full, or the last before a seek: hand it to the kernel, once all copies into it are there.
 Status FileWriter::EndChunk() {
   if (chunk_.fill_bytes == 0) return Status::Ok();
-  if (device_ring_.has_value()) {
-    const size_t padding_bytes = AlignUp(chunk_.fill_bytes, kBlockBytes) - chunk_.fill_bytes;
-    FP_RETURN_IF_ERROR(device_ring_->PutZeros(chunk_.buffer + chunk_.fill_bytes, padding_bytes));
-    CopiesInto(device_ring_->device());
-  }
+  FP_RETURN_IF_ERROR(EndBlock());
   if (landing_.empty() && chunk_.devices.empty()) {
     FP_RETURN_IF_ERROR(StartWrite(chunk_));
     chunk_.offset_bytes += std::exchange(chunk_.fill_bytes, 0);
@@ -156,10 +221,9 @@ void FileWriter::PassOn() {
   chunk_.offset_bytes = next_offset_bytes;
 }
 
-// Padded with zeros to a whole block.
+// Whole blocks of it: see EndBlock.
 Status FileWriter::StartWrite(Chunk& chunk) {
-  const size_t padded_bytes = AlignUp(chunk.fill_bytes, kBlockBytes);
-  if (!device_ring_.has_value()) std::memset(chunk.buffer + chunk.fill_bytes, 0, padded_bytes - chunk.fill_bytes);
+  const size_t padded_bytes = AlignUp(chunk.fill_bytes, block_bytes_);
   while (pump_->in_flight() == pump_->queue_depth()) FP_RETURN_IF_ERROR(Collect(/*wait=*/true));
   const auto free_tag = std::find(in_flight_.begin(), in_flight_.end(), nullptr);
   FP_CHECK(free_tag != in_flight_.end());
@@ -207,13 +271,19 @@ Result<bool> FileWriter::LandFirst(bool wait) {
   return true;
 }
 
-// Wait for all copies on the way, those into the open chunk, too: from here on their sources may go, and the CRCs are
-// complete.
-Status FileWriter::Drain() {
+// Wait for the copies into full chunks, and start to write all of them.
+Status FileWriter::WriteLanding() {
   while (!landing_.empty()) {
     const Result<bool> landed = LandFirst(/*wait=*/true);
     if (!landed.ok()) return landed.status();
   }
+  return Status::Ok();
+}
+
+// Wait for all copies on the way, those into the open chunk, too: from here on their sources may go, and the CRCs are
+// complete.
+Status FileWriter::Drain() {
+  FP_RETURN_IF_ERROR(WriteLanding());
   FP_RETURN_IF_ERROR(MarkCopies(chunk_));
   FP_RETURN_IF_ERROR(WaitForCopies(chunk_));
   Settle(chunk_);
@@ -366,6 +436,7 @@ Status FileWriter::CopyFromDevice(Device& device, CudaAddress address, Part& par
 Status FileWriter::Fill(const PieceList::Piece& piece) {
   for (uint64_t done_bytes = 0; done_bytes < piece.size_bytes;) {
     FP_RETURN_IF_ERROR(EnsureBuffer());
+    if (chunk_.fill_bytes == 0) FP_RETURN_IF_ERROR(BeginBlock());
     // Chunks end on multiples of the chunk size in the file, so every one but the first and the last is a full one.
     const size_t capacity_bytes = chunk_bytes_ - static_cast<size_t>(chunk_.offset_bytes & (chunk_bytes_ - 1));
     const auto size_bytes =

@@ -2,6 +2,9 @@
 // bytes are in the cache, and keeps the engine's queue full. The only place that cuts, coalesces and pads what is
 // written. Small pieces cost a memcpy, not an I/O: ten thousand of them lie in the same few chunks.
 //
+// Files may ask for larger blocks than those that callers seek to, such as 16 KiB where seeks go to multiples of 4 KiB.
+// Of a block that what is written covers only in part, the rest is read from the file and written again as it was.
+//
 // What lies in a device's memory is copied by the device: several chunks are being filled at once, and each one's CRC
 // and write follow when its copies have landed.
 #pragma once
@@ -68,8 +71,8 @@ class PieceList {
 // One owner thread at a time. The descriptor, its size, sync and name are the caller's.
 class FileWriter {
  public:
-  // Padding and every Seek are in multiples of this; direct I/O wants 512 or 4096 on all common devices.
-  static constexpr uint64_t kBlockBytes = 4096;
+  // Every Seek goes to a multiple of this, and what stands before it is padded to one.
+  static constexpr uint64_t kBlockBytes = kBlockBytesMin;
 
   // With a ring device, the pool's buffers are memory of that device; no piece may want a CRC then (kInvalidArgument).
   static Result<std::unique_ptr<FileWriter>> Open(int fd, std::string path, PumpOptions options, BufferPool& pool,
@@ -83,10 +86,12 @@ class FileWriter {
   Status Append(const PieceList& pieces);
 
   // Go on at another block. What stands before is padded with zeros to a whole block, so nothing may have been
-  // written between the old position and the next multiple of kBlockBytes.
+  // written between the old position and the next multiple of kBlockBytes. What else lies in the larger blocks that the
+  // file may ask for is kept, if nobody else writes to those blocks meanwhile.
   Status Seek(uint64_t offset_bytes);
 
-  // Pad the last block and wait for every write. The file may now be up to a block longer than position().
+  // Pad the last block and wait for every write. The file may now be up to a block longer than position(): one of those
+  // that it asks for.
   Status Finish();
 
   // Wait until the kernel has let go of every buffer and give them back; buffers into which a device still copies after
@@ -108,7 +113,7 @@ class FileWriter {
   const IoPump& pump() const { return *pump_; }
 
  private:
-  FileWriter(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes,
+  FileWriter(int fd, std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes,
              Device* ring_device);
 
   // Bytes in a chunk that are not part of the CRCs yet: a device's copy of them has not landed, or one of bytes before
@@ -133,12 +138,16 @@ class FileWriter {
   };
 
   Status EnsureBuffer();
+  Status BeginBlock();
+  Status EndBlock();
+  Status KeepBytes(size_t from_bytes, size_t until_bytes);
   Status EndChunk();
   void PassOn();
   Status StartWrite(Chunk& chunk);
   Status MarkCopies(Chunk& chunk);
   Status WaitForCopies(Chunk& chunk);
   Result<bool> LandFirst(bool wait);
+  Status WriteLanding();
   Status Drain();
   void Settle(Chunk& chunk);
   void Account(const Part& part);
@@ -152,7 +161,10 @@ class FileWriter {
   Status Poll();
   Status Abort(Status status);
 
+  const int fd_;
   std::unique_ptr<IoPump> pump_;
+  const uint64_t block_bytes_;      // that the file asks for, at least kBlockBytes
+  std::byte* old_block_ = nullptr;  // as it is in the file; mapped when the first is read
   BufferShare share_;
   const TransferHooks hooks_;
   const size_t chunk_bytes_;

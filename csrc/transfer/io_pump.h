@@ -72,6 +72,8 @@ class IoPump {
   size_t in_flight() const { return in_flight_count_; }
   uint32_t queue_depth() const { return options_.queue_depth; }
   const std::string& engine_name() const { return engine_name_; }
+  // What requests have to be multiples of, offset and length, so that a direct engine takes them.
+  uint64_t block_bytes() const { return direct() ? BlockBytesOf(limits_) : kBlockBytesMin; }
   bool direct() const { return engine_ != nullptr && engine_->limits().direct; }
   uint64_t done_bytes() const { return done_bytes_; }
   // Why each engine of the list that is not in use any more was left, one sentence each.

@@ -84,6 +84,37 @@ def loop_disk(scratch: Path) -> Iterator[LoopDisk]:
         yield LoopDisk(inner, inner_directory)
 
 
+@contextmanager
+def disk_with_sectors(scratch: Path, sector_bytes: int) -> Iterator[Path]:
+    """Mount a disk whose sectors are larger than usual for the block: direct I/O on it takes no smaller blocks.
+
+    Raises:
+        NoLoopDisksError: The kernel (before 6.14) or its tools cannot have such sectors.
+    """
+    image = scratch / "sectors.img"
+    with image.open("xb") as file:
+        file.truncate(INNER_BYTES)
+    directory = scratch / "sectors"
+    directory.mkdir()
+    try:
+        _enter_mount_namespace()
+        device = _run("losetup", "--show", "--find", "--sector-size", str(sector_bytes), str(image)).strip()
+        try:
+            _run("mkfs.xfs", "-q", "-b", f"size={sector_bytes}", "-s", f"size={sector_bytes}", device)
+            _run("mount", device, str(directory))
+        finally:
+            _run("losetup", "--detach", device)  # when nothing has it mounted any more
+    except OSError as error:
+        raise NoLoopDisksError(f"unshare: {error.strerror}") from error
+    except subprocess.CalledProcessError as error:
+        raise NoLoopDisksError(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from error
+    try:
+        yield directory
+    finally:
+        unmount(directory)
+        image.unlink()
+
+
 def _enter_mount_namespace() -> None:
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -116,5 +147,5 @@ def mounted(image: Path) -> Iterator[Path]:
         directory.rmdir()
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
