@@ -153,7 +153,7 @@ class Writer:
     ) -> None:
         self._path = path
         self._wanted = engine
-        self._pulled: list[torch.Tensor] = []
+        self._pulled = _Pulled()
         self._fd = fd
         self._way = _way(
             fd,
@@ -162,7 +162,9 @@ class Writer:
             placed=lambda: ((devices.ordinal_of(storage), storage.nbytes()) for storage in sources),
             move_little=_write_block,
         )
-        self._native = _native.FileWriter(_options(fd, path, self._way, sparing=sparing), pull=self._pull, poll=poll)
+        self._native = _native.FileWriter(
+            _options(fd, path, self._way, sparing=sparing), pull=self._pulled.copy, poll=poll
+        )
 
     def append(self, pieces: Pieces) -> None:
         """Write pieces behind what is there; returns when their bytes have been copied, not when they are on disk.
@@ -171,7 +173,7 @@ class Writer:
         """
         for ordinal in pieces.devices:
             devices.follow_caller(ordinal, to_host=True)
-        self._pulled = pieces.pulled
+        self._pulled.tensors = pieces.pulled
         self._native.append(pieces.native)
 
     def seek(self, offset_bytes: int) -> None:
@@ -217,8 +219,16 @@ class Writer:
         if self._way.else_ladder and _may_be_gpudirects(error):
             distrust_gpudirect(self._fd, self._path, str(error))
 
-    def _pull(self, index: int, offset_bytes: int, address: int, size_bytes: int) -> None:
-        source = self._pulled[index][offset_bytes : offset_bytes + size_bytes]
+
+class _Pulled:
+    """What the native side pulls of the pieces that are appended; not the writer itself, which would keep itself."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def copy(self, index: int, offset_bytes: int, address: int, size_bytes: int) -> None:
+        """Copy bytes of a tensor to host memory."""
+        source = self.tensors[index][offset_bytes : offset_bytes + size_bytes]
         host_tensor(address, size_bytes).copy_(source)
 
 

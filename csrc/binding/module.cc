@@ -119,15 +119,32 @@ void RunTransfer(HookError& hook_error, const std::string& path, Call call) {
   ThrowIfError(status, path);
 }
 
+// For the last reference to something whose end takes a while, wherever it is let go: Python need not wait for that.
+template <class T>
+void DeleteWithoutGil(const T* last) {
+  if (PyGILState_Check() == 0) {
+    delete last;
+    return;
+  }
+  const py::gil_scoped_release release;
+  delete last;
+}
+
+// What only waits for the kernel or a device when it ends, as a transfer that nobody has closed does.
+template <class T>
+struct EndsWithoutGil {
+  void operator()(const T* last) const { DeleteWithoutGil(last); }
+};
+template <class T>
+using WithoutGilPtr = std::unique_ptr<T, EndsWithoutGil<T>>;
+
 // Offset in the file, bytes, CRC: FileWriter::Run as Python has it.
 using RunTuple = std::tuple<uint64_t, uint64_t, uint32_t>;
 
 class PyWriter {
  public:
   PyWriter(TransferOptions options, const py::object& pull, const py::object& poll)
-      : path_(options.path),
-        hook_error_(std::make_shared<HookError>()),
-        open_transfer_(std::make_unique<OpenTransfer>(options)) {
+      : path_(options.path), hook_error_(std::make_shared<HookError>()), open_transfer_(new OpenTransfer(options)) {
     BufferPool& ring = open_transfer_->buffers();
     Device* const ring_device = open_transfer_->ring_device();
     TransferHooks hooks = MakeHooks(hook_error_, pull, py::none(), poll);
@@ -135,7 +152,7 @@ class PyWriter {
       Result<std::unique_ptr<FileWriter>> opened =
           FileWriter::Open(options.fd, path_, MakePumpOptions(options), ring, std::move(hooks), ring_device);
       if (!opened.ok()) return opened.status();
-      writer_ = std::move(opened).value();
+      writer_.reset(std::move(opened).value().release());
       return Status::Ok();
     });
   }
@@ -157,13 +174,8 @@ class PyWriter {
     if (writer_ == nullptr) return;
     engine_name_ = writer_->pump().engine_name();
     demotions_ = writer_->pump().demotions();
-    {
-      const py::gil_scoped_release release;
-      writer_->Abandon();
-    }
-    writer_.reset();  // with the GIL: it owns the hooks
-    const py::gil_scoped_release release;
-    open_transfer_.reset();  // a ring of its own may have to be unpinned
+    writer_.reset();
+    open_transfer_.reset();
   }
 
   uint64_t position() { return writer().position(); }
@@ -195,8 +207,8 @@ class PyWriter {
 
   const std::string path_;
   const std::shared_ptr<HookError> hook_error_;
-  std::unique_ptr<OpenTransfer> open_transfer_;  // outlives the writer, which returns its buffers to it
-  std::unique_ptr<FileWriter> writer_;
+  WithoutGilPtr<OpenTransfer> open_transfer_;  // outlives the writer, which returns its buffers to it
+  WithoutGilPtr<FileWriter> writer_;
   std::string engine_name_;
   std::vector<std::string> demotions_;
 };
@@ -213,17 +225,6 @@ template <class Function>
 auto WithoutGil(Function&& function) {
   const py::gil_scoped_release release;
   return function();
-}
-
-// For the last reference to something whose end takes a while, wherever it is let go: Python need not wait for that.
-template <class T>
-void DeleteWithoutGil(const T* last) {
-  if (PyGILState_Check() == 0) {
-    delete last;
-    return;
-  }
-  const py::gil_scoped_release release;
-  delete last;
 }
 
 py::dict CountsOf(Snapshot& snapshot) {
@@ -280,17 +281,16 @@ struct ReadReport {
 ReadReport ReadExtents(TransferOptions options, const ExtentList& list, const py::object& push,
                        const py::object& poll) {
   const auto hook_error = std::make_shared<HookError>();
-  OpenTransfer open_transfer(options);
-  BufferPool& ring = open_transfer.buffers();
-  Device* const ring_device = open_transfer.ring_device();
+  const WithoutGilPtr<OpenTransfer> open_transfer(new OpenTransfer(options));
+  BufferPool& ring = open_transfer->buffers();
+  Device* const ring_device = open_transfer->ring_device();
   TransferHooks hooks = MakeHooks(hook_error, py::none(), push, poll);
   ReadReport report;
-  std::unique_ptr<FileReader> reader;  // destroyed with the GIL: it owns the hooks
   RunTransfer(*hook_error, options.path, [&] {
     Result<std::unique_ptr<FileReader>> opened =
         FileReader::Open(options.fd, options.path, MakePumpOptions(options), ring, std::move(hooks), ring_device);
     if (!opened.ok()) return opened.status();
-    reader = std::move(opened).value();
+    const std::unique_ptr<FileReader> reader = std::move(opened).value();  // may have to wait when it ends
     Result<std::vector<uint32_t>> crcs = reader->Read(list.extents);
     if (!crcs.ok()) return crcs.status();
     report.crcs = std::move(crcs).value();
@@ -308,7 +308,6 @@ void RunRequests(int fd, const std::string& path, const std::vector<std::string>
                  uint32_t thread_count, bool cufile_batch) {
   const auto hook_error = std::make_shared<HookError>();
   TransferHooks hooks = MakeHooks(hook_error, py::none(), py::none(), py::none());
-  std::unique_ptr<IoPump> pump;
   RunTransfer(*hook_error, path, [&] {
     Result<std::unique_ptr<IoPump>> opened = IoPump::Open(fd, path,
                                                           {.engines = engines,
@@ -317,7 +316,7 @@ void RunRequests(int fd, const std::string& path, const std::vector<std::string>
                                                            .cufile_api = ApiOf(cufile_batch),
                                                            .poll = std::move(hooks.poll)});
     if (!opened.ok()) return opened.status();
-    pump = std::move(opened).value();
+    const std::unique_ptr<IoPump> pump = std::move(opened).value();
     std::vector<IoPump::Finished> finished;
     size_t next = 0;
     while (next < requests.size() || pump->in_flight() > 0) {

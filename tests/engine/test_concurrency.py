@@ -5,8 +5,11 @@ interrupts. No deadlock, no torn file, nothing left behind.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +19,7 @@ import pytest
 import torch
 from support.forking import SMALL_RING, Child, Report, in_child, run_in_child
 from support.leaks import no_leaks
+from support.sandbox import needs_root, small_filesystem
 from support.states import load_step, make_state, pending_files
 
 import fastpersist as fp
@@ -23,6 +27,7 @@ from fastpersist import _native
 from fastpersist.pipeline import Pieces, Writer
 
 EVERY = 2**64 - 1
+FIFREEZE, FITHAW = 0xC0045877, 0xC0045878
 CHUNK_BYTES = 64 << 10
 EIGHT_BUFFERS = {"FASTPERSIST_CHUNK_BYTES": str(CHUNK_BYTES), "FASTPERSIST_RING_BYTES": str(8 * CHUNK_BYTES)}
 
@@ -348,3 +353,74 @@ def test_gil_is_free_while_bytes_move(tmp_path: Path) -> None:
         stop.set()
         ticker.join()
     assert during > 20
+
+
+# --- ends without a close
+
+
+@contextlib.contextmanager
+def thawed_after(directory: Path, seconds: float) -> Iterator[None]:
+    """Thaw a file system after a while, from another process, so that a test that hangs there comes to its end."""
+    command = ["sh", "-c", 'sleep "$0" && exec fsfreeze --unfreeze "$1"', str(seconds), str(directory)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
+        try:
+            yield
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def set_frozen(directory: Path, frozen: bool) -> None:
+    """Let writes to a file system stand still, in the kernel, or go on."""
+    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(fd, FIFREEZE if frozen else FITHAW, 0)
+    finally:
+        os.close(fd)
+
+
+@needs_root
+def test_a_writer_that_nobody_closed_waits_for_the_kernel_without_the_gil(tmp_path: Path) -> None:
+    """Its write ends when another thread of Python has thawed the file system, which takes the GIL."""
+    with small_filesystem("ext4", tmp_path, 16) as directory:
+
+        @in_child(EIGHT_BUFFERS)
+        def collect_writer() -> None:
+            may_thaw, order = threading.Event(), []
+
+            def thaw() -> None:
+                may_thaw.wait()
+                order.append("thaws")  # before the call, which lets go of the GIL
+                set_frozen(directory, False)
+
+            with (directory / "file").open("w+b") as file, thawed_after(directory, 30):
+                thread = threading.Thread(target=thaw)
+                thread.start()
+                set_frozen(directory, True)
+                writer = Writer(file.fileno(), file.name, engine="threads-buffered")
+                pieces = Pieces()
+                pieces.add_bytes(bytes(2 * CHUNK_BYTES))
+                writer.append(pieces)
+                sys.setswitchinterval(1000)  # the thread runs when this one lets go of the GIL, and not before
+                may_thaw.set()
+                del writer
+                order.append("collected")
+                thread.join()
+            assert order == ["thaws", "collected"]
+
+        collect_writer()
+
+
+@pytest.mark.parametrize("keeper", ["left = writer", "left = [writer]; left.append(left)"])
+def test_a_writer_that_is_left_to_the_end_of_the_interpreter_harms_nothing(keeper: str, tmp_path: Path) -> None:
+    script = f"""
+import os, fastpersist
+from fastpersist.pipeline import Pieces, Writer
+fd = os.open({str(tmp_path / "file")!r}, os.O_RDWR | os.O_CREAT)
+writer = Writer(fd, "file", engine="fault:threads-buffered", poll=lambda done_bytes: None)
+pieces = Pieces()
+pieces.add_bytes(bytes(32 << 20))
+writer.append(pieces)
+{keeper}
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
