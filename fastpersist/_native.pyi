@@ -278,6 +278,8 @@ class RandomAccess:
     def wait_for_all(self, timeout_s: float | None = None) -> bool: ...
     def take_failed_writes(self) -> list[FileRequest]:
         """Return the writes that have failed since the last call, and that nobody was told of."""
+    def raise_lost_writes(self) -> None:
+        """Raise what is known of bytes that the kernel took and could not bring to the device."""
     def close(self) -> None:
         """Wait for all requests and give everything back. May be called again."""
     @property

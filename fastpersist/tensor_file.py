@@ -389,6 +389,7 @@ class TensorFile:
             self._opened()
             fd = os.dup(self._fds[0])  # others go on meanwhile, and may close the file
         try:
+            native.raise_lost_writes()
             filesystem().sync(fd, self.path)
         except FastPersistError as error:
             self._sync_error = error  # the kernel says it once, and drops what it could not write

@@ -192,6 +192,8 @@ class PyRandomAccess {
     return found;
   }
 
+  void RaiseLostWrites() const { ThrowIfError(file()->WrittenBack(), path_); }
+
   // Waits for all requests. May be called again.
   void Close() {
     if (file_ == nullptr) return;
@@ -291,6 +293,7 @@ void BindRandomAccess(py::module_& m) {
       .def("wait_for_all", &PyRandomAccess::WaitForAll, py::arg("timeout_s") = py::none())
       .def("give_up_on_devices", &PyRandomAccess::GiveUpOnDevices)
       .def("take_failed_writes", &PyRandomAccess::TakeFailedWrites)
+      .def("raise_lost_writes", &PyRandomAccess::RaiseLostWrites)
       .def("close", &PyRandomAccess::Close)
       .def_property_readonly("engine", &PyRandomAccess::engine_name)
       .def_property_readonly("demotions", &PyRandomAccess::demotions);

@@ -112,6 +112,19 @@ bool EdgeLock::SomebodyWaits() {
   return fcntl(fd_, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 
+Status EdgeLock::WriteBack(std::span<const std::pair<uint64_t, uint64_t>> ranges) const {
+  constexpr unsigned kStart = SYNC_FILE_RANGE_WRITE;  // of all, before any is waited for
+  constexpr unsigned kFinish = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+  Status status;
+  for (const unsigned flags : {kStart, kFinish}) {
+    for (const auto& [first, end] : ranges) {
+      if (sync_file_range(fd_, static_cast<off_t>(first), static_cast<off_t>(end - first), flags) == 0) continue;
+      if (status.ok()) status = Status::FromErrno(errno, "writing back what was written to", path_, first);
+    }
+  }
+  return status;
+}
+
 bool EdgeLock::Works(int fd) {
   struct flock lock = LockOf(F_RDLCK, kGate);
   return fcntl(fd, F_OFD_GETLK, &lock) == 0;
@@ -119,11 +132,11 @@ bool EdgeLock::Works(int fd) {
 
 namespace {
 
-// Make the page clean in which a file of this length ends.
-void CleanEnd(int fd, uint64_t size_bytes) {
+// The page in which a file of this length ends.
+std::pair<uint64_t, uint64_t> EndPage(uint64_t size_bytes) {
   const auto page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  sync_file_range(fd, static_cast<off_t>(AlignDown(size_bytes, page_bytes)), static_cast<off_t>(page_bytes),
-                  SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+  const uint64_t first = AlignDown(size_bytes, page_bytes);
+  return {first, first + page_bytes};
 }
 
 uint64_t LengthOf(int fd) {
@@ -138,8 +151,9 @@ Status ChangeAlone(int lock_fd, int fd, const std::string& path, Change change) 
   const uint64_t before_bytes = LengthOf(fd);
   Status status = change();
   if (lock.held()) {
-    CleanEnd(fd, before_bytes);
-    CleanEnd(fd, LengthOf(fd));
+    const std::pair<uint64_t, uint64_t> ends[] = {EndPage(before_bytes), EndPage(LengthOf(fd))};
+    Status written_back = lock.WriteBack(ends);
+    if (status.ok()) status = std::move(written_back);
   }
   lock.Leave();
   return status;

@@ -14,7 +14,10 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
+#include <span>
 #include <string>
+#include <utility>
 
 #include "core/status.h"
 
@@ -40,6 +43,11 @@ class EdgeLock {
   // REQUIRES: held(). Whether somebody waits for this side to leave. Looks every few milliseconds, and says no in
   // between.
   bool SomebodyWaits();
+
+  // Bring ranges of the file (first byte and end), written through the page cache by whatever description, to the
+  // device, and wait for that. By the lock's own description: the kernel tells each description once that something
+  // could not be written, and the next sync of the file is to be told, too.
+  Status WriteBack(std::span<const std::pair<uint64_t, uint64_t>> ranges) const;
 
   // Whether there are such locks on this file.
   static bool Works(int fd);

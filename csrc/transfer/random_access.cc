@@ -114,9 +114,8 @@ Result<std::unique_ptr<RandomAccess>> RandomAccess::Open(RandomAccessOptions opt
   const uint64_t staging_bytes =
       std::max(kStagedChunkCount * chunk_bytes,
                std::min(own.staging_bytes, AlignUp(chunk_bytes, Staging::kUnitBytes) * own.queue_depth));
-  file->worker_ =
-      std::make_unique<RequestWorker>(std::move(pump).value(), file->limits_, chunk_bytes, staging_bytes, own.fd,
-                                      EdgeLock(own.direct_lock_fd, own.path), RequestWorker::Side::kShared);
+  file->worker_ = std::make_unique<RequestWorker>(std::move(pump).value(), file->limits_, chunk_bytes, staging_bytes,
+                                                  EdgeLock(own.direct_lock_fd, own.path), RequestWorker::Side::kShared);
   return file;
 }
 
@@ -142,7 +141,7 @@ Result<RequestWorker*> RandomAccess::EdgeWorker() {
     if (!pump.ok()) return pump.status();
     FP_CHECK(!pump.value()->direct());
     edge_worker_ = std::make_unique<RequestWorker>(
-        std::move(pump).value(), limits_, options_.chunk_bytes, kEdgeCount * write_unit_bytes_, options_.buffered_fd,
+        std::move(pump).value(), limits_, options_.chunk_bytes, kEdgeCount * write_unit_bytes_,
         EdgeLock(options_.edge_lock_fd, options_.path), RequestWorker::Side::kAlone);
   }
   return edge_worker_.get();
@@ -215,6 +214,12 @@ bool RandomAccess::WaitForAll(std::chrono::milliseconds time) {
 std::vector<std::shared_ptr<FileRequest>> RandomAccess::TakeFailedWrites() {
   const std::lock_guard lock(tally_->mutex);
   return std::exchange(tally_->failed_writes, {});
+}
+
+Status RandomAccess::WrittenBack() {
+  FP_RETURN_IF_ERROR(worker_->written_back());
+  const std::lock_guard lock(*edge_mutex_);
+  return edge_worker_ == nullptr ? Status::Ok() : edge_worker_->written_back();
 }
 
 std::string RandomAccess::engine_name() const { return worker_->engine_name(); }

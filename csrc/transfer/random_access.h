@@ -148,6 +148,10 @@ class RandomAccess {
   // The writes that have failed since the last call.
   std::vector<std::shared_ptr<FileRequest>> TakeFailedWrites();
 
+  // The first error of bytes of requests that are done, and that the kernel could not bring from the page cache to the
+  // device. What it has not tried yet, only a sync of the file tells.
+  Status WrittenBack();
+
   // The engine in use, and why others were left.
   std::string engine_name() const;
   std::vector<std::string> demotions() const;

@@ -1,6 +1,5 @@
 #include "transfer/request_worker.h"
 
-#include <fcntl.h>
 #include <signal.h>
 
 #include <algorithm>
@@ -31,10 +30,9 @@ constexpr uint64_t kShareOfRest = 4;
 }  // namespace
 
 RequestWorker::RequestWorker(std::unique_ptr<IoPump> pump, DirectIoLimits limits, uint64_t chunk_bytes,
-                             uint64_t staging_bytes, int fd, EdgeLock lock, Side side)
+                             uint64_t staging_bytes, EdgeLock lock, Side side)
     : limits_(std::move(limits)),
       chunk_bytes_(chunk_bytes),
-      fd_(fd),
       side_(side),
       pump_(std::move(pump)),
       staging_(staging_bytes, /*keeps=*/side == Side::kShared),
@@ -69,6 +67,11 @@ std::string RequestWorker::engine_name() const {
 std::vector<std::string> RequestWorker::demotions() const {
   const std::lock_guard lock(mutex_);
   return demotions_;
+}
+
+Status RequestWorker::written_back() const {
+  const std::lock_guard lock(mutex_);
+  return written_back_;
 }
 
 void RequestWorker::NoteEngine() {
@@ -201,15 +204,13 @@ Result<bool> RequestWorker::MayWrite() {
   return entered;
 }
 
-// What was written through the page cache is clean again before others write directly. An error of that is kept by the
-// kernel for the next sync.
+// What was written through the page cache is clean again before others write directly. The requests that wrote it are
+// done already, so an error of that is for who makes it durable.
 void RequestWorker::LeaveLock() {
-  constexpr unsigned kStart = SYNC_FILE_RANGE_WRITE;
-  constexpr unsigned kFinish = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
-  for (const unsigned flags : {kStart, kFinish}) {
-    for (const auto& [first, end] : dirty_) {
-      sync_file_range(fd_, static_cast<off_t>(first), static_cast<off_t>(end - first), flags);
-    }
+  Status written_back = lock_.WriteBack(dirty_);
+  if (!written_back.ok()) {
+    const std::lock_guard lock(mutex_);
+    if (written_back_.ok()) written_back_ = std::move(written_back);
   }
   dirty_.clear();
   is_leaving_ = false;

@@ -37,9 +37,9 @@ class RequestWorker {
     kAlone,   // bytes through the page cache beside direct writes; clean again when the lock is left
   };
 
-  // `fd` is the pump's; it stays the caller's, and so does the lock's.
+  // The descriptors of the pump and of the lock stay the caller's.
   RequestWorker(std::unique_ptr<IoPump> pump, DirectIoLimits limits, uint64_t chunk_bytes, uint64_t staging_bytes,
-                int fd, EdgeLock lock, Side side);
+                EdgeLock lock, Side side);
   // Waits for all jobs, as after GiveUpOnDevices.
   ~RequestWorker();
   RequestWorker(const RequestWorker&) = delete;
@@ -54,6 +54,8 @@ class RequestWorker {
 
   std::string engine_name() const;
   std::vector<std::string> demotions() const;
+  // The first error of bytes that were written through the page cache, and then not from there to the device.
+  Status written_back() const;
 
  private:
   using Job = RequestJob;
@@ -101,7 +103,6 @@ class RequestWorker {
 
   const DirectIoLimits limits_;
   const uint64_t chunk_bytes_;
-  const int fd_;
   const Side side_;
 
   // The thread's own.
@@ -134,6 +135,7 @@ class RequestWorker {
   pthread_t thread_{};
   std::string engine_name_;
   std::vector<std::string> demotions_;
+  Status written_back_;
 };
 
 }  // namespace fastpersist

@@ -7,10 +7,11 @@ goes on working.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 import torch
 from support.forking import Report, run_in_child
 from support.leaks import no_leaks
-from support.sandbox import needs_root, small_filesystem
+from support.sandbox import mount_ext4, needs_root, small_filesystem, unmount
 from support.tensor_files import EVERY, bytes_of, faults, pattern, skip_without, tensor_of
 
 import fastpersist as fp
@@ -296,6 +297,66 @@ def test_a_disk_that_is_really_full_is_an_error_and_loses_nothing_else(kind: str
     if kind == "tmpfs" and engine == "libaio":
         pytest.skip("no asynchronous I/O on tmpfs")
     run_in_child(fill)
+
+
+def lose_a_demoted_write(file: fp.TensorFile, let_disk_fail: Callable[[], None]) -> None:
+    # Demoted, its own writes go through the page cache, and are brought from there to the disk when it leaves the lock.
+    file.allocate(2 << 20)
+    file.write(tensor_of(pattern(4096)))
+    with armed(sys_errno=errno.EOPNOTSUPP, count=EVERY):
+        file.read(tensor_of(bytes(4096)))
+    assert file.engine == "threads-buffered"
+    file.sync()
+    let_disk_fail()
+    file.write(tensor_of(pattern(1 << 20)), 1 << 20)
+    with fp.TensorFile(file.path, "r+", engine="fault:threads") as other:
+        other.write(tensor_of(bytes(10)), 10)  # alone, so the lock has been left
+
+
+def lose_an_edge(file: fp.TensorFile, let_disk_fail: Callable[[], None]) -> None:
+    # The page in which the file ends is brought to the disk before the end is moved.
+    file.write(tensor_of(pattern(4096)))
+    file.sync()
+    let_disk_fail()
+    file.write_list((tensor_of(pattern(1000)), 4096 * page) for page in range(1, 257))
+    with contextlib.suppress(NoSpaceError):
+        file.truncate(4096 * 256 + 500)
+
+
+@needs_root
+@pytest.mark.parametrize("lose", [lose_a_demoted_write, lose_an_edge])
+def test_sync_tells_what_the_disk_has_not_taken(
+    lose: Callable[[fp.TensorFile, Callable[[], None]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_file, "engine_ladder", lambda *arguments, **named: ["fault:threads", "threads-buffered"])
+
+    def work(report: Report) -> None:
+        # A disk of 64 MiB in memory of 12 MiB. What it has written once it can write again; of the rest it takes a few
+        # pages at most.
+        with small_filesystem("tmpfs", tmp_path, 12) as memory:
+            directory = tmp_path / "disk"
+            directory.mkdir()
+            mount_ext4(memory / "image", directory, 64)
+
+            def let_disk_fail() -> None:
+                os.sync()
+                with (memory / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+                    while True:
+                        filler.write(bytes(4096))
+
+            try:
+                path = directory / "file"
+                with fp.TensorFile(path, "w") as file:
+                    lose(file, let_disk_fail)
+                    for _ in range(2):
+                        with pytest.raises(NoSpaceError) as failure:
+                            file.sync()
+                        assert failure.value.errno == errno.ENOSPC
+                        assert str(path) in str(failure.value)
+            finally:
+                unmount(directory)
+
+    run_in_child(work)
 
 
 def test_a_file_system_that_turns_read_only_is_an_error(path: Path) -> None:

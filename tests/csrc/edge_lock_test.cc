@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "testing.h"
+#include "testing_writeback.h"
 
 namespace fastpersist {
 namespace {
@@ -219,15 +220,37 @@ void TheFileIsCutAndGrowsWithNobodyBeside() {
   EXPECT(file.Content().size() == 1);
 }
 
+void AFailedWritebackIsToldToTheLockAndLeftForTheFile() {
+  const ScratchFile file("lock", RandomBytes(10000, 1));
+  if (!Works(file)) return;
+  Owner owner(file);
+  TakeWritebackFds();
+  EXPECT_OK(TruncateAlone(owner.fd, file.fd(), 5001, file.path()));
+  EXPECT(AllAre(TakeWritebackFds(), owner.fd));
+  EXPECT_OK(AllocateAlone(owner.fd, file.fd(), 5000, 1000, file.path()));
+  EXPECT(AllAre(TakeWritebackFds(), owner.fd));
+
+  g_writeback_errno = EIO;
+  for (const Status& status : {TruncateAlone(owner.fd, file.fd(), 4097, file.path()),
+                               AllocateAlone(owner.fd, file.fd(), 5000, 2000, file.path())}) {
+    EXPECT_WITH(status.sys_errno() == EIO && status.offset_bytes() == 4096, status.message());
+    EXPECT_WITH(Contains(status.message(), file.path()), status.message());
+  }
+  EXPECT(TruncateAlone(owner.fd, -1, 0, "nowhere").sys_errno() == EBADF);  // the first of two errors
+  g_writeback_errno = 0;
+  EXPECT(owner.Enters(true));  // and the lock was left each time
+}
+
 }  // namespace
 }  // namespace fastpersist
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(argc, argv,
-             {TEST(ManyMayShareAndOneMayBeAlone), TEST(WhoHasWaitedComesBeforeThoseWhoCameLater),
-              TEST(WhoGivesUpWaitingIsInNobodysWay), TEST(OnesAloneTakeTurnsToo),
-              TEST(WithoutADescriptorNothingIsLocked), TEST(AnotherLockOnTheLastBytesIsWaitedFor),
-              TEST(AClosedDescriptionHoldsNothing), TEST(AKilledProcessHoldsNothing),
-              TEST(ManyThreadsOfEitherKindNeverMeetAndNoneStarves), TEST(TheFileIsCutAndGrowsWithNobodyBeside)});
+  return Run(
+      argc, argv,
+      {TEST(ManyMayShareAndOneMayBeAlone), TEST(WhoHasWaitedComesBeforeThoseWhoCameLater),
+       TEST(WhoGivesUpWaitingIsInNobodysWay), TEST(OnesAloneTakeTurnsToo), TEST(WithoutADescriptorNothingIsLocked),
+       TEST(AnotherLockOnTheLastBytesIsWaitedFor), TEST(AClosedDescriptionHoldsNothing),
+       TEST(AKilledProcessHoldsNothing), TEST(ManyThreadsOfEitherKindNeverMeetAndNoneStarves),
+       TEST(TheFileIsCutAndGrowsWithNobodyBeside), TEST(AFailedWritebackIsToldToTheLockAndLeftForTheFile)});
 }

@@ -12,6 +12,8 @@
 
 #include "core/file.h"
 #include "testing.h"
+#include "testing_writeback.h"
+#include "transfer/edge_lock.h"
 
 namespace fastpersist {
 namespace {
@@ -54,6 +56,8 @@ class OpenFile {
   bool ok() const { return file_ != nullptr; }
   RandomAccess* operator->() { return file_.get(); }
   void Close() { file_.reset(); }
+  int direct_lock_fd() const { return direct_lock_.fd; }
+  int edge_lock_fd() const { return edge_lock_.fd; }
 
   std::shared_ptr<FileRequest> Submit(IoOp op, std::vector<FilePart> parts) {
     std::shared_ptr<FileRequest> request = file_->Begin(op);
@@ -282,6 +286,41 @@ void ALadderThatGoesFromThePageCacheToDirectIsRefused() {
   EXPECT(OpenFile(scratch.path(), {"threads-buffered", "uring-buffered"}).ok());
 }
 
+// Once somebody else has had the lock alone, whoever had it before has left it, and so has written back.
+void AwaitWriteback(const std::string& path) {
+  const Descriptor own(path);
+  EdgeLock lock(own.fd, path);
+  EXPECT_OK(lock.Enter(/*alone=*/true));
+  lock.Leave();
+}
+
+void AFailedWritebackIsKeptForTheNextSync() {
+  const ScratchFile probe("probe", RandomBytes(4096, 1));
+  if (!EdgeLock::Works(probe.fd()) || !OpenFile(probe.path(), {"threads"}).ok()) return;
+  const Bytes content = RandomBytes(20000, 14);
+  for (const bool is_demoted : {false, true}) {
+    const ScratchFile scratch("writeback", content);
+    OpenFile file(scratch.path(), {"fault:threads", "threads-buffered"});
+    Bytes memory(4096);
+    if (is_demoted) {
+      const Fault fault(Fault::Errno(EOPNOTSUPP, 1, 1));
+      EXPECT(Well(file.Read(memory, 0)) && file->engine_name() == "threads-buffered");
+    }
+    for (const int sys_errno : {0, EIO, ENOSPC}) {
+      TakeWritebackFds();
+      g_writeback_errno = sys_errno;
+      EXPECT(Well(is_demoted ? file.Write(memory, 8192) : file.Write(memory, 100)));
+      AwaitWriteback(scratch.path());
+      // Not by the description that sync() uses: the kernel tells each of them once.
+      EXPECT(AllAre(TakeWritebackFds(), is_demoted ? file.direct_lock_fd() : file.edge_lock_fd()));
+      const Status written_back = file->WrittenBack();
+      EXPECT_WITH(written_back.sys_errno() == (sys_errno == 0 ? 0 : EIO), written_back.message());  // the first
+      EXPECT(written_back.ok() || Contains(written_back.message(), scratch.path()));
+    }
+    g_writeback_errno = 0;
+  }
+}
+
 // --- Many
 
 void ThousandsOfRequestsOfManyThreads() {
@@ -437,7 +476,7 @@ int main(int argc, char** argv) {
               TEST(ARequestOfNothingIsDoneAtOnce), TEST(AReadBeyondTheEndSaysHowMuchIsThere),
               TEST(AFailedWriteIsFoundByWhoeverLooks), TEST(EveryRequestEndsWhicheverPieceFails),
               TEST(AnEngineThatIsLeftInMidFileLosesNothing), TEST(ALadderThatGoesFromThePageCacheToDirectIsRefused),
-              TEST(ThousandsOfRequestsOfManyThreads), TEST(WhenAllWereWaitedForEachIsDone),
-              TEST(ClosingWaitsForWhatIsUnderWay), TEST(DescriptorsAreGivenBack),
+              TEST(AFailedWritebackIsKeptForTheNextSync), TEST(ThousandsOfRequestsOfManyThreads),
+              TEST(WhenAllWereWaitedForEachIsDone), TEST(ClosingWaitsForWhatIsUnderWay), TEST(DescriptorsAreGivenBack),
               TEST(WritersOfNeighbouringBytesLoseNoneWhileOthersRead), TEST(AForkedChildTouchesNothing)});
 }

@@ -96,20 +96,24 @@ def small_filesystem(kind: str, tmp_path: Path, size_mib: int) -> Iterator[Path]
     if kind == "tmpfs":
         _mount("-t", "tmpfs", "-o", f"size={size_mib}m,nr_inodes=100", "tmpfs", str(root))
     else:
-        image = tmp_path / f"{kind}.image"
-        with image.open("wb") as file:
-            file.truncate(size_mib << 20)
         # Files that are lists of blocks, not of extents, as on ext3: the kernel refuses to fallocate those.
         features = "^has_journal,^extent,^64bit" if kind == "ext4-without-fallocate" else "^has_journal"
-        make = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin")
-        if make is None:
-            pytest.skip("mkfs.ext4 is not installed")
-        subprocess.run([make, "-q", "-F", "-m", "0", "-O", features, str(image)], check=True, capture_output=True)
-        _mount("-o", "loop", str(image), str(root))
+        mount_ext4(tmp_path / f"{kind}.image", root, size_mib, features)
     try:
         yield root
     finally:
         unmount(root)
+
+
+def mount_ext4(image: Path, root: Path, size_mib: int, features: str = "^has_journal") -> None:
+    """Mount an empty ext4 that is kept in a new, sparse file. Skips where that is not possible."""
+    with image.open("wb") as file:
+        file.truncate(size_mib << 20)
+    make = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin")
+    if make is None:
+        pytest.skip("mkfs.ext4 is not installed")
+    subprocess.run([make, "-q", "-F", "-m", "0", "-O", features, str(image)], check=True, capture_output=True)
+    _mount("-o", "loop", str(image), str(root))
 
 
 @contextlib.contextmanager
