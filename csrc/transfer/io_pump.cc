@@ -132,7 +132,8 @@ Status IoPump::Collect(std::chrono::milliseconds wait_at_most, std::vector<Finis
   const Deadline deadline(wait_at_most);
   while (failed_.ok() && in_flight_count_ > 0) {
     if (!demote_because_.ok() && engine_->in_flight() == 0) {
-      if (Status status = Demote(); !status.ok()) return Fail(std::move(status));
+      if (Status status = Demote(finished); !status.ok()) return Fail(std::move(status));
+      if (!finished.empty()) break;
     }
     if (demote_because_.ok()) {
       std::vector<size_t> again = std::move(waiting_slots_);
@@ -212,12 +213,23 @@ Status IoPump::Complete(const IoCompletion& completion, std::vector<Finished>& f
 }
 
 // REQUIRES: nothing is in flight in the old engine.
-Status IoPump::Demote() {
+Status IoPump::Demote(std::vector<Finished>& finished) {
+  const bool was_direct = direct();
   demotions_.push_back(engine_name_ + ": " + demote_because_.message());
   Status why_left = std::move(demote_because_);
   demote_because_ = Status::Ok();
   engine_.reset();
-  return UseEngine(engine_index_ + 1, std::move(why_left));
+  FP_RETURN_IF_ERROR(UseEngine(engine_index_ + 1, std::move(why_left)));
+  if (!options_.gives_writes_back || !was_direct || direct()) return Status::Ok();
+  std::erase_if(waiting_slots_, [&](size_t index) {
+    const Request& request = slots_[index].request;
+    if (request.op != IoOp::kWrite) return false;
+    finished.push_back({.tag = request.tag, .status = {}, .done_bytes = 0, .start_again = true});
+    free_slots_.push_back(index);
+    --in_flight_count_;
+    return true;
+  });
+  return Status::Ok();
 }
 
 void IoPump::Abandon() noexcept {

@@ -28,6 +28,9 @@ struct PumpOptions {
   std::function<Status(uint64_t done_bytes)> poll;
   // A failed request is reported with its tag, and the others go on. Otherwise the first failure is the transfer's.
   bool outlives_failures = false;
+  // Writes that a direct engine has left over, and that could only go through the page cache now, are given back. For
+  // files where that needs a lock. Otherwise the pump does them by itself.
+  bool gives_writes_back = false;
 };
 
 // One owner thread at a time.
@@ -52,8 +55,9 @@ class IoPump {
 
   struct Finished {
     uint64_t tag = 0;
-    Status status;            // not ok only if the pump outlives failures
-    uint32_t done_bytes = 0;  // of a failed request: those that were done before, from its start
+    Status status;             // not ok only if the pump outlives failures
+    uint32_t done_bytes = 0;   // of a failed request: those that were done before, from its start
+    bool start_again = false;  // the pump gives it back: nothing of it counts
   };
 
   // Give a request to the kernel; with more_follow it may wait for the next call.
@@ -90,7 +94,7 @@ class IoPump {
   IoPump(int fd, std::string path, PumpOptions options);
 
   Status UseEngine(size_t index, Status why_left);
-  Status Demote();
+  Status Demote(std::vector<Finished>& finished);
   void Queue(size_t slot_index);
   Status Complete(const IoCompletion& completion, std::vector<Finished>& finished);
   Status Give(size_t slot_index, Status status, std::vector<Finished>& finished);

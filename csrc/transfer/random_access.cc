@@ -104,7 +104,8 @@ Result<std::unique_ptr<RandomAccess>> RandomAccess::Open(RandomAccessOptions opt
                            .queue_depth = own.queue_depth,
                            .thread_count = own.thread_count,
                            .poll = {},
-                           .outlives_failures = true};
+                           .outlives_failures = true,
+                           .gives_writes_back = true};
   Result<std::unique_ptr<IoPump>> pump = IoPump::Open(own.fd, own.path, std::move(pump_options));
   if (!pump.ok()) return pump.status();
   if (pump.value()->direct()) {

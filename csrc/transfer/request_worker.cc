@@ -122,12 +122,12 @@ void RequestWorker::Run() {
   for (;;) {
     {
       std::unique_lock lock(mutex_);
-      if (jobs_.empty() && pump_->in_flight() == 0 && !has_device_work()) {
+      if (jobs_.empty() && pump_->in_flight() == 0 && !has_more_work()) {
         arrived_.wait(lock, [this] { return !inbox_.empty() || stopping_; });
         if (inbox_.empty()) return;
       } else if (is_locked_out_ && pump_->in_flight() == 0) {
         arrived_.wait_for(lock, kLookInterval);
-      } else if (has_device_work() && pump_->in_flight() == 0 && inbox_.empty() && !has_moved_) {
+      } else if (has_more_work() && pump_->in_flight() == 0 && inbox_.empty() && !has_moved_) {
         arrived_.wait_for(lock, pause);
         pause = std::min(2 * pause, kPauseMax);
       }
@@ -138,7 +138,7 @@ void RequestWorker::Run() {
       is_closing_ = closing_ || stopping_;
     }
     if (std::exchange(has_moved_, false)) pause = kPauseMin;
-    if (has_device_work()) LookAtCopies();
+    if (has_more_work()) LookAtCopies();
     Status status = broken_;
     if (status.ok()) {
       status = StartAll();
@@ -148,21 +148,21 @@ void RequestWorker::Run() {
     if (status.ok() && pump_->in_flight() > 0) {
       finished.clear();
       // What is left to be cut waits for room, so nothing that arrives could be started either; or for the lock.
-      const bool looks = jobs_.empty() || is_locked_out_ || has_device_work();
+      const bool looks = jobs_.empty() || is_locked_out_ || has_more_work();
       status = pump_->Collect(looks ? kLookInterval : std::chrono::milliseconds::max(), finished);
       for (const IoPump::Finished& request : finished) Finish(request);
     }
     if (!status.ok()) FailEverything(status);
-    if (write_count_ == 0 && !next_is_write() && copied_.empty()) LeaveLock();
+    if (write_count_ == 0 && !next_is_write() && ready_writes_.empty()) LeaveLock();
   }
 }
 
 // Host and devices are first in turns, so that neither has all slots of the pump.
 Status RequestWorker::StartAll() {
-  if (!has_device_work()) return StartPieces();
+  if (!has_more_work()) return StartPieces();
   is_devices_turn_ = !is_devices_turn_;
   if (!is_devices_turn_) FP_RETURN_IF_ERROR(StartPieces());
-  FP_RETURN_IF_ERROR(StartCopied());
+  FP_RETURN_IF_ERROR(StartReadyWrites());
   FP_RETURN_IF_ERROR(StartDevicePieces());
   copies_.Start(staging_.is_pinned());
   return is_devices_turn_ ? StartPieces() : Status::Ok();
@@ -296,12 +296,38 @@ Status RequestWorker::StartPiece(const std::shared_ptr<Job>& job, bool& started)
   return StartRequest(std::move(piece), range, staged == nullptr ? address : staged);
 }
 
+Status RequestWorker::StartReadyWrites() {
+  while (!ready_writes_.empty() && !free_pieces_.empty()) {
+    const bool is_given_up = ready_writes_.front().job->given_up();
+    Result<bool> may_write = is_given_up ? Result<bool>(true) : MayWrite();
+    if (may_write.ok() && !may_write.value()) break;
+    Piece piece = std::move(ready_writes_.front());
+    ready_writes_.pop_front();
+    has_moved_ = true;
+    if (!may_write.ok()) Fail(piece.job, piece.part, piece.from_bytes, may_write.status());
+    if (piece.job->given_up()) {
+      LetGo(piece);
+      continue;
+    }
+    const uint64_t from = piece.job->parts[piece.part].offset_bytes + piece.from_bytes;
+    const uint64_t until = from + piece.size_bytes;
+    std::byte* const buffer = piece.staged == nullptr ? piece.address() : piece.staged;
+    FP_RETURN_IF_ERROR(StartRequest(
+        std::move(piece), {.start_bytes = from, .from_bytes = from, .until_bytes = until, .end_bytes = until}, buffer));
+  }
+  return Status::Ok();
+}
+
 void RequestWorker::Finish(const IoPump::Finished& finished) {
   Piece piece = std::exchange(pieces_[finished.tag], {});
   free_pieces_.push_back(finished.tag);
   const std::shared_ptr<Job> job = piece.job;
   const bool is_of_device = job->device() != nullptr;
   if (job->is_write()) --write_count_;
+  if (finished.start_again) {
+    ready_writes_.push_back(std::move(piece));
+    return;
+  }
   const bool is_end = finished.status.code() == StatusCode::kEndOfFile;
   const uint32_t behind_skipped_bytes = finished.done_bytes - std::min(finished.done_bytes, piece.skipped_bytes);
   uint32_t done_bytes = finished.status.ok() ? piece.size_bytes : 0;
@@ -364,8 +390,8 @@ void RequestWorker::FailEverything(const Status& status) {
     if (piece.job->is_write()) --write_count_;
     drop(piece);
   }
-  for (const Piece& piece : copied_) drop(piece);
-  copied_.clear();
+  for (const Piece& piece : ready_writes_) drop(piece);
+  ready_writes_.clear();
   for (const std::shared_ptr<Job>& job : failed) {
     job->next_part = job->parts.size();
     job->Note({.status = status, .part = job->parts.front(), .done_bytes = 0});
@@ -443,29 +469,6 @@ void RequestWorker::FinishOfDevice(Piece piece, uint32_t done_bytes) {
   LetGo(piece);
 }
 
-// Write what the devices have copied.
-Status RequestWorker::StartCopied() {
-  while (!copied_.empty() && !free_pieces_.empty()) {
-    const bool is_given_up = copied_.front().job->given_up();
-    Result<bool> may_write = is_given_up ? Result<bool>(true) : MayWrite();
-    if (may_write.ok() && !may_write.value()) break;
-    Piece piece = std::move(copied_.front());
-    copied_.pop_front();
-    has_moved_ = true;
-    if (!may_write.ok()) Fail(piece.job, piece.part, piece.from_bytes, may_write.status());
-    if (piece.job->given_up()) {
-      LetGo(piece);
-      continue;
-    }
-    const uint64_t from = piece.job->parts[piece.part].offset_bytes + piece.from_bytes;
-    const uint64_t until = from + piece.size_bytes;
-    std::byte* const staged = piece.staged;
-    FP_RETURN_IF_ERROR(StartRequest(
-        std::move(piece), {.start_bytes = from, .from_bytes = from, .until_bytes = until, .end_bytes = until}, staged));
-  }
-  return Status::Ok();
-}
-
 void RequestWorker::LookAtCopies() {
   ended_.clear();
   copies_.Look(is_closing_, ended_);
@@ -479,7 +482,7 @@ void RequestWorker::LookAtCopies() {
       --piece.job->piece_count;
       FinishIfDone(piece.job);
     } else if (piece.job->is_write() && ended.status.ok()) {
-      copied_.push_back(std::move(ended.piece));
+      ready_writes_.push_back(std::move(ended.piece));
     } else {
       if (ended.status.ok()) piece.job->done_bytes += piece.size_bytes;
       LetGo(piece);
@@ -489,7 +492,7 @@ void RequestWorker::LookAtCopies() {
 }
 
 void RequestWorker::LetGo(const Piece& piece) {
-  PutStaged(piece);
+  if (piece.staged != nullptr) PutStaged(piece);
   --piece.job->piece_count;
   FinishIfDone(piece.job);
 }

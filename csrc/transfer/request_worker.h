@@ -75,6 +75,7 @@ class RequestWorker {
   void Run();
   Status StartAll();
   Status StartPieces();
+  Status StartReadyWrites();
   Status StartPiece(const std::shared_ptr<Job>& job, bool& started);
   Range NextRange(const Job& job) const;
   Piece CutOff(const std::shared_ptr<Job>& job, const Range& range, std::byte* staged);
@@ -90,13 +91,14 @@ class RequestWorker {
   void FailEverything(const Status& status);
   void NoteEngine();
 
+  // Than to cut pieces off jobs_.
+  bool has_more_work() const { return !device_jobs_.empty() || !copies_.empty() || !ready_writes_.empty(); }
+
   // Of devices.
-  bool has_device_work() const { return !device_jobs_.empty() || !copies_.empty() || !copied_.empty(); }
   Status StartDevicePieces();
   Status StartDevicePiece(const std::shared_ptr<Job>& job, bool& started);
   std::byte* TakeForDevices(const Job& job, uint64_t size_bytes);
   void FinishOfDevice(Piece piece, uint32_t done_bytes);
-  Status StartCopied();
   void LookAtCopies();
   void LetGo(const Piece& piece);
   void PutStaged(const Piece& piece, Landed late = {});
@@ -111,7 +113,8 @@ class RequestWorker {
   std::deque<std::shared_ptr<Job>> jobs_;  // of which something is still to be cut
   std::deque<std::shared_ptr<Job>> device_jobs_;
   DeviceCopies copies_;
-  std::deque<Piece> copied_;                                         // in staging, to be written
+  // To be written, without a slot of the pump: a device has copied them, or a direct engine has left them over.
+  std::deque<Piece> ready_writes_;
   std::map<std::pair<const Device*, IoOp>, uint64_t> staged_bytes_;  // of devices
   std::vector<DeviceCopies::Ended> ended_;
   bool is_devices_turn_ = false;

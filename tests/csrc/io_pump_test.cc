@@ -257,6 +257,51 @@ void AnErrorOfTheDiskReplacesNoEngine() {
   }
 }
 
+void WritesThatNoDirectEngineIsLeftForAreGivenBack() {
+  if (!TakesDirect()) return;
+  const Bytes content = RandomBytes(kPieceBytes * 4, 6);
+  const ScratchFile file("pump", content);
+  Memory memory(RandomBytes(kPieceBytes * 4, 7));
+  const Fault fault(Fault::Errno(EOPNOTSUPP, 1, kAll));
+  // From one direct engine to the next it is as ever.
+  const auto pump = Must(IoPump::Open(file.fd(), file.path(),
+                                      {.engines = {"fault:threads", "fault:threads", "threads-buffered"},
+                                       .queue_depth = 4,
+                                       .poll = {},
+                                       .outlives_failures = true,
+                                       .gives_writes_back = true}));
+  const auto start = [&](uint64_t piece, IoOp op) {
+    EXPECT_OK(pump->Start({.op = op,
+                           .buffer = memory.at(piece * kPieceBytes),
+                           .size_bytes = kPieceBytes,
+                           .needed_bytes = kPieceBytes,
+                           .offset_bytes = piece * kPieceBytes,
+                           .tag = piece}));
+  };
+  std::map<uint64_t, bool> given_back;
+  const auto collect = [&] {
+    given_back.clear();
+    std::vector<IoPump::Finished> finished;
+    while (pump->in_flight() > 0) EXPECT_OK(pump->Collect(finished));
+    for (const IoPump::Finished& request : finished) {
+      EXPECT_WITH(request.status.ok(), request.status.message());
+      EXPECT(given_back.emplace(request.tag, request.start_again).second);
+    }
+  };
+  start(0, IoOp::kWrite);
+  start(1, IoOp::kRead);
+  start(2, IoOp::kWrite);
+  collect();
+  EXPECT((given_back == std::map<uint64_t, bool>{{0, true}, {1, false}, {2, true}}));
+  EXPECT(pump->engine_name() == "threads-buffered" && pump->demotions().size() == 2);
+  EXPECT(file.Content() == content);
+  EXPECT(std::memcmp(memory.at(kPieceBytes), content.data() + kPieceBytes, kPieceBytes) == 0);
+  start(0, IoOp::kWrite);
+  collect();
+  EXPECT((given_back == std::map<uint64_t, bool>{{0, false}}));
+  EXPECT(std::memcmp(file.Content().data(), memory.at(0), kPieceBytes) == 0);
+}
+
 // --- Errors
 
 void AnErrorSaysWhatWhereAndWhichFile() {
@@ -433,6 +478,7 @@ int main(int argc, char** argv) {
               TEST(WhyAnEngineWasLeftIsTold),
               TEST(TheLastEngineIsNotReplaced),
               TEST(AnErrorOfTheDiskReplacesNoEngine),
+              TEST(WritesThatNoDirectEngineIsLeftForAreGivenBack),
               TEST(AnErrorSaysWhatWhereAndWhichFile),
               TEST(TheFirstErrorStays),
               TEST(APumpThatOutlivesFailuresReportsEachWithItsRequest),

@@ -10,6 +10,7 @@
 #include <iterator>
 #include <thread>
 
+#include "core/alignment.h"
 #include "core/file.h"
 #include "testing.h"
 #include "testing_writeback.h"
@@ -96,6 +97,14 @@ void WithEachEngine(Test test) {
     test(engine);
   }
   EXPECT(tried_count > 0);
+}
+
+// Once somebody else has had the lock alone, whoever had it before has left it, and so has written back.
+void AwaitWriteback(const std::string& path) {
+  const Descriptor own(path);
+  EdgeLock lock(own.fd, path);
+  EXPECT_OK(lock.Enter(/*alone=*/true));
+  lock.Leave();
 }
 
 // --- What is written is read again
@@ -279,19 +288,44 @@ void AnEngineThatIsLeftInMidFileLosesNothing() {
   }
 }
 
+void WhatADirectEngineLeavesOverIsWrittenAlone() {
+  const ScratchFile probe("probe", RandomBytes(4096, 1));
+  if (!EdgeLock::Works(probe.fd()) || !OpenFile(probe.path(), {"threads"}).ok()) return;
+  constexpr size_t kSize = 65536;
+  const Bytes content = RandomBytes(kSize, 15);
+  const Bytes data = RandomBytes(kSize + 8192, 16);
+  for (const size_t shift : {0, 1}) {  // straight, and staged
+    const ScratchFile scratch("left over", content);
+    OpenFile file(scratch.path(), {"fault:threads", "threads-buffered"}, 16384, 4);
+    const Descriptor own(scratch.path());
+    EdgeLock others_direct_writes(own.fd, scratch.path());
+    EXPECT(Must(others_direct_writes.TryEnter(/*alone=*/false)));
+    TakeWritebackFds();
+
+    const Fault fault(Fault::Errno(EOPNOTSUPP, 2, kAll));
+    std::byte* const page = reinterpret_cast<std::byte*>(AlignUp(reinterpret_cast<uintptr_t>(data.data()), 4096));
+    const auto write = file.Submit(IoOp::kWrite, {{page + shift, kSize, 0}});
+    while (!others_direct_writes.SomebodyWaits() && !write->done()) std::this_thread::yield();
+    EXPECT(!write->done());
+    const Bytes meanwhile = scratch.Content();
+    for (size_t at = 16384; at < kSize; at += 16384) {  // the first piece was written directly
+      EXPECT(std::memcmp(meanwhile.data() + at, content.data() + at, 16384) == 0);
+    }
+    Bytes read(4096);
+    EXPECT(Well(file.Read(read, 32768)));  // which waits for nobody
+    others_direct_writes.Leave();
+    EXPECT(Well(write) && write->done_bytes() == kSize);
+    EXPECT(std::memcmp(scratch.Content().data(), page + shift, kSize) == 0);
+    AwaitWriteback(scratch.path());
+    EXPECT(AllAre(TakeWritebackFds(), file.direct_lock_fd()));  // and brought to the disk before others could enter
+  }
+}
+
 void ALadderThatGoesFromThePageCacheToDirectIsRefused() {
   const ScratchFile scratch("ladder");
   EXPECT(OpenFile(scratch.path(), {"threads-buffered", "threads"}).status().code() == StatusCode::kInvalidArgument);
   EXPECT(!OpenFile(scratch.path(), {"abacus"}).ok());
   EXPECT(OpenFile(scratch.path(), {"threads-buffered", "uring-buffered"}).ok());
-}
-
-// Once somebody else has had the lock alone, whoever had it before has left it, and so has written back.
-void AwaitWriteback(const std::string& path) {
-  const Descriptor own(path);
-  EdgeLock lock(own.fd, path);
-  EXPECT_OK(lock.Enter(/*alone=*/true));
-  lock.Leave();
 }
 
 void AFailedWritebackIsKeptForTheNextSync() {
@@ -475,8 +509,9 @@ int main(int argc, char** argv) {
              {TEST(AnySequenceLeavesWhatAModelWouldHold), TEST(ARequestOfManyPartsIsDoneWhenAllAre),
               TEST(ARequestOfNothingIsDoneAtOnce), TEST(AReadBeyondTheEndSaysHowMuchIsThere),
               TEST(AFailedWriteIsFoundByWhoeverLooks), TEST(EveryRequestEndsWhicheverPieceFails),
-              TEST(AnEngineThatIsLeftInMidFileLosesNothing), TEST(ALadderThatGoesFromThePageCacheToDirectIsRefused),
-              TEST(AFailedWritebackIsKeptForTheNextSync), TEST(ThousandsOfRequestsOfManyThreads),
-              TEST(WhenAllWereWaitedForEachIsDone), TEST(ClosingWaitsForWhatIsUnderWay), TEST(DescriptorsAreGivenBack),
+              TEST(AnEngineThatIsLeftInMidFileLosesNothing), TEST(WhatADirectEngineLeavesOverIsWrittenAlone),
+              TEST(ALadderThatGoesFromThePageCacheToDirectIsRefused), TEST(AFailedWritebackIsKeptForTheNextSync),
+              TEST(ThousandsOfRequestsOfManyThreads), TEST(WhenAllWereWaitedForEachIsDone),
+              TEST(ClosingWaitsForWhatIsUnderWay), TEST(DescriptorsAreGivenBack),
               TEST(WritersOfNeighbouringBytesLoseNoneWhileOthersRead), TEST(AForkedChildTouchesNothing)});
 }
