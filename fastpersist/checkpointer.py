@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastpersist.arena import Arena
 from fastpersist.background import PendingSave, SaveStats
 from fastpersist.capture import watch_steps
+from fastpersist.commit_order import Commit, commit_of, in_commit_order, read_commits
 from fastpersist.committed import check_files, committed_steps, read_manifest
 from fastpersist.coordination import Ranks
 from fastpersist.directory_commit import (
@@ -46,7 +47,7 @@ from fastpersist.errors import (
 )
 from fastpersist.explaining import explain, warn_caller
 from fastpersist.filesystem import make_directories
-from fastpersist.formats.manifest import step_name
+from fastpersist.formats.manifest import checked_step, step_name
 from fastpersist.group_save import Writers, tuned_writer_count
 from fastpersist.loading import MapLocation
 from fastpersist.owners import Owners
@@ -55,8 +56,9 @@ from fastpersist.retention import RetentionPolicy
 from fastpersist.root_upkeep import RootUpkeep, checked_metrics
 from fastpersist.sharing import Together
 from fastpersist.signal_save import SignalSave
-from fastpersist.step_loading import RANK_KEY, LoadOptions, load_newest, load_step
+from fastpersist.step_loading import RANK_KEY, LoadOptions, best_of, find_best, load_newest, load_step
 from fastpersist.step_saving import StepSave, StepSaver
+from fastpersist.steps_together import done_by_first
 from fastpersist.stores import Stores
 from fastpersist.untraced import untraced
 
@@ -67,7 +69,6 @@ __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("fastpersist")
 
-_LATEST_NAME = "LATEST"
 _STEP_PATTERN = re.compile(r"step-[0-9]{8,19}")
 _STATS_COUNT = 1000
 _FAILED_COUNT = 16
@@ -102,7 +103,8 @@ class Checkpointer:
         constant: What never changes (frozen weights): modules, tensors, lists and dicts of them.
         gate: "optimizer": its next step waits by itself for what is neither written nor copied. "manual": you call
             wait_captured() before anything changes.
-        keep: Keep the last so many steps.
+        keep: Keep the so many steps that were committed last. What load() has resumed from counts as one of them from
+            then on, so it stays until so many newer ones are durable.
         keep_every: Keep the steps that are multiples of it.
         keep_best: (count, metric, "min" or "max"): keep these too. Without any of the three, every step is kept.
         max_host_bytes: Host memory for copied state. None: the bytes of the state, but at most half of what is
@@ -116,8 +118,9 @@ class Checkpointer:
         process_group: Save with all its ranks, each with a Checkpointer of its own, made and used in the same order.
             The state that is saved is rank 0's; what the optimizer owns, or constant= names, is the same on all ranks,
             and its storages of 1 MiB and more are written by all writers, each a part, into one ordinary file. After
-            this constructor, torch's group is used by load() only. Ranks that see no common directory below their roots
-            each get a part of every step there; load() with the group puts the parts together.
+            this constructor, torch's group is used by load(), delete() and discard_after() only. Ranks that see no
+            common directory below their roots each get a part of every step there; load() with the group puts the parts
+            together.
         sharded: Each rank's state holds its shards (DTensors, as of FSDP2 or tensor parallelism) and what it has of the
             rest. All ranks write what they hold, and it is loaded on any number of ranks, sharded in any way. A step
             holds a checkpoint of torch.distributed.checkpoint, which its readers read, too.
@@ -166,7 +169,8 @@ class Checkpointer:
         self._owners = Owners(optimizer, constant, gate)
         if self._owners.optimizers():
             watch_steps()
-        self._upkeep = RootUpkeep(self._root, RetentionPolicy(keep, keep_every, keep_best))
+        self._retention = RetentionPolicy(keep, keep_every, keep_best)
+        self._upkeep = RootUpkeep(self._root, self._retention)
         self._arena = Arena(max_host_bytes)
         self._busy = busy
         self._on_error = on_error
@@ -403,7 +407,9 @@ class Checkpointer:
                 self._own_root()
             has_root = True
             after = partial(self._committed, step, metrics=metrics)
-            pending = self._saver.begin(StepSave(step, state, rank_state, metrics, overwrite, stats, after), together)
+            number = self._upkeep.next_commit_number
+            saved = StepSave(step, state, rank_state, metrics, overwrite, stats, after, number)
+            pending = self._saver.begin(saved, together)
             self._unfinished.append(pending)
             pending.when_finished(lambda: self._finished(pending))
             self._saver.tell_once(state)
@@ -512,13 +518,86 @@ class Checkpointer:
         return sorted(committed_steps(self._root))
 
     def latest(self) -> int | None:
-        """Return the newest committed step, None if there is none."""
-        return max(committed_steps(self._root), default=None)
+        """Return the newest committed step, None if there is none: that which was committed last, as LATEST says.
+
+        After going back to step 10, step 11 is newer than the 20 and 30 that are still there.
+        """
+        order = in_commit_order(self._commits())
+        return order[-1] if order else None
+
+    def best(self) -> int | None:
+        """Return the committed step that `keep_best` ranks first; None if none has its metric.
+
+        Raises:
+            ConfigError: This Checkpointer was made without keep_best.
+        """
+        return best_of(self._commits(), self._retention)
+
+    def _commits(self) -> dict[int, Commit | None]:
+        return {step: commit_of(manifest) for step, manifest in committed_steps(self._root).items()}
+
+    def discard_after(self, step: int) -> list[int]:
+        """Remove all steps with a greater number, for good: to go back to a step and forget what came of it.
+
+        Saves of this object that are under way are waited for first. With several ranks all of them call this.
+
+        Args:
+            step: The last one that stays; whether it is there is of no matter.
+
+        Returns:
+            The steps that were removed, ascending.
+
+        Raises:
+            ConfigError: It is no step, or another process saves to this root.
+            StorageError: One could not be removed, or somebody reads it right now; the others are.
+            PeerError: With several ranks: rank 0 failed.
+        """
+        after = checked_step(step)
+        return sorted(self._remove(lambda found: [other for other in found if other > after]))
+
+    def delete(self, step: int) -> None:
+        """Remove one step, for good, whatever the rules keep. It may be damaged.
+
+        Saves of this object that are under way are waited for first. With several ranks all of them call this.
+
+        Args:
+            step: Which.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step.
+            ConfigError, StorageError, PeerError: As `discard_after`.
+        """
+        wanted = checked_step(step)
+
+        def choose(found: list[int]) -> list[int]:
+            if wanted not in found:
+                raise CheckpointNotFoundError(f"there is no step {wanted} in {self._root}")
+            return [wanted]
+
+        self._remove(choose)
+
+    def _remove(self, choose: Callable[[list[int]], list[int]]) -> list[int]:
+        """Remove what is chosen of the steps there are, the newest first: what is left has then always been a state."""
+        self._refuse_unusable()
+        self._join_all(None)
+
+        def remove() -> list[int]:
+            steps = choose(in_commit_order(read_commits(self._root))[::-1])
+            if steps:
+                self._own_root()
+            return self._upkeep.remove(steps)
+
+        group = self._process_group
+        removed = done_by_first(group, self._root, "removing steps of", remove)
+        if group is not None:  # what other stores have of them is worth nothing without the first rank's part
+            self._upkeep.remove(removed)
+        self._unloadable.difference_update(removed)
+        return removed
 
     @untraced
     def load(
         self,
-        step: int | None = None,
+        step: int | Literal["best"] | None = None,
         *,
         map_location: MapLocation = None,
         into: Mapping[str, object] | None = None,
@@ -532,8 +611,9 @@ class Checkpointer:
         the same step; each may give another map_location. Whether a step is sharded, it says itself.
 
         Args:
-            step: Which; None for the newest committed one. If that one turns out to be damaged, a warning says so and
-                the one before it is taken; an explicit step is never replaced by another.
+            step: Which; "best" for that which `keep_best` ranks first; None for the newest committed one, as `latest`
+                says. If that one turns out to be damaged, a warning says so and the one that was committed before it is
+                taken; an explicit step is never replaced by another.
             map_location: As in torch.load.
             into: From keys of the state to what is filled in place, without a second copy: modules, optimizers,
                 tensors in dicts and lists, anything with load_state_dict. Of a sharded step, tensors may be DTensors
@@ -558,6 +638,13 @@ class Checkpointer:
         if self._process == os.getpid():
             self._join_all(None)
         options = LoadOptions(map_location, into, verify, weights_only, self._engine, self._process_group)
-        if step is not None:
-            return load_step(self._root, step, options)
-        return load_newest(self._root, options, strict=strict, on_unusable=self._unloadable.add)
+        resumed = self._upkeep.resumed_from
+        if step is None:
+            unusable = self._unloadable.add
+            return load_newest(self._root, options, strict=strict, on_unusable=unusable, on_loaded=resumed)
+        if step == "best":
+            step = find_best(self._root, options, self._retention)
+        number = checked_step(step)
+        found = load_step(self._root, number, options)
+        resumed(number)
+        return found

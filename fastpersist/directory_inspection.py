@@ -283,6 +283,7 @@ def _summary(path: str, manifest: CheckpointManifest) -> Manifest:
         versions=manifest.versions,
         host=manifest.host,
         stats=manifest.stats,
+        commit_number=manifest.commit_number,
     )
 
 

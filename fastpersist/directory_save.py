@@ -251,6 +251,7 @@ class DirectorySave:
         after: Callable[[], None] | None = None,
         apart: bool = False,
         _lane: Lane | None = None,
+        _next_commit_number: Callable[[], int] | None = None,
     ) -> PendingSave:
         """Make everything visible under the final name when all of it is written, with a MANIFEST.json.
 
@@ -274,7 +275,9 @@ class DirectorySave:
         kept_metrics = dict(metrics or {})
         after_lane = _lane or (_apart if apart else None)
         self._lane.submit(
-            lambda: self._pending.run(lambda: self._publish(durable, step, kept_metrics, after, after_lane))
+            lambda: self._pending.run(
+                lambda: self._publish(durable, step, kept_metrics, _next_commit_number, after, after_lane)
+            )
         )
         return self._pending
 
@@ -488,6 +491,7 @@ class DirectorySave:
         durable: bool,
         step: int | None,
         metrics: dict[str, float],
+        next_commit_number: Callable[[], int] | None,
         after: Callable[[], None] | None,
         after_lane: Lane | None,
     ) -> None:
@@ -509,16 +513,18 @@ class DirectorySave:
             self._check_length(name)
         self._pending.check()
         begun_s = time.monotonic()
+        number = None if next_commit_number is None else next_commit_number()
         manifest = manifest_now(
             (entry for entry in self._entries.values() if entry is not None),
             step=step,
             metrics=metrics,
             rank_count=None if self._together is None else self._together.session.count,
             stats=self._stats_so_far(),
+            commit_number=number,
         )
         if self._together is not None:
             if self._split is not None:
-                self._together.session.answer_each(self._split.commits(step, metrics, durable=durable))
+                self._together.session.answer_each(self._split.commits(step, metrics, number, durable=durable))
                 self._together.session.gather(b"")  # all other stores have published
             self._together.session.settle()
         try:

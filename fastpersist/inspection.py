@@ -63,6 +63,8 @@ class Manifest:
         versions: Directory: name and version of what wrote it.
         host: Directory: facts of the machine that wrote it.
         stats: Directory: what the save cost.
+        commit_number: Directory: its place in the order in which the steps of its root were committed; None if its
+            manifest says none.
         checkpoints: Root: the committed checkpoints, by step.
         leftovers: Root: names of what is no committed checkpoint: unfinished or replaced ones, which the next save
             removes, and damaged ones.
@@ -82,6 +84,7 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     host: dict[str, str | int] = field(default_factory=dict)
     stats: dict[str, float | int | str] = field(default_factory=dict)
+    commit_number: int | None = None
     checkpoints: tuple[Manifest, ...] = ()
     leftovers: tuple[str, ...] = ()
 

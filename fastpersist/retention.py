@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fastpersist.errors import ConfigError
 
-__all__ = ["RetentionPolicy", "steps_to_remove"]
+__all__ = ["RetentionPolicy", "best_steps", "steps_to_remove"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +16,10 @@ class RetentionPolicy:
     """The rules that keep steps; a step stays if any of them keeps it. Without any rule, all steps stay.
 
     Args:
-        keep: Keep the last so many steps, >= 1.
+        keep: Keep the so many steps, >= 1, that were committed last.
         keep_every: Keep the steps that are multiples of it, >= 1; step 0 is one.
         keep_best: (count, metric, "min" or "max"): keep the `count` steps, >= 1, with the smallest or largest value of
-            this metric. Steps without it, or with NaN, are not among them; of equal ones the newer stays.
+            this metric. Steps without it, or with NaN, are not among them; of equal ones the one committed later stays.
 
     Raises:
         ConfigError: A rule makes no sense.
@@ -57,27 +57,39 @@ def steps_to_remove(committed: Mapping[int, Mapping[str, float]], policy: Retent
     What is left keeps itself: asked again about it, the answer is no step.
 
     Args:
-        committed: From each committed step to its metrics.
+        committed: From each committed step to its metrics, in the order in which they were committed (`commit_order`).
         policy: The rules.
 
     Returns:
-        Steps to remove, ascending: the oldest goes first.
+        Steps to remove: the one that was committed first goes first.
 
     Thread safety: safe, as long as nobody changes `committed` meanwhile.
     """
     if policy.keep is None and policy.keep_every is None and policy.keep_best is None:
         return []
-    steps = sorted(committed)
+    steps = list(committed)
     kept = set(steps[-(policy.keep or 1) :])  # the newest stays whatever the rules are
     if policy.keep_every is not None:
         kept.update(step for step in steps if step % policy.keep_every == 0)
     if policy.keep_best is not None:
-        count, metric, direction = policy.keep_best
-        kept.update(_best_first(committed, metric, direction)[:count])
+        kept.update(best_steps(committed, policy.keep_best)[: policy.keep_best[0]])
     return [step for step in steps if step not in kept]
 
 
-def _best_first(committed: Mapping[int, Mapping[str, float]], metric: str, direction: str) -> list[int]:
+def best_steps(committed: Mapping[int, Mapping[str, float]], rule: tuple[int, str, str]) -> list[int]:
+    """Return the steps that have the metric of a `keep_best`, the best one first.
+
+    Args:
+        committed: As in `steps_to_remove`.
+        rule: The metric, and "min" or "max", stand behind a count that is of no matter here.
+
+    Thread safety: safe, as long as nobody changes `committed` meanwhile.
+    """
+    _, metric, direction = rule
     sign = 1.0 if direction == "min" else -1.0
-    values = [(sign * metrics[metric], -step) for step, metrics in committed.items() if metric in metrics]
-    return [-negative_step for value, negative_step in sorted(v for v in values if not math.isnan(v[0]))]
+    values = [
+        (sign * metrics[metric], -place, step)
+        for place, (step, metrics) in enumerate(committed.items())
+        if not math.isnan(metrics.get(metric, math.nan))
+    ]
+    return [step for _, _, step in sorted(values)]

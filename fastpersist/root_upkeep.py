@@ -1,22 +1,27 @@
-"""What is done in a root when a step is durable: LATEST names it, and what is kept no longer goes.
+"""What a root is told of its steps: the number of the next one, LATEST when one is durable, and which of them go.
 
-Which steps go is `retention`'s decision, how a directory is removed `directory_removal`'s. A failure costs no step.
+Which steps are kept no longer is `retention`'s decision, how a directory is removed `directory_removal`'s. A failure of
+what is done beside a save costs no step.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from fastpersist.commit_order import commit_of, in_commit_order, next_commit_number
 from fastpersist.committed import committed_steps
 from fastpersist.directory_commit import remove_directory
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, StorageError
 from fastpersist.filesystem import filesystem, storage_errors
-from fastpersist.formats.manifest import CheckpointManifest, encode_manifest, step_name
+from fastpersist.formats.manifest import COMMIT_NUMBER_MAX, CheckpointManifest, encode_manifest, step_name
 from fastpersist.retention import RetentionPolicy, steps_to_remove
 
 __all__ = ["RootUpkeep", "checked_metrics"]
@@ -27,21 +32,57 @@ _LATEST_NAME = "LATEST"
 
 
 class RootUpkeep:
-    """Keeps a root in order. One thread uses it.
+    """Keeps a root in order.
 
     Args:
         root: The directory.
         retention: What is kept.
+
+    Thread safety: any thread.
     """
 
     def __init__(self, root: str, retention: RetentionPolicy) -> None:
         self._root = root
         self._retention = retention
-        self._metrics: dict[int, dict[str, float]] | None = None  # of the committed steps
+        self._lock = threading.Lock()  # not held while anything is removed, which takes long
+        self._metrics: dict[int, Mapping[str, float]] | None = None  # of the committed steps, in order of commit
+        self._next_number = 1
+        self._resumed: int | None = None
 
     def forget(self) -> None:
         """Somebody else may have changed the root."""
-        self._metrics = None
+        with self._lock:
+            self._metrics = None
+
+    def resumed_from(self, step: int) -> None:
+        """A step was loaded: for retention it counts as committed now, and goes when `keep` newer ones have come."""
+        with self._lock:
+            self._resumed = step
+            if self._metrics is not None and step in self._metrics:
+                self._metrics[step] = self._metrics.pop(step)
+
+    def next_commit_number(self) -> int:
+        """Return the number of the step that is about to be made visible; greater than all that were there before.
+
+        Raises:
+            StorageError: The root cannot be listed.
+        """
+        with self._lock:
+            self._known()
+            number = self._next_number
+            self._next_number = min(number + 1, COMMIT_NUMBER_MAX)
+            return number
+
+    def _known(self) -> dict[int, Mapping[str, float]]:
+        """Return the metrics of the committed steps, in order of commit. Under the lock."""
+        if self._metrics is None:
+            commits = {step: commit_of(manifest) for step, manifest in committed_steps(self._root).items()}
+            order = in_commit_order(commits)
+            if self._resumed in order:
+                order.append(order.pop(order.index(self._resumed)))
+            self._next_number = max(self._next_number, next_commit_number(commits.values()))
+            self._metrics = {step: commits[step].metrics for step in order}
+        return self._metrics
 
     def after_commit(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> bool:
         """A step is durable: name it in LATEST, and remove what is kept no longer.
@@ -57,26 +98,70 @@ class RootUpkeep:
         """
         try:
             self._write_latest(step)
-            if self._metrics is None:
-                self._metrics = {found: manifest.metrics for found, manifest in committed_steps(self._root).items()}
-            self._metrics[step] = metrics
+            with self._lock:
+                known = self._known()
+                known.pop(step, None)
+                known[step] = metrics  # behind all others: these calls come in the order of the commits
+                counted = {found: known[found] for found in known if among is None or found in among}
         except StorageError as error:
             _log.warning("%s: step %d is saved, but what comes after was not done: %s", self._root, step, error)
             return False
-        counted = {found: self._metrics[found] for found in self._metrics if among is None or found in among}
         for old in steps_to_remove(counted, self._retention):
-            if old != step:  # which may be older than others, after a rewind
-                self._remove_step(old, self._metrics)
+            try:
+                with suppress(CheckpointNotFoundError):  # somebody else has removed it
+                    if not remove_directory(os.path.join(self._root, step_name(old))):
+                        continue  # somebody reads it: later
+                with self._lock:
+                    known.pop(old, None)
+            except StorageError as error:
+                _log.warning("%s: step %d is kept no longer, but stays: %s", self._root, old, error)
         return True
 
-    def _remove_step(self, step: int, known: dict[int, dict[str, float]]) -> None:
+    def remove(self, steps: Iterable[int]) -> list[int]:
+        """Remove steps because somebody has asked for it, and let LATEST name the newest of those that are left.
+
+        Args:
+            steps: Those that are there already no longer are passed over.
+
+        Returns:
+            What was removed, in the order in which it went.
+
+        Raises:
+            StorageError: One could not be removed; the message says which, and why. The others are.
+        """
+        removed = []
+        stuck: StorageError | None = None
+        for step in steps:
+            path = os.path.join(self._root, step_name(step))
+            try:
+                if remove_directory(path):
+                    removed.append(step)
+                    continue
+                message = f"step {step} of {self._root} is being read, and stays: remove it again when that is over"
+                stuck = StorageError(errno.EBUSY, message, path)
+            except CheckpointNotFoundError as error:
+                if os.path.lexists(path):  # without a manifest; it was never committed
+                    stuck = StorageError(None, f"{error}; it is no checkpoint: look at it, and remove it by hand", path)
+            except StorageError as error:
+                stuck = error
+        if removed:
+            self._name_newest()
+        if stuck is not None:
+            raise stuck
+        return removed
+
+    def _name_newest(self) -> None:
+        with self._lock:
+            self._metrics = None
+            commits = {step: commit_of(manifest) for step, manifest in committed_steps(self._root).items()}
+        if commits:
+            self._write_latest(in_commit_order(commits)[-1])
+            return
         try:
-            if remove_directory(os.path.join(self._root, step_name(step))):
-                del known[step]
-        except CheckpointNotFoundError:  # somebody else has removed it
-            del known[step]
+            filesystem().unlink(os.path.join(self._root, _LATEST_NAME))
         except StorageError as error:
-            _log.warning("%s: step %d is kept no longer, but stays: %s", self._root, step, error)
+            if error.errno != errno.ENOENT:
+                raise
 
     def _write_latest(self, step: int) -> None:
         path = os.path.join(self._root, _LATEST_NAME)

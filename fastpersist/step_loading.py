@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from fastpersist.committed import candidate_steps, open_file, read_committed
+from fastpersist.commit_order import Commit, commit_of, in_commit_order, read_commits
+from fastpersist.committed import committed_steps, open_file, read_committed
 from fastpersist.directory_locks import HeldDirectory
 from fastpersist.errors import (
     CheckpointNotFoundError,
+    ConfigError,
     CorruptionError,
     FastPersistError,
     FormatError,
@@ -35,17 +38,19 @@ from fastpersist.formats.manifest import (
 )
 from fastpersist.formats.parts import PartsRecord
 from fastpersist.loading import MapLocation
-from fastpersist.loading_together import UNKNOWN_RANK, SharedReader, reader_for
+from fastpersist.loading_together import SharedReader, reader_for
 from fastpersist.part_reading import read_record
 from fastpersist.pipeline import Read, read_extents
 from fastpersist.resuming import load_state
+from fastpersist.retention import RetentionPolicy, best_steps
 from fastpersist.source import CheckpointSource
 from fastpersist.step_parts import StepParts, refuse_alone
+from fastpersist.steps_together import hearing_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["RANK_KEY", "LoadOptions", "load_newest", "load_step"]
+__all__ = ["RANK_KEY", "LoadOptions", "best_of", "find_best", "load_newest", "load_step"]
 
 RANK_KEY = "rank_state"
 
@@ -86,14 +91,57 @@ def load_step(root: str, step: int, options: LoadOptions) -> Any:
         return _read_step(root, step, options, read)
 
 
-def load_newest(root: str, options: LoadOptions, *, strict: bool, on_unusable: Callable[[int], None]) -> Any:
-    """Load the newest step that is whole.
+def best_of(commits: Mapping[int, Commit | None], retention: RetentionPolicy) -> int | None:
+    """Return the step that `keep_best` ranks first; None if none has its metric.
+
+    Raises:
+        ConfigError: There is no such rule.
+    """
+    rule = _best_rule(retention)
+    metrics = {step: found.metrics for step in in_commit_order(commits) if (found := commits[step]) is not None}
+    return next(iter(best_steps(metrics, rule)), None)
+
+
+def find_best(root: str, options: LoadOptions, retention: RetentionPolicy) -> int:
+    """Return the step that `keep_best` ranks first among those that are committed; on all ranks the same.
+
+    Raises:
+        CheckpointNotFoundError: None has its metric.
+        ConfigError: There is no such rule.
+    """
+    rule = _best_rule(retention)
+
+    def look() -> dict[int, Commit | None]:
+        return {step: commit_of(manifest) for step, manifest in committed_steps(root).items()}
+
+    best = best_of(_listed(root, options, look), retention)
+    if best is None:
+        raise CheckpointNotFoundError(f"no committed step in {root} has the metric {rule[1]!r}")
+    return best
+
+
+def _best_rule(retention: RetentionPolicy) -> tuple[int, str, str]:
+    if retention.keep_best is None:
+        raise ConfigError('say which step is the best: Checkpointer(…, keep_best=(1, "loss", "min")), for example')
+    return retention.keep_best
+
+
+def load_newest(
+    root: str,
+    options: LoadOptions,
+    *,
+    strict: bool,
+    on_unusable: Callable[[int], None],
+    on_loaded: Callable[[int], None],
+) -> Any:
+    """Load the newest step that is whole: of the order in which they were committed.
 
     Args:
         root: Where the steps are.
         options: How.
         strict: Raise when the newest is damaged, instead of going back.
         on_unusable: Told each step that could not be loaded.
+        on_loaded: Told the one that was.
 
     Raises:
         CheckpointNotFoundError: There is no step.
@@ -106,11 +154,13 @@ def load_newest(root: str, options: LoadOptions, *, strict: bool, on_unusable: C
         shared: object = None
         try:
             with reader_for(options.process_group, f"step {newest} of {root}") as shared:
-                return _read_step(root, newest, options, shared)
+                found = _read_step(root, newest, options, shared)
+            on_loaded(newest)
+            return found
         except FastPersistError as error:
             if not isinstance(_cause(error, shared), _Unusable):
                 raise
-            if newest not in _listed(root, options):
+            if newest not in _listed(root, options, partial(read_commits, root)):
                 continue
             if strict:
                 raise
@@ -131,44 +181,42 @@ def _cause(error: FastPersistError, read: object) -> BaseException | None:
 
 
 def _newest(root: str, without: set[int], options: LoadOptions) -> int | None:
-    return max(_listed(root, options) - without, default=None)
+    order = in_commit_order(_listed(root, options, partial(read_commits, root)))
+    return next((step for step in reversed(order) if step not in without), None)
 
 
-def _listed(root: str, options: LoadOptions) -> set[int]:
+def _listed(root: str, options: LoadOptions, look: Callable[[], dict[int, Commit | None]]) -> dict[int, Commit | None]:
     """Return the steps that are there; with several ranks, those that the first one sees, or else that any sees."""
     group = options.process_group
     if group is None:
-        return candidate_steps(root)
+        return look()
     error: FastPersistError | None = None
 
-    def look() -> tuple[set[int], str | None]:
+    def looked() -> tuple[dict[int, Commit | None], str | None]:
         nonlocal error
         try:
-            return candidate_steps(root), None
+            return look(), None
         except FastPersistError as caught:
             error = caught
-            return set(), f"{type(caught).__name__}: {caught}"
+            return {}, f"{type(caught).__name__}: {caught}"
 
-    own: list[Any] = [look() if options.rank == 0 else None]
-    try:
+    own: list[Any] = [looked() if options.rank == 0 else None]
+    with hearing_all(root, "loading from"):
         dist.broadcast_object_list(own, src=dist.get_global_rank(group, 0), group=group)
         found = own
-        if own == [(set(), None)]:  # its host may be new, and take part in loading what others hold parts of
+        if own == [({}, None)]:  # its host may be new, and take part in loading what others hold parts of
             found = [None] * options.count
-            dist.all_gather_object(found, look() if options.rank else own[0], group=group)
-    except Exception as lost:
-        raise PeerError(
-            f"another rank is gone or silent while loading from {root}: {type(lost).__name__}: {lost}",
-            rank=UNKNOWN_RANK,
-            subject=root,
-        ) from lost
+            dist.all_gather_object(found, looked() if options.rank else own[0], group=group)
     if error is not None:
         raise error
     for rank, (_, failed) in enumerate(found):
         if failed is not None:
             text = f"rank {rank} failed while looking for steps in {root}: {failed}"
             raise PeerError(text, rank=rank, subject=root)
-    return set().union(*(steps for steps, _ in found))
+    union: dict[int, Commit | None] = {}
+    for commits, _ in found:
+        union.update({step: commit for step, commit in commits.items() if union.get(step) is None})
+    return union
 
 
 def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:

@@ -37,6 +37,7 @@ class StepSave:
         stats: Filled in.
         after: Done when the step is durable, beside the writing of the next one; where another rank than the first has
             published a store of its own, with the metrics of the first, and `among`, the steps that it has.
+        next_commit_number: Asked on the first rank when all is written.
     """
 
     step: int
@@ -46,6 +47,7 @@ class StepSave:
     overwrite: bool
     stats: SaveStats
     after: Callable[..., None]
+    next_commit_number: Callable[[], int]
 
 
 class StepSaver:
@@ -108,7 +110,13 @@ class StepSaver:
             if step.rank_state is not None:
                 directory.save(step.rank_state, rank_file_name(0), owners=self._owners, own=True)
             self._why_volatile = directory.captures[0].why_volatile
-            return directory.publish(step=step.step, metrics=step.metrics, after=step.after, _lane=self._removal_lane)
+            return directory.publish(
+                step=step.step,
+                metrics=step.metrics,
+                after=step.after,
+                _lane=self._removal_lane,
+                _next_commit_number=step.next_commit_number,
+            )
 
     def tell_once(self, state: object) -> None:
         """Say, after `begin`, what makes saves slow, and of each new structure what a default load would refuse.

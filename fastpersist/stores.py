@@ -244,7 +244,9 @@ class Split:
         )
         return encode_parts(PartsRecord(self.token, stores, firsts.index(first_rank), files))
 
-    def commits(self, step: int | None, metrics: Mapping[str, float], *, durable: bool) -> list[bytes]:
+    def commits(
+        self, step: int | None, metrics: Mapping[str, float], commit_number: int | None, *, durable: bool
+    ) -> list[bytes]:
         """Return what each rank is told when all parts are durable: something for the first rank of each store."""
         found = [b"{}"] * len(self.first_ranks)
         for rank in self.names:
@@ -252,6 +254,7 @@ class Split:
                 {
                     "step": step,
                     "metrics": dict(metrics),
+                    "commit_number": commit_number,
                     "durable": durable,
                     "rank_count": len(self.first_ranks),
                     "entries": [[entry.name, entry.size_bytes, entry.crc32] for entry in self.entries_of(rank)],
@@ -408,6 +411,7 @@ class PeerStore:
             metrics=commit["metrics"],
             rank_count=int(commit["rank_count"]),
             stats={name: value for name, value in stats.items() if name in _TOLD_STATS},
+            commit_number=commit["commit_number"],
         )
         self._replaced = pending.publish(
             encode_manifest(manifest),
@@ -537,6 +541,7 @@ def manifest_now(
     metrics: Mapping[str, float],
     rank_count: int | None,
     stats: Mapping[str, float | int | str],
+    commit_number: int | None = None,
 ) -> CheckpointManifest:
     """Return a manifest of files that this process has written just now.
 
@@ -546,6 +551,7 @@ def manifest_now(
         metrics: Of the training.
         rank_count: How many ranks have saved, if several.
         stats: What it cost.
+        commit_number: Its place among the steps of a root.
     """
     ranks = {} if rank_count is None else {"rank_count": rank_count}
     return CheckpointManifest(
@@ -556,4 +562,5 @@ def manifest_now(
         versions={"fastpersist": own_version(), "torch": torch.__version__, "python": platform.python_version()},
         host={"name": socket.gethostname(), "pid": os.getpid(), "kernel": platform.release(), **ranks},
         stats=dict(stats),
+        commit_number=commit_number,
     )

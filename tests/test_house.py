@@ -42,7 +42,7 @@ LAYERS = (
     }
     | {"stock", "tensor_memory", "tensor_parts", "untraced"},
     {"capture", "commit", "coordination", "pickling", "session", "source", "tensor_file"},
-    {"committed", "directory_commit", "directory_locks", "directory_removal"},
+    {"commit_order", "committed", "directory_commit", "directory_locks", "directory_removal"},
     {"background", "directory_inspection", "explaining", "filling", "fitting", "inspection", "loading", "resuming"}
     | {
         "guest_writing",
@@ -55,6 +55,7 @@ LAYERS = (
         "saving",
         "sharing",
         "step_parts",
+        "steps_together",
         "stores",
     },
     {"directory_save", "group_save", "peer_save", "signal_save"},

@@ -40,12 +40,13 @@ _EPILOG = """\
 a checkpoint directory also has
   files                 list of {name, size_bytes, crc32}
   step, time_s          null for a checkpoint of no step; Unix time
+  commit_number         order in which the steps of a root were committed; or null
   metrics               numbers; "nan", "inf" and "-inf" for what JSON has no number
   versions, host, stats what wrote it, where, and what that cost
 a root has
   checkpoint_count      of all committed checkpoints, whatever --limit says
   checkpoints           list of objects with path, size_bytes, has_checksums and
-                        what a checkpoint directory also has, oldest first
+                        what a checkpoint directory also has, by step
   latest                what the file LATEST says, a hint; null without one
   leftovers             names of unfinished, replaced and damaged checkpoints
 
@@ -148,6 +149,7 @@ def _checkpoint_as_json(manifest: Manifest) -> dict[str, object]:
         ],
         "step": manifest.step,
         "time_s": manifest.time_s,
+        "commit_number": manifest.commit_number,
         "metrics": {name: value if math.isfinite(value) else str(value) for name, value in manifest.metrics.items()},
         "versions": dict(manifest.versions),
         "host": dict(manifest.host),
@@ -248,9 +250,10 @@ def _print_root(manifest: Manifest, shown: Sequence[Manifest]) -> None:
     if not shown:
         return
     rows = []
+    newest = _newest(manifest)
     for found in shown:
         name = os.path.basename(found.path)
-        marks = ["newest"] * (found is manifest.checkpoints[-1]) + [_LATEST_NAME] * (name == latest)
+        marks = ["newest"] * (found is newest) + [_LATEST_NAME] * (name == latest)
         rows.append(
             (
                 printable(name),
@@ -264,6 +267,15 @@ def _print_root(manifest: Manifest, shown: Sequence[Manifest]) -> None:
     _print_table(
         ("step", "time", "size", "files", "metrics", ""), ("left", "left", "right", "right", "left", "left"), rows
     )
+
+
+def _newest(root: Manifest) -> Manifest:
+    """Return the checkpoint that was committed last."""
+    from fastpersist.commit_order import Commit, in_commit_order
+
+    found = dict(enumerate(root.checkpoints))
+    commits = {at: Commit(one.commit_number, one.time_s or 0.0, one.metrics) for at, one in found.items()}
+    return found[in_commit_order(commits)[-1]]
 
 
 def _print_table(headers: Sequence[str], alignments: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

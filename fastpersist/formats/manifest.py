@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from itertools import pairwise
 from fastpersist.errors import ConfigError, FormatError
 
 __all__ = [
+    "COMMIT_NUMBER_MAX",
     "DCP_METADATA_NAME",
     "MANIFEST_LIMIT_BYTES",
     "MANIFEST_NAME",
@@ -26,6 +28,7 @@ __all__ = [
     "CheckpointManifest",
     "FileEntry",
     "check_file_name",
+    "checked_step",
     "encode_manifest",
     "parse_manifest",
     "rank_file_name",
@@ -45,6 +48,9 @@ DCP_METADATA_NAME = ".metadata"
 
 MANIFEST_LIMIT_BYTES = 16 << 20
 """A manifest is not longer; read at most one byte more of a file that claims to be one."""
+
+COMMIT_NUMBER_MAX = (1 << 63) - 1
+"""The greatest number of a commit."""
 
 _FORMAT = 1
 _FILE_COUNT_MAX = 100_000
@@ -95,6 +101,8 @@ class CheckpointManifest:
         versions: Name and version of what wrote it.
         host: Facts of the machine that wrote it.
         stats: What the save cost; for people, so a float that is no finite number comes back as text.
+        commit_number: Its place in the order in which the steps of a root were committed; greater is newer. None if it
+            is no step of a root, or was written before there was this field.
     """
 
     files: tuple[FileEntry, ...]
@@ -104,6 +112,7 @@ class CheckpointManifest:
     versions: dict[str, str]
     host: dict[str, str | int]
     stats: dict[str, float | int | str]
+    commit_number: int | None = None
 
 
 NO_FILES = CheckpointManifest((), None, 0.0, {}, {}, {}, {})
@@ -124,9 +133,24 @@ def step_name(step: int) -> str:
 
     Thread safety: pure.
     """
-    if type(step) is not int or not 0 <= step < _INTEGER_LIMIT:
+    return f"step-{checked_step(step):08d}"
+
+
+def checked_step(step: object) -> int:
+    """Return a step as an int: any whole number that Python takes as an index, such as numpy's integers, but no bool.
+
+    Raises:
+        ConfigError: It is none, or not from 0 to 2**63 - 1.
+
+    Thread safety: pure.
+    """
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]  # told below
+    except (TypeError, ValueError, RuntimeError):  # the last: torch's, of a tensor that is no single integer
+        number = -1
+    if not 0 <= number < _INTEGER_LIMIT:
         raise ConfigError(f"a step is an int from 0 to 2**63 - 1, not {_shown(step)}")
-    return f"step-{step:08d}"
+    return number
 
 
 def step_of(name: str) -> int | None:
@@ -240,6 +264,7 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
             f'"format": {_FORMAT}',
             f'"step": {_json(manifest.step)}',
             f'"time_s": {_json(float(manifest.time_s))}',
+            *([] if manifest.commit_number is None else [f'"commit_number": {_json(manifest.commit_number)}']),
             f'"files": {_block("[", files, "]")}',
             *(
                 f'"{name}": {_block("{", _members(table), "}")}'
@@ -390,6 +415,7 @@ def _manifest_of(content: dict[str, object]) -> CheckpointManifest:
     if "step" not in content:
         raise ValueError('"step" is missing')
     step = content["step"]
+    number = content.get("commit_number")
     return CheckpointManifest(
         files=_files_of(content.get("files")),
         step=None if step is None else _natural_number(step, '"step"'),
@@ -401,6 +427,7 @@ def _manifest_of(content: dict[str, object]) -> CheckpointManifest:
             name: value if isinstance(value, float) else _text_or_integer(value)
             for name, value in _table(content, "stats").items()
         },
+        commit_number=None if number is None else _natural_number(number, '"commit_number"'),
     )
 
 

@@ -165,7 +165,7 @@ def test_damaged_structure_ends_with_1(checkpoint: Path, capsys: pytest.CaptureF
 # --- directories ---
 
 
-CHECKPOINT_KEYS = ["files", "step", "time_s", "metrics", "versions", "host", "stats"]
+CHECKPOINT_KEYS = ["files", "step", "time_s", "commit_number", "metrics", "versions", "host", "stats"]
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -181,6 +181,16 @@ def test_steps_of_a_root_are_listed_and_the_newest_is_marked(root: Path, capsys:
     assert rows[2][-4:] == ["loss", "0.1", "newest,", "LATEST"]
     size_bytes = sum(path.stat().st_size for path in (root / "step-00000010").glob("*.pt"))
     assert rows[2][3:6] == [f"{size_bytes / 1000:.1f}", "kB", "2"]
+
+
+def test_newest_is_the_one_that_was_committed_last(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fp.Checkpointer(root) as checkpoints:
+        checkpoints.load(8)
+        checkpoints.save(7, {})
+    assert main(["inspect", str(root)]) == 0
+    rows = [row for row in rows_of(capsys.readouterr().out) if row[0].startswith("step-")]
+    assert [row[0] for row in rows if "newest," in row and "LATEST" in row] == ["step-00000007"]
+    assert sum("newest," in row for row in rows) == 1
 
 
 def test_json_of_a_root_has_the_documented_keys(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,12 +106,16 @@ class Machine(RuleBasedStateMachine):
     # --- what the root has to hold
 
     def commit(self, step: int, state: Any, metrics: dict[str, float]) -> None:
-        """Let a save be committed, and retention do its work."""
+        """Let a save be committed, and retention do its work. `metrics` is in the order of the commits."""
+        self.metrics.pop(step, None)
         self.saved[step] = state
         self.metrics[step] = metrics
         for old in steps_to_remove(self.metrics, self.policy):
-            if old != step:
-                del self.metrics[old], self.saved[old]
+            del self.metrics[old], self.saved[old]
+
+    def newest(self) -> int | None:
+        """Return the step that was committed last."""
+        return next(reversed(self.metrics), None)
 
     def settle(self) -> None:
         """Wait for all saves."""
@@ -183,7 +187,7 @@ class Machine(RuleBasedStateMachine):
         """Die in a save, of a new step or (None) of the newest; another process goes on with what is there."""
         self.settle()
         if step is None:
-            step = max(self.saved, default=0)
+            step = self.newest() or 0
         if not self.root.exists():
             return
         self.root_count += 1
@@ -208,11 +212,14 @@ class Machine(RuleBasedStateMachine):
         was_committed = step in found and found[step] == after[step]
         assert was_committed or found == before
         self.saved = found
-        self.metrics = {
-            number: {"loss": 1.0} if number == step and was_committed else metrics_before[number] for number in found
-        }
-        if step in found and before.get(step) == after[step]:  # nobody can tell which of the two it is
-            self.metrics[step] = dict(committed_steps(str(self.root))[step].metrics)
+        self.metrics = {number: metrics for number, metrics in metrics_before.items() if number in found}
+        if step in found:
+            manifest = committed_steps(str(self.root))[step]
+            if before.get(step) == after[step]:  # only its place can tell which of the two it is
+                was_committed = self.checkpointer.latest() == step
+            if was_committed:
+                self.metrics.pop(step, None)
+                self.metrics[step] = dict(manifest.metrics)
 
     @precondition(lambda self: self.saved or self.pending)
     @rule(in_place=st.booleans())
@@ -222,7 +229,7 @@ class Machine(RuleBasedStateMachine):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             loaded = self.checkpointer.load(strict=True, into=run.targets() if in_place else None)
-        expected = self.saved[max(self.saved)]
+        expected = self.saved[self.newest()]
         if in_place:
             run.step = loaded["step"]
             assert portrait(copied(run.state())) == expected
@@ -242,7 +249,7 @@ class Machine(RuleBasedStateMachine):
     def damage_newest(self) -> None:
         """A file is lost: the step before is loaded, and the damaged one is nothing any longer."""
         self.settle()
-        newest = max(self.saved)
+        newest = self.newest()
         if len(self.saved) < 2:
             return
         path = committed_path(str(self.root), f"step-{newest:08d}")  # after a crash it may be a retired one
@@ -253,7 +260,7 @@ class Machine(RuleBasedStateMachine):
             loaded = fp.Checkpointer(self.root).load()
         assert "going back" in str(caught[0].message)
         loaded.pop("rank_state")
-        assert portrait(loaded) == self.saved[sorted(self.saved)[-2]]
+        assert portrait(loaded) == self.saved[list(self.metrics)[-2]]
         self.checkpointer.close()
         shutil.rmtree(path)
         del self.saved[newest], self.metrics[newest]
@@ -273,7 +280,8 @@ class Machine(RuleBasedStateMachine):
         reader = fp.Checkpointer(self.root)
         assert reader.steps() == sorted(self.saved)
         if self.saved:
-            assert self.look(max(self.saved)) == self.saved[max(self.saved)]
+            assert reader.latest() == self.newest()
+            assert self.look(self.newest()) == self.saved[self.newest()]
 
     @invariant()
     def nothing_is_left_when_all_is_settled(self) -> None:

@@ -98,6 +98,7 @@ MANIFESTS = st.builds(
     versions=st.dictionaries(TEXTS, TEXTS, max_size=3),
     host=st.dictionaries(TEXTS, TEXTS | INTEGERS, max_size=3),
     stats=st.dictionaries(TEXTS, TEXTS | INTEGERS | FINITE, max_size=3),
+    commit_number=st.none() | SIZES,
 )
 
 
@@ -130,7 +131,11 @@ def test_format_1_in_bytes() -> None:
         {},
     )
     assert encode_manifest(manifest).decode() == GOLDEN
+    numbered = GOLDEN.replace(".25,\n", '.25,\n  "commit_number": 3,\n')
+    assert encode_manifest(replace(manifest, commit_number=3)).decode() == numbered
+    assert parse_manifest(numbered.encode(), "x").commit_number == 3
     found = parse_manifest(GOLDEN.encode(), "x")
+    assert found.commit_number is None
     assert math.isnan(found.metrics.pop("worst"))
     assert found.metrics == {"loss": 2.5, "up": math.inf, "down": -math.inf}
     assert [entry.name for entry in found.files] == ["rank-00001.pt", "state.pt", "名前/a.b"]
@@ -197,6 +202,9 @@ def test_one_hundred_thousand_files_are_read_and_one_more_is_not() -> None:
         {"time_s": math.nan},
         {"time_s": math.inf},
         {"time_s": -1.0},
+        {"commit_number": -1},
+        {"commit_number": 1 << 63},
+        {"commit_number": 1.0},
         {"time_s": None},
         {"metrics": {"loss": None}},
         {"metrics": {"loss": True}},
@@ -304,6 +312,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "step of 5000 digits": (with_raw("step", "9" * 5000), "digits"),
     "number of 41 digits where nobody looks": (with_raw("later", "1" * 41), "41 digits"),
     "no time": (with_("time_s", None), "time_s"),
+    "negative number of a commit": (with_("commit_number", -1), "commit_number"),
+    "number of a commit true": (with_("commit_number", True), "commit_number"),
+    "number of a commit as text": (with_("commit_number", "1"), "commit_number"),
     "negative time": (with_("time_s", -1), "time_s"),
     "time of no calendar": (with_("time_s", 1e300), "time_s"),
     "time true": (with_("time_s", True), "time_s"),

@@ -30,23 +30,28 @@ def kept(committed: Committed, policy: RetentionPolicy) -> set[int]:
     return set(committed) - set(steps_to_remove(committed, policy))
 
 
+def newest_first(committed: Committed, steps: list[int], metric: str, sign: int) -> list[int]:
+    place = {step: place for place, step in enumerate(committed)}
+    return sorted(steps, key=lambda step: (sign * committed[step][metric], -place[step]))
+
+
 # --------------------------------------------------------------------------------------------- what always holds
 
 
 @given(COMMITTED, POLICIES)
 def test_newest_is_never_removed(committed: Committed, policy: RetentionPolicy) -> None:
-    assert not committed or max(committed) in kept(committed, policy)
+    assert not committed or list(committed)[-1] in kept(committed, policy)
 
 
 @given(COMMITTED, POLICIES)
-def test_removed_steps_are_committed_ones_in_ascending_order(committed: Committed, policy: RetentionPolicy) -> None:
+def test_removed_steps_are_committed_ones_the_oldest_first(committed: Committed, policy: RetentionPolicy) -> None:
     removed = steps_to_remove(committed, policy)
-    assert removed == sorted(set(removed) & set(committed))
+    assert removed == [step for step in committed if step in set(removed)]
 
 
 @given(COMMITTED, POLICIES)
 def test_what_is_left_keeps_itself(committed: Committed, policy: RetentionPolicy) -> None:
-    left = {step: committed[step] for step in kept(committed, policy)}
+    left = {step: committed[step] for step in committed if step in kept(committed, policy)}
     assert steps_to_remove(left, policy) == []
 
 
@@ -79,10 +84,14 @@ def test_rules_keep_together_what_each_keeps_alone(committed: Committed, policy:
 
 
 @given(COMMITTED, POLICIES, st.randoms())
-def test_order_of_the_steps_does_not_matter(committed: Committed, policy: RetentionPolicy, random: Any) -> None:
-    items = list(committed.items())
-    random.shuffle(items)
-    assert steps_to_remove(dict(items), policy) == steps_to_remove(committed, policy)
+def test_order_of_the_commits_counts_and_not_the_numbers(
+    committed: Committed, policy: RetentionPolicy, random: Any
+) -> None:
+    policy = replace(policy, keep_every=None)
+    numbers = random.sample(range(100), len(committed))
+    renamed = dict(zip(committed, numbers, strict=True))
+    removed = steps_to_remove({renamed[step]: metrics for step, metrics in committed.items()}, policy)
+    assert removed == [renamed[step] for step in steps_to_remove(committed, policy)]
 
 
 @given(COMMITTED, BEST)
@@ -92,13 +101,10 @@ def test_no_removed_step_is_better_than_the_best_that_stay(committed: Committed,
     sign = 1 if direction == "min" else -1
     ranked = [step for step in committed if not math.isnan(committed[step].get(metric, math.nan))]
     for step in set(removed) & set(ranked):
-        ahead = [
-            other
-            for other in ranked
-            if (sign * committed[other][metric], -other) < (sign * committed[step][metric], -step)
-        ]
+        order = newest_first(committed, ranked, metric, sign)
+        ahead = order[: order.index(step)]
         assert len(ahead) >= count
-        assert not set(sorted(ahead, key=lambda o: (sign * committed[o][metric], -o))[:count]) & set(removed)
+        assert not set(ahead[:count]) & set(removed)
 
 
 # --------------------------------------------------------------------------------------------- examples
@@ -117,13 +123,14 @@ LOSSES = {10: {"loss": 3.0}, 20: {"loss": 1.0}, 30: {"loss": math.nan}, 40: {}, 
         (plain(), RetentionPolicy(keep=1), []),
         (plain(1, 2, 3), RetentionPolicy(), []),
         (plain(1, 2, 3), RetentionPolicy(keep=1), [1, 2]),
-        (plain(3, 1, 2), RetentionPolicy(keep=2), [1]),
+        (plain(3, 1, 2), RetentionPolicy(keep=2), [3]),
+        (plain(10, 20, 30, 11), RetentionPolicy(keep=1), [10, 20, 30]),
         (plain(1, 2, 3), RetentionPolicy(keep=4), []),
         (plain(9, 10, 99_999_999, 100_000_000), RetentionPolicy(keep=2), [9, 10]),
         (plain(0, 5, 10, 15, 20, 21), RetentionPolicy(keep_every=10), [5, 15]),
         (plain(0, 5, 10, 15, 20, 21), RetentionPolicy(keep=2, keep_every=10), [5, 15]),
         (plain(5, 7), RetentionPolicy(keep_every=10), [5]),
-        (LOSSES, RetentionPolicy(keep_best=(1, "loss", "min")), [10, 20, 30, 40]),  # of equal ones the newer stays
+        (LOSSES, RetentionPolicy(keep_best=(1, "loss", "min")), [10, 20, 30, 40]),  # of equal ones the later one stays
         (LOSSES, RetentionPolicy(keep_best=(2, "loss", "min")), [10, 30, 40]),
         (LOSSES, RetentionPolicy(keep_best=(9, "loss", "min")), [30, 40]),
         (LOSSES, RetentionPolicy(keep_best=(2, "loss", "max")), [20, 30, 40, 50]),

@@ -1,0 +1,335 @@
+"""Steps count in the order in which they were committed: what is newest, what is kept, how a run goes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.directories import wait_for_report
+from support.forking import Child, Report
+from support.process_groups import rank_endings, run_ranks
+from support.runs import hidden_names
+from support.store_runs import two_stores
+
+import fastpersist as fp
+from fastpersist.directory_locks import hold_for_reading
+from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError, PeerError, StorageError
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"weight": torch.full((3000,), float(step)), "step": step}
+
+
+def save_steps(root: Path, *steps: int, **options: Any) -> None:
+    with fp.Checkpointer(root, **options) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, state(step), metrics={"loss": 100.0 / step})
+
+
+def newest_of(root: Path) -> int:
+    """Return the newest step, of which latest(), LATEST and load() must say the same."""
+    reader = fp.Checkpointer(root)
+    newest = reader.latest()
+    assert newest is not None
+    assert (root / "LATEST").read_text() == f"step-{newest:08d}\n"
+    assert reader.load()["step"] == newest
+    return newest
+
+
+def edit_manifest(root: Path, step: int, **changes: Any) -> None:
+    """Change values of a manifest; None removes one."""
+    path = root / f"step-{step:08d}" / "MANIFEST.json"
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+# --- the order
+
+
+def test_run_that_went_back_keeps_what_it_came_from_and_what_it_saves(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, 30)
+    with fp.Checkpointer(tmp_path, keep=3) as checkpointer:
+        assert checkpointer.load(10)["step"] == 10
+        found = []
+        for step in (11, 12, 13, 14):
+            checkpointer.save(step, state(step)).result()
+            found.append(checkpointer.steps())
+            assert newest_of(tmp_path) == step
+    assert found == [[10, 11, 30], [10, 11, 12], [11, 12, 13], [12, 13, 14]]
+
+
+def test_next_process_goes_on_with_what_was_saved_last(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, 30)
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.load(10)
+        checkpointer.save(11, state(11))
+    assert newest_of(tmp_path) == 11
+    save_steps(tmp_path, 12, keep=2)
+    assert newest_of(tmp_path) == 12
+    assert fp.Checkpointer(tmp_path).steps() == [11, 12]
+
+
+def test_step_that_replaces_another_is_the_newest(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    with fp.Checkpointer(tmp_path, keep=2) as checkpointer:
+        checkpointer.save(1, state(1), overwrite=True)
+    assert newest_of(tmp_path) == 1
+    assert checkpointer.steps() == [1, 3]
+
+
+def test_clock_that_is_set_back_changes_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step, now_s in ((1, 3000.0), (2, 1000.0), (3, 2000.0)):
+        monkeypatch.setattr("fastpersist.stores.time.time", lambda now_s=now_s: now_s)
+        save_steps(tmp_path, step, keep=2)
+    assert newest_of(tmp_path) == 3
+    assert fp.Checkpointer(tmp_path).steps() == [2, 3]
+
+
+def test_manifests_of_before_count_by_time_among_those_with_a_number(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3, 4)
+    for step, number, time_s in ((4, None, 100.0), (3, None, 200.0), (2, 5, 300.0), (1, None, 400.0)):
+        edit_manifest(tmp_path, step, commit_number=number, time_s=time_s)
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        for newest in (1, 2, 3, 4):
+            assert checkpointer.latest() == newest
+            assert checkpointer.load()["step"] == newest
+            checkpointer.delete(newest)
+
+
+def test_number_at_its_limit_keeps_nobody_from_saving(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    edit_manifest(tmp_path, 1, commit_number=(1 << 63) - 1)
+    save_steps(tmp_path, 2, 3)
+    assert newest_of(tmp_path) == 3
+
+
+@pytest.mark.parametrize("damage", ["state", "manifest"])
+def test_falling_back_goes_by_the_order_too(tmp_path: Path, damage: str) -> None:
+    save_steps(tmp_path, 10, 20, 30)
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.load(20)
+        checkpointer.save(21, state(21))
+        checkpointer.save(22, state(22))
+    for step in (21, 22):  # a manifest that cannot be read has no number: the step counts right behind the one below it
+        name = "state.pt" if damage == "state" or step == 21 else "MANIFEST.json"
+        (tmp_path / f"step-{step:08d}" / name).write_bytes(b"damaged")
+    with pytest.warns(RuntimeWarning, match="going back") as caught:
+        assert fp.Checkpointer(tmp_path).load()["step"] == 30
+    assert [str(warning.message).split(" cannot")[0].split()[-1] for warning in caught] == ["22", "21"]
+
+
+# --- discard_after, delete
+
+
+def test_discard_after_forgets_what_is_greater(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, 30)
+    with fp.Checkpointer(tmp_path, keep=3) as checkpointer:
+        checkpointer.save(5, state(5)).result()  # 10 has gone
+        assert checkpointer.discard_after(20) == [30]
+        assert newest_of(tmp_path) == 5
+        assert checkpointer.discard_after(5) == [20]
+        assert checkpointer.discard_after(5) == []
+        checkpointer.save(6, state(6)).result()
+        assert checkpointer.steps() == [5, 6]
+        assert newest_of(tmp_path) == 6
+    assert hidden_names(tmp_path) == []
+
+
+def test_discard_after_waits_for_saves_that_are_under_way(tmp_path: Path) -> None:
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state(step))
+        assert checkpointer.discard_after(1) == [2, 3]
+        checkpointer.save(2, state(2))
+    assert checkpointer.steps() == [1, 2]
+
+
+def test_delete_removes_one_step_and_latest_follows(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.delete(3)
+        assert newest_of(tmp_path) == 2
+        checkpointer.delete(1)
+        assert newest_of(tmp_path) == 2
+        with pytest.raises(CheckpointNotFoundError, match="no step 3"):
+            checkpointer.delete(3)
+        checkpointer.delete(2)
+        assert os.listdir(tmp_path) == [".lock"]
+        with pytest.raises(CheckpointNotFoundError):
+            checkpointer.load()
+
+
+def test_damaged_step_can_be_deleted(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    (tmp_path / "step-00000002" / "MANIFEST.json").write_text("{")
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.delete(2)
+    assert newest_of(tmp_path) == 1
+
+
+def test_removing_from_a_root_that_is_not_there_makes_none(tmp_path: Path) -> None:
+    with fp.Checkpointer(tmp_path / "run") as checkpointer:
+        assert checkpointer.discard_after(0) == []
+        with pytest.raises(CheckpointNotFoundError):
+            checkpointer.delete(1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_step_that_somebody_reads_stays_and_that_is_said(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+
+    def read(report: Report) -> None:
+        with hold_for_reading(str(tmp_path / "step-00000002")):
+            report(1)
+            signal.pause()
+
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        with Child(read) as child:
+            wait_for_report(child, 1)
+            with pytest.raises(StorageError, match=r"step 2 .* is being read"):
+                checkpointer.discard_after(1)
+            assert checkpointer.steps() == [1, 2]
+            assert newest_of(tmp_path) == 2
+        assert checkpointer.discard_after(1) == [2]
+
+
+def test_who_does_not_own_the_root_removes_nothing(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    with fp.Checkpointer(tmp_path) as owner:
+        owner.save(3, state(3)).result()
+
+        def other(report: Report) -> None:
+            try:
+                fp.Checkpointer(tmp_path).delete(1)
+            except ConfigError:
+                report(1)
+
+        with Child(other) as child:
+            wait_for_report(child, 1)
+    with pytest.raises(ConfigError, match="closed"):
+        owner.delete(1)
+    assert owner.steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "3", None])
+def test_what_is_no_step_is_not_removed(tmp_path: Path, step: Any) -> None:
+    checkpointer = fp.Checkpointer(tmp_path)
+    for remove in (checkpointer.delete, checkpointer.discard_after):
+        with pytest.raises(ConfigError, match="a step is an int"):
+            remove(step)
+
+
+# --- the best
+
+
+@pytest.mark.parametrize(("direction", "expected"), [("min", 30), ("max", 10)])
+def test_best_is_what_keep_best_ranks_first(tmp_path: Path, direction: str, expected: int) -> None:
+    save_steps(tmp_path, 10, 20, 30)
+    with fp.Checkpointer(tmp_path, keep_best=(2, "loss", direction)) as checkpointer:
+        assert checkpointer.best() == expected
+        assert checkpointer.load("best")["step"] == expected
+        checkpointer.save(40, state(40))
+        assert checkpointer.load("best")["step"] == expected  # it is no matter that 40 has none
+
+
+def test_of_equal_ones_the_one_committed_last_is_best(tmp_path: Path) -> None:
+    with fp.Checkpointer(tmp_path, keep_best=(1, "loss", "min")) as checkpointer:
+        for step in (10, 20, 11):
+            checkpointer.save(step, state(step), metrics={"loss": 1.0})
+        checkpointer.wait()
+        assert checkpointer.best() == 11
+    assert checkpointer.steps() == [11]
+
+
+def test_best_of_steps_without_metrics_is_none(tmp_path: Path) -> None:
+    checkpointer = fp.Checkpointer(tmp_path, keep_best=(1, "loss", "min"))
+    assert checkpointer.best() is None
+    checkpointer.save(1, state(1)).result()
+    checkpointer.save(2, state(2), metrics={"loss": float("nan")}).result()
+    assert checkpointer.best() is None
+    with pytest.raises(CheckpointNotFoundError, match="loss"):
+        checkpointer.load("best")
+    checkpointer.close()
+
+
+def test_best_that_is_damaged_is_an_error_and_no_other_step(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    file = tmp_path / "step-00000002" / "state.pt"
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(CorruptionError):
+        fp.Checkpointer(tmp_path, keep_best=(1, "loss", "min")).load("best")
+
+
+def test_without_a_rule_nobody_knows_what_best_is(tmp_path: Path) -> None:
+    checkpointer = fp.Checkpointer(tmp_path)
+    for ask in (checkpointer.best, lambda: checkpointer.load("best")):
+        with pytest.raises(ConfigError, match="keep_best"):
+            ask()
+    for step in ("newest", 1.0, True):
+        with pytest.raises(ConfigError, match="a step is an int"):
+            checkpointer.load(step)  # type: ignore[arg-type]
+
+
+# --- several ranks
+
+
+def test_ranks_go_back_and_remove_together(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, 30)
+
+    def work(rank: int, count: int) -> list[Any]:
+        with fp.Checkpointer(
+            tmp_path, keep=3, keep_best=(1, "loss", "min"), process_group=dist.group.WORLD
+        ) as checkpoints:
+            found: list[Any] = [checkpoints.load("best")["step"], checkpoints.load(10)["step"]]
+            checkpoints.save(11, state(11), metrics={"loss": 0.1}).result()
+            found += [checkpoints.load()["step"], checkpoints.load("best")["step"]]
+            found += [checkpoints.discard_after(11), checkpoints.discard_after(11)]
+            dist.barrier()
+            found += [checkpoints.steps(), checkpoints.latest(), checkpoints.load()["step"]]
+            return found
+
+    expected = [30, 10, 11, 11, [30], [], [10, 11], 11, 11]
+    assert run_ranks(2, work) == [expected, expected]
+    assert newest_of(tmp_path) == 11
+
+
+def test_parts_in_other_stores_go_with_the_step(tmp_path: Path) -> None:
+    roots = two_stores(tmp_path)
+
+    def work(rank: int, count: int) -> list[Any]:
+        with fp.Checkpointer(roots[rank], keep=3, process_group=dist.group.WORLD) as checkpoints:
+            for step in (10, 20, 30):
+                checkpoints.save(step, state(step))
+            found: list[Any] = [checkpoints.load(10)["step"]]
+            checkpoints.save(11, state(11)).result()
+            found += [checkpoints.steps(), checkpoints.load()["step"], checkpoints.discard_after(11)]
+            checkpoints.delete(10)
+            return [*found, checkpoints.steps(), checkpoints.latest()]
+
+    expected = [10, [10, 11, 30], 11, [30], [11], 11]
+    assert run_ranks(2, work) == [expected, expected]
+    numbers = []
+    for root in roots:
+        assert (root / "LATEST").read_text() == "step-00000011\n"
+        numbers.append(json.loads((root / "step-00000011" / "MANIFEST.json").read_text())["commit_number"])
+    assert numbers == [4, 4]
+
+
+def test_what_rank_0_cannot_remove_fails_on_all(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+
+    def work(rank: int, count: int) -> None:
+        with fp.Checkpointer(tmp_path, process_group=dist.group.WORLD) as checkpoints:
+            checkpoints.delete(7)
+
+    first, other = rank_endings(2, work)
+    assert first.error_type is CheckpointNotFoundError
+    assert other.error_type is PeerError
+    assert other.error_attributes["rank"] == 0
+    assert "no step 7" in other.error_text
