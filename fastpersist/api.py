@@ -15,6 +15,7 @@ import torch
 
 from fastpersist import directory_inspection, inspection
 from fastpersist.arena import Arena
+from fastpersist.arguments import local_path, require_bools
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
 from fastpersist.commit import PendingFile, resolve_target
@@ -109,14 +110,16 @@ def save(
     process_group: one at a time, and in the same order on all ranks.
     """
     started_s = time.monotonic()
+    name = _destination(obj, path)
+    require_bools(durable=durable, checksum=checksum, replace_links=replace_links, make_parents=make_parents)
     if process_group is not None:
-        if not isinstance(path, str | os.PathLike):
+        if name is None:
             raise UnsupportedError("ranks of a process group write to a path, not to a file object")
-        with together_with(process_group, os.fspath(path), writers, check_replicas=check_replicas) as together:
+        with together_with(process_group, name, writers, check_replicas=check_replicas) as together:
             if together is not None:
                 return save_together(
                     obj,
-                    os.fspath(path),
+                    name,
                     together,
                     durable=durable,
                     checksum=checksum,
@@ -126,12 +129,11 @@ def save(
                     replace_links=replace_links,
                     make_parents=make_parents,
                 )
-    if not isinstance(path, str | os.PathLike):
+    if name is None:
         if metadata is not None:
             raise ConfigError("a file object goes to torch.save, which keeps no metadata; pass a .safetensors path")
         stock_save(obj, path)
         return SaveReport("", 0, "torch.save", 0.0, 0.0, 0.0, time.monotonic() - started_s)
-    name = os.fspath(path)
     require_engine(engine)
     if make_parents:
         make_directories(os.path.dirname(os.path.abspath(name)))
@@ -231,10 +233,14 @@ def save_async(
     Thread safety: any thread. Nobody else may change the object while this runs. With a process_group: in the same
     order on all ranks.
     """
-    with together_with(process_group, os.fspath(path), writers, check_replicas=check_replicas) as together:
+    name = _destination(obj, path)
+    if name is None:
+        raise UnsupportedError("save_async writes to a path, not to a file object; save takes both")
+    require_bools(durable=durable, checksum=checksum, replace_links=replace_links, make_parents=make_parents)
+    with together_with(process_group, name, writers, check_replicas=check_replicas) as together:
         return _save_async(
             obj,
-            os.fspath(path),
+            name,
             Owners(optimizer, constant, gate),
             together,
             durable=durable,
@@ -421,13 +427,14 @@ def load(
 
     Thread safety: any thread, any number at once; with a process_group one at a time, in the same order on all ranks.
     """
-    if not isinstance(path, str | os.PathLike):
+    require_bools(weights_only=weights_only, verify=verify)
+    name = _path_of(path, "read")
+    if name is None:
         if verify or process_group is not None:
             raise UnsupportedError(
                 "a file object goes to torch.load, which cannot verify it or share it among ranks; pass its path"
             )
         return stock_load(path, map_location=map_location, weights_only=weights_only)
-    name = os.fspath(path)
     with reader_for(process_group, name) as read, CheckpointSource(name) as source:
         with _progress(source.path, source.size_bytes, progress) as poll:
             return load_checkpoint(
@@ -458,7 +465,7 @@ def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> V
 
     Thread safety: any thread.
     """
-    name = os.fspath(path)
+    name = local_path(path)
     if os.path.isdir(name):
         with _progress(name, directory_inspection.directory_bytes(name) if progress else 0, progress) as poll:
             return directory_inspection.verify_directory(name, engine=engine, poll=poll, explain=_with_damaged_shards)
@@ -493,7 +500,7 @@ def inspect(path: PathLike) -> Manifest:
 
     Thread safety: any thread.
     """
-    name = os.fspath(path)
+    name = local_path(path)
     if os.path.isdir(name):
         return directory_inspection.inspect_directory(name, add_shards=_with_shards)
     with CheckpointSource(name) as source:
@@ -506,6 +513,23 @@ def _with_shards(found: Manifest) -> Manifest:
     from fastpersist.sharded.inspection import with_sharded_tensors  # slow to import, like all of DCP
 
     return with_sharded_tensors(found)
+
+
+def _path_of(path: object, method: str) -> str | None:
+    """Return the path; None for a file object, which has this method."""
+    if not isinstance(path, str | bytes | os.PathLike) and hasattr(path, method):
+        return None
+    return local_path(path)
+
+
+def _destination(obj: object, path: object) -> str | None:
+    if (
+        isinstance(obj, str | os.PathLike)
+        and not isinstance(path, str | bytes | os.PathLike)
+        and not hasattr(path, "write")
+    ):
+        raise ConfigError(f"the object to save comes first, then the path: save(obj, {os.fspath(obj)!r})")
+    return _path_of(path, "write")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import signal
+import stat
 import sys
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastpersist.arena import Arena
+from fastpersist.arguments import local_path, require_bools
 from fastpersist.background import PendingSave, SaveStats
 from fastpersist.capture import watch_steps
 from fastpersist.commit_order import Commit, commit_of, in_commit_order, read_commits
@@ -84,6 +86,17 @@ def _saver_class(sharded: bool) -> type[StepSaver]:
     return ShardedSaver
 
 
+def _refuse_file(root: str) -> None:
+    try:
+        is_directory = stat.S_ISDIR(os.stat(root).st_mode)
+    except NotADirectoryError:
+        raise ConfigError(f"{root} cannot hold checkpoints: a file is where one of its parents should be") from None
+    except OSError:
+        return  # it is not there yet; or the first save says what is wrong
+    if not is_directory:
+        raise ConfigError(f"{root} is a file, and checkpoints are directories below their root: name a directory")
+
+
 class Checkpointer:
     """Saves, keeps and restores the state of a training run, below one directory.
 
@@ -97,7 +110,7 @@ class Checkpointer:
     root at a time; any number may read.
 
     Args:
-        root: The directory.
+        root: The directory: a path of a mounted file system, no URL; `~` in front is expanded.
         optimizer: Whose tensors are in the state: an optimizer, something that wraps one as `.optimizer`, or a list.
             Its tensors are written while forward and backward run; without it everything is copied inside save().
         constant: What never changes (frozen weights): modules, tensors, lists and dicts of them.
@@ -133,7 +146,7 @@ class Checkpointer:
             that has died keeps that until its lease on the file server ends (NFSv4: 90 s). 0: it does not wait.
 
     Raises:
-        ConfigError: Options that make no sense.
+        ConfigError: Options that make no sense, or the root is a file.
 
     Thread safety: save, wait_captured and close from the training thread; steps, latest, load and stats from any.
     """
@@ -165,7 +178,9 @@ class Checkpointer:
         if on_error not in ("raise", "warn"):
             raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
         require_engine(engine)
-        self._root = os.path.abspath(root)
+        require_bools(paranoid=paranoid, sharded=sharded, check_replicas=check_replicas)
+        self._root = os.path.abspath(local_path(root, "root"))
+        _refuse_file(self._root)
         self._owners = Owners(optimizer, constant, gate)
         if self._owners.optimizers():
             watch_steps()

@@ -19,6 +19,7 @@ from typing import Any
 
 from fastpersist import _native
 from fastpersist.arena import Arena, ArenaOfSave
+from fastpersist.arguments import local_path, require_bools
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
 from fastpersist.committed import candidate_steps
@@ -27,7 +28,7 @@ from fastpersist.directory_commit import Overwrite, PendingDirectory, files_in
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, CoordinationError, SkippedError, StorageError
 from fastpersist.filesystem import filesystem, hint_at_make_parents, make_directories, storage_errors
-from fastpersist.formats.manifest import FileEntry, check_file_name, encode_manifest
+from fastpersist.formats.manifest import FileEntry, check_file_name, checked_step, encode_manifest
 from fastpersist.formats.parts import PARTS_NAME, part_name
 from fastpersist.guest_writing import Guest, Site
 from fastpersist.layout import align_up
@@ -103,10 +104,11 @@ class DirectorySave:
         self._unsynced: deque[tuple[int, str]] = deque()  # written; after an error the directory closes them
         self._looked: tuple[int, tuple[object, ...], Ownership] | None = None
         self.captures: list[Capture] = []
-        final_path = os.path.abspath(path)
+        require_bools(make_parents=make_parents)
+        final_path = os.path.abspath(local_path(path))
         if make_parents:
             make_directories(os.path.dirname(final_path))
-        hidden_in = None if pending_in is None else os.fspath(pending_in)
+        hidden_in = None if pending_in is None else local_path(pending_in, "pending_in")
         with hint_at_make_parents(final_path):
             self._directory = PendingDirectory.create(final_path, overwrite=overwrite, pending_in=hidden_in)
         self._process = os.getpid()
@@ -266,9 +268,11 @@ class DirectorySave:
             The save; result() returns the final path. Errors of every file are raised there.
 
         Raises:
-            ConfigError: It was published or aborted before.
+            ConfigError: It was published or aborted before, or an argument makes no sense.
         """
         self._refuse_closed()
+        require_bools(durable=durable, apart=apart)
+        step = None if step is None else checked_step(step)
         self._closed = True
         self._looked = None  # it keeps the optimizer's tensors
         self._spread.begin()

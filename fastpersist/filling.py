@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from fastpersist.arguments import local_path
 from fastpersist.errors import (
     ChecksumError,
     ConfigError,
@@ -120,7 +121,7 @@ def load_into(
 
     Thread safety: any thread; nobody else may use the target's tensors meanwhile.
     """
-    name = os.fspath(path)
+    name = local_path(path)
     with reader_for(process_group, name) as read, CheckpointSource(name) as source:
         structure = _read_structure(source)
         pairs = _match(source.path, structure.stored, target, strict)

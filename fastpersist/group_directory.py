@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from fastpersist.arena import Arena
+from fastpersist.arguments import local_path
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.directory_commit import Overwrite
 from fastpersist.directory_save import DirectorySave
@@ -72,7 +73,7 @@ def directory_save_together(
 
     Thread safety: in the same order on all ranks.
     """
-    final_path = os.path.abspath(path)
+    final_path = os.path.abspath(local_path(path))
     with together_with(process_group, final_path, writers, check_replicas=check_replicas, confirms=True) as together:
         require_engine(engine)
         if together is not None and together.session.rank:

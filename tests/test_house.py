@@ -23,6 +23,7 @@ LAYERS = (
     {"_native", "errors", "config"},
     {
         "arena",
+        "arguments",
         "connections",
         "cufile",
         "devices",

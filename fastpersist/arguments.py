@@ -1,0 +1,53 @@
+"""Arguments of public functions that make no sense: refused before anything is done, with what was probably meant."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from fastpersist.errors import ConfigError
+
+__all__ = ["local_path", "require_bools"]
+
+# Of one letter it would be a drive. pathlib leaves one slash of two.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+
+
+def local_path(path: object, what: str = "path") -> str:
+    """Return the path of a local file or directory, with `~` and `~user` in front expanded.
+
+    Args:
+        path: A str or os.PathLike.
+        what: The argument's name, for messages.
+
+    Raises:
+        ConfigError: It is a URL, bytes, empty, or no path at all.
+
+    Thread safety: any thread.
+    """
+    name = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if isinstance(name, bytes):
+        raise ConfigError(f"{what} is a str or pathlib.Path, not bytes: pass os.fsdecode({name!r})")
+    if not isinstance(name, str):
+        raise ConfigError(f"{what} is a str or pathlib.Path, not a value of type {type(path).__name__}")
+    if not name or "\0" in name:
+        raise ConfigError(f"{what} is {name!r}, which names no file")
+    if url := _URL.match(name):
+        raise ConfigError(
+            f"{what} is the URL {name!r}, and only what is mounted can be saved to and loaded from: mount it, or copy "
+            f"the files (a directory that is really called {url[1]}: is ./{url[1]}:)"
+        )
+    return os.path.expanduser(name)
+
+
+def require_bools(**options: object) -> None:
+    """Refuse what is neither True nor False: a text such as "no" would count as True.
+
+    Raises:
+        ConfigError: One is no bool (Python's or numpy's) and no int; the message names it.
+
+    Thread safety: any thread.
+    """
+    for name, value in options.items():
+        if not isinstance(value, int) and str(getattr(value, "dtype", "")) != "bool":
+            raise ConfigError(f"{name} is True or False, not {value!r}")
