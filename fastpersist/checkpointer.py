@@ -15,6 +15,7 @@ length; nothing else is trusted. How a directory becomes visible: `directory_com
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import re
@@ -119,7 +120,8 @@ class Checkpointer:
         keep: Keep the so many steps that were committed last. What load() has resumed from counts as one of them from
             then on, so it stays until so many newer ones are durable.
         keep_every: Keep the steps that are multiples of it.
-        keep_best: (count, metric, "min" or "max"): keep these too. Without any of the three, every step is kept.
+        keep_best: (count, metric, "min" or "max"): keep these too. While no step has the metric, every step is kept.
+            Without any of the three, too.
         max_host_bytes: Host memory for copied state. None: the bytes of the state, but at most half of what is
             available. What does not fit is waited for: slower, never wrong.
         busy: What save() does while two saves are unfinished: "wait" for the first; "latest": leave out the one that
@@ -202,6 +204,7 @@ class Checkpointer:
         self._signals = SignalSave(self._owners, self._save_for_signal)
         self._process = os.getpid()
         self._closed = False
+        self._metric_looked_for = False
         self._check_replicas = check_replicas
         if sharded and (check_replicas or writers not in ("auto", "all")):
             raise ConfigError("with sharded=True each rank writes what it holds: there is no writers or check_replicas")
@@ -428,6 +431,8 @@ class Checkpointer:
             self._unfinished.append(pending)
             pending.when_finished(lambda: self._finished(pending))
             self._saver.tell_once(state)
+            if together is None or not together.session.rank:
+                self._look_for_metric(metrics)
         except (StorageError, ConfigError) as error:
             if self._on_error == "raise" or (has_root and isinstance(error, ConfigError)):
                 raise
@@ -439,6 +444,21 @@ class Checkpointer:
             self._deliver()
         stats.stall_s = time.monotonic() - started_s  # what its parts have noted included
         return pending
+
+    def _look_for_metric(self, metrics: Mapping[str, float]) -> None:
+        """Say at the first save if `keep_best` goes by a metric that it does not have: the name may be misspelt."""
+        rule = self._retention.keep_best
+        if rule is None or self._metric_looked_for:
+            return
+        self._metric_looked_for = True
+        if rule[1] not in metrics:
+            given = ", ".join(map(repr, metrics)) or "none"
+            alike = difflib.get_close_matches(rule[1], metrics, 1)
+            meant = f" (is {alike[0]!r} meant?)" if alike else ""
+            warn_caller(
+                f"keep_best goes by the metric {rule[1]!r}, and the metrics of this save are: {given}{meant}. While no "
+                "step has it, every step is kept"
+            )
 
     def _committed(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> None:
         """The step is durable; beside the writing of the next one. `among`: see `RootUpkeep.after_commit`."""

@@ -119,6 +119,8 @@ class VerifyReport:
         has_checksums: False: the structure was checked, but there is nothing to compare the bytes (of some file of a
             directory) with.
         leftovers: Of a directory of checkpoints: names of unfinished and replaced ones, which are no damage.
+
+    As a bool it is `ok`.
     """
 
     path: str
@@ -131,6 +133,9 @@ class VerifyReport:
     def ok(self) -> bool:
         """Nothing is wrong with what could be checked."""
         return not self.damages
+
+    def __bool__(self) -> bool:
+        return self.ok
 
 
 def inspect_source(source: CheckpointSource) -> Manifest:

@@ -20,6 +20,7 @@ class RetentionPolicy:
         keep_every: Keep the steps that are multiples of it, >= 1; step 0 is one.
         keep_best: (count, metric, "min" or "max"): keep the `count` steps, >= 1, with the smallest or largest value of
             this metric. Steps without it, or with NaN, are not among them; of equal ones the one committed later stays.
+            While no step has the metric, which may be misspelt, all steps stay.
 
     Raises:
         ConfigError: A rule makes no sense.
@@ -66,6 +67,8 @@ def steps_to_remove(committed: Mapping[int, Mapping[str, float]], policy: Retent
     Thread safety: safe, as long as nobody changes `committed` meanwhile.
     """
     if policy.keep is None and policy.keep_every is None and policy.keep_best is None:
+        return []
+    if policy.keep_best is not None and not any(policy.keep_best[1] in metrics for metrics in committed.values()):
         return []
     steps = list(committed)
     kept = set(steps[-(policy.keep or 1) :])  # the newest stays whatever the rules are

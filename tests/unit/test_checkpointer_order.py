@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,8 @@ def test_best_is_what_keep_best_ranks_first(tmp_path: Path, direction: str, expe
     with fp.Checkpointer(tmp_path, keep_best=(2, "loss", direction)) as checkpointer:
         assert checkpointer.best() == expected
         assert checkpointer.load("best")["step"] == expected
-        checkpointer.save(40, state(40))
+        with pytest.warns(RuntimeWarning, match="keep_best goes by the metric 'loss'"):
+            checkpointer.save(40, state(40))
         assert checkpointer.load("best")["step"] == expected  # it is no matter that 40 has none
 
 
@@ -250,8 +252,8 @@ def test_of_equal_ones_the_one_committed_last_is_best(tmp_path: Path) -> None:
 def test_best_of_steps_without_metrics_is_none(tmp_path: Path) -> None:
     checkpointer = fp.Checkpointer(tmp_path, keep_best=(1, "loss", "min"))
     assert checkpointer.best() is None
-    checkpointer.save(1, state(1)).result()
-    checkpointer.save(2, state(2), metrics={"loss": float("nan")}).result()
+    checkpointer.save(1, state(1), metrics={"loss": float("nan")}).result()
+    checkpointer.save(2, state(2)).result()
     assert checkpointer.best() is None
     with pytest.raises(CheckpointNotFoundError, match="loss"):
         checkpointer.load("best")
@@ -274,6 +276,36 @@ def test_without_a_rule_nobody_knows_what_best_is(tmp_path: Path) -> None:
     for step in ("newest", 1.0, True):
         with pytest.raises(ConfigError, match="a step is an int"):
             checkpointer.load(step)  # type: ignore[arg-type]
+
+
+# --- a metric that no step has
+
+
+def test_misspelt_metric_is_told_at_the_first_save_and_nothing_goes(tmp_path: Path) -> None:
+    with fp.Checkpointer(tmp_path, keep=1, keep_best=(1, "los", "min")) as checkpointer:
+        with pytest.warns(RuntimeWarning) as caught:
+            checkpointer.save(1, state(1), metrics={"loss": 1.0, "lr": 2.0})
+        for step in (2, 3):
+            checkpointer.save(step, state(step), metrics={"loss": 1.0})
+    assert [str(warning.message) for warning in caught] == [
+        "keep_best goes by the metric 'los', and the metrics of this save are: 'loss', 'lr' (is 'loss' meant?). While "
+        "no step has it, every step is kept"
+    ]
+    assert caught[0].filename == __file__
+    assert checkpointer.steps() == [1, 2, 3]
+    save_steps(tmp_path, 4, keep=1, keep_best=(1, "loss", "max"))
+    assert checkpointer.steps() == [4]
+
+
+def test_only_rank_0_tells_of_a_misspelt_metric(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> int:
+        with fp.Checkpointer(tmp_path, keep_best=(1, "los", "min"), process_group=dist.group.WORLD) as checkpoints:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                checkpoints.save(1, state(1), metrics={"loss": 1.0} if rank == 0 else None)
+        return len(caught)
+
+    assert run_ranks(2, work) == [1, 0]
 
 
 # --- several ranks

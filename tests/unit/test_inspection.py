@@ -92,6 +92,7 @@ def test_file_without_checksums_says_so(path: Path) -> None:
     assert manifest.tensors[0].crc32 is None
     report = fp.verify(path)
     assert report.ok
+    assert bool(report) is True
     assert not report.has_checksums
     assert report.checked_bytes == 0
 
@@ -116,6 +117,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         with pytest.raises(fp.UnsupportedError, match="neither"):
             fp.inspect(tmp_path / name)
         assert not fp.verify(tmp_path / name).ok
+        assert bool(fp.verify(tmp_path / name)) is False
     for look in (fp.inspect, fp.verify):
         with pytest.raises(fp.CheckpointNotFoundError):
             look(tmp_path / "nothing.pt")
@@ -133,6 +135,7 @@ def test_good_files_are_good(suffix: str, tmp_path: Path) -> None:
     fp.save(state, path)
     report = fp.verify(path)
     assert report.ok
+    assert bool(report) is True
     assert report.has_checksums
     assert report.damages == ()
     assert report.checked_bytes >= sum(tensor.nbytes for tensor in state.values())

@@ -134,7 +134,9 @@ LOSSES = {10: {"loss": 3.0}, 20: {"loss": 1.0}, 30: {"loss": math.nan}, 40: {}, 
         (LOSSES, RetentionPolicy(keep_best=(2, "loss", "min")), [10, 30, 40]),
         (LOSSES, RetentionPolicy(keep_best=(9, "loss", "min")), [30, 40]),
         (LOSSES, RetentionPolicy(keep_best=(2, "loss", "max")), [20, 30, 40, 50]),
-        (LOSSES, RetentionPolicy(keep_best=(1, "los", "max")), [10, 20, 30, 40, 50]),
+        (LOSSES, RetentionPolicy(keep_best=(1, "los", "max")), []),  # misspelt: nothing goes until a step has it
+        (LOSSES, RetentionPolicy(keep=1, keep_every=7, keep_best=(1, "los", "max")), []),
+        ({1: {}, 2: {"loss": math.nan}, 3: {}}, RetentionPolicy(keep_best=(1, "loss", "max")), [1, 2]),
         (LOSSES, RetentionPolicy(keep=2, keep_every=40, keep_best=(1, "loss", "min")), [10, 20, 30]),
         (
             {1: {"x": -math.inf}, 2: {"x": math.inf}, 3: {"x": math.nan}},
