@@ -21,7 +21,7 @@ from fastpersist.capture import Capture
 from fastpersist.commit import PendingFile, resolve_target
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.filesystem import filesystem, hint_at_make_parents, make_directories, storage_errors
+from fastpersist.filesystem import filesystem, hint_at_make_parents, make_directories, storage_errors, tell_free
 from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
 from fastpersist.group_save import Writers, end_session, save_together, together_with
 from fastpersist.inspection import Manifest, VerifyReport
@@ -156,9 +156,10 @@ def save(
             written = write_container(container, pending.fd, target.path, engine=engine, poll=poll)
         written_s = time.monotonic()
         pending.publish(container.size_bytes, durable=durable)
-    except BaseException:
+    except BaseException as error:
         if pending is not None:
             pending.abort()
+        tell_free(error)
         raise
     return SaveReport(
         path=name,

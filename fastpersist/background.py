@@ -20,10 +20,13 @@ from pathlib import Path
 
 from fastpersist.capture import Capture
 from fastpersist.errors import FastPersistError, SkippedError
+from fastpersist.filesystem import tell_free
 
 __all__ = ["Lane", "PendingSave", "SaveStats"]
 
 _log = logging.getLogger("fastpersist")
+
+_ROOM_FOR_A_STEP = "old steps go only when the new one is durable, so keep=3 needs room for 4"
 
 
 @dataclass(slots=True)
@@ -365,6 +368,7 @@ class PendingSave:
                 clean_up(error)
             except Exception:  # noqa: BLE001 - the save's own error matters more
                 _log.exception("cleaning up after a failed save of %s", self._path)
+        tell_free(error, "" if self._stats.step is None else _ROOM_FOR_A_STEP)
         self._error = error
         self._stats.error = f"{type(error).__name__}: {error}"
         if not isinstance(error, SkippedError):

@@ -98,6 +98,13 @@ def _refuse_file(root: str) -> None:
         raise ConfigError(f"{root} is a file, and checkpoints are directories below their root: name a directory")
 
 
+def _step_of(step: object, state: object) -> int:
+    """Return the step that save() was given, as an int."""
+    if not hasattr(step, "__index__") and isinstance(state, int):
+        raise ConfigError(f"the step comes first, then the state: save({state!r}, state)")
+    return checked_step(step)
+
+
 class Checkpointer:
     """Saves, keeps and restores the state of a training run, below one directory.
 
@@ -244,7 +251,7 @@ class Checkpointer:
         """Save the state of a step; returns when everything that may change before the next step is copied.
 
         Args:
-            step: 0 or more.
+            step: 0 or more; numpy's integers, too.
             state: Whatever torch.save takes, usually a dict; pickled before this returns.
             rank_state: This process's own object (data position, RNG), kept beside it; load() returns it under
                 "rank_state". With several ranks, each may have one.
@@ -265,12 +272,16 @@ class Checkpointer:
         self._refuse_unusable()
         if self._ranks is None:
             self._deliver()
+            step = _step_of(step, state)
+            require_bools(overwrite=overwrite)
             # A loop that went back to an older step comes by the damaged one again.
             overwrite = overwrite or self._signals.saved_step == step or self._is_damaged(step)
             return self._save(step, state, rank_state, checked_metrics(metrics), overwrite, self._busy)
         session = self._ranks.begin(f"step {step} of {self._root}")  # first: all ranks count their saves
         earlier, self._failed = self._failed, deque(maxlen=_FAILED_COUNT)
         try:
+            step = _step_of(step, state)
+            require_bools(overwrite=overwrite)
             overwrite = self._ranks.rank == 0 and (overwrite or self._is_damaged(step))
             together = Together(session, step_name(step), self._writers, self._check_replicas, stores=self._stores)
             pending = self._save(step, state, rank_state, checked_metrics(metrics), overwrite, self._busy, together)

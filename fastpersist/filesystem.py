@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from fastpersist import _native
 from fastpersist.errors import ConfigError, FormatError, NoSpaceError, StorageError, UnsupportedError
@@ -26,6 +26,7 @@ __all__ = [
     "open_regular",
     "reopened",
     "storage_errors",
+    "tell_free",
     "using",
 ]
 
@@ -43,6 +44,29 @@ def storage_errors(operation: str, path: str) -> Iterator[None]:
     except OSError as error:
         kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
         raise kind(error.errno, f"{operation} {path}: {error.strerror}", path) from error
+
+
+def tell_free(error: BaseException, hint: str = "") -> None:
+    """Add to a NoSpaceError how much is free where its file was to be; ask when what was begun of it is removed again.
+
+    Args:
+        error: Other errors are left as they are.
+        hint: What to do, for its end.
+    """
+    if not isinstance(error, NoSpaceError) or not isinstance(error.filename, str):
+        return
+    directory = os.path.abspath(error.filename)
+    while not os.path.isdir(directory):
+        directory = os.path.dirname(directory)
+    said = [str(error)]
+    if error.errno == errno.ENOSPC:  # of a quota (EDQUOT), the rest is not told here
+        with suppress(OSError):
+            room = os.statvfs(directory)
+            free_bytes = room.f_bavail * room.f_frsize
+            free = f"{free_bytes / 1e9:.2f} GB" if free_bytes >= 1e9 else f"{free_bytes / 1e6:.2f} MB"
+            no_names = room.f_files > 0 and room.f_favail == 0
+            said.append(f"no more files can be made there, {free} are free" if no_names else f"{free} are free there")
+    error.args = (error.errno, "; ".join([*said, *([hint] if hint else [])]))
 
 
 class Filesystem:

@@ -181,6 +181,8 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     Raises:
         ConfigError: They are not.
     """
+    if not isinstance(metrics, Mapping | None):
+        raise ConfigError(f'metrics is a dict from names to numbers, such as {{"loss": 0.5}}; not {metrics!r}')
     checked = {}
     for name, value in (metrics or {}).items():
         try:

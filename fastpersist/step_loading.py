@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from fastpersist.arguments import require_bools
 from fastpersist.commit_order import Commit, commit_of, in_commit_order, read_commits
 from fastpersist.committed import committed_steps, open_file, read_committed
 from fastpersist.directory_locks import HeldDirectory
@@ -67,6 +68,14 @@ class LoadOptions:
     weights_only: bool
     engine: str
     process_group: ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        require_bools(verify=self.verify, weights_only=self.weights_only)
+        if not isinstance(self.into, Mapping | None):
+            raise ConfigError(
+                'into is a dict from keys of the state to what is filled, such as into={"model": model}; not a '
+                f"{type(self.into).__name__}"
+            )
 
     @property
     def rank(self) -> int:

@@ -108,6 +108,11 @@ def attach(
     require_writers(writers)
     if on_error not in ("raise", "warn"):
         raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+    if not hasattr(deepspeed_engine, "checkpoint_engine"):
+        raise ConfigError(
+            "attach() takes the engine, which is the first that deepspeed.initialize returns, not a "
+            f"{type(deepspeed_engine).__name__}"
+        )
     if isinstance(deepspeed_engine.checkpoint_engine, FastPersistCheckpointEngine):
         raise ConfigError("this DeepSpeed engine is attached already; close() what attach returned, before another one")
     if deepspeed_engine.zero_nvme_offload_optimizer():

@@ -110,6 +110,8 @@ def attach(
     """
     if on_save not in ("published", "sync"):
         raise ConfigError(f"on_save is 'published' or 'sync', not {on_save!r}")
+    if not isinstance(trainer, Trainer):
+        raise ConfigError(f"attach() takes a transformers.Trainer, not a {type(trainer).__name__}")
     if isinstance(trainer.__dict__.get(_ATTRIBUTE), Attachment):
         raise ConfigError("this trainer is attached already: detach() that first")
     if "_save_checkpoint" in trainer.__dict__:

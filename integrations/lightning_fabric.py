@@ -37,6 +37,8 @@ def attach(fabric: Any, io: FastPersistCheckpointIO | None = None) -> FastPersis
     Raises:
         ConfigError: The strategy saves single files.
     """
+    if not hasattr(fabric, "strategy"):
+        raise ConfigError(f"attach() takes a lightning Fabric, not a {type(fabric).__name__}")
     io = io or FastPersistCheckpointIO()
     if not ShardedSaving.stand_in(fabric.strategy, io, is_of_fabric=True):
         raise ConfigError(

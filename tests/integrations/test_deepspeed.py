@@ -419,6 +419,11 @@ def test_close_leaves_what_somebody_else_has_put_there_since(tmp_path: Path) -> 
     assert engine.save_checkpoint is theirs
 
 
+def test_what_is_no_engine_is_refused() -> None:
+    with pytest.raises(fp.ConfigError, match=r"deepspeed\.initialize returns, not a Linear"):
+        attach(torch.nn.Linear(1, 1))
+
+
 def test_an_engine_is_attached_once() -> None:
     engine = StandInEngine()
     with attach(engine):

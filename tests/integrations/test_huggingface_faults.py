@@ -306,3 +306,8 @@ def test_nothing_is_logged_about_a_training_that_goes_well(tmp_path: Path, caplo
     with caplog.at_level(logging.INFO, "fastpersist"):
         attached(output_dir=tmp_path)[0].train()
     assert [record for record in caplog.records if record.name == "fastpersist" and record.levelno > 20] == []
+
+
+def test_what_is_no_trainer_is_refused() -> None:
+    with pytest.raises(fp.ConfigError, match=r"takes a transformers\.Trainer, not a Linear"):
+        attach(torch.nn.Linear(1, 1))  # type: ignore[arg-type]

@@ -514,3 +514,8 @@ def test_a_rank_that_does_not_see_the_directory_says_so_on_all(tmp_path: Path) -
     assert second.error_type is fp.UnsupportedError
     assert "rank 1 does not see" in first.error_text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_fabric_is_refused() -> None:
+    with pytest.raises(fp.ConfigError, match="takes a lightning Fabric, not a Linear"):
+        attach(torch.nn.Linear(1, 1))

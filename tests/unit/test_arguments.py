@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from support.sandbox import needs_root, small_filesystem
 
 import fastpersist as fp
-from fastpersist.errors import ConfigError
+from fastpersist.errors import ConfigError, NoSpaceError, UnsupportedError
+from fastpersist.filesystem import tell_free
 
 STATE = {"weight": torch.arange(5.0)}
 
@@ -109,3 +115,111 @@ def test_root_that_is_a_link_to_a_directory_is_one(tmp_path: Path) -> None:
     with fp.Checkpointer(tmp_path / "link") as checkpoints:
         checkpoints.save(1, STATE)
     assert (tmp_path / "real" / "step-00000001").is_dir()
+
+
+# --- what else is mistaken for another thing
+
+
+def publish(path: Path, **options: Any) -> None:
+    with fp.DirectorySave(path) as files:
+        files.publish(**options)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda run, path: fp.save(path, STATE), r"save\(obj, '.*x\.pt'\)"),
+        (lambda run, path: fp.save_async(str(path), STATE), r"save\(obj, '.*x\.pt'\)"),
+        (lambda run, path: fp.save(STATE, path, durable="yes"), "durable is True or False, not 'yes'"),
+        (lambda run, path: fp.save_async(STATE, path, durable="no"), "durable"),
+        (lambda run, path: fp.save(STATE, path, checksum="crc32"), "checksum"),
+        (lambda run, path: fp.load(path, weights_only="no"), "weights_only"),
+        (lambda run, path: publish(path, durable=None), "durable"),
+        (lambda run, path: publish(path, step=-1), "a step is an int"),
+        (lambda run, path: fp.Checkpointer(path, sharded="yes"), "sharded"),
+        (lambda run, path: run.save(STATE, 5), r"save\(5, state\)"),
+        (lambda run, path: run.save("5", STATE), "a step is an int"),
+        (lambda run, path: run.save(5, STATE, metrics=3.0), 'such as {"loss": 0.5}; not 3.0'),
+        (lambda run, path: run.save(5, STATE, metrics=["loss"]), "metrics is a dict"),
+        (lambda run, path: run.save(5, STATE, overwrite="yes"), "overwrite"),
+        (lambda run, path: run.load(into=torch.nn.Linear(1, 1)), 'into={"model": model}; not a Linear'),
+        (lambda run, path: run.load(into=[1]), "not a list"),
+        (lambda run, path: run.load(1, into=5), "not a int"),
+        (lambda run, path: run.load(verify="yes"), "verify"),
+    ],
+)
+def test_mistaken_argument_is_refused_with_what_was_meant(
+    tmp_path: Path, call: Callable[[fp.Checkpointer, Path], object], said: str
+) -> None:
+    run = fp.Checkpointer(tmp_path / "run")
+    with pytest.raises(ConfigError, match=said):
+        call(run, tmp_path / "x.pt")
+    run.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_file_objects_still_go_to_torch(tmp_path: Path) -> None:
+    with open(tmp_path / "x.pt", "wb") as file:
+        fp.save("x.pt", file)
+    with open(tmp_path / "x.pt", "rb") as file:
+        assert fp.load(file) == "x.pt"
+    with open(tmp_path / "y.pt", "wb") as file, pytest.raises(UnsupportedError, match="file object"):
+        fp.save_async(STATE, file)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [numpy.int64, numpy.uint8, numpy.int32, lambda step: torch.tensor(step)])
+def test_whole_numbers_of_any_kind_are_steps(tmp_path: Path, make: Callable[[int], Any]) -> None:
+    with fp.Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(make(7), STATE)
+        checkpoints.save(make(8), STATE).result()
+        assert checkpoints.steps() == [7, 8]
+        assert torch.equal(checkpoints.load(make(7))["weight"], STATE["weight"])
+        assert checkpoints.discard_after(make(7)) == [8]
+        checkpoints.delete(make(7))
+    with fp.DirectorySave(tmp_path / "own") as files:
+        files.publish(step=make(9)).result()
+    assert fp.inspect(tmp_path / "own").step == 9
+
+
+def test_numpy_bools_are_bools(tmp_path: Path) -> None:
+    fp.save(STATE, tmp_path / "x.pt", durable=numpy.bool_(False), checksum=numpy.True_)  # type: ignore[arg-type]
+    assert fp.inspect(tmp_path / "x.pt").has_checksums
+
+
+# --- no room
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_full_disk_says_what_is_free_and_what_a_checkpointer_needs(tmp_path: Path, kind: str) -> None:
+    large = {"weight": torch.zeros(2 << 20)}
+    with small_filesystem(kind, tmp_path, size_mib=6) as root:
+        errors = []
+        with pytest.raises(NoSpaceError) as caught:
+            fp.save(large, root / "x.pt")
+        errors.append(caught.value)
+        errors.append(fp.save_async(large, root / "x.pt").exception())  # type: ignore[arg-type]
+        with fp.DirectorySave(root / "own") as files:
+            files.save(large, "state.pt")
+            errors.append(files.publish().exception())  # type: ignore[arg-type]
+        with fp.Checkpointer(root / "run", keep=1) as checkpoints:
+            errors.append(checkpoints.save(1, large).exception())  # type: ignore[arg-type]
+    for error in errors:
+        assert isinstance(error, NoSpaceError)
+        assert error.errno == errno.ENOSPC
+        free = re.findall(r"; (\d+\.\d\d) MB are free there", str(error))
+        assert len(free) == 1
+        assert 3 < float(free[0]) < 6.3  # what was begun does not count
+    assert ["keep=3 needs room for 4" in str(error) for error in errors] == [False, False, False, True]
+
+
+def test_disk_without_a_name_left_says_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_bavail=10**6, f_frsize=4096, f_files=5, f_favail=0)
+    )
+    error = NoSpaceError(errno.ENOSPC, "creating", str(tmp_path / "gone" / "x.pt"))
+    tell_free(error)
+    assert str(error) == "creating; no more files can be made there, 4.10 GB are free"
+    quota = NoSpaceError(errno.EDQUOT, "creating", str(tmp_path / "x.pt"))
+    tell_free(quota, "remove something")
+    assert str(quota) == "creating; remove something"
