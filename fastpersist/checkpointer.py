@@ -21,7 +21,6 @@ import os
 import re
 import signal
 import stat
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -346,6 +345,16 @@ class Checkpointer:
             self._lock.release()
             self._lock = None
 
+    def __repr__(self) -> str:
+        policy = self._retention
+        rules = {"keep": policy.keep, "keep_every": policy.keep_every, "keep_best": policy.keep_best}
+        said = [f"{name}={value!r}" for name, value in rules.items() if value is not None] or ["every step is kept"]
+        if self._ranks is not None:
+            said.append(f"rank {self._ranks.rank} of {self._ranks.count}")
+        unfinished = sum(not pending.done() for pending in list(self._unfinished))
+        said += [f"{unfinished} unfinished"] * (unfinished > 0) + ["closed"] * self._closed
+        return f"<Checkpointer of {self._root}: {', '.join(said)}>"
+
     def __enter__(self) -> Checkpointer:
         return self
 
@@ -391,10 +400,8 @@ class Checkpointer:
         return list(self._stats)
 
     def explain(self, state: object) -> str:
-        """Print, and return, what would become of a state: bytes that are stable, constant, volatile, key by key."""
-        text = explain(state, self._owners)
-        sys.stdout.write(text + "\n")
-        return text
+        """Return a table of what would become of a state: bytes that are stable, constant, volatile, key by key."""
+        return explain(state, self._owners)
 
     # --- inside save()
 

@@ -122,6 +122,7 @@ def verify_directory(
         return _verify_checkpoint(path, engine, done, explain)
     _require_root(path)
     damages: list[Damage] = []
+    notes: list[str] = []
     checked_bytes = 0
     steps = _steps(path)
     has_checksums = bool(steps)
@@ -138,9 +139,10 @@ def verify_directory(
             )
             for damage in report.damages
         ]
+        notes += [f"{name}: {note}" for note in report.notes]
         checked_bytes += report.checked_bytes
         has_checksums = has_checksums and report.has_checksums
-    return VerifyReport(path, tuple(damages), checked_bytes, has_checksums, _leftovers(path))
+    return VerifyReport(path, tuple(damages), checked_bytes, has_checksums, _leftovers(path), tuple(notes))
 
 
 def directory_bytes(path: str) -> int:
@@ -367,8 +369,12 @@ def _verify_files(held: HeldDirectory, manifest: CheckpointManifest, engine: str
         if problem is not None:
             damages.append(Damage(problem, file=entry.name))
         done.add(entry.size_bytes)
-    damages += _surplus(held, manifest)
-    return VerifyReport(held.path, tuple(damages), checked_bytes, has_checksums)
+    notes: tuple[str, ...] = ()
+    try:
+        notes = _surplus(held, manifest)
+    except UnsupportedError as error:
+        damages.append(Damage(held.named(str(error))))
+    return VerifyReport(held.path, tuple(damages), checked_bytes, has_checksums, notes=notes)
 
 
 def _verify_file(held: HeldDirectory, entry: FileEntry, engine: str, done: _Done) -> VerifyReport:
@@ -405,11 +411,15 @@ def _verify_file(held: HeldDirectory, entry: FileEntry, engine: str, done: _Done
     return VerifyReport(file_path, tuple(damages), checked_bytes, has_checksums)
 
 
-def _surplus(held: HeldDirectory, manifest: CheckpointManifest) -> list[Damage]:
-    """Find what is in the directory and not in its manifest: somebody put it there, and nothing vouches for it."""
+def _surplus(held: HeldDirectory, manifest: CheckpointManifest) -> tuple[str, ...]:
+    """Tell of files that are in the directory and not in its manifest: somebody put them there, and nobody loads them.
+
+    Raises:
+        UnsupportedError: There is something else than files and directories.
+    """
     listed = {entry.name for entry in manifest.files}
-    try:
-        found = list(files_in(held.place))
-    except UnsupportedError as error:
-        return [Damage(held.named(str(error)))]
-    return [Damage(f"{name} is not in the manifest", file=name) for name in found if name not in listed]
+    return tuple(
+        f"{name} is not in the manifest, so nothing is known of it"
+        for name in files_in(held.place)
+        if name not in listed
+    )

@@ -43,7 +43,7 @@ class TensorEntry:
     file: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Manifest:
     """What a file, a checkpoint directory, or a directory of those holds.
 
@@ -88,6 +88,12 @@ class Manifest:
     checkpoints: tuple[Manifest, ...] = ()
     leftovers: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        counts = {"checkpoints": len(self.checkpoints), "files": len(self.files), "tensors": len(self.tensors)}
+        said = [self.format] + ([] if self.step is None else [f"step {self.step}"])
+        said += [f"{count} {name}" for name, count in counts.items() if count] + [f"{self.size_bytes} bytes"]
+        return f"<Manifest of {self.path}: {', '.join(said)}{'' if self.has_checksums else ', no checksums'}>"
+
 
 @dataclass(frozen=True, slots=True)
 class Damage:
@@ -108,7 +114,7 @@ class Damage:
     file: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport:
     """The result of reading a whole file, or a whole directory.
 
@@ -119,6 +125,7 @@ class VerifyReport:
         has_checksums: False: the structure was checked, but there is nothing to compare the bytes (of some file of a
             directory) with.
         leftovers: Of a directory of checkpoints: names of unfinished and replaced ones, which are no damage.
+        notes: What is worth knowing and no damage: files that stand in a checkpoint's directory beside its own.
 
     As a bool it is `ok`.
     """
@@ -128,6 +135,7 @@ class VerifyReport:
     checked_bytes: int
     has_checksums: bool
     leftovers: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -136,6 +144,11 @@ class VerifyReport:
 
     def __bool__(self) -> bool:
         return self.ok
+
+    def __repr__(self) -> str:
+        said = f"ok, {self.checked_bytes} bytes compared" if self.ok else f"DAMAGED: {self.damages[0].message}"
+        more = f" (and {len(self.damages) - 1} more)" if len(self.damages) > 1 else ""
+        return f"<VerifyReport of {self.path}: {said}{more}{'' if self.has_checksums else ', no checksums'}>"
 
 
 def inspect_source(source: CheckpointSource) -> Manifest:

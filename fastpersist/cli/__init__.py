@@ -7,6 +7,8 @@ modules import what is slow to import inside `run`, so that `--help` does not wa
 from __future__ import annotations
 
 import argparse
+import difflib
+import sys
 from collections.abc import Sequence
 
 from fastpersist.cli import bench, demo, info, inspect, merge, report, run, tune, verify
@@ -28,13 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: From argparse: 0 after --help and --version, 2 for words that make no command.
         BaseException: With `run`, what ends the program that is run.
     """
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser, commands = _parser()
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        alike = difflib.get_close_matches(words[0], commands, 1)
+        meant = f"is {alike[0]!r} meant? There are" if alike else "there are"
+        parser.error(f"{words[0]!r} is no command; {meant} {', '.join(commands)}")
+    arguments = parser.parse_args(words)
     if arguments.is_somebody_elses:  # a program that ends as Python ends it, not as our commands do
         return int(arguments.run(arguments))
     return run_command(lambda: int(arguments.run(arguments)))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     from fastpersist import __version__
 
     parser = argparse.ArgumentParser(
@@ -47,4 +55,4 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (demo, run, info, bench, tune, inspect, verify, merge, report):
         command.add_parser(subparsers)
-    return parser
+    return parser, list(subparsers.choices)

@@ -33,6 +33,7 @@ _EPILOG = """\
                         directory and "" where PATH is a file
   leftovers             of a directory of checkpoints: names of unfinished and replaced
                         ones, which are no damage; the next save removes them
+  notes                 what is no damage either: files beside those of a checkpoint
   error                 why the file could not be read, else null
 
 Exit codes: 0 all good, 1 some are damaged, 2 some could not be read at all.
@@ -94,6 +95,8 @@ def _print_text(report: VerifyReport, *, quiet: bool) -> None:
         print(f"{path}: ok, {size_text(report.checked_bytes)} compared with their CRC-32s")
     else:
         print(f"{path}: ok as far as can be told: it has no checksums, so only its structure was checked")
+    for note in () if quiet else report.notes:
+        print(f"  {printable(note)}")
     for name in () if quiet else report.leftovers:
         print(f"  {printable(name)} is no checkpoint: it is being written, or the next save removes it")
 
@@ -124,6 +127,7 @@ def _as_json(report: VerifyReport) -> dict[str, object]:
             for damage in report.damages
         ],
         "leftovers": list(report.leftovers),
+        "notes": list(report.notes),
         "error": None,
     }
 
@@ -136,5 +140,6 @@ def _unread_as_json(path: str, error: str) -> dict[str, object]:
         "checked_bytes": 0,
         "damages": [],
         "leftovers": [],
+        "notes": [],
         "error": error,
     }

@@ -92,3 +92,20 @@ def test_wrong_usage_ends_with_2(words: list[str], capsys: pytest.CaptureFixture
         main(words)
     assert ended.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("inspct", "'inspct' is no command; is 'inspect' meant? There are demo, run, "),
+        ("verfy", "is 'verify' meant?"),
+        ("checkpoint", "'checkpoint' is no command; there are demo, run, "),
+    ],
+)
+def test_command_that_is_misspelt_is_told_which_is_meant(
+    word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([word, "--json", "model.pt"])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -65,7 +65,7 @@ def test_json_has_the_documented_keys(checkpoint: Path, capsys: pytest.CaptureFi
     missing = checkpoint.with_name("nothing.pt")
     assert main(["verify", "--json", str(checkpoint), str(missing)]) == 2
     damaged, unread = json.loads(capsys.readouterr().out)
-    keys = ["path", "ok", "has_checksums", "checked_bytes", "damages", "leftovers", "error"]
+    keys = ["path", "ok", "has_checksums", "checked_bytes", "damages", "leftovers", "notes", "error"]
     assert list(good) == list(damaged) == list(unread) == keys
     assert (good["ok"], good["damages"], good["error"]) == (True, [], None)
     assert good["checked_bytes"] > 20_012
@@ -198,6 +198,17 @@ def test_file_of_the_rank_is_checked_too(root: Path, capsys: pytest.CaptureFixtu
     damage_tensor(root / "step-00000001" / "rank-00000.pt", "position", at_bytes=3)
     assert main(["verify", "--quiet", str(root)]) == 1
     assert "step-00000001: rank-00000.pt: the bytes of position are damaged" in capsys.readouterr().out
+
+
+def test_file_beside_those_of_a_step_is_named_but_no_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step-00000001" / "notes.md").touch()
+    note = "step-00000001: notes.md is not in the manifest, so nothing is known of it"
+    assert main(["verify", str(root)]) == 0
+    assert f"  {note}" in capsys.readouterr().out
+    assert main(["verify", "--quiet", str(root)]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["verify", "--json", str(root)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["notes"] == [note]
 
 
 def test_unfinished_save_is_named_but_no_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,10 +159,23 @@ def test_missing_short_and_surplus_files(checkpoint: Path) -> None:
     assert messages["config.json"] == "config.json is missing"
     assert messages["state.pt"].startswith("state.pt is 5000 bytes long, not ")
     assert messages["empty.txt"] == "empty.txt is no regular file"
-    assert messages["inner/more.txt"] == "inner/more.txt is not in the manifest"
-    assert len(messages) == 4
+    assert len(messages) == 3
+    assert report.notes == ("inner/more.txt is not in the manifest, so nothing is known of it",)
     with pytest.raises(fp.FormatError, match=r"config\.json is missing"):
         inspect(checkpoint)
+
+
+def test_file_beside_those_of_a_step_is_a_note_and_no_damage(root: Path) -> None:
+    (root / step_name(100) / "notes.md").write_text("the one in the paper")
+    report = verify(root / step_name(100))
+    assert report.ok
+    assert report.has_checksums
+    note = "notes.md is not in the manifest, so nothing is known of it"
+    assert report.notes == (note,)
+    assert verify(root).ok
+    assert verify(root).notes == (f"{step_name(100)}: {note}",)
+    (root / step_name(100) / "link").symlink_to("notes.md")
+    assert "link is a symbolic link" in verify(root).damages[0].message
 
 
 def test_fifo_and_link_in_the_place_of_a_file_do_not_block(checkpoint: Path) -> None:

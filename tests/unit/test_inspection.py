@@ -242,3 +242,26 @@ def test_nothing_of_the_file_is_run(tmp_path: Path) -> None:
     (damage,) = fp.verify(tmp_path / "model.pt").damages
     assert damage.tensors == ("t",)
     assert not (tmp_path / "harm").exists()
+
+
+def test_what_is_found_can_be_read_at_a_glance(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    fp.save({"a": torch.zeros(10), "b": torch.zeros(20)}, path)
+    size_bytes = path.stat().st_size
+    assert repr(fp.inspect(path)) == f"<Manifest of {path}: torch_zip, 2 tensors, {size_bytes} bytes>"
+    report = fp.verify(path)
+    assert repr(report) == f"<VerifyReport of {path}: ok, {report.checked_bytes} bytes compared>"
+    fp.save({"a": torch.zeros(10)}, path, checksum=False)
+    assert repr(fp.inspect(path)).endswith(" bytes, no checksums>")
+    with fp.Checkpointer(tmp_path / "run") as checkpoints:
+        for step in (3, 4):
+            checkpoints.save(step, {"a": torch.zeros(10)})
+    root = tmp_path / "run"
+    assert repr(fp.inspect(root)).startswith(f"<Manifest of {root}: root, 2 checkpoints, ")
+    step_path = root / "step-00000003"
+    assert repr(fp.inspect(step_path)).startswith(f"<Manifest of {step_path}: directory, step 3, 1 files, 1 tensors, ")
+    (step_path / "state.pt").unlink()
+    (root / "step-00000004" / "state.pt").write_bytes(b"")
+    assert repr(fp.verify(root)).startswith(
+        f"<VerifyReport of {root}: DAMAGED: step-00000003: state.pt is missing (and 1"
+    )
