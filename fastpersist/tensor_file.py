@@ -70,11 +70,10 @@ _THREAD_COUNT_MAX = 1024
 class TensorFile:
     """An open file that tensors are read from and written to, at any offset, many at once.
 
-    Any contiguous tensor will do, of any dtype, size, offset and alignment. What is page-aligned, as memory from
-    `locked_tensor` is, goes straight from and to the disk where offset and size are whole blocks; other memory is
-    copied once on the way, and so are tensors of CUDA devices: by the device, chunk by chunk, through the same pinned
-    memory, of at most 64 MiB a file, or three chunks if these are larger. Tensors of other devices go through host
-    memory of their size.
+    Any contiguous tensor will do, of any dtype, size, offset and alignment. Whole pages, as memory from `locked_tensor`
+    has, go straight from and to the disk where offset and size are whole blocks; other memory is copied once on the
+    way, and so are tensors of CUDA devices: by the device, chunk by chunk, through the same pinned memory, of at most
+    64 MiB a file, or three chunks if these are larger. Tensors of other devices go through host memory of their size.
 
     Nothing is said about the order of requests that are under way at the same time: if they overlap, wait in between.
     What is written is seen by later reads at once, and is durable after `sync()`. Closing waits for all requests, and

@@ -5,6 +5,10 @@
 // - A part whose memory and place are aligned goes straight from or to that memory.
 // - What is read from elsewhere, or to elsewhere, is staged: the blocks around it are read into a buffer of ours, what
 //   is written is copied there first.
+// - So is what is read to a page of memory that is not the part's alone, whatever the device would take. After a fork,
+//   who writes to anything else in that page gets a copy of it, and the device would go on filling the old one
+//   (open(2), NOTES on O_DIRECT). A write needs no such care: nobody touches its bytes until it is done, so they are
+//   the same in the copy and in the old page.
 // - What is written in less than a whole page, at the ends of a part, goes through the page cache, by a second
 //   descriptor and a second pump. The kernel puts it into its page under its own lock, so writers of neighbouring
 //   bytes, in this process or another one, cannot undo each other; reading, changing and writing the block here could.

@@ -1,6 +1,7 @@
 #include "transfer/request_worker.h"
 
 #include <signal.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -21,6 +22,8 @@ namespace {
 constexpr auto kLookInterval = std::chrono::milliseconds(1);
 // Smaller requests go to the kernel together; larger ones at once, since the next may have to be copied first.
 constexpr uint32_t kBatchedBytes = 64 << 10;
+// Whole pages between partial ones are read on their own if they are as many: to copy fewer costs less than a request.
+constexpr uint64_t kSplitBytes = 64 << 10;
 // While only devices have something to do, they are looked at this often: a copy of a chunk takes 100 µs and more.
 constexpr auto kPauseMin = std::chrono::microseconds(20);
 constexpr auto kPauseMax = std::chrono::microseconds(500);
@@ -33,6 +36,8 @@ RequestWorker::RequestWorker(std::unique_ptr<IoPump> pump, DirectIoLimits limits
                              uint64_t staging_bytes, EdgeLock lock, Side side)
     : limits_(std::move(limits)),
       chunk_bytes_(chunk_bytes),
+      memory_unit_bytes_(
+          std::max<uint64_t>(static_cast<uint64_t>(sysconf(_SC_PAGESIZE)), limits_.memory_alignment_bytes)),
       side_(side),
       pump_(std::move(pump)),
       staging_(staging_bytes, /*keeps=*/side == Side::kShared),
@@ -222,7 +227,11 @@ void RequestWorker::LeaveLock() {
 RequestWorker::Range RequestWorker::NextRange(const Job& job) const {
   const FilePart& part = job.parts[job.next_part];
   const uint64_t from = part.offset_bytes + job.next_part_bytes;
-  const uint64_t until = std::min(part.offset_bytes + part.size_bytes, AlignDown(from, chunk_bytes_) + chunk_bytes_);
+  const uint64_t end = part.offset_bytes + part.size_bytes;
+  uint64_t until = std::min(end, AlignDown(from, chunk_bytes_) + chunk_bytes_);
+  if (pump_->direct() && !job.is_write() && job.device() == nullptr) {
+    until = EndOfNextRead(from, end, reinterpret_cast<uintptr_t>(part.address) + job.next_part_bytes);
+  }
   Range range{.start_bytes = from, .from_bytes = from, .until_bytes = until, .end_bytes = until};
   if (pump_->direct()) {
     range.start_bytes = AlignDown(from, limits_.offset_alignment_bytes);
@@ -232,8 +241,35 @@ RequestWorker::Range RequestWorker::NextRange(const Job& job) const {
   return range;
 }
 
+// Where to end a direct read of [from, end) to an address, so that as much as possible goes straight. Example, chunks
+// of 1 MiB, blocks of 512, pages of 4096: a read of [0, 2 MiB) to an address 512 bytes behind a page has its first
+// whole page at 3584. It is cut into [0, 3584), which is staged, [3584, 1 MiB - 512), which is not, as many again, and
+// the last 512 bytes. An address 100 bytes behind a page has no page that begins on a block: chunks as for any other
+// read.
+uint64_t RequestWorker::EndOfNextRead(uint64_t from, uint64_t end, uint64_t address) const {
+  const uint64_t block_bytes = limits_.offset_alignment_bytes;
+  const uint64_t unit_bytes = std::max(memory_unit_bytes_, block_bytes);
+  const uint64_t skipped_bytes =
+      std::max(AlignUp(from, block_bytes) - from, AlignUp(address, memory_unit_bytes_) - address);
+  uint64_t first = from + skipped_bytes;
+  const bool can_go_straight = first % block_bytes == 0 && (address + skipped_bytes) % memory_unit_bytes_ == 0;
+  // Chunks end where units do.
+  const uint64_t shift_bytes = can_go_straight ? AlignUp(first, unit_bytes) - first : 0;
+  const uint64_t until = std::min(end, AlignDown(from + shift_bytes, chunk_bytes_) + chunk_bytes_ - shift_bytes);
+  if (!can_go_straight || until < first + kSplitBytes) return until;
+  if (first > from) return first;
+  return first + AlignDown(until - first, unit_bytes);
+}
+
+// To memory: whole pages (random_access.h).
+bool RequestWorker::GoesStraight(const Range& range, const std::byte* address, IoOp op) const {
+  const auto place = reinterpret_cast<uintptr_t>(address);
+  if (op == IoOp::kWrite) return range.is_whole() && place % std::max(limits_.memory_alignment_bytes, 1U) == 0;
+  return range.is_whole() && (place | range.size_bytes()) % memory_unit_bytes_ == 0;
+}
+
 RequestWorker::Piece RequestWorker::CutOff(const std::shared_ptr<Job>& job, const Range& range, std::byte* staged) {
-  const uint64_t size_bytes = range.until_bytes - range.from_bytes;
+  const uint64_t size_bytes = range.size_bytes();
   Piece piece{.job = job,
               .part = job->next_part,
               .from_bytes = job->next_part_bytes,
@@ -277,19 +313,16 @@ Status RequestWorker::StartPiece(const std::shared_ptr<Job>& job, bool& started)
   const Range range = NextRange(*job);
   std::byte* const address = job->parts[job->next_part].address + job->next_part_bytes;
   std::byte* staged = nullptr;
-  if (pump_->direct()) {
-    const uint32_t memory_alignment_bytes = std::max(limits_.memory_alignment_bytes, 1U);
-    if (!range.is_whole() || reinterpret_cast<uintptr_t>(address) % memory_alignment_bytes != 0) {
-      FP_RETURN_IF_ERROR(staging_.Prepare());
-      staged = staging_.Take(range.end_bytes - range.start_bytes);
-      if (staged == nullptr) {
-        FP_CHECK(pump_->in_flight() > 0);
-        started = false;
-        return Status::Ok();
-      }
-      // Around the cache: the device reads it next. The CRC is for nothing, and costs nothing.
-      if (job->is_write()) std::ignore = CopyWithCrc32(0, staged, address, range.until_bytes - range.from_bytes);
+  if (pump_->direct() && !GoesStraight(range, address, job->request->op())) {
+    FP_RETURN_IF_ERROR(staging_.Prepare());
+    staged = staging_.Take(range.end_bytes - range.start_bytes);
+    if (staged == nullptr) {
+      FP_CHECK(pump_->in_flight() > 0);
+      started = false;
+      return Status::Ok();
     }
+    // Around the cache: the device reads it next. The CRC is for nothing, and costs nothing.
+    if (job->is_write()) std::ignore = CopyWithCrc32(0, staged, address, range.size_bytes());
   }
   Piece piece = CutOff(job, range, staged);
   if (job->all_cut()) std::erase(jobs_, job);

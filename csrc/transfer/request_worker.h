@@ -69,6 +69,7 @@ class RequestWorker {
     uint64_t end_bytes;
 
     bool is_whole() const { return start_bytes == from_bytes && until_bytes == end_bytes; }
+    uint64_t size_bytes() const { return until_bytes - from_bytes; }
   };
 
   static void* Main(void* self);
@@ -78,6 +79,8 @@ class RequestWorker {
   Status StartReadyWrites();
   Status StartPiece(const std::shared_ptr<Job>& job, bool& started);
   Range NextRange(const Job& job) const;
+  uint64_t EndOfNextRead(uint64_t from, uint64_t end, uint64_t address) const;
+  bool GoesStraight(const Range& range, const std::byte* address, IoOp op) const;
   Piece CutOff(const std::shared_ptr<Job>& job, const Range& range, std::byte* staged);
   Status StartRequest(Piece piece, const Range& range, std::byte* buffer);
   Result<bool> MayWrite();
@@ -105,6 +108,7 @@ class RequestWorker {
 
   const DirectIoLimits limits_;
   const uint64_t chunk_bytes_;
+  const uint64_t memory_unit_bytes_;  // direct reads to memory of callers fill multiples of this
   const Side side_;
 
   // The thread's own.

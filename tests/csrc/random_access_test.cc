@@ -183,6 +183,97 @@ void ARequestOfNothingIsDoneAtOnce() {
   EXPECT(file->WaitForAll(std::chrono::milliseconds(0)));
 }
 
+// --- What goes straight to the memory of callers
+
+struct Reached {
+  std::byte* address;
+  size_t size_bytes;
+  bool operator<(const Reached& other) const { return address < other.address; }
+};
+std::mutex g_reads_mutex;
+std::vector<Reached> g_reads;  // that the kernel was asked for
+
+// Of these bytes, those that the kernel was asked to read to their place.
+std::vector<Reached> TakeReadsTo(const std::byte* address, size_t size_bytes) {
+  const std::lock_guard lock(g_reads_mutex);
+  std::vector<Reached> reads = std::exchange(g_reads, {});
+  std::erase_if(reads, [&](const Reached& read) {
+    return read.address + read.size_bytes <= address || read.address >= address + size_bytes;
+  });
+  std::sort(reads.begin(), reads.end());
+  return reads;
+}
+
+uint64_t PlaceOf(const std::byte* address) { return reinterpret_cast<uintptr_t>(address); }
+uint64_t PageBytes() { return static_cast<uint64_t>(sysconf(_SC_PAGESIZE)); }
+
+void OnlyWholePagesOfMemoryAreReadTo() {
+  const Bytes content = RandomBytes(5 << 18, 17);
+  const ScratchFile scratch("pages", content);
+  const DirectIoLimits limits = DirectIoLimitsOf(scratch.fd());
+  if (!limits.supported) return;
+  Bytes memory((5 << 18) + (64 << 10));
+  std::byte* const page = memory.data() + (AlignUp(PlaceOf(memory.data()), PageBytes()) - PlaceOf(memory.data()));
+  for (const uint64_t chunk_bytes : {uint64_t{4096}, uint64_t{16384}, uint64_t{1} << 20}) {
+    OpenFile file(scratch.path(), {"threads"}, chunk_bytes, 4);
+    for (const uint64_t shift : {0, 64, 512, 4095}) {
+      for (const uint64_t offset : {0, 512, 1000, 4096}) {
+        for (const uint64_t size : {512, 4096, 5000, 100000, (1 << 20) + 4096, (1 << 20) + 512}) {
+          std::byte* const address = page + shift;
+          std::fill(memory.begin(), memory.end(), std::byte{0xA5});
+          TakeReadsTo(nullptr, 0);
+          if (!Well(file.Submit(IoOp::kRead, {{address, size, offset}}))) return;
+          const std::string what = std::to_string(size) + " bytes at " + std::to_string(offset) + " to page + " +
+                                   std::to_string(shift) + " in chunks of " + std::to_string(chunk_bytes);
+          EXPECT_WITH(std::memcmp(address, content.data() + offset, size) == 0, what);
+          EXPECT_WITH(std::count(page, address, std::byte{0xA5}) == address - page, what);
+          EXPECT_WITH(address[size] == std::byte{0xA5}, what);
+          uint64_t straight_bytes = 0;
+          for (const Reached& read : TakeReadsTo(memory.data(), memory.size())) {
+            EXPECT_WITH((PlaceOf(read.address) | read.size_bytes) % PageBytes() == 0, what);
+            EXPECT_WITH(read.address >= address && read.address + read.size_bytes <= address + size, what);
+            straight_bytes += read.size_bytes;
+          }
+          // All whole pages, where they lie on whole blocks, but in the first and the last chunk if they are few.
+          const uint64_t first = AlignUp(PlaceOf(address), PageBytes());
+          const uint64_t last = AlignDown(PlaceOf(address) + size, PageBytes());
+          const bool fits = (offset + (first - PlaceOf(address))) % limits.offset_alignment_bytes == 0;
+          if (!fits || last <= first) {
+            EXPECT_WITH(straight_bytes == 0, what);
+          } else if (last - first == size || chunk_bytes == (1 << 20)) {
+            const uint64_t few_bytes = last - first == size ? 0 : 2 * (uint64_t{64} << 10);
+            EXPECT_WITH(straight_bytes + few_bytes >= last - first, what + ": " + std::to_string(straight_bytes));
+          }
+        }
+      }
+    }
+  }
+}
+
+void WhatLiesOnPagesIsReadToThemInOneRequestEach() {
+  const Bytes content = RandomBytes(1 << 20, 18);
+  const ScratchFile scratch("pages", content);
+  if (!DirectIoLimitsOf(scratch.fd()).supported || PageBytes() != 4096) return;
+  OpenFile file(scratch.path(), {"threads"}, 256 << 10, 8);
+  Bytes memory((1 << 20) + 4096);
+  std::byte* const page = memory.data() + (AlignUp(PlaceOf(memory.data()), 4096) - PlaceOf(memory.data()));
+  TakeReadsTo(nullptr, 0);
+  EXPECT(Well(file.Submit(IoOp::kRead, {{page, 1 << 20, 0}})));
+  for (const Reached& read : TakeReadsTo(nullptr, SIZE_MAX)) EXPECT(read.size_bytes == 256 << 10);
+  EXPECT(Well(file.Submit(IoOp::kRead, {{page, 1 << 20, 0}})));
+  EXPECT(TakeReadsTo(page, 1 << 20).size() == 4);
+
+  std::vector<FilePart> rows;
+  for (uint64_t row = 0; row < 100; ++row) rows.push_back({page + row * 4096, 4096, (255 - row) * 4096});
+  EXPECT(Well(file.Submit(IoOp::kRead, rows)));
+  const std::vector<Reached> reads = TakeReadsTo(nullptr, SIZE_MAX);
+  EXPECT(reads.size() == 100);
+  for (size_t row = 0; row < reads.size(); ++row) {
+    EXPECT(reads[row].address == page + row * 4096 && reads[row].size_bytes == 4096);
+    EXPECT(std::memcmp(page + row * 4096, content.data() + (255 - row) * 4096, 4096) == 0);
+  }
+}
+
 // --- The end of the file
 
 void AReadBeyondTheEndSaysHowMuchIsThere() {
@@ -503,11 +594,21 @@ void AForkedChildTouchesNothing() {
 }  // namespace
 }  // namespace fastpersist
 
+// Sees what the engine "threads" asks the kernel for.
+extern "C" ssize_t pread(int fd, void* buffer, size_t size_bytes, off_t offset) noexcept(false) {
+  {
+    const std::lock_guard lock(fastpersist::g_reads_mutex);
+    fastpersist::g_reads.push_back({static_cast<std::byte*>(buffer), size_bytes});
+  }
+  return syscall(SYS_pread64, fd, buffer, size_bytes, offset);
+}
+
 int main(int argc, char** argv) {
   using namespace fastpersist;
   return Run(argc, argv,
              {TEST(AnySequenceLeavesWhatAModelWouldHold), TEST(ARequestOfManyPartsIsDoneWhenAllAre),
-              TEST(ARequestOfNothingIsDoneAtOnce), TEST(AReadBeyondTheEndSaysHowMuchIsThere),
+              TEST(ARequestOfNothingIsDoneAtOnce), TEST(OnlyWholePagesOfMemoryAreReadTo),
+              TEST(WhatLiesOnPagesIsReadToThemInOneRequestEach), TEST(AReadBeyondTheEndSaysHowMuchIsThere),
               TEST(AFailedWriteIsFoundByWhoeverLooks), TEST(EveryRequestEndsWhicheverPieceFails),
               TEST(AnEngineThatIsLeftInMidFileLosesNothing), TEST(WhatADirectEngineLeavesOverIsWrittenAlone),
               TEST(ALadderThatGoesFromThePageCacheToDirectIsRefused), TEST(AFailedWritebackIsKeptForTheNextSync),
