@@ -88,10 +88,11 @@ Status Staging::Prepare() {
     mapped_bytes_ = mapping->size_bytes;
     pinned_ = std::move(mapping->pinned);
     was_pinned_ = pinned_ != nullptr;
+    touched_bytes_ = was_pinned_ ? mapped_bytes_ : 0;
     return Status::Ok();
   }
   memory_ = MapBuffers(capacity_bytes_);
-  mapped_bytes_ = capacity_bytes_;
+  mapped_bytes_ = touched_bytes_ = capacity_bytes_;
   if (memory_ != nullptr) return Status::Ok();
   return Status::FromErrno(errno, "mapping " + std::to_string(capacity_bytes_) + " bytes", "for staging");
 }
@@ -99,6 +100,7 @@ Status Staging::Prepare() {
 void Staging::PinWith(const Pin& pin) {
   FP_CHECK(memory_ != nullptr);
   if (std::exchange(was_pinned_, true)) return;
+  TouchUntil(mapped_bytes_);
   pinned_ = pin(std::span(memory_, mapped_bytes_));
 }
 
@@ -111,7 +113,14 @@ std::byte* Staging::Take(size_t size_bytes, size_t from_bytes) {
   for (; next != taken_.end() && next->first - begin < taken_bytes; ++next) begin = next->second;
   if (next == taken_.end() && (capacity_bytes_ < begin || capacity_bytes_ - begin < taken_bytes)) return nullptr;
   taken_.emplace_hint(next, begin, begin + taken_bytes);
+  TouchUntil(begin + taken_bytes);
   return memory_ + begin;
+}
+
+void Staging::TouchUntil(size_t end_bytes) {
+  for (; touched_bytes_ < end_bytes; touched_bytes_ += kUnitBytes) {
+    *const_cast<volatile std::byte*>(memory_ + touched_bytes_) = std::byte{0};
+  }
 }
 
 void Staging::Put(std::byte* piece) {

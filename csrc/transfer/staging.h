@@ -6,7 +6,9 @@
 //
 // One mapping is kept in the process when its file is closed, for the next file: fresh pages cost more than the copy
 // that goes through them, above all in a virtual machine, whose host has to find them, too. The kernel may take its
-// pages at any time (MADV_FREE), unless a device knows them: to make it known costs more than anything else here.
+// pages at any time (MADV_FREE), unless a device knows them: to make it known costs more than anything else here. It
+// takes none that was written to since, so they are written to before anything else is: kernels before Linux 5.18 may
+// take one that a direct read is filling, and the reader finds zeros.
 #pragma once
 
 #include <cstddef>
@@ -53,10 +55,13 @@ class Staging {
   bool has_stranded() const { return !stranded_.empty(); }
 
  private:
+  void TouchUntil(size_t end_bytes);
+
   const uint64_t fork_generation_;
   const size_t capacity_bytes_;
   const bool keeps_;
-  size_t mapped_bytes_ = 0;  // at least the capacity
+  size_t mapped_bytes_ = 0;   // at least the capacity
+  size_t touched_bytes_ = 0;  // of these the kernel takes none
   std::byte* memory_ = nullptr;
   bool was_pinned_ = false;  // or it was tried
   std::shared_ptr<void> pinned_;

@@ -7,6 +7,7 @@
 #include <sys/resource.h>
 #include <sys/wait.h>
 
+#include <fstream>
 #include <map>
 #include <memory>
 #include <span>
@@ -117,6 +118,61 @@ void TheNextFileHasTheMemoryOfTheLastIfItIsLargeEnough() {
   std::byte* const other = beside.Take(4 * kUnit);
   EXPECT(other + 4 * kUnit <= memory || memory + 8 * kUnit <= other);
   std::memset(other, 1, 4 * kUnit);
+}
+
+// How much of the mapping at an address the kernel may take whenever it likes.
+size_t TakeableKib(const std::byte* address) {
+  const auto place = reinterpret_cast<uintptr_t>(address);
+  std::ifstream smaps("/proc/self/smaps");
+  bool is_it = false;
+  for (std::string line; std::getline(smaps, line);) {
+    unsigned long begin = 0;
+    unsigned long end = 0;
+    size_t kib = 0;
+    if (std::sscanf(line.c_str(), "%lx-%lx ", &begin, &end) == 2) is_it = begin <= place && place < end;
+    if (is_it && std::sscanf(line.c_str(), "LazyFree: %zu kB", &kib) == 1) return kib;
+  }
+  return 0;
+}
+
+void MemoryOfTheLastFileIsNotTakenFromUnderARead() {
+  constexpr size_t kBytes = 64 * kUnit;
+  const std::byte* memory = nullptr;
+  const auto leave_some = [&memory] {
+    Staging staging(kBytes);
+    EXPECT_OK(staging.Prepare());
+    std::byte* const piece = staging.Take(kBytes);
+    std::memset(piece, 1, kBytes);
+    staging.Put(piece);
+    memory = piece;
+  };
+  leave_some();
+  if (TakeableKib(memory) == 0) {
+    std::printf("%s: this kernel does not say what it may take\n", g_test.c_str());
+    return;
+  }
+  const size_t before_kib = TakeableKib(memory);
+  Staging staging(kBytes);
+  EXPECT_OK(staging.Prepare());
+  EXPECT(staging.Take(kUnit) == memory);
+  EXPECT_WITH(TakeableKib(memory) < before_kib, std::to_string(TakeableKib(memory)));
+  EXPECT(staging.Take(kBytes - 2 * kUnit, 2 * kUnit) == memory + 2 * kUnit);
+  EXPECT_WITH(TakeableKib(memory) == 0, std::to_string(TakeableKib(memory)));
+}
+
+void MemoryOfTheLastFileIsThereBeforeADeviceKnowsIt() {
+  constexpr size_t kBytes = 64 * kUnit;
+  {
+    Staging staging(kBytes);
+    EXPECT_OK(staging.Prepare());
+    std::memset(staging.Take(kBytes), 1, kBytes);
+  }
+  Staging staging(kBytes);
+  EXPECT_OK(staging.Prepare());
+  staging.PinWith([](std::span<std::byte> memory) -> std::shared_ptr<void> {
+    EXPECT_WITH(TakeableKib(memory.data()) == 0, std::to_string(TakeableKib(memory.data())));
+    return nullptr;
+  });
 }
 
 void TooLittleMemoryOfTheLastFileIsNotTaken() {
@@ -299,7 +355,8 @@ int main(int argc, char** argv) {
       argc, argv,
       {TEST(EveryPieceIsAlignedAndHoldsItsBytes), TEST(AnySizeUpToTheCapacityFitsWhenNothingIsOut),
        TEST(WhatDoesNotFitIsRefusedAndFitsLater), TEST(TheLowestPlaceIsTaken), TEST(PiecesNeverMeetWhateverTheOrder),
-       TEST(TheNextFileHasTheMemoryOfTheLastIfItIsLargeEnough), TEST(TooLittleMemoryOfTheLastFileIsNotTaken),
+       TEST(TheNextFileHasTheMemoryOfTheLastIfItIsLargeEnough), TEST(MemoryOfTheLastFileIsNotTakenFromUnderARead),
+       TEST(MemoryOfTheLastFileIsThereBeforeADeviceKnowsIt), TEST(TooLittleMemoryOfTheLastFileIsNotTaken),
        TEST(AForkedChildHasMemoryOfItsOwn), TEST(MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain),
        TEST(PiecesFromALimitOnLeaveRoomBelowIt), TEST(AStrandedPieceIsNobodysUntilItHasLanded),
        TEST(WhatADeviceKnowsItKnowsForTheNextFileToo), TEST(MemoryThatIsStrandedWhenItsFileIsGoneStaysUntilItHasLanded),
