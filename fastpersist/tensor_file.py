@@ -87,7 +87,8 @@ class TensorFile:
     Args:
         path: The file.
         mode: "r" read; "r+" read and write a file that is there; "w" make it or empty it, read and write; "x" the
-            same, if nothing is there.
+            same, if nothing is there. A "b" changes nothing, nor does a "+" behind "w" or "x": "rb", "r+b" and "wb+"
+            will do.
         engine: As in `save`: "auto", or one that `engines()` lists, which never falls back.
         queue_depth: Requests to the kernel at once, 1 … 4096. By default what `fastpersist tune` found, or 64.
         chunk_bytes: Of one request to the kernel at most, a power of two, 4 KiB … 1 GiB. By default what was tuned, or
@@ -96,7 +97,7 @@ class TensorFile:
 
     Attributes:
         path: As it was given, as a string.
-        mode: As it was given.
+        mode: One of these four; "r" for "rb".
 
     Raises:
         ConfigError: Arguments that make no sense.
@@ -131,9 +132,7 @@ class TensorFile:
             raise ConfigError(f"{path!r} is no path: {error}") from None
         if "\0" in self.path:
             raise ConfigError(f"{self.path!r} is no path: there is a null character in it")
-        if not isinstance(mode, str) or mode not in _FLAGS:
-            raise ConfigError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, _FLAGS))}")
-        self.mode = mode
+        self.mode = mode = _checked_mode(mode)
         if not isinstance(engine, str):
             raise ConfigError(f"engine is {engine!r}; it must be a name")
         refuse_null_engine(require_engine(engine))
@@ -571,6 +570,20 @@ class TensorFile:
         self._lock = threading.Lock()  # the parent's may be held for ever here
         self._native = None
         self._lock_fds = []  # closed already
+
+
+def _checked_mode(mode: object) -> str:
+    """Return which of our modes a mode as of `open` is."""
+    if isinstance(mode, str):
+        name = mode.replace("b", "", 1)  # there is no other way than bytes
+        if name in ("w+", "x+"):
+            name = name[0]  # which read anyway
+        if name in _FLAGS:
+            return name
+    raise ConfigError(
+        f"mode is {mode!r}; it must be one of {', '.join(map(repr, _FLAGS))}, or the same with a 'b'"
+        + ("; to append, open with 'r+' and write at size()" if isinstance(mode, str) and "a" in mode else "")
+    )
 
 
 def _open_again(path: str, engine: str, queue_depth: int, chunk_bytes: int, threads: int) -> TensorFile:

@@ -37,7 +37,7 @@ LENGTH_MAX = 300_000
 WILD_NUMBERS: list[Any] = [*EDGES, -1, -(1 << 63), 1 << 70, 1.5, float("nan"), "x", "", None, [], {}, [1]]
 WILD_OPTIONS: dict[str, list[Any]] = {
     "path": ["", ".", "no/such/file", "a\0b", "\ud800", 3, None, [], 1.5, "/proc/self/mem/x"],
-    "mode": ["a", "rw", "R", "", None, 0, [], {}, "r\0", True],
+    "mode": ["a", "rw", "rt", "bb", "R", "", None, 0, [], {}, "r\0", True],
     "engine": ["abacus", "", None, 0, [], {}, "fault:abacus", "URING", "uring\0"],
     "queue_depth": [0, -1, 4097, 1 << 70, 1.5, "8", [], True, float("nan")],
     "chunk_bytes": [0, -4096, 4095, 5000, 1 << 31, 1 << 70, "4096", 4096.0, [], True],

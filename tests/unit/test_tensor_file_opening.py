@@ -54,6 +54,54 @@ def test_the_modes_make_empty_and_keep_what_they_should(path: Path) -> None:
     assert path.read_bytes() == bytes(3)
 
 
+MODES_OF_OPEN = {
+    "rb": "r",
+    "br": "r",
+    "rb+": "r+",
+    "r+b": "r+",
+    "wb": "w",
+    "w+": "w",
+    "wb+": "w",
+    "w+b": "w",
+    "xb": "x",
+    "x+": "x",
+    "xb+": "x",
+    "x+b": "x",
+}
+
+
+@pytest.mark.parametrize("mode", MODES_OF_OPEN)
+def test_the_modes_of_open_do_what_they_do_there(mode: str, path: Path) -> None:
+    ours = MODES_OF_OPEN[mode]
+    if ours != "x":
+        path.write_bytes(b"abcd")
+    with fp.TensorFile(path, mode) as file:
+        assert file.mode == ours
+        assert file.size() == (4 if ours in ("r", "r+") else 0)
+        if ours == "r":
+            with pickle.loads(pickle.dumps(file)) as again:
+                assert again.mode == "r"
+            with pytest.raises(ConfigError, match="reading only"):
+                file.write(torch.zeros(1))
+        else:
+            file.write(torch.zeros(2, dtype=torch.uint8))
+            read = torch.ones(2, dtype=torch.uint8)
+            assert file.read(read) == 2
+            assert not read.any()
+    if ours == "x":
+        with pytest.raises(StorageError) as failure:
+            fp.TensorFile(path, mode)
+        assert failure.value.errno == errno.EEXIST
+
+
+def test_who_wants_to_append_hears_how(path: Path) -> None:
+    path.write_bytes(b"precious")
+    for mode in ("a", "ab", "a+"):
+        with pytest.raises(ConfigError, match=r"write at size\(\)"):
+            fp.TensorFile(path, mode)
+    assert path.read_bytes() == b"precious"
+
+
 def test_a_file_says_how_it_was_opened(path: Path) -> None:
     with fp.TensorFile(path, "w", engine="threads-buffered", queue_depth=3, chunk_bytes=8192, threads=2) as file:
         assert (file.path, file.mode, file.engine) == (str(path), "w", "threads-buffered")
@@ -87,7 +135,12 @@ def test_paths_may_be_strings_bytes_and_path_objects(given: Callable[[Any], Any]
 
 BAD_ARGUMENTS: list[dict[str, Any]] = [
     {"mode": "a"},
-    {"mode": "rb"},
+    {"mode": "ab"},
+    {"mode": "rt"},
+    {"mode": "rbb"},
+    {"mode": "b"},
+    {"mode": "rw"},
+    {"mode": "r++"},
     {"mode": ""},
     {"mode": None},
     {"mode": ["w"]},
