@@ -22,7 +22,6 @@
 namespace fastpersist {
 namespace {
 
-constexpr uint64_t kPageBytes = 4096;
 constexpr uint64_t kStepBytes = uint64_t{4} << 20;         // how long a stop may have to wait: about 1 ms
 constexpr uint64_t kWorthwhileBytes = uint64_t{64} << 20;  // below, starting a thread costs more than it gains
 
@@ -34,6 +33,8 @@ std::pair<uint64_t, uint64_t> Inside(std::span<std::byte> range, uint64_t unit_b
 
 }  // namespace
 
+uint64_t PageBytes() { return static_cast<uint64_t>(sysconf(_SC_PAGESIZE)); }
+
 void AdviseHugePages(std::span<std::byte> range) {
   const auto [first, last] = Inside(range, kHugePageBytes);
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
@@ -44,8 +45,9 @@ void Populate(std::span<std::byte> range) { (void)madvise(range.data(), range.si
 namespace {
 
 // Anonymous memory on a huge-page boundary, advised to use huge pages; null, with errno set, when it cannot be had.
-// NORESERVE: what is not touched costs nothing.
-std::byte* MapOnHugePages(size_t size_bytes) {
+// NORESERVE: what is not touched costs nothing. Whole pages: munmap cuts between pages only.
+std::byte* MapOnHugePages(size_t wanted_bytes) {
+  const size_t size_bytes = AlignUp(wanted_bytes, PageBytes());
   // One huge page more than needed, cut off again at both ends.
   const size_t mapped_bytes = size_bytes + kHugePageBytes;
   void* const mapped =
@@ -97,7 +99,7 @@ Result<std::unique_ptr<LockedMemory>> LockedMemory::Create(size_t size_bytes) {
   FP_CHECK(size_bytes > 0);
   const std::string what = std::to_string(size_bytes) + " bytes";
   if (size_bytes > SIZE_MAX / 2) return Status::FromErrno(ENOMEM, "mapping " + what, "to be locked");
-  const size_t mapped_bytes = AlignUp(size_bytes, static_cast<uint64_t>(sysconf(_SC_PAGESIZE)));
+  const size_t mapped_bytes = AlignUp(size_bytes, PageBytes());
   std::byte* const memory = MapOnHugePages(mapped_bytes);
   if (memory == nullptr) return Status::FromErrno(errno, "mapping " + what, "to be locked");
   if (mlock(memory, mapped_bytes) != 0) {
@@ -116,7 +118,8 @@ Result<std::unique_ptr<LockedMemory>> LockedMemory::Create(size_t size_bytes) {
 
 LockedMemory::~LockedMemory() { munmap(memory_, mapped_bytes_); }
 
-Prefault::Prefault(std::vector<std::span<std::byte>> ranges) : ranges_(std::move(ranges)) {
+Prefault::Prefault(std::vector<std::span<std::byte>> ranges, uint64_t page_bytes)
+    : ranges_(std::move(ranges)), page_bytes_(page_bytes) {
   uint64_t total_bytes = 0;
   for (const auto& range : ranges_) total_bytes += range.size();
   if (total_bytes < kWorthwhileBytes || sysconf(_SC_NPROCESSORS_ONLN) < 2) return;
@@ -138,7 +141,7 @@ void* Prefault::Run(void* self) {
   const Prefault& prefault = *static_cast<const Prefault*>(self);
   pthread_setname_np(pthread_self(), "fastpersist-mem");
   for (const auto& range : prefault.ranges_) {
-    const auto [first, last] = Inside(range, kPageBytes);
+    const auto [first, last] = Inside(range, prefault.page_bytes_);
     for (uint64_t at = first; at < last; at += kStepBytes) {
       if (prefault.stopping_.load(std::memory_order_relaxed)) return nullptr;
       const uint64_t size_bytes = std::min(kStepBytes, last - at);

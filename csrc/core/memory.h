@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
@@ -22,12 +23,15 @@ void AdviseHugePages(std::span<std::byte> range);
 // REQUIRES: on page boundaries.
 void Populate(std::span<std::byte> range);
 
+// Of this kernel: 4 KiB as a rule, up to 64 KiB on aarch64.
+uint64_t PageBytes();
+
 constexpr size_t kHugePageBytes = size_t{2} << 20;
 
 // Anonymous memory for our own buffers: on a huge-page boundary, advised to use huge pages (without them a first touch
 // meets 512 faults instead of one, and the kernel pins more pages per request) and to stay out of forked children
 // (which have no use of it, and would make this process copy pages that direct I/O writes into). Null, with errno set,
-// when it cannot be had. Given back by UnmapBuffers(memory, size_bytes). REQUIRES: size_bytes is a multiple of 4096.
+// when it cannot be had. Given back by UnmapBuffers(memory, size_bytes).
 std::byte* MapBuffers(size_t size_bytes);
 void UnmapBuffers(std::byte* memory, size_t size_bytes);
 
@@ -72,8 +76,9 @@ class LockedMemory {
 // Does nothing where it cannot help: one CPU, little memory, a kernel before 5.14, no thread to be had.
 class Prefault {
  public:
-  // Starts at once, in the order given. The ranges stay mapped until destruction.
-  explicit Prefault(std::vector<std::span<std::byte>> ranges);
+  // Starts at once, in the order given. The ranges stay mapped until destruction. Only whole pages inside them are
+  // prepared: the kernel refuses a range that begins within one. `page_bytes` is for tests.
+  explicit Prefault(std::vector<std::span<std::byte>> ranges, uint64_t page_bytes = PageBytes());
   // Stops after the piece that is being done, and waits for that.
   ~Prefault();
   Prefault(const Prefault&) = delete;
@@ -83,6 +88,7 @@ class Prefault {
   static void* Run(void* self);
 
   const std::vector<std::span<std::byte>> ranges_;
+  const uint64_t page_bytes_;
   std::atomic<bool> stopping_{false};
   bool started_ = false;
   pthread_t thread_{};

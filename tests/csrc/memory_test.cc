@@ -5,12 +5,14 @@
 
 #include <fstream>
 
+#include "core/alignment.h"
 #include "testing.h"
 
 namespace fastpersist {
 namespace {
 
 constexpr size_t kBytes = size_t{96} << 20;  // enough to be worth a thread
+const size_t kPageBytes = PageBytes();
 
 class Mapping {
  public:
@@ -23,10 +25,11 @@ class Mapping {
 
   std::span<std::byte> bytes() const { return {static_cast<std::byte*>(address_), kBytes}; }
 
-  size_t ResidentPages() const {
-    std::vector<unsigned char> resident(kBytes / 4096);
+  size_t ResidentBytes() const {
+    std::vector<unsigned char> resident(kBytes / kPageBytes);
     EXPECT(mincore(address_, kBytes, resident.data()) == 0);
-    return static_cast<size_t>(std::count_if(resident.begin(), resident.end(), [](auto page) { return page & 1; }));
+    const auto count = std::count_if(resident.begin(), resident.end(), [](auto page) { return page & 1; });
+    return static_cast<size_t>(count) * kPageBytes;
   }
 
  private:
@@ -47,7 +50,7 @@ size_t ThreadCount() {
 bool PreparesAhead() {
   // What Prefault itself needs: a second CPU, and MADV_POPULATE_WRITE (23) of Linux 5.14.
   const Mapping probe;
-  return sysconf(_SC_NPROCESSORS_ONLN) > 1 && madvise(probe.bytes().data(), 4096, 23) == 0;
+  return sysconf(_SC_NPROCESSORS_ONLN) > 1 && madvise(probe.bytes().data(), kPageBytes, 23) == 0;
 }
 
 void PagesAreThereInTheEndAndHoldZeros() {
@@ -55,11 +58,48 @@ void PagesAreThereInTheEndAndHoldZeros() {
   const bool can = PreparesAhead();
   {
     const Prefault prefault({memory.bytes()});
-    for (int i = 0; can && i < 1000 && memory.ResidentPages() < kBytes / 4096; ++i) usleep(10'000);
+    for (int i = 0; can && i < 1000 && memory.ResidentBytes() < kBytes; ++i) usleep(10'000);
   }
-  if (can) EXPECT(memory.ResidentPages() == kBytes / 4096);
+  if (can) EXPECT(memory.ResidentBytes() == kBytes);
   EXPECT(
       std::all_of(memory.bytes().begin(), memory.bytes().end(), [](std::byte byte) { return byte == std::byte{0}; }));
+}
+
+// A kernel with pages of 64 KiB refuses a range that begins or ends within one; nothing was prepared then.
+void OnlyWholePagesArePrepared() {
+  constexpr size_t kLargePageBytes = 64 << 10;
+  const Mapping memory;
+  const auto start = reinterpret_cast<uintptr_t>(memory.bytes().data());
+  const size_t to_page_bytes = AlignUp(start, kLargePageBytes) - start;
+  const size_t from = to_page_bytes + kPageBytes;
+  const size_t until = to_page_bytes + 64 * kLargePageBytes + kLargePageBytes - kPageBytes;
+  const size_t whole_bytes = kPageBytes == kLargePageBytes ? until - from : 63 * kLargePageBytes;
+  const std::span<std::byte> range = memory.bytes().subspan(from, until - from);
+  const bool can = PreparesAhead();
+  {
+    // Again and again, so that it is worth a thread.
+    const Prefault prefault(std::vector(32, range), kLargePageBytes);
+    for (int i = 0; can && i < 1000 && memory.ResidentBytes() < whole_bytes; ++i) usleep(10'000);
+  }
+  if (can) EXPECT_WITH(memory.ResidentBytes() == whole_bytes, std::to_string(memory.ResidentBytes()));
+}
+
+size_t MappedPages() {
+  size_t count = 0;
+  std::ifstream("/proc/self/statm") >> count;
+  return count;
+}
+
+void BuffersOfAnySizeAreGivenBack() {
+  (void)MappedPages();  // what reading allocates is there from now on
+  const size_t before = MappedPages();
+  for (const size_t size_bytes : {size_t{1}, size_t{4096}, size_t{4096 * 5}, kHugePageBytes + 1}) {
+    std::byte* const memory = MapBuffers(size_bytes);
+    EXPECT(memory != nullptr && IsAligned(reinterpret_cast<uintptr_t>(memory), kHugePageBytes));
+    memory[size_bytes - 1] = std::byte{1};
+    UnmapBuffers(memory, size_bytes);
+    EXPECT_WITH(MappedPages() == before, std::to_string(size_bytes));
+  }
 }
 
 void WhatIsFilledMeanwhileStays() {
@@ -90,7 +130,7 @@ void OddRangesAreLeftAlone() {
   AdviseHugePages(small);
   AdviseHugePages({});
   const Prefault prefault(
-      {std::span(small), {}, memory.bytes().subspan(1, 4095), memory.bytes().subspan(5, kBytes - 7)});
+      {std::span(small), {}, memory.bytes().subspan(1, kPageBytes - 1), memory.bytes().subspan(5, kBytes - 7)});
 }
 
 }  // namespace
@@ -98,7 +138,8 @@ void OddRangesAreLeftAlone() {
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(argc, argv,
-             {TEST(PagesAreThereInTheEndAndHoldZeros), TEST(WhatIsFilledMeanwhileStays),
-              TEST(EndsAtOnceAndLeavesNoThread), TEST(OddRangesAreLeftAlone)});
+  return Run(
+      argc, argv,
+      {TEST(PagesAreThereInTheEndAndHoldZeros), TEST(OnlyWholePagesArePrepared), TEST(BuffersOfAnySizeAreGivenBack),
+       TEST(WhatIsFilledMeanwhileStays), TEST(EndsAtOnceAndLeavesNoThread), TEST(OddRangesAreLeftAlone)});
 }
