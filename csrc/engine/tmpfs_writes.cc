@@ -14,6 +14,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "core/alignment.h"
 #include "core/file.h"
@@ -26,10 +27,8 @@ constexpr uint32_t kRequestBytesMin = 1 << 20;
 // One thread of pwrite(2) moves about as much as two that fill small pages of a mapping.
 constexpr int kCpuCountMin = 4;
 
-bool HasManyCpus() {
-  cpu_set_t cpus;
-  return sched_getaffinity(0, sizeof(cpus), &cpus) == 0 && CPU_COUNT(&cpus) >= kCpuCountMin;
-}
+// More than any kernel can be built for.
+constexpr size_t kPossibleCpuCountMax = 1 << 20;
 
 // The options of a mounted file system; nothing for one that is the kernel's own, such as that of memfd_create(2),
 // whose files are written again and again, into pages that are there. Of a line of mountinfo (proc_pid_mountinfo(5))
@@ -57,8 +56,19 @@ bool GiveHugePages(const std::string& options) {
 
 }  // namespace
 
+// A set that has no room for every possible CPU of the machine is refused, and cpu_set_t has room for 1,024.
+int UsableCpuCount(int (*ask)(pid_t, size_t, cpu_set_t*)) {
+  for (size_t room = CPU_SETSIZE; room <= kPossibleCpuCountMax; room *= 2) {
+    std::vector<cpu_set_t> cpus(room / CPU_SETSIZE);
+    const size_t size_bytes = cpus.size() * sizeof(cpu_set_t);
+    if (ask(0, size_bytes, cpus.data()) == 0) return CPU_COUNT_S(size_bytes, cpus.data());
+    if (errno != EINVAL) break;
+  }
+  return 0;
+}
+
 TmpfsWrites::TmpfsWrites(TmpfsMapping mapping)
-    : pays_with_small_pages_(mapping == TmpfsMapping::kAlways || HasManyCpus()) {}
+    : pays_with_small_pages_(mapping == TmpfsMapping::kAlways || UsableCpuCount() >= kCpuCountMin) {}
 
 TmpfsWrites::Kind TmpfsWrites::KindOf(int fd, dev_t device) {
   const std::lock_guard lock(mutex_);

@@ -6,6 +6,7 @@
 // error there, and no SIGBUS here.
 #pragma once
 
+#include <sched.h>
 #include <sys/types.h>
 
 #include <atomic>
@@ -16,6 +17,9 @@
 #include "engine/engine.h"
 
 namespace fastpersist {
+
+// How many CPUs this thread may run on, on machines of any size; 0 where the kernel does not tell. `ask` is for tests.
+int UsableCpuCount(int (*ask)(pid_t, size_t, cpu_set_t*) = sched_getaffinity);
 
 enum class TmpfsMapping : uint8_t {
   kWherePays,  // with at least four CPUs, or huge pages

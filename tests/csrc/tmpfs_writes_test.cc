@@ -33,6 +33,35 @@ IoRequest WriteOf(int fd, Bytes& bytes, uint64_t offset_bytes) {
           .tag = offset_bytes};
 }
 
+// As the kernel of a machine with 4,096 possible CPUs, of which this thread may use 5.
+int AskOfALargeMachine(pid_t, size_t size_bytes, cpu_set_t* cpus) {
+  if (8 * size_bytes < 4096) {
+    errno = EINVAL;
+    return -1;
+  }
+  std::memset(cpus, 0, size_bytes);
+  for (const size_t cpu : {0, 1023, 1024, 2000, 4095}) CPU_SET_S(cpu, size_bytes, cpus);
+  return 0;
+}
+
+int AskWithoutPermission(pid_t, size_t, cpu_set_t*) {
+  errno = EPERM;
+  return -1;
+}
+
+int AskWhoNeverHasRoom(pid_t, size_t, cpu_set_t*) {
+  errno = EINVAL;
+  return -1;
+}
+
+void CpusAreCountedOnMachinesOfAnySize() {
+  EXPECT(UsableCpuCount(AskOfALargeMachine) == 5);
+  EXPECT(UsableCpuCount(AskWithoutPermission) == 0);
+  EXPECT(UsableCpuCount(AskWhoNeverHasRoom) == 0);
+  cpu_set_t own;
+  if (sched_getaffinity(0, sizeof(own), &own) == 0) EXPECT(UsableCpuCount() == CPU_COUNT(&own));
+}
+
 void LargeWritesArriveAndLeaveTheirNeighboursAlone() {
   TmpfsWrites writes(TmpfsMapping::kAlways);
   for (const size_t offset_bytes : {size_t{0}, size_t{4096}, size_t{5}, 3 * kMiB - 1}) {
@@ -232,11 +261,11 @@ int main(int argc, char** argv) {
   g_elsewhere = argc > 1 ? argv[1] : ".";
   char* in_tmpfs[] = {argv[0], directory.data()};
   const int status = Run(2, in_tmpfs,
-                         {TEST(LargeWritesArriveAndLeaveTheirNeighboursAlone), TEST(WhatIsNotForAMappingIsLeftToOthers),
-                          TEST(FilesOfOtherFileSystemsAreLeftToOthers), TEST(AllocationSetsTheSizeAndTakesNoPages),
-                          TEST(ThreadsFillOneFileTogether), TEST(AFileCutShorterMeanwhileKillsNobody),
-                          TEST(WithoutRoomNobodyIsKilledAndPwriteSaysWhy), TEST(HugePagesAreUsedWhereTheMountHasThem),
-                          TEST(ASandboxThatRefusesLeavesItToPwrite)});
+                         {TEST(CpusAreCountedOnMachinesOfAnySize), TEST(LargeWritesArriveAndLeaveTheirNeighboursAlone),
+                          TEST(WhatIsNotForAMappingIsLeftToOthers), TEST(FilesOfOtherFileSystemsAreLeftToOthers),
+                          TEST(AllocationSetsTheSizeAndTakesNoPages), TEST(ThreadsFillOneFileTogether),
+                          TEST(AFileCutShorterMeanwhileKillsNobody), TEST(WithoutRoomNobodyIsKilledAndPwriteSaysWhy),
+                          TEST(HugePagesAreUsedWhereTheMountHasThem), TEST(ASandboxThatRefusesLeavesItToPwrite)});
   rmdir(directory.c_str());
   return status;
 }
