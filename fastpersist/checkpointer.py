@@ -156,7 +156,8 @@ class Checkpointer:
     Raises:
         ConfigError: Options that make no sense, or the root is a file.
 
-    Thread safety: save, wait_captured and close from the training thread; steps, latest, load and stats from any.
+    Thread safety: save, wait_captured, delete, discard_after and close from the training thread; steps, latest, best,
+    load and stats from any.
     """
 
     def __init__(
@@ -586,6 +587,10 @@ class Checkpointer:
         """
         return best_of(self._commits(), self._retention)
 
+    def _resumed_from(self, step: int) -> None:
+        if self._process == os.getpid():  # a forked child, which may load, removes nothing
+            self._upkeep.resumed_from(step)
+
     def _commits(self) -> dict[int, Commit | None]:
         return {step: commit_of(manifest) for step, manifest in committed_steps(self._root).items()}
 
@@ -642,8 +647,13 @@ class Checkpointer:
 
         group = self._process_group
         removed = done_by_first(group, self._root, "removing steps of", remove)
-        if group is not None:  # what other stores have of them is worth nothing without the first rank's part
-            self._upkeep.remove(removed)
+        if group is not None and self._ranks is not None and self._ranks.rank:
+            try:
+                self._upkeep.remove(removed)
+            except (
+                StorageError
+            ) as error:  # of what other stores have: it is worth nothing without the first rank's part
+                _log.warning("%s: a part of a removed step stays: %s", self._root, error)
         self._unloadable.difference_update(removed)
         return removed
 
@@ -691,7 +701,7 @@ class Checkpointer:
         if self._process == os.getpid():
             self._join_all(None)
         options = LoadOptions(map_location, into, verify, weights_only, self._engine, self._process_group)
-        resumed = self._upkeep.resumed_from
+        resumed = self._resumed_from
         if step is None:
             unusable = self._unloadable.add
             return load_newest(self._root, options, strict=strict, on_unusable=unusable, on_loaded=resumed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import threading
 from collections.abc import Collection, Iterable, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastpersist.commit_order import commit_of, in_commit_order, next_commit_number
+from fastpersist.commit_order import Commit, commit_of, in_commit_order, next_commit_number
 from fastpersist.committed import committed_steps
 from fastpersist.directory_commit import remove_directory
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, StorageError
@@ -44,10 +45,11 @@ class RootUpkeep:
     def __init__(self, root: str, retention: RetentionPolicy) -> None:
         self._root = root
         self._retention = retention
-        self._lock = threading.Lock()  # not held while anything is removed, which takes long
+        self._lock = threading.RLock()  # re-entrant, for signal handlers; not held while anything is removed
         self._metrics: dict[int, Mapping[str, float]] | None = None  # of the committed steps, in order of commit
         self._next_number = 1
         self._resumed: int | None = None
+        self._resumed_at: int | None = None  # the greatest number then, as far as it is known
 
     def forget(self) -> None:
         """Somebody else may have changed the root."""
@@ -58,6 +60,7 @@ class RootUpkeep:
         """A step was loaded: for retention it counts as committed now, and goes when `keep` newer ones have come."""
         with self._lock:
             self._resumed = step
+            self._resumed_at = None if self._metrics is None else self._next_number - 1
             if self._metrics is not None and step in self._metrics:
                 self._metrics[step] = self._metrics.pop(step)
 
@@ -77,11 +80,14 @@ class RootUpkeep:
         """Return the metrics of the committed steps, in order of commit. Under the lock."""
         if self._metrics is None:
             commits = {step: commit_of(manifest) for step, manifest in committed_steps(self._root).items()}
-            order = in_commit_order(commits)
-            if self._resumed in order:
-                order.append(order.pop(order.index(self._resumed)))
-            self._next_number = max(self._next_number, next_commit_number(commits.values()))
-            self._metrics = {step: commits[step].metrics for step in order}
+            number = next_commit_number(commits.values())
+            self._next_number = max(self._next_number, number)
+            if self._resumed is not None and self._resumed in commits:
+                if self._resumed_at is None:
+                    self._resumed_at = number - 1
+                if (commits[self._resumed].number or 0) <= self._resumed_at:  # else it was saved again since
+                    commits[self._resumed] = Commit(self._resumed_at, math.inf, commits[self._resumed].metrics)
+            self._metrics = {step: commits[step].metrics for step in in_commit_order(commits)}
         return self._metrics
 
     def after_commit(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> bool:

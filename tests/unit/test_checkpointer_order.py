@@ -21,6 +21,8 @@ from support.store_runs import two_stores
 import fastpersist as fp
 from fastpersist.directory_locks import hold_for_reading
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError, PeerError, StorageError
+from fastpersist.retention import RetentionPolicy
+from fastpersist.root_upkeep import RootUpkeep
 
 
 def state(step: int) -> dict[str, Any]:
@@ -123,6 +125,19 @@ def test_falling_back_goes_by_the_order_too(tmp_path: Path, damage: str) -> None
     with pytest.warns(RuntimeWarning, match="going back") as caught:
         assert fp.Checkpointer(tmp_path).load()["step"] == 30
     assert [str(warning.message).split(" cannot")[0].split()[-1] for warning in caught] == ["22", "21"]
+
+
+def test_what_was_resumed_from_takes_nobody_s_place_when_the_root_is_read_again(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 30)
+    upkeep = RootUpkeep(str(tmp_path), RetentionPolicy(keep=2, keep_every=10))
+    upkeep.resumed_from(10)
+    for step in (11, 12):
+        save_steps(tmp_path, step)
+        upkeep.after_commit(step, {})
+    upkeep.forget()
+    save_steps(tmp_path, 13)
+    upkeep.after_commit(13, {})
+    assert fp.Checkpointer(tmp_path).steps() == [10, 12, 13, 30]
 
 
 # --- discard_after, delete
