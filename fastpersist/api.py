@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -18,9 +19,9 @@ from fastpersist.arena import Arena
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
-from fastpersist.commit import PendingFile, resolve_target
+from fastpersist.commit import ClosedDirectoryError, PendingFile, Target, resolve_target
 from fastpersist.engine_choice import require_engine
-from fastpersist.errors import ConfigError, UnsupportedError
+from fastpersist.errors import ConfigError, StorageError, UnsupportedError
 from fastpersist.filesystem import filesystem, hint_at_make_parents, make_directories, storage_errors, tell_free
 from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
 from fastpersist.group_save import Writers, end_session, save_together, together_with
@@ -62,6 +63,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
     replace_links: bool = False,
     make_parents: bool = False,
+    in_place: bool = False,
     process_group: ProcessGroup | None = None,
     writers: Writers = "auto",
     check_replicas: bool = False,
@@ -86,6 +88,9 @@ def save(
         metadata: Text to text, kept in the header; safetensors only.
         replace_links: Replace a file that has several hard links, too; its other names keep the old one.
         make_parents: Make the directories above that are missing, durably.
+        in_place: Where the file may be written but not replaced (a directory that takes no new file, or somebody else's
+            file in a sticky one such as /tmp), let torch.save overwrite it: if that fails, neither the old checkpoint
+            nor the new one is left. Without it, such a place is an error. Not for safetensors, nor for several ranks.
         process_group: Write with all its ranks the file that its rank 0 alone would have written; all of them call
             this. What is saved is rank 0's object. Its storages of 1 MiB and more are replicas on all ranks, and shared
             out among the writers; samples of them are compared first. All writers see the same file system. Of torch,
@@ -111,7 +116,13 @@ def save(
     """
     started_s = time.monotonic()
     name = _destination(obj, path)
-    require_bools(durable=durable, checksum=checksum, replace_links=replace_links, make_parents=make_parents)
+    require_bools(
+        durable=durable,
+        checksum=checksum,
+        replace_links=replace_links,
+        make_parents=make_parents,
+        in_place=in_place,
+    )
     if process_group is not None:
         if name is None:
             raise UnsupportedError("ranks of a process group write to a path, not to a file object")
@@ -138,7 +149,7 @@ def save(
     if make_parents:
         make_directories(os.path.dirname(os.path.abspath(name)))
     target = resolve_target(name, replace_links=replace_links)
-    why_not = target.why_not_replaceable
+    why_not = _why_in_place(target, name, in_place)
     if why_not is None and torch.serialization._serialization_tls.skip_data:
         why_not = "torch's skip_data() is active"
     if why_not is not None:
@@ -148,9 +159,9 @@ def save(
     pending = None
     try:
         with hint_at_make_parents(name):
-            pending = PendingFile.create(target)
+            pending = _pending_file(target, name, in_place)
         if pending is None:
-            return _save_in_place(obj, name, format, "its directory takes no new file", durable, started_s)
+            return _save_in_place(obj, name, format, _CLOSED_DIRECTORY, durable, started_s)
         pending.allocate(padded_bytes(container))
         with _progress(name, container.size_bytes, progress) as poll:
             written = write_container(container, pending.fd, target.path, engine=engine, poll=poll)
@@ -192,6 +203,7 @@ def save_async(
     metadata: Mapping[str, str] | None = None,
     replace_links: bool = False,
     make_parents: bool = False,
+    in_place: bool = False,
     process_group: ProcessGroup | None = None,
     writers: Writers = "auto",
     check_replicas: bool = False,
@@ -219,6 +231,7 @@ def save_async(
         metadata: Text to text, for safetensors only, as in `save`.
         replace_links: Replace a file that has several hard links, too, as in `save`.
         make_parents: Make the directories above that are missing, durably.
+        in_place: Overwrite a file that may be written but not replaced, before this returns, as in `save`.
         process_group: Write with all its ranks, as in `save`; shared out is what the optimizer owns or `constant`
             names. The gate is each rank's own.
         writers: The ranks that write, as in `save`.
@@ -237,7 +250,13 @@ def save_async(
     name = _destination(obj, path)
     if name is None:
         raise UnsupportedError("save_async writes to a path, not to a file object; save takes both")
-    require_bools(durable=durable, checksum=checksum, replace_links=replace_links, make_parents=make_parents)
+    require_bools(
+        durable=durable,
+        checksum=checksum,
+        replace_links=replace_links,
+        make_parents=make_parents,
+        in_place=in_place,
+    )
     with together_with(process_group, name, writers, check_replicas=check_replicas) as together:
         return _save_async(
             obj,
@@ -251,6 +270,7 @@ def save_async(
             metadata=metadata,
             replace_links=replace_links,
             make_parents=make_parents,
+            in_place=in_place,
         )
 
 
@@ -267,6 +287,7 @@ def _save_async(
     metadata: Mapping[str, str] | None,
     replace_links: bool,
     make_parents: bool,
+    in_place: bool,
 ) -> PendingSave:
     started_s = time.monotonic()
     require_engine(engine)
@@ -280,17 +301,24 @@ def _save_async(
         make_directories(os.path.dirname(os.path.abspath(name)))
     target = resolve_target(name, replace_links=replace_links)
     file = None
-    if target.why_not_replaceable is None and not torch.serialization._serialization_tls.skip_data:
+    if _why_in_place(target, name, in_place) is None and not torch.serialization._serialization_tls.skip_data:
         container = container_for(obj, name, checksum=checksum, file_format=file_format, metadata=metadata)
         look = functools.cache(owners.look)
         capture = Capture(owners, _async_arena, on_gate=stats.add_stall, look=look)
         with hint_at_make_parents(name):
-            file = PendingFile.create(target)
+            file = _pending_file(target, name, in_place and together is None)
     if file is None and together is not None:
         raise UnsupportedError(f"several ranks cannot write {name}: {target.why_not_replaceable}; choose another path")
     if file is None:
         report = save(
-            obj, name, durable=durable, checksum=checksum, engine=engine, format=file_format, metadata=metadata
+            obj,
+            name,
+            durable=durable,
+            checksum=checksum,
+            engine=engine,
+            format=file_format,
+            metadata=metadata,
+            in_place=in_place,
         )
         stats.bytes, stats.engine, stats.stall_s = report.size_bytes, report.engine, report.total_s
         done = PendingSave(name, stats)
@@ -362,6 +390,43 @@ def _forget_lanes() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_lanes)
+
+
+_CLOSED_DIRECTORY = "its directory takes no new file"
+
+
+def _why_in_place(target: Target, path: str, in_place: bool) -> str | None:
+    """Return why a file can only be written where it is; None where a new one can take its place.
+
+    Raises:
+        StorageError: It would lose the old one, and the caller has not asked for that.
+    """
+    if target.is_protected and not in_place:
+        raise _in_place_only(path, errno.EPERM, str(target.why_not_replaceable))
+    return target.why_not_replaceable
+
+
+def _pending_file(target: Target, path: str, in_place: bool) -> PendingFile | None:
+    """Begin a new file; None where the directory takes none, and the caller has asked for the old one to be written.
+
+    Raises:
+        StorageError: It could not be created.
+    """
+    try:
+        return PendingFile.create(target)
+    except ClosedDirectoryError as error:
+        if in_place:
+            return None
+        raise _in_place_only(path, error.errno, _CLOSED_DIRECTORY) from error
+
+
+def _in_place_only(path: str, sys_errno: int | None, why: str) -> StorageError:
+    return StorageError(
+        sys_errno,
+        f"cannot save {path}: {why}, so it cannot be replaced, and overwriting it where it is leaves no checkpoint at "
+        "all if that fails. Save to a directory of your own, or let torch.save overwrite it with in_place=True",
+        path,
+    )
 
 
 def _save_in_place(obj: object, path: str, file_format: str, why: str, durable: bool, started_s: float) -> SaveReport:

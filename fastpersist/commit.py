@@ -20,7 +20,8 @@ is also dropped when the process closes *any* descriptor of that file, so nobody
 file of ours: `_live` knows them, and `_live_guard` is held from creation to lock, and while a leftover is looked at.
 Where a file system has no locks, leftovers are reported, and removed when a day old.
 
-Not supported: targets that a rename cannot replace (`why_not_replaceable` says which); callers write those torch's way.
+Not supported: targets that a rename cannot replace (`why_not_replaceable` says which); callers write those torch's way,
+and those that are protected (`is_protected`, ClosedDirectoryError) only if they were asked to.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ __all__ = [
     "LOCK_HELD",
     "LOCK_UNSUPPORTED",
     "TOKEN_BYTES",
+    "ClosedDirectoryError",
     "Lock",
     "PendingFile",
     "Target",
@@ -134,12 +136,15 @@ class Target:
         mode: Permission bits that the new file gets, None where nothing is replaced (as open() would give).
         owner: User and group of the file that is replaced.
         why_not_replaceable: Why a rename cannot put a new file there; None where it can.
+        is_protected: It is a file that this user may write, but not replace. Overwriting it where it is would lose the
+            old one if the save fails, so that is done only for those who ask for it.
     """
 
     path: str
     mode: int | None = None
     owner: tuple[int, int] | None = None
     why_not_replaceable: str | None = None
+    is_protected: bool = False
 
     @property
     def directory(self) -> str:
@@ -171,7 +176,11 @@ def resolve_target(path: str, *, replace_links: bool = False) -> Target:
     if stat.S_ISDIR(status.st_mode):
         raise StorageError(errno.EISDIR, f"cannot save to {path}: it is a directory", path)
     mode, owner = stat.S_IMODE(status.st_mode) & 0o777, (status.st_uid, status.st_gid)
-    return Target(real, mode, owner, _why_not_replaceable(real, status, replace_links))
+    why_not = _why_not_replaceable(real, status, replace_links)
+    if why_not is None and _is_protected(real, status):
+        why_not = "it belongs to somebody else in a directory with the sticky bit"
+        return Target(real, mode, owner, why_not, is_protected=True)
+    return Target(real, mode, owner, why_not)
 
 
 def _why_not_replaceable(path: str, status: os.stat_result, replace_links: bool) -> str | None:
@@ -181,11 +190,17 @@ def _why_not_replaceable(path: str, status: os.stat_result, replace_links: bool)
         return f"it has {status.st_nlink} hard links, which a rename would split"
     if _native.is_mount_point(os.fsencode(path)):
         return "something is mounted on it"
-    directory = os.stat(os.path.dirname(path))
-    user = os.geteuid()
-    if directory.st_mode & stat.S_ISVTX and user not in (0, status.st_uid, directory.st_uid):
-        return "it belongs to somebody else in a directory with the sticky bit"
     return None
+
+
+def _is_protected(path: str, status: os.stat_result) -> bool:
+    """Tell whether the sticky bit of a directory, as that of /tmp, keeps this user from replacing a file."""
+    directory = os.stat(os.path.dirname(path))
+    return bool(directory.st_mode & stat.S_ISVTX) and os.geteuid() not in (0, status.st_uid, directory.st_uid)
+
+
+class ClosedDirectoryError(StorageError):
+    """A directory takes no new file, while the file that was to be replaced can be written."""
 
 
 class PendingFile:
@@ -203,13 +218,11 @@ class PendingFile:
         self._identity = mark_live(fd)
 
     @classmethod
-    def create(cls, target: Target) -> PendingFile | None:
+    def create(cls, target: Target) -> PendingFile:
         """Steps 1 and 2 of the protocol.
 
-        Returns:
-            The pending file; None where the directory takes no new file but the target itself can be written.
-
         Raises:
+            ClosedDirectoryError: The directory takes no new file, but the target itself can be written.
             StorageError: It could not be created.
         """
         sweep(target)
@@ -221,7 +234,7 @@ class PendingFile:
                 except StorageError as error:
                     refused = error.errno in _CREATE_REFUSED
                     if refused and target.mode is not None and os.access(target.path, os.W_OK):
-                        return None
+                        raise ClosedDirectoryError(error.errno, str(error), target.path) from error
                     raise
                 pending = cls(target, path, fd)
                 kept = False

@@ -147,14 +147,13 @@ def _write_and_publish(
     started_s: float,
 ) -> SaveReport:
     target = resolve_target(path, replace_links=replace_links)
-    why_not = target.why_not_replaceable
-    with hint_at_make_parents(path):
-        pending = PendingFile.create(target) if why_not is None else None
-    if pending is None:
-        why_not = why_not or "its directory takes no new file"
+    if target.why_not_replaceable is not None:
         raise UnsupportedError(
-            f"several ranks cannot write {path}: {why_not}; choose another path, or let one rank save"
+            f"several ranks cannot write {path}: {target.why_not_replaceable}; choose another path, or let one rank "
+            "save"
         )
+    with hint_at_make_parents(path):
+        pending = PendingFile.create(target)
     try:
         share = FirstShare(container, replicas_of(container), together)
         planned_s = time.monotonic()

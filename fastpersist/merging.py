@@ -178,11 +178,9 @@ def _copied(file: SplitFile, parts: Sequence[FoundPart], path: str, *, engine: s
     """Copy all parts to their places in a new file, and publish it."""
     started_s = time.monotonic()
     target = resolve_target(path, replace_links=False)
-    pending = PendingFile.create(target) if target.why_not_replaceable is None else None
-    if pending is None:
-        raise UnsupportedError(
-            f"cannot write {path}: {target.why_not_replaceable or 'its directory takes no new file'}"
-        )
+    if target.why_not_replaceable is not None:
+        raise UnsupportedError(f"cannot write {path}: {target.why_not_replaceable}")
+    pending = PendingFile.create(target)
     with ExitStack() as stack:
         stack.callback(pending.abort)
         bar = stack.enter_context(

@@ -118,6 +118,7 @@ def install(*, async_: bool = False, durable: bool = True) -> None:
 
     Calls with a path and the usual options are done by `fastpersist.save` and `load`: the same contents under the same
     name, but with storages at multiples of 4096, never half a file, and durable. All others pass through untouched.
+    What can be written but not replaced torch writes in place, as it always does (`in_place=` of `fastpersist.save`).
     Who has an older file of that name open for reading, or mapped, keeps that. Again with other options: those count
     from now on.
 
@@ -268,10 +269,10 @@ def _save(obj: object, path: str, installation: _Installation) -> bool:
     durable, checksum = installation.is_durable, torch.serialization.get_crc32_options()
     try:
         if installation.is_async:
-            pending = fast_save_async(obj, path, durable=durable, checksum=checksum, format="torch")
+            pending = fast_save_async(obj, path, durable=durable, checksum=checksum, format="torch", in_place=True)
             _note(path, pending)
         else:
-            fast_save(obj, path, durable=durable, checksum=checksum, format="torch")
+            fast_save(obj, path, durable=durable, checksum=checksum, format="torch", in_place=True)
     except TorchStorageError:  # of a torch.save that pickling the object has called
         raise
     except StorageError as error:

@@ -490,8 +490,9 @@ def test_directory_that_may_not_be_written_is_no_obstacle_to_its_files(monkeypat
             os.seteuid(65534)  # nobody
         for name in ("old.pt", "new.pt", "ü.pt"):
             expected = outcome(lambda name=name: STOCK_SAVE(weight(), name))
-            with fp.installed():
-                outcome(lambda name=name: torch.save(weight(), name)).assert_like(expected)
+            for is_async in (False, True):
+                with fp.installed(async_=is_async):
+                    outcome(lambda name=name: torch.save(weight(), name)).assert_like(expected)
             assert (expected.error is None) == (name == "old.pt")
         assert_same(STOCK_LOAD("old.pt"), weight())
 

@@ -10,7 +10,9 @@ import os
 import stat
 import threading
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -243,9 +245,17 @@ def test_bind_mounted_file_is_written_in_place(tmp_path: Path, caplog: pytest.Lo
     assert pending_files(tmp_path) == []
 
 
-def test_writable_file_in_a_closed_directory_is_written_in_place(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+SAVES: dict[str, Callable[..., Any]] = {
+    "save": lambda *arguments, **options: fp.save(*arguments, **options).engine,
+    "save_async": lambda *arguments, **options: fp.save_async(*arguments, **options).stats.engine,
+}
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_writable_file_in_a_closed_directory_is_written_in_place_only_when_asked(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    save = SAVES[way]
     with open_directory(tmp_path) as directory:
         closed = directory / "closed"
         closed.mkdir()
@@ -256,13 +266,19 @@ def test_writable_file_in_a_closed_directory_is_written_in_place(
 
         def work(report: Report) -> None:
             become_ordinary_user()
+            safetensors = closed / "model.safetensors"
             with no_leaks(directory):
-                assert fp.save(make_state(2), path).engine == "torch.save"
+                for name in (path, safetensors):
+                    with pytest.raises(StorageError, match=r"takes no new file.*in_place=True") as caught:
+                        save(make_state(2), name)
+                    assert (caught.value.errno, caught.value.filename) == (errno.EACCES, str(name))
+                assert load_step(path) == 1
+                assert in_place_warnings(caplog) == []
+                assert save(make_state(2), path, in_place=True) == "torch.save"
             (warning,) = in_place_warnings(caplog)
             assert "takes no new file" in warning
             with pytest.raises(UnsupportedError, match="choose another path"):
-                safetensors = closed / "model.safetensors"
-                fp.save(make_state(2), safetensors)
+                save(make_state(2), safetensors, in_place=True)
 
         (closed / "model.safetensors").touch()
         (closed / "model.safetensors").chmod(0o666)
@@ -274,8 +290,9 @@ def test_writable_file_in_a_closed_directory_is_written_in_place(
 
 
 @needs_root
-def test_file_of_somebody_else_in_a_sticky_directory_is_written_in_place(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("way", SAVES)
+def test_file_of_somebody_else_in_a_sticky_directory_is_written_in_place_only_when_asked(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if Path("/proc/sys/fs/protected_regular").read_text().strip() != "0":
         pytest.skip("fs.protected_regular forbids to write such a file at all")
@@ -287,7 +304,11 @@ def test_file_of_somebody_else_in_a_sticky_directory_is_written_in_place(
 
         def work(report: Report) -> None:
             become_ordinary_user()
-            assert fp.save(make_state(2), path).engine == "torch.save"
+            with pytest.raises(StorageError, match=r"sticky bit.*in_place=True") as caught:
+                SAVES[way](make_state(2), path)
+            assert (caught.value.errno, caught.value.filename) == (errno.EPERM, str(path))
+            assert load_step(path) == 1
+            assert SAVES[way](make_state(2), path, in_place=True) == "torch.save"
             (warning,) = in_place_warnings(caplog)
             assert "sticky" in warning
 
