@@ -37,14 +37,14 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from fastpersist import _native
 from fastpersist.errors import InternalError, StorageError
-from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.filesystem import close_quietly, filesystem, storage_errors
 
 __all__ = [
     "LEFTOVER_AGE_S",
@@ -56,6 +56,8 @@ __all__ = [
     "PendingFile",
     "Target",
     "close_live",
+    "closing_published",
+    "errors_in_log",
     "find_leftovers",
     "hidden_prefix",
     "is_live",
@@ -106,9 +108,17 @@ def live_guard() -> AbstractContextManager[object]:
     return _live_guard
 
 
-def mark_live(fd: int) -> tuple[int, int]:
-    """Note an open file as being written by this process; call with the guard held. Returns what `close_live` wants."""
-    identity = _identity(os.fstat(fd))
+def mark_live(fd: int, path: str) -> tuple[int, int]:
+    """Note an open file as being written by this process; call with the guard held. Returns what `close_live` wants.
+
+    Raises:
+        StorageError: It cannot be looked at, and is closed.
+    """
+    try:
+        identity = _identity(filesystem().status(fd, path))
+    except StorageError:
+        close_quietly(fd, path)
+        raise
     _live.add(identity)
     _native.close_in_forked_child(fd)
     return identity
@@ -119,12 +129,18 @@ def is_live(status: os.stat_result) -> bool:
     return _identity(status) in _live
 
 
-def close_live(fd: int, identity: tuple[int, int]) -> None:
-    """Close a file that `mark_live` noted, and with it drop its lock."""
+def close_live(fd: int, identity: tuple[int, int], path: str) -> None:
+    """Close a file that `mark_live` noted, and with it drop its lock.
+
+    Raises:
+        StorageError: What the kernel said; it is closed all the same.
+    """
     _native.forget_descriptor(fd)
     with _live_guard:
-        os.close(fd)
-        _live.discard(identity)
+        try:
+            filesystem().close(fd, path)
+        finally:
+            _live.discard(identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +211,8 @@ def _why_not_replaceable(path: str, status: os.stat_result, replace_links: bool)
 
 def _is_protected(path: str, status: os.stat_result) -> bool:
     """Tell whether the sticky bit of a directory, as that of /tmp, keeps this user from replacing a file."""
-    directory = os.stat(os.path.dirname(path))
+    with storage_errors("looking up", os.path.dirname(path)):
+        directory = os.stat(os.path.dirname(path))
     return bool(directory.st_mode & stat.S_ISVTX) and os.geteuid() not in (0, status.st_uid, directory.st_uid)
 
 
@@ -215,7 +232,7 @@ class PendingFile:
         self.fd = fd
         self.sync_s = 0.0
         self._process = os.getpid()
-        self._identity = mark_live(fd)
+        self._identity = mark_live(fd, path)
 
     @classmethod
     def create(cls, target: Target) -> PendingFile:
@@ -236,10 +253,14 @@ class PendingFile:
                     if refused and target.mode is not None and os.access(target.path, os.W_OK):
                         raise ClosedDirectoryError(error.errno, str(error), target.path) from error
                     raise
-                pending = cls(target, path, fd)
+                try:
+                    pending = cls(target, path, fd)
+                except StorageError:
+                    _unlink_quietly(path)
+                    raise
                 kept = False
                 try:
-                    kept = lock_record(fd, path) is not Lock.BUSY and os.fstat(fd).st_nlink == 1
+                    kept = lock_record(fd, path) is not Lock.BUSY and filesystem().status(fd, path).st_nlink == 1
                 finally:
                     if not kept:
                         pending.abort()
@@ -261,7 +282,7 @@ class PendingFile:
                 a power failure.
 
         Raises:
-            StorageError: Nothing was published, unless the message says that only the directory could not be synced.
+            StorageError: Nothing was published, unless the message says that it is, and what was not done.
         """
         try:
             with saving(self.target.path):
@@ -276,11 +297,11 @@ class PendingFile:
         except BaseException:
             self.abort()
             raise
-        self._close()
-        if durable:
-            started_s = time.monotonic()
-            filesystem().sync_directory(self.target.directory)
-            self.sync_s += time.monotonic() - started_s
+        with closing_published(self.target.path, self._close, durable=durable):
+            if durable:
+                started_s = time.monotonic()
+                filesystem().sync_directory(self.target.directory)
+                self.sync_s += time.monotonic() - started_s
 
     def abort(self) -> None:
         """Remove the pending file and close it; the target stays as it was. May be called again.
@@ -289,16 +310,20 @@ class PendingFile:
         """
         if self.fd >= 0 and self._process == os.getpid():
             _unlink_quietly(self.path)
-            self._close()
+            with errors_in_log():
+                self._close()
 
     def _take_over_permissions(self) -> None:
         """Give the new file the mode of the one it replaces, and its owner where that is allowed, as open() keeps."""
         mode, owner = self.target.mode, self.target.owner
-        status = os.fstat(self.fd)
+        status = filesystem().status(self.fd, self.path)
         if owner is not None and owner != (status.st_uid, status.st_gid):
             try:
-                os.fchown(self.fd, *owner)
-            except PermissionError:
+                with storage_errors("setting the owner of", self.path):
+                    os.fchown(self.fd, *owner)
+            except StorageError as error:
+                if error.errno not in (errno.EPERM, errno.EACCES):
+                    raise
                 _log.debug("%s: only root may keep the owner of the file that is replaced", self.target.path)
         if mode is not None and mode != stat.S_IMODE(status.st_mode):
             with storage_errors("setting the mode of", self.path):
@@ -306,7 +331,7 @@ class PendingFile:
 
     def _close(self) -> None:
         fd, self.fd = self.fd, -1
-        close_live(fd, self._identity)
+        close_live(fd, self._identity, self.path)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -320,6 +345,37 @@ def saving(path: str) -> Iterator[None]:
         yield
     except StorageError as error:
         raise type(error)(error.errno, f"cannot save {path}: {error}", path) from error
+
+
+@contextmanager
+def errors_in_log() -> Iterator[None]:
+    """Let errors of the block be told in the log, because another one is being raised."""
+    try:
+        yield
+    except StorageError as error:
+        _log.warning("%s", error)
+
+
+@contextmanager
+def closing_published(path: str, close: Callable[[], None], *, durable: bool) -> Iterator[None]:
+    """Close what has got its final name, then run the block that makes the name durable. Errors of both say what holds.
+
+    Raises:
+        StorageError: One of the two failed. `path` is published all the same.
+    """
+    failed = None
+    try:
+        close()
+    except StorageError as error:
+        failed = error
+    try:
+        yield
+    except StorageError as error:
+        message = f"{path} is published, but a power failure may undo that: {error}"
+        raise type(error)(error.errno, message, path) from error
+    if failed is not None:
+        rest = " and durable: all was synced before" if durable else ", but perhaps not all was written: save again"
+        raise type(failed)(failed.errno, f"{path} is published{rest}. What failed: {failed}", path) from failed
 
 
 def hidden_prefix(path: str, kind: Literal["pending", "retired"] = "pending") -> str:
@@ -391,7 +447,7 @@ def sweep(target: Target) -> list[str]:
                 if error.errno != errno.ENOENT:  # else its writer has just published it
                     _log.warning("a leftover stays: %s", error)
             finally:
-                os.close(fd)
+                close_quietly(fd, path)
     return removed
 
 
@@ -402,8 +458,8 @@ def _is_dead(fd: int, path: str) -> bool:
     except OSError as error:
         if error.errno in LOCK_HELD:
             return False
-        if time.time() - os.fstat(fd).st_mtime > LEFTOVER_AGE_S:
+        if time.time() - filesystem().status(fd, path).st_mtime > LEFTOVER_AGE_S:
             return True
         _log.warning("%s may be a leftover; without file locks it is removed when a day old", path)
         return False
-    return stat.S_ISREG(os.fstat(fd).st_mode)
+    return stat.S_ISREG(filesystem().status(fd, path).st_mode)

@@ -50,7 +50,16 @@ from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from fastpersist import _native
-from fastpersist.commit import Lock, close_live, live_guard, lock_record, mark_live, saving
+from fastpersist.commit import (
+    Lock,
+    close_live,
+    closing_published,
+    errors_in_log,
+    live_guard,
+    lock_record,
+    mark_live,
+    saving,
+)
 from fastpersist.directory_locks import RootLock, hold_for_reading
 from fastpersist.directory_removal import (
     committed_path,
@@ -102,7 +111,7 @@ class PendingDirectory:
         self.sync_s = 0.0
         self._mode = mode
         self._manifest_fd = fd
-        self._identity = mark_live(fd)
+        self._identity = mark_live(fd, self._manifest_path)
         self._process = os.getpid()
         self._names: set[str] = set()  # of all files made here
         self._open_files: dict[int, str] = {}
@@ -149,7 +158,8 @@ class PendingDirectory:
         try:
             fd = filesystem().create(manifest_path)
             pending = cls(path, final_path, mode, fd)
-            kept = lock_record(fd, manifest_path) is not Lock.BUSY and os.fstat(fd).st_nlink == 1
+            free = lock_record(fd, manifest_path) is not Lock.BUSY
+            kept = free and filesystem().status(fd, manifest_path).st_nlink == 1
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
@@ -201,12 +211,18 @@ class PendingDirectory:
         self._directories.add(name)
 
     def close_file(self, fd: int) -> None:
-        """Close a file that `create_file` opened."""
+        """Close a file that `create_file` opened.
+
+        Raises:
+            StorageError: What the kernel said; it is closed all the same, but what was written may be lost.
+        """
         self._check_owner()
-        if self._open_files.pop(fd, None) is None:
+        name = self._open_files.pop(fd, None)
+        if name is None:
             raise InternalError(f"descriptor {fd} is no file of {self.path}")
         _native.forget_descriptor(fd)
-        os.close(fd)
+        with saving(self.final_path):
+            filesystem().close(fd, os.path.join(self.path, name))
 
     def publish(
         self, manifest: bytes, *, durable: bool = True, overwrite: Overwrite = False, keep_replaced: bool = False
@@ -226,7 +242,7 @@ class PendingDirectory:
         Raises:
             ConfigError: Something has the final name that may not be replaced; nothing was published.
             UnsupportedError: A file below the directory is neither a file nor a directory; nothing was published.
-            StorageError: Nothing was published, unless the message says that a power failure may undo it.
+            StorageError: Nothing was published, unless the message says that it is, and what was not done.
         """
         self._check_owner()
         if self._open_files:
@@ -238,14 +254,11 @@ class PendingDirectory:
         except BaseException:
             self.abort()
             raise
-        self._close()
-        if durable:
-            try:
-                for parent in dict.fromkeys((os.path.dirname(self.final_path), os.path.dirname(self.path))):
+        # After an error what was replaced stays: it may be all that a power failure leaves.
+        with closing_published(self.final_path, self._close, durable=durable):
+            for parent in dict.fromkeys((os.path.dirname(self.final_path), os.path.dirname(self.path))):
+                if durable:
                     self._sync_directory(parent)
-            except StorageError as error:  # what was replaced stays: it may be all that a power failure leaves
-                message = f"{self.final_path} is published, but a power failure may undo that: {error}"
-                raise type(error)(error.errno, message, self.final_path) from error
         if replaced is not None and not keep_replaced:
             remove_replaced(replaced)
         return replaced if keep_replaced else None
@@ -260,9 +273,10 @@ class PendingDirectory:
             if durable and name not in self._names and name != MANIFEST_NAME:
                 self._sync_file(os.path.join(self.path, name))
         manifest_path = os.path.join(self.path, MANIFEST_NAME)
+        status = filesystem().status(self._manifest_fd, manifest_path)
         with storage_errors("looking up", manifest_path):
-            ours = os.path.samestat(os.lstat(manifest_path), os.fstat(self._manifest_fd))
-        if not ours or os.fstat(self._manifest_fd).st_size != 0:
+            ours = os.path.samestat(os.lstat(manifest_path), status)
+        if not ours or status.st_size != 0:
             raise StorageError(errno.EEXIST, f"{manifest_path} was written by somebody else", manifest_path)
         filesystem().write(self._manifest_fd, manifest, manifest_path)
         if durable:
@@ -284,7 +298,7 @@ class PendingDirectory:
             filesystem().sync(fd, path)
             self.sync_s += time.monotonic() - started_s
         finally:
-            os.close(fd)
+            filesystem().close(fd, path)
 
     def _sync_directory(self, path: str) -> None:
         started_s = time.monotonic()
@@ -335,20 +349,29 @@ class PendingDirectory:
         if self._manifest_fd < 0 or self._process != os.getpid():
             return
         for fd in list(self._open_files):
-            self.close_file(fd)
+            with errors_in_log():
+                self.close_file(fd)
         try:
-            status = os.lstat(os.path.join(self.path, MANIFEST_NAME))
+            status = os.lstat(self._manifest_path)
         except OSError:
             status = None
         # Another manifest: an exception came right after the exchange, and this is what was replaced.
-        if status is None or os.path.samestat(status, os.fstat(self._manifest_fd)):
-            remove_quietly(self.path, let_go=self._close)
-        self._close()
+        if status is None or (status.st_dev, status.st_ino) == self._identity:
+            remove_quietly(self.path, let_go=self._close_in_abort)
+        self._close_in_abort()
+
+    def _close_in_abort(self) -> None:
+        with errors_in_log():
+            self._close()
 
     def _close(self) -> None:
         if self._manifest_fd >= 0:
             fd, self._manifest_fd = self._manifest_fd, -1
-            close_live(fd, self._identity)
+            close_live(fd, self._identity, self._manifest_path)
+
+    @property
+    def _manifest_path(self) -> str:
+        return os.path.join(self.path, MANIFEST_NAME)
 
     def _check_owner(self) -> None:
         if self._process != os.getpid():

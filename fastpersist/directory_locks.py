@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import struct
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from fastpersist.commit import (
     LOCK_UNSUPPORTED,
     Lock,
     close_live,
+    errors_in_log,
     is_live,
     live_guard,
     lock_record,
@@ -38,7 +40,7 @@ from fastpersist.errors import (
     InternalError,
     StorageError,
 )
-from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.filesystem import close_quietly, filesystem, storage_errors
 from fastpersist.formats.manifest import MANIFEST_NAME
 
 __all__ = ["ROOT_LOCK_NAME", "HeldDirectory", "Lock", "RootLock", "claimed", "hold_for_reading"]
@@ -121,14 +123,14 @@ def claimed(path: str) -> Iterator[Lock]:
     try:
         yield lock
     finally:
-        _close_lock(fd, process)
+        _close_lock(fd, process, manifest_path)
 
 
-def _close_lock(fd: int, process: int) -> None:
+def _close_lock(fd: int, process: int, path: str) -> None:
     """Close a descriptor and with it drop its lock; a child that was forked meanwhile has closed it already."""
     if fd >= 0 and process == os.getpid():
         _native.forget_descriptor(fd)
-        os.close(fd)
+        close_quietly(fd, path)
 
 
 class HeldDirectory(NamedTuple):
@@ -173,8 +175,7 @@ def hold_for_reading(path: str) -> Iterator[HeldDirectory]:
     """
     (directory_fd, fd), process = _open_locked_for_reading(path), os.getpid()
     try:
-        with storage_errors("looking at", path):
-            status = os.fstat(directory_fd)
+        status = filesystem().status(directory_fd, path)
         place = f"/proc/self/fd/{directory_fd}"
         held = HeldDirectory(path, place if os.path.isdir(place) else path, (status.st_dev, status.st_ino))
         try:
@@ -183,8 +184,8 @@ def hold_for_reading(path: str) -> Iterator[HeldDirectory]:
             _name_in(error, held)
             raise
     finally:
-        _close_lock(fd, process)
-        _close_lock(directory_fd, process)
+        _close_lock(fd, process, os.path.join(path, MANIFEST_NAME))
+        _close_lock(directory_fd, process, path)
 
 
 def _name_in(error: BaseException | None, held: HeldDirectory) -> None:
@@ -210,7 +211,7 @@ def _open_locked_for_reading(path: str) -> tuple[int, int]:
             fd = _open_locked_manifest(directory_fd, path, manifest_path, deadline_s)
         finally:
             if fd < 0:
-                _close_lock(directory_fd, process)
+                _close_lock(directory_fd, process, path)
         if fd >= 0:
             return directory_fd, fd
         time.sleep(0.002)
@@ -236,12 +237,8 @@ def _open_locked_manifest(directory_fd: int, path: str, manifest_path: str, dead
     """Open and lock the manifest of a directory; -1 if that is to be tried again, from the directory's name on."""
     try:
         with live_guard(), storage_errors("opening", manifest_path):
-            if is_live(os.stat(MANIFEST_NAME, dir_fd=directory_fd, follow_symlinks=False)):
-                # A thread of this process is writing it, or has just published it and closes it now.
-                if os.path.basename(path).startswith(".") or time.monotonic() > deadline_s:
-                    raise CheckpointNotFoundError(f"{path} is still being written")
-                return -1
-            fd = os.open(MANIFEST_NAME, _READ_FLAGS, dir_fd=directory_fd)
+            is_ours = is_live(os.stat(MANIFEST_NAME, dir_fd=directory_fd, follow_symlinks=False))
+            fd = -1 if is_ours else os.open(MANIFEST_NAME, _READ_FLAGS, dir_fd=directory_fd)
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
@@ -249,6 +246,10 @@ def _open_locked_manifest(directory_fd: int, path: str, manifest_path: str, dead
             if not os.path.samestat(os.stat(path), os.fstat(directory_fd)):
                 return -1  # it was replaced, and what was opened is removed already
         raise _no_checkpoint(path) from error
+    if fd < 0:  # a thread of this process is writing it, or has just published it and closes it now
+        if os.path.basename(path).startswith(".") or time.monotonic() > deadline_s:
+            raise CheckpointNotFoundError(f"{path} is still being written")
+        return -1
     _native.close_in_forked_child(fd)
     kept = False
     try:
@@ -261,7 +262,7 @@ def _open_locked_manifest(directory_fd: int, path: str, manifest_path: str, dead
             kept = lock is not Lock.BUSY and os.path.samestat(os.lstat(manifest_path), os.fstat(fd))
     finally:
         if not kept:
-            _close_lock(fd, os.getpid())
+            _close_lock(fd, os.getpid(), manifest_path)
     return fd if kept else -1
 
 
@@ -289,7 +290,7 @@ class RootLock:
         self.excludes_others = True
         self._locks_work = True
         self._fd = fd
-        self._identity = mark_live(fd)
+        self._identity = mark_live(fd, self._path)
         self._process = os.getpid()
 
     @classmethod
@@ -344,7 +345,7 @@ class RootLock:
                 try:
                     taken = lock_record(lock._fd, path)
                     kept = taken is not Lock.BUSY and _lock_file_is_live(path)  # and not deleted meanwhile
-                    lock._locks_work = taken is Lock.TAKEN and not _are_locks_local(lock._fd)
+                    lock._locks_work = taken is Lock.TAKEN and not _are_locks_local(lock._identity[0])
                     owner = _owner_of(lock._fd, path) if taken is Lock.BUSY else None
                 finally:
                     if not kept:
@@ -357,8 +358,7 @@ class RootLock:
 
     def _take_over(self) -> None:
         """Leave a hint for people and for other hosts. The one that is there may say that its owner had no lock."""
-        path = os.path.join(self.root, ROOT_LOCK_NAME)
-        before = _hint_in(self._fd, path).split("\n")
+        before = _hint_in(self._fd, self._path).split("\n")
         self.excludes_others = self._locks_work and _NO_LOCKS not in before[1:]
         if not self.excludes_others and self.root not in _told_roots:
             _told_roots.add(self.root)
@@ -369,7 +369,7 @@ class RootLock:
                 self.root,
                 before[0] or "this one",
             )
-        self._leave_hint(path)
+        self._leave_hint(self._path)
 
     def _leave_hint(self, path: str) -> None:
         """Write who has the lock. A full disk takes that from those who look, no more."""
@@ -392,7 +392,12 @@ class RootLock:
         """Give the lock up. May be called again; does nothing in a forked child, which has none."""
         if self._fd >= 0 and self._process == os.getpid():
             fd, self._fd = self._fd, -1
-            close_live(fd, self._identity)
+            with errors_in_log():
+                close_live(fd, self._identity, self._path)
+
+    @property
+    def _path(self) -> str:
+        return os.path.join(self.root, ROOT_LOCK_NAME)
 
     def __del__(self) -> None:
         if hasattr(self, "_process"):  # else it was never made
@@ -412,7 +417,11 @@ def _open_lock_file(path: str) -> int:
     except StorageError as error:
         if error.errno != errno.EEXIST:
             raise
-    return os.open(path, _WRITE_FLAGS)
+    fd = os.open(path, _WRITE_FLAGS)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):  # locked by somebody, a FIFO cannot say by whom
+        os.close(fd)
+        raise StorageError(errno.EINVAL, f"{path} is no regular file, so it cannot be the root's lock: remove it", path)
+    return fd
 
 
 def _owner_of(fd: int, path: str) -> _Owner | None:
@@ -434,9 +443,8 @@ def _hint_in(fd: int, path: str) -> str:
         return os.pread(fd, _HINT_BYTES, 0).decode("utf-8", "replace")
 
 
-def _are_locks_local(fd: int) -> bool:
-    """Tell whether the mount of a file keeps its locks on this host, where no other host sees them."""
-    device = os.fstat(fd).st_dev
+def _are_locks_local(device: int) -> bool:
+    """Tell whether the mount of a file system keeps its locks on this host, where no other host sees them."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open(_MOUNTS_PATH, encoding="utf-8", errors="replace") as mounts:

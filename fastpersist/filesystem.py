@@ -8,6 +8,7 @@ Errors are `StorageError` with operation, path and errno.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from fastpersist.errors import ConfigError, FormatError, NoSpaceError, StorageEr
 __all__ = [
     "Filesystem",
     "allocate_pages",
+    "close_quietly",
     "filesystem",
     "hint_at_make_parents",
     "is_there",
@@ -29,6 +31,8 @@ __all__ = [
     "tell_free",
     "using",
 ]
+
+_log = logging.getLogger("fastpersist")
 
 # What rename() answers when a directory with something in it, or a file, has the name.
 _NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
@@ -103,6 +107,16 @@ class Filesystem:
         with storage_errors("syncing", path):
             os.fdatasync(fd)
 
+    def status(self, fd: int, path: str) -> os.stat_result:
+        """Look at an open file."""
+        with storage_errors("looking at", path):
+            return os.fstat(fd)
+
+    def close(self, fd: int, path: str) -> None:
+        """Close a file; it is closed, too, where that is an error. Network file systems tell here what they lost."""
+        with storage_errors("closing", path):
+            os.close(fd)
+
     def rename(self, source: str, target: str) -> None:
         """Give the file its new name, replacing what had it, in one step."""
         with storage_errors(f"renaming {source} to", target):
@@ -153,6 +167,14 @@ class Filesystem:
         """Remove an empty directory."""
         with storage_errors("removing directory", path):
             os.rmdir(path)
+
+
+def close_quietly(fd: int, path: str) -> None:
+    """Close a file through which nothing was written that is to stay; an error is told in the log alone."""
+    try:
+        filesystem().close(fd, path)
+    except StorageError as error:
+        _log.warning("%s; nothing was written there", error)
 
 
 _current = Filesystem()
@@ -249,9 +271,9 @@ def open_regular(path: str) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     kept = False
     try:
+        if not stat.S_ISREG(filesystem().status(fd, path).st_mode):
+            raise FormatError("it is no regular file", path=path)
         with storage_errors("looking at", path):
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise FormatError("it is no regular file", path=path)
             os.set_blocking(fd, True)  # io_uring takes O_NONBLOCK for: only what is in the page cache
         kept = True
     finally:

@@ -98,7 +98,7 @@ class OwnFile:
                 filesystem().sync(fd, self.final_path)
         finally:
             _native.forget_descriptor(fd)
-            os.close(fd)
+            filesystem().close(fd, self.final_path)
         self.capture.check()  # of this file alone: steps go on waiting for those that come
         return (self.name, size_bytes, written.crc32), written.engine
 

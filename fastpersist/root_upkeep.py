@@ -21,7 +21,7 @@ from fastpersist.commit_order import Commit, commit_of, in_commit_order, next_co
 from fastpersist.committed import committed_steps
 from fastpersist.directory_commit import remove_directory
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, StorageError
-from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.filesystem import filesystem
 from fastpersist.formats.manifest import COMMIT_NUMBER_MAX, CheckpointManifest, encode_manifest, step_name
 from fastpersist.retention import RetentionPolicy, steps_to_remove
 
@@ -172,12 +172,17 @@ class RootUpkeep:
     def _write_latest(self, step: int) -> None:
         path = os.path.join(self._root, _LATEST_NAME)
         temporary = os.path.join(self._root, f".{_LATEST_NAME}.new")
-        with storage_errors("creating", temporary):
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fd = filesystem().create(temporary)
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            filesystem().unlink(temporary)  # a process has died here; or it is no file, such as a FIFO
+            fd = filesystem().create(temporary)
         try:
             filesystem().write(fd, f"{step_name(step)}\n".encode(), temporary)
         finally:
-            os.close(fd)
+            filesystem().close(fd, temporary)
         filesystem().rename(temporary, path)
 
 

@@ -103,12 +103,13 @@ def _damaged(manifest: Manifest) -> list[str]:
 
 def _latest(root: str) -> str | None:
     """Read the hint, if there is one."""
+    from fastpersist.errors import FormatError
+    from fastpersist.filesystem import open_regular
+
     try:
-        # A FIFO in its place must not make us wait for a writer.
-        fd = os.open(os.path.join(root, _LATEST_NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
+        with open(open_regular(os.path.join(root, _LATEST_NAME)), "rb") as file:
             return file.read(_LATEST_BYTES_MAX).decode(errors="backslashreplace").strip()
-    except OSError:
+    except (OSError, FormatError):
         return None
 
 

@@ -62,6 +62,36 @@ class FullForNames(Filesystem):
         super().make_directory(path, mode)
 
 
+class FailingOpenFiles(Filesystem):
+    """The n-th look at an open file, or the n-th closing of one, fails: nothing else does. What is closed is closed."""
+
+    def __init__(self, operation: Literal["status", "close"], nth: int) -> None:
+        self._operation = operation
+        self._nth = nth
+        self.count = 0
+        self.failed_path = ""
+
+    def status(self, fd: int, path: str) -> os.stat_result:
+        """Look at a file, or fail."""
+        found = super().status(fd, path)
+        self._fail("status", "looking at", path)
+        return found
+
+    def close(self, fd: int, path: str) -> None:
+        """Close a file, and perhaps fail."""
+        super().close(fd, path)
+        self._fail("close", "closing", path)
+
+    def _fail(self, operation: str, told: str, path: str) -> None:
+        if operation != self._operation:
+            return
+        self.count += 1
+        if self.count == self._nth:
+            self.failed_path = path
+            with storage_errors(told, path):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 class SillyRenames(Filesystem):
     """Does as NFS does: a file that this host has open is not removed, but renamed within its directory.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import secrets
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from support.directories import lock_is_free
-from support.filesystems import FailingFilesystem, Operation, WatchedFilesystem
+from support.filesystems import FailingFilesystem, FailingOpenFiles, Operation, WatchedFilesystem
 from support.forking import Child, Report, run_in_child
 from support.sandbox import become_ordinary_user, bind_mounted, needs_root, open_directory
 from support.states import load_step, make_state, pending_files
@@ -116,6 +117,55 @@ def test_directory_that_fails_to_sync_is_an_error_of_a_file_that_is_there(tmp_pa
         fp.save(make_state(2), path)
     assert load_step(path) == 2
     assert pending_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_file_that_fails_to_close_is_published_and_the_error_says_so(
+    durable: bool, tmp_path: Path, leak_check: None
+) -> None:
+    """As NFS answers when its last bytes cannot be sent."""
+    path = tmp_path / "model.pt"
+    fp.save(make_state(1), path)
+    meaning = "all was synced before" if durable else "save again"
+    with using(FailingOpenFiles("close", 1)), pytest.raises(StorageError, match=f"is published.*{meaning}") as caught:
+        fp.save(make_state(2), path, durable=durable)
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+    assert "closing" in str(caught.value)
+    assert load_step(path) == 2
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_directory_is_synced_also_when_the_file_fails_to_close(tmp_path: Path) -> None:
+    class Both(RecordingFilesystem, FailingOpenFiles):
+        def __init__(self) -> None:
+            RecordingFilesystem.__init__(self)
+            FailingOpenFiles.__init__(self, "close", 1)
+
+    with using(double := Both()), pytest.raises(StorageError, match="is published and durable"):
+        fp.save(make_state(1), tmp_path / "model.pt")
+    assert double.names[-2:] == ["rename", "sync_directory"]
+
+
+def test_open_file_that_cannot_be_looked_at_is_an_error_with_its_path_and_leaves_nothing(
+    tmp_path: Path, leak_check: None
+) -> None:
+    path = tmp_path / "model.pt"
+    for nth in itertools.count(1):
+        fp.save(make_state(1), path)
+        error: StorageError | None = None
+        with using(double := FailingOpenFiles("status", nth)):
+            try:
+                fp.save(make_state(2), path)
+            except StorageError as raised:
+                error = raised.with_traceback(None)
+        if error is None:
+            assert not double.failed_path
+            break
+        assert (error.errno, error.filename) == (errno.EIO, str(path))
+        assert f"looking at {double.failed_path}" in str(error)
+        assert load_step(path) == 1
+        assert os.listdir(tmp_path) == ["model.pt"]
+    assert nth > 3
 
 
 def test_abort_removes_the_pending_file_and_may_come_again(tmp_path: Path, leak_check: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import re
 import secrets
@@ -12,8 +13,10 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
 from support.directories import (
     NAME,
     STEPS,
@@ -32,10 +35,11 @@ from support.directories import (
     save,
     step_in,
 )
-from support.filesystems import Operation
+from support.filesystems import FailingOpenFiles, Operation
 from support.forking import Child, Report, run_in_child
 from support.sandbox import bind_mounted
 
+import fastpersist as fp
 from fastpersist import _native
 from fastpersist.commit import hidden_prefix
 from fastpersist.directory_commit import (
@@ -588,3 +592,85 @@ def test_names_are_exchanged(tmp_path: Path) -> None:
     Filesystem().exchange(str(tmp_path / "one"), str(tmp_path / "two"))
     assert (tmp_path / "one").read_bytes() == b"2"
     assert (tmp_path / "two").is_dir()
+
+
+@pytest.mark.parametrize("operation", ["status", "close"])
+def test_open_file_that_fails_is_an_error_with_its_path_and_what_it_means(
+    operation: Literal["status", "close"], tmp_path: Path, leak_check: None
+) -> None:
+    for nth in itertools.count(1):
+        save(tmp_path / NAME, 1)
+        error: StorageError | None = None
+        with using(double := FailingOpenFiles(operation, nth)):
+            try:
+                save(tmp_path / NAME, 2)
+            except StorageError as raised:
+                error = raised.with_traceback(None)
+        if error is not None:
+            assert (error.errno, error.filename) == (errno.EIO, str(tmp_path / NAME))
+            assert double.failed_path in str(error)
+        is_published = error is None or "is published and durable" in str(error)
+        assert step_in(tmp_path / NAME) == (2 if is_published else 1)
+        sweep_directories(str(tmp_path), NAME)
+        assert os.listdir(tmp_path) == [NAME]
+        if not double.failed_path:
+            break
+    assert nth > 2
+
+
+def test_manifest_that_fails_to_close_is_published_and_the_error_says_so(tmp_path: Path, leak_check: None) -> None:
+    for durable, meaning in ((True, "all was synced before"), (False, "save again")):
+        with using(FailingOpenFiles("close", 3)), pytest.raises(StorageError, match=f"is published.*{meaning}"):
+            save(tmp_path / NAME, 1, durable=durable)
+        assert step_in(tmp_path / NAME) == 1
+        sweep_directories(str(tmp_path), NAME)
+
+
+def hang_guard(path: Path) -> None:
+    """Put a FIFO, which nobody writes to, in place of a file."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def test_fifo_in_place_of_a_file_of_a_root_is_refused_or_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, leak_check: None
+) -> None:
+    with fp.Checkpointer(tmp_path, keep=2) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"a": torch.ones(3)}).result()
+    hang_guard(tmp_path / "LATEST")
+    hang_guard(tmp_path / ".LATEST.new")
+    hang_guard(tmp_path / "step-00000002" / "MANIFEST.json")
+    with pytest.raises(fp.FormatError, match=r"MANIFEST\.json.*no regular file"):
+        fp.Checkpointer(tmp_path).load(2)
+    assert fp.Checkpointer(tmp_path).latest() == 1
+    assert fp.Checkpointer(tmp_path).steps() == [1]
+    assert not fp.verify(tmp_path).ok
+    with fp.Checkpointer(tmp_path, keep=2) as checkpointer:
+        checkpointer.save(3, {"a": torch.ones(3)}).result()
+    assert (tmp_path / "LATEST").read_text() == "step-00000003\n"
+    assert not (tmp_path / ".LATEST.new").exists()
+    hang_guard(tmp_path / ".lock")
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(StorageError, match=r"\.lock is no regular file.*remove it"):
+            checkpointer.save(4, {})
+        (tmp_path / ".lock").unlink()
+        checkpointer.save(4, {}).result()
+
+
+@pytest.mark.parametrize("name", ["state.pt", "rank-00000.pt", "PARTS.json"])
+def test_fifo_in_place_of_a_file_of_a_step_is_refused(name: str, tmp_path: Path, leak_check: None) -> None:
+    """Also where a manifest says that it is empty, as a FIFO is."""
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"a": torch.ones(3)}, rank_state={"b": 1}).result()
+    path = tmp_path / "step-00000001"
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    manifest["files"] = [entry for entry in manifest["files"] if entry["name"] != name]
+    manifest["files"].append({"name": name, "size_bytes": 0, "crc32": None})
+    (path / "MANIFEST.json").write_text(json.dumps(manifest))
+    hang_guard(path / name)
+    for read in (lambda: fp.Checkpointer(tmp_path).load(1), lambda: fp.inspect(path)):
+        with pytest.raises(fp.FormatError, match="no regular file"):
+            read()
+    assert any(damage.message.startswith(f"{name} is no regular file") for damage in fp.verify(path).damages)
+    assert fp.Checkpointer(tmp_path).latest() is None

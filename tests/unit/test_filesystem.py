@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fastpersist.errors import NoSpaceError, StorageError
-from fastpersist.filesystem import Filesystem, filesystem, storage_errors, using
+from fastpersist.errors import FormatError, NoSpaceError, StorageError
+from fastpersist.filesystem import Filesystem, filesystem, open_regular, storage_errors, using
 
 real = Filesystem()
 
@@ -146,6 +146,29 @@ def test_directory_whose_sync_fails_is_an_error(
     with pytest.raises(StorageError, match="syncing directory") as caught:
         real.sync_directory(str(tmp_path))
     assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize(
+    ("call", "told"), [(real.status, "looking at"), (real.close, "closing")], ids=["status", "close"]
+)
+def test_errors_of_open_files_say_operation_and_path(call: Callable[[int, str], object], told: str) -> None:
+    fd = os.open("/", os.O_RDONLY)
+    os.close(fd)
+    with pytest.raises(StorageError, match=f"{told} /data/model.pt: Bad file descriptor") as caught:
+        call(fd, "/data/model.pt")
+    assert (caught.value.errno, caught.value.filename) == (errno.EBADF, "/data/model.pt")
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, leak_check: None) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path, Path("/dev/zero")):
+        with pytest.raises(FormatError, match="no regular file") as caught:
+            open_regular(str(path))
+        assert caught.value.path == str(path)
+    (tmp_path / "file").write_bytes(b"x")
+    fd = open_regular(str(tmp_path / "file"))
+    assert os.get_blocking(fd)
+    os.close(fd)
 
 
 # --- the seam
