@@ -12,6 +12,8 @@ from fastpersist.errors import CorruptionError, UnsupportedError
 from fastpersist.formats.manifest import FileEntry
 from fastpersist.formats.pickle_scan import DTYPE_ITEMSIZE_BYTES, iter_tensors
 from fastpersist.formats.safetensors import TORCH_NAMES
+from fastpersist.formats.torch_zip import header_leads_to
+from fastpersist.layout import LOCAL_HEADER_BYTES
 from fastpersist.pipeline import Extents, Poll, read_extents
 from fastpersist.source import CheckpointSource
 
@@ -277,11 +279,8 @@ def _verify_torch_zip(source: CheckpointSource, engine: str, poll: Poll | None) 
 def _check_local_headers(source: CheckpointSource, damages: list[Damage]) -> None:
     """Other readers find records through their local headers: each must lead to the same bytes."""
     for entry in source.directory.entries.values():
-        header = source.read_at(entry.header_offset_bytes, 30)
-        name_bytes = int.from_bytes(header[26:28], "little")
-        extra_bytes = int.from_bytes(header[28:30], "little")
-        leads_to = entry.header_offset_bytes + 30 + name_bytes + extra_bytes
-        if not header.startswith(b"PK\x03\x04") or leads_to != entry.data_offset_bytes:
+        header = source.read_at(entry.header_offset_bytes, LOCAL_HEADER_BYTES)
+        if header_leads_to(header, entry) != entry.data_offset_bytes:
             damages.append(
                 Damage(f"the header of record {entry.name} is damaged", (), entry.name, entry.header_offset_bytes)
             )

@@ -133,6 +133,8 @@ def unpickle_with(
         weights_only: As in torch.load.
 
     Raises:
+        FormatError: A record is not where the directory has it, or a tensor reaches beyond its storage.
+        StorageError: An error of the disk.
         Exception: What torch.load raises.
     """
     entries = source.directory.entries
@@ -146,10 +148,23 @@ def unpickle_with(
             asks.append((reference, storage, entries[f"data/{reference.key}"].data_offset_bytes))
             if storage.data_ptr() if storage.device.type != "meta" else 0:
                 seen.add(reference.key)
+    if source.summary.has_negative_int and any(storage.device.type == "meta" for storage in storages.values()):
+        source.prove_tensors()  # torch overlooks negative strides there
     source.forget_pickle()  # torch reads its own: of ten thousand tensors, megabytes
+    sizes_bytes = {key: storage.nbytes() for key, storage in storages.items() if storage.resizable()}
     with _StorageSupply(asks, map_location, file) as supply:
         opened = cast(IO[bytes], file)  # a raw reader has all that torch.load calls
-        return stock_load(opened, map_location=supply, weights_only=weights_only, mmap=False)
+        try:
+            loaded = stock_load(opened, map_location=supply, weights_only=weights_only, mmap=False)
+        except RuntimeError as error:  # a storage of host memory has refused to grow, or whatever else it is
+            if file.failure is not None:
+                raise file.failure from error
+            source.prove_tensors(error)
+            raise
+    if any(storages[key].nbytes() > size_bytes for key, size_bytes in sizes_bytes.items()):
+        source.prove_tensors()
+        raise FormatError("a tensor reaches beyond its storage", path=source.path)
+    return loaded
 
 
 # --------------------------------------------------------------------------------------------- which way
@@ -297,8 +312,16 @@ def load_checkpoint(
 
 
 def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Allocate a storage whose bytes are about to be filled."""
-    storage: torch.UntypedStorage = torch.UntypedStorage(size_bytes, device=device)
+    """Allocate a storage whose bytes are about to be filled.
+
+    In host memory it cannot grow, like those of torch.load: a tensor that a file describes as larger than its storage
+    is then refused by torch. One that torch allocates itself would grow instead, by bytes that nobody has written.
+    Memory of a device is torch's own, as its streams must know it: `unpickle_with` looks whether it has grown.
+    """
+    if device.type != "cpu":
+        return torch.UntypedStorage(size_bytes, device=device)
+    lent = torch._C._to_dlpack(torch.empty(size_bytes, dtype=torch.uint8, device=device))
+    storage: torch.UntypedStorage = torch._C._from_dlpack(lent).untyped_storage()
     return storage
 
 

@@ -572,8 +572,11 @@ def read_exactly(fd: int, offset_bytes: int, size_bytes: int, path: str) -> byte
     parts = []
     done_bytes = 0
     while done_bytes < size_bytes:
-        with storage_errors(f"reading at offset {offset_bytes + done_bytes} of", path):
+        try:
             part = os.pread(fd, size_bytes - done_bytes, offset_bytes + done_bytes)
+        except OSError:  # caught first: ten thousand local headers are read one by one
+            with storage_errors(f"reading at offset {offset_bytes + done_bytes} of", path):
+                raise
         if not part:
             end_bytes = offset_bytes + done_bytes
             raise StorageError(None, f"{path} ends at offset {end_bytes}, in the middle of a record", path, end_bytes)

@@ -38,7 +38,7 @@ from fastpersist.errors import (
 from fastpersist.filling import Pair, described_tensor, fill_pairs, misfit
 from fastpersist.fitting import Leaf, Path, Plan
 from fastpersist.formats.pickle_scan import Call, Global, PersistentId, SymbolicDict, SymbolicSet
-from fastpersist.formats.torch_zip import LOCAL_HEADER_MAGIC
+from fastpersist.formats.torch_zip import header_leads_to
 from fastpersist.layout import LOCAL_HEADER_BYTES
 from fastpersist.loading import (
     MapLocation,
@@ -186,9 +186,7 @@ def _prove(source: CheckpointSource) -> None:
         # torch reads these records itself, and finds them through their local headers.
         if not entry.name.startswith("data/"):
             header = source.read_at(entry.header_offset_bytes, LOCAL_HEADER_BYTES)
-            lengths_bytes = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-            leads_to = entry.header_offset_bytes + LOCAL_HEADER_BYTES + lengths_bytes
-            if not header.startswith(LOCAL_HEADER_MAGIC) or leads_to != entry.data_offset_bytes:
+            if header_leads_to(header, entry) != entry.data_offset_bytes:
                 raise FormatError(
                     f"the header of record {entry.name} is damaged",
                     path=source.path,

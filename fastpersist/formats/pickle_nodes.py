@@ -113,8 +113,10 @@ class PickleScan:
         root: The object, as symbolic nodes.
         persistent_ids: One for each time the unpickler would ask, in that order.
         globals: Every global as "module.name", in the order of first use.
+        has_negative_int: Some int in it is negative; sizes, strides and offsets never are.
     """
 
     root: object
     persistent_ids: list[PersistentId]
     globals: tuple[str, ...]
+    has_negative_int: bool

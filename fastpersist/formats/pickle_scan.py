@@ -218,6 +218,10 @@ _LINES: Final[dict[int, Callable[[bytes], object]]] = {
 }
 
 
+def _is_negative(value: object) -> bool:
+    return type(value) is int and value < 0
+
+
 def _line_end(data: bytes, start: int) -> int:
     end = data.find(b"\n", start)
     if end < 0:
@@ -341,6 +345,8 @@ def scan_pickle(data: bytes) -> PickleScan:
     known_globals: dict[tuple[str, str], Global] = {}
     u32_at = struct.Struct("<I").unpack_from
     items: list[object]
+    number: object
+    has_negative_int = False
 
     # The order of the tests is the order of the opcodes' frequency in a state dict, with protocol 2 first.
     try:
@@ -406,7 +412,9 @@ def scan_pickle(data: bytes) -> PickleScan:
                 stack.append(struct.unpack_from("<H", data, position)[0])
                 position += 2
             elif opcode == _BININT:
-                stack.append(struct.unpack_from("<i", data, position)[0])
+                number = struct.unpack_from("<i", data, position)[0]
+                has_negative_int = has_negative_int or _is_negative(number)
+                stack.append(number)
                 position += 4
             elif opcode == _BINFLOAT:
                 stack.append(struct.unpack_from(">d", data, position)[0])
@@ -461,10 +469,14 @@ def scan_pickle(data: bytes) -> PickleScan:
                     raise ValueError(f"a negative length of {length_bytes}")
                 if position > size:
                     raise ValueError(f"a value of {length_bytes} bytes ends beyond the pickle's end")
-                stack.append(decode(data[start:position]))
+                number = decode(data[start:position])  # or text, or bytes
+                has_negative_int = has_negative_int or _is_negative(number)
+                stack.append(number)
             elif opcode in _LINES:
                 end = _line_end(data, position)
-                stack.append(_LINES[opcode](data[position:end]))
+                number = _LINES[opcode](data[position:end])
+                has_negative_int = has_negative_int or _is_negative(number)
+                stack.append(number)
                 position = end + 1
             elif opcode == _GET:
                 end = _line_end(data, position)
@@ -554,4 +566,5 @@ def scan_pickle(data: bytes) -> PickleScan:
         root=stack[0],
         persistent_ids=persistent_ids,
         globals=tuple(f"{module}.{name}" for module, name in known_globals),
+        has_negative_int=has_negative_int,
     )

@@ -68,6 +68,8 @@ DTYPE_ITEMSIZE_BYTES: Final = {
 }
 """Bytes per element of each torch dtype, by its name; sub-byte dtypes by their packed element."""
 
+_PACKED_DTYPES: Final = frozenset({"quint4x2", "quint2x4"})
+
 _COUNT_MAX: Final = (1 << 63) - 1
 
 
@@ -167,6 +169,17 @@ class SymbolicTensor(NamedTuple):
     kind: str
     is_conj: bool
     is_neg: bool
+
+    @property
+    def end_bytes(self) -> int:
+        """Where the last of its elements ends, counted from the start of its storage.
+
+        0 without elements, and for the quantized dtypes that pack several into a byte: torch counts those itself.
+        """
+        if 0 in self.shape or self.dtype in _PACKED_DTYPES:
+            return 0
+        last = self.storage_offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * DTYPE_ITEMSIZE_BYTES.get(self.dtype, 1)  # a dtype that is newer than this table
 
 
 # Longer parts and longer names are cut, marked by an ellipsis: a pickle can use one long key many times.

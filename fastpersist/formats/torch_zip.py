@@ -38,6 +38,7 @@ __all__ = [
     "descriptor",
     "descriptor_head",
     "descriptor_tail",
+    "header_leads_to",
     "leading_header",
     "local_header",
     "plan_archive",
@@ -312,6 +313,14 @@ def leading_header(entry: DirectoryEntry) -> bytes:
     distance_bytes = entry.data_offset_bytes - entry.header_offset_bytes - LOCAL_HEADER_BYTES
     name_bytes = min(distance_bytes, 0xFFFF)
     return _LOCAL.pack(LOCAL_HEADER_MAGIC, 0, 0, 0, 0, 0, 0, 0, 0, name_bytes, distance_bytes - name_bytes)
+
+
+def header_leads_to(header: bytes, entry: DirectoryEntry) -> int | None:
+    """Return where the fixed part of a local header says that the data of `entry` starts; None if it is no header."""
+    magic, *_, name_bytes, extra_bytes = _LOCAL.unpack(header)
+    if magic != LOCAL_HEADER_MAGIC:
+        return None
+    return entry.header_offset_bytes + LOCAL_HEADER_BYTES + int(name_bytes) + int(extra_bytes)
 
 
 ReadAt = Callable[[int, int], bytes]
