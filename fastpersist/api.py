@@ -483,10 +483,11 @@ def load(
 
     Raises:
         CheckpointNotFoundError: There is no such file.
-        FormatError: It is no whole checkpoint: truncated, damaged, or never finished.
+        FormatError: It is no whole checkpoint: truncated, damaged, never finished, or something else, which the message
+            names. With weights_only=False also a pickle whose name ends in `.safetensors`: such files run no code.
         ChecksumError: With verify: the bytes of the tensors that are named changed since they were written.
         UnsupportedError: The named engine cannot be used; or verify, and the file has no checksums.
-        StorageError: An error of the disk.
+        StorageError: An error of the disk; or it is a directory (the message says what loads it), a FIFO or a device.
         pickle.UnpicklingError: With weights_only: torch's own refusal of an unsafe file.
         PeerError: With a process_group: another rank failed, or is gone; on the rank that failed, its own error.
         CoordinationError: With a process_group: the ranks were given different files.

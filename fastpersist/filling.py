@@ -161,7 +161,7 @@ def _read_structure(source: CheckpointSource) -> _Structure:
         entries = {entry.name: _stored_entry(entry, source.path) for entry in source.header.entries}
         return _Structure(entries, None, {})
     if source.kind != "torch_zip":
-        source.refuse_incomplete()
+        source.refuse_foreign()
         raise UnsupportedError(
             f"{source.path}: {source.explain_unknown()}; use fastpersist.load and load_state_dict instead"
         )

@@ -14,6 +14,7 @@ fake loads, byte-swapped, legacy and TorchScript files, and whenever pickle and 
 from __future__ import annotations
 
 import _compat_pickle
+import contextlib
 import itertools
 import logging
 import os
@@ -156,10 +157,11 @@ def unpickle_with(
         opened = cast(IO[bytes], file)  # a raw reader has all that torch.load calls
         try:
             loaded = stock_load(opened, map_location=supply, weights_only=weights_only, mmap=False)
-        except RuntimeError as error:  # a storage of host memory has refused to grow, or whatever else it is
+        except Exception as error:
             if file.failure is not None:
                 raise file.failure from error
-            source.prove_tensors(error)
+            if isinstance(error, RuntimeError):  # a storage of host memory has refused to grow, or whatever else it is
+                source.prove_tensors(error)
             raise
     if any(storages[key].nbytes() > size_bytes for key, size_bytes in sizes_bytes.items()):
         source.prove_tensors()
@@ -291,7 +293,10 @@ def load_checkpoint(
     if source.kind == "safetensors":
         return read_safetensors(source, map_location=map_location, verify=verify, engine=engine, poll=poll, read=read)
     if source.kind != "torch_zip":
-        source.refuse_incomplete()
+        source.refuse_foreign()
+    if source.path.endswith(".safetensors") and not weights_only:
+        _refuse_disguised(source)
+    if source.kind != "torch_zip":
         if verify:
             raise UnsupportedError(f"{source.path}: {source.explain_unknown()}, so there are no checksums to verify")
         return _load_stock(source, source.explain_unknown(), map_location, weights_only)
@@ -309,6 +314,18 @@ def load_checkpoint(
     fill_storages(source, wanted, storages, verify=verify, engine=engine, poll=poll, read=read)
     del wanted  # of ten thousand storages some megabytes, which unpickling can use
     return unpickle_with(source, storages, map_location=map_location, weights_only=weights_only)
+
+
+def _refuse_disguised(source: CheckpointSource) -> None:
+    """Refuse a pickle with the name of a safetensors file: whoever trusts that name expects that no code can be run."""
+    if source.kind == "torch_zip":
+        with contextlib.suppress(UnsupportedError):
+            _ = source.directory  # of other archives it says what they are
+    raise FormatError(
+        f"it is no safetensors file, as its name says, but {source.looks_like()}, and loading that with "
+        "weights_only=False would run code in it; rename it if you trust it",
+        path=source.path,
+    )
 
 
 def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:

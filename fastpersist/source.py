@@ -7,6 +7,7 @@ inode, so a file that is replaced meanwhile does not matter. Moves no data and m
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import stat
@@ -20,6 +21,8 @@ from fastpersist.errors import CheckpointNotFoundError, FastPersistError, Format
 from fastpersist.filesystem import storage_errors
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
+from fastpersist.formats.foreign import LOOK_BYTES, is_older_torch_file, looks_like
+from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, STATE_NAME, step_of
 from fastpersist.formats.parts import PARTS_NAME
 from fastpersist.formats.pickle_scan import (
     PickleScan,
@@ -66,25 +69,23 @@ class CheckpointSource:
 
     Raises:
         CheckpointNotFoundError: There is no such file.
-        StorageError: It is a directory or cannot be read.
+        StorageError: It cannot be read, or is no regular file.
     """
 
     def __init__(self, path: str, fd: int | None = None) -> None:
         self.path = path
         self.fd = _open(path, path) if fd is None else fd
-        self._whole_path = path if fd is None else f"/proc/self/fd/{fd}"
         try:
-            status = os.fstat(self.fd)
-            self.is_regular = stat.S_ISREG(status.st_mode)
-            self.size_bytes = status.st_size
-            # Through /proc the same inode is opened again, whatever has the name by now. A FIFO is not opened twice.
-            again = f"/proc/self/fd/{self.fd}" if os.path.exists("/proc/self/fd") else path
-            self._small_fd = _open(again, path) if self.is_regular else os.dup(self.fd)
+            with storage_errors("looking at", path):
+                self.size_bytes = os.fstat(self.fd).st_size
+            # Through /proc the same inode is opened again, whatever has the name by now.
+            self._whole_path = f"/proc/self/fd/{self.fd}" if os.path.exists("/proc/self/fd") else path
+            self._small_fd = _open(self._whole_path, path)
         except BaseException:
             os.close(self.fd)
             raise
         try:
-            self.kind = self._sniff() if self.is_regular else "other"
+            self.kind = self._sniff()
         except BaseException:
             self.close()
             raise
@@ -96,9 +97,12 @@ class CheckpointSource:
         self.close()
 
     def close(self) -> None:
-        """Close the descriptors."""
-        os.close(self.fd)
-        os.close(self._small_fd)
+        """Close the descriptors. Raises StorageError when the disk reports an error only now."""
+        with storage_errors("closing", self.path):
+            try:
+                os.close(self.fd)
+            finally:
+                os.close(self._small_fd)
 
     def _sniff(self) -> str:
         first = self.read_at(0, min(_SNIFF_BYTES, self.size_bytes))
@@ -124,25 +128,43 @@ class CheckpointSource:
         return read_exactly(self._small_fd, offset_bytes, size_bytes, self.path)
 
     def refuse_incomplete(self) -> None:
-        """Refuse a file of kind "other" that no reader can make sense of.
+        """Refuse a file of kind "other" that has lost, or never had, what would tell its kind.
 
         Raises:
             FormatError: It is empty, a few bytes long, or begins with zeros.
         """
-        if self.is_regular and (self.size_bytes < _SNIFF_BYTES or not any(self.read_at(0, _SNIFF_BYTES))):
+        if self.size_bytes < _SNIFF_BYTES or not any(self.read_at(0, _SNIFF_BYTES)):
+            raise FormatError(self.explain_unknown(), path=self.path)
+
+    def refuse_foreign(self) -> None:
+        """Refuse a file of kind "other" that no reader can make sense of.
+
+        torch would advise to load it with weights_only=False, which makes no checkpoint of it.
+
+        Raises:
+            FormatError: torch.save has never written such files.
+        """
+        if not is_older_torch_file(self.read_at(0, min(LOOK_BYTES, self.size_bytes))):
             raise FormatError(self.explain_unknown(), path=self.path)
 
     def explain_unknown(self) -> str:
         """Say what is known of a file of kind "other"."""
-        if not self.is_regular:
-            return "it is no regular file"
         if self.size_bytes == 0:
             return "the file is empty"
         if self.size_bytes < _SNIFF_BYTES:
             return f"{self.size_bytes} bytes are too few for any checkpoint: it was cut off, or its save never finished"
         if not any(self.read_at(0, _SNIFF_BYTES)):
             return "the file begins with zeros: its save never finished"
-        return "it is neither a torch zip nor a safetensors file"
+        return f"it is {self.looks_like()}: neither a torch zip nor a safetensors file"
+
+    def looks_like(self) -> str:
+        """Say what the file looks like, with an article."""
+        if self.kind != "other":
+            return {"torch_zip": "a zip archive", "safetensors": "a safetensors file"}[self.kind]
+        first = self.read_at(0, min(LOOK_BYTES, self.size_bytes))
+        if is_older_torch_file(first):
+            return "a file of an older torch.save"
+        return looks_like(first) or "of an unknown kind"
 
     # --- torch zip
 
@@ -234,21 +256,58 @@ class CheckpointSource:
 
 
 def _open(name: str, path: str) -> int:
-    """Open `name`, which stands for `path`."""
+    """Open the regular file `name`, which stands for `path`.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        StorageError: It cannot be opened, or is something else, which then nobody waits for.
+    """
     try:
         with storage_errors("opening", path):
-            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # or a FIFO waits for its writer
     except StorageError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             parts = ""
             if os.path.exists(os.path.join(os.path.dirname(path), PARTS_NAME)):
                 parts = ", but some part of one: load it with all ranks' Checkpointer.load(), or `fastpersist merge` it"
             raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint at {path}{parts}", path) from None
+        if error.errno == errno.ENXIO:
+            raise _no_file(path, "a socket, or a device that is not there") from None
         raise
-    if stat.S_ISDIR(os.fstat(fd).st_mode):
+    try:
+        with storage_errors("looking at", path):
+            mode = os.fstat(fd).st_mode
+            if stat.S_ISREG(mode):
+                # io_uring answers EAGAIN for such a file instead of waiting for the disk.
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+                return fd
+        if stat.S_ISDIR(mode):
+            raise StorageError(errno.EISDIR, f"cannot read {path}: {_directory_kind(path)}", path)
+        kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a character device", stat.S_IFBLK: "a block device"}
+        raise _no_file(path, kinds.get(stat.S_IFMT(mode), "a special file"))
+    except BaseException:
         os.close(fd)
-        raise StorageError(errno.EISDIR, f"cannot read {path}: it is a directory, not a checkpoint file", path)
-    return fd
+        raise
+
+
+def _no_file(path: str, kind: str) -> StorageError:
+    return StorageError(errno.EINVAL, f"cannot read {path}: it is {kind}, not a regular file", path)
+
+
+def _directory_kind(path: str) -> str:
+    """Say what a directory is, and which call loads it."""
+    root, name = os.path.split(os.path.abspath(path))
+    names = set(os.listdir(path))
+    step = step_of(name)
+    if MANIFEST_NAME in names and step is not None:
+        return f"it is the directory of a step; use Checkpointer({root!r}).load({step})"
+    if STATE_NAME in names:
+        return f"it is a checkpoint directory; load {os.path.join(path, STATE_NAME)}"
+    if DCP_METADATA_NAME in names:
+        return "it is a sharded checkpoint; use torch.distributed.checkpoint.load with fastpersist's StorageReader"
+    if any(step_of(entry) is not None for entry in names):
+        return f"it is a directory of checkpoints; use Checkpointer({path!r}).load()"
+    return "it is a directory, not a checkpoint file"
 
 
 class SkippingFile(io.RawIOBase):

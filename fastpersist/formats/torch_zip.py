@@ -347,8 +347,6 @@ def read_directory(read_at: ReadAt, file_bytes: int, *, path: str) -> Directory:
     if directory_offset + directory_bytes > file_bytes or count * _CENTRAL.size > directory_bytes:
         raise FormatError("the central directory does not fit into the file", path=path, offset_bytes=directory_offset)
     raw = _parse_entries(read_at(directory_offset, directory_bytes), count, directory_offset, path)
-    if not raw:
-        raise FormatError("the archive has no records", path=path)
     prefix = raw[0].name.partition(b"/")[0]
     _check_order(raw, directory_offset, path)
     alignment = _storage_alignment(raw, prefix, read_at, directory_offset, path)
@@ -412,6 +410,7 @@ def _read_end(read_at: ReadAt, file_bytes: int, path: str) -> tuple[int, int, in
 
 def _parse_entries(directory: bytes, count: int, directory_offset: int, path: str) -> list[_RawEntry]:
     entries = []
+    unsupported = b""
     cursor = 0
     for _ in range(count):
         if cursor + _CENTRAL.size > len(directory):
@@ -450,10 +449,25 @@ def _parse_entries(directory: bytes, count: int, directory_offset: int, path: st
             extra = directory[extra_start : extra_start + extra_len]
             size, packed, offset = _zip64_values(extra, size, packed, offset, name, path, directory_offset + cursor)
         if method != 0 or packed != size or flags & _FLAG_ENCRYPTED or disk:
-            raise UnsupportedError(f"{path}: record {name!r} is compressed, encrypted or on another disk")
+            unsupported = unsupported or name
         entries.append(_RawEntry(name, size, crc, offset, bool(flags & _FLAG_DESCRIPTOR)))
         cursor = end
+    _require_pickle([entry.name for entry in entries], path)
+    if unsupported:
+        raise UnsupportedError(f"{path}: record {unsupported!r} is compressed, encrypted or on another disk")
     return entries
+
+
+def _require_pickle(names: Sequence[bytes], path: str) -> None:
+    """Refuse an archive that torch.save cannot have written, and say what it is instead."""
+    if any(name.endswith(b"data.pkl") for name in names):
+        return
+    if not names:
+        raise FormatError("the archive has no records", path=path)
+    what = f"a zip archive of other things, such as {names[0][:80]!r}"
+    if all(name.endswith(b".npy") for name in names):
+        what = "an npz file of NumPy; use numpy.load"
+    raise FormatError(f"the archive has no data.pkl: it is {what}, not a file of torch.save", path=path)
 
 
 def _zip64_values(

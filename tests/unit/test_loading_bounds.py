@@ -283,8 +283,7 @@ def test_storage_of_a_device_that_has_grown_is_found(path: Path, monkeypatch: py
 
 
 def small_file(path: Path, *, of_torch: bool) -> bytes:
-    base = torch.arange(12.0)
-    state = {"a": base.view(2, 6)[:, ::2], "p": torch.nn.Parameter(torch.ones(2)), "h": torch.ones(3).bfloat16()}
+    state = {"a": torch.arange(12.0).view(2, 6)[:, ::2], "p": torch.nn.Parameter(torch.ones(3).bfloat16())}
     if of_torch:
         save_aligned(state, path, alignment=64)
         return path.read_bytes()
@@ -313,7 +312,7 @@ def changed_bytes(good: bytes, seed: int) -> Iterator[tuple[int, int]]:
     for at, byte in enumerate(good):
         if good[max(0, at - 32) : at + 32].count(byte) == 64:
             continue  # amid padding
-        for value in {byte ^ 1, byte ^ 0x80, 0xFF, rng.randrange(256)} - {byte}:
+        for value in {byte ^ 1, byte ^ 0x80, rng.randrange(256)} - {byte}:
             yield at, value
 
 
