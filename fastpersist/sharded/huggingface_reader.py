@@ -35,6 +35,7 @@ from fastpersist.formats import safetensors
 from fastpersist.formats.manifest import check_file_name
 from fastpersist.pipeline import read_exactly
 from fastpersist.sharded.blobs import Shape
+from fastpersist.sharded.coverage import require_filled
 from fastpersist.sharded.huggingface_layout import INDEX_NAME, SINGLE_NAME
 from fastpersist.sharded.reading import Batch, PartReader, Payload, Wanted, pieces
 from fastpersist.sharded.storage_path import StoragePath
@@ -148,10 +149,12 @@ class FastPersistHuggingFaceReader(StoragePath, StorageReader):
         Raises:
             CheckpointNotFoundError: A file is missing, or was replaced since its header was read.
             ChecksumError: The bytes of a tensor have changed since they were written.
+            FormatError: The files do not have all elements of a tensor that this rank wants.
             StorageError: An error of the disk.
         """
         if self._path is None:
             raise ConfigError("read_data() was called on a reader that has begun no load")
+        require_filled(plan, planner, self._path)
         by_file: dict[str, list[tuple[_Stored, ReadItem]]] = {}
         for item in plan.items:
             stored = self._stored[item.storage_index]

@@ -23,6 +23,7 @@ from fastpersist.engine_choice import require_engine
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, UnsupportedError
 from fastpersist.formats.manifest import check_file_name
 from fastpersist.sharded.blobs import Shape
+from fastpersist.sharded.coverage import require_filled
 from fastpersist.sharded.metadata import METADATA_NAME, Found, read_metadata
 from fastpersist.sharded.reading import PartReader, Wanted
 from fastpersist.sharded.storage_path import StoragePath
@@ -99,12 +100,14 @@ class FastPersistReader(StoragePath, StorageReader):
 
         Raises:
             CheckpointNotFoundError: A part is missing, or the checkpoint was replaced since its metadata were read.
-            ChecksumError, CorruptionError: A part is damaged; the message says where, and which rank wrote it.
+            ChecksumError, CorruptionError: A part is damaged; the message says where, and which rank wrote it. Or the
+                checkpoint does not have all elements of a tensor that this rank wants.
             UnsupportedError: It was written through an extension of DCP's writer, or torch.load does not load it.
             StorageError: An error of the disk.
         """
         if self._path is None or self._metadata is None:
             raise ConfigError("read_data() was called on a reader that has begun no load")
+        require_filled(plan, planner, self._path)
         by_part: dict[str, list[tuple[Any, ReadItem]]] = {}
         for item in plan.items:
             info = self._info_of(item)

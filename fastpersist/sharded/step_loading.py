@@ -32,6 +32,7 @@ from fastpersist.formats.manifest import CheckpointManifest, FileEntry, writer_o
 from fastpersist.loading import MapLocation
 from fastpersist.pipeline import Extents, Read, read_extents
 from fastpersist.resuming import left_behind, with_touched
+from fastpersist.sharded.coverage import require_covered
 from fastpersist.sharded.metadata import METADATA_NAME
 from fastpersist.sharded.reader import FastPersistReader
 from fastpersist.sharded.targets import Fit, Node, full_value, holds_nothing, saved_tree
@@ -96,6 +97,7 @@ def load_sharded_state(
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         metadata_path = os.path.join(path, METADATA_NAME)
         raise FormatError(f"its names make no state: {error}", path=metadata_path) from error
+    require_covered(metadata.state_dict_metadata, os.path.join(path, METADATA_NAME))
     objects = _read_objects(reader, metadata, weights_only)
     targets = dict(into or {})
     fit = Fit(objects, device, [one for one in targets.values() if isinstance(one, torch.nn.Module)])

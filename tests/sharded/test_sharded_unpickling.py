@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.dcp_states import put_metadata
 from support.store_runs import step_path
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -31,8 +32,6 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 import fastpersist as fp
 from fastpersist.cli import main
-from fastpersist.committed import read_manifest
-from fastpersist.formats.manifest import FileEntry, encode_manifest
 from fastpersist.integrations.torch_dcp import FastPersistReader
 from fastpersist.merging import merge
 from fastpersist.sharded import agreeing
@@ -160,15 +159,6 @@ def step(tmp_path: Path) -> Path:
         checkpoints.save(1, {"w": torch.ones(3)}).result()
         checkpoints.save(2, {"w": torch.ones(3)}).result()
     return step_path(tmp_path / "run", 2)
-
-
-def put_metadata(step: Path, data: bytes) -> None:
-    """Replace the metadata of a step, and what its manifest says of them: who does that can write both."""
-    (step / ".metadata").write_bytes(data)
-    manifest = read_manifest(str(step))
-    files = [entry for entry in manifest.files if entry.name != ".metadata"]
-    entry = FileEntry(".metadata", len(data), zlib.crc32(data))
-    (step / "MANIFEST.json").write_bytes(encode_manifest(replace(manifest, files=(*files, entry))))
 
 
 @pytest.mark.parametrize("way", ["direct", "by way of pathlib"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fastpersist.committed import read_manifest
+from fastpersist.formats.manifest import FileEntry, encode_manifest
 from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistWriter
 
 PART = "__0_0.distcp"
@@ -127,6 +131,15 @@ def raised_by(call: Callable[[], object]) -> dict[int, BaseException]:
 def place_of(path: Path, name: str) -> Any:
     metadata = FastPersistReader(path).read_metadata()
     return next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+
+
+def put_metadata(step: Path, data: bytes) -> None:
+    """Replace the metadata of a step, and what its manifest says of them: who does that can write both."""
+    (step / ".metadata").write_bytes(data)
+    manifest = read_manifest(str(step))
+    files = [entry for entry in manifest.files if entry.name != ".metadata"]
+    entry = FileEntry(".metadata", len(data), zlib.crc32(data))
+    (step / "MANIFEST.json").write_bytes(encode_manifest(replace(manifest, files=(*files, entry))))
 
 
 WRITERS = {
