@@ -50,7 +50,7 @@ def main(root: Path, steps: int, width: int) -> None:
 
     with fp.Checkpointer(root, optimizer=optimizer, keep=3) as checkpoints:
         if checkpoints.latest() is not None:
-            found = checkpoints.load(into={"model": model, "optimizer": optimizer})  # filled in place
+            found = checkpoints.load(into={"model": model, "optimizer": optimizer}, keys=["rng"])  # filled in place
             step, position = found["step"], found["position"]
             torch.set_rng_state(found["rng"])
             print(f"resumed at step {step}", flush=True)

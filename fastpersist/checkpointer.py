@@ -664,6 +664,7 @@ class Checkpointer:
         *,
         map_location: MapLocation = None,
         into: Mapping[str, object] | None = None,
+        keys: Collection[str] | None = None,
         verify: bool = False,
         strict: bool = False,
         weights_only: bool = True,
@@ -682,25 +683,33 @@ class Checkpointer:
                 tensors in dicts and lists, anything with load_state_dict. Of a sharded step, tensors may be DTensors
                 with any sharding, and each rank reads what its shards consist of; tensors without a target are whole
                 on every rank.
-            verify: Check every CRC; with `into`, before anything is changed. Without it, bytes that have changed on the
-                disk are loaded as they are, unless structures do not fit any longer; of a sharded step CRCs are then
-                checked only of pieces of tensors that one rank reads as a whole: few, if other ranks saved it.
+            keys: What else is read: keys of the state, or "rank_state"; without `into`, nothing but these. None: with
+                `into`, no tensors of other keys; without it, the whole state.
+            verify: Check every CRC, also of what is not asked for; with `into`, before anything is changed. Without it,
+                bytes that have changed on the disk are loaded as they are, unless structures do not fit any longer; of
+                a sharded step CRCs are then checked only of pieces of tensors that one rank reads as a whole: few, if
+                other ranks saved it.
             strict: Raise when the newest is damaged, instead of going back.
             weights_only: Only build tensors and plain containers. Set it to False only for files that you trust.
 
         Returns:
-            The state; what was filled is in it under its key. A rank_state is under "rank_state".
+            What was saved, and a rank_state under "rank_state". With `keys` alone, a dict of these keys. With `into`, a
+            dict of the very objects of `into`, which are filled; of what `keys` names; of the rank_state; and of every
+            entry of the state that holds no tensor anywhere (a step, a scheduler's numbers). Other entries are left out
+            as a whole: for `"rng": torch.get_rng_state()` pass keys=["rng"].
 
         Raises:
             CheckpointNotFoundError: There is no such step, or no step at all.
             CorruptionError, StorageError: It is damaged (explicit step, strict, or no step is whole).
-            ConfigError: `into` does not fit the state; nothing was changed.
+            ConfigError: `into` does not fit the state, or one of `keys` is not in it; nothing was changed.
             PeerError: With several ranks: another one could not load it.
             UnsupportedError: It lies in parts, in several file systems, and this process is alone.
         """
         if self._process == os.getpid():
             self._join_all(None)
-        options = LoadOptions(map_location, into, verify, weights_only, self._engine, self._process_group)
+        if isinstance(keys, str):
+            raise ConfigError(f"keys is a list of the state's keys, not a text: keys=[{keys!r}]")
+        options = LoadOptions(map_location, into, keys, verify, weights_only, self._engine, self._process_group)
         resumed = self._resumed_from
         if step is None:
             unusable = self._unloadable.add

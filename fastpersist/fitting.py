@@ -165,7 +165,7 @@ class Plan:
                 self._set(target, key, (*path, key), inner, item)
         for key, item in value.items():
             inner = joined_name(name, key)
-            if key not in target and is_strict and any(True for _ in _tensors_in(item)):
+            if key not in target and is_strict and any(True for _ in tensors_in(item)):
                 self.problems.append(f"{inner} is in the file, but not in the target")
             elif not _is_restorable(target.get(key)) and isinstance(target, MutableMapping):
                 self._set(target, key, (*path, key), inner)
@@ -422,7 +422,7 @@ def _with_values(item: Any, loaded: Any) -> Any:
     return make(_with_values(own, new) for own, new in zip(item, loaded, strict=True))
 
 
-def _tensors_in(value: Any) -> Iterable[torch.Tensor]:
+def tensors_in(value: Any) -> Iterable[torch.Tensor]:
     """List the tensors of nested containers, each container once."""
     stack, seen = [value], set()
     while stack:

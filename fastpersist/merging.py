@@ -292,6 +292,7 @@ def _shards(directory: str, engine: str, weights_only: bool) -> dict[str, Any]:
             directory,
             read_manifest(directory) if has_manifest else NO_FILES,
             into=None,
+            keys=None,
             map_location=None,
             verify=False,
             weights_only=weights_only,

@@ -1,11 +1,12 @@
 """A saved state → a dict, with the modules and optimizers it is for filled in place: no second copy of the state.
 
 1. Prove the file's structure, and the CRCs of everything in it that is no storage.
-2. Load the entries that have no target, as every load does. Unpickle once with storages on the meta device for the
-   others: now every name, shape and dtype of them is known without a byte of data.
+2. Load the entries that are asked for and have no target, as every load does. Unpickle once with storages on the meta
+   device for the others: now every name, shape and dtype of them is known without a byte of data.
 3. Plan: which tensor of the file goes to which tensor of a target. Whatever does not fit is found here.
 4. Load what no memory of a target can take (state that an optimizer does not have yet, schedulers, extra state), and
-   with `verify` check the rest. Unpickle again around all that is loaded. Up to here no target has changed.
+   with `verify` check the rest. Unpickle again around all that is loaded, and leave out the entries with tensors that
+   nobody asked for: their storages are never read. Up to here no target has changed.
 5. Fill the targets' tensors from the file. Then each target's own load_state_dict gets the entry of the file with
    those very tensors in it: torch copies a tensor onto itself for nothing, an optimizer adopts what has the right
    dtype and device, and hooks, extra state, groups and numbers take the way they always take.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -36,7 +37,7 @@ from fastpersist.errors import (
     UnsupportedError,
 )
 from fastpersist.filling import Pair, described_tensor, fill_pairs, misfit
-from fastpersist.fitting import Leaf, Path, Plan
+from fastpersist.fitting import Leaf, Path, Plan, tensors_in
 from fastpersist.formats.pickle_scan import Call, Global, PersistentId, SymbolicDict, SymbolicSet
 from fastpersist.formats.torch_zip import header_leads_to
 from fastpersist.layout import LOCAL_HEADER_BYTES
@@ -56,7 +57,7 @@ from fastpersist.loading import (
 from fastpersist.pipeline import Extents, Read, read_extents
 from fastpersist.source import CheckpointSource
 
-__all__ = ["left_behind", "load_state", "with_touched"]
+__all__ = ["is_left_out", "left_behind", "load_state", "missing_keys", "with_touched"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -69,6 +70,7 @@ class _Options:
     """What load_state was asked for, all but the file."""
 
     into: Mapping[str, object]
+    keys: Collection[str] | None
     map_location: MapLocation
     verify: bool
     weights_only: bool
@@ -76,10 +78,40 @@ class _Options:
     read: Read
 
 
+def is_left_out(key: object, into: Collection[str], keys: Collection[str] | None, has_tensors: bool) -> bool:
+    """Tell whether an entry of a state is neither read nor returned: one rule for all kinds of steps.
+
+    Args:
+        key: Of the entry.
+        into: What is filled in place.
+        keys: What else is asked for; None where nothing is said of that.
+        has_tensors: Whether the entry holds a tensor.
+    """
+    if key in into or (keys is not None and key in keys):
+        return False
+    return has_tensors if into else keys is not None
+
+
+def missing_keys(
+    held: Collection[object], into: Collection[str], keys: Collection[str] | None, where: str
+) -> Iterator[str]:
+    """Say which entries are asked for and not there.
+
+    Args:
+        held: The keys that are.
+        into: What is filled in place.
+        keys: What else is asked for.
+        where: In what they were looked for.
+    """
+    for asked, by in ((into, "in the target"), (keys or (), "among the keys")):
+        yield from (f"{key} is {by}, but not in {where}" for key in asked if key not in held)
+
+
 def load_state(
     path: str,
     *,
     into: Mapping[str, object] | None,
+    keys: Collection[str] | None = None,
     map_location: MapLocation,
     verify: bool,
     weights_only: bool,
@@ -98,6 +130,8 @@ def load_state(
         into: By key of that dict, what to restore in place: a Module; an optimizer, bare or wrapped (`.optimizer`);
             a tensor; dicts and lists, nested, of these (other values in them are set to the file's); or any object
             with load_state_dict. None for a plain load.
+        keys: Of that dict, too: what is read beside `into`; without `into`, nothing else is. None: with `into`, nothing
+            else that holds a tensor; without it, everything.
         map_location: Where tensors go that have no target, as in torch.load.
         verify: Check every CRC before anything changes; what is filled in place is then read twice.
         weights_only: As in torch.load. With False, code in the file may run more than once.
@@ -108,15 +142,16 @@ def load_state(
         source: The file, if it is open already; closed at the end.
 
     Returns:
-        The dict, with the very objects of `into` under their keys. Without `into`, whatever was saved.
+        The dict, with the very objects of `into` under their keys, and without the entries that `is_left_out` names.
+        Without `into` and `keys`, whatever was saved.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
         FormatError, ChecksumError: The file is damaged; no target was changed.
         StorageError: An error of the disk. If the message says *partly overwritten*, the targets it names are not
             usable until they have been restored from this or another file.
-        ConfigError: File and targets do not fit, and nothing was changed; or the load_state_dict of a target refused
-            its entry: then the message says what is partly overwritten.
+        ConfigError: File and targets do not fit, or one of `keys` is not there, and nothing was changed; or the
+            load_state_dict of a target refused its entry: then the message says what is partly overwritten.
         UnsupportedError: verify, and the file has no checksums; or the named engine cannot be used.
         pickle.UnpicklingError: With weights_only: torch's own refusal of an unsafe file.
         CoordinationError: What `read` raises where several ranks load together. The message says *partly overwritten*
@@ -124,19 +159,20 @@ def load_state(
 
     Thread safety: any thread; nobody else may use the targets meanwhile.
     """
-    options = _Options(into or {}, map_location, verify, weights_only, engine, read)
+    options = _Options(into or {}, keys, map_location, verify, weights_only, engine, read)
     with source or CheckpointSource(path) as source:
         for name in engine_ladder(engine, source.fd, for_reading=True):
             refuse_null_engine(name)
         _prove(source)
-        if not into:
+        if not into and keys is None:
             return _load_whole(source, options)
         ready = why_stock(source, map_location, weights_only) or _planned_in_place(source, options)
         if isinstance(ready, str):
-            _log.warning("%s is in memory once more while its targets are filled: %s", path, ready)
+            what = "is in memory once more while its targets are filled" if into else "is read as a whole"
+            _log.warning("%s %s: %s", path, what, ready)
             ready = _planned_with_copy(source, options)
         _change(source, ready, options, on_filled)
-        ready.loaded.update(into)
+        ready.loaded.update(options.into)
         return ready.loaded
 
 
@@ -231,8 +267,9 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
         root = source.scan().root
     except UnsupportedError as error:
         return str(error)
+    left_out: dict[Any, _Unread] = dict.fromkeys(_left_out_of(root, options), _UNREAD)
     others = _Sorted()
-    others.sort(root, dict.fromkeys(options.into, None))
+    others.sort(root, {**dict.fromkeys(options.into, None), **left_out})
     keys = {reference.key for reference in source.summary.references}
     storages: dict[str, torch.UntypedStorage] = {}
     reason = _load_storages(source, options, storages, _storages_below(others.whole), {})
@@ -252,7 +289,7 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
         if leaf.target is not None
     ]
     found = _Sorted()
-    found.sort(root, _tree(plan.leaves))
+    found.sort(root, {**_tree(plan.leaves), **left_out})
     whole = _storages_below(found.whole)
     missing = keys - storages.keys() - (found.in_place - found.elsewhere.keys() - whole)
     devices = {key: device for key, device in found.elsewhere.items() if key not in whole}
@@ -267,7 +304,27 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
         if reason is not None:
             return reason
         loaded, _ = _unpickled(source, options, storages, keys)
-    return _Ready(loaded, plan, pairs)
+    return _Ready(_without(loaded, left_out), plan, pairs)
+
+
+def _left_out_of(root: object, options: _Options) -> list[Any]:
+    """Return the keys of entries that are not read, of the scanned pickle of a dict."""
+    entries = root.entries if isinstance(root, Call) and _is_ordered_dict(root) else root
+    if not isinstance(entries, SymbolicDict) or 2 * len(entries.items()) != len(entries.flat):
+        return []
+    return [
+        key
+        for key, below in entries.items()
+        if isinstance(key, _SCALAR_KEYS)
+        and is_left_out(key, options.into, options.keys, bool(_storages_below([below])))
+    ]
+
+
+def _without(loaded: dict[str, Any], keys: Iterable[Any]) -> dict[str, Any]:
+    """Remove what was not read."""
+    for key in keys:
+        loaded.pop(key, None)
+    return loaded
 
 
 def _plan(
@@ -277,9 +334,8 @@ def _plan(
     for key, target in options.into.items():
         if key in loaded:
             plan.add((key,), str(key), target, loaded[key])
-        else:
-            held = ", ".join(str(name) for name in list(loaded)[:_SHOWN_COUNT]) or "nothing"
-            plan.problems.append(f"{key} is in the target, but not in the file, which holds {held}")
+    held = ", ".join(str(name) for name in list(loaded)[:_SHOWN_COUNT]) or "nothing"
+    plan.problems += missing_keys(loaded, options.into, options.keys, f"the file, which holds {held}")
     if plan.problems:
         raise misfit(source.path, plan.problems)
     plan.follow_file_where_memory_is_shared()
@@ -324,7 +380,14 @@ def _unpickled(
 
 # --------------------------------------------------------------------------------------------- which storages
 
-_Tree: TypeAlias = "dict[Any, _Tree | Leaf | None]"
+
+class _Unread:
+    """Stands for what nobody asked for."""
+
+
+_UNREAD = _Unread()
+
+_Tree: TypeAlias = "dict[Any, _Tree | Leaf | _Unread | None]"
 """Leaves by key, one level for each part of their paths. None: everything below may be what it wants."""
 
 
@@ -343,7 +406,7 @@ class _Sorted:
     """The storages of a scanned pickle, sorted by what the leaves of a plan say of the tensors in them.
 
     Attributes:
-        in_place: Keys of those behind tensors that are filled in place.
+        in_place: Keys of those behind tensors that are filled in place, or not wanted: they need no memory.
         elsewhere: Keys of those behind tensors that get memory of their own on a given device, and the device.
         whole: Nodes that the plan says nothing about, or that are not understood: all below them is needed.
     """
@@ -353,9 +416,12 @@ class _Sorted:
         self.elsewhere: dict[str, torch.device] = {}
         self.whole: list[object] = []
 
-    def sort(self, node: object, tree: _Tree | Leaf | None) -> None:
+    def sort(self, node: object, tree: _Tree | Leaf | _Unread | None) -> None:
         """Sort what is below a node. Goes as deep as the tree, whatever the pickle."""
         if tree is None:
+            return
+        if isinstance(tree, _Unread):
+            self._pass_over(node)
             return
         if isinstance(tree, Leaf):
             self._sort_leaf(node, tree)
@@ -365,7 +431,7 @@ class _Sorted:
             children = enumerate(node)
         elif isinstance(node, SymbolicDict):
             children = self._entries(node)
-        elif isinstance(node, Call) and isinstance(node.function, Global) and node.function.module == "collections":
+        elif isinstance(node, Call) and _is_ordered_dict(node):
             self.whole += [node.arguments, node.keywords, node.state, node.items]
             children = () if node.entries is None else self._entries(node.entries)
         else:
@@ -375,6 +441,26 @@ class _Sorted:
                 self.sort(child, tree[key])
             else:
                 self.whole.append(child)
+
+    def _pass_over(self, top: object) -> None:
+        """Sort what is not wanted. Other objects than plain tensors in plain containers may need data to be built."""
+        stack, seen = [top], set()
+        while stack:
+            node = stack.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if (key := _plain_storage_key(node)) is not None:
+                self.in_place.add(key)
+            elif isinstance(node, (list, tuple)):
+                stack += node
+            elif isinstance(node, SymbolicDict):
+                stack += node.flat
+            elif isinstance(node, Call) and _is_ordered_dict(node):
+                self.whole += [node.arguments, node.keywords, node.state, node.items]
+                stack.append(node.entries)
+            else:
+                self.whole.append(node)
 
     def _entries(self, node: SymbolicDict) -> list[tuple[object, object]]:
         entries = node.items()
@@ -392,6 +478,11 @@ class _Sorted:
             self.elsewhere[key] = leaf.device
         else:
             self.whole.append(node)
+
+
+def _is_ordered_dict(node: Call) -> bool:
+    """Tell whether a call makes one of the dicts of `collections`."""
+    return isinstance(node.function, Global) and node.function.module == "collections"
 
 
 def _plain_storage_key(node: object) -> str | None:
@@ -438,7 +529,13 @@ def _planned_with_copy(source: CheckpointSource, options: _Options) -> _Ready:
     """Load everything, as if there were no targets."""
     loaded = _load_whole(source, options)
     _require_dict(source, loaded)
-    return _Ready(loaded, _plan(source, options, loaded, lambda tensor: not tensor.is_meta), [])
+    plan = _plan(source, options, loaded, lambda tensor: not tensor.is_meta)
+    left_out = [
+        key
+        for key, value in loaded.items()
+        if is_left_out(key, options.into, options.keys, any(True for _ in tensors_in(value)))
+    ]
+    return _Ready(_without(loaded, left_out), plan, [])
 
 
 # --------------------------------------------------------------------------------------------- change
@@ -497,11 +594,11 @@ def _part(value: Any, path: Path) -> Any:
     return value
 
 
-def _with_targets(value: Any, tree: _Tree | Leaf | None) -> Any:
+def _with_targets(value: Any, tree: _Tree | Leaf | _Unread | None) -> Any:
     """Return a part of the file's object in which the tensors of targets, or shards, stand for their values."""
     if isinstance(tree, Leaf):
         return tree.of_this_rank(value)
-    if not tree:
+    if not isinstance(tree, dict) or not tree:
         return value
     if isinstance(value, dict):
         copied = copy.copy(value)  # of an OrderedDict, with its _metadata

@@ -7,7 +7,7 @@ the first one chooses, all try, and what fails on one has failed on all. How a f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,7 @@ class LoadOptions:
 
     map_location: MapLocation
     into: Mapping[str, object] | None
+    keys: Collection[str] | None
     verify: bool
     weights_only: bool
     engine: str
@@ -76,6 +77,15 @@ class LoadOptions:
                 'into is a dict from keys of the state to what is filled, such as into={"model": model}; not a '
                 f"{type(self.into).__name__}"
             )
+
+    @property
+    def wants_rank_state(self) -> bool:
+        """Whether this rank's own file is read."""
+        return bool(self.into) or self.keys is None or RANK_KEY in self.keys
+
+    def keys_without(self, own_names: Collection[str]) -> Collection[str] | None:
+        """Return the keys that are looked for in the state, of a step that has these own files of its ranks."""
+        return [key for key in self.keys if key != RANK_KEY] if self.keys is not None and own_names else self.keys
 
     @property
     def rank(self) -> int:
@@ -232,13 +242,15 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
     def read_file(
         path: str,
         name: str,
-        targets: Mapping[str, object] | None,
         read: Read,
         source: CheckpointSource | None = None,
+        into: Mapping[str, object] | None = None,
+        keys: Collection[str] | None = None,
     ) -> Any:
         return load_state(
             os.path.join(path, name),
-            into=targets,
+            into=into,
+            keys=keys,
             map_location=options.map_location,
             verify=options.verify,
             weights_only=options.weights_only,
@@ -248,15 +260,18 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
         )
 
     def read_parts(parts: StepParts, shared: SharedReader) -> Any:
-        path = parts.path
+        path, into, own_names = parts.path, options.into, parts.own_names()
+        keys = options.keys_without(own_names)
         if parts.are_shards:
-            state = _read_shards(parts, options, shared)
+            state = _read_shards(parts, options, keys, shared)
         else:
-            state = parts.load(STATE_NAME, lambda source, read: read_file(path, STATE_NAME, options.into, read, source))
-        own_name = _own_name(root, step, parts.own_names(), parts.rank_count, options)
+            state = parts.load(
+                STATE_NAME, lambda source, read: read_file(path, STATE_NAME, read, source, into=into, keys=keys)
+            )
+        own_name = _own_name(root, step, own_names, parts.rank_count, options)
         own = None if own_name is None else parts.own_file(own_name)
-        if own_name is not None and own is not None:
-            state[RANK_KEY] = read_file(path, own_name, None, read_extents, own)
+        if own_name is not None and own is not None and options.wants_rank_state:
+            state[RANK_KEY] = read_file(path, own_name, read_extents, own)
         return state
 
     def read_all(held: HeldDirectory, manifest: CheckpointManifest) -> Any:
@@ -267,13 +282,17 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
             _require_shards(held.place, record)
         elif record is not None:
             refuse_alone(held.path, record)
+        names = {entry.name for entry in manifest.files}
+        own_names = {name for name in names if name.startswith("rank-")}
+        keys = options.keys_without(own_names)
         if _is_sharded(manifest):
-            state = _read_sharded(held.place, manifest, options, read)
+            state = _read_sharded(held.place, manifest, options, keys, read)
         else:
-            state = read_file(held.path, STATE_NAME, options.into, read, open_file(held, STATE_NAME))
-        own_name = _own_file(root, step, manifest, options)
-        if own_name is not None:  # nobody else reads it
-            state[RANK_KEY] = read_file(held.path, own_name, None, read_extents, open_file(held, own_name))
+            source = open_file(held, STATE_NAME)
+            state = read_file(held.path, STATE_NAME, read, source, into=options.into, keys=keys)
+        own_name = _own_name(root, step, own_names, manifest.host.get("rank_count", 1), options)
+        if own_name in own_names and options.wants_rank_state:  # nobody else reads it
+            state[RANK_KEY] = read_file(held.path, own_name, read_extents, open_file(held, own_name))
         return state
 
     shared = read if isinstance(read, SharedReader) and read.count > 1 else None
@@ -295,13 +314,14 @@ def _is_sharded(manifest: CheckpointManifest) -> bool:
     return DCP_METADATA_NAME in names and STATE_NAME not in names
 
 
-def _read_shards(parts: StepParts, options: LoadOptions, shared: SharedReader) -> Any:
+def _read_shards(parts: StepParts, options: LoadOptions, keys: Collection[str] | None, shared: SharedReader) -> Any:
     from fastpersist.sharded.exchanging import load_shards_together  # torch.distributed.checkpoint takes long to import
 
     return load_shards_together(
         parts,
         shared,
         into=options.into,
+        keys=keys,
         map_location=options.map_location,
         verify=options.verify,
         weights_only=options.weights_only,
@@ -331,13 +351,16 @@ def _require_shards(path: str, record: PartsRecord) -> None:
         )
 
 
-def _read_sharded(path: str, manifest: CheckpointManifest, options: LoadOptions, read: Read) -> Any:
+def _read_sharded(
+    path: str, manifest: CheckpointManifest, options: LoadOptions, keys: Collection[str] | None, read: Read
+) -> Any:
     from fastpersist.sharded.step_loading import load_sharded_state  # torch.distributed.checkpoint takes long to import
 
     return load_sharded_state(
         path,
         manifest,
         into=options.into,
+        keys=keys,
         map_location=options.map_location,
         verify=options.verify,
         weights_only=options.weights_only,
@@ -348,18 +371,13 @@ def _read_sharded(path: str, manifest: CheckpointManifest, options: LoadOptions,
     )
 
 
-def _own_file(root: str, step: int, manifest: CheckpointManifest, options: LoadOptions) -> str | None:
-    """Return the name of this rank's own file; with another number of ranks, no file is anybody's."""
-    names = {entry.name for entry in manifest.files if entry.name.startswith("rank-")}
-    name = _own_name(root, step, names, manifest.host.get("rank_count", 1), options)
-    return name if name in names else None
-
-
 def _own_name(root: str, step: int, names: set[str], saved_count: object, options: LoadOptions) -> str | None:
+    """Return the name of this rank's own file; with another number of ranks, no file is anybody's."""
     if names and saved_count != options.count:
-        warn_caller(
-            f"{root}: step {step} was saved by {saved_count} ranks and is loaded by {options.count}: each rank's own "
-            "rank_state is left out"
-        )
+        if options.wants_rank_state:
+            warn_caller(
+                f"{root}: step {step} was saved by {saved_count} ranks and is loaded by {options.count}: each rank's "
+                "own rank_state is left out"
+            )
         return None
     return rank_file_name(options.rank) if names else None

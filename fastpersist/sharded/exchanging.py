@@ -8,7 +8,7 @@ read there. So a rank holds what it wants of other stores once more while it rea
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -41,6 +41,7 @@ def load_shards_together(
     read: SharedReader,
     *,
     into: Mapping[str, object] | None,
+    keys: Collection[str] | None,
     map_location: MapLocation,
     verify: bool,
     weights_only: bool,
@@ -52,6 +53,7 @@ def load_shards_together(
         parts: Who sees what.
         read: The rounds of the load.
         into: As in `load_sharded_state`, and so are those that follow.
+        keys: See there.
         map_location: See there.
         verify: Check the CRC of every file, each store's by the ranks that see it.
         weights_only: See there.
@@ -67,6 +69,7 @@ def load_shards_together(
         parts.path,
         replace(manifest, files=manifest.files[turn::turn_count]),
         into=into,
+        keys=keys,
         map_location=map_location,
         verify=verify,
         weights_only=weights_only,

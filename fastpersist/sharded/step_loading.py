@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,15 @@ from fastpersist.errors import (
 )
 from fastpersist.filesystem import storage_errors
 from fastpersist.filling import misfit
+from fastpersist.fitting import tensors_in
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, writer_of
 from fastpersist.loading import MapLocation
 from fastpersist.pipeline import Extents, Read, read_extents
-from fastpersist.resuming import left_behind, with_touched
+from fastpersist.resuming import is_left_out, left_behind, missing_keys, with_touched
 from fastpersist.sharded.coverage import require_covered
 from fastpersist.sharded.metadata import METADATA_NAME
 from fastpersist.sharded.reader import FastPersistReader
-from fastpersist.sharded.targets import Fit, Node, full_value, holds_nothing, saved_tree
+from fastpersist.sharded.targets import Fit, Node, full_value, holds_nothing, leaves, saved_tree
 
 __all__ = ["load_sharded_state"]
 
@@ -47,6 +48,7 @@ def load_sharded_state(
     manifest: CheckpointManifest,
     *,
     into: Mapping[str, object] | None,
+    keys: Collection[str] | None,
     map_location: MapLocation,
     verify: bool,
     weights_only: bool,
@@ -64,6 +66,7 @@ def load_sharded_state(
         manifest: Its manifest.
         into: By key of the state, what is filled in place: modules, optimizers, tensors (DTensors, too), dicts and
             lists of these, or what has load_state_dict.
+        keys: As in `load_state`.
         map_location: A device, for tensors that have no target; None for the host.
         verify: Check the CRC of every file before anything changes.
         weights_only: As in torch.load, for what is no tensor.
@@ -75,13 +78,15 @@ def load_sharded_state(
         agree: Returns when all ranks call it; None for a round of `read`.
 
     Returns:
-        The state, with the very objects of `into` under their keys. Tensors without a target are whole, on every rank.
+        The state, with the very objects of `into` under their keys, and without the entries that `is_left_out` names.
+        Tensors without a target are whole, on every rank.
 
     Raises:
         FormatError, ChecksumError, CheckpointNotFoundError: The checkpoint is damaged, or a part is missing.
         StorageError: An error of the disk. Where a message says *partly overwritten*, the targets it names are not
             usable until they are restored.
-        ConfigError: The targets do not fit, and nothing was changed; or a target's load_state_dict refused.
+        ConfigError: The targets do not fit, or one of `keys` is not there, and nothing was changed; or a target's
+            load_state_dict refused.
         UnsupportedError: An object that weights_only refuses.
         PeerError: Another rank has failed.
     """
@@ -100,17 +105,22 @@ def load_sharded_state(
     require_covered(metadata.state_dict_metadata, os.path.join(path, METADATA_NAME))
     objects = _read_objects(reader, metadata, weights_only)
     targets = dict(into or {})
+    taken = set(map(str, targets))
     fit = Fit(objects, device, [one for one in targets.values() if isinstance(one, torch.nn.Module)])
     for key, target in targets.items():
         node = tree.get(str(key))
         if node is not None:
             fit.add(key, str(key), target, node)
-        elif not holds_nothing(target):
-            held = ", ".join(list(tree)[:_SHOWN_COUNT]) or "nothing"
-            fit.problems.append(f"{key} is in the target, but not in the checkpoint, which holds {held}")
+    held = ", ".join(list(tree)[:_SHOWN_COUNT]) or "nothing"
+    needed = [str(key) for key, target in targets.items() if not holds_nothing(target)]
+    fit.problems += missing_keys(tree, needed, keys, f"the checkpoint, which holds {held}")
     if fit.problems:
         raise misfit(path, fit.problems)
-    loaded = {key: full_value(node, fit.value_of) for key, node in _without(tree, targets).items()}
+    loaded = {
+        key: full_value(node, fit.value_of)
+        for key, node in tree.items()
+        if key not in taken and not is_left_out(key, taken, keys, _has_tensors(node, objects))
+    }
     if verify:
         _verify(path, manifest.files[rank::count], engine)
     if agree is None:
@@ -127,9 +137,8 @@ def _device_of(map_location: MapLocation) -> torch.device:
     raise ConfigError("of a sharded step, map_location is a device: it was saved from as many as there were ranks")
 
 
-def _without(tree: Mapping[str, Node], targets: Mapping[str, object]) -> dict[str, Node]:
-    taken = set(map(str, targets))
-    return {key: node for key, node in tree.items() if key not in taken}
+def _has_tensors(node: Node, objects: Mapping[str, Any]) -> bool:
+    return any(leaf.shape is not None or any(True for _ in tensors_in(objects[leaf.fqn])) for leaf in leaves(node))
 
 
 class _Planner(DefaultLoadPlanner):

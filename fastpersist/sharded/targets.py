@@ -21,7 +21,7 @@ from fastpersist.errors import UnsupportedError
 from fastpersist.filling import why_not_fillable
 from fastpersist.sharded.blobs import QUANTIZED
 
-__all__ = ["Fit", "Node", "Saved", "Step", "full_value", "holds_nothing", "saved_tree"]
+__all__ = ["Fit", "Node", "Saved", "Step", "full_value", "holds_nothing", "leaves", "saved_tree"]
 
 _CPU = torch.device("cpu")
 _SHOWN_COUNT = 10
@@ -70,12 +70,13 @@ def saved_tree(metadata: Metadata) -> dict[str, Node]:
     return root
 
 
-def _leaves(node: Node | None) -> Iterator[Saved]:
+def leaves(node: Node | None) -> Iterator[Saved]:
+    """List what was saved below a part of the tree."""
     if isinstance(node, Saved):
         yield node
     elif node is not None:
         for below in node.values() if isinstance(node, dict) else node:
-            yield from _leaves(below)
+            yield from leaves(below)
 
 
 def full_value(node: Node | None, value_of: Callable[[Saved], Any]) -> Any:
@@ -426,7 +427,7 @@ class Fit:
             elif not isinstance(item, Mapping | list | tuple) or len(item):  # DCP leaves empty ones out
                 self.problems.append(f"{inner} is in the target, but not in the checkpoint")
         for text, below in node.items():
-            if text not in known and is_strict and any(leaf.shape is not None for leaf in _leaves(below)):
+            if text not in known and is_strict and any(leaf.shape is not None for leaf in leaves(below)):
                 self.problems.append(f"{name}.{text} is in the checkpoint, but not in the target")
             elif not _is_restorable(target.get(known.get(text))) and isinstance(target, MutableMapping):
                 self._set(key, f"{name}.{text}", target, known.get(text, text), below)
