@@ -37,8 +37,9 @@ def main(root: Path, steps: int, width: int) -> None:
     torch.manual_seed(rank)  # dropout differs from rank to rank
 
     with fp.Checkpointer(root, optimizer=optimizer, keep=3, process_group=dist.group.WORLD) as checkpoints:
-        if checkpoints.latest() is not None:
-            found = checkpoints.load(into={"model": model, "optimizer": optimizer})  # each rank reads a part of it
+        targets = {"model": model, "optimizer": optimizer}
+        found = checkpoints.load(into=targets, missing_ok=True)  # each rank reads a part of it; None on all, or on none
+        if found is not None:
             step = found["step"]
             if "rank_state" in found:  # not with another number of ranks
                 torch.set_rng_state(found["rank_state"]["rng"])

@@ -63,8 +63,9 @@ def main(root: Path, steps: int, width: int) -> None:
     group = dist.group.WORLD
     with fp.Checkpointer(root, sharded=True, process_group=group, optimizer=optimizer, keep=3) as checkpoints:
         torch.manual_seed(rank)
-        if checkpoints.latest() is not None:
-            found = checkpoints.load(into={"model": model, "optimizer": optimizer})  # its own shards, in place
+        targets = {"model": model, "optimizer": optimizer}
+        found = checkpoints.load(into=targets, missing_ok=True)  # its own shards, in place; None on all, or on none
+        if found is not None:
             step = found["step"]
             if "rank_state" in found:  # as many ranks as saved it
                 torch.set_rng_state(found["rank_state"]["rng"])

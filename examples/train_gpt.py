@@ -49,8 +49,9 @@ def main(root: Path, steps: int, width: int) -> None:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **own}
 
     with fp.Checkpointer(root, optimizer=optimizer, keep=3) as checkpoints:
-        if checkpoints.latest() is not None:
-            found = checkpoints.load(into={"model": model, "optimizer": optimizer}, keys=["rng"])  # filled in place
+        targets = {"model": model, "optimizer": optimizer}  # filled in place
+        found = checkpoints.load(into=targets, keys=["rng"], missing_ok=True)
+        if found is not None:
             step, position = found["step"], found["position"]
             torch.set_rng_state(found["rng"])
             print(f"resumed at step {step}", flush=True)

@@ -572,9 +572,12 @@ class Checkpointer:
         return sorted(committed_steps(self._root))
 
     def latest(self) -> int | None:
-        """Return the newest committed step, None if there is none: that which was committed last, as LATEST says.
+        """Return the newest committed step that this process sees, None if there is none.
 
-        After going back to step 10, step 11 is newer than the 20 and 30 that are still there.
+        The newest is the one that was committed last, as LATEST says: after going back to step 10, step 11 is newer
+        than the 20 and 30 that are still there. Ranks may see different steps, on a disk of their own or in a cache: do
+        not decide by it whether all of them load(), which would wait for those that do not; load(missing_ok=True)
+        decides for all.
         """
         order = in_commit_order(self._commits())
         return order[-1] if order else None
@@ -650,9 +653,7 @@ class Checkpointer:
         if group is not None and self._ranks is not None and self._ranks.rank:
             try:
                 self._upkeep.remove(removed)
-            except (
-                StorageError
-            ) as error:  # of what other stores have: it is worth nothing without the first rank's part
+            except StorageError as error:  # what other stores have is worth nothing without the first rank's part
                 _log.warning("%s: a part of a removed step stays: %s", self._root, error)
         self._unloadable.difference_update(removed)
         return removed
@@ -665,6 +666,7 @@ class Checkpointer:
         map_location: MapLocation = None,
         into: Mapping[str, object] | None = None,
         keys: Collection[str] | None = None,
+        missing_ok: bool = False,
         verify: bool = False,
         strict: bool = False,
         weights_only: bool = True,
@@ -672,7 +674,12 @@ class Checkpointer:
         """Load the state of a step, or of the newest one that is whole.
 
         Saves of this object that are under way are waited for first. With several ranks all of them call this, and load
-        the same step; each may give another map_location. Whether a step is sharded, it says itself.
+        the same step; each may give another map_location. Whether a step is sharded, it says itself. A run that may be
+        the first one begins with
+
+            found = checkpoints.load(into={"model": model, "optimizer": optimizer}, missing_ok=True)
+            if found is not None:
+                step = found["step"]
 
         Args:
             step: Which; "best" for that which `keep_best` ranks first; None for the newest committed one, as `latest`
@@ -685,6 +692,8 @@ class Checkpointer:
                 on every rank.
             keys: What else is read: keys of the state, or "rank_state"; without `into`, nothing but these. None: with
                 `into`, no tensors of other keys; without it, the whole state.
+            missing_ok: Return None where there is no such step, or no step at all. With several ranks all of them get
+                None, or none does; what latest() says, one of them may see alone.
             verify: Check every CRC, also of what is not asked for; with `into`, before anything is changed. Without it,
                 bytes that have changed on the disk are loaded as they are, unless structures do not fit any longer; of
                 a sharded step CRCs are then checked only of pieces of tensors that one rank reads as a whole: few, if
@@ -696,10 +705,11 @@ class Checkpointer:
             What was saved, and a rank_state under "rank_state". With `keys` alone, a dict of these keys. With `into`, a
             dict of the very objects of `into`, which are filled; of what `keys` names; of the rank_state; and of every
             entry of the state that holds no tensor anywhere (a step, a scheduler's numbers). Other entries are left out
-            as a whole: for `"rng": torch.get_rng_state()` pass keys=["rng"].
+            as a whole: for `"rng": torch.get_rng_state()` pass keys=["rng"]. With missing_ok, None
+            where nothing is committed.
 
         Raises:
-            CheckpointNotFoundError: There is no such step, or no step at all.
+            CheckpointNotFoundError: There is no such step, or no step at all, without missing_ok.
             CorruptionError, StorageError: It is damaged (explicit step, strict, or no step is whole).
             ConfigError: `into` does not fit the state, or one of `keys` is not in it; nothing was changed.
             PeerError: With several ranks: another one could not load it.
@@ -713,10 +723,18 @@ class Checkpointer:
         resumed = self._resumed_from
         if step is None:
             unusable = self._unloadable.add
-            return load_newest(self._root, options, strict=strict, on_unusable=unusable, on_loaded=resumed)
-        if step == "best":
-            step = find_best(self._root, options, self._retention)
-        number = checked_step(step)
-        found = load_step(self._root, number, options)
-        resumed(number)
+            return load_newest(
+                self._root,
+                options,
+                strict=strict,
+                missing_ok=missing_ok,
+                on_unusable=unusable,
+                on_loaded=resumed,
+            )
+        number = find_best(self._root, options, self._retention) if step == "best" else checked_step(step)
+        if number is None and not missing_ok:
+            raise CheckpointNotFoundError(f"no committed step in {self._root} has the metric that keep_best names")
+        found = None if number is None else load_step(self._root, number, options, missing_ok=missing_ok)
+        if number is not None and found is not None:
+            resumed(number)
         return found

@@ -98,14 +98,22 @@ class LoadOptions:
         return 1 if self.process_group is None else dist.get_world_size(self.process_group)
 
 
-def load_step(root: str, step: int, options: LoadOptions) -> Any:
+def load_step(root: str, step: int, options: LoadOptions, *, missing_ok: bool) -> Any:
     """Load one step; with a process group all its ranks, and if one fails, all do.
+
+    Args:
+        root: Where the steps are.
+        step: Which.
+        options: How.
+        missing_ok: Return None if it is not there; the same on all ranks.
 
     Raises:
         CheckpointNotFoundError, CorruptionError, StorageError: It is not there, or damaged.
         ConfigError: `into` does not fit.
         PeerError: Another rank could not load it; from that rank's error, if it is one of ours.
     """
+    if missing_ok and step not in _listed(root, options, partial(read_commits, root)):
+        return None
     with reader_for(options.process_group, f"step {step} of {root}") as read:
         return _read_step(root, step, options, read)
 
@@ -121,22 +129,18 @@ def best_of(commits: Mapping[int, Commit | None], retention: RetentionPolicy) ->
     return next(iter(best_steps(metrics, rule)), None)
 
 
-def find_best(root: str, options: LoadOptions, retention: RetentionPolicy) -> int:
-    """Return the step that `keep_best` ranks first among those that are committed; on all ranks the same.
+def find_best(root: str, options: LoadOptions, retention: RetentionPolicy) -> int | None:
+    """Return the committed step that `keep_best` ranks first, None if none has its metric; on all ranks the same.
 
     Raises:
-        CheckpointNotFoundError: None has its metric.
         ConfigError: There is no such rule.
     """
-    rule = _best_rule(retention)
+    _best_rule(retention)  # before the ranks talk to each other
 
     def look() -> dict[int, Commit | None]:
         return {step: commit_of(manifest) for step, manifest in committed_steps(root).items()}
 
-    best = best_of(_listed(root, options, look), retention)
-    if best is None:
-        raise CheckpointNotFoundError(f"no committed step in {root} has the metric {rule[1]!r}")
-    return best
+    return best_of(_listed(root, options, look), retention)
 
 
 def _best_rule(retention: RetentionPolicy) -> tuple[int, str, str]:
@@ -150,6 +154,7 @@ def load_newest(
     options: LoadOptions,
     *,
     strict: bool,
+    missing_ok: bool,
     on_unusable: Callable[[int], None],
     on_loaded: Callable[[int], None],
 ) -> Any:
@@ -159,6 +164,7 @@ def load_newest(
         root: Where the steps are.
         options: How.
         strict: Raise when the newest is damaged, instead of going back.
+        missing_ok: Return None if there is no step, damaged ones included; the same on all ranks.
         on_unusable: Told each step that could not be loaded.
         on_loaded: Told the one that was.
 
@@ -187,6 +193,8 @@ def load_newest(
             on_unusable(newest)
             warn_caller(f"{root}: step {newest} cannot be loaded, going back: {error}")
     if not failures:
+        if missing_ok:
+            return None
         raise CheckpointNotFoundError(f"there is no committed step in {root}")
     unusable = "" if options.into is None else "; what was to be filled may be partly overwritten and is not usable"
     raise FormatError(f"no step can be loaded{unusable}: " + "; ".join(failures.values()), path=root)

@@ -67,8 +67,7 @@ def save_twice(rank: int, count: int, root: Path, victim: int, point: Point | No
     """Resume, save one state, and then one more, in which `victim` is killed at a point."""
     run = Run(SIZES)
     checkpoints = fp.Checkpointer(root, optimizer=run.optimizer, keep=2, process_group=dist.group.WORLD)
-    if checkpoints.latest() is not None:
-        run.load(checkpoints)
+    run.resume(checkpoints)
     own = {"rank": rank, "step": run.advance().step}
     checkpoints.save(run.step, run.state(), rank_state=own).result()
     if rank == 0:
@@ -329,8 +328,7 @@ def train_until_somebody_is_gone(rank: int, count: int, root: Path, victim: int,
     if rank == victim:
         kill_this_process_later(alive_s)
     try:
-        if checkpoints.latest() is not None:
-            run.load(checkpoints)
+        run.resume(checkpoints)
         phase = "saving"
         while error is None:
             run.advance()

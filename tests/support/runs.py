@@ -60,6 +60,12 @@ class Run:
         """Return what `load(into=…)` fills."""
         return {"model": self.model, "optimizer": self.optimizer}
 
+    def resume(self, checkpointer: fp.Checkpointer) -> Run:
+        """Go on from the newest step of a root, if there is one."""
+        found = checkpointer.load(into=self.targets(), missing_ok=True)
+        self.step = self.step if found is None else found["step"]
+        return self
+
     def load(self, checkpointer: fp.Checkpointer, **options: Any) -> Run:
         """Go on from the newest step of a root."""
         self.step = checkpointer.load(into=self.targets(), **options)["step"]
