@@ -529,6 +529,7 @@ class DirectorySave:
         if self._together is not None:
             if self._split is not None:
                 self._together.session.answer_each(self._split.commits(step, metrics, number, durable=durable))
+                self._split.send_common(self._together.session)
                 self._together.session.gather(b"")  # all other stores have published
             self._together.session.settle()
         try:

@@ -300,7 +300,7 @@ class PeerSave:
         said = session.hear()
         if store is not None and store.is_split:
             self._pending.check()
-            store.publish(decoded(said, 0), asdict(self._stats))
+            store.publish(decoded(said, 0), asdict(self._stats), session.hear)
             session.tell(b"")
             said = session.hear()
             if decoded(said, 0).get("undo"):

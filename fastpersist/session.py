@@ -152,6 +152,20 @@ class Session:
         self._refuse_role(first=True)
         self._send(dict.fromkeys(range(1, self.count), message))
 
+    def answer_some(self, ranks: Iterable[int], message: bytes) -> None:
+        """Send a message to some of the other ranks; on rank 0.
+
+        Args:
+            ranks: Which.
+            message: The same for all of them.
+
+        Raises:
+            AgreementTimeoutError: A rank did not read until the deadline.
+            CoordinationError: The ranks were closed, or the message is too large.
+        """
+        self._refuse_role(first=True)
+        self._send(dict.fromkeys(ranks, message))
+
     def answer_each(self, messages: Sequence[bytes]) -> None:
         """Send each other rank a message of its own; on rank 0.
 

@@ -191,11 +191,6 @@ class StepParts:
         """Of that directory; None if this rank sees nothing."""
         return self._found.manifest
 
-    def is_first_with(self, name: str) -> bool:
-        """Tell whether this is the lowest rank that sees a file of this name."""
-        seers = [rank for rank, seen in enumerate(self._seen) if name in seen.files]
-        return seers[:1] == [self._reader.rank]
-
     def own_turn(self) -> tuple[int, int]:
         """Return which of the ranks that see the same store this is, and how many they are."""
         own = self._seen[self._reader.rank].store

@@ -26,7 +26,8 @@ so that they make their directories. A save that failed makes rank 0 ask anew.
 
 When all parts are durable, they become visible, rank 0's last:
 
-    first → others   commit  what the manifests are to say
+    first → others   commit  what the manifests are to say, and how long the small files are that each store gets
+    first → firsts   …       the bytes of these files, in pieces, to the first rank of each other store
     others → first   published; the first rank of each store has written its manifest and renamed its directory
     first → others   end     rank 0 has renamed its own. From here on the step is committed
 
@@ -39,7 +40,6 @@ save sweeps it: who was killed right there, and right there again, has the steps
 
 from __future__ import annotations
 
-import base64
 import errno
 import json
 import logging
@@ -80,6 +80,7 @@ __all__ = ["PeerStore", "Split", "SplitShares", "Stores", "check_lengths", "find
 
 _log = logging.getLogger("fastpersist")
 
+_PIECE_BYTES = 16 << 20  # of one message
 _TOLD_STATS = ("bytes", "stall_s", "plan_s", "write_s", "sync_s", "engine")
 
 
@@ -259,10 +260,20 @@ class Split:
                     "rank_count": len(self.first_ranks),
                     "entries": [[entry.name, entry.size_bytes, entry.crc32] for entry in self.entries_of(rank)],
                     "record": self.record_of(rank).decode(),
-                    "common": {name: base64.b64encode(data).decode() for name, data in self.common.items()},
+                    "common": {name: len(data) for name, data in self.common.items()},
                 }
             ).encode()
         return found
+
+    def send_common(self, session: Session) -> None:
+        """Send what each store gets to their first ranks, behind `commits`; `.metadata` may be longer than a message.
+
+        Raises:
+            CoordinationError: As by the session.
+        """
+        for data in self.common.values():
+            for start in range(0, len(data), _PIECE_BYTES):
+                session.answer_some(self.names, data[start : start + _PIECE_BYTES])
 
     def let_others_undo(self, session: Session, path: str) -> None:
         """Rank 0 could not publish: tell the other stores, which have, unless it is visible all the same."""
@@ -386,21 +397,24 @@ class PeerStore:
             raise self._changed(first)
         return os.path.join(os.path.dirname(self._path), name)
 
-    def publish(self, commit: Mapping[str, Any], stats: Mapping[str, Any]) -> None:
+    def publish(self, commit: Mapping[str, Any], stats: Mapping[str, Any], hear: Callable[[], bytes]) -> None:
         """Make this store's directory visible, on its first rank.
 
         Args:
             commit: What rank 0 tells.
             stats: For the manifest.
+            hear: Returns what rank 0 tells next.
 
         Raises:
             ConfigError, StorageError: As `PendingDirectory.publish`.
+            CoordinationError: Rank 0 sends something else than it has told.
+            PeerError: As the session does.
         """
         pending = self._pending
         if pending is None:
             return
         durable = bool(commit["durable"])
-        small = {name: base64.b64decode(data) for name, data in commit["common"].items()}
+        small = {str(name): _joined(hear, int(size_bytes)) for name, size_bytes in commit["common"].items()}
         small[PARTS_NAME] = str(commit["record"]).encode()
         entries = [FileEntry(str(name), int(size), crc) for name, size, crc in commit["entries"]]
         check_lengths(pending.path, self._path, entries)
@@ -490,6 +504,16 @@ class PeerStore:
             "last save; has something been mounted? The next save finds out anew who sees whose files",
             self._path,
         )
+
+
+def _joined(hear: Callable[[], bytes], size_bytes: int) -> bytes:
+    """Hear the pieces of a file."""
+    pieces: list[bytes] = []
+    while (left_bytes := size_bytes - sum(map(len, pieces))) > 0:
+        pieces.append(hear())
+        if not 0 < len(pieces[-1]) <= left_bytes:
+            raise CoordinationError("rank 0 sends a file that is not as long as it has said")
+    return b"".join(pieces)
 
 
 def _absent_above(root: str) -> str | None:

@@ -1,8 +1,9 @@
 """A DCP checkpoint of which each rank sees some parts, loaded by all of them: what one lacks comes from who has it.
 
-All parts, one behind the other, are what a `PartsExchange` reads. Before a rank reads items (`FastPersistReader`), the
-blobs of those that lie in parts of other stores are fetched into memory, as files of the parts' lengths with holes, and
-read there. So a rank holds what it wants of other stores once more while it reads that, and no rank holds everything.
+All parts and the metadata, one behind the other, are what a `PartsExchange` reads. Before a rank reads items
+(`FastPersistReader`), the blobs of those that lie in parts of other stores are fetched into memory, as files of the
+parts' lengths with holes, and read there. So a rank holds what it wants of other stores once more while it reads that,
+and no rank holds everything. A rank that sees nothing of the step fetches the metadata in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from fastpersist.errors import FormatError
-from fastpersist.filesystem import storage_errors
 from fastpersist.formats.manifest import NO_FILES, writer_of
 from fastpersist.formats.parts import Part
 from fastpersist.loading import MapLocation
@@ -91,18 +91,11 @@ class _ExchangingReader(FastPersistReader):
         self._sizes = {
             entry.name: entry.size_bytes
             for entry in manifest.files
-            if entry.name.endswith(".distcp") and "/" not in entry.name
+            if (entry.name.endswith(".distcp") and "/" not in entry.name) or entry.name == METADATA_NAME
         }
         here = set(self._sizes)
-        own_metadata = None
-        if parts.is_first_with(METADATA_NAME):  # for ranks that see nothing of the step
-            path = os.path.join(parts.path, METADATA_NAME)
-            with storage_errors("reading", path), open(path, "rb") as file:
-                own_metadata = file.read()
-        for _, told in read.say("shards", (self._sizes, own_metadata)):
-            self._sizes.update(told[0])
-            self._metadata_bytes = told[1] or getattr(self, "_metadata_bytes", b"")
-        self._sees_step = parts.manifest is not None
+        for _, told in read.say("shards", self._sizes):
+            self._sizes.update(told)
         names = sorted(name for name in self._sizes if self._sizes[name])
         starts = list(accumulate((self._sizes[name] for name in names), initial=0))
         self._starts = dict(zip(names, starts, strict=False))
@@ -110,9 +103,11 @@ class _ExchangingReader(FastPersistReader):
         self._missing = {name: _file_in_memory(self._sizes[name], read) for name in sorted(missing)}
         entries = {entry.name: entry for entry in manifest.files}
         own = []
+        writers = [writer_of(name) for name in names if name != METADATA_NAME]
         for name in names:
-            rank = writer_of(name)
-            if rank is None or [writer_of(other) for other in names].count(rank) > 1:
+            # No rank's part: the metadata get the number behind those of all ranks.
+            rank = 1 + max(filter(None, writers), default=0) if name == METADATA_NAME else writer_of(name)
+            if rank is None or writers.count(rank) > 1:
                 raise FormatError(f"{name} is no part that one rank wrote", path=parts.path)
             if name in here:
                 part = Part(rank, ((self._starts[name], self._sizes[name]),))
@@ -121,14 +116,14 @@ class _ExchangingReader(FastPersistReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read what is in the checkpoint."""
-        if self._sees_step:
+        fd = self._missing.get(METADATA_NAME)
+        if fd is None:
             return super().read_metadata(*args, **kwargs)
-        fd = os.memfd_create("fastpersist", os.MFD_CLOEXEC)
-        with open(fd, "wb") as file:
-            file.write(self._metadata_bytes)
-            file.flush()
-            metadata, _ = read_metadata(f"/proc/self/fd/{fd}")
-        return metadata
+        extents = Extents()
+        start_bytes = self._starts.get(METADATA_NAME, 0)  # of no bytes there is no start
+        extents.add_pushed(start_bytes, self._sizes[METADATA_NAME], writing_to(fd, 0), with_crc=False)
+        self._exchange(-1, self._exchange.path, extents, engine=self._engine)
+        return read_metadata(f"/proc/self/fd/{fd}")[0]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fetch, with the other ranks, what lies in parts of other stores, and read everything."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,11 @@ from support.sharded_runs import ShardedRun, expected, mesh_of_all, whole
 from support.store_runs import step_path, two_stores
 
 import fastpersist as fp
+from fastpersist import session as session_room
+from fastpersist import stores
+from fastpersist.loading_together import SharedReader
 from fastpersist.merging import merge
+from fastpersist.parts_exchange import PartsExchange
 
 torch.set_num_threads(1)
 
@@ -128,3 +134,61 @@ def test_ranks_of_which_one_saves_shards_and_one_replicas_are_told(tmp_path: Pat
     assert isinstance(first, fp.CoordinationError)
     assert isinstance(second, fp.PeerError)
     assert "do not save the same" in str(first)
+
+
+# --- metadata that are longer than a message, or than what is gathered should be
+
+
+def many_tensors(rank: int) -> dict[str, torch.Tensor]:
+    """Small tensors, whose names are most of what there is to say."""
+    return {f"{rank}.{number}.{'n' * 100}": torch.full((2,), float(rank + number)) for number in range(600)}
+
+
+def train_many(rank: int, count: int, roots: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_room, "MESSAGE_LIMIT_BYTES", 100_000)
+    monkeypatch.setattr(stores, "_PIECE_BYTES", 10_000)
+    with fp.Checkpointer(roots[rank], process_group=dist.group.WORLD, sharded=True) as checkpoints:
+        checkpoints.save(1, many_tensors(rank))
+
+
+def test_metadata_longer_than_a_message_reach_every_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roots = [tmp_path / name for name in "abb"]
+    run_ranks(3, train_many, roots, monkeypatch)
+    metadata = [(step_path(root, 1) / ".metadata").read_bytes() for root in roots]
+    assert len(metadata[0]) > 200_000
+    assert metadata[1] == metadata[0]
+    assert all(fp.verify(step_path(root, 1)).ok for root in roots)
+
+
+def test_metadata_go_to_who_lacks_them_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roots = two_stores(tmp_path)
+    run_ranks(2, train_many, roots, monkeypatch)
+    metadata_bytes = (step_path(roots[0], 1) / ".metadata").stat().st_size
+
+    def work(rank: int, count: int, roots: list[Path]) -> tuple[int, int]:
+        said, wanted = [0], [0]
+        say, read_piece = SharedReader._say, PartsExchange._read_piece
+
+        def noting(self: SharedReader, own: Any) -> Any:
+            heard = say(self, own)
+            said[0] = max(said[0], len(pickle.dumps(heard)))
+            return heard
+
+        def reading(self: PartsExchange, piece: Any, buffer: torch.Tensor) -> None:
+            wanted[0] += piece.size_bytes
+            read_piece(self, piece, buffer)
+
+        monkeypatch.setattr(SharedReader, "_say", noting)
+        monkeypatch.setattr(PartsExchange, "_read_piece", reading)
+        with fp.Checkpointer(roots[rank], process_group=dist.group.WORLD) as checkpoints:
+            name = f"1.5.{'n' * 100}"
+            found = checkpoints.load(into={name: torch.zeros(2)})
+            assert found[name].tolist() == [6, 6]
+        return said[0], wanted[0]
+
+    for said, handed_out in run_ranks(2, work, roots):
+        assert said < 20_000
+        assert handed_out < 20_000  # nobody lacks them
+    told = run_ranks(3, work, [*roots, tmp_path / "new"])
+    assert all(said < 20_000 for said, _ in told)
+    assert metadata_bytes <= sum(handed_out for _, handed_out in told) < 2 * metadata_bytes
