@@ -35,12 +35,12 @@ from fastpersist.errors import (
     TornStateError,
     UnsupportedError,
 )
-from fastpersist.filling import load_into
 from fastpersist.group_directory import PeerDirectorySave, directory_save_together
 from fastpersist.inspection import Damage, Manifest, TensorEntry, VerifyReport
 
 # isort: split - it uses the names above; mypy knows integrations/ by another name
 from fastpersist.integrations.torch_save import install, installed, uninstall  # type: ignore[import-not-found]
+from fastpersist.loading_into import load_into
 from fastpersist.pending_io import PendingIO
 from fastpersist.tensor_file import TensorFile
 from fastpersist.tensor_memory import byte_view, locked_tensor

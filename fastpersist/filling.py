@@ -7,14 +7,12 @@ others (strided, converted, on a device) through torch, in pieces or, where stri
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fastpersist.arguments import local_path
 from fastpersist.errors import (
     ChecksumError,
     ConfigError,
@@ -32,15 +30,10 @@ from fastpersist.loading import (
     torch_dtype,
     unpickle_with,
 )
-from fastpersist.loading_together import reader_for
 from fastpersist.pipeline import Extents, Read, read_extents
 from fastpersist.source import CheckpointSource
-from fastpersist.untraced import untraced
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-__all__ = ["load_into"]
+__all__ = ["IncompatibleKeys", "fill_target"]
 
 _SHOWN_COUNT = 10
 _EXTRA_STATE_KEY = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -82,60 +75,37 @@ class Pair:
     stored: StoredTensor
 
 
-@untraced
-def load_into(
-    path: str | os.PathLike[str],
-    target: object,
-    *,
-    strict: bool = True,
-    verify: bool = False,
-    engine: str = "auto",
-    process_group: ProcessGroup | None = None,
-) -> None:
-    """Fill existing tensors from a file, in place, without a second copy of the state.
+class IncompatibleKeys(NamedTuple):
+    """What `load_into` has passed over, as `Module.load_state_dict` returns it.
 
-    Everything is checked first: names, shapes, dtypes and the structure of the file. If anything is wrong, nothing has
-    been changed. Values are converted where dtypes differ, as load_state_dict does.
-
-    Args:
-        path: A file written by fastpersist, torch.save or safetensors.
-        target: A Module, filled as its load_state_dict would be from the state_dict in the file; or dicts, lists and
-            tuples, nested, of tensors and Modules, with the structure of the object in the file. Values of the target
-            that are neither are left alone.
-        strict: Demand that both sides have the same names. Without it, what is only on one side is passed over;
-            shapes must still agree.
-        verify: Check the CRCs of the whole file before the first byte of the target changes. The file is read twice.
-        engine: "auto", or an engine's name, which then never falls back.
-        process_group: All its ranks call this with the same file, each with its own target, and share the reading; as
-            in `load`, it returns on all of them or raises on all. What one finds wrong changes no target of any.
-
-    Raises:
-        CheckpointNotFoundError: There is no such file.
-        ConfigError: Names or shapes do not agree; the message lists them. Nothing was changed.
-        FormatError, ChecksumError, UnsupportedError: As in load; nothing was changed.
-        StorageError: An error of the disk. If the message says *target partly overwritten*, the tensors it lists have
-            unknown contents: load again, or from another checkpoint.
-        PeerError: With a process group: another rank failed, or is gone. *Target partly overwritten* as above; without
-            these words the target is either as it was or, if that rank failed last, filled.
-        CoordinationError: The ranks were given different files.
-
-    Thread safety: any thread; nobody else may use the target's tensors meanwhile.
+    Attributes:
+        missing_keys: Names that are in the target, but not in the file.
+        unexpected_keys: Names that are in the file, but not in the target.
     """
-    name = local_path(path)
-    with reader_for(process_group, name) as read, CheckpointSource(name) as source:
-        structure = _read_structure(source)
-        pairs = _match(source.path, structure.stored, target, strict)
-        if verify:
-            _verify_all(source, engine, read)
-        extra_states = _load_extra_states(source, structure, target, engine, read)
-        read(source.fd, source.path, Extents(), engine=engine)  # of several ranks, none has failed so far
-        filled: list[str] = []
-        try:
-            fill_pairs(source, pairs, engine, filled, read)
-        except (StorageError, PeerError) as error:
-            raise _partly_overwritten(error, filled) from error
-        for set_extra_state, state in extra_states:
-            set_extra_state(state)
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def fill_target(
+    source: CheckpointSource, target: object, *, strict: bool, verify: bool, engine: str, read: Read
+) -> IncompatibleKeys:
+    """Fill a Module, or nested containers of tensors and Modules, from a file; see `load_into`."""
+    structure = _read_structure(source)
+    keys = IncompatibleKeys([], [])
+    pairs = _match(source.path, structure.stored, target, strict, keys)
+    if verify:
+        _verify_all(source, engine, read)
+    extra_states = _load_extra_states(source, structure, target, engine, read)
+    read(source.fd, source.path, Extents(), engine=engine)  # of several ranks, none has failed so far
+    filled: list[str] = []
+    try:
+        fill_pairs(source, pairs, engine, filled, read)
+    except (StorageError, PeerError) as error:
+        raise _partly_overwritten(error, filled) from error
+    for set_extra_state, state in extra_states:
+        set_extra_state(state)
+    return keys
 
 
 # --------------------------------------------------------------------------------------------- what the file holds
@@ -309,8 +279,8 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 # --------------------------------------------------------------------------------------------- matching
 
 
-def _match(path: str, stored: Any, target: object, strict: bool) -> list[Pair]:
-    """Pair the target's tensors with the file's; nothing is touched.
+def _match(path: str, stored: Any, target: object, strict: bool, keys: IncompatibleKeys) -> list[Pair]:
+    """Pair the target's tensors with the file's, and note what is on one side only; nothing is touched.
 
     Raises:
         ConfigError: They do not fit; all differences are listed.
@@ -319,9 +289,9 @@ def _match(path: str, stored: Any, target: object, strict: bool) -> list[Pair]:
     problems: list[str] = []
     for name, tensor, found in _walk("", target, stored):
         if tensor is None:
-            problems.extend([f"{name} is in the file, but not in the target"] if strict else [])
+            keys.unexpected_keys.append(name)
         elif found is None:
-            problems.extend([f"{name} is in the target, but not in the file"] if strict else [])
+            keys.missing_keys.append(name)
         elif not isinstance(found, StoredTensor):
             problems.append(f"{name} is a tensor in the target, but not in the file")
         elif torch.nn.parameter.is_lazy(tensor):
@@ -331,9 +301,21 @@ def _match(path: str, stored: Any, target: object, strict: bool) -> list[Pair]:
         else:
             problems.extend(why_not_fillable(name, tensor, found.dtype))
             pairs.append(Pair(name, tensor, found))
-    if problems:
-        raise misfit(path, problems)
+    refuse_misfit(path, problems, keys, strict)
     return pairs
+
+
+def refuse_misfit(path: str, problems: Sequence[str], keys: IncompatibleKeys, strict: bool) -> None:
+    """Refuse a target that does not fit; without `strict`, what is on one side only does no harm.
+
+    Raises:
+        ConfigError: All that does not fit.
+    """
+    found = [f"{name} is in the target, but not in the file" for name in keys.missing_keys] if strict else []
+    found += problems
+    found += [f"{name} is in the file, but not in the target" for name in keys.unexpected_keys] if strict else []
+    if found:
+        raise misfit(path, found)
 
 
 def misfit(path: str, problems: Sequence[str]) -> ConfigError:

@@ -7,6 +7,8 @@ somebody else takes once all tensors are filled.
 
 from __future__ import annotations
 
+import copy
+import numbers
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fastpersist.filling import PLAIN_TYPES, is_extra_state, joined_name, memory_of, why_not_fillable
+from fastpersist.filling import PLAIN_TYPES, IncompatibleKeys, is_extra_state, joined_name, memory_of, why_not_fillable
 
 __all__ = ["Leaf", "Path", "Plan", "Step"]
 
@@ -72,12 +74,38 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """What goes where. Attributes: leaves by their paths, steps, and what keeps the plan from being followed."""
+    """What goes where.
+
+    Attributes:
+        has_data: Whether a tensor of the file is one whose values can be had.
+        strict: Modules refuse what is on one side only.
+        leaves: By their paths.
+        steps: What comes after.
+        problems: What keeps the plan from being followed.
+        keys: What is on one side only, and so keeps a strict plan from being followed.
+        unread: Paths of the parts of the file that nothing in the target takes.
+    """
 
     has_data: Callable[[torch.Tensor], bool]
+    strict: bool = True
     leaves: dict[Path, Leaf] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    keys: IncompatibleKeys = field(default_factory=lambda: IncompatibleKeys([], []))
+    unread: list[Path] = field(default_factory=list)
+
+    def add_whole(self, target: object, value: Any) -> None:
+        """Plan how `target` gets all that is in the file.
+
+        What can only be replaced is replaced in the dict or list that holds it, if it is a plain value.
+        """
+        problems = [f"{name} is {_kind(item)}{hint}" for name, item, hint in _unfillable("", target)]
+        if problems:
+            self.problems += problems
+        else:
+            optimizer = _unwrapped_optimizer(target)
+            is_container = isinstance(target, Mapping | list | tuple)
+            self.add((), "" if is_container else "the target" if optimizer is None else "optimizer", target, value)
 
     def add(self, path: Path, name: str, target: object, value: Any) -> None:
         """Plan how `target` gets what the file has in its place."""
@@ -108,14 +136,21 @@ class Plan:
         for key, tensor in state.items():
             inner = joined_name(name, key)
             if key not in value:
-                self.problems.append(f"{inner} is in the target, but not in the file")
+                self.keys.missing_keys.append(inner)
             elif isinstance(tensor, torch.Tensor) and not is_extra_state(key):
                 # What a hook made up is no memory of the module's; load_state_dict knows what to do with its value.
                 self._add_leaf((*path, key), inner, tensor, value[key], can_fill=id(tensor) in live)
-        self.problems.extend(
-            f"{joined_name(name, key)} is in the file, but not in the target" for key in value if key not in state
-        )
-        self.steps.append(Step(0, path, name, module.load_state_dict))
+        unexpected = [key for key in value if key not in state]
+        self.keys.unexpected_keys.extend(joined_name(name, key) for key in unexpected)
+        self.unread.extend((*path, key) for key in unexpected)
+
+        def load(loaded: Any) -> None:
+            known = copy.copy(loaded)  # of an OrderedDict, with its _metadata
+            for key in unexpected:
+                del known[key]
+            module.load_state_dict(known, strict=self.strict)
+
+        self.steps.append(Step(0, path, name, load))
 
     def _add_tensor(self, path: Path, name: str, target: torch.Tensor, value: Any) -> None:
         if not self._add_leaf(path, name, target, value, can_fill=True):
@@ -150,7 +185,7 @@ class Plan:
 
     def _add_mapping(self, path: Path, name: str, target: Mapping[Any, object], value: Any) -> None:
         if not isinstance(value, Mapping):
-            self.problems.append(f"{name} is a dict in the target, but {_kind(value)} in the file")
+            self.problems.append(f"{name or 'all'} is a dict in the target, but {_kind(value)} in the file")
             return
         is_strict = any(map(_is_restorable, target.values()))  # else there is nothing to restore in place
         for key, item in target.items():
@@ -158,7 +193,7 @@ class Plan:
             if not _is_restorable(item):
                 continue
             if key not in value:
-                self.problems.append(f"{inner} is in the target, but not in the file")
+                self.keys.missing_keys.append(inner)
                 continue
             self.add((*path, key), inner, item, value[key])
             if _has_values(item) and isinstance(target, MutableMapping):
@@ -166,19 +201,20 @@ class Plan:
         for key, item in value.items():
             inner = joined_name(name, key)
             if key not in target and is_strict and any(True for _ in tensors_in(item)):
-                self.problems.append(f"{inner} is in the file, but not in the target")
+                self.keys.unexpected_keys.append(inner)
+                self.unread.append((*path, key))
             elif not _is_restorable(target.get(key)) and isinstance(target, MutableMapping):
                 self._set(target, key, (*path, key), inner)
 
     def _add_sequence(self, path: Path, name: str, target: list[Any] | tuple[Any, ...], value: Any) -> None:
         if not isinstance(value, (list, tuple)):
-            self.problems.append(f"{name} is {_kind(target)} in the target, but {_kind(value)} in the file")
+            self.problems.append(f"{name or 'all'} is {_kind(target)} in the target, but {_kind(value)} in the file")
             return
         if isinstance(target, list) and not any(map(_is_restorable, target)):
             self._set(target, slice(None), path, name)
             return
         if len(target) != len(value):
-            self.problems.append(f"{name} has {len(target)} elements in the target, {len(value)} in the file")
+            self.problems.append(f"{name or 'all'} has {len(target)} elements in the target, {len(value)} in the file")
             return
         for index, item in enumerate(target):
             if _is_restorable(item):
@@ -200,6 +236,9 @@ class Plan:
         groups, saved = optimizer.param_groups, value["param_groups"]
         if len(groups) != len(saved):
             self.problems.append(f"{name} has {len(groups)} parameter groups in the target, {len(saved)} in the file")
+            return
+        if of_other := _hyperparameters_of_another_class(optimizer, saved):
+            self.problems.append(f"{name} is of the class {type(optimizer).__name__} in the target, {of_other}")
             return
         parameters: dict[Any, torch.Tensor] = {}
         for index, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
@@ -272,6 +311,7 @@ class _OptimizerState:
         # torch puts all but `step` on the parameter's device. A `step` is on the host, or torch moves it itself.
         device = None if parameter is None else _CPU if inside[-1:] == ("step",) else parameter.device
         is_filled = False
+        expected: torch.Size | None = None
         if _is_plain(value) and not self.plan.has_data(value):
             self.plan.problems.append(f"{name} is a tensor without data (meta) in the file")
             return
@@ -283,10 +323,15 @@ class _OptimizerState:
             else:
                 stays, device = live.dtype == value.dtype, live.device
             is_filled = live.shape == value.shape and stays
-            if live.shape != value.shape and parameter is not None and live.shape == parameter.shape and live.ndim:
-                self.plan.problems.append(
-                    f"{name} has shape {tuple(live.shape)} in the target, {tuple(value.shape)} in the file"
-                )
+            expected = live.shape if parameter is not None and live.shape == parameter.shape and live.ndim else None
+        elif (
+            parameter is not None and inside[-1:] and inside[-1] in _SHAPED_LIKE_PARAMETER.get(type(self.optimizer), ())
+        ):
+            expected = parameter.shape
+        if expected is not None and value.shape != expected:
+            self.plan.problems.append(
+                f"{name} has shape {tuple(expected)} in the target, {tuple(value.shape)} in the file"
+            )
         target = live if is_filled and isinstance(live, torch.Tensor) else None
         shard_like = None
         if target is None and parameter is not None and _is_sharded(parameter) and _is_plain(value) and value.ndim:
@@ -351,6 +396,45 @@ def _restores_by_position(optimizer: torch.optim.Optimizer) -> bool:
     return not optimizer._optimizer_load_state_dict_pre_hooks
 
 
+def _hyperparameters_of_another_class(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> str:
+    """Say what the groups in the file have that optimizers of this class have not, and not the other way; "" if none.
+
+    Numbers only: what a release of torch adds to a class is a switch, and what others add, say an `initial_lr`, is
+    there beside all that the class needs.
+    """
+
+    def numbers(of: Iterable[Mapping[str, Any]]) -> set[str]:
+        found = (item for group in of for item in group.items() if item[0] != "params")
+        return {key for key, value in found if isinstance(value, int | float | tuple) and not isinstance(value, bool)}
+
+    lost = numbers([optimizer.defaults]) - {key for group in saved for key in group}
+    extra = numbers(saved) - {key for group in [optimizer.defaults, *optimizer.param_groups] for key in group}
+    if not (lost and extra and _has_stock_load(optimizer)):
+        return ""
+    return f"but of another one in the file: with {_listed(extra)}, without {_listed(lost)}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+_EVERY_ADAM = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+_SHAPED_LIKE_PARAMETER: dict[type, set[str]] = {
+    torch.optim.Adadelta: {"square_avg", "acc_delta"},
+    torch.optim.Adagrad: {"sum"},
+    torch.optim.Adam: _EVERY_ADAM,
+    torch.optim.Adamax: {"exp_avg", "exp_inf"},
+    torch.optim.AdamW: _EVERY_ADAM,
+    torch.optim.ASGD: {"ax"},
+    torch.optim.NAdam: _EVERY_ADAM,
+    torch.optim.RAdam: _EVERY_ADAM,
+    torch.optim.RMSprop: {"square_avg", "momentum_buffer", "grad_avg"},
+    torch.optim.Rprop: {"prev", "step_size"},
+    torch.optim.SGD: {"momentum_buffer"},
+}
+"""State of torch's own optimizers that has the shape of its parameter: all that tells what fits one without state."""
+
+
 def _keep_group_tensors(before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
     """Put a group's own tensors (a learning rate) back, with their new values: schedulers and graphs know them."""
     uses: dict[int, list[tuple[dict[str, Any], str]]] = {}
@@ -405,6 +489,30 @@ def _is_restorable(item: object) -> bool:
     if isinstance(item, tuple):
         return any(map(_is_restorable, item))
     return isinstance(item, (torch.Tensor, Mapping, list)) or callable(getattr(item, "load_state_dict", None))
+
+
+_PLAIN_VALUES = (type(None), numbers.Number, str, bytes, set, frozenset, range, torch.dtype, torch.device, torch.Size)
+
+
+def _unfillable(name: str, item: object, *, in_place: bool = False) -> Iterable[tuple[str, object, str]]:
+    """Yield what is neither restored in place nor a plain value that can be replaced where it is: name, it, a hint.
+
+    Args:
+        name: Of the item.
+        item: A target, or a part of one.
+        in_place: It is a part of something that can be changed.
+    """
+    if isinstance(item, Mapping):
+        for key, inner in item.items():
+            yield from _unfillable(joined_name(name, key), inner, in_place=isinstance(item, MutableMapping))
+    elif isinstance(item, (list, tuple)) and not isinstance(item, torch.Size):
+        for index, inner in enumerate(item):
+            # A tuple in a dict or list is replaced by one with other values.
+            yield from _unfillable(f"{name}[{index}]", inner, in_place=in_place or isinstance(item, list))
+    elif not _is_restorable(item) and not (in_place and isinstance(item, _PLAIN_VALUES)):
+        is_array = hasattr(item, "__array_interface__")
+        hint = "; torch.from_numpy(…) shares its memory, and is filled" if is_array else ", which cannot be filled"
+        yield name or "the target", item, hint
 
 
 def _has_values(item: object) -> bool:

@@ -36,7 +36,7 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.filling import Pair, described_tensor, fill_pairs, misfit
+from fastpersist.filling import IncompatibleKeys, Pair, described_tensor, fill_pairs, refuse_misfit
 from fastpersist.fitting import Leaf, Path, Plan, tensors_in
 from fastpersist.formats.pickle_scan import Call, Global, PersistentId, SymbolicDict, SymbolicSet
 from fastpersist.formats.torch_zip import header_leads_to
@@ -57,7 +57,7 @@ from fastpersist.loading import (
 from fastpersist.pipeline import Extents, Read, read_extents
 from fastpersist.source import CheckpointSource
 
-__all__ = ["is_left_out", "left_behind", "load_state", "missing_keys", "with_touched"]
+__all__ = ["is_left_out", "left_behind", "load_state", "missing_keys", "restore_whole", "with_touched"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -69,7 +69,7 @@ _SCALAR_KEYS = (str, int, float, bool, bytes, type(None))
 class _Options:
     """What load_state was asked for, all but the file."""
 
-    into: Mapping[str, object]
+    into: Mapping[str, object] | _Whole
     keys: Collection[str] | None
     map_location: MapLocation
     verify: bool
@@ -105,6 +105,30 @@ def missing_keys(
     """
     for asked, by in ((into, "in the target"), (keys or (), "among the keys")):
         yield from (f"{key} is {by}, but not in {where}" for key in asked if key not in held)
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What all that a file holds is for, in place of targets of its entries.
+
+    Attributes:
+        target: It.
+        strict: Modules and dicts refuse what is on one side only.
+    """
+
+    target: object
+    strict: bool
+
+
+def restore_whole(
+    source: CheckpointSource, target: object, *, strict: bool, verify: bool, engine: str, read: Read
+) -> IncompatibleKeys:
+    """Restore a target of any kind from all that a torch zip holds; see `loading_into.load_into`."""
+    options = _Options(_Whole(target, strict), None, None, verify, True, engine, read)
+    _prove(source)
+    ready = _ready(source, options)
+    _change(source, ready, options, None)
+    return ready.plan.keys
 
 
 def load_state(
@@ -166,14 +190,19 @@ def load_state(
         _prove(source)
         if not into and keys is None:
             return _load_whole(source, options)
-        ready = why_stock(source, map_location, weights_only) or _planned_in_place(source, options)
-        if isinstance(ready, str):
-            what = "is in memory once more while its targets are filled" if into else "is read as a whole"
-            _log.warning("%s %s: %s", path, what, ready)
-            ready = _planned_with_copy(source, options)
+        ready = _ready(source, options)
         _change(source, ready, options, on_filled)
-        ready.loaded.update(options.into)
+        ready.loaded.update(into or {})
         return ready.loaded
+
+
+def _ready(source: CheckpointSource, options: _Options) -> _Ready:
+    ready = why_stock(source, options.map_location, options.weights_only) or _planned_in_place(source, options)
+    if isinstance(ready, str):
+        what = "is in memory once more while its targets are filled" if options.into else "is read as a whole"
+        _log.warning("%s %s: %s", source.path, what, ready)
+        ready = _planned_with_copy(source, options)
+    return ready
 
 
 @contextmanager
@@ -238,8 +267,8 @@ def _prove(source: CheckpointSource) -> None:
             raise FormatError(f"pickle and directory disagree on storage {reference.key}", path=source.path)
 
 
-def _require_dict(source: CheckpointSource, loaded: object) -> None:
-    if not isinstance(loaded, dict):
+def _require_dict(source: CheckpointSource, options: _Options, loaded: object) -> None:
+    if not isinstance(options.into, _Whole) and not isinstance(loaded, dict):
         raise ConfigError(f"{source.path} holds a {type(loaded).__name__}; only a dict has entries to restore")
 
 
@@ -248,12 +277,12 @@ class _Ready:
     """All that is needed to change the targets: nothing has to be found out any longer.
 
     Attributes:
-        loaded: The file's dict. Tensors that are filled in place from the file have no data in it.
+        loaded: The file's object. Tensors that are filled in place from the file have no data in it.
         plan: What goes where.
         pairs: What is filled from the file; empty where the dict has all data, which is then copied.
     """
 
-    loaded: dict[str, Any]
+    loaded: Any
     plan: Plan
     pairs: list[Pair]
 
@@ -269,7 +298,8 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
         return str(error)
     left_out: dict[Any, _Unread] = dict.fromkeys(_left_out_of(root, options), _UNREAD)
     others = _Sorted()
-    others.sort(root, {**dict.fromkeys(options.into, None), **left_out})
+    if not isinstance(options.into, _Whole):
+        others.sort(root, {**dict.fromkeys(options.into, None), **left_out})
     keys = {reference.key for reference in source.summary.references}
     storages: dict[str, torch.UntypedStorage] = {}
     reason = _load_storages(source, options, storages, _storages_below(others.whole), {})
@@ -279,7 +309,7 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
         loaded, meta = _unpickled(source, options, storages, keys)
     except Exception as error:  # noqa: BLE001 - whatever went wrong, stock torch.load says it better, or does it
         return f"it cannot be described without its data ({type(error).__name__}: {error})"
-    _require_dict(source, loaded)
+    _require_dict(source, options, loaded)
 
     key_of = {storage._cdata: key for key, storage in {**meta, **storages}.items()}
     plan = _plan(source, options, loaded, lambda tensor: tensor.untyped_storage()._cdata in key_of)
@@ -289,7 +319,7 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
         if leaf.target is not None
     ]
     found = _Sorted()
-    found.sort(root, {**_tree(plan.leaves), **left_out})
+    found.sort(root, {**_tree(plan.leaves, plan.unread), **left_out})
     whole = _storages_below(found.whole)
     missing = keys - storages.keys() - (found.in_place - found.elsewhere.keys() - whole)
     devices = {key: device for key, device in found.elsewhere.items() if key not in whole}
@@ -309,14 +339,18 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
 
 def _left_out_of(root: object, options: _Options) -> list[Any]:
     """Return the keys of entries that are not read, of the scanned pickle of a dict."""
+    into = options.into
     entries = root.entries if isinstance(root, Call) and _is_ordered_dict(root) else root
-    if not isinstance(entries, SymbolicDict) or 2 * len(entries.items()) != len(entries.flat):
+    if (
+        isinstance(into, _Whole)
+        or not isinstance(entries, SymbolicDict)
+        or 2 * len(entries.items()) != len(entries.flat)
+    ):
         return []
     return [
         key
         for key, below in entries.items()
-        if isinstance(key, _SCALAR_KEYS)
-        and is_left_out(key, options.into, options.keys, bool(_storages_below([below])))
+        if isinstance(key, _SCALAR_KEYS) and is_left_out(key, into, options.keys, bool(_storages_below([below])))
     ]
 
 
@@ -327,17 +361,18 @@ def _without(loaded: dict[str, Any], keys: Iterable[Any]) -> dict[str, Any]:
     return loaded
 
 
-def _plan(
-    source: CheckpointSource, options: _Options, loaded: dict[str, Any], has_data: Callable[[torch.Tensor], bool]
-) -> Plan:
-    plan = Plan(has_data)
-    for key, target in options.into.items():
-        if key in loaded:
-            plan.add((key,), str(key), target, loaded[key])
-    held = ", ".join(str(name) for name in list(loaded)[:_SHOWN_COUNT]) or "nothing"
-    plan.problems += missing_keys(loaded, options.into, options.keys, f"the file, which holds {held}")
-    if plan.problems:
-        raise misfit(source.path, plan.problems)
+def _plan(source: CheckpointSource, options: _Options, loaded: Any, has_data: Callable[[torch.Tensor], bool]) -> Plan:
+    into = options.into
+    plan = Plan(has_data, strict=not isinstance(into, _Whole) or into.strict)
+    if isinstance(into, _Whole):
+        plan.add_whole(into.target, loaded)
+    else:
+        for key, target in into.items():
+            if key in loaded:
+                plan.add((key,), str(key), target, loaded[key])
+        held = ", ".join(str(name) for name in list(loaded)[:_SHOWN_COUNT]) or "nothing"
+        plan.problems += missing_keys(loaded, into, options.keys, f"the file, which holds {held}")
+    refuse_misfit(source.path, plan.problems, plan.keys, plan.strict)
     plan.follow_file_where_memory_is_shared()
     return plan
 
@@ -391,9 +426,10 @@ _Tree: TypeAlias = "dict[Any, _Tree | Leaf | _Unread | None]"
 """Leaves by key, one level for each part of their paths. None: everything below may be what it wants."""
 
 
-def _tree(leaves: Mapping[Path, Leaf]) -> _Tree:
+def _tree(leaves: Mapping[Path, Leaf], unread: Iterable[Path] = ()) -> _Tree:
     root: _Tree = {}
-    for path, leaf in leaves.items():
+    ends: dict[Path, Leaf | _Unread] = {**leaves, **dict.fromkeys(unread, _UNREAD)}
+    for path, leaf in ends.items():
         level = root
         for key in path[:-1]:
             below = level.setdefault(key, {})
@@ -528,8 +564,10 @@ def _storages_below(nodes: Iterable[object]) -> set[str]:
 def _planned_with_copy(source: CheckpointSource, options: _Options) -> _Ready:
     """Load everything, as if there were no targets."""
     loaded = _load_whole(source, options)
-    _require_dict(source, loaded)
+    _require_dict(source, options, loaded)
     plan = _plan(source, options, loaded, lambda tensor: not tensor.is_meta)
+    if isinstance(options.into, _Whole):
+        return _Ready(loaded, plan, [])
     left_out = [
         key
         for key, value in loaded.items()
@@ -571,7 +609,7 @@ def _change(
         tree = _tree(plan.leaves)
         for step in sorted(plan.steps, key=lambda step: step.rank):
             step_name = step.name
-            touch(step.path[0])
+            touch(step.path[0] if step.path else step.name)
             step.apply(_with_targets(_part(ready.loaded, step.path), _part(tree, step.path)))
     except (StorageError, CorruptionError, PeerError) as error:
         raise with_touched(error, touched) from error

@@ -47,6 +47,7 @@ LAYERS = (
     {"background", "directory_inspection", "explaining", "filling", "fitting", "inspection", "loading", "resuming"}
     | {
         "guest_writing",
+        "loading_into",
         "loading_together",
         "own_files",
         "part_reading",

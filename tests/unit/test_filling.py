@@ -105,14 +105,14 @@ def test_nested_containers_are_filled(tmp_path: Path) -> None:
     fp.save(source, tmp_path / "model.pt")
     target = {
         "list": [torch.zeros(2), {"deep": torch.zeros(3, dtype=torch.int64)}],
-        7: Pair(torch.ones(1), "left alone"),
-        "text": "mine",
+        7: Pair(torch.ones(1), "old"),
+        "text": "old",
     }
     fp.load_into(tmp_path / "model.pt", target)
     assert target["list"][0].tolist() == [1, 1]
     assert target["list"][1]["deep"].tolist() == [5, 5, 5]
-    assert target[7] == Pair(torch.zeros(1), "left alone")
-    assert target["text"] == "mine"
+    assert target[7] == Pair(torch.zeros(1), 3)
+    assert target["text"] == "kept"
 
 
 def test_single_tensor_is_filled(tmp_path: Path) -> None:
