@@ -60,7 +60,7 @@ from fastpersist.sharing import Together
 from fastpersist.signal_save import SignalSave
 from fastpersist.step_loading import RANK_KEY, LoadOptions, best_of, find_best, load_newest, load_step
 from fastpersist.step_saving import StepSave, StepSaver
-from fastpersist.steps_together import done_by_first
+from fastpersist.steps_together import done_by_first, refuse_together
 from fastpersist.stores import Stores
 from fastpersist.untraced import untraced
 
@@ -86,15 +86,17 @@ def _saver_class(sharded: bool) -> type[StepSaver]:
     return ShardedSaver
 
 
-def _refuse_file(root: str) -> None:
+def _why_no_root(root: str) -> str:
+    """Say why no checkpoints can be below a path, "" if nothing is known against it."""
     try:
         is_directory = stat.S_ISDIR(os.stat(root).st_mode)
     except NotADirectoryError:
-        raise ConfigError(f"{root} cannot hold checkpoints: a file is where one of its parents should be") from None
+        return f"{root} cannot hold checkpoints: a file is where one of its parents should be"
     except OSError:
-        return  # it is not there yet; or the first save says what is wrong
-    if not is_directory:
-        raise ConfigError(f"{root} is a file, and checkpoints are directories below their root: name a directory")
+        return ""  # it is not there yet; or the first save says what is wrong
+    return (
+        "" if is_directory else f"{root} is a file, and checkpoints are directories below their root: name a directory"
+    )
 
 
 def _step_of(step: object, state: object) -> int:
@@ -189,7 +191,9 @@ class Checkpointer:
         require_engine(engine)
         require_bools(paranoid=paranoid, sharded=sharded, check_replicas=check_replicas)
         self._root = os.path.abspath(local_path(root, "root"))
-        _refuse_file(self._root)
+        why_not = _why_no_root(self._root)
+        if why_not and process_group is None:
+            raise ConfigError(why_not)
         self._owners = Owners(optimizer, constant, gate)
         if self._owners.optimizers():
             watch_steps()
@@ -220,10 +224,15 @@ class Checkpointer:
         self._writers = choose_writers(writers, [0])
         self._process_group: ProcessGroup | None = None
         if process_group is not None:
-            self._join_group(process_group, writers, peer_timeout_s)
+            self._join_group(process_group, writers, peer_timeout_s, why_not)
 
-    def _join_group(self, process_group: ProcessGroup, writers: Writers, timeout_s: float) -> None:
+    def _join_group(self, process_group: ProcessGroup, writers: Writers, timeout_s: float, why_not: str) -> None:
         ranks = Ranks.meet(process_group, timeout_s=timeout_s)
+        try:
+            refuse_together(process_group, self._root, why_not)
+        except BaseException:
+            ranks.close()
+            raise
         if ranks.count == 1:
             return
         tuned_count = tuned_writer_count(process_group, self._root)

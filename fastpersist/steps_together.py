@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from fastpersist.errors import PeerError
+from fastpersist.errors import ConfigError, PeerError
 from fastpersist.loading_together import UNKNOWN_RANK
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["done_by_first", "hearing_all"]
+__all__ = ["done_by_first", "hearing_all", "refuse_together"]
 
 _Result = TypeVar("_Result")
 
@@ -38,6 +38,28 @@ def hearing_all(root: str, doing: str) -> Iterator[None]:
             rank=UNKNOWN_RANK,
             subject=root,
         ) from lost
+
+
+def refuse_together(process_group: ProcessGroup, root: str, why_not: str) -> None:
+    """Raise on all ranks if one has something against its root.
+
+    Args:
+        process_group: All its ranks call this.
+        root: This rank's.
+        why_not: What this rank has against it; "" for nothing.
+
+    Raises:
+        ConfigError: It has.
+        PeerError: Another one has, or is gone.
+    """
+    told = [""] * dist.get_world_size(process_group)
+    with hearing_all(root, "looking at"):
+        dist.all_gather_object(told, why_not, group=process_group)
+    if why_not:
+        raise ConfigError(why_not)
+    for rank, other in enumerate(told):
+        if other:
+            raise PeerError(f"rank {rank} cannot save: {other}", rank=rank, subject=root)
 
 
 def done_by_first(process_group: ProcessGroup | None, root: str, doing: str, do: Callable[[], _Result]) -> _Result:

@@ -144,13 +144,26 @@ class FailsToSync(Filesystem):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
+def test_root_of_one_rank_that_is_a_file_is_told_to_all(tmp_path: Path, failing: int) -> None:
+    (tmp_path / f"root-{failing}").touch()
+
+    def work(rank: int, count: int) -> None:
+        fp.Checkpointer(tmp_path / f"root-{rank}", process_group=dist.group.WORLD)
+
+    for rank, ending in enumerate(rank_endings(2, work)):
+        assert ending.error_type is (fp.ConfigError if rank == failing else fp.PeerError)
+        assert f"root-{failing} is a file" in ending.error_text
+
+
+@pytest.mark.parametrize("failing", [0, 1])
 def test_rank_that_cannot_list_its_root_is_told_to_all(tmp_path: Path, failing: int) -> None:
     def work(rank: int, count: int) -> str:
         root = tmp_path / f"root-{rank}"
+        checkpoints = fp.Checkpointer(root, process_group=dist.group.WORLD)
         if rank == failing:
             root.write_text("no directory")
         with pytest.raises(fp.FastPersistError) as caught:
-            fp.Checkpointer(root, process_group=dist.group.WORLD).load()
+            checkpoints.load()
         if rank == failing:
             assert isinstance(caught.value, fp.StorageError)
         else:
