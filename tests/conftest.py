@@ -33,6 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with Ctrl-C ignored
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, and in many CI systems
+        # Ignored here as before; but programs that tests start inherit what is ignored, and no handler.
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
     os.environ["FASTPERSIST_CONFIG"] = ""  # what somebody has tuned on this machine is not what the tests are about
     try:
         importlib.import_module("fastpersist._native")

@@ -452,8 +452,6 @@ class Script:
             stderr=subprocess.PIPE,
             text=True,
             env=self.environment | environment,
-            # What is ignored at its start (under nohup) a shell cannot answer.
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 
     def run(self, words: Sequence[str] = ("--no-build",), **environment: str) -> tuple[int, str, str]:

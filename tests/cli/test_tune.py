@@ -512,8 +512,17 @@ def test_it_runs_beside_the_main_thread_too(disk: Path, capsys: pytest.CaptureFi
     ids=["ctrl-c", "term", "hangup", "kill"],
 )
 def test_nothing_is_left_when_it_is_stopped(number: signal.Signals, status: int, disk: Path) -> None:
+    check_stopped([], [number], status, disk)
+
+
+def test_under_nohup_it_outlives_the_terminal(disk: Path) -> None:
+    check_stopped(["nohup"], [signal.SIGHUP, signal.SIGTERM], 143, disk)
+
+
+def check_stopped(prefix: list[str], numbers: list[signal.Signals], status: int, disk: Path) -> None:
+    """Send signals to a run, look at its exit status, and at what it leaves."""
     command = subprocess.Popen(
-        [sys.executable, "-m", "fastpersist", "tune", str(disk), "--size-mb", "1"],
+        [*prefix, sys.executable, "-m", "fastpersist", "tune", str(disk), "--size-mb", "1"],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -526,7 +535,8 @@ def test_nothing_is_left_when_it_is_stopped(number: signal.Signals, status: int,
         processes += [saver for child in processes for saver in children_of(child)]
         assert len(processes) >= 2
         assert [path.name.startswith(".fastpersist-tune-") for path in disk.iterdir()] == [True]
-        command.send_signal(number)
+        for number in numbers:
+            command.send_signal(number)
         assert command.wait(PATIENCE_S) == status
     wait_until(lambda: all(state_of(pid) in "ZX" for pid in processes))
     wait_until(lambda: not list(disk.iterdir()))
