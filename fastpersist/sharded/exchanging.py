@@ -29,7 +29,7 @@ from fastpersist.parts_exchange import PartsExchange, writing_to
 from fastpersist.pipeline import Extents
 from fastpersist.sharded.metadata import METADATA_NAME, read_metadata
 from fastpersist.sharded.reader import FastPersistReader
-from fastpersist.sharded.reading import PartReader
+from fastpersist.sharded.reading import PartReader, require_place
 from fastpersist.sharded.step_loading import load_sharded_state
 from fastpersist.step_parts import StepParts
 
@@ -129,7 +129,13 @@ class _ExchangingReader(FastPersistReader):
         """Fetch, with the other ranks, what lies in parts of other stores, and read everything."""
         extents = Extents()
         for name, fd in self._missing.items():
-            infos = [info for info in map(self._info_of, plan.items) if info.relative_path == name]
+            found = [(item.storage_index.fqn, self._info_of(item.storage_index)) for item in plan.items]
+            infos = [info for _, info in found if info.relative_path == name]
+            for fqn, info in found:
+                if info.relative_path == name:
+                    require_place(
+                        os.path.join(self._path or "", name), fqn, info.offset, info.length, self._sizes[name]
+                    )
             for low, high in merged((info.offset, info.offset + info.length) for info in infos):
                 extents.add_pushed(self._starts[name] + low, high - low, writing_to(fd, low), with_crc=False)
         self._exchange(-1, self._exchange.path, extents, engine=self._engine)
@@ -139,6 +145,9 @@ class _ExchangingReader(FastPersistReader):
             for name, fd in self._missing.items():
                 os.ftruncate(fd, 0)
                 os.ftruncate(fd, self._sizes[name])
+
+    def _part_bytes(self, name: str) -> int | None:
+        return self._sizes.get(name)
 
     def _open_part(self, path: str, name: str) -> PartReader:
         fd = self._missing.get(name)

@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError, UnsupportedError
-from fastpersist.filesystem import storage_errors
+from fastpersist.filesystem import open_regular, storage_errors
 from fastpersist.formats import safetensors
 from fastpersist.formats.manifest import check_file_name
 from fastpersist.pipeline import read_exactly
@@ -216,7 +216,7 @@ class _FileReader(PartReader):
         """
         batch = Batch(self)
         for one, crc in wanted:
-            self._check_place(one)
+            self.check_place(one)
             dtype, shape = one.stored or (torch.uint8, ())
             for piece in pieces(one):
                 batch.add_found(piece, Payload(one.offset_bytes, dtype, shape, crc))
@@ -233,7 +233,7 @@ def _read_index(directory: str) -> dict[str, str] | None:
     if os.path.exists(os.path.join(directory, SINGLE_NAME)):  # transformers looks for it first, too
         return None
     try:
-        with storage_errors("reading", path), open(path, "rb") as file:
+        with storage_errors("reading", path), open(open_regular(path), "rb") as file:
             text = file.read()
     except StorageError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
@@ -268,8 +268,7 @@ def _read_file(directory: str, name: str) -> tuple[tuple[int, int], list[_Stored
     """Return which file it is that has this name now, and what is in it."""
     path = os.path.join(directory, name)
     try:
-        with storage_errors("opening", path):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(path)
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise

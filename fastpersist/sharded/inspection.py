@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fastpersist.errors import CorruptionError, FastPersistError, FormatError
@@ -52,14 +53,15 @@ def _entries_of(metadata: Metadata) -> Iterator[TensorEntry]:
         files = {info.relative_path for info in own}
         dtype, shape = described.properties.dtype, tuple(described.size)
         offset_bytes = None
-        if len(own) == 1 and dtype not in QUANTIZED:
+        size_bytes = described.size.numel() * dtype.itemsize
+        if len(own) == 1 and dtype not in QUANTIZED and size_bytes < own[0].length:
             blob = plain_blob(dtype, shape)
             offset_bytes = own[0].offset + len(blob.head) if blob.size_bytes == own[0].length else None
         yield TensorEntry(
             name=name,
             dtype=str(dtype).removeprefix("torch."),
             shape=shape,
-            size_bytes=described.size.numel() * dtype.itemsize,
+            size_bytes=size_bytes,
             offset_bytes=offset_bytes,
             record="",
             crc32=None,
@@ -96,7 +98,7 @@ def _damaged_in(directory: str, part: str) -> Iterable[str]:
     found: dict[str, None] = {}
     with PartReader(directory, part, engine="auto", verify=True) as reader:
         for index, info in (metadata.storage_data or {}).items():
-            if info.relative_path == part:
+            if isinstance(info, _StorageInfo) and info.relative_path == part:
                 wanted = Wanted(index.fqn, info.offset, info.length, None, (), (), None, _require_zip)
                 try:
                     reader.read([wanted])

@@ -10,12 +10,16 @@ from typing import NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fastpersist.errors import CheckpointNotFoundError, FormatError, StorageError
+from fastpersist.filesystem import open_regular, storage_errors
 from fastpersist.formats.manifest import DCP_METADATA_NAME
 from fastpersist.sharded.unpickling import build_pickled
 
 __all__ = ["METADATA_NAME", "Found", "pickled", "read_metadata"]
 
 METADATA_NAME = DCP_METADATA_NAME
+
+_SIZE_BYTES_MAX = 1 << 30
+"""Some millions of chunks. They take ten times as much in memory, and a file of holes takes nothing."""
 
 
 class Found(NamedTuple):
@@ -56,14 +60,16 @@ def read_metadata(path: str) -> tuple[Metadata, Found]:
         StorageError: They cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with storage_errors("reading", path), open(open_regular(path), "rb") as file:
             status = os.fstat(file.fileno())
+            if status.st_size > _SIZE_BYTES_MAX:
+                raise FormatError(f"{status.st_size} bytes are too many for the metadata of a checkpoint", path=path)
             data = file.read()
-    except FileNotFoundError:
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
         message = f"there is no checkpoint at {os.path.dirname(path)}: it has no {os.path.basename(path)}"
         raise CheckpointNotFoundError(errno.ENOENT, message, path) from None
-    except OSError as error:
-        raise StorageError(error.errno, f"reading {path}: {error.strerror}", path) from error
     try:
         metadata = build_pickled(data)
     except FormatError as error:

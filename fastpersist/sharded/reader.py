@@ -8,27 +8,40 @@ from __future__ import annotations
 import errno
 import io
 import os
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from fastpersist.engine_choice import require_engine
-from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, UnsupportedError
+from fastpersist.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    StorageError,
+    UnsupportedError,
+)
+from fastpersist.filesystem import storage_errors
 from fastpersist.formats.manifest import check_file_name
 from fastpersist.sharded.blobs import Shape
 from fastpersist.sharded.coverage import require_filled
 from fastpersist.sharded.metadata import METADATA_NAME, Found, read_metadata
-from fastpersist.sharded.reading import PartReader, Wanted
+from fastpersist.sharded.reading import PartReader, Wanted, load_object, require_place
 from fastpersist.sharded.storage_path import StoragePath
 
 __all__ = ["FastPersistReader"]
+
+_PACKED_MAX = 128
+"""An element takes 16 bytes at most, and where a subclass packs it, one bit at least."""
 
 
 class FastPersistReader(StoragePath, StorageReader):
@@ -110,7 +123,7 @@ class FastPersistReader(StoragePath, StorageReader):
         require_filled(plan, planner, self._path)
         by_part: dict[str, list[tuple[Any, ReadItem]]] = {}
         for item in plan.items:
-            info = self._info_of(item)
+            info = self._info_of(item.storage_index)
             by_part.setdefault(info.relative_path, []).append((info, item))
         for name, items in sorted(by_part.items()):
             items.sort(key=lambda placed: placed[0].offset)
@@ -129,13 +142,76 @@ class FastPersistReader(StoragePath, StorageReader):
     def _open_part(self, path: str, name: str) -> PartReader:
         return PartReader(path, name, engine=self._engine, verify=self._verify)
 
-    def _info_of(self, item: ReadItem) -> Any:
-        info = self._metadata.storage_data.get(item.storage_index)  # type: ignore[union-attr]
+    def require_places(self, metadata: Metadata) -> None:
+        """Refuse metadata by which something lies outside of its part, or is larger than what lies there.
+
+        So that is known before memory is taken for tensors, or a target changed. A part that is missing is no matter
+        here.
+
+        Args:
+            metadata: Of this checkpoint.
+
+        Raises:
+            CorruptionError: There is such a thing; the message names it.
+            FormatError: A place is in no file of the checkpoint, or they do not say where something lies.
+            UnsupportedError: It was written through an extension of DCP's writer.
+            StorageError: An error of the disk.
+        """
+        self._metadata = metadata
+        sizes: dict[str, int | None] = {}
+        for index in metadata.storage_data:
+            info = self._info_of(index)
+            name = info.relative_path
+            if name not in sizes:
+                sizes[name] = self._part_bytes(name)
+            size_bytes = sizes[name]
+            if size_bytes is not None:
+                require_place(os.path.join(self._path or "", name), index.fqn, info.offset, info.length, size_bytes)
+        for name, described in metadata.state_dict_metadata.items():
+            if isinstance(described, TensorStorageMetadata):
+                self._require_elements(name, described)
+
+    def _require_elements(self, name: str, described: TensorStorageMetadata) -> None:
+        """Refuse chunks of more elements than can lie where they are said to."""
+        if described.properties.layout is not torch.strided:
+            return
+        for chunk in described.chunks:
+            size_bytes = chunk.sizes.numel() * described.properties.dtype.itemsize
+            if not size_bytes:
+                continue
+            info = self._info_of(MetadataIndex(name, chunk.offsets))
+            if size_bytes > _PACKED_MAX * info.length:
+                raise CorruptionError(
+                    f"a chunk of {name!r} has sizes {tuple(chunk.sizes)}, which do not lie in {info.length} bytes of "
+                    f"{info.relative_path}",
+                    path=self._path,
+                )
+
+    def _part_bytes(self, name: str) -> int | None:
+        """Return the length of a part; None if it is not there."""
+        path = os.path.join(self._path or "", name)
+        try:
+            with storage_errors("looking up", path):
+                status = os.stat(path)
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return None
+            raise
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError("it is no regular file", path=path)
+        return status.st_size
+
+    def _info_of(self, index: MetadataIndex) -> Any:
+        info = self._metadata.storage_data.get(index)  # type: ignore[union-attr]
         if info is None:
-            raise FormatError(f"the metadata do not say where {item.storage_index} lies", path=self._path)
+            raise FormatError(f"the metadata do not say where {index} lies", path=self._path)
+        if not isinstance(info, _StorageInfo):
+            raise UnsupportedError(
+                f"{self._path}: {index.fqn!r} lies in files of a {type(info).__name__}, not of DCP's"
+            )
         if info.transform_descriptors:
             raise UnsupportedError(
-                f"{self._path}: {item.storage_index.fqn!r} was written through {list(info.transform_descriptors)}; "
+                f"{self._path}: {index.fqn!r} was written through {list(info.transform_descriptors)}; "
                 "read it with DCP's FileSystemReader, which knows these extensions"
             )
         try:
@@ -197,7 +273,7 @@ def _copying_taker(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -
     """Return what fills a sparse target: it has no memory to be filled, and a detached one would be filled alone."""
 
     def take(data: bytes) -> None:
-        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        loaded = load_object(io.BytesIO(data), weights_only=True)
         with torch.no_grad():
             target.copy_(loaded)
         planner.commit_tensor(item, target)

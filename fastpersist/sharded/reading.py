@@ -15,12 +15,14 @@ import itertools
 import math
 import operator
 import os
+import pickle
 import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -33,13 +35,13 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.filesystem import storage_errors
+from fastpersist.filesystem import open_regular
 from fastpersist.formats import torch_zip
 from fastpersist.formats.pickle_scan import SymbolicTensor, iter_tensors, scan_pickle
 from fastpersist.pipeline import Extents, read_extents
 from fastpersist.sharded.blobs import QUANTIZED, Blob, Shape, is_plain, plain_blob
 
-__all__ = ["Batch", "PartReader", "Payload", "Wanted", "pieces"]
+__all__ = ["Batch", "PartReader", "Payload", "Wanted", "load_object", "pieces", "require_place"]
 
 _PART_NAME = re.compile(r"__(\d+)_\d+\.distcp")
 
@@ -97,6 +99,7 @@ class PartReader:
 
     Raises:
         CheckpointNotFoundError: The part is missing.
+        FormatError: It is no file.
         StorageError: It cannot be opened.
     """
 
@@ -104,11 +107,9 @@ class PartReader:
         self.path = os.path.join(directory, name)
         self.verify = verify
         self._engine = engine
-        match = _PART_NAME.fullmatch(name)
-        self._writer = f"rank {match[1]}" if match else "its writer"
+        self._writer = _writer_of(name)
         try:
-            with storage_errors("opening", self.path):
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
+            self._fd = open_regular(self.path) if fd is None else fd
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
@@ -137,7 +138,7 @@ class PartReader:
         unknown: list[Wanted] = []
         batch = Batch(self)
         for one in wanted:
-            self._check_place(one)
+            self.check_place(one)
             blob = _expected_blob(one)
             for piece in pieces(one):
                 if one.target is None:
@@ -170,14 +171,9 @@ class PartReader:
             message = f"{one.name!r}, which {self._writer} wrote, is damaged: {error.message}"
             raise type(error)(message, path=self.path, offset_bytes=one.offset_bytes) from None
 
-    def _check_place(self, one: Wanted) -> None:
-        if not 0 <= one.offset_bytes <= one.offset_bytes + one.size_bytes <= self._size_bytes:
-            raise CorruptionError(
-                f"{one.name!r}, which {self._writer} wrote, ends at {one.offset_bytes + one.size_bytes}, and the file "
-                f"at {self._size_bytes}: it was cut off, or is of another checkpoint",
-                path=self.path,
-                offset_bytes=one.offset_bytes,
-            )
+    def check_place(self, one: Wanted) -> None:
+        """Refuse what does not lie in the part; see `require_place`."""
+        require_place(self.path, one.name, one.offset_bytes, one.size_bytes, self._size_bytes)
 
     def _add_found(self, one: Wanted, look: _Look, batch: Batch) -> None:
         """Have a tensor read from where its blob says that it is; what is not plain goes through torch.load."""
@@ -195,16 +191,23 @@ class PartReader:
         """Give bytes to whom they are for; as a rule they are what torch.save wrote of an object."""
         self._check_records(one, data)
         try:
-            one.done(data)
+            with self.errors_of(one):
+                one.done(data)
+        except CorruptionError:
+            raise
         except Exception as error:
             raise UnsupportedError(f"{self.path}: the planner does not take {one.name!r}: {error}") from error
 
     def _load(self, one: Wanted, data: bytes) -> None:
         self._check_records(one, data)
-        try:
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise UnsupportedError(f"{self.path}: torch.load does not load {one.name!r}: {error}") from error
+        with self.errors_of(one):
+            try:
+                tensor = load_object(io.BytesIO(data), weights_only=True)
+            except pickle.UnpicklingError as error:
+                raise UnsupportedError(f"{self.path}: torch.load does not load {one.name!r}: {error}") from error
+            if not isinstance(tensor, torch.Tensor):
+                raise CorruptionError(f"it is a {type(tensor).__name__}, and no tensor")
+            _require_part(one, tuple(tensor.shape))
         for dimension, (start, length) in enumerate(zip(one.offsets, one.lengths, strict=True)):
             if (start, length) != (0, tensor.size(dimension)):
                 tensor = tensor.narrow(dimension, start, length)
@@ -225,6 +228,65 @@ class PartReader:
             for entry in directory.entries.values() if directory.has_checksums else ():
                 if zlib.crc32(data[entry.data_offset_bytes :][: entry.size_bytes]) != entry.crc:
                     raise ChecksumError(f"its record {entry.name} does not have the recorded checksum")
+
+
+def _writer_of(name: str) -> str:
+    match = _PART_NAME.fullmatch(name)
+    return f"rank {match[1]}" if match else "its writer"
+
+
+def require_place(path: str, name: str, offset_bytes: int, length_bytes: int, part_bytes: int) -> None:
+    """Refuse what does not lie in its part.
+
+    Args:
+        path: Of the part.
+        name: Of the item.
+        offset_bytes: Where it is said to lie.
+        length_bytes: How long it is said to be.
+        part_bytes: Length of the part.
+
+    Raises:
+        CorruptionError: It begins before the part, or ends behind it.
+    """
+    if not 0 <= offset_bytes <= offset_bytes + length_bytes <= part_bytes:
+        raise CorruptionError(
+            f"{name!r}, which {_writer_of(os.path.basename(path))} wrote, ends at {offset_bytes + length_bytes}, and "
+            f"the file at {part_bytes}: it was cut off, or is of another checkpoint",
+            path=path,
+            offset_bytes=offset_bytes,
+        )
+
+
+def load_object(file: io.BytesIO, *, weights_only: bool) -> Any:
+    """Load what torch.save wrote of one object or tensor.
+
+    Raises:
+        FormatError: With weights_only: torch.load cannot read it. Without, that may as well be for want of a class.
+        pickle.UnpicklingError: weights_only refuses it.
+        Exception: Whatever else torch.load raises.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=weights_only)
+    except (pickle.UnpicklingError, MemoryError):
+        raise
+    except Exception as error:
+        if not weights_only or "can't allocate memory" in str(error):  # a RuntimeError of torch's
+            raise
+        raise FormatError(f"torch.load does not read it: {type(error).__name__}: {error}") from error
+
+
+def _require_part(one: Wanted, shape: Shape) -> None:
+    """Refuse a tensor that is not the one of which the metadata say that it lies there.
+
+    Raises:
+        CorruptionError: It has another shape.
+    """
+    if (one.stored is not None and shape != one.stored[1]) or len(shape) != len(one.lengths):
+        stored = "" if one.stored is None else f", which is {one.stored[1]}"
+        raise CorruptionError(f"it is a tensor of shape {shape}, and not what the metadata say{stored}")
+    for start, length, size in zip(one.offsets, one.lengths, shape, strict=True):
+        if start < 0 or start + length > size:
+            raise CorruptionError(f"it is a tensor of shape {shape}, and not what the metadata say")
 
 
 def _target_of(one: Wanted) -> torch.Tensor:
@@ -318,7 +380,8 @@ def _described(pickled: bytes) -> SymbolicTensor | None:
     for length, own_stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
         is_dense &= length <= 1 or own_stride == stride
         stride *= max(1, length)
-    return tensor if is_dense and isinstance(getattr(torch, tensor.dtype, None), torch.dtype) else None
+    dtype = vars(torch).get(tensor.dtype)
+    return tensor if is_dense and isinstance(dtype, torch.dtype) and dtype not in QUANTIZED else None
 
 
 # --- parts of tensors
@@ -446,11 +509,7 @@ class Batch:
 
     def add_found(self, one: Wanted, payload: Payload) -> None:
         """Read a tensor from where it was found."""
-        if len(payload.shape) != len(one.lengths) or any(
-            start < 0 or start + length > size
-            for start, length, size in zip(one.offsets, one.lengths, payload.shape, strict=False)
-        ):
-            raise CorruptionError(f"it is a tensor of shape {payload.shape}, and not what the metadata say")
+        _require_part(one, payload.shape)
         crc_index, fill = self._add_tensor(one, payload)
 
         def step(crcs: list[int]) -> None:

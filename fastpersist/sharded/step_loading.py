@@ -26,7 +26,7 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.filesystem import storage_errors
+from fastpersist.filesystem import open_regular
 from fastpersist.filling import misfit
 from fastpersist.fitting import tensors_in
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, writer_of
@@ -36,6 +36,7 @@ from fastpersist.resuming import is_left_out, left_behind, missing_keys, with_to
 from fastpersist.sharded.coverage import require_covered
 from fastpersist.sharded.metadata import METADATA_NAME
 from fastpersist.sharded.reader import FastPersistReader
+from fastpersist.sharded.reading import load_object
 from fastpersist.sharded.targets import Fit, Node, full_value, holds_nothing, leaves, saved_tree
 
 __all__ = ["load_sharded_state"]
@@ -103,6 +104,7 @@ def load_sharded_state(
         metadata_path = os.path.join(path, METADATA_NAME)
         raise FormatError(f"its names make no state: {error}", path=metadata_path) from error
     require_covered(metadata.state_dict_metadata, os.path.join(path, METADATA_NAME))
+    reader.require_places(metadata)
     objects = _read_objects(reader, metadata, weights_only)
     targets = dict(into or {})
     taken = set(map(str, targets))
@@ -150,7 +152,7 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take an object; called by the reader."""
-        loaded = torch.load(value, map_location="cpu", weights_only=self._weights_only)
+        loaded = load_object(value, weights_only=self._weights_only)
         self.original_state_dict[read_item.dest_index.fqn] = loaded
 
 
@@ -176,8 +178,7 @@ def _verify(path: str, entries: Sequence[FileEntry], engine: str) -> None:
         file_path = os.path.join(path, entry.name)
         if entry.crc32 is None:
             raise UnsupportedError(f"{file_path} has no checksum in the manifest, so it cannot be verified")
-        with storage_errors("opening", file_path):
-            fd = os.open(file_path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(file_path)
         try:
             extents = Extents()
             extents.add_checked(0, entry.size_bytes)
@@ -193,8 +194,7 @@ def _verify(path: str, entries: Sequence[FileEntry], engine: str) -> None:
 def _agree(path: str, engine: str, read: Read) -> None:
     """Go on when all ranks have come as far as this: one may have found that its targets do not fit."""
     metadata_path = os.path.join(path, METADATA_NAME)
-    with storage_errors("opening", metadata_path):
-        fd = os.open(metadata_path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(metadata_path)
     try:
         read(fd, metadata_path, Extents(), engine=engine)
     finally:

@@ -25,6 +25,13 @@ __all__ = ["Fit", "Node", "Saved", "Step", "full_value", "holds_nothing", "leave
 
 _CPU = torch.device("cpu")
 _SHOWN_COUNT = 10
+
+_DEPTH_MAX = 128
+"""Of what was saved. What reads the tree calls itself for each level."""
+
+_HOLES_MAX = 1 << 20
+"""Places in lists of which nothing is known: DCP leaves out what is empty. A path of a few bytes could name any."""
+
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -50,23 +57,33 @@ Node: TypeAlias = "Saved | dict[str, Node] | list[Node | None]"
 
 
 def saved_tree(metadata: Metadata) -> dict[str, Node]:
-    """Return what was saved, nested as it was; the keys of dicts are text."""
+    """Return what was saved, nested as it was; the keys of dicts are text.
+
+    Raises:
+        AttributeError, IndexError, KeyError, TypeError, ValueError: The names make no such tree.
+    """
     root: dict[str, Node] = {}
     paths = metadata.planner_data or {}
+    holes_left = _HOLES_MAX
     for fqn, described in metadata.state_dict_metadata.items():
         path = paths.get(fqn) or (fqn,)
+        if len(path) > _DEPTH_MAX or not all(type(part) is str or (type(part) is int and part >= 0) for part in path):
+            raise ValueError(f"{fqn!r} has no path of up to {_DEPTH_MAX} names and numbers")
         container: Any = root
         for part, next_part in zip(path, [*path[1:], None], strict=True):
             new: Node = Saved(fqn, described) if next_part is None else [] if isinstance(next_part, int) else {}
             if isinstance(part, int):
+                holes_left -= max(0, part - len(container))
+                if holes_left < 0:
+                    raise ValueError(f"lists in it have more than {_HOLES_MAX} places without anything")
                 container += [None] * (part + 1 - len(container))
-                if next_part is None or container[part] is None:
+                if container[part] is None:
                     container[part] = new
-            elif next_part is None:
-                container[part] = new
             else:
                 container.setdefault(part, new)
             container = container[part]
+        if container is not new:
+            raise ValueError(f"{fqn!r} has the place of something else")
     return root
 
 
@@ -95,14 +112,14 @@ def full_value(node: Node | None, value_of: Callable[[Saved], Any]) -> Any:
     found = {key: full_value(below, value_of) for key, below in node.items()}
     groups, state = found.get("param_groups"), found.get("state")
     if isinstance(groups, list) and isinstance(state, dict | None):
-        ids = {str(one): one for group in groups if isinstance(group, dict) for one in _ids_of(group)}
+        ids = {str(one): one for group in groups for one in _ids_of(group)}
         found["state"] = {ids.get(key, key): value for key, value in (state or {}).items()}
     return found
 
 
-def _ids_of(group: Mapping[str, Any]) -> list[Any]:
-    ids = group.get("params")
-    return ids if isinstance(ids, list) else []
+def _ids_of(group: object) -> list[int | str]:
+    ids = group.get("params") if isinstance(group, Mapping) else None
+    return ids if isinstance(ids, list) and all(isinstance(one, int | str) for one in ids) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +295,9 @@ class Fit:
             self.problems.append(f"{name}.param_groups is no list in the checkpoint")
             return
         groups = [full_value(group, self.value_of) for group in saved_groups]
+        if not all(isinstance(group, dict) for group in groups):
+            self.problems.append(f"{name}.param_groups has what is no group in the checkpoint")
+            return
         matched = self._matched(name, optimizer, groups)
         if matched is None:
             return
