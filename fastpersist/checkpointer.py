@@ -35,10 +35,7 @@ from fastpersist.capture import watch_steps
 from fastpersist.commit_order import Commit, commit_of, in_commit_order, read_commits
 from fastpersist.committed import check_files, committed_steps, read_manifest
 from fastpersist.coordination import Ranks
-from fastpersist.directory_commit import (
-    RootLock,
-    sweep_directories,
-)
+from fastpersist.directory_commit import RootLock, committed_path, sweep_directories
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import (
     CheckpointNotFoundError,
@@ -212,7 +209,7 @@ class Checkpointer:
         self._failed: deque[PendingSave] = deque(maxlen=_FAILED_COUNT)
         self._stats: deque[SaveStats] = deque(maxlen=_STATS_COUNT)
         self._unloadable: set[int] = set()  # steps that load() went back from
-        self._signals = SignalSave(self._owners, self._save_for_signal)
+        self._signals = SignalSave(self._owners, self._save_for_signal, self._is_saved)
         self._process = os.getpid()
         self._closed = False
         self._metric_looked_for = False
@@ -280,12 +277,17 @@ class Checkpointer:
         """
         self._refuse_unusable()
         if self._ranks is None:
-            self._deliver()
+            is_last = self._signals.is_noted()  # then it is not left out, whatever became of earlier ones
+            if not is_last:
+                self._deliver()
             step = _step_of(step, state)
             require_bools(overwrite=overwrite)
             # A loop that went back to an older step comes by the damaged one again.
             overwrite = overwrite or self._signals.saved_step == step or self._is_damaged(step)
-            return self._save(step, state, rank_state, checked_metrics(metrics), overwrite, self._busy)
+            busy = "wait" if is_last else self._busy
+            pending = self._save(step, state, rank_state, checked_metrics(metrics), overwrite, busy)
+            self._signals.after_save(pending)
+            return pending
         session = self._ranks.begin(f"step {step} of {self._root}")  # first: all ranks count their saves
         earlier, self._failed = self._failed, deque(maxlen=_FAILED_COUNT)
         try:
@@ -330,7 +332,7 @@ class Checkpointer:
     def close(self) -> None:
         """Finish every save, give up the root, take the signal handlers back. May be called again.
 
-        A signal that was noted and not heeded yet (see `save_on_signal`) is heeded first.
+        A signal that was noted and not heeded yet (see `save_on_signal`) is heeded first, and goes on last.
 
         Raises:
             FastPersistError: A save failed that nobody was told of (once; with on_error="raise").
@@ -345,15 +347,17 @@ class Checkpointer:
     def _close(self) -> None:
         if self._closed or self._process != os.getpid():
             return
-        self._signals.uninstall()
-        self._join_all(None)
-        self._closed = True
-        self._arena.let_go()
-        if self._ranks is not None:
-            self._ranks.close()
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        try:
+            self._join_all(None)
+            self._closed = True
+            self._arena.let_go()
+            if self._ranks is not None:
+                self._ranks.close()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+        finally:
+            self._signals.uninstall()  # which may end the process
 
     def __repr__(self) -> str:
         policy = self._retention
@@ -381,19 +385,36 @@ class Checkpointer:
         self._failed.clear()
 
     def save_on_signal(
-        self, make_state: Callable[[], tuple[int, object]], signals: Iterable[signal.Signals] = (signal.SIGTERM,)
+        self,
+        make_state: Callable[[], tuple[int, object] | None],
+        signals: Iterable[signal.Signals] = (signal.SIGTERM,),
     ) -> None:
-        """When one of these signals comes: save after the optimizer's next step, or at poll(); then go on as before.
+        """When one of these signals comes: save a last step where the state is whole; then go on as before.
 
-        The handler itself only takes note. After the step, on the training thread, the state is saved and committed,
-        and then what handled the signal before does so (by default the process ends).
+        The handler itself only takes note. A step is committed on the training thread, by the first of these that can:
+
+        - the optimizer's next step, at its end, and poll(): what make_state() returns is saved;
+        - the loop's own save(), which then returns when its step is durable;
+        - close(), as poll() does it, and behind it all that was being saved.
+
+        Then what handled the signal before does so; by default the process ends. It also does if nothing could be
+        saved: the log says first what failed. The same signal again changes nothing.
+
+        A step that is committed, or being saved, is never replaced: then the next of these occasions is waited for.
+        That is so for a loop that counts behind the optimizer's step, in which make_state() finds the number of the
+        step before:
+
+            optimizer.step()     # make_state() is called in here, with the state of the step that ends
+            step += 1            # so it returns (step + 1, state()), or None to leave it to save()
+            checkpoints.save(step, state())
 
         Args:
-            make_state: Called when the time has come; returns the step and the state.
+            make_state: Called when the time has come; returns the step and the state, or None to wait.
             signals: Which.
 
         Raises:
-            ConfigError: Not called on the main thread, which alone may set signal handlers; or there are several ranks.
+            ConfigError: Not called on the main thread, which alone may set signal handlers; there are several ranks;
+                make_state cannot be called; or a signal cannot be handled.
         """
         if self._ranks is not None:
             raise ConfigError(
@@ -414,6 +435,12 @@ class Checkpointer:
         return explain(state, self._owners)
 
     # --- inside save()
+
+    def _is_saved(self, step: int) -> bool:
+        """Tell whether a step is there and can be loaded as far as we know, or is being saved."""
+        if any(pending.stats.step == step and not pending.done() for pending in self._unfinished):
+            return True
+        return committed_path(self._root, step_name(step)) is not None and not self._is_damaged(step)
 
     def _is_damaged(self, step: int) -> bool:
         """Tell whether a step is there, but cannot be loaded as far as we know."""
@@ -572,7 +599,7 @@ class Checkpointer:
     def _save_for_signal(self, step: int, state: object) -> None:
         """Save and commit, whatever became of earlier saves and whatever `busy` says: it may be the last one."""
         self._refuse_unusable()
-        self._save(step, state, None, {}, overwrite=True, busy="wait").result()
+        self._save(step, state, None, {}, overwrite=self._is_damaged(step), busy="wait").result()
 
     # ----------------------------------------------------------------------------------------------- resuming
 

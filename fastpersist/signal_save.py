@@ -1,7 +1,11 @@
 """A last checkpoint when the job is told to end: the signal is noted, and heeded where the state is whole.
 
 A signal handler runs between any two instructions, in the middle of an optimizer's step as well; so it only takes
-note. The state is saved after the next step, on the thread that trains, or when poll() is called.
+note. The state is saved after the next step, on the thread that trains, or when poll() is called; or the loop saves it
+itself. What the signal did before is done behind that, and never before the log has said what was not saved.
+
+Inside the optimizer's step, a loop that counts behind it still has the number of the step before, under which it may
+have saved already. So a step that is there is never replaced: the next occasion is waited for.
 """
 
 from __future__ import annotations
@@ -10,18 +14,24 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from fastpersist.background import PendingSave
 from fastpersist.errors import ConfigError
 from fastpersist.owners import Owners
 
 __all__ = ["SignalSave"]
 
 _log = logging.getLogger("fastpersist")
+
+_NAMES = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+
+MakeState = Callable[[], tuple[int, object] | None]
 
 
 class SignalSave:
@@ -30,27 +40,39 @@ class SignalSave:
     Args:
         owners: After a step of the last of its optimizers the state is whole.
         save: Saves a step and its state, and returns when it is committed.
+        is_saved: Tells whether a step is committed, or being saved.
     """
 
-    def __init__(self, owners: Owners, save: Callable[[int, object], None]) -> None:
+    def __init__(self, owners: Owners, save: Callable[[int, object], None], is_saved: Callable[[int], bool]) -> None:
         self._owners = owners
         self._save = save
-        self._make_state: Callable[[], tuple[int, object]] | None = None
+        self._is_saved = is_saved
+        self._make_state: MakeState | None = None
         self._previous: dict[int, Any] = {}
-        self._noted: int | None = None
+        self._noted: list[int] = []  # each signal once, in the order in which they came
+        self._is_told = False
         self._hook: Any = None
         self._process = os.getpid()
         self.saved_step: int | None = None
         """The step that was saved because of a signal: the loop may come to save it again."""
 
-    def install(self, make_state: Callable[[], tuple[int, object]], signals: Iterable[int]) -> None:
+    def install(self, make_state: MakeState, signals: Iterable[int]) -> None:
         """See `Checkpointer.save_on_signal`."""
+        if not callable(make_state):
+            raise ConfigError(
+                "make_state is a function that returns the step and the state when a signal has come; "
+                f"{type(make_state).__name__} cannot be called"
+            )
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("save_on_signal is called on the main thread, which alone may set signal handlers")
         self.uninstall()
+        try:
+            for number in signals:
+                self._previous[number] = signal.signal(number, self._note)
+        except (OSError, TypeError, ValueError) as error:
+            self.uninstall()
+            raise ConfigError(f"signals are those that can be handled, such as (signal.SIGTERM,): {error}") from error
         self._make_state = make_state
-        for number in signals:
-            self._previous[number] = signal.signal(number, self._note)
         if self._owners.optimizers():
             self._hook = register_optimizer_step_post_hook(self._after_step)
 
@@ -59,42 +81,89 @@ class SignalSave:
 
         A signal that was noted and not heeded goes on to the handler that was there before.
         """
-        noted, self._noted = self._noted, None
-        previous_of_noted = None if noted is None else self._previous.get(noted)
-        for number, previous in self._previous.items():
+        previous, self._previous = self._previous, {}
+        noted, self._noted = self._noted, []
+        for number, handler in previous.items():
             if signal.getsignal(number) == self._note and threading.current_thread() is threading.main_thread():
-                signal.signal(number, signal.SIG_DFL if previous is None else previous)
-        self._previous.clear()
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if noted is not None:
-            self._go_on(noted, previous_of_noted)
+        for number in noted:
+            self._go_on(number, previous.get(number))
+
+    def is_noted(self) -> bool:
+        """Tell whether a signal has come that is not heeded yet."""
+        return bool(self._noted)
 
     def poll(self) -> None:
-        """Save if a signal was noted, then let it do what it did before."""
-        number = self._noted
-        if number is None or self._make_state is None:
+        """Save if a signal was noted, and the step is not saved yet; then let the signal do what it did before."""
+        if not self._noted or self._make_state is None:
             return
-        self._noted = None
-        previous = self._previous.get(number)
-        try:
-            step, state = self._make_state()
-            self.saved_step = step
+        with self._going_on_after_errors():
+            found = self._make_state()
+            if found is None:
+                self._tell_that_it_waits("make_state() returned None")
+                return
+            if not isinstance(found, tuple) or len(found) != 2:
+                raise ConfigError(f"make_state() returns (step, state), or None to wait, not {type(found).__name__}")
+            step, state = found
+            if self._is_saved(step):
+                self._tell_that_it_waits(f"step {step} is saved already")
+                return
             self._save(step, state)
-            _log.warning("step %d was saved because of %s", step, signal.Signals(number).name)
-        finally:
-            self._go_on(number, previous)
+            self.saved_step = step
+        _log.warning("step %d was saved because of %s", step, self._names())
+        self._go_on_with_all()
+
+    def after_save(self, pending: PendingSave) -> None:
+        """The loop saves a step: if a signal was noted, return when that is over and the signal has gone on."""
+        if not self._noted or pending.skipped():
+            return
+        with self._going_on_after_errors():
+            pending.join()
+        stats = pending.stats
+        if stats.error is None:
+            _log.warning("step %s is saved, and %s goes on", stats.step, self._names())
+        else:
+            _log.error("step %s was not saved, and %s goes on: %s", stats.step, self._names(), stats.error)
+        self._go_on_with_all()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._process != os.getpid():  # a forked child has our handler, but not our checkpoints
             self._go_on(number, self._previous.get(number))
-            return
-        self._noted = number
+        elif number not in self._noted:
+            self._noted.append(number)
+            self._is_told = False
 
     def _after_step(self, optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
-        if self._noted is not None and optimizer is self._owners.optimizers()[-1]:
+        if self._noted and optimizer is self._owners.optimizers()[-1]:
             self.poll()
+
+    def _names(self) -> str:
+        return ", ".join(_NAMES.get(number, f"signal {number}") for number in self._noted)
+
+    def _tell_that_it_waits(self, why: str) -> None:
+        if not self._is_told:
+            self._is_told = True
+            _log.warning("%s waits for the next step, or for the loop's own save(): %s", self._names(), why)
+
+    @contextmanager
+    def _going_on_after_errors(self) -> Iterator[None]:
+        """Say what went wrong before the signals go on: they may end the process, and then nobody else says it."""
+        try:
+            yield
+        except BaseException as error:
+            _log.error(
+                "nothing was saved because of %s: %s: %s", self._names(), type(error).__name__, error, exc_info=True
+            )
+            self._go_on_with_all()
+            raise
+
+    def _go_on_with_all(self) -> None:
+        while self._noted:
+            number = self._noted.pop(0)
+            self._go_on(number, self._previous.get(number))
 
     def _go_on(self, number: int, previous: Any) -> None:
         """Do what the signal did before there was a handler of ours."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -238,3 +239,164 @@ def test_forked_child_does_what_the_signal_did_before(tmp_path: Path, previous: 
 
         run_in_child(work)
         assert checkpointer.steps() == [1]
+
+
+# --- steps that are there already
+
+
+def test_step_that_the_loop_has_saved_is_not_replaced_by_the_next_ones_state(
+    tmp_path: Path, previous: Previous, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Inside the optimizer's step, a loop that counts behind it has the number of the step before."""
+    run, step = Run(), 0
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer) as checkpointer:
+        checkpointer.save_on_signal(lambda: (step, run.state()), SIGNALS)
+        for _ in range(4):
+            run.advance()
+            step = run.step
+            checkpointer.save(step, run.state()).result()
+            if step == 2:
+                send()
+            assert previous.steps == ([] if step < 3 else [[1, 2, 3]])
+    assert Replay().check_all(tmp_path) == [1, 2, 3, 4]
+    assert "SIGUSR1 waits for the next step, or for the loop's own save(): step 2 is saved already" in caplog.text
+    assert "step 3 is saved, and SIGUSR1 goes on" in caplog.text
+
+
+def test_step_that_is_being_saved_is_not_saved_again(tmp_path: Path, previous: Previous) -> None:
+    run, step = Run().advance(1), 1
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer) as checkpointer, held_writers() as writers:
+        checkpointer.save_on_signal(lambda: (step, run.state()), SIGNALS)
+        pending = checkpointer.save(1, run.state())
+        send()
+        run.advance(2)
+        assert not pending.done()
+        assert previous.steps == []
+        step = 3
+        threading.Timer(0.05, writers.release).start()
+        run.advance(3)
+        assert previous.steps == [[1, 3]]
+    assert Replay().check_all(tmp_path) == [1, 3]
+
+
+def test_damaged_step_is_saved_again(tmp_path: Path, previous: Previous) -> None:
+    run = Run().advance(1)
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer) as checkpointer:
+        checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
+        checkpointer.save(1, {}).result()
+        (tmp_path / "step-00000001" / "state.pt").unlink()
+        send()
+        checkpointer.poll()
+        assert previous.steps == [[1]]
+    assert Replay().check_newest(tmp_path) == 1
+
+
+def test_none_leaves_it_to_the_loop(tmp_path: Path, previous: Previous) -> None:
+    run = Run()
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer, busy="skip") as checkpointer:
+        checkpointer.save_on_signal(lambda: None, SIGNALS)
+        send()
+        run.advance(3)
+        checkpointer.poll()
+        assert previous.steps == []
+        checkpointer.save(3, run.state())
+        assert previous.steps == [[3]]
+        run.advance(4)
+        checkpointer.save(4, run.state())
+        assert previous.steps == [[3]]
+    assert Replay().check_newest(tmp_path) == 4
+
+
+def test_save_for_a_signal_is_not_left_out_because_of_others(tmp_path: Path, previous: Previous) -> None:
+    run = Run().advance(1)
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer, busy="skip") as checkpointer, held_writers() as writers:
+        checkpointer.save_on_signal(lambda: None, SIGNALS)
+        checkpointer.save(1, run.state())
+        send()
+        run.advance(2)
+        threading.Timer(0.05, writers.release).start()
+        checkpointer.save(2, run.state())
+        assert previous.steps == [[1, 2]]
+    assert Replay().check_all(tmp_path) == [1, 2]
+
+
+def test_signal_goes_on_behind_what_is_being_saved_when_the_block_fails(tmp_path: Path, previous: Previous) -> None:
+    run = Run().advance(1)
+    with held_writers() as writers:
+        with pytest.raises(KeyError), fp.Checkpointer(tmp_path, optimizer=run.optimizer) as checkpointer:
+            checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
+            checkpointer.save(1, run.state())
+            send()
+            threading.Timer(0.05, writers.release).start()
+            raise KeyError
+        assert previous.steps == [[1]]
+
+
+def test_each_of_two_signals_goes_on(tmp_path: Path, previous: Previous) -> None:
+    other: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: other.append(number))
+    try:
+        with fp.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save_on_signal(lambda: (1, {}), (signal.SIGUSR1, signal.SIGUSR2))
+            for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1):
+                os.kill(os.getpid(), number)
+            checkpointer.poll()
+            assert previous.steps == [[1]]
+            assert other == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+# --- what goes wrong is told
+
+
+def fail_in_make_state() -> Any:
+    raise KeyError("mine")
+
+
+def fail_in_the_loops_save(checkpointer: fp.Checkpointer, run: Run) -> None:
+    with using(FullFor()):
+        checkpointer.save(run.step, run.state())
+
+
+WAYS_TO_FAIL: dict[str, tuple[Any, Any, str]] = {
+    "make_state": (fail_in_make_state, lambda checkpointer, run: run.advance(), "because of SIGTERM: KeyError: 'mine'"),
+    "its result": (
+        lambda: 5,
+        lambda checkpointer, run: checkpointer.poll(),
+        "because of SIGTERM: ConfigError: make_st",
+    ),
+    "its step": (lambda: ("a", {}), lambda checkpointer, run: checkpointer.poll(), "because of SIGTERM: "),
+    "its state": (lambda: (1, lambda: 1), lambda checkpointer, run: checkpointer.poll(), "because of SIGTERM: "),
+    "the loop's save": (lambda: None, fail_in_the_loops_save, "was not saved, and SIGTERM goes on: NoSpaceError"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_FAIL)
+def test_what_fails_is_in_the_log_before_the_process_ends(way: str, tmp_path: Path) -> None:
+    make_state, go, told = WAYS_TO_FAIL[way]
+    log = tmp_path / "log"
+
+    def work(report: Report) -> None:
+        logging.getLogger("fastpersist").addHandler(logging.FileHandler(log))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        run = Run().advance()
+        checkpointer = fp.Checkpointer(tmp_path / "root", optimizer=run.optimizer)
+        checkpointer.save_on_signal(make_state)
+        os.kill(os.getpid(), signal.SIGTERM)
+        go(checkpointer, run)
+
+    with Child(work) as child:
+        assert child.wait().signal == signal.SIGTERM, child.wait().message
+    assert told in log.read_text()
+
+
+def test_what_cannot_be_called_or_handled_is_refused(tmp_path: Path, previous: Previous) -> None:
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        for bad in ((1, {}), None, {"step": 1}):
+            with pytest.raises(fp.ConfigError, match=r"make_state is a function .* cannot be called"):
+                checkpointer.save_on_signal(bad, SIGNALS)  # type: ignore[arg-type]
+        for signals in (signal.SIGUSR1, (signal.SIGUSR1, signal.SIGKILL), (signal.SIGUSR1, "SIGTERM"), (0,)):
+            with pytest.raises(fp.ConfigError, match="signals are those that can be handled"):
+                checkpointer.save_on_signal(lambda: (1, {}), signals)  # type: ignore[arg-type]
+            assert signal.getsignal(signal.SIGUSR1) is previous
