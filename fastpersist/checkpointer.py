@@ -767,10 +767,12 @@ class Checkpointer:
                 on_unusable=unusable,
                 on_loaded=resumed,
             )
-        number = find_best(self._root, options, self._retention) if step == "best" else checked_step(step)
-        if number is None and not missing_ok:
-            raise CheckpointNotFoundError(f"no committed step in {self._root} has the metric that keep_best names")
-        found = None if number is None else load_step(self._root, number, options, missing_ok=missing_ok)
-        if number is not None and found is not None:
+        if step == "best":
+            step = find_best(self._root, options, self._retention, missing_ok=missing_ok)
+            if step is None:
+                return None
+        number = checked_step(step)
+        found = load_step(self._root, number, options, missing_ok=missing_ok)
+        if found is not None:
             resumed(number)
         return found

@@ -129,18 +129,22 @@ def best_of(commits: Mapping[int, Commit | None], retention: RetentionPolicy) ->
     return next(iter(best_steps(metrics, rule)), None)
 
 
-def find_best(root: str, options: LoadOptions, retention: RetentionPolicy) -> int | None:
-    """Return the committed step that `keep_best` ranks first, None if none has its metric; on all ranks the same.
+def find_best(root: str, options: LoadOptions, retention: RetentionPolicy, *, missing_ok: bool) -> int | None:
+    """Return the step that `keep_best` ranks first among those that are committed; on all ranks the same.
 
     Raises:
+        CheckpointNotFoundError: None has its metric; with missing_ok, None is returned.
         ConfigError: There is no such rule.
     """
-    _best_rule(retention)  # before the ranks talk to each other
+    rule = _best_rule(retention)
 
     def look() -> dict[int, Commit | None]:
         return {step: commit_of(manifest) for step, manifest in committed_steps(root).items()}
 
-    return best_of(_listed(root, options, look), retention)
+    best = best_of(_listed(root, options, look), retention)
+    if best is None and not missing_ok:
+        raise CheckpointNotFoundError(f"no committed step in {root} has the metric {rule[1]!r}")
+    return best
 
 
 def _best_rule(retention: RetentionPolicy) -> tuple[int, str, str]:
