@@ -22,7 +22,14 @@ from fastpersist.capture import Capture
 from fastpersist.commit import ClosedDirectoryError, PendingFile, Target, resolve_target
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
-from fastpersist.filesystem import filesystem, hint_at_make_parents, make_directories, storage_errors, tell_free
+from fastpersist.filesystem import (
+    close_quietly,
+    filesystem,
+    hint_at_make_parents,
+    make_directories,
+    storage_errors,
+    tell_free,
+)
 from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
 from fastpersist.group_save import Writers, end_session, save_together, together_with
 from fastpersist.inspection import Manifest, VerifyReport
@@ -445,7 +452,7 @@ def _save_in_place(obj: object, path: str, file_format: str, why: str, durable: 
             try:
                 filesystem().sync(fd, path)
             finally:
-                os.close(fd)
+                close_quietly(fd, path)
     ended_s = time.monotonic()
     return SaveReport(
         path, size_bytes, "torch.save", 0.0, written_s - started_s, ended_s - written_s, ended_s - started_s

@@ -224,7 +224,7 @@ def _no_checkpoint(path: str) -> CheckpointNotFoundError:
 def _open_directory(path: str) -> int:
     try:
         with storage_errors("opening", path):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # it need not be listed
     except StorageError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise _no_checkpoint(path) from error

@@ -27,7 +27,7 @@ from fastpersist.config import BLOCK_BYTES
 from fastpersist.directory_commit import Overwrite, PendingDirectory, files_in
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, CoordinationError, SkippedError, StorageError
-from fastpersist.filesystem import filesystem, hint_at_make_parents, make_directories, storage_errors
+from fastpersist.filesystem import close_quietly, filesystem, hint_at_make_parents, make_directories, storage_errors
 from fastpersist.formats.manifest import FileEntry, check_file_name, checked_step, encode_manifest
 from fastpersist.formats.parts import PARTS_NAME, part_name
 from fastpersist.guest_writing import Guest, Site
@@ -575,12 +575,12 @@ class DirectorySave:
         with storage_errors("opening", path):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            size_bytes = os.fstat(fd).st_size
+            size_bytes = filesystem().status(fd, path).st_size
             extents = Extents()
             extents.add_checked(0, size_bytes)
             crcs = read_extents(fd, path, extents).crcs if size_bytes else [0]
         finally:
-            os.close(fd)
+            close_quietly(fd, path)
         self._note(name, size_bytes, crcs[0])
 
     def _check_length(self, name: str) -> None:

@@ -26,6 +26,7 @@ from support.directories import (
     wait_for_report,
 )
 from support.forking import Child, Report, run_in_child
+from support.sandbox import become_ordinary_user, open_directory
 
 import fastpersist as fp
 from fastpersist import directory_locks
@@ -445,3 +446,17 @@ def test_error_that_is_its_own_cause_is_named_as_well(tmp_path: Path) -> None:
         raise error
     assert caught.value.filename == f"{tmp_path / NAME}/state.pt"
     assert str(caught.value.__cause__) == str(tmp_path / NAME)
+
+
+def test_directory_that_may_be_entered_but_not_listed_is_read(tmp_path: Path) -> None:
+    with open_directory(tmp_path) as directory:
+        save(directory / NAME, 1)
+        (directory / NAME).chmod(0o711)
+
+        def work(report: Report) -> None:
+            become_ordinary_user()
+            with hold_for_reading(str(directory / NAME)) as held:
+                assert step_in(held.place) == 1
+
+        run_in_child(work)
+        (directory / NAME).chmod(0o755)
