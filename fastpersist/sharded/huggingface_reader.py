@@ -72,6 +72,9 @@ class FastPersistHuggingFaceReader(StoragePath, StorageReader):
         engine: "auto", or an engine's name, which then never falls back.
         verify: Check the CRC of every tensor that a rank reads as a whole, where one is recorded: in our own files.
 
+    Attributes:
+        load_id: Of the load that was begun last, as torch's reader has it.
+
     Raises:
         ConfigError: Unknown engine.
 
@@ -85,14 +88,14 @@ class FastPersistHuggingFaceReader(StoragePath, StorageReader):
         require_engine(engine)
         self._engine = engine
         self._verify = verify
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
         self._files: dict[str, tuple[int, int]] = {}  # device and number of each, when its header was read
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load; called by dcp.load."""
         if checkpoint_id is not None:
             self._path = os.fspath(checkpoint_id)
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
         self._files = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -128,7 +131,7 @@ class FastPersistHuggingFaceReader(StoragePath, StorageReader):
                 tensor: _described(tensor, stored, directory_path) for tensor, stored in found.items()
             },
             storage_data={MetadataIndex(one.entry.name, torch.Size(one.offsets)): one for one in every},
-            storage_meta=StorageMeta(checkpoint_id=directory_path, load_id=self._load_id),
+            storage_meta=StorageMeta(checkpoint_id=directory_path, load_id=self.load_id),
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,6 @@ import json
 import mmap
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -23,11 +22,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from fastpersist.directory_commit import Overwrite
-from fastpersist.directory_locks import ROOT_LOCK_NAME
 from fastpersist.directory_save import DirectorySave
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.filesystem import filesystem
 from fastpersist.formats.manifest import MANIFEST_NAME
 from fastpersist.meeting import loopback_place, own_process
 from fastpersist.owners import Owners
@@ -43,6 +41,7 @@ from fastpersist.sharded.huggingface_layout import (
 )
 from fastpersist.sharded.huggingface_windows import SharedWindows, failure_told, is_for_windows, make_windows, windowed
 from fastpersist.sharded.huggingface_writing import ModelPart, make_files, write_model_part
+from fastpersist.sharded.keeping import find_others, keep_others
 from fastpersist.sharded.staging import CapturingWriter
 
 __all__ = ["FastPersistHuggingFaceWriter"]
@@ -285,7 +284,10 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
             if begun.layout.is_split:
                 directory.add_bytes(INDEX_NAME, _index_of(begun.layout))
             if self._overwrite:
-                for name, size_bytes in _keep_others(begun.parts[0].final_path, directory.path):
+                final_path = begun.parts[0].final_path
+                for name, size_bytes in keep_others(
+                    find_others(final_path, _WEIGHTS.fullmatch), final_path, directory.path
+                ):
                     directory.add_written(name, size_bytes, None)  # not read for a CRC: it may be anything, and long
             directory.publish(durable=self._durable).result()
 
@@ -314,48 +316,3 @@ def _index_of(layout: ModelLayout) -> bytes:
     weight_map = {name: layout.names[place.file] for name, place in sorted(layout.places.items())}
     total_bytes = sum(place.size_bytes for place in layout.places.values())
     return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2).encode() + b"\n"
-
-
-def _keep_others(from_path: str, to_path: str) -> list[tuple[str, int]]:
-    """Give what is no part of a model a second name in the directory that replaces its own.
-
-    Returns:
-        The names of these files, and their lengths.
-    """
-    kept = []
-    for directory, inner, names in os.walk(from_path):
-        below = os.path.relpath(directory, from_path)
-        if below != "." and ROOT_LOCK_NAME in names:
-            raise UnsupportedError(
-                f"{directory} is where checkpoints are saved to, perhaps at this moment, and would be moved: save "
-                f"{from_path} elsewhere"
-            )
-        if links := [name for name in inner if os.path.islink(os.path.join(directory, name))]:
-            raise UnsupportedError(
-                f"{os.path.join(directory, links[0])} is a link to a directory, which a checkpoint cannot keep: remove "
-                "it, or save elsewhere"
-            )
-        for file in names:
-            name = os.path.normpath(os.path.join(below, file))
-            source, target = os.path.join(from_path, name), os.path.join(to_path, name)
-            if name == MANIFEST_NAME or _WEIGHTS.fullmatch(name) or os.path.lexists(target):
-                continue
-            with storage_errors("keeping", source):
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                _link_or_copy(source, target)
-                kept.append((name, os.stat(target).st_size))
-        if below != ".":
-            with storage_errors("keeping", directory):
-                os.makedirs(os.path.join(to_path, below), exist_ok=True)
-                shutil.copymode(directory, os.path.join(to_path, below))
-    return kept
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    if not os.path.islink(source):  # which would lead elsewhere
-        try:
-            os.link(source, target)
-            return
-        except PermissionError:  # a file of somebody else, or a file system without links
-            pass
-    shutil.copyfile(source, target)

@@ -52,6 +52,9 @@ class FastPersistReader(StoragePath, StorageReader):
         engine: "auto", or an engine's name, which then never falls back.
         verify: Check the CRC of every tensor that a rank reads as a whole.
 
+    Attributes:
+        load_id: Of the load that was begun last, as torch's reader has it.
+
     Raises:
         ConfigError: Unknown engine.
 
@@ -65,7 +68,7 @@ class FastPersistReader(StoragePath, StorageReader):
         require_engine(engine)
         self._engine = engine
         self._verify = verify
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
         self._found: Found | None = None
         self._shapes: dict[str, dict[Shape, Shape]] = {}
@@ -74,7 +77,7 @@ class FastPersistReader(StoragePath, StorageReader):
         """Begin another load; called by dcp.load."""
         if checkpoint_id is not None:
             self._path = os.fspath(checkpoint_id)
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
         self._metadata = self._found = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -92,7 +95,7 @@ class FastPersistReader(StoragePath, StorageReader):
         rank = kwargs.get("rank")
         path = os.path.join(directory_path, METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}")
         metadata, self._found = read_metadata(path)
-        metadata.storage_meta = replace(metadata.storage_meta or StorageMeta(), load_id=self._load_id)
+        metadata.storage_meta = replace(metadata.storage_meta or StorageMeta(), load_id=self.load_id)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

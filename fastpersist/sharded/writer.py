@@ -6,6 +6,7 @@ DCP makes the ranks agree; who writes which tensors is the planner's business (`
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import re
@@ -20,18 +21,23 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from fastpersist.directory_inspection import require_replaceable
+from fastpersist.committed import read_manifest
+from fastpersist.directory_commit import Overwrite
 from fastpersist.directory_save import DirectorySave
 from fastpersist.engine_choice import require_engine
-from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.formats.manifest import MANIFEST_NAME
+from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
+from fastpersist.filesystem import storage_errors
+from fastpersist.formats.manifest import MANIFEST_NAME, step_of
 from fastpersist.owners import Owners
 from fastpersist.sharded.capturing import ShardedCapture
+from fastpersist.sharded.keeping import find_others, keep_others
 from fastpersist.sharded.metadata import METADATA_NAME
 from fastpersist.sharded.staging import CapturingWriter
 from fastpersist.sharded.writing import Part, WrittenPart, write_part
 
 __all__ = ["FastPersistWriter"]
+
+_log = logging.getLogger("fastpersist")
 
 _FILE_OF_DCP = re.compile(r"__\d+_\d+\.distcp|(?:__\d+)?\.metadata(?:\.tmp)?")
 
@@ -41,8 +47,8 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
 
     Args:
         path: The directory; or `checkpoint_id=` of dcp.save says it.
-        overwrite: Replace a checkpoint of that name, ours or DCP's own, as a whole; one with anything else in it is
-            refused. Without it, the name is free.
+        overwrite: Replace a checkpoint that is there, ours or DCP's own. Without it, there is none. What else is in the
+            directory stays, unless it looks like another checkpoint: then the save is refused.
         engine: "auto", or an engine's name, which then never falls back.
         durable: Survive power loss once dcp.save has returned.
         optimizer: For dcp.async_save: whose tensors are in the state, as in `fastpersist.save_async`. They are written
@@ -51,6 +57,9 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         constant: For dcp.async_save: what never changes, as in `fastpersist.save_async`.
         gate: "optimizer" or "manual", as in `fastpersist.save_async`; with "manual" you call `wait_captured`.
         max_host_bytes: Host memory for copied state; None: the bytes of the state, but at most half of what is there.
+
+    Attributes:
+        save_id: Of the save that was begun last, as torch's writer has it.
 
     Raises:
         ConfigError: Unknown engine or gate, or something that is no optimizer.
@@ -80,7 +89,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         self._overwrite = overwrite
         self._engine = engine
         self._durable = durable
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
         self._alone = False
         self._directory: DirectorySave | None = None  # on the first rank, while a save is under way
 
@@ -90,7 +99,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         self._give_up()
         if checkpoint_id is not None:
             self._path = os.fspath(checkpoint_id)
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save on this rank; called by dcp.save."""
@@ -109,23 +118,52 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         return self._known_to_planner(self._noted_meta())
 
     def _noted_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self._path, save_id=self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan; called by dcp.save on each rank."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the directory, and tell each rank where its part goes; called by dcp.save on the first rank."""
+        """Make the directory, and tell each rank where its part goes; called by dcp.save on the first rank.
+
+        Raises:
+            ConfigError: There is a checkpoint, and overwrite is False; or what looks like another one.
+            UnsupportedError: Something in the directory cannot stay there.
+        """
         directory_path = self._known_path("dcp.save")
-        overwrite: Any = self._overwrite
-        names = (METADATA_NAME, MANIFEST_NAME)
-        if overwrite and any(os.path.exists(os.path.join(directory_path, name)) for name in names):
-            require_replaceable(directory_path, _FILE_OF_DCP.fullmatch)
-            overwrite = "foreign"  # DCP's own checkpoints have no manifest
+        overwrite = self._may_replace(os.path.abspath(directory_path))
         self._directory = DirectorySave(directory_path, overwrite=overwrite, engine=self._engine, make_parents=True)
         parts = [Part(rank, self._directory.path, os.path.abspath(directory_path)) for rank in range(len(plans))]
         return [replace(plan, storage_data=part) for plan, part in zip(plans, parts, strict=True)]
+
+    def _may_replace(self, path: str) -> Overwrite:
+        """Look at what is in the directory.
+
+        Raises:
+            ConfigError, UnsupportedError: As `prepare_global_plan`.
+        """
+        if os.path.islink(path) or not os.path.isdir(path):
+            return self._overwrite
+        with storage_errors("listing", path):
+            names = os.listdir(path)
+        exists = METADATA_NAME in names or MANIFEST_NAME in names
+        if exists and not self._overwrite:
+            raise ConfigError(
+                f"Checkpoint already exists: {path}, and overwrite is False"
+            )  # the first words are torch's
+        others = find_others(path, _FILE_OF_DCP.fullmatch)
+        files_of_others = [name for name in names if step_of(name) is not None or name in ("LATEST", ".lock")]
+        files_of_others += [name for name in others.files if os.path.basename(name) in (METADATA_NAME, MANIFEST_NAME)]
+        files_of_others += _listed_in_manifest(path) if MANIFEST_NAME in names else []
+        if not exists:  # somebody is about to write them, or never came to the end
+            files_of_others += [name for name in names if _FILE_OF_DCP.fullmatch(name)]
+        if files_of_others:
+            raise ConfigError(
+                f"{min(files_of_others)} in {path} looks like a part of another checkpoint: save into a directory of "
+                "its own, or move it away"
+            )
+        return True if MANIFEST_NAME in names or not names else "foreign"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part, and sync it; called by dcp.save on each rank."""
@@ -179,6 +217,10 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
             if hasattr(metadata, "version"):  # not before torch 2.9
                 metadata.version = dcp_filesystem.CURRENT_DCP_VERSION
             directory.add_bytes(METADATA_NAME, pickle.dumps(metadata))
+            final_path = os.path.abspath(self._known_path("dcp.save"))
+            others = find_others(final_path, _FILE_OF_DCP.fullmatch)
+            for name, size_bytes in keep_others(others, final_path, directory.path):
+                directory.add_written(name, size_bytes, None)  # not read for a CRC: it may be anything, and long
             directory.publish(durable=self._durable).result()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,3 +231,15 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         directory, self._directory = self._directory, None
         if directory is not None:
             directory.abort()
+
+
+def _listed_in_manifest(path: str) -> list[str]:
+    """Return what a checkpoint of ours consists of beside DCP's files: those that were kept there have no CRC."""
+    try:
+        manifest = read_manifest(path)
+    except FastPersistError as error:  # damaged; what is known by its name may be replaced all the same
+        _log.info("%s is replaced without its manifest: %s", path, error)
+        return []
+    return [
+        entry.name for entry in manifest.files if entry.crc32 is not None and not _FILE_OF_DCP.fullmatch(entry.name)
+    ]

@@ -295,12 +295,14 @@ def test_without_overwrite_the_older_one_stays(tmp_path: Path) -> None:
     assert portrait(load(path, make_state())) == portrait(make_state())
 
 
-def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+def test_what_is_in_a_directory_that_is_no_checkpoint_stays(tmp_path: Path) -> None:
     path = tmp_path / "thesis"
     path.mkdir()
     (path / "chapter").write_text("one")
-    assert isinstance(failure_of(lambda: save({"a": torch.ones(3)}, path)), fp.ConfigError)
-    assert os.listdir(path) == ["chapter"]
+    save({"a": torch.ones(3)}, path)
+    assert sorted(os.listdir(path)) == [".metadata", "MANIFEST.json", PART, "chapter"]
+    assert (path / "chapter").read_text() == "one"
+    assert load(path, {"a": torch.ones(3)})["a"].tolist() == [1, 1, 1]
 
 
 # --- parts of tensors

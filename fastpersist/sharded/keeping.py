@@ -1,0 +1,141 @@
+"""What lies beside a checkpoint in its directory stays there when the directory is replaced by one with a new one.
+
+It gets a second name in the new directory (a hard link; what cannot have one is copied) before the two change places,
+so at no time is it without one. What somebody puts there after that, and before they have changed places, is lost with
+the old directory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fastpersist.directory_locks import ROOT_LOCK_NAME
+from fastpersist.errors import ConfigError, UnsupportedError
+from fastpersist.filesystem import filesystem, storage_errors
+from fastpersist.formats.manifest import MANIFEST_NAME, check_file_name
+
+__all__ = ["Others", "find_others", "keep_others"]
+
+_BEING_SAVED = re.compile(r"\..+\.(?:pending|retired)-[0-9a-f]{16}", re.DOTALL)
+
+
+@dataclass(slots=True)
+class Others:
+    """What is in a directory beside a checkpoint, by its name relative to it.
+
+    Attributes:
+        directories: Each before what is in it.
+        files: All files, also those in these directories.
+    """
+
+    directories: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+
+
+def find_others(path: str, is_own: Callable[[str], object]) -> Others:
+    """Find what is in a directory beside a checkpoint, and refuse what could not stay there.
+
+    Args:
+        path: Of the directory; it need not exist.
+        is_own: Tells by its name whether a file is part of the checkpoint; MANIFEST.json is.
+
+    Raises:
+        ConfigError: The working directory is there, which would be without a name; or a name that no manifest takes.
+        UnsupportedError: A directory of checkpoints, which may be saved to at this moment; a link to a directory; or
+            what is neither file nor directory.
+        StorageError: It cannot be listed.
+    """
+    found = Others()
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    with storage_errors("listing", path):
+        walked = list(os.walk(path, onerror=fail)) if os.path.isdir(path) else []
+    for directory, inner, names in walked:
+        below = os.path.relpath(directory, path)
+        if below != ".":
+            found.directories.append(below)
+        if (below != "." and ROOT_LOCK_NAME in names) or any(map(_BEING_SAVED.fullmatch, inner)):
+            raise UnsupportedError(
+                f"{directory} is where checkpoints are saved to, perhaps at this moment, and would be moved: save "
+                f"{path} elsewhere"
+            )
+        if links := [name for name in inner if os.path.islink(os.path.join(directory, name))]:
+            raise UnsupportedError(
+                f"{os.path.join(directory, links[0])} is a link to a directory, which a checkpoint cannot keep: remove "
+                "it, or save elsewhere"
+            )
+        for file in names:
+            name = os.path.normpath(os.path.join(below, file))
+            if name != MANIFEST_NAME and not is_own(name):
+                found.files.append(name)
+    for name in found.files:
+        check_file_name(name)
+        with storage_errors("looking up", os.path.join(path, name)):
+            mode = os.stat(os.path.join(path, name)).st_mode
+        if not stat.S_ISREG(mode):
+            raise UnsupportedError(f"{os.path.join(path, name)} is no file, so a checkpoint cannot keep it: remove it")
+    if found.files or found.directories:
+        _refuse_working_directory(path, found)
+    return found
+
+
+def _refuse_working_directory(path: str, found: Others) -> None:
+    working = os.stat(".")
+    for name in (".", *found.directories):
+        if os.path.samestat(os.stat(os.path.join(path, name)), working):
+            raise ConfigError(
+                f"{path} would be replaced, and this process works in it: save into a directory below it instead"
+            )
+
+
+def keep_others(others: Others, from_path: str, to_path: str) -> list[tuple[str, int]]:
+    """Give what is beside a checkpoint a second name in the directory that replaces its own.
+
+    Args:
+        others: What `find_others` has found there.
+        from_path: Of the directory that is replaced.
+        to_path: Of the one that replaces it. What has its name there already is left out.
+
+    Returns:
+        The names of these files, and their lengths.
+
+    Raises:
+        StorageError: A file cannot be linked and not be copied.
+    """
+    kept = []
+    for name in others.directories:
+        with storage_errors("keeping", os.path.join(from_path, name)):
+            os.makedirs(os.path.join(to_path, name), exist_ok=True)
+    for name in others.files:
+        source, target = os.path.join(from_path, name), os.path.join(to_path, name)
+        if not os.path.lexists(target):
+            with storage_errors("keeping", source):
+                _link_or_copy(source, target)
+                kept.append((name, os.stat(target).st_size))
+    for name in reversed(others.directories):  # last, as it may not be theirs to write to
+        with storage_errors("keeping", os.path.join(from_path, name)):
+            shutil.copymode(os.path.join(from_path, name), os.path.join(to_path, name))
+    return kept
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    if not os.path.islink(source):  # which would lead elsewhere
+        try:
+            os.link(source, target)
+            return
+        except PermissionError:  # a file of somebody else, or a file system without links
+            pass
+    shutil.copyfile(source, target)
+    shutil.copymode(source, target)
+    fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        filesystem().sync(fd, target)  # the directory's publish counts on that
+    finally:
+        os.close(fd)
