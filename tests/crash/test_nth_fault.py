@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.filesystems import DIRECTORY_OPERATIONS, FILE_OPERATIONS, FailingFilesystem, WatchedFilesystem
+from support.filesystems import (
+    DIRECTORY_OPERATIONS,
+    FILE_OPERATIONS,
+    OPEN_FILE_OPERATIONS,
+    FailingFilesystem,
+    FailingOpenFiles,
+    WatchedFilesystem,
+)
 from support.forking import SMALL_RING, in_child
 from support.leaks import no_leaks
 from support.states import differences, load_step, make_state, pending_files
@@ -241,8 +248,9 @@ def test_transfer_that_stops_short_says_where(tmp_path: Path, op: str) -> None:
 
 def test_every_operation_of_the_seam_is_watched() -> None:
     seam = {name for name in vars(Filesystem) if not name.startswith("_")}
-    assert {*FILE_OPERATIONS, *DIRECTORY_OPERATIONS} == seam
-    assert seam <= set(vars(WatchedFilesystem))
+    assert {*FILE_OPERATIONS, *DIRECTORY_OPERATIONS, *OPEN_FILE_OPERATIONS} == seam
+    assert {*FILE_OPERATIONS, *DIRECTORY_OPERATIONS} <= set(vars(WatchedFilesystem))
+    assert set(OPEN_FILE_OPERATIONS) <= set(vars(FailingOpenFiles))
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])

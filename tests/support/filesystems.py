@@ -24,6 +24,10 @@ DIRECTORY_OPERATIONS = ("make_directory", "write", "rename_to_free_name", "excha
 """What saves of a directory need besides."""
 
 
+OPEN_FILE_OPERATIONS = ("status", "close")
+"""What changes nothing below a name, so its order is free: `FailingOpenFiles` makes these fail."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One operation of the commit protocol."""
