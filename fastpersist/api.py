@@ -22,6 +22,7 @@ from fastpersist.capture import Capture
 from fastpersist.commit import ClosedDirectoryError, PendingFile, Target, resolve_target
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
+from fastpersist.explaining import warn_of_file
 from fastpersist.filesystem import (
     close_quietly,
     filesystem,
@@ -79,6 +80,7 @@ def save(
 
     When this returns the file is complete, visible under its name, and durable. Until then the name is what it was:
     nobody sees half a file, whatever fails. Open and memory-mapped readers of a file that is replaced keep theirs.
+    One RuntimeWarning lists all that loading with weights_only=True, the default, would refuse.
 
     Args:
         obj: Whatever torch.save takes: tensors of any dtype, layout and device inside any picklable object. For a
@@ -162,6 +164,7 @@ def save(
     if why_not is not None:
         return _save_in_place(obj, name, format, why_not, durable, started_s)
     container = container_for(obj, name, checksum=checksum, file_format=format, metadata=metadata)
+    warn_of_file(container, obj)
     planned_s = time.monotonic()
     pending = None
     try:

@@ -20,6 +20,7 @@ from fastpersist.config import config_at
 from fastpersist.coordination import Ranks, Session
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
+from fastpersist.explaining import warn_of_file
 from fastpersist.filesystem import hint_at_make_parents, make_directories
 from fastpersist.partition import choose_writers
 from fastpersist.peer_sharing import OtherShare
@@ -132,6 +133,7 @@ def save_together(
     with together.session.working():
         if together.session.rank:
             return _write_part(container, path, together, durable, engine, started_s)
+        warn_of_file(container, obj)
         if make_parents:
             make_directories(os.path.dirname(os.path.abspath(path)))
         return _write_and_publish(container, path, together, durable, engine, replace_links, started_s)

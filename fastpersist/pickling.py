@@ -24,7 +24,7 @@ import torch
 
 from fastpersist import _native
 
-__all__ = ["PICKLE_PROTOCOL", "Skeleton", "pickle_skeleton"]
+__all__ = ["PICKLE_PROTOCOL", "Skeleton", "pickle_skeleton", "reduced_types"]
 
 PICKLE_PROTOCOL = 2
 """What torch.save writes and torch.load(weights_only=True) reads."""
@@ -243,3 +243,28 @@ def pickle_skeleton(obj: object) -> Skeleton:
     found = _Storages()
     _SkeletonPickler(file, found).dump(obj)
     return Skeleton(file.getvalue(), found.storages, found.tensors, found.wrappers)
+
+
+class _ReducedTypes(_Storages):
+    """Notes, of each class that is neither built in nor torch's tensors, what the first object of it is reduced to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[type, tuple[Any, ...]] = {}
+
+    def _persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
+        kind = type(obj)
+        if kind not in self._kind_of and kind.__module__ != "builtins" and not isinstance(obj, type):
+            if _kind(obj) is _Kind.OTHER:
+                reduce = copyreg.dispatch_table.get(kind)  # as a pickler does: a torch.layout has nothing else
+                reduced = obj.__reduce_ex__(PICKLE_PROTOCOL) if reduce is None else reduce(obj)
+                if isinstance(reduced, tuple):
+                    self.found[kind] = reduced
+        return super()._persistent_id(obj)
+
+
+def reduced_types(obj: object) -> dict[type, tuple[Any, ...]]:
+    """Return, by class, what the first object of it in the tree is reduced to (as by `__reduce_ex__`)."""
+    found = _ReducedTypes()
+    _SkeletonPickler(io.BytesIO(), found).dump(obj)
+    return found.found
