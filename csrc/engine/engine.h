@@ -67,7 +67,8 @@ class IoEngine {
   virtual Status Submit() = 0;
 
   // Take completions, waiting until min_count of them are there or the timeout is over. Returns how many were written
-  // to `out`; fewer than min_count only after the timeout or when fewer are in flight. EINTR is not an error here.
+  // to `out`; fewer than min_count only after the timeout, when fewer are in flight, or while the owner's wake_fd is
+  // readable. EINTR is not an error here.
   // REQUIRES: min_count <= out.size().
   virtual Result<size_t> Reap(std::span<IoCompletion> out, size_t min_count, std::chrono::milliseconds timeout) = 0;
 
@@ -93,6 +94,8 @@ struct EngineOptions {
   uint32_t queue_depth = 8;   // 1 … 4096
   uint32_t thread_count = 0;  // threads, and cufile by calls, only; 0: min(queue_depth, 16)
   CuFileApi cufile_api = CuFileApi::kCalls;
+  // The owner's. While it is readable, no Reap waits. Not for cufile.
+  int wake_fd = -1;
 };
 
 // Every name that CreateEngine knows, without "fault:", best first.

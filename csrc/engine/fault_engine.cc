@@ -6,11 +6,11 @@
 #include <mutex>
 #include <span>
 #include <string_view>
-#include <thread>
 #include <utility>
 
 #include "core/check.h"
 #include "core/fork.h"
+#include "core/wakeup.h"
 #include "engine/deadline.h"
 
 namespace fastpersist {
@@ -50,9 +50,10 @@ std::optional<FaultPlan> NextFault(IoOp op) {
 
 class FaultEngine final : public IoEngine {
  public:
-  explicit FaultEngine(std::unique_ptr<IoEngine> wrapped)
+  FaultEngine(std::unique_ptr<IoEngine> wrapped, int wake_fd)
       : name_("fault:" + std::string(wrapped->name())),
         wrapped_(std::move(wrapped)),
+        wake_fd_(wake_fd),
         slots_(wrapped_->limits().queue_depth),
         from_wrapped_(slots_.size()) {
     for (size_t slot = slots_.size(); slot > 0; --slot) free_slots_.push_back(slot - 1);
@@ -85,6 +86,7 @@ class FaultEngine final : public IoEngine {
   const uint64_t generation_ = ForkGeneration();
   const std::string name_;
   const std::unique_ptr<IoEngine> wrapped_;
+  const int wake_fd_;
   std::vector<Slot> slots_;
   std::vector<size_t> free_slots_;
   std::vector<Finished> finished_;  // oldest first
@@ -165,7 +167,7 @@ Result<size_t> FaultEngine::Reap(std::span<IoCompletion> out, size_t min_count, 
   FP_CHECK(min_count <= out.size());
   const Deadline deadline(timeout);
   size_t taken = 0;
-  for (bool last_look = false;; last_look = deadline.Passed()) {
+  for (bool last_look = false;; last_look = deadline.Passed() || IsReadable(wake_fd_)) {
     Status healthy = CollectFromWrapped(0, std::chrono::milliseconds(0));
     taken += TakeDue(out.subspan(taken));
     const size_t wanted = std::min(min_count, taken + in_flight());
@@ -174,11 +176,11 @@ Result<size_t> FaultEngine::Reap(std::span<IoCompletion> out, size_t min_count, 
     // Sleep until the wrapped engine has enough, a held completion is due, or the time is over.
     Clock::time_point until = deadline.end();
     for (const Finished& finished : finished_) until = std::min(until, slots_[finished.slot].due);
+    const auto patience = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
     if (healthy.ok() && wrapped_->in_flight() > 0) {
-      const auto patience = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
       healthy = CollectFromWrapped(std::min(wanted - taken, wrapped_->in_flight()), patience);
     } else if (healthy.ok()) {
-      std::this_thread::sleep_until(until);
+      AwaitReadable(wake_fd_, -1, Deadline(patience).RemainingTimespec());
     }
     if (!healthy.ok()) {
       if (taken > 0) return taken;  // these are not lost; the next call meets the error again
@@ -216,8 +218,8 @@ std::vector<RecordedWrite> TakeRecordedWrites() {
   return std::exchange(script.writes, {});
 }
 
-std::unique_ptr<IoEngine> WrapWithFaults(std::unique_ptr<IoEngine> wrapped) {
-  return std::make_unique<FaultEngine>(std::move(wrapped));
+std::unique_ptr<IoEngine> WrapWithFaults(std::unique_ptr<IoEngine> wrapped, int wake_fd) {
+  return std::make_unique<FaultEngine>(std::move(wrapped), wake_fd);
 }
 
 }  // namespace fastpersist

@@ -37,6 +37,7 @@ uint64_t ClearFaultPlan();
 void SetWriteRecording(bool on);
 std::vector<RecordedWrite> TakeRecordedWrites();
 
-std::unique_ptr<IoEngine> WrapWithFaults(std::unique_ptr<IoEngine> wrapped);
+// wake_fd: as the wrapped one has it (EngineOptions).
+std::unique_ptr<IoEngine> WrapWithFaults(std::unique_ptr<IoEngine> wrapped, int wake_fd);
 
 }  // namespace fastpersist

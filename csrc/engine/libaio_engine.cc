@@ -23,6 +23,7 @@
 
 #include "core/check.h"
 #include "core/fork.h"
+#include "core/wakeup.h"
 #include "engine/builtin_engines.h"
 #include "engine/deadline.h"
 #include "engine/engine.h"
@@ -126,7 +127,7 @@ SpareContexts& TheSpareContexts() {
 
 class LibaioEngine final : public IoEngine {
  public:
-  LibaioEngine(std::string name, EngineLimits limits, const AioTable& aio);
+  LibaioEngine(std::string name, EngineLimits limits, const AioTable& aio, int wake_fd);
   ~LibaioEngine() override;
 
   Status Open();
@@ -153,6 +154,8 @@ class LibaioEngine final : public IoEngine {
   const std::string name_;
   const EngineLimits limits_;
   const AioTable& aio_;
+  const int wake_fd_;
+  std::unique_ptr<Wakeup> completed_;  // only with a wake_fd: io_getevents cannot wait for both
   aio_context_t context_ = 0;
 
   std::vector<iocb> requests_;  // one per request that is not reaped; the kernel keeps the address
@@ -192,8 +195,13 @@ Status SetupError(int sys_errno, uint32_t queue_depth) {
   }
 }
 
-LibaioEngine::LibaioEngine(std::string name, EngineLimits limits, const AioTable& aio)
-    : name_(std::move(name)), limits_(limits), aio_(aio), requests_(limits.queue_depth), events_(limits.queue_depth) {
+LibaioEngine::LibaioEngine(std::string name, EngineLimits limits, const AioTable& aio, int wake_fd)
+    : name_(std::move(name)),
+      limits_(limits),
+      aio_(aio),
+      wake_fd_(wake_fd),
+      requests_(limits.queue_depth),
+      events_(limits.queue_depth) {
   free_requests_.reserve(requests_.size());
   for (size_t i = requests_.size(); i > 0; --i) free_requests_.push_back(&requests_[i - 1]);
   queued_.reserve(requests_.size());
@@ -201,6 +209,11 @@ LibaioEngine::LibaioEngine(std::string name, EngineLimits limits, const AioTable
 }
 
 Status LibaioEngine::Open() {
+  if (wake_fd_ >= 0) {
+    Result<std::unique_ptr<Wakeup>> completed = Wakeup::Create();
+    if (!completed.ok()) return completed.status();
+    completed_ = std::move(completed).value();
+  }
   context_ = TheSpareContexts().Take(limits_.queue_depth);
   if (context_ != 0) return Status::Ok();
   const int answer = aio_.io_setup(static_cast<int>(limits_.queue_depth), &context_);
@@ -235,6 +248,10 @@ QueueResult LibaioEngine::Queue(const IoRequest& request) {
   kernel_request->aio_buf = reinterpret_cast<uint64_t>(request.buffer);
   kernel_request->aio_nbytes = request.size_bytes;
   kernel_request->aio_offset = static_cast<int64_t>(request.offset_bytes);
+  if (completed_ != nullptr) {
+    kernel_request->aio_flags = IOCB_FLAG_RESFD;
+    kernel_request->aio_resfd = static_cast<uint32_t>(completed_->fd());
+  }
   if (queued_begin_ > 0) {
     // io_submit wants an array, so close the gap that an earlier Submit left.
     queued_.erase(queued_.begin(), queued_.begin() + static_cast<ptrdiff_t>(queued_begin_));
@@ -272,11 +289,18 @@ size_t LibaioEngine::TakeRefused(std::span<IoCompletion> out) {
   return count;
 }
 
-// May answer fewer than min_count before the deadline: a signal came.
+// May answer fewer than min_count before the deadline: a signal came, or the owner is wanted.
 Result<size_t> LibaioEngine::TakeCompletions(std::span<IoCompletion> out, size_t min_count, const Deadline& deadline) {
   const size_t max_count = std::min(out.size(), in_kernel_count_);
   if (max_count == 0) return size_t{0};
   timespec remaining = min_count > 0 ? deadline.RemainingTimespec() : timespec{};
+  if (completed_ != nullptr && min_count > 0) {
+    completed_->Clear();  // then look, then wait: so that none slips through
+    Result<size_t> there = TakeCompletions(out, 0, deadline);
+    if (!there.ok() || there.value() > 0) return there;
+    AwaitReadable(completed_->fd(), wake_fd_, remaining);
+    return TakeCompletions(out, 0, deadline);
+  }
   const int reaped = aio_.io_getevents(context_, static_cast<long>(min_count), static_cast<long>(max_count),
                                        events_.data(), &remaining);
   if (reaped == -EINTR) return size_t{0};
@@ -297,7 +321,7 @@ Result<size_t> LibaioEngine::Reap(std::span<IoCompletion> out, size_t min_count,
   FP_CHECK(min_count <= out.size());
   const Deadline deadline(timeout);
   size_t taken = 0;
-  for (bool last_look = false;; last_look = deadline.Passed()) {
+  for (bool last_look = false;; last_look = deadline.Passed() || IsReadable(wake_fd_)) {
     FP_RETURN_IF_ERROR(Submit());
     taken += TakeRefused(out.subspan(taken));
     const size_t wanted = std::min(min_count, taken + in_flight());
@@ -321,8 +345,9 @@ Result<size_t> LibaioEngine::Reap(std::span<IoCompletion> out, size_t min_count,
 }  // namespace
 
 Result<std::unique_ptr<IoEngine>> CreateLibaioEngine(const EngineOptions& options, bool direct, AioCalls calls) {
-  auto engine = std::make_unique<LibaioEngine>(
-      options.name, EngineLimits{.queue_depth = options.queue_depth, .direct = direct}, TableOf(calls));
+  auto engine =
+      std::make_unique<LibaioEngine>(options.name, EngineLimits{.queue_depth = options.queue_depth, .direct = direct},
+                                     TableOf(calls), options.wake_fd);
   FP_RETURN_IF_ERROR(engine->Open());
   return std::unique_ptr<IoEngine>(std::move(engine));
 }

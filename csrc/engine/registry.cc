@@ -75,7 +75,7 @@ EngineResult CreateEngine(const EngineOptions& options) {
   }
   EngineResult engine = entry->create(wrapped, entry->direct);
   if (!with_faults || !engine.ok()) return engine;
-  return WrapWithFaults(std::move(engine).value());
+  return WrapWithFaults(std::move(engine).value(), options.wake_fd);
 }
 
 }  // namespace fastpersist

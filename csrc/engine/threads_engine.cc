@@ -43,7 +43,7 @@ class PositionedIo final : public BlockingIo {
 
 Result<std::unique_ptr<IoEngine>> CreateThreadsEngine(const EngineOptions& options, bool direct, TmpfsMapping tmpfs) {
   return CreateWorkerEngine(options.name, {.queue_depth = options.queue_depth, .direct = direct}, options.thread_count,
-                            std::make_unique<PositionedIo>(direct, tmpfs));
+                            std::make_unique<PositionedIo>(direct, tmpfs), options.wake_fd);
 }
 
 }  // namespace fastpersist

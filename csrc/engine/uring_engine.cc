@@ -4,7 +4,6 @@
 // used.
 //
 // The completion ring cannot overflow: at most queue_depth requests are unreaped and it has twice as many entries.
-#include <poll.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/uio.h>
@@ -22,6 +21,7 @@
 
 #include "core/check.h"
 #include "core/fork.h"
+#include "core/wakeup.h"
 #include "engine/builtin_engines.h"
 #include "engine/deadline.h"
 #include "engine/engine.h"
@@ -81,7 +81,8 @@ struct Ring {
 
 class UringEngine final : public IoEngine {
  public:
-  UringEngine(std::string name, EngineLimits limits) : name_(std::move(name)), limits_(limits) {}
+  UringEngine(std::string name, EngineLimits limits, int wake_fd)
+      : name_(std::move(name)), limits_(limits), wake_fd_(wake_fd) {}
   ~UringEngine() override;
 
   Status Open(UringAbi abi);
@@ -108,6 +109,7 @@ class UringEngine final : public IoEngine {
   const uint64_t generation_ = ForkGeneration();
   const std::string name_;
   const EngineLimits limits_;
+  const int wake_fd_;
 
   int fd_ = -1;
   // On the heap so that a forked child can leave it alone: there the addresses may belong to somebody else by now.
@@ -301,10 +303,10 @@ size_t UringEngine::TakeCompletions(std::span<IoCompletion> out) {
   return count;
 }
 
-// Sleep until `count` completions are in the ring, or fewer: the deadline passed, a signal came.
+// Sleep until `count` completions are in the ring, or fewer: the deadline passed, a signal came, the owner is wanted.
 Status UringEngine::Wait(size_t count, const Deadline& deadline) {
   int waited = 0;
-  if (timeout_argument_) {
+  if (timeout_argument_ && wake_fd_ < 0) {
     const timespec remaining = deadline.RemainingTimespec();
     const uring_abi::KernelTimespec timeout = {.tv_sec = remaining.tv_sec, .tv_nsec = remaining.tv_nsec};
     const uring_abi::GetEventsArg argument = {
@@ -313,9 +315,7 @@ Status UringEngine::Wait(size_t count, const Deadline& deadline) {
                    &argument, sizeof(argument));
   } else {
     // The ring is readable when it holds a completion.
-    pollfd readable = {.fd = fd_, .events = POLLIN, .revents = 0};
-    const timespec remaining = deadline.RemainingTimespec();
-    if (ppoll(&readable, 1, &remaining, nullptr) < 0) waited = -errno;
+    AwaitReadable(fd_, wake_fd_, deadline.RemainingTimespec());
   }
   if (waited >= 0 || waited == -ETIME || waited == -EINTR || waited == -EAGAIN || waited == -EBUSY) return Status::Ok();
   return Status::FromErrno(-waited, "io_uring_enter", "of the uring engine");
@@ -325,7 +325,7 @@ Result<size_t> UringEngine::Reap(std::span<IoCompletion> out, size_t min_count, 
   FP_CHECK(min_count <= out.size());
   const Deadline deadline(timeout);
   size_t taken = 0;
-  for (bool last_look = false;; last_look = deadline.Passed()) {
+  for (bool last_look = false;; last_look = deadline.Passed() || IsReadable(wake_fd_)) {
     Status healthy = Submit();
     if (healthy.ok() && (LoadAcquire(shared_sq_flags_) & (uring_abi::kSqTaskrun | uring_abi::kSqCqOverflow)) != 0) {
       // Completions are there, but the kernel wants to be entered before it puts them into the ring.
@@ -354,8 +354,8 @@ Result<size_t> UringEngine::Reap(std::span<IoCompletion> out, size_t min_count, 
 }  // namespace
 
 Result<std::unique_ptr<IoEngine>> CreateUringEngine(const EngineOptions& options, bool direct, UringAbi abi) {
-  auto engine =
-      std::make_unique<UringEngine>(options.name, EngineLimits{.queue_depth = options.queue_depth, .direct = direct});
+  auto engine = std::make_unique<UringEngine>(
+      options.name, EngineLimits{.queue_depth = options.queue_depth, .direct = direct}, options.wake_fd);
   FP_RETURN_IF_ERROR(engine->Open(abi));
   return std::unique_ptr<IoEngine>(std::move(engine));
 }

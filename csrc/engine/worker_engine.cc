@@ -15,6 +15,7 @@
 
 #include "core/check.h"
 #include "core/fork.h"
+#include "core/wakeup.h"
 #include "engine/builtin_engines.h"
 #include "engine/deadline.h"
 #include "engine/engine.h"
@@ -38,6 +39,7 @@ struct Pool {
   std::mutex mutex;
   std::condition_variable work_arrived;
   std::condition_variable enough_completed;
+  std::unique_ptr<Wakeup> enough_completed_fd;  // in its place where the owner waits for a wake_fd, too
   // A ring: requests [taken_count, submitted_count) modulo its size wait for a worker.
   std::vector<IoRequest> submitted;
   uint64_t submitted_count = 0;
@@ -48,6 +50,14 @@ struct Pool {
   bool stopping = false;
 };
 
+void WakeOwner(Pool& pool) {
+  if (pool.enough_completed_fd != nullptr) {
+    pool.enough_completed_fd->Signal();
+  } else {
+    pool.enough_completed.notify_one();
+  }
+}
+
 void* Work(void* argument) {
   Pool& pool = *static_cast<Pool*>(argument);
   pthread_setname_np(pthread_self(), "fastpersist-io");
@@ -55,7 +65,7 @@ void* Work(void* argument) {
   bool owner_waits = false;  // for a completion that is there now
   for (;;) {
     while (pool.taken_count == pool.submitted_count && !pool.stopping) {
-      if (std::exchange(owner_waits, false)) pool.enough_completed.notify_one();
+      if (std::exchange(owner_waits, false)) WakeOwner(pool);
       ++pool.idle_count;
       pool.work_arrived.wait(lock);
       --pool.idle_count;
@@ -64,7 +74,7 @@ void* Work(void* argument) {
     const IoRequest request = pool.submitted[pool.taken_count++ % pool.submitted.size()];
     lock.unlock();
     // Only now: an owner woken before would run into the locked mutex and sleep again.
-    if (std::exchange(owner_waits, false)) pool.enough_completed.notify_one();
+    if (std::exchange(owner_waits, false)) WakeOwner(pool);
     const IoCompletion completion = pool.io->Perform(request);
     lock.lock();
     pool.completed.push_back(completion);
@@ -77,14 +87,17 @@ void* Work(void* argument) {
 
 class WorkerEngine final : public IoEngine {
  public:
-  WorkerEngine(std::string name, EngineLimits limits, std::unique_ptr<BlockingIo> io)
-      : name_(std::move(name)), limits_(limits), pool_(std::make_unique<Pool>(limits.queue_depth, std::move(io))) {
+  WorkerEngine(std::string name, EngineLimits limits, std::unique_ptr<BlockingIo> io, int wake_fd)
+      : name_(std::move(name)),
+        limits_(limits),
+        wake_fd_(wake_fd),
+        pool_(std::make_unique<Pool>(limits.queue_depth, std::move(io))) {
     queued_.reserve(limits.queue_depth);
     reaped_.reserve(limits.queue_depth);
   }
   ~WorkerEngine() override;
 
-  Status StartThreads(uint32_t thread_count);
+  Status Open(uint32_t thread_count);
 
   std::string_view name() const override { return name_; }
   const EngineLimits& limits() const override { return limits_; }
@@ -95,11 +108,14 @@ class WorkerEngine final : public IoEngine {
   std::string last_failure() const override { return pool_->io->last_failure(); }
 
  private:
+  Status StartThreads(uint32_t thread_count);
   size_t TakeReaped(std::span<IoCompletion> out);
+  void AwaitCompleted(std::unique_lock<std::mutex>& lock, size_t count, const Deadline& deadline);
 
   const uint64_t generation_ = ForkGeneration();
   const std::string name_;
   const EngineLimits limits_;
+  const int wake_fd_;
   std::unique_ptr<Pool> pool_;
   std::vector<pthread_t> threads_;
 
@@ -109,6 +125,15 @@ class WorkerEngine final : public IoEngine {
   size_t reaped_begin_ = 0;
   size_t in_flight_ = 0;
 };
+
+Status WorkerEngine::Open(uint32_t thread_count) {
+  if (wake_fd_ >= 0) {
+    Result<std::unique_ptr<Wakeup>> enough_completed = Wakeup::Create();
+    if (!enough_completed.ok()) return enough_completed.status();
+    pool_->enough_completed_fd = std::move(enough_completed).value();
+  }
+  return StartThreads(thread_count);
+}
 
 Status WorkerEngine::StartThreads(uint32_t thread_count) {
   // Workers inherit the mask: the application's signals are for its own threads.
@@ -182,6 +207,25 @@ size_t WorkerEngine::TakeReaped(std::span<IoCompletion> out) {
   return count;
 }
 
+// Until so many are in `completed`, the deadline has passed, or the owner is wanted.
+void WorkerEngine::AwaitCompleted(std::unique_lock<std::mutex>& lock, size_t count, const Deadline& deadline) {
+  const auto enough = [&] { return pool_->completed.size() >= count; };
+  for (bool is_over = false; !enough() && !is_over;) {
+    pool_->wanted_count = count;
+    if (pool_->enough_completed_fd == nullptr) {
+      pool_->enough_completed.wait_until(lock, deadline.end(), enough);
+      is_over = true;
+      continue;
+    }
+    lock.unlock();
+    AwaitReadable(pool_->enough_completed_fd->fd(), wake_fd_, deadline.RemainingTimespec());
+    pool_->enough_completed_fd->Clear();
+    is_over = deadline.Passed() || IsReadable(wake_fd_);
+    lock.lock();
+  }
+  pool_->wanted_count = kNobodyWaits;
+}
+
 Result<size_t> WorkerEngine::Reap(std::span<IoCompletion> out, size_t min_count, std::chrono::milliseconds timeout) {
   FP_CHECK(min_count <= out.size());
   const Deadline deadline(timeout);
@@ -192,12 +236,7 @@ Result<size_t> WorkerEngine::Reap(std::span<IoCompletion> out, size_t min_count,
   const size_t wanted_count = std::min(min_count, taken + in_flight_);
   {
     std::unique_lock lock(pool_->mutex);
-    const auto enough = [&] { return taken + pool_->completed.size() >= wanted_count; };
-    if (!enough()) {
-      pool_->wanted_count = wanted_count - taken;
-      pool_->enough_completed.wait_until(lock, deadline.end(), enough);
-      pool_->wanted_count = kNobodyWaits;
-    }
+    AwaitCompleted(lock, wanted_count - std::min(wanted_count, taken), deadline);
     reaped_.swap(pool_->completed);
   }
   taken += TakeReaped(out.subspan(taken));
@@ -207,10 +246,10 @@ Result<size_t> WorkerEngine::Reap(std::span<IoCompletion> out, size_t min_count,
 }  // namespace
 
 Result<std::unique_ptr<IoEngine>> CreateWorkerEngine(std::string name, EngineLimits limits, uint32_t thread_count,
-                                                     std::unique_ptr<BlockingIo> io) {
-  auto engine = std::make_unique<WorkerEngine>(std::move(name), limits, std::move(io));
+                                                     std::unique_ptr<BlockingIo> io, int wake_fd) {
+  auto engine = std::make_unique<WorkerEngine>(std::move(name), limits, std::move(io), wake_fd);
   const uint32_t wished = thread_count == 0 ? kDefaultThreadCount : thread_count;
-  FP_RETURN_IF_ERROR(engine->StartThreads(std::min(wished, limits.queue_depth)));
+  FP_RETURN_IF_ERROR(engine->Open(std::min(wished, limits.queue_depth)));
   return std::unique_ptr<IoEngine>(std::move(engine));
 }
 

@@ -27,8 +27,8 @@ class BlockingIo {
   virtual std::string last_failure() const { return {}; }
 };
 
-// thread_count: 0: min(queue depth, 16). kUnsupported where a thread cannot be started.
+// thread_count: 0: min(queue depth, 16). wake_fd as in EngineOptions. kUnsupported where a thread cannot be started.
 Result<std::unique_ptr<IoEngine>> CreateWorkerEngine(std::string name, EngineLimits limits, uint32_t thread_count,
-                                                     std::unique_ptr<BlockingIo> io);
+                                                     std::unique_ptr<BlockingIo> io, int wake_fd = -1);
 
 }  // namespace fastpersist

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "core/alignment.h"
+#include "core/wakeup.h"
 #include "engine/deadline.h"
 
 namespace fastpersist {
@@ -51,7 +52,8 @@ Status IoPump::UseEngine(size_t index, Status why_left) {
     Result<std::unique_ptr<IoEngine>> created = CreateEngine({.name = name,
                                                               .queue_depth = options_.queue_depth,
                                                               .thread_count = options_.thread_count,
-                                                              .cufile_api = options_.cufile_api});
+                                                              .cufile_api = options_.cufile_api,
+                                                              .wake_fd = options_.wake_fd});
     Status status = created.status();
     if (created.ok()) {
       const bool direct = created.value()->limits().direct;
@@ -149,7 +151,7 @@ Status IoPump::Collect(std::chrono::milliseconds wait_at_most, std::vector<Finis
       if (!status.ok()) return Fail(std::move(status));
     }
     if (Status status = Poll(); !status.ok()) return Fail(std::move(status));
-    if (!finished.empty() || deadline.Passed()) break;
+    if (!finished.empty() || deadline.Passed() || IsReadable(options_.wake_fd)) break;
   }
   return failed_;
 }

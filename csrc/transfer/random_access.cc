@@ -8,6 +8,7 @@
 #include "core/alignment.h"
 #include "core/fork.h"
 #include "core/limbo.h"
+#include "core/wakeup.h"
 #include "transfer/request_worker.h"
 
 namespace fastpersist {
@@ -100,9 +101,12 @@ Result<std::unique_ptr<RandomAccess>> RandomAccess::Open(RandomAccessOptions opt
   const RandomAccessOptions& own = file->options_;
   // A device may have blocks that are larger than the chunks that were asked for.
   const uint64_t chunk_bytes = std::max<uint64_t>(own.chunk_bytes, file->limits_.offset_alignment_bytes);
+  Result<std::unique_ptr<Wakeup>> wakeup = Wakeup::Create();
+  if (!wakeup.ok()) return wakeup.status();
   PumpOptions pump_options{.engines = own.engines,
                            .queue_depth = own.queue_depth,
                            .thread_count = own.thread_count,
+                           .wake_fd = wakeup.value()->fd(),
                            .poll = {},
                            .outlives_failures = true,
                            .gives_writes_back = true};
@@ -115,8 +119,9 @@ Result<std::unique_ptr<RandomAccess>> RandomAccess::Open(RandomAccessOptions opt
   const uint64_t staging_bytes =
       std::max(kStagedChunkCount * chunk_bytes,
                std::min(own.staging_bytes, AlignUp(chunk_bytes, Staging::kUnitBytes) * own.queue_depth));
-  file->worker_ = std::make_unique<RequestWorker>(std::move(pump).value(), file->limits_, chunk_bytes, staging_bytes,
-                                                  EdgeLock(own.direct_lock_fd, own.path), RequestWorker::Side::kShared);
+  file->worker_ = std::make_unique<RequestWorker>(std::move(wakeup).value(), std::move(pump).value(), file->limits_,
+                                                  chunk_bytes, staging_bytes, EdgeLock(own.direct_lock_fd, own.path),
+                                                  RequestWorker::Side::kShared);
   return file;
 }
 
@@ -133,17 +138,20 @@ RandomAccess::~RandomAccess() {
 Result<RequestWorker*> RandomAccess::EdgeWorker() {
   const std::lock_guard lock(*edge_mutex_);
   if (edge_worker_ == nullptr) {
+    Result<std::unique_ptr<Wakeup>> wakeup = Wakeup::Create();
+    if (!wakeup.ok()) return wakeup.status();
     PumpOptions pump_options{.engines = options_.edge_engines,
                              .queue_depth = options_.queue_depth,
                              .thread_count = options_.thread_count,
+                             .wake_fd = wakeup.value()->fd(),
                              .poll = {},
                              .outlives_failures = true};
     Result<std::unique_ptr<IoPump>> pump = IoPump::Open(options_.buffered_fd, options_.path, std::move(pump_options));
     if (!pump.ok()) return pump.status();
     FP_CHECK(!pump.value()->direct());
     edge_worker_ = std::make_unique<RequestWorker>(
-        std::move(pump).value(), limits_, options_.chunk_bytes, kEdgeCount * write_unit_bytes_,
-        EdgeLock(options_.edge_lock_fd, options_.path), RequestWorker::Side::kAlone);
+        std::move(wakeup).value(), std::move(pump).value(), limits_, options_.chunk_bytes,
+        kEdgeCount * write_unit_bytes_, EdgeLock(options_.edge_lock_fd, options_.path), RequestWorker::Side::kAlone);
   }
   return edge_worker_.get();
 }

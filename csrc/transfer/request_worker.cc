@@ -18,7 +18,7 @@
 namespace fastpersist {
 namespace {
 
-// While requests are in flight and there is room for more, new ones are looked for this often.
+// What cannot be waited for beside requests in flight, the lock and devices, is looked at this often.
 constexpr auto kLookInterval = std::chrono::milliseconds(1);
 // Smaller requests go to the kernel together; larger ones at once, since the next may have to be copied first.
 constexpr uint32_t kBatchedBytes = 64 << 10;
@@ -32,13 +32,14 @@ constexpr uint64_t kShareOfRest = 4;
 
 }  // namespace
 
-RequestWorker::RequestWorker(std::unique_ptr<IoPump> pump, DirectIoLimits limits, uint64_t chunk_bytes,
-                             uint64_t staging_bytes, EdgeLock lock, Side side)
+RequestWorker::RequestWorker(std::unique_ptr<Wakeup> wakeup, std::unique_ptr<IoPump> pump, DirectIoLimits limits,
+                             uint64_t chunk_bytes, uint64_t staging_bytes, EdgeLock lock, Side side)
     : limits_(std::move(limits)),
       chunk_bytes_(chunk_bytes),
       memory_unit_bytes_(
           std::max<uint64_t>(static_cast<uint64_t>(sysconf(_SC_PAGESIZE)), limits_.memory_alignment_bytes)),
       side_(side),
+      wakeup_(std::move(wakeup)),
       pump_(std::move(pump)),
       staging_(staging_bytes, /*keeps=*/side == Side::kShared),
       lock_(std::move(lock)) {
@@ -102,7 +103,10 @@ void RequestWorker::Add(std::shared_ptr<FileRequest> request, std::vector<FilePa
       pthread_sigmask(SIG_SETMASK, &before, nullptr);
       started_ = refused == 0;
     }
-    if (refused == 0) inbox_.push_back(job);
+    if (refused == 0) {
+      if (inbox_.empty()) wakeup_->Signal();
+      inbox_.push_back(job);
+    }
   }
   if (refused == 0) {
     arrived_.notify_one();
@@ -136,6 +140,7 @@ void RequestWorker::Run() {
         arrived_.wait_for(lock, pause);
         pause = std::min(2 * pause, kPauseMax);
       }
+      if (!inbox_.empty()) wakeup_->Clear();
       for (std::shared_ptr<Job>& job : inbox_) {
         (job->device() == nullptr ? jobs_ : device_jobs_).push_back(std::move(job));
       }
@@ -152,8 +157,7 @@ void RequestWorker::Run() {
     }
     if (status.ok() && pump_->in_flight() > 0) {
       finished.clear();
-      // What is left to be cut waits for room, so nothing that arrives could be started either; or for the lock.
-      const bool looks = jobs_.empty() || is_locked_out_ || has_more_work();
+      const bool looks = is_locked_out_ || has_more_work();
       status = pump_->Collect(looks ? kLookInterval : std::chrono::milliseconds::max(), finished);
       for (const IoPump::Finished& request : finished) Finish(request);
     }

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "core/file.h"
+#include "core/wakeup.h"
 #include "transfer/device_copies.h"
 #include "transfer/edge_lock.h"
 #include "transfer/io_pump.h"
@@ -37,9 +38,9 @@ class RequestWorker {
     kAlone,   // bytes through the page cache beside direct writes; clean again when the lock is left
   };
 
-  // The descriptors of the pump and of the lock stay the caller's.
-  RequestWorker(std::unique_ptr<IoPump> pump, DirectIoLimits limits, uint64_t chunk_bytes, uint64_t staging_bytes,
-                EdgeLock lock, Side side);
+  // `wakeup` is what the pump's wake_fd is of. The descriptors of the pump's file and of the lock stay the caller's.
+  RequestWorker(std::unique_ptr<Wakeup> wakeup, std::unique_ptr<IoPump> pump, DirectIoLimits limits,
+                uint64_t chunk_bytes, uint64_t staging_bytes, EdgeLock lock, Side side);
   // Waits for all jobs, as after GiveUpOnDevices.
   ~RequestWorker();
   RequestWorker(const RequestWorker&) = delete;
@@ -110,6 +111,8 @@ class RequestWorker {
   const uint64_t chunk_bytes_;
   const uint64_t memory_unit_bytes_;  // direct reads to memory of callers fill multiples of this
   const Side side_;
+
+  const std::unique_ptr<Wakeup> wakeup_;  // readable while something is in inbox_
 
   // The thread's own.
   std::unique_ptr<IoPump> pump_;

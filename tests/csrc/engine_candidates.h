@@ -33,6 +33,7 @@
 #include <vector>
 
 #include "core/alignment.h"
+#include "core/wakeup.h"
 #include "engine/builtin_engines.h"
 #include "engine/engine.h"
 #include "engine/fault_engine.h"
@@ -208,6 +209,8 @@ struct Scratch {
   std::string path(const char* name) const { return directory + "/" + name; }
 };
 inline Scratch g_scratch;
+
+inline bool Contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
 
 inline void MakeInput() {
   g_scratch.input = g_scratch.path("input");

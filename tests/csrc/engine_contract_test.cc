@@ -344,6 +344,64 @@ void TimeoutPassesWhileNothingCompletes(const Candidate& candidate) {
   close(ends[1]);
 }
 
+// With a read that waits until somebody writes, as above.
+void TheOwnerIsWokenWhileNothingCompletes(const Candidate& candidate) {
+  if (!Contains(candidate.name, "uring")) return;
+  int ends[2];
+  FP_CHECK(pipe2(ends, O_CLOEXEC) == 0);
+  {
+    Buffer buffer(kAlignment);
+    const auto wakeup = Wakeup::Create().value();
+    const auto engine = candidate.create({.name = candidate.name, .queue_depth = 2, .wake_fd = wakeup->fd()}).value();
+    const IoRequest request = {
+        .op = IoOp::kRead, .fd = ends[0], .buffer = buffer.at(0), .size_bytes = 5, .offset_bytes = 0, .tag = 3};
+    ASSERT(engine->Queue(request) == QueueResult::kQueued);
+    EXPECT(engine->Submit().ok());
+    std::vector<IoCompletion> out(2);
+    std::thread other([&] {
+      std::this_thread::sleep_for(milliseconds(20));
+      wakeup->Signal();
+    });
+    for (int round = 0; round < 2; ++round) {  // and as long as it is readable
+      auto reaped = engine->Reap(out, 1, std::chrono::hours(1));
+      EXPECT(reaped.ok() && reaped.value() == 0 && IsReadable(wakeup->fd()));
+    }
+    other.join();
+    wakeup->Clear();
+    EXPECT(!IsReadable(wakeup->fd()));
+    FP_CHECK(write(ends[1], "hello", 5) == 5);
+    auto reaped = engine->Reap(out, 1, std::chrono::hours(1));
+    EXPECT(reaped.ok() && reaped.value() == 1 && out[0].done_bytes == 5 && out[0].tag == 3);
+  }
+  close(ends[0]);
+  close(ends[1]);
+}
+
+void WhatIsReadyIsReapedThoughTheOwnerIsWanted(const Candidate& candidate) {
+  if (Contains(candidate.name, "cufile")) return;
+  constexpr size_t kSize = 1 << 20;
+  Buffer buffer(8 * kSize);
+  const File file(g_scratch.input, O_RDONLY, candidate.direct);
+  const auto wakeup = Wakeup::Create().value();
+  const auto engine = candidate.create({.name = candidate.name, .queue_depth = 8, .wake_fd = wakeup->fd()}).value();
+  std::vector<IoCompletion> out(8);
+  for (const bool is_wanted : {true, false}) {
+    if (is_wanted) wakeup->Signal();
+    for (uint64_t i = 0; i < 8; ++i) {
+      ASSERT(engine->Queue(Read(file, buffer.span(i * kSize, kSize), i * kSize, i)) == QueueResult::kQueued);
+    }
+    EXPECT(engine->Submit().ok());
+    for (size_t count = 0; count < 8;) {
+      auto reaped = engine->Reap(out, 8 - count, std::chrono::hours(1));
+      ASSERT(reaped.ok());
+      EXPECT(is_wanted || reaped.value() == 8);
+      count += reaped.value();
+    }
+    wakeup->Clear();
+    if (candidate.moves_bytes) EXPECT(HoldsContent(buffer.all(), 0));
+  }
+}
+
 // After the destructor the kernel must not write into the buffers any more.
 void DestructionWaitsForRequestsInFlight(const Candidate& candidate) {
   constexpr size_t kSize = 4 << 20;
@@ -494,6 +552,8 @@ void SignalsDoNotShow(const Candidate& candidate) {
   RandomReadsAtDepth256AreRight(candidate, 2048);
   EightMebibyteRequestsAtDepthEightAreRight(candidate);
   TimeoutPassesWhileNothingCompletes(candidate);
+  TheOwnerIsWokenWhileNothingCompletes(candidate);
+  WhatIsReadyIsReapedThoughTheOwnerIsWanted(candidate);
   timer = {};
   FP_CHECK(setitimer(ITIMER_REAL, &timer, nullptr) == 0);
   FP_CHECK(sigaction(SIGALRM, &before, nullptr) == 0);
@@ -514,6 +574,8 @@ void RunAll(const Candidate& candidate) {
   ReapWithNothingInFlightReturnsAtOnce(candidate);
   ReapHonoursItsTimeout(candidate);
   TimeoutPassesWhileNothingCompletes(candidate);
+  TheOwnerIsWokenWhileNothingCompletes(candidate);
+  WhatIsReadyIsReapedThoughTheOwnerIsWanted(candidate);
   DestructionWaitsForRequestsInFlight(candidate);
   NothingIsLeftBehind(candidate);
   OwnerMayChangeBetweenThreads(candidate);

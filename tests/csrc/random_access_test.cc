@@ -6,7 +6,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
+#include <cstdio>
 #include <filesystem>
+#include <fstream>
 #include <iterator>
 #include <thread>
 
@@ -191,7 +194,9 @@ struct Reached {
   bool operator<(const Reached& other) const { return address < other.address; }
 };
 std::mutex g_reads_mutex;
-std::vector<Reached> g_reads;  // that the kernel was asked for
+std::vector<Reached> g_reads;         // that the kernel was asked for
+std::condition_variable g_read_came;  // while one is held, the first waits for the next
+std::atomic<bool> g_holds_first{false};
 
 // Of these bytes, those that the kernel was asked to read to their place.
 std::vector<Reached> TakeReadsTo(const std::byte* address, size_t size_bytes) {
@@ -272,6 +277,52 @@ void WhatLiesOnPagesIsReadToThemInOneRequestEach() {
     EXPECT(reads[row].address == page + row * 4096 && reads[row].size_bytes == 4096);
     EXPECT(std::memcmp(page + row * 4096, content.data() + (255 - row) * 4096, 4096) == 0);
   }
+}
+
+// --- Requests that come while others are under way
+
+// How often a thread of the file has gone to sleep.
+uint64_t SleepCount() {
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string line;
+    std::ifstream(task.path() / "comm") >> line;
+    if (line != "fastpersist-ra") continue;
+    std::ifstream status(task.path() / "status");
+    while (std::getline(status, line)) {
+      unsigned long count = 0;
+      if (std::sscanf(line.c_str(), "voluntary_ctxt_switches: %lu", &count) == 1) return count;
+    }
+  }
+  return 0;
+}
+
+void ARequestThatComesLaterIsStartedWithoutLookingForIt() {
+  const ScratchFile scratch("later", RandomBytes(65536, 19));
+  OpenFile file(scratch.path(), {"threads-buffered"});
+  Bytes first_memory(4096);
+  Bytes second_memory(4096);
+  TakeReadsTo(nullptr, 0);
+  g_holds_first = true;
+  const auto first = file.Read(first_memory, 0);
+  {
+    std::unique_lock lock(g_reads_mutex);
+    EXPECT(g_read_came.wait_for(lock, kLong, [] { return g_reads.size() == 1; }));
+  }
+  // The pump comes back every 50 ms; else the thread sleeps until something happens.
+  const auto start = Clock::now();
+  const uint64_t before_count = SleepCount();
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  const uint64_t sleep_count = SleepCount() - before_count;
+  EXPECT_WITH(static_cast<double>(sleep_count) <= SecondsSince(start) / 0.05 + 3, std::to_string(sleep_count));
+
+  const auto second = file.Read(second_memory, 8192);  // which the first one waits for
+  EXPECT(Well(second) && Well(first));
+  {
+    const std::lock_guard lock(g_reads_mutex);
+    g_holds_first = false;
+    g_read_came.notify_all();
+  }
+  file.Close();
 }
 
 // --- The end of the file
@@ -596,9 +647,14 @@ void AForkedChildTouchesNothing() {
 
 // Sees what the engine "threads" asks the kernel for.
 extern "C" ssize_t pread(int fd, void* buffer, size_t size_bytes, off_t offset) noexcept(false) {
+  using namespace fastpersist;
   {
-    const std::lock_guard lock(fastpersist::g_reads_mutex);
-    fastpersist::g_reads.push_back({static_cast<std::byte*>(buffer), size_bytes});
+    std::unique_lock lock(g_reads_mutex);
+    g_reads.push_back({static_cast<std::byte*>(buffer), size_bytes});
+    g_read_came.notify_all();
+    if (g_holds_first && g_reads.size() == 1) {
+      g_read_came.wait(lock, [] { return g_reads.size() > 1 || !g_holds_first; });
+    }
   }
   return syscall(SYS_pread64, fd, buffer, size_bytes, offset);
 }
@@ -607,12 +663,12 @@ int main(int argc, char** argv) {
   using namespace fastpersist;
   return Run(argc, argv,
              {TEST(AnySequenceLeavesWhatAModelWouldHold), TEST(ARequestOfManyPartsIsDoneWhenAllAre),
-              TEST(ARequestOfNothingIsDoneAtOnce), TEST(OnlyWholePagesOfMemoryAreReadTo),
-              TEST(WhatLiesOnPagesIsReadToThemInOneRequestEach), TEST(AReadBeyondTheEndSaysHowMuchIsThere),
-              TEST(AFailedWriteIsFoundByWhoeverLooks), TEST(EveryRequestEndsWhicheverPieceFails),
-              TEST(AnEngineThatIsLeftInMidFileLosesNothing), TEST(WhatADirectEngineLeavesOverIsWrittenAlone),
-              TEST(ALadderThatGoesFromThePageCacheToDirectIsRefused), TEST(AFailedWritebackIsKeptForTheNextSync),
-              TEST(ThousandsOfRequestsOfManyThreads), TEST(WhenAllWereWaitedForEachIsDone),
-              TEST(ClosingWaitsForWhatIsUnderWay), TEST(DescriptorsAreGivenBack),
+              TEST(ARequestOfNothingIsDoneAtOnce), TEST(ARequestThatComesLaterIsStartedWithoutLookingForIt),
+              TEST(OnlyWholePagesOfMemoryAreReadTo), TEST(WhatLiesOnPagesIsReadToThemInOneRequestEach),
+              TEST(AReadBeyondTheEndSaysHowMuchIsThere), TEST(AFailedWriteIsFoundByWhoeverLooks),
+              TEST(EveryRequestEndsWhicheverPieceFails), TEST(AnEngineThatIsLeftInMidFileLosesNothing),
+              TEST(WhatADirectEngineLeavesOverIsWrittenAlone), TEST(ALadderThatGoesFromThePageCacheToDirectIsRefused),
+              TEST(AFailedWritebackIsKeptForTheNextSync), TEST(ThousandsOfRequestsOfManyThreads),
+              TEST(WhenAllWereWaitedForEachIsDone), TEST(ClosingWaitsForWhatIsUnderWay), TEST(DescriptorsAreGivenBack),
               TEST(WritersOfNeighbouringBytesLoseNoneWhileOthersRead), TEST(AForkedChildTouchesNothing)});
 }
