@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from json.decoder import scanstring  # type: ignore[attr-defined]
+from typing import NamedTuple
 
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import ConfigError, FormatError
@@ -52,8 +55,7 @@ TORCH_NAMES = {name: torch_name for torch_name, name in DTYPE_NAMES.items()}
 """torch's name of each safetensors dtype that torch has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor and where it lies.
 
     Attributes:
@@ -211,18 +213,11 @@ def read_header(read_at: Callable[[int, int], bytes], file_bytes: int, *, path: 
         raise FormatError(f"a header of {length} bytes does not fit", path=path, offset_bytes=0)
     try:
         # Decoded here: json.loads would also take UTF-16, which the format does not.
-        text = read_at(_LENGTH_BYTES, length).decode()
-        content = json.loads(text, object_pairs_hook=_unique_keys, parse_int=_whole_number)
+        entries, metadata = _parse(read_at(_LENGTH_BYTES, length).decode(), _LENGTH_BYTES + length)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"the header is no JSON: {error}", path=path, offset_bytes=_LENGTH_BYTES) from None
-    if not isinstance(content, dict):
-        raise FormatError("the header is no JSON object", path=path, offset_bytes=_LENGTH_BYTES)
-    metadata = content.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FormatError("the metadata does not map text to text", path=path, offset_bytes=_LENGTH_BYTES)
-    start = _LENGTH_BYTES + length
-    entries = sorted((_entry(name, value, start, path) for name, value in content.items()), key=_data_order)
-    end = start
+        raise FormatError(f"the header is damaged: {error}", path=path, offset_bytes=_LENGTH_BYTES) from None
+    entries.sort(key=_data_order)
+    start = end = _LENGTH_BYTES + length
     for entry in entries:
         if entry.offset_bytes != end:
             raise FormatError(
@@ -240,6 +235,129 @@ def _data_order(entry: Entry) -> tuple[int, int]:
     return entry.offset_bytes, entry.size_bytes
 
 
+# The parser goes through the header once and knows what has to come next: what the format forbids is refused where it
+# is met, before memory is spent on the rest. Of what the format allows, it calls into C only, a few times per tensor.
+
+_SPACE = r"[ \t\n\r]*"
+_NUMBER = r"(?:0|[1-9][0-9]{0,19})"
+_NUMBERS = rf"(?:{_NUMBER}(?:{_SPACE},{_SPACE}{_NUMBER}){{0,63}})?"
+_space = re.compile(_SPACE).match
+_opening = re.compile(rf"{_SPACE}\{{{_SPACE}(\}})?").match
+_colon = re.compile(rf"{_SPACE}:{_SPACE}").match
+_next = re.compile(rf"{_SPACE}([,}}]){_SPACE}").match
+# A tensor as everybody writes it; whatever else the format allows takes a longer way.
+_tensor = re.compile(
+    rf'\{{{_SPACE}"dtype"{_SPACE}:{_SPACE}"(\w{{1,32}})"{_SPACE},{_SPACE}"shape"{_SPACE}:{_SPACE}\[{_SPACE}({_NUMBERS})'
+    rf'{_SPACE}\]{_SPACE},{_SPACE}"data_offsets"{_SPACE}:{_SPACE}\[{_SPACE}({_NUMBER}){_SPACE},{_SPACE}({_NUMBER})'
+    rf"{_SPACE}\]{_SPACE}\}}"
+).match
+_TENSOR_CHARACTERS_MAX = 1 << 16
+
+
+def _parse(text: str, start: int) -> tuple[list[Entry], dict[str, str]]:
+    """Parse a header.
+
+    Args:
+        text: Its JSON.
+        start: Where the data starts.
+
+    Returns:
+        The tensors, in the order of the header, and the metadata.
+
+    Raises:
+        ValueError, RecursionError: It is no JSON, or not of this form.
+    """
+    entries: list[Entry] = []
+    metadata: dict[str, str] | None = None
+    names: set[str] = set()
+    position, is_last = _first_name(text, 0)
+    while not is_last:
+        name, position = _name(text, position)
+        if name == "__metadata__":
+            if metadata is not None:
+                raise ValueError("the metadata occur twice")
+            metadata, position = _parse_metadata(text, position)
+        else:
+            if name in names:
+                raise ValueError(f"tensor {name!r} occurs twice")
+            names.add(name)
+            entry, position = _parse_tensor(name, text, position, start)
+            entries.append(entry)
+        position, is_last = _behind(text, position)
+    if position != len(text):
+        raise ValueError(f"{text[position : position + 10]!r} follows it")
+    return entries, metadata or {}
+
+
+def _parse_metadata(text: str, position: int) -> tuple[dict[str, str], int]:
+    metadata: dict[str, str] = {}
+    position, is_last = _first_name(text, position)
+    while not is_last:
+        key, position = _name(text, position)
+        if text[position : position + 1] != '"':
+            raise ValueError("the metadata does not map text to text")
+        value, position = scanstring(text, position + 1)
+        if key in metadata:
+            raise ValueError(f"the metadata {key!r} occurs twice")
+        metadata[key] = _checked(value)
+        position, is_last = _behind(text, position)
+    return metadata, position
+
+
+def _first_name(text: str, position: int) -> tuple[int, bool]:
+    """Go into an object, to its first name; return the position, and whether it has none."""
+    match = _opening(text, position)
+    if match is None:
+        raise ValueError(f"there is no object at character {position}")
+    return (match.end(), False) if match[1] is None else (_space(text, match.end()).end(), True)  # type: ignore[union-attr]
+
+
+def _name(text: str, position: int) -> tuple[str, int]:
+    """Read a name; return it and the position of its value."""
+    if text[position : position + 1] != '"':
+        raise ValueError(f"there is no name at character {position}")
+    name, position = scanstring(text, position + 1)
+    match = _colon(text, position)
+    if match is None:
+        raise ValueError(f"there is no value at character {position}")
+    return _checked(name), match.end()
+
+
+def _behind(text: str, position: int) -> tuple[int, bool]:
+    """Go on behind a value, to the next name; return the position, and whether the object ends instead."""
+    match = _next(text, position)
+    if match is None:
+        raise ValueError(f"the object does not go on at character {position}")
+    return match.end(), match[1] == "}"
+
+
+def _checked(value: str) -> str:
+    if not value.isascii():
+        value.encode()  # escapes can spell half a surrogate pair, which is no text
+    return value
+
+
+def _parse_tensor(name: str, text: str, position: int, start: int) -> tuple[Entry, int]:
+    match = _tensor(text, position)
+    if match is not None:
+        dtype, sizes, begin, end = match.groups()
+        shape = tuple(map(int, sizes.split(","))) if sizes else ()
+        return _entry(name, dtype, shape, int(begin), int(end), start), match.end()
+    behind = text.find("}", position, position + _TENSOR_CHARACTERS_MAX) + 1  # no value in it holds a brace
+    value: object = None
+    if behind and text[position] == "{":
+        try:
+            value = json.loads(text[position:behind], object_pairs_hook=_unique_keys, parse_int=_whole_number)
+        except ValueError as error:
+            raise ValueError(f"tensor {name!r} is no JSON object: {error}") from None
+    match value:
+        case {"dtype": str(dtype), "shape": list(listed), "data_offsets": [begin, end], **others} if not others:
+            if not (_is_size(begin) and _is_size(end) and all(_is_size(size) for size in listed)):
+                raise ValueError(f"tensor {name!r} has an impossible shape or offset")
+            return _entry(name, dtype, tuple(listed), begin, end, start), behind
+    raise ValueError(f"tensor {name!r} is not described by dtype, shape and data_offsets")
+
+
 def _whole_number(digits: str) -> int:
     """Read a number of a header; none is negative, and "-0" is none of the official parser's."""
     if digits.startswith("-"):
@@ -251,10 +369,6 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     content = dict(pairs)
     if len(content) != len(pairs):
         raise ValueError("a name occurs twice")
-    for name, value in pairs:
-        name.encode()  # escapes can spell half a surrogate pair, which is no text
-        if isinstance(value, str):
-            value.encode()
     return content
 
 
@@ -262,39 +376,23 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
 
 
-def _entry(name: str, value: object, start: int, path: str) -> Entry:
-    if not isinstance(value, dict):
-        value = {}
-    match value:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if len(value) == 3:
-            pass
-        case _:
-            raise FormatError(f"tensor {name!r} is not described by dtype, shape and data_offsets", path=path)
-    if dtype not in _DTYPE_BITS:
-        raise FormatError(f"tensor {name!r} has the unknown dtype {dtype!r}", path=path)
-    if not (_is_size(begin) and _is_size(end) and all(_is_size(size) for size in shape)):
-        raise FormatError(f"tensor {name!r} has an impossible shape or offset", path=path)
-    bits = _DTYPE_BITS[dtype]
-    strides = 1  # also a tensor without elements has strides, which must be numbers that a machine can hold
+def _entry(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int, start: int) -> Entry:
+    bits = _DTYPE_BITS.get(dtype)
+    if bits is None:
+        raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
+    strides_bits = bits  # also a tensor without elements has strides, which must be numbers that a machine can hold
     for size in shape:
         bits *= size
-        strides *= max(size, 1)
-        if strides * _DTYPE_BITS[dtype] >= 1 << 66:
-            raise FormatError(f"tensor {name!r} has an impossible shape", path=path)
-    if bits % 8 or bits // 8 != end - begin:
-        raise FormatError(
-            f"tensor {name!r} of dtype {dtype} and shape {shape} does not have {end - begin} bytes",
-            path=path,
-            offset_bytes=start + begin,
-        )
-    return Entry(name, dtype, tuple(shape), start + begin, end - begin)
+        strides_bits *= max(size, 1)
+        if strides_bits >= 1 << 66:
+            raise ValueError(f"tensor {name!r} has an impossible shape")
+    if begin >= 1 << 62 or bits % 8 or bits // 8 != end - begin:
+        raise ValueError(f"tensor {name!r} of dtype {dtype} and shape {list(shape)} does not have {end - begin} bytes")
+    return Entry(name, dtype, shape, start + begin, end - begin)
 
 
 def _with_crcs(entries: list[Entry], digits: str | None) -> tuple[Entry, ...]:
     """Attach the recorded CRCs; metadata that is not ours or was edited counts as none recorded."""
     if digits is None or len(digits) != 8 * len(entries) or not all(c in "0123456789abcdef" for c in digits):
         return tuple(entries)
-    return tuple(
-        Entry(e.name, e.dtype, e.shape, e.offset_bytes, e.size_bytes, int(digits[8 * i : 8 * i + 8], 16))
-        for i, e in enumerate(entries)
-    )
+    return tuple(e._replace(crc=int(digits[8 * i : 8 * i + 8], 16)) for i, e in enumerate(entries))

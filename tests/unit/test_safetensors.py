@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -380,6 +382,78 @@ def test_parser_refuses_what_the_official_one_refuses(name: str, path: Path) -> 
 def test_parser_takes_what_the_official_one_takes(data: bytes, path: Path) -> None:
     path.write_bytes(data)
     assert_same(by_name(fp.load(path)), by_name(load_file(path)))
+
+
+def spaced(draw: st.DrawFn, tokens: list[str]) -> str:
+    """Join tokens of JSON by whitespace."""
+    return "".join(token + draw(st.text(" \t\n\r", max_size=2)) for token in tokens)
+
+
+@st.composite
+def spelt_headers(draw: st.DrawFn) -> tuple[bytes, dict[str, Any], dict[str, str]]:
+    """Draw a header in any spelling that JSON allows, with its tensors and its metadata."""
+    names = draw(st.lists(st.text(max_size=6), unique=True, max_size=4).filter(lambda n: "__metadata__" not in n))
+    metadata = draw(st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=3))
+    tensors: dict[str, Any] = {}
+    members = []
+    end = 0
+    for name in names:
+        shape = draw(st.lists(st.integers(0, 3), max_size=4))
+        begin, end = end, end + math.prod(shape)
+        tensors[name] = (shape, begin, end)
+        values = {"dtype": '"U8"', "shape": json.dumps(shape), "data_offsets": json.dumps([begin, end])}
+        inner = [f'"{key}":{values[key]}' for key in draw(st.permutations(list(values)))]
+        spelt = json.dumps(name, ensure_ascii=draw(st.booleans()))
+        members.append(spaced(draw, [spelt, ":", "{", *", ".join(inner).split(" "), "}"]))
+    if metadata or draw(st.booleans()):
+        text = json.dumps(metadata, ensure_ascii=draw(st.booleans()))
+        members.insert(draw(st.integers(0, len(members))), spaced(draw, ['"__metadata__"', ":", text]))
+    text = spaced(draw, ["{", ",".join(members), "}"])
+    return file_of(text.encode(), end), tensors, metadata
+
+
+@given(spelt_headers())
+def test_header_means_the_same_in_every_spelling(spelt: tuple[bytes, dict[str, Any], dict[str, str]]) -> None:
+    data, tensors, metadata = spelt
+    header = read_header(lambda offset, size: data[offset : offset + size], len(data), path="x")
+    start = header.size_bytes
+    found = {
+        e.name: (list(e.shape), e.offset_bytes - start, e.offset_bytes + e.size_bytes - start) for e in header.entries
+    }
+    assert found == tensors
+    assert header.metadata == metadata
+    assert {name for name, _ in deserialize(data)} == set(tensors)
+
+
+LONG = 4_000_000
+
+# Each of them took up to thirty times its length before it was refused.
+LONG_AND_BAD: dict[str, bytes] = {
+    "numbers": b'{"t":{"dtype":"F32","shape":[' + b"1," * (LONG // 2) + b'1],"data_offsets":[0,4]}}',
+    "nesting": b'{"t":' + b"[" * (LONG // 2) + b"]" * (LONG // 2) + b"}",
+    "lists": b'{"t":[' + b"[]," * (LONG // 3) + b"[]]}",
+    "objects": b'{"t":[' + b"{}," * (LONG // 3) + b"{}]}",
+    "objects in a tensor": b'{"t":{"dtype":' + b'{"a":' * (LONG // 5) + b"1" + b"}" * (LONG // 5) + b"}}",
+    "tensors that are numbers": b"{" + b",".join(b'"%07d":0' % index for index in range(LONG // 12)) + b"}",
+    "metadata of lists": b'{"__metadata__":{"a":[' + b"0," * (LONG // 2) + b"0]}}",
+    "metadata of numbers": b'{"__metadata__":{' + b",".join(b'"%07d":0' % index for index in range(LONG // 12)) + b"}}",
+    "quotes": b'{"' * (LONG // 2),
+    "spaces": b"{" + b" " * LONG + b"]",
+}
+
+
+@pytest.mark.parametrize("name", LONG_AND_BAD)
+def test_long_header_is_refused_before_it_is_built(name: str) -> None:
+    data = file_of(LONG_AND_BAD[name], 4)
+    pieces = [data[:8], data[8:-4]]
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError):
+            read_header(lambda offset, size: pieces[offset // 8], len(data), path="x")
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < len(data) + (1 << 20)  # its text, and what a tensor may take
 
 
 def test_dtype_that_torch_lacks_is_named(path: Path) -> None:
