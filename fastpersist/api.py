@@ -548,7 +548,8 @@ def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> V
             return directory_inspection.verify_directory(name, engine=engine, poll=poll, explain=_with_damaged_shards)
     with CheckpointSource(name) as source:
         with _progress(source.path, source.size_bytes, progress) as poll:
-            return inspection.verify_source(source, engine=engine, poll=poll)
+            listed = directory_inspection.verify_listed(name, engine=engine, poll=poll)
+            return listed or inspection.verify_source(source, engine=engine, poll=poll)
 
 
 def _with_damaged_shards(report: VerifyReport) -> VerifyReport:

@@ -145,6 +145,37 @@ def verify_directory(
     return VerifyReport(path, tuple(damages), checked_bytes, has_checksums, _leftovers(path), tuple(notes))
 
 
+def verify_listed(path: str, *, engine: str, poll: Poll | None) -> VerifyReport | None:
+    """Verify a safetensors file by the manifest beside it: nothing in the file vouches for its header.
+
+    Args:
+        path: The file.
+        engine: Engine name or "auto".
+        poll: Gets the bytes read so far.
+
+    Returns:
+        None if no manifest beside it has a CRC of such a file.
+
+    Raises:
+        CheckpointNotFoundError, StorageError: The file went away, or cannot be read.
+
+    Thread safety: any thread.
+    """
+    directory, name = os.path.split(path)
+    if not name.endswith(".safetensors"):
+        return None
+    try:
+        manifest = read_manifest(directory)
+    except (CorruptionError, StorageError, CheckpointNotFoundError):
+        return None
+    for entry in manifest.files:
+        if entry.name == name and entry.crc32 is not None:
+            if problem := _size_problem(directory, entry):
+                return VerifyReport(path, (Damage(problem),), 0, True)
+            return _verify_file(directory, entry, engine, _Done(poll))
+    return None
+
+
 def directory_bytes(path: str) -> int:
     """Return how many bytes `verify_directory` is going to read, as far as that is known: for a progress bar."""
     paths = [path] if _is_checkpoint(path) else [step_path for _, step_path in _steps(path)]

@@ -12,8 +12,7 @@ from fastpersist.errors import CorruptionError, UnsupportedError
 from fastpersist.formats.manifest import FileEntry
 from fastpersist.formats.pickle_scan import DTYPE_ITEMSIZE_BYTES, iter_tensors
 from fastpersist.formats.safetensors import TORCH_NAMES
-from fastpersist.formats.torch_zip import header_leads_to
-from fastpersist.layout import LOCAL_HEADER_BYTES
+from fastpersist.formats.torch_zip import header_damages
 from fastpersist.pipeline import Extents, Poll, read_extents
 from fastpersist.source import CheckpointSource
 
@@ -252,6 +251,7 @@ def _verify_torch_zip(source: CheckpointSource, engine: str, poll: Poll | None) 
         damages.append(Damage(error.message, record="data.pkl", offset_bytes=error.offset_bytes))
     except UnsupportedError:
         pass  # a pickle that only its own loader understands; its bytes are checked all the same
+    damages += _header_damages(source)
     if not source.directory.has_checksums:
         return VerifyReport(source.path, tuple(damages), 0, False)
 
@@ -271,19 +271,19 @@ def _verify_torch_zip(source: CheckpointSource, engine: str, poll: Poll | None) 
         tensors = tuple(names_by_key.get(name.removeprefix("data/"), ()))
         message = _mismatch(", ".join(tensors) or f"record {name}", crc, entry.crc)
         damages.append(Damage(message, tensors, name, entry.data_offset_bytes))
-    # Nothing else in the file is covered by a CRC: headers and padding. What they say was proven with the directory.
-    _check_local_headers(source, damages)
     return VerifyReport(source.path, tuple(damages), sum(entry.size_bytes for entry in entries), True)
 
 
-def _check_local_headers(source: CheckpointSource, damages: list[Damage]) -> None:
-    """Other readers find records through their local headers: each must lead to the same bytes."""
-    for entry in source.directory.entries.values():
-        header = source.read_at(entry.header_offset_bytes, LOCAL_HEADER_BYTES)
-        if header_leads_to(header, entry) != entry.data_offset_bytes:
-            damages.append(
-                Damage(f"the header of record {entry.name} is damaged", (), entry.name, entry.header_offset_bytes)
-            )
+def _header_damages(source: CheckpointSource) -> list[Damage]:
+    """Find what is wrong outside of the records: other readers go by local headers, and no CRC covers the directory."""
+    found = header_damages(source.read_at, source.size_bytes, source.directory, path=source.path)
+    damages = []
+    for name, why in found.items():
+        entry = source.directory.entries.get(name)
+        what = f"the header of record {name} is damaged: {why}" if entry else why
+        offset_bytes = source.directory.offset_bytes if entry is None else entry.header_offset_bytes
+        damages.append(Damage(what, (), name, offset_bytes))
+    return damages
 
 
 def _mismatch(what: str, found: int, expected: int) -> str:

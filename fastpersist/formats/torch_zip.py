@@ -38,6 +38,7 @@ __all__ = [
     "descriptor",
     "descriptor_head",
     "descriptor_tail",
+    "header_damages",
     "header_leads_to",
     "leading_header",
     "local_header",
@@ -68,6 +69,7 @@ _PADDING_FIELD = b"FB"
 _COMMENT_LIMIT_BYTES = 0xFFFF
 _UNIX_MADE_BY = 0x031E
 _ZIP64_VERSION = 45
+_DESCRIPTOR_BYTES_MAX = 24
 
 FORMAT_VERSION = b"1"
 """`.format_version` 1: storages are contiguous and in numeric order, so a reader may compute their offsets."""
@@ -237,8 +239,11 @@ def central_directory(records: Sequence[Record], crcs: Sequence[int]) -> bytes:
             + zip64
         )
     directory = b"".join(parts)
-    offset = records[-1].end_offset_bytes
-    count = len(records)
+    return directory + _end_records(len(records), len(directory), records[-1].end_offset_bytes)
+
+
+def _end_records(count: int, directory_bytes: int, offset_bytes: int) -> bytes:
+    """Encode what follows the central directory."""
     zip64_end = _ZIP64_END.pack(
         _ZIP64_END_MAGIC,
         _ZIP64_END.size - 12,
@@ -248,13 +253,13 @@ def central_directory(records: Sequence[Record], crcs: Sequence[int]) -> bytes:
         0,
         count,
         count,
-        len(directory),
-        offset,
+        directory_bytes,
+        offset_bytes,
     )
-    locator = _ZIP64_LOCATOR.pack(_ZIP64_LOCATOR_MAGIC, 0, offset + len(directory), 1)
+    locator = _ZIP64_LOCATOR.pack(_ZIP64_LOCATOR_MAGIC, 0, offset_bytes + directory_bytes, 1)
     count16 = min(count, 0xFFFF)
-    end = _END.pack(_END_MAGIC, 0, 0, count16, count16, min(len(directory), ZIP32_LIMIT), min(offset, ZIP32_LIMIT), 0)
-    return directory + zip64_end + locator + end
+    sizes = min(directory_bytes, ZIP32_LIMIT), min(offset_bytes, ZIP32_LIMIT)
+    return zip64_end + locator + _END.pack(_END_MAGIC, 0, 0, count16, count16, *sizes, 0)
 
 
 def serialization_id(records: Sequence[Record], crcs: Sequence[int]) -> bytes:
@@ -549,3 +554,77 @@ def _data_offset_from_header(entry: _RawEntry, end: int, read_at: ReadAt, path: 
     if data_offset + entry.size > end:
         raise FormatError(f"record {entry.name!r} runs into the next one", path=path, offset_bytes=entry.header_offset)
     return data_offset
+
+
+def header_damages(read_at: ReadAt, file_bytes: int, directory: Directory, *, path: str) -> dict[str, str]:
+    """Compare what an archive says twice, and find values that no writer of such archives gives.
+
+    Reading needs none of it, so `read_directory` does not look; but what differs was not written so.
+
+    Args:
+        read_at: Reads from the file.
+        file_bytes: Length of the file.
+        directory: Of this file.
+        path: For messages.
+
+    Returns:
+        What is wrong, by the name of the record; "" for the end of the file.
+
+    Raises:
+        FormatError, UnsupportedError: As `read_directory`, if the file has changed since.
+    """
+    count, directory_bytes, offset = _read_end(read_at, file_bytes, path)
+    data = read_at(offset, directory_bytes)
+    entries: list[tuple[DirectoryEntry, bytes, list[int]]] = []
+    cursor = 0
+    for entry in directory.entries.values():
+        _, *fields = _CENTRAL.unpack_from(data, cursor)
+        name_start = cursor + _CENTRAL.size
+        behind = name_start + fields[9]
+        entries.append((entry, data[name_start:behind], fields))
+        cursor = behind + fields[10] + fields[11]
+    # Version 0 is what torch writes, and it leaves a dozen other fields at 0. Other writers have their own values.
+    of_torch = any(fields[0] == fields[1] == 0 for _, _, fields in entries)
+    damages = {}
+    for entry, name, fields in entries:
+        if of_torch and any(fields[index] for index in _ZERO_FIELDS):
+            damages[entry.name] = "its entry in the central directory has fields that torch never sets"
+            continue
+        local = read_at(entry.header_offset_bytes, LOCAL_HEADER_BYTES)
+        if header_leads_to(local, entry) != entry.data_offset_bytes:
+            damages[entry.name] = "its header does not lead to its data"
+        elif why := _contradiction(read_at, file_bytes, entry, name, fields, local):
+            damages[entry.name] = why
+    end = _end_records(count, directory_bytes, offset)
+    if of_torch and (cursor != directory_bytes or read_at(file_bytes - len(end), len(end)) != end):
+        damages[""] = "the records at the end of the file are not those that torch writes"
+    return damages
+
+
+# Of a central entry without its magic: made by, version, method, time, date, comment, disk, internal and external.
+_ZERO_FIELDS = (0, 1, 3, 4, 5, 11, 12, 13, 14)
+
+
+def _contradiction(
+    read_at: ReadAt, file_bytes: int, entry: DirectoryEntry, name: bytes, fields: list[int], local: bytes
+) -> str | None:
+    """Compare an entry of the central directory with the local header of its record, and what follows its data."""
+    _, *said = _LOCAL.unpack(local)
+    _, version, flags, method, time, date, crc, packed, size = fields[:9]
+    if read_at(entry.header_offset_bytes + LOCAL_HEADER_BYTES, said[8]) != name:
+        return "its header has another name"
+    if said[:5] != [version, flags, method, time, date]:
+        return "its header has other flags, or another version, method or time"
+    has_descriptor = flags & _FLAG_DESCRIPTOR  # then the header need not say what was not known yet
+    for own, value in zip(said[5:8], (crc, packed, size), strict=True):
+        if own != value and not (has_descriptor and own in (0, ZIP32_LIMIT)):
+            return "its header has another CRC or size"
+    if not has_descriptor:
+        return None
+    end = entry.data_offset_bytes + entry.size_bytes
+    found = read_at(end, min(_DESCRIPTOR_BYTES_MAX, file_bytes - end))
+    head = _DESCRIPTOR_MAGIC + entry.crc.to_bytes(4, "little")
+    sizes = (struct.pack("<II", size, size), struct.pack("<QQ", entry.size_bytes, entry.size_bytes))
+    if found.startswith((head + sizes[0], head + sizes[1])):
+        return None
+    return "what follows its data has another CRC or size"

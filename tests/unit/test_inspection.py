@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 from support import leaks
-from support.archives import flip_bit, read_records, record_places, save_aligned, with_pickle, write_records
+from support.archives import (
+    data_offset,
+    flip_bit,
+    read_records,
+    record_places,
+    save_aligned,
+    with_pickle,
+    write_records,
+)
 from support.sameness import storage_bytes
 from support.specimens import SPECIMENS, Network
 
@@ -175,6 +185,70 @@ def test_no_flipped_bit_is_missed(path: Path) -> None:
         bad[at] ^= 1 << (at % 8)
         path.write_bytes(bad)
         assert not fp.verify(path).ok, f"a flipped bit at {at} was missed"
+
+
+@pytest.mark.parametrize("writer", ["ours", "torch", "zipfile"])
+def test_no_changed_byte_of_a_header_is_missed(writer: str, path: Path) -> None:
+    """Names, flags, sizes and all: only the padding before a record's data is nobody's."""
+    state = {"w": torch.ones(3), "empty": torch.empty(0)}
+    if writer == "ours":
+        fp.save(state, path, durable=False)
+    else:
+        save_aligned(state, path, alignment=1)
+    if writer == "zipfile":
+        write_records(path, read_records(path))
+    good = path.read_bytes()
+    assert fp.verify(path).ok
+    with zipfile.ZipFile(path) as archive:
+        infos = archive.infolist()
+    looked_at = set(range(good.index(b"PK\x01\x02"), len(good)))
+    for info in infos:
+        looked_at |= set(range(info.header_offset, info.header_offset + 30 + len(info.filename)))
+        end = data_offset(good, info) + info.file_size
+        looked_at |= set(range(end, end + 16)) if info.flag_bits & 8 else set()
+    missed = []
+    for at in sorted(looked_at):
+        path.write_bytes(good[:at] + bytes([good[at] ^ (1 << at % 8)]) + good[at + 1 :])
+        if fp.verify(path, engine="threads-buffered").ok:
+            missed.append(at)
+    if writer == "zipfile":  # its own values of some fields of the central directory are written once
+        single = {at + field for at in entries_of(good) for field in (4, 5, *range(36, 42))}
+        assert set(missed) <= single | set(range(len(good) - 22, len(good)))
+    else:
+        assert missed == []
+
+
+def entries_of(data: bytes) -> list[int]:
+    """Return where the entries of the central directory start."""
+    return [match.start() for match in re.finditer(b"PK\x01\x02", data)]
+
+
+@pytest.mark.parametrize("place", ["directory", "header"])
+def test_changed_name_of_a_record_is_reported(place: str, path: Path) -> None:
+    fp.save({"w": torch.ones(3)}, path)
+    data = path.read_bytes()
+    name = b"/byteorder"
+    at = data.rindex(name) if place == "directory" else data.index(name)
+    path.write_bytes(data[:at] + b"/byteordes" + data[at + len(name) :])
+    (damage,) = fp.verify(path).damages
+    assert damage.record.startswith("byteorde")
+    assert "its header has another name" in damage.message
+
+
+def test_header_of_a_safetensors_file_is_compared_with_the_manifest_beside_it(tmp_path: Path) -> None:
+    files = fp.DirectorySave(tmp_path / "saved")
+    files.save({"weight": torch.ones(3)}, "model.safetensors")
+    files.save({"weight": torch.ones(3)}, "state.pt")
+    files.publish().result()
+    path = tmp_path / "saved" / "model.safetensors"
+    report = fp.verify(path)
+    assert report.ok
+    assert report.has_checksums
+    path.write_bytes(path.read_bytes().replace(b'"weight"', b'"weighs"'))
+    (damage,) = fp.verify(path).damages
+    assert "damaged outside of its tensors" in damage.message
+    (tmp_path / "saved" / "MANIFEST.json").unlink()
+    assert fp.verify(path).ok  # nothing vouches for a name then
 
 
 def test_damaged_directory_is_reported_where_it_is(path: Path) -> None:
