@@ -33,6 +33,7 @@ from fastpersist.errors import (
     SkippedError,
     StorageError,
     TornStateError,
+    UnsavableTensorError,
     UnsupportedError,
 )
 from fastpersist.group_directory import PeerDirectorySave, directory_save_together
@@ -76,6 +77,7 @@ __all__ = [
     "TensorEntry",
     "TensorFile",
     "TornStateError",
+    "UnsavableTensorError",
     "UnsupportedError",
     "VerifyReport",
     "byte_view",

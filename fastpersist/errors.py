@@ -24,6 +24,7 @@ __all__ = [
     "SkippedError",
     "StorageError",
     "TornStateError",
+    "UnsavableTensorError",
     "UnsupportedError",
 ]
 
@@ -34,6 +35,13 @@ class FastPersistError(Exception):
 
 class ConfigError(FastPersistError, ValueError):
     """Options or arguments make no sense; raised before any I/O."""
+
+
+class UnsavableTensorError(ConfigError, RuntimeError):
+    """A tensor cannot be saved, or not in this format; raised before any I/O, and the message names it.
+
+    A RuntimeError, too: torch.save and safetensors raise that for memory that is shared, or that is not there.
+    """
 
 
 class UnsupportedError(FastPersistError):

@@ -23,11 +23,16 @@ from typing import Any
 import torch
 
 from fastpersist import _native
+from fastpersist.errors import UnsavableTensorError
+from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
 
-__all__ = ["PICKLE_PROTOCOL", "Skeleton", "pickle_skeleton", "reduced_types"]
+__all__ = ["PICKLE_PROTOCOL", "ZERO_TENSOR", "Skeleton", "pickle_skeleton", "reduced_types"]
 
 PICKLE_PROTOCOL = 2
 """What torch.save writes and torch.load(weights_only=True) reads."""
+
+ZERO_TENSOR = "a ZeroTensor (torch._efficientzerotensor) has no memory; save tensor.clone()"
+"""What a message says of such a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,7 @@ class _SkeletonPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, storages: _Storages) -> None:
         # Before the pickler is made: it looks its method up just once.
         self.persistent_id = storages.persistent_id  # type: ignore[method-assign]
+        self._zeros = storages.stand_in_for_zeros
         super().__init__(file, protocol=PICKLE_PROTOCOL)
         # Unless somebody has changed how tensors are reduced.
         self._takes_short_way = (
@@ -120,6 +126,9 @@ class _SkeletonPickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         if type(obj) is OrderedDict and not obj and not obj.__dict__:  # every tensor brings one
             return OrderedDict, ()
+        if type(obj) in (torch.Tensor, torch.nn.Parameter) and obj._is_zerotensor():  # type: ignore[attr-defined]
+            # Has no address to ask for. It is refused when all is pickled, for then its name is known.
+            return torch._utils._rebuild_tensor_v2, (self._zeros(), 0, (0,), (1,), False, OrderedDict())
         if type(obj) is not torch.Tensor or not self._takes_short_way or not _is_plain(obj):
             return NotImplemented
         return torch._utils._rebuild_tensor_v2, (
@@ -139,6 +148,7 @@ class _Storages:
         self.storages: list[torch.UntypedStorage] = []
         self.tensors: list[list[torch.Tensor]] = []
         self.wrappers: list[torch.Tensor] = []
+        self.zeros: list[torch.UntypedStorage] = []
         self._on_the_way: list[torch.Tensor] = []  # tensors met since the last storage
         self._keys: dict[int, str] = {}
         self._dtype_at: dict[int, torch.dtype] = {}
@@ -148,6 +158,16 @@ class _Storages:
         self._cpu_is_plain = all(entry[0] >= 10 or entry[1].__module__ == "fastpersist.loading" for entry in registry)
         self._kind_of: dict[type, _Kind] = {_PlainStorage: _Kind.STORAGE}
         self._uninteresting: dict[type, None] = {}
+
+    def stand_in_for_zeros(self) -> _PlainStorage:
+        """Return what is pickled in place of the storage of a ZeroTensor, and note it."""
+        stand_in = torch.UntypedStorage(0, device="meta")
+        self.zeros.append(stand_in)
+        return _PlainStorage(stand_in, torch.float32)
+
+    def zero_keys(self) -> set[str]:
+        """Return the keys of what stands for ZeroTensors."""
+        return {self._keys[storage._cdata] for storage in self.zeros if storage._cdata in self._keys}
 
     @property
     def persistent_id(self) -> Callable[[object], Any]:
@@ -236,12 +256,15 @@ def pickle_skeleton(obj: object) -> Skeleton:
         The pickle and the storages it names. The storages are the live ones, not copies.
 
     Raises:
+        UnsavableTensorError: There is a ZeroTensor in it.
         RuntimeError: Tensors view the same data as different dtypes; torch.save refuses that too.
         Exception: What a `__reduce__` of the object raises goes through.
     """
     file = io.BytesIO()
     found = _Storages()
     _SkeletonPickler(file, found).dump(obj)
+    if found.zeros:
+        _refuse_zeros(file.getvalue(), found.zero_keys())
     return Skeleton(file.getvalue(), found.storages, found.tensors, found.wrappers)
 
 
@@ -268,3 +291,11 @@ def reduced_types(obj: object) -> dict[type, tuple[Any, ...]]:
     found = _ReducedTypes()
     _SkeletonPickler(io.BytesIO(), found).dump(obj)
     return found.found
+
+
+def _refuse_zeros(pickled: bytes, keys: set[str]) -> None:
+    """Raise with the names of the tensors whose storages have these keys."""
+    tensors = iter_tensors(scan_pickle(pickled).root)
+    names = [name for name, tensor in tensors if tensor.storage is not None and tensor.storage.key in keys]
+    shown = ", ".join(repr(name) for name in names[:3]) or "a tensor"
+    raise UnsavableTensorError(f"{shown} cannot be saved: {ZERO_TENSOR}")

@@ -19,12 +19,12 @@ from fastpersist import _native, devices
 from fastpersist.arena import Arena
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.engine_choice import refuse_null_engine
-from fastpersist.errors import ConfigError
+from fastpersist.errors import ConfigError, UnsavableTensorError
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
 from fastpersist.layout import align_up
-from fastpersist.pickling import pickle_skeleton
+from fastpersist.pickling import ZERO_TENSOR, pickle_skeleton
 from fastpersist.pipeline import Pieces, Poll, Writer, is_host_memory
 
 __all__ = [
@@ -153,6 +153,7 @@ def container_for(
 
     Raises:
         ConfigError, UnsupportedError: The object cannot be saved in this format; the message says how it can.
+        UnsavableTensorError: The same of a tensor, which the message names.
         RuntimeError: What torch.save refuses.
     """
     if is_safetensors(path, file_format):
@@ -511,7 +512,8 @@ def _savable_tensors(obj: object) -> dict[str, torch.Tensor]:
     """Check that an object is what safetensors can hold; conjugate and negative views are resolved.
 
     Raises:
-        ConfigError: It is not; the message names the tensor and the way out.
+        ConfigError: It is no dict.
+        UnsavableTensorError: The message names the tensor and the way out.
     """
     if not isinstance(obj, Mapping):
         raise ConfigError(
@@ -522,7 +524,7 @@ def _savable_tensors(obj: object) -> dict[str, torch.Tensor]:
     for name, tensor in obj.items():
         problem = _why_not_savable(name, tensor)
         if problem:
-            raise ConfigError(f"{name!r} cannot go into a .safetensors file: {problem}")
+            raise UnsavableTensorError(f"{name!r} cannot go into a .safetensors file: {problem}")
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         tensors[name] = tensor
@@ -541,6 +543,8 @@ def _why_not_savable(name: object, tensor: object) -> str | None:
         return f"it is a {type(tensor).__name__}; save a plain tensor made of it, or choose a .pt path"
     if tensor.device.type == "meta":
         return "it is on the meta device and has no data"
+    if tensor._is_zerotensor():
+        return ZERO_TENSOR
     if _dtype_name(tensor.dtype) not in safetensors_format.DTYPE_NAMES:
         return f"the format has no dtype for {tensor.dtype}; convert it, or choose a .pt path"
     if not tensor.is_contiguous():
@@ -557,7 +561,7 @@ def _refuse_shared_memory(tensors: Mapping[str, torch.Tensor]) -> None:
     )
     for (device, _, end, name), (next_device, start, _, next_name) in itertools.pairwise(spans):
         if device == next_device and start < end:
-            raise ConfigError(
+            raise UnsavableTensorError(
                 f"{name!r} and {next_name!r} share memory, which a .safetensors file cannot express; leave one of "
                 "them out (tied weights come back by tying them again), save .clone() of one, or choose a .pt path, "
                 "which stores shared memory once"

@@ -19,6 +19,7 @@ from fastpersist.errors import (
     InternalError,
     NoSpaceError,
     StorageError,
+    UnsavableTensorError,
     UnsupportedError,
 )
 
@@ -32,6 +33,8 @@ def test_every_error_is_ours(name: str) -> None:
     ("ours", "family"),
     [
         (ConfigError, ValueError),
+        (UnsavableTensorError, ValueError),
+        (UnsavableTensorError, RuntimeError),
         (StorageError, OSError),
         (NoSpaceError, StorageError),
         (DeviceError, RuntimeError),

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.archives import assert_same_files, save_aligned
 from support.filesystems import FullFor
 from support.runs import Run, copied, held_writers
@@ -155,6 +155,48 @@ def test_what_the_format_cannot_hold_is_refused_and_nothing_is_touched(
     refuse(save, obj, path, match=match, format=file_format)
     assert os.listdir(tmp_path) == ([name] if exists else [])
     assert not exists or path.read_bytes() == b"as it was"
+
+
+@savers
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
+def test_zero_tensors_are_refused_by_name_and_nothing_is_touched(
+    tmp_path: Path, save: Save, name: str, leak_check: None
+) -> None:
+    zeros = torch._efficientzerotensor(3)
+    state = {"weight": torch.ones(3), "grad.0": zeros}
+    with pytest.raises(fp.UnsavableTensorError, match=r"'grad\.0' cannot .* ZeroTensor .*clone\(\)"):
+        save(state, tmp_path / name)
+    assert os.listdir(tmp_path) == []
+    save({**state, "grad.0": zeros.clone()}, tmp_path / name)
+
+
+@savers
+@pytest.mark.parametrize("wrap", [lambda t: t, torch.nn.Parameter], ids=["tensor", "parameter"])
+def test_zero_tensors_deep_in_an_object_are_named(tmp_path: Path, save: Save, wrap: Callable[..., Any]) -> None:
+    zeros = wrap(torch._efficientzerotensor(2, 2))
+    state = {"model": {"a": torch.ones(3)}, "optimizer": [{"state": (1, zeros)}, zeros]}
+    with pytest.raises(RuntimeError, match=r"'optimizer\[0\]\.state\[1\]', 'optimizer\[1\]' .* ZeroTensor"):
+        save(state, tmp_path / "m.pt")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # by the package
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": STATE["weight"], "b": STATE["weight"]},
+        {"a": torch.ones(2, device="meta")},
+        {"a": torch._efficientzerotensor(3)},
+    ],
+    ids=["shared", "meta", "zero"],
+)
+def test_what_the_package_refuses_as_a_runtime_error_is_one(tmp_path: Path, state: dict[str, torch.Tensor]) -> None:
+    path = tmp_path / "m.safetensors"
+    with pytest.raises(RuntimeError):
+        save_file(state, path)
+    with pytest.raises(RuntimeError) as refused:
+        fp.save(state, path)
+    assert isinstance(refused.value, fp.ConfigError)
 
 
 @pytest.mark.parametrize(("name", "file_format"), [("m.safetensors", "torch"), ("m.pt", "auto")])
