@@ -15,7 +15,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeAlias
 
 from fastpersist.committed import open_file, read_manifest
@@ -164,15 +164,17 @@ def verify_listed(path: str, *, engine: str, poll: Poll | None) -> VerifyReport 
     directory, name = os.path.split(path)
     if not name.endswith(".safetensors"):
         return None
-    try:
-        manifest = read_manifest(directory)
-    except (CorruptionError, StorageError, CheckpointNotFoundError):
-        return None
-    for entry in manifest.files:
-        if entry.name == name and entry.crc32 is not None:
-            if problem := _size_problem(directory, entry):
-                return VerifyReport(path, (Damage(problem),), 0, True)
-            return _verify_file(directory, entry, engine, _Done(poll))
+    with ExitStack() as stack:
+        try:
+            held = stack.enter_context(hold_for_reading(directory or os.curdir))
+            manifest = read_manifest(held.place)
+        except (CorruptionError, StorageError, CheckpointNotFoundError):
+            return None
+        for entry in manifest.files:
+            if entry.name == name and entry.crc32 is not None:
+                if problem := _size_problem(held.place, entry):
+                    return VerifyReport(path, (Damage(problem),), 0, True)
+                return dataclasses.replace(_verify_file(held, entry, engine, _Done(poll)), path=path)
     return None
 
 

@@ -180,10 +180,11 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 def _stored_entry(entry: safetensors_format.Entry, path: str) -> StoredTensor:
     stride = []
     step = 1
-    for size in reversed(entry.shape):
+    shape = entry.torch_shape
+    for size in reversed(shape):
         stride.append(step)
         step *= max(size, 1)
-    return StoredTensor(entry.offset_bytes, torch_dtype(entry, path), entry.shape, tuple(reversed(stride)))
+    return StoredTensor(entry.offset_bytes, torch_dtype(entry, path), shape, tuple(reversed(stride)))
 
 
 def meta_object(source: CheckpointSource, *, weights_only: bool = True) -> tuple[Any, dict[str, torch.UntypedStorage]]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from fastpersist.errors import CorruptionError, UnsupportedError
 from fastpersist.formats.manifest import FileEntry
 from fastpersist.formats.pickle_scan import DTYPE_ITEMSIZE_BYTES, iter_tensors
-from fastpersist.formats.safetensors import TORCH_NAMES
 from fastpersist.formats.torch_zip import header_damages
 from fastpersist.pipeline import Extents, Poll, read_extents
 from fastpersist.source import CheckpointSource
@@ -167,8 +166,8 @@ def _inspect_safetensors(source: CheckpointSource) -> Manifest:
     tensors = tuple(
         TensorEntry(
             entry.name,
-            TORCH_NAMES.get(entry.dtype, entry.dtype),
-            entry.shape,
+            entry.torch_dtype or entry.dtype,
+            entry.torch_shape,
             entry.size_bytes,
             entry.offset_bytes,
             entry.name,

@@ -396,7 +396,7 @@ def read_safetensors(
     extents = Extents()
     tensors = {}
     for entry in header.entries:
-        tensor = torch.empty(entry.shape, dtype=torch_dtype(entry, source.path), device=device)
+        tensor = torch.empty(entry.torch_shape, dtype=torch_dtype(entry, source.path), device=device)
         tensors[entry.name] = tensor
         if device.type != "meta":
             extents.add_storage(entry.offset_bytes, tensor.untyped_storage(), with_crc=verify, fresh=True)
@@ -414,9 +414,10 @@ def torch_dtype(entry: safetensors_format.Entry, path: str) -> torch.dtype:
     Raises:
         UnsupportedError: This torch has none.
     """
-    dtype = getattr(torch, safetensors_format.TORCH_NAMES.get(entry.dtype, ""), None)
+    dtype = getattr(torch, entry.torch_dtype or "", None)
     if not isinstance(dtype, torch.dtype):
-        raise UnsupportedError(f"{path}: tensor {entry.name!r} has dtype {entry.dtype}, which this torch lacks")
+        of_shape = f"{entry.dtype} and shape {list(entry.shape)}"
+        raise UnsupportedError(f"{path}: tensor {entry.name!r} has dtype {of_shape}, for which this torch has no dtype")
     return dtype
 
 

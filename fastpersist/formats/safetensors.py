@@ -48,8 +48,12 @@ DTYPE_NAMES = {
     "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "uint32": "U32",
     "float32": "F32", "int64": "I64", "uint64": "U64", "float64": "F64", "complex64": "C64",
+    "float4_e2m1fn_x2": "F4",
 }  # fmt: skip
 """safetensors' name of each torch dtype that it can hold."""
+
+_PACKED = "F4"
+"""Two values of it are one element of torch's, so the last dimension is twice as long in the file."""
 
 TORCH_NAMES = {name: torch_name for torch_name, name in DTYPE_NAMES.items()}
 """torch's name of each safetensors dtype that torch has."""
@@ -61,7 +65,7 @@ class Entry(NamedTuple):
     Attributes:
         name: Its key.
         dtype: safetensors' dtype name, such as "BF16".
-        shape: Dimensions; () for a scalar.
+        shape: Dimensions in the file; () for a scalar.
         offset_bytes: Where its data starts, from the file's start.
         size_bytes: Length of its data, row-major and contiguous.
         crc: Recorded CRC-32, None where none was recorded.
@@ -73,6 +77,20 @@ class Entry(NamedTuple):
     offset_bytes: int
     size_bytes: int
     crc: int | None = None
+
+    @property
+    def torch_dtype(self) -> str | None:
+        """The name of torch's dtype; None if torch has none, or rows of the tensor would end within its elements."""
+        if self.dtype == _PACKED and (not self.shape or self.shape[-1] % 2):
+            return None
+        return TORCH_NAMES.get(self.dtype)
+
+    @property
+    def torch_shape(self) -> tuple[int, ...]:
+        """The dimensions of the tensor as torch has them, if it has the dtype."""
+        if self.dtype != _PACKED or self.torch_dtype is None:
+            return self.shape
+        return *self.shape[:-1], self.shape[-1] // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +130,13 @@ def place_tensors(
     """Order and place tensors: whole pages first, then by falling item size, so that each keeps its natural alignment.
 
     Args:
-        tensors: Name, safetensors dtype and shape of each.
+        tensors: Name, safetensors dtype and shape of each, as torch has it.
         metadata: Kept as it is under `__metadata__`.
         checksum: Leave room for a CRC per tensor.
 
     Raises:
         ConfigError: Metadata is not str → str, a name cannot be encoded, or the header would be longer than the
-            format allows.
+            format allows, or a tensor of "F4" has no dimension.
     """
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
@@ -127,10 +145,16 @@ def place_tensors(
             raise ConfigError(f"the metadata {key!r} is no text that UTF-8 can hold")
         if key == CRC_KEY:
             raise ConfigError(f"the metadata key {CRC_KEY!r} is where checksums are kept; choose another")
-    for name, _, _ in tensors:
+    for name, dtype, shape in tensors:
         if not _is_text(name):
             raise ConfigError(f"the name {name!r} is no text that UTF-8 can hold")
-    sized = [(name, dtype, shape, math.prod(shape) * _DTYPE_BITS[dtype] // 8) for name, dtype, shape in tensors]
+        if dtype == _PACKED and not shape:
+            raise ConfigError(
+                f"{name!r} cannot go into a safetensors file: an element of it is two values, and it has no dimension "
+                "that could say so; save tensor.reshape(1)"
+            )
+    shaped = [(name, dtype, _shape_in_file(dtype, shape)) for name, dtype, shape in tensors]
+    sized = [(name, dtype, shape, math.prod(shape) * _DTYPE_BITS[dtype] // 8) for name, dtype, shape in shaped]
     sized.sort(key=lambda item: (item[3] % BLOCK_BYTES != 0, -_DTYPE_BITS[item[1]], item[0]))
     text = _header_text(sized, metadata, checksum)
     size_bytes = align_up(_LENGTH_BYTES + len(text), BLOCK_BYTES)
@@ -161,6 +185,10 @@ def encode_header(plan: HeaderPlan, crcs: Sequence[int] | None) -> bytes:
         text = text.replace(b"0" * len(digits), digits, 1)
     padded_bytes = plan.header.size_bytes - _LENGTH_BYTES
     return padded_bytes.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded_bytes, b" ")
+
+
+def _shape_in_file(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-1], 2 * shape[-1]) if dtype == _PACKED else shape
 
 
 def _is_text(value: str) -> bool:

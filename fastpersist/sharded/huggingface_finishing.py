@@ -157,14 +157,14 @@ def _first_of(edges: list[Run]) -> tuple[list[Run], list[Run]]:
 def _put_together(entry: safetensors.Entry, left: Sequence[_Left], out: TensorFile) -> int:
     """Write a tensor of which the ranks have left all chunks, some of it at a time; return its CRC."""
     boxes = [(rank_left, box) for rank_left in left for box in rank_left.boxes.get(entry.name, ())]
-    dtype, crc, offset_bytes = boxes[0][1].dtype, 0, entry.offset_bytes
+    dtype, shape, crc, offset_bytes = boxes[0][1].dtype, entry.torch_shape, 0, entry.offset_bytes
     # The first dimension that can be cut: in any chunk, too, each index of it lies in one piece.
-    cut = next(dimension for dimension, length in enumerate(entry.shape) if length > 1)
-    step = max(1, _WINDOW_BYTES // (entry.size_bytes // entry.shape[cut]))
+    cut = next(dimension for dimension, length in enumerate(shape) if length > 1)
+    step = max(1, _WINDOW_BYTES // (entry.size_bytes // shape[cut]))
     pending: PendingIO | None = None
-    for first in range(0, entry.shape[cut], step):
-        end = min(first + step, entry.shape[cut])
-        window = torch.empty((*entry.shape[:cut], end - first, *entry.shape[cut + 1 :]), dtype=dtype, device="cpu")
+    for first in range(0, shape[cut], step):
+        end = min(first + step, shape[cut])
+        window = torch.empty((*shape[:cut], end - first, *shape[cut + 1 :]), dtype=dtype, device="cpu")
         for rank_left, box in boxes:
             low, high = max(first, box.offsets[cut]), min(end, box.offsets[cut] + box.lengths[cut])
             if low >= high:

@@ -183,7 +183,7 @@ class FastPersistHuggingFaceReader(StoragePath, StorageReader):
                 entry.name,
                 entry.offset_bytes,
                 entry.size_bytes,
-                (stored.dtype, entry.shape),
+                (stored.dtype, entry.torch_shape),
                 tuple(item.storage_offsets),
                 tuple(item.lengths),
                 target,
@@ -286,13 +286,13 @@ def _read_file(directory: str, name: str) -> tuple[tuple[int, int], list[_Stored
         os.close(fd)
     starts = _starts_of_parts(header, path)
     return (status.st_dev, status.st_ino), [
-        _Stored(name, _dtype_of(entry, path), entry, starts.get(entry.name, (0,) * len(entry.shape)))
+        _Stored(name, _dtype_of(entry, path), entry, starts.get(entry.name, (0,) * len(entry.torch_shape)))
         for entry in header.entries
     ]
 
 
 def _dtype_of(entry: safetensors.Entry, path: str) -> torch.dtype:
-    dtype = getattr(torch, safetensors.TORCH_NAMES.get(entry.dtype, ""), None)
+    dtype = getattr(torch, entry.torch_dtype or "", None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedError(f"{path}: {entry.name!r} is {entry.dtype}, which this torch does not have")
     return dtype
@@ -325,6 +325,6 @@ def _described(tensor: str, stored: list[_Stored], directory: str) -> TensorStor
             raise FormatError(f"{tensor!r} is in two files, {other.file} and {one.file}", path=directory)
         if (one.dtype, len(one.offsets)) != (first.dtype, len(first.offsets)):
             raise FormatError(f"{first.file} and {one.file} have parts of {tensor!r} that do not match", path=directory)
-    size = [max(one.offsets[n] + one.entry.shape[n] for one in stored) for n in range(len(first.offsets))]
-    chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.entry.shape)) for one in stored]
+    size = [max(one.offsets[n] + one.entry.torch_shape[n] for one in stored) for n in range(len(first.offsets))]
+    chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.entry.torch_shape)) for one in stored]
     return TensorStorageMetadata(TensorProperties(dtype=first.dtype), torch.Size(size), chunks)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import load_file, save_file
@@ -188,6 +188,7 @@ def test_same_state_gives_the_same_bytes_in_any_order(tmp_path: Path) -> None:
 def test_header_describes_what_was_placed(tensors: list[tuple[str, list[int]]], checksum: bool) -> None:
     from fastpersist.formats.safetensors import encode_header
 
+    assume(("F4", []) not in tensors)  # has to be refused: see below
     described = [(str(i), dtype, tuple(shape)) for i, (dtype, shape) in enumerate(tensors)]
     plan = place_tensors(described, {"k": "v"}, checksum=checksum)
     header = plan.header
@@ -454,6 +455,69 @@ def test_long_header_is_refused_before_it_is_built(name: str) -> None:
     finally:
         tracemalloc.stop()
     assert peak_bytes < len(data) + (1 << 20)  # its text, and what a tensor may take
+
+
+# --------------------------------------------------------------------------------------------- two values a byte
+
+
+FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
+needs_float4 = pytest.mark.skipif(FLOAT4 is None, reason="this torch has no float4")
+
+
+def float4(*shape: int) -> torch.Tensor:
+    """Return a tensor of which no two bytes next to each other are equal."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) % 251).to(torch.uint8).reshape(shape).view(FLOAT4)
+
+
+def described(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """Return dtype, shape and bytes as they are in the file."""
+    return {name: (item["dtype"], item["shape"], bytes(item["data"])) for name, item in deserialize(path.read_bytes())}
+
+
+@needs_float4
+@pytest.mark.parametrize("checksum", [True, False])
+def test_float4_is_what_the_package_makes_of_it(checksum: bool, path: Path, tmp_path: Path) -> None:
+    """Its last dimension is twice as long in the file: two values are one element."""
+    tensors = {
+        "pages": float4(64, 256),
+        "odd": float4(3, 5),
+        "one": float4(1),
+        "none": float4(3, 0),
+        "w": torch.ones(7),
+    }
+    fp.save(tensors, path, checksum=checksum)
+    of_package = tmp_path / "package.safetensors"
+    save_file(tensors, of_package)
+    assert described(path) == described(of_package)
+    for file in (path, of_package):
+        for loaded in (fp.load(file), load_file(file)):
+            assert {name: (tensor.dtype, tensor.shape) for name, tensor in loaded.items()} == {
+                name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()
+            }
+            for name, tensor in tensors.items():
+                assert torch.equal(loaded[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        target = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+        fp.load_into(file, target)
+        assert all(torch.equal(target[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors)
+        shown = {tensor.name: (tensor.dtype, tensor.shape) for tensor in fp.inspect(file).tensors}
+        assert shown["odd"] == ("float4_e2m1fn_x2", (3, 5))
+    assert fp.verify(path).ok
+
+
+@needs_float4
+def test_float4_without_dimensions_is_refused(path: Path) -> None:
+    with pytest.raises(fp.ConfigError, match=r"'t' cannot .*reshape\(1\)"):
+        fp.save({"t": float4(1).reshape(())}, path)
+
+
+def test_float4_whose_rows_end_within_a_byte_is_no_tensor_of_torch(path: Path) -> None:
+    path.write_bytes(file_of({"t": tensor(dtype="F4", shape=[2, 3], end=3)}, 3))
+    with pytest.raises(fp.UnsupportedError, match=r"F4 and shape \[2, 3\]"):
+        fp.load(path)
+    (found,) = fp.inspect(path).tensors
+    assert (found.dtype, found.shape) == ("F4", (2, 3))
+    assert fp.verify(path).ok
 
 
 def test_dtype_that_torch_lacks_is_named(path: Path) -> None:
