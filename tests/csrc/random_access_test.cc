@@ -198,18 +198,25 @@ std::vector<Reached> g_reads;         // that the kernel was asked for
 std::condition_variable g_read_came;  // while one is held, the first waits for the next
 std::atomic<bool> g_holds_first{false};
 
-// Of these bytes, those that the kernel was asked to read to their place.
-std::vector<Reached> TakeReadsTo(const std::byte* address, size_t size_bytes) {
+uint64_t PlaceOf(const std::byte* address) { return reinterpret_cast<uintptr_t>(address); }
+
+std::vector<Reached> TakeReads() {
   const std::lock_guard lock(g_reads_mutex);
   std::vector<Reached> reads = std::exchange(g_reads, {});
-  std::erase_if(reads, [&](const Reached& read) {
-    return read.address + read.size_bytes <= address || read.address >= address + size_bytes;
-  });
   std::sort(reads.begin(), reads.end());
   return reads;
 }
 
-uint64_t PlaceOf(const std::byte* address) { return reinterpret_cast<uintptr_t>(address); }
+// Those that went into these bytes.
+std::vector<Reached> TakeReadsTo(const std::byte* address, size_t size_bytes) {
+  std::vector<Reached> reads = TakeReads();
+  std::erase_if(reads, [&](const Reached& read) {
+    return PlaceOf(read.address) + read.size_bytes <= PlaceOf(address) ||
+           PlaceOf(read.address) >= PlaceOf(address) + size_bytes;
+  });
+  return reads;
+}
+
 uint64_t PageBytes() { return static_cast<uint64_t>(sysconf(_SC_PAGESIZE)); }
 
 void OnlyWholePagesOfMemoryAreReadTo() {
@@ -226,7 +233,7 @@ void OnlyWholePagesOfMemoryAreReadTo() {
         for (const uint64_t size : {512, 4096, 5000, 100000, (1 << 20) + 4096, (1 << 20) + 512}) {
           std::byte* const address = page + shift;
           std::fill(memory.begin(), memory.end(), std::byte{0xA5});
-          TakeReadsTo(nullptr, 0);
+          TakeReads();
           if (!Well(file.Submit(IoOp::kRead, {{address, size, offset}}))) return;
           const std::string what = std::to_string(size) + " bytes at " + std::to_string(offset) + " to page + " +
                                    std::to_string(shift) + " in chunks of " + std::to_string(chunk_bytes);
@@ -262,16 +269,16 @@ void WhatLiesOnPagesIsReadToThemInOneRequestEach() {
   OpenFile file(scratch.path(), {"threads"}, 256 << 10, 8);
   Bytes memory((1 << 20) + 4096);
   std::byte* const page = memory.data() + (AlignUp(PlaceOf(memory.data()), 4096) - PlaceOf(memory.data()));
-  TakeReadsTo(nullptr, 0);
+  TakeReads();
   EXPECT(Well(file.Submit(IoOp::kRead, {{page, 1 << 20, 0}})));
-  for (const Reached& read : TakeReadsTo(nullptr, SIZE_MAX)) EXPECT(read.size_bytes == 256 << 10);
+  for (const Reached& read : TakeReads()) EXPECT(read.size_bytes == 256 << 10);
   EXPECT(Well(file.Submit(IoOp::kRead, {{page, 1 << 20, 0}})));
   EXPECT(TakeReadsTo(page, 1 << 20).size() == 4);
 
   std::vector<FilePart> rows;
   for (uint64_t row = 0; row < 100; ++row) rows.push_back({page + row * 4096, 4096, (255 - row) * 4096});
   EXPECT(Well(file.Submit(IoOp::kRead, rows)));
-  const std::vector<Reached> reads = TakeReadsTo(nullptr, SIZE_MAX);
+  const std::vector<Reached> reads = TakeReads();
   EXPECT(reads.size() == 100);
   for (size_t row = 0; row < reads.size(); ++row) {
     EXPECT(reads[row].address == page + row * 4096 && reads[row].size_bytes == 4096);
