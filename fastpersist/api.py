@@ -549,7 +549,7 @@ def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> V
     with CheckpointSource(name) as source:
         with _progress(source.path, source.size_bytes, progress) as poll:
             listed = directory_inspection.verify_listed(name, engine=engine, poll=poll)
-            return listed or inspection.verify_source(source, engine=engine, poll=poll)
+            return inspection.verify_source(source, engine=engine, poll=poll) if listed is None else listed
 
 
 def _with_damaged_shards(report: VerifyReport) -> VerifyReport:

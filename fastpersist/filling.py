@@ -7,6 +7,7 @@ others (strided, converted, on a device) through torch, in pieces or, where stri
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -320,16 +321,47 @@ def refuse_misfit(path: str, problems: Sequence[str], keys: IncompatibleKeys, st
 
 
 def misfit(path: str, problems: Sequence[str]) -> ConfigError:
-    """Say in one error why a file and a target do not fit."""
-    more = [f"… and {len(problems) - _SHOWN_COUNT} more"] if len(problems) > _SHOWN_COUNT else []
+    """Say in one error why a file and a target do not fit; names that differ by a prefix alone are told as one."""
+    shown = _by_prefix(problems)
+    more = [f"… and {len(shown) - _SHOWN_COUNT} more"] if len(shown) > _SHOWN_COUNT else []
     return ConfigError(
-        f"{path} does not fit the target, which was not changed: " + "; ".join([*problems[:_SHOWN_COUNT], *more])
+        f"{path} does not fit the target, which was not changed: " + "; ".join([*shown[:_SHOWN_COUNT], *more])
     )
+
+
+_ONE_SIDED = re.compile(r"(?s)(.+) is in the (target|file|checkpoint), but not in the (?:target|file|checkpoint)")
+
+
+def _by_prefix(problems: Sequence[str]) -> list[str]:
+    """Replace what is said of names on one side by one sentence, if a prefix explains all of them."""
+    matches = [_ONE_SIDED.fullmatch(problem) for problem in problems]
+    wanted = {match[1] for match in matches if match is not None and match[2] == "target"}
+    stored = {match[1] for match in matches if match is not None and match[2] != "target"}
+    if not wanted or len(wanted) != len(stored):
+        return list(problems)
+    first, last = min(wanted | stored), max(wanted | stored)  # what these two have in common, all have
+    common = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
+    owner = first[: first.rfind(".", 0, common) + 1]
+    for longer, shorter, side in ((stored, wanted, "file"), (wanted, stored, "target")):
+        one = min(longer)
+        for name in shorter:
+            prefix = one.removeprefix(owner).removesuffix(name.removeprefix(owner))
+            if prefix.endswith(".") and {f"{owner}{prefix}{name.removeprefix(owner)}" for name in shorter} == longer:
+                others = [problem for problem, match in zip(problems, matches, strict=True) if match is None]
+                where = f" of {owner[:-1]}" if owner else ""
+                return [
+                    f"names{where} differ by the prefix {prefix!r}, which only those of the {side} have "
+                    f"({one}, {len(longer)} in all); add or remove it, as wrappers of a module do",
+                    *others,
+                ]
+    return list(problems)
 
 
 def why_not_fillable(name: str, tensor: torch.Tensor, stored_dtype: torch.dtype) -> list[str]:
     """Say what keeps the memory of a target from being filled with values of a dtype; nothing if nothing does."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+    if tensor.device.type == "meta":
+        return [f"{name} is on the meta device and has no memory yet; call to_empty(device=…) on its module first"]
+    if tensor.layout != torch.strided or tensor.is_quantized:
         return [f"{name} is not a dense tensor with memory"]
     if type(tensor) not in PLAIN_TYPES:
         return [f"{name} is a {type(tensor).__name__}, whose memory cannot be filled from outside"]

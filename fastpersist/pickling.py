@@ -16,7 +16,7 @@ import enum
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -258,8 +258,19 @@ def pickle_skeleton(obj: object) -> Skeleton:
     Raises:
         UnsavableTensorError: There is a ZeroTensor in it.
         RuntimeError: Tensors view the same data as different dtypes; torch.save refuses that too.
+        TypeError, AttributeError, pickle.PicklingError: A value cannot be pickled; a note says where it is.
         Exception: What a `__reduce__` of the object raises goes through.
     """
+    try:
+        return _pickled(obj)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        place = _place_of_failure(obj, type(error))
+        if place and hasattr(error, "add_note"):  # not before Python 3.11; the message stays torch's
+            error.add_note(f"In the object that is saved, it is at {place}")
+        raise
+
+
+def _pickled(obj: object) -> Skeleton:
     file = io.BytesIO()
     found = _Storages()
     _SkeletonPickler(file, found).dump(obj)
@@ -299,3 +310,36 @@ def _refuse_zeros(pickled: bytes, keys: set[str]) -> None:
     names = [name for name, tensor in tensors if tensor.storage is not None and tensor.storage.key in keys]
     shown = ", ".join(repr(name) for name in names[:3]) or "a tensor"
     raise UnsavableTensorError(f"{shown} cannot be saved: {ZERO_TENSOR}")
+
+
+def _place_of_failure(obj: object, kind: type[Exception]) -> str:
+    """Say where in an object the value is that cannot be pickled: `a.b[1].c`; "" if it is the object itself."""
+    place = ""
+    seen: set[int] = set()
+    while True:
+        seen.add(id(obj))
+        for part, child in _children(obj):
+            if id(child) not in seen and _fails(child, kind):
+                place, obj = place + part, child
+                break
+        else:
+            return place.removeprefix(".")
+
+
+def _children(obj: object) -> Iterator[tuple[str, object]]:
+    if isinstance(obj, Mapping):
+        yield from ((f".{key}" if isinstance(key, str) else f"[{key!r}]", value) for key, value in obj.items())
+    elif isinstance(obj, (list, tuple, set, frozenset)):
+        yield from ((f"[{index}]", value) for index, value in enumerate(obj))
+    if hasattr(obj, "__dict__") and not isinstance(obj, type):
+        yield from ((f".{name}", value) for name, value in vars(obj).items())
+
+
+def _fails(obj: object, kind: type[Exception]) -> bool:
+    try:
+        _pickled(obj)
+    except kind:
+        return True
+    except Exception:  # noqa: BLE001 - another matter: only the first error is explained
+        return False
+    return False

@@ -337,7 +337,10 @@ def _first_name(text: str, position: int) -> tuple[int, bool]:
     match = _opening(text, position)
     if match is None:
         raise ValueError(f"there is no object at character {position}")
-    return (match.end(), False) if match[1] is None else (_space(text, match.end()).end(), True)  # type: ignore[union-attr]
+    if match[1] is None:
+        return match.end(), False
+    rest = _space(text, match.end())
+    return rest.end() if rest else match.end(), True
 
 
 def _name(text: str, position: int) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from support.sameness import assert_same, portrait
 from support.specimens import SPECIMENS, Network, train
 
 import fastpersist as fp
+from fastpersist.resuming import load_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
@@ -413,3 +414,48 @@ def test_target_is_a_copy_of_nothing(tmp_path: Path) -> None:
     for name, value in (("one", 1.0), ("two", 2.0), ("one", 1.0)):
         fp.load_into(tmp_path / f"{name}.pt", target)
         assert kept["w"].unique().tolist() == [value]
+
+
+@pytest.mark.parametrize("wraps", ["file", "target"])
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "a.b."])
+@pytest.mark.parametrize("owner", ["", "model."])
+def test_names_that_differ_by_a_prefix_are_told_as_one(wraps: str, prefix: str, owner: str, tmp_path: Path) -> None:
+    plain = {f"{owner}{name}": torch.ones(2) for name in ("weight", "bias", "layer.0.weight")}
+    wrapped = {name.replace(owner, owner + prefix, 1) if owner else prefix + name: t for name, t in plain.items()}
+    stored, target = (wrapped, plain) if wraps == "file" else (plain, wrapped)
+    fp.save(stored, tmp_path / "model.pt")
+    for load in (
+        lambda: fp.load_into(tmp_path / "model.pt", target),
+        lambda: load_state(
+            str(tmp_path / "state.pt"),
+            into={"all": target},
+            map_location=None,
+            verify=False,
+            weights_only=True,
+            engine="auto",
+        ),
+    ):
+        fp.save({"all": stored}, tmp_path / "state.pt")
+        with pytest.raises(fp.ConfigError) as raised:
+            load()
+        assert f"differ by the prefix {prefix!r}, which only those of the {wraps} have" in str(raised.value)
+        assert "3 in all" in str(raised.value)
+        assert "but not in" not in str(raised.value)
+
+
+def test_names_that_a_prefix_does_not_explain_are_listed(tmp_path: Path) -> None:
+    fp.save({"module.weight": torch.ones(2), "module.bias": torch.ones(2)}, tmp_path / "model.pt")
+    with pytest.raises(fp.ConfigError, match="bias is in the file, but not in the target"):
+        fp.load_into(tmp_path / "model.pt", {"weight": torch.ones(2), "other": torch.ones(2)})
+    with pytest.raises(fp.ConfigError, match="bias is in the file, but not in the target"):
+        fp.load_into(tmp_path / "model.pt", {"weight": torch.ones(2)})
+
+
+def test_module_on_the_meta_device_is_told_to_get_memory(tmp_path: Path) -> None:
+    fp.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "model.pt")
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+    with pytest.raises(fp.ConfigError, match=r"weight is on the meta device and has no memory yet; call to_empty"):
+        fp.load_into(tmp_path / "model.pt", model)
+    model.to_empty(device="cpu")
+    fp.load_into(tmp_path / "model.pt", model)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import pickle
+import sys
+import threading
 import zipfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -60,3 +64,49 @@ def test_same_memory_under_two_storages_of_one_dtype_is_stored_twice() -> None:
     assert len(pickle_skeleton([tensor, other]).storages) == 2
     with pytest.raises(RuntimeError, match="different types"):
         pickle_skeleton([tensor, torch.frombuffer(tensor.numpy(), dtype=torch.int32)])
+
+
+class Holder:
+    """An object with attributes."""
+
+
+def deep(value: object) -> object:
+    inner, outer = Holder(), Holder()
+    inner.c = value  # type: ignore[attr-defined]
+    outer.b = [1, inner]  # type: ignore[attr-defined]
+    return {"ok": torch.ones(2), "a": outer}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes since Python 3.11")
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [
+        (lambda: deep(threading.Lock()), "a.b[1].c"),
+        (lambda: deep(lambda: None), "a.b[1].c"),
+        (lambda: {"x": {3: (0, (i for i in ()))}}, "x[3][1]"),
+        (lambda: [torch.ones(1), {"f": open}, threading.Lock()], "[2]"),
+    ],
+)
+def test_value_that_cannot_be_pickled_is_named_by_its_place(make: Callable[[], object], place: str) -> None:
+    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)) as stock:
+        torch.save(make(), io.BytesIO())
+    with pytest.raises(type(stock.value)) as raised:
+        pickle_skeleton(make())
+    assert str(raised.value).partition(" at 0x")[0] == str(stock.value).partition(" at 0x")[0]
+    assert notes_of(raised.value) == [f"In the object that is saved, it is at {place}"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes since Python 3.11")
+def test_object_that_holds_itself_and_a_lock_is_searched_once() -> None:
+    loop: list[object] = []
+    loop += [loop, threading.Lock()]
+    with pytest.raises(TypeError) as raised:
+        pickle_skeleton(loop)
+    assert notes_of(raised.value) == ["In the object that is saved, it is at [1]"]
+    with pytest.raises(TypeError) as raised:
+        pickle_skeleton(threading.Lock())
+    assert notes_of(raised.value) == []
+
+
+def notes_of(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])

@@ -89,7 +89,11 @@ MISFITS: dict[str, tuple[Any, Callable[[], Any], str]] = {
     "lengths": ([torch.ones(1)], lambda: [torch.ones(1), torch.ones(1)], "x has 2 elements in the target, 1"),
     "no module": (5, lambda: torch.nn.Linear(1, 1), "x is a Module in the target, but a value of type int"),
     "lazy": (torch.nn.Linear(1, 2).state_dict(), lambda: torch.nn.LazyLinear(2), "lazy module"),
-    "meta target": (torch.ones(3), lambda: torch.zeros(3, device="meta"), "dense tensor with memory"),
+    "meta target": (
+        torch.ones(3),
+        lambda: torch.zeros(3, device="meta"),
+        "on the meta device and has no memory yet; call to_empty",
+    ),
     "meta file": (torch.ones(3, device="meta"), lambda: torch.zeros(3), r"without data \(meta\)"),
     "expanded": (torch.ones(3), lambda: torch.zeros(1).expand(3), "expanded"),
     "complex": (torch.ones(3, dtype=torch.complex64), lambda: torch.zeros(3), "complex64 in the file"),
