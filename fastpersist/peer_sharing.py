@@ -127,6 +127,8 @@ class OtherShare(Share):
         try:
             if is_part:
                 filesystem().allocate(fd, extents.size_bytes, path)
+            else:
+                engine = self._engine_for(fd, path, engine)
             written = self._write_ranges(fd, path, places, engine, poll, snapshot)
             if durable:
                 filesystem().sync(fd, path)

@@ -168,6 +168,25 @@ class Share:
         ]
         return [(low, high - low) for low, high in merged(shard)]
 
+    def _engine_for(self, fd: int, path: str, engine: str) -> str:
+        """Return the engine for a file that several ranks write: not a direct one on a disk with larger blocks.
+
+        A direct write of a part of a block reads the rest of it and writes that back, so it would undo what another
+        rank has written there meanwhile. The page cache knows which bytes of a block were written.
+
+        Raises:
+            UnsupportedError: A direct engine is named.
+        """
+        disk_block_bytes = _native.block_bytes(fd)
+        if disk_block_bytes <= self._block_bytes or engine.endswith("-buffered"):
+            return engine
+        if engine != "auto":
+            raise UnsupportedError(
+                f"cannot save {path} with {engine}: the disk takes direct writes in blocks of {disk_block_bytes} "
+                f"bytes, and the ranks share the file in blocks of {self._block_bytes}; use engine='auto', or writers=1"
+            )
+        return "threads-buffered"
+
     def _for_gpudirect(self, engine: str) -> list[torch.UntypedStorage]:
         """Return what the engine "cufile" writes from memory of a device, where that is named; see `Writer`.
 
@@ -354,6 +373,8 @@ class FirstShare(Share):
         if not self._met:
             self._agree()
         self._answer_go(pending_path)
+        if self._split is None:
+            engine = self._engine_for(fd, path, engine)
         with Writer(
             fd,
             path,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.sessions import ThreadSession, run_threads
 
 import fastpersist as fp
-from fastpersist import _native
+from fastpersist import _native, peer_sharing, sharing
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.partition import CUT_BYTES_MIN
 from fastpersist.peer_sharing import OtherShare
@@ -135,6 +135,41 @@ def test_no_page_of_any_machine_is_written_by_two_ranks(tmp_path: Path, name: st
             pages += range(offset_bytes // page_bytes, (offset_bytes + size_bytes) // page_bytes)
     assert len(set(pages)) == len(pages)
     assert max(share.bytes_by_rank()) - min(share.bytes_by_rank()) <= page_bytes
+
+
+def test_no_rank_writes_directly_where_two_of_them_write_to_one_block_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "block_bytes", lambda _fd: 4 * BLOCK_BYTES)
+    state, path = state_of(0), tmp_path / "state.pt"
+    engines: list[str] = []
+    stock = sharing.Writer
+
+    def noted(*arguments: Any, engine: str, **options: Any) -> Any:
+        engines.append(engine)
+        return stock(*arguments, engine=engine, **options)
+
+    monkeypatch.setattr(sharing, "Writer", noted)
+    monkeypatch.setattr(peer_sharing, "Writer", noted)
+    save_with(3, lambda _: state, path)
+    assert engines == 3 * ["threads-buffered"]
+    assert path.read_bytes() == expected_file(state, path)
+
+
+def test_a_direct_engine_that_is_named_is_refused_where_it_would_undo_what_others_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "block_bytes", lambda _fd: 4 * BLOCK_BYTES)
+    container = container_for({"w": torch.ones(8)}, "state.pt", checksum=True)
+
+    def refused(session: ThreadSession) -> str:
+        share = FirstShare(container, [], Together(session, "state.pt", [0], False))  # type: ignore[arg-type]
+        with pytest.raises(fp.UnsupportedError) as refusal, (tmp_path / "state.pt").open("w+b") as file:
+            share.write(file.fileno(), "state.pt", engine="libaio", pending_path="state.pt")
+        return str(refusal.value)
+
+    (message,) = run_threads(1, refused)
+    assert "blocks of 16384 bytes" in message
 
 
 def test_only_the_chosen_ranks_write(tmp_path: Path) -> None:
