@@ -308,7 +308,7 @@ void ARequestThatComesLaterIsStartedWithoutLookingForIt() {
   OpenFile file(scratch.path(), {"threads-buffered"});
   Bytes first_memory(4096);
   Bytes second_memory(4096);
-  TakeReadsTo(nullptr, 0);
+  TakeReads();
   g_holds_first = true;
   const auto first = file.Read(first_memory, 0);
   {
