@@ -378,6 +378,12 @@ def set_frozen(directory: Path, frozen: bool) -> None:
         os.close(fd)
 
 
+def is_any_thread_in_the_kernel() -> bool:
+    """Tell whether a thread of this process is in a call that no signal ends, such as a write to a frozen disk."""
+    stats = [stat.read_text() for stat in Path("/proc/self/task").glob("*/stat")]
+    return any(stat.rpartition(")")[2].split()[0] == "D" for stat in stats)
+
+
 @needs_root
 def test_a_writer_that_nobody_closed_waits_for_the_kernel_without_the_gil(tmp_path: Path) -> None:
     """Its write ends when another thread of Python has thawed the file system, which takes the GIL."""
@@ -400,6 +406,8 @@ def test_a_writer_that_nobody_closed_waits_for_the_kernel_without_the_gil(tmp_pa
                 pieces = Pieces()
                 pieces.add_bytes(bytes(2 * CHUNK_BYTES))
                 writer.append(pieces)
+                while not is_any_thread_in_the_kernel():  # else there is nothing yet that it has to wait for
+                    time.sleep(0.001)
                 sys.setswitchinterval(1000)  # the thread runs when this one lets go of the GIL, and not before
                 may_thaw.set()
                 del writer
