@@ -21,7 +21,7 @@ __all__ = ["Operations", "Options"]
 
 _log = logging.getLogger("fastpersist")
 
-_OPEN_FILES_MAX = 16
+_OPEN_FILES_MAX = 12
 """With operations under way: each has a queue, and perhaps threads, of its own."""
 
 _COMPARED_BYTES = 8 << 20

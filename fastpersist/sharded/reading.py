@@ -208,6 +208,10 @@ class PartReader:
             if not isinstance(tensor, torch.Tensor):
                 raise CorruptionError(f"it is a {type(tensor).__name__}, and no tensor")
             _require_part(one, tuple(tensor.shape))
+            if tensor.is_quantized != _target_of(one).is_quantized:
+                raise FormatError(
+                    f"it is a tensor of {tensor.dtype}, which cannot be copied to one of {_target_of(one).dtype}"
+                )
         for dimension, (start, length) in enumerate(zip(one.offsets, one.lengths, strict=True)):
             if (start, length) != (0, tensor.size(dimension)):
                 tensor = tensor.narrow(dimension, start, length)

@@ -423,11 +423,11 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_dtypes_that_torch_does_not_have_are_named(tmp_path: Path) -> None:
-    header = json.dumps({"four": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"x")
+    header = json.dumps({"six": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"xyz")
     error = metadata_error(tmp_path)
     assert isinstance(error, fp.UnsupportedError)
-    assert "'four' is F4" in str(error)
+    assert "'six' is F6_E2M3" in str(error)
 
 
 @pytest.mark.parametrize(
