@@ -82,7 +82,9 @@ class Holding(Filesystem):
     def _wait(self, held: bool) -> None:
         if held and self._stopping:
             self.held = False
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread, which takes it before its next instruction. A signal to the process may go to another
+            # thread, and this one would go on until that one is scheduled.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         elif held:
             self.reached.set()
             if not self._released.wait(PATIENCE_S):
