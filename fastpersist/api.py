@@ -22,7 +22,6 @@ from fastpersist.capture import Capture
 from fastpersist.commit import ClosedDirectoryError, PendingFile, Target, resolve_target
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
-from fastpersist.explaining import warn_of_file
 from fastpersist.filesystem import (
     close_quietly,
     filesystem,
@@ -41,6 +40,7 @@ from fastpersist.pacing import Spread
 from fastpersist.peer_save import PeerSave
 from fastpersist.pipeline import Poll
 from fastpersist.progress import progress_bar
+from fastpersist.refused_globals import warn_of_file
 from fastpersist.replicas import replicas_in
 from fastpersist.saving import SaveReport, container_for, is_safetensors, padded_bytes, write_container
 from fastpersist.sharing import FirstShare, Together

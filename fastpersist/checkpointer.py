@@ -44,13 +44,14 @@ from fastpersist.errors import (
     SkippedError,
     StorageError,
 )
-from fastpersist.explaining import explain, warn_caller
+from fastpersist.explaining import explain
 from fastpersist.filesystem import make_directories
 from fastpersist.formats.manifest import checked_step, step_name
 from fastpersist.group_save import Writers, tuned_writer_count
 from fastpersist.loading import MapLocation
 from fastpersist.owners import Owners
 from fastpersist.partition import choose_writers
+from fastpersist.refused_globals import warn_caller
 from fastpersist.retention import RetentionPolicy
 from fastpersist.root_upkeep import RootUpkeep, checked_metrics
 from fastpersist.sharing import Together
@@ -78,7 +79,7 @@ PathLike = str | os.PathLike[str]
 def _saver_class(sharded: bool) -> type[StepSaver]:
     if not sharded:
         return StepSaver
-    from fastpersist.sharded.step_saving import ShardedSaver  # torch.distributed.checkpoint takes long to import
+    from fastpersist.sharded_saver import ShardedSaver  # torch.distributed.checkpoint takes long to import
 
     return ShardedSaver
 

@@ -20,10 +20,10 @@ from fastpersist.config import config_at
 from fastpersist.coordination import Ranks, Session
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.explaining import warn_of_file
 from fastpersist.filesystem import hint_at_make_parents, make_directories
 from fastpersist.partition import choose_writers
 from fastpersist.peer_sharing import OtherShare
+from fastpersist.refused_globals import warn_of_file
 from fastpersist.replicas import replicas_of
 from fastpersist.saving import Container, SaveReport, container_for, padded_bytes
 from fastpersist.sharing import FirstShare, Together

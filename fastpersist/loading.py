@@ -13,7 +13,6 @@ fake loads, byte-swapped, legacy and TorchScript files, and whenever pickle and 
 
 from __future__ import annotations
 
-import _compat_pickle
 import contextlib
 import itertools
 import logging
@@ -30,7 +29,7 @@ from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats.pickle_scan import StorageReference
 from fastpersist.pipeline import Extents, Poll, Read, read_extents
 from fastpersist.source import CheckpointSource, SkippingFile
-from fastpersist.stock import stock_load
+from fastpersist.stock import no_tag, not_allowed_globals, stock_load
 
 __all__ = ["MapLocation", "load_checkpoint", "read_safetensors", "unpickle_with"]
 
@@ -97,16 +96,12 @@ class _StorageSupply(dict[str, str]):
         del _running[self._token]
 
 
-def _tag(storage: object) -> None:
-    """Tag nothing: our entry in the registry is for loading only."""
-
-
 def _hand_out(storage: object, location: str) -> torch.UntypedStorage | None:
     supply = _running.get(location) if location.startswith(_TOKEN_PREFIX) else None
     return None if supply is None else supply.take()
 
 
-torch.serialization.register_package(_LOAD_PRIORITY, _tag, _hand_out)
+torch.serialization.register_package(_LOAD_PRIORITY, no_tag, _hand_out)
 
 
 def mapped_location(wanted: MapLocation, location: Any) -> Any:
@@ -201,29 +196,6 @@ def why_stock(source: CheckpointSource, map_location: MapLocation, weights_only:
     if weights_only and not_allowed_globals(source.summary.globals):  # torch's own error is wanted, and soon
         return "it names globals that weights_only=True does not allow"
     return None
-
-
-def not_allowed_globals(global_names: tuple[str, ...]) -> list[str]:
-    """Return the globals that weights_only=True would not go past.
-
-    Only an early look: torch checks for itself when it unpickles.
-    """
-    unpickler = torch._weights_only_unpickler
-    allowed = {*unpickler._get_allowed_globals(), *unpickler._get_user_allowed_globals()}
-    return [
-        name
-        for name in global_names
-        if name not in allowed and "Storage" not in name and _python3_name(name) not in allowed
-    ]
-
-
-def _python3_name(name: str) -> str:
-    """Translate the Python 2 spelling that protocol 2 uses, such as __builtin__.set."""
-    module, _, attribute = name.rpartition(".")
-    module, attribute = _compat_pickle.NAME_MAPPING.get(
-        (module, attribute), (_compat_pickle.IMPORT_MAPPING.get(module, module), attribute)
-    )
-    return f"{module}.{attribute}"
 
 
 def _device_for(location: str) -> torch.device | None:

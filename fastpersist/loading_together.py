@@ -62,7 +62,8 @@ from fastpersist.errors import (
 )
 from fastpersist.failing import error_as_json, error_from_json
 from fastpersist.filesystem import storage_errors
-from fastpersist.partition import CUT_BYTES_MIN, ByteRange, merged
+from fastpersist.formats.byte_ranges import ByteRange
+from fastpersist.partition import CUT_BYTES_MIN, merged
 from fastpersist.pipeline import Extents, Poll, Read, ReadResult, read_extents
 
 if TYPE_CHECKING:

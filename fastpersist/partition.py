@@ -10,16 +10,15 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import ConfigError
+from fastpersist.formats.byte_ranges import ByteRange
 from fastpersist.layout import align_up
 
 __all__ = [
     "CUT_BYTES_MIN",
-    "ByteRange",
     "Extent",
     "choose_writers",
     "common_block_bytes",
@@ -34,21 +33,6 @@ CUT_BYTES_MIN = 1 << 20
 """Smaller sources are not cut: their descriptors would cost more than their bytes."""
 
 _AUTO_WRITER_COUNT_MAX = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """Bytes of a source.
-
-    Attributes:
-        source: Which, by index.
-        from_bytes: The first, counted from the source's start.
-        size_bytes: How many.
-    """
-
-    source: int
-    from_bytes: int
-    size_bytes: int
 
 
 def common_block_bytes(page_bytes: Iterable[int]) -> int:

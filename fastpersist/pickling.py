@@ -25,6 +25,7 @@ import torch
 from fastpersist import _native
 from fastpersist.errors import UnsavableTensorError
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
+from fastpersist.stock import no_tag
 
 __all__ = ["PICKLE_PROTOCOL", "ZERO_TENSOR", "Skeleton", "pickle_skeleton", "reduced_types"]
 
@@ -155,7 +156,7 @@ class _Storages:
         self._class_by_dtype: dict[torch.dtype, type] = {}
         # Unless somebody registered a tagger that comes before torch's own (10 and up), host memory is tagged "cpu".
         registry = torch.serialization._package_registry
-        self._cpu_is_plain = all(entry[0] >= 10 or entry[1].__module__ == "fastpersist.loading" for entry in registry)
+        self._cpu_is_plain = all(entry[0] >= 10 or entry[1] is no_tag for entry in registry)
         self._kind_of: dict[type, _Kind] = {_PlainStorage: _Kind.STORAGE}
         self._uninteresting: dict[type, None] = {}
 

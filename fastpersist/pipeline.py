@@ -29,7 +29,7 @@ from fastpersist.engine_choice import (
 )
 from fastpersist.errors import DeviceError, FastPersistError, NoSpaceError, StorageError, UnsupportedError
 from fastpersist.filesystem import storage_errors
-from fastpersist.partition import ByteRange
+from fastpersist.formats.byte_ranges import ByteRange
 
 __all__ = [
     "Extents",

@@ -46,9 +46,10 @@ from fastpersist.config import BLOCK_BYTES
 from fastpersist.coordination import Session
 from fastpersist.engine_choice import is_cufile, refuse_null_engine, require_engine
 from fastpersist.errors import CoordinationError, InternalError, StorageError, UnsupportedError
+from fastpersist.formats.byte_ranges import ByteRange
 from fastpersist.formats.parts import ExtentMap, FileExtent
 from fastpersist.layout import align_up
-from fastpersist.partition import ByteRange, Extent, interior_of, merged, overlaps, shard_of, without
+from fastpersist.partition import Extent, interior_of, merged, overlaps, shard_of, without
 from fastpersist.pipeline import Poll, Run, Writer
 from fastpersist.replicas import bytes_of, difference, sums_of
 from fastpersist.saving import Checksum, Container, Literal, Part, PieceStream, Source, Stored, WrittenFile

@@ -28,7 +28,6 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.explaining import warn_caller
 from fastpersist.formats.manifest import (
     DCP_METADATA_NAME,
     STATE_NAME,
@@ -42,6 +41,7 @@ from fastpersist.loading import MapLocation
 from fastpersist.loading_together import SharedReader, reader_for
 from fastpersist.part_reading import read_record
 from fastpersist.pipeline import Read, read_extents
+from fastpersist.refused_globals import warn_caller
 from fastpersist.resuming import load_state
 from fastpersist.retention import RetentionPolicy, best_steps
 from fastpersist.source import CheckpointSource

@@ -1,7 +1,7 @@
 """A step of a Checkpointer → the files of its directory, on the first rank and on the others; replicated state.
 
 When a step may be saved, what it replaces and how it is counted is `checkpointer`'s affair; how sharded state becomes
-files `sharded.step_saving`'s, which is this with other files.
+files `sharded_saver`'s, which is this with other files.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from fastpersist.arena import Arena
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.directory_save import DirectorySave
-from fastpersist.explaining import warn_of_globals
 from fastpersist.formats.manifest import STATE_NAME, rank_file_name
 from fastpersist.owners import Owners
 from fastpersist.peer_save import PeerSave
+from fastpersist.refused_globals import warn_of_globals
 from fastpersist.sharing import Together
 
 __all__ = ["StepSave", "StepSaver"]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -24,13 +23,11 @@ from fastpersist.arena import Arena
 from fastpersist.capture import no_garbage_collection
 from fastpersist.directory_save import DirectorySave
 from fastpersist.errors import ConfigError, InternalError, StorageError
-from fastpersist.explaining import warn_caller, warn_of_globals
 from fastpersist.filesystem import filesystem
 from fastpersist.formats.manifest import FileEntry, check_file_name
 from fastpersist.group_directory import PeerDirectorySave
 from fastpersist.guest_writing import Held, Site
 from fastpersist.owners import Owners
-from fastpersist.peer_save import PeerSave
 from fastpersist.pipeline import Poll
 from fastpersist.sharded.agreeing import Done, Planned, SharedPlans, gather_done, tell_done
 from fastpersist.sharded.capturing import ShardedCapture
@@ -38,9 +35,8 @@ from fastpersist.sharded.metadata import METADATA_NAME, pickled
 from fastpersist.sharded.sampling import GetSums
 from fastpersist.sharded.writing import Part, WrittenPart, part_name, write_part
 from fastpersist.sharing import preferring_failure_of_others
-from fastpersist.step_saving import StepSave, StepSaver
 
-__all__ = ["ShardedFiles", "ShardedSaver", "save_sharded"]
+__all__ = ["ShardedFiles", "required_mapping", "save_sharded"]
 
 
 class ShardedFiles:
@@ -226,57 +222,11 @@ def save_sharded(
     if name:
         check_file_name(name)
     owners = owners or Owners(optimizer, constant, gate)
-    files.save_guest(ShardedFiles(_required_mapping(state), owners, plans or SharedPlans(), name))
+    files.save_guest(ShardedFiles(required_mapping(state), owners, plans or SharedPlans(), name))
 
 
-def _required_mapping(state: object) -> Mapping[str, Any]:
+def required_mapping(state: object) -> Mapping[str, Any]:
+    """Return a state that is a dict; raise ConfigError of any other."""
     if not isinstance(state, Mapping):
         raise ConfigError(f"sharded state is a dict, not a {type(state).__name__}")
     return state
-
-
-def _find_objects(
-    value: Any, name: str, objects: dict[str, Any], changed: list[str], *, knows_ids: bool = False
-) -> None:
-    """Find what is no tensor, by name, and the dicts whose keys are not text: for DCP all keys are."""
-    if isinstance(value, torch.Tensor):
-        return
-    if isinstance(value, Mapping):
-        if not knows_ids and not all(isinstance(key, str) for key in value):
-            changed.append(name)
-        # The groups of an optimizer tell which keys of its state were numbers, and a load makes them so again.
-        is_optimizer = isinstance(value.get("state"), Mapping) and isinstance(value.get("param_groups"), list)
-        for key, item in value.items():
-            inner = f"{name}.{key}" if name else str(key)
-            _find_objects(item, inner, objects, changed, knows_ids=is_optimizer and key == "state")
-    elif isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor | Mapping | list) for item in value):
-        for index, item in enumerate(value):
-            _find_objects(item, f"{name}.{index}", objects, changed)
-    else:
-        objects[name] = value
-
-
-class ShardedSaver(StepSaver):
-    """Saves the steps of a Checkpointer whose state is sharded."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._plans = SharedPlans()
-
-    def _begin_first(self, step: StepSave, directory: DirectorySave) -> None:
-        save_sharded(directory, step.state, owners=self._owners, plans=self._plans)
-
-    def _begin_other(self, step: StepSave, peer: PeerSave) -> None:
-        peer.save_guest(ShardedFiles(_required_mapping(step.state), self._owners, self._plans))
-
-    def _warn_of(self, state: Any) -> None:
-        """Warn of objects that a load refuses, and of keys that come back as text."""
-        objects: dict[str, Any] = {}
-        changed: list[str] = []
-        _find_objects(state, "", objects, changed)
-        warn_of_globals(objects)
-        if changed:
-            warn_caller(
-                f"the keys of {', '.join(map(repr, changed[:5]))} are not all text; in sharded state, as in DCP, they "
-                "come back as text"
-            )

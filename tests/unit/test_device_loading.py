@@ -18,7 +18,7 @@ from support.device_states import Stage, device_stage, device_state, grace, rand
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.errors import ChecksumError, DeviceError
-from fastpersist.partition import ByteRange
+from fastpersist.formats.byte_ranges import ByteRange
 from fastpersist.pipeline import Extents
 
 CHUNK = 1 << 16

@@ -110,3 +110,19 @@ def test_object_that_holds_itself_and_a_lock_is_searched_once() -> None:
 
 def notes_of(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
+
+
+def test_storage_in_host_memory_is_tagged_without_asking_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fastpersist  # noqa: F401  its loads have an entry in the registry, which tags nothing
+
+    def ask(storage: object) -> str:
+        raise AssertionError("asked the registry, which takes longer than all else of a small storage")
+
+    monkeypatch.setattr(torch.serialization, "location_tag", ask)
+    assert len(pickle_skeleton({"w": torch.ones(3)}).storages) == 1
+    torch.serialization.register_package(1, lambda storage: "mine", lambda storage, location: None)
+    try:
+        with pytest.raises(AssertionError, match="asked"):
+            pickle_skeleton({"w": torch.ones(3)})
+    finally:
+        torch.serialization._package_registry.pop(0)
