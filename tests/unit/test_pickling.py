@@ -120,9 +120,8 @@ def test_storage_in_host_memory_is_tagged_without_asking_torch(monkeypatch: pyte
 
     monkeypatch.setattr(torch.serialization, "location_tag", ask)
     assert len(pickle_skeleton({"w": torch.ones(3)}).storages) == 1
+    others = [*torch.serialization._package_registry]
+    monkeypatch.setattr(torch.serialization, "_package_registry", others)
     torch.serialization.register_package(1, lambda storage: "mine", lambda storage, location: None)
-    try:
-        with pytest.raises(AssertionError, match="asked"):
-            pickle_skeleton({"w": torch.ones(3)})
-    finally:
-        torch.serialization._package_registry.pop(0)
+    with pytest.raises(AssertionError, match="asked"):
+        pickle_skeleton({"w": torch.ones(3)})
