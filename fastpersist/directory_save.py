@@ -28,10 +28,10 @@ from fastpersist.directory_commit import Overwrite, PendingDirectory, files_in
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, CoordinationError, SkippedError, StorageError
 from fastpersist.filesystem import close_quietly, filesystem, hint_at_make_parents, make_directories, storage_errors
+from fastpersist.formats.layout import align_up
 from fastpersist.formats.manifest import FileEntry, check_file_name, checked_step, encode_manifest
-from fastpersist.formats.parts import PARTS_NAME, part_name
+from fastpersist.formats.split_manifest import PARTS_NAME, part_name
 from fastpersist.guest_writing import Guest, Site
-from fastpersist.layout import align_up
 from fastpersist.own_files import confirmed, refusing_second
 from fastpersist.owners import Owners, Ownership, step_count
 from fastpersist.pacing import Spread

@@ -21,7 +21,7 @@ from fastpersist import _native, cufile
 from fastpersist.config import check_named_tuning, config, config_for, filesystem_type_name
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.filesystem import storage_errors
-from fastpersist.layout import align_up
+from fastpersist.formats.layout import align_up
 
 __all__ = [
     "AUTO_LADDER",

@@ -34,9 +34,9 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
+from fastpersist.formats.layout import align_up
 from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, NO_FILES, step_name
-from fastpersist.formats.parts import PARTS_NAME, PartsRecord, SplitFile
-from fastpersist.layout import align_up
+from fastpersist.formats.split_manifest import PARTS_NAME, PartsRecord, SplitFile
 from fastpersist.part_reading import (
     FoundPart,
     OpenPart,

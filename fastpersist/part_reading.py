@@ -14,7 +14,7 @@ from fastpersist import _native
 from fastpersist.errors import ChecksumError, FormatError
 from fastpersist.filesystem import open_regular
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry
-from fastpersist.formats.parts import (
+from fastpersist.formats.split_manifest import (
     PARTS_LIMIT_BYTES,
     PARTS_NAME,
     ExtentMap,

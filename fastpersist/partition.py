@@ -15,7 +15,7 @@ from typing import TypeAlias
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import ConfigError
 from fastpersist.formats.byte_ranges import ByteRange
-from fastpersist.layout import align_up
+from fastpersist.formats.layout import align_up
 
 __all__ = [
     "CUT_BYTES_MIN",

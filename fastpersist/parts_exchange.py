@@ -30,7 +30,7 @@ from fastpersist import _native
 from fastpersist.errors import CorruptionError, FormatError, InternalError
 from fastpersist.formats import torch_zip
 from fastpersist.formats.byte_ranges import ByteRange
-from fastpersist.formats.parts import ExtentMap, FileExtent, Part, part_name
+from fastpersist.formats.split_manifest import ExtentMap, FileExtent, Part, part_name
 from fastpersist.loading_together import WANT, SharedReader, broadcasts_host_memory
 from fastpersist.part_reading import FoundPart, OpenPart, require_whole
 from fastpersist.partition import CUT_BYTES_MIN, merged, overlaps, without

@@ -13,7 +13,7 @@ from fastpersist import _native
 from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import StorageError
 from fastpersist.filesystem import filesystem, storage_errors
-from fastpersist.formats.parts import ExtentMap, part_name
+from fastpersist.formats.split_manifest import ExtentMap, part_name
 from fastpersist.pipeline import Poll, Writer
 from fastpersist.saving import Container, PieceStream
 from fastpersist.sharing import (

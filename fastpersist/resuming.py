@@ -38,9 +38,9 @@ from fastpersist.errors import (
 )
 from fastpersist.filling import IncompatibleKeys, Pair, described_tensor, fill_pairs, refuse_misfit
 from fastpersist.fitting import Leaf, Path, Plan, tensors_in
+from fastpersist.formats.layout import LOCAL_HEADER_BYTES
 from fastpersist.formats.pickle_scan import Call, Global, PersistentId, SymbolicDict, SymbolicSet
 from fastpersist.formats.torch_zip import header_leads_to
-from fastpersist.layout import LOCAL_HEADER_BYTES
 from fastpersist.loading import (
     MapLocation,
     StorageToFill,

@@ -22,8 +22,8 @@ from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import ConfigError, UnsavableTensorError
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
+from fastpersist.formats.layout import align_up
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
-from fastpersist.layout import align_up
 from fastpersist.pickling import ZERO_TENSOR, pickle_skeleton
 from fastpersist.pipeline import Pieces, Poll, Writer, is_host_memory
 

@@ -47,8 +47,8 @@ from fastpersist.coordination import Session
 from fastpersist.engine_choice import is_cufile, refuse_null_engine, require_engine
 from fastpersist.errors import CoordinationError, InternalError, StorageError, UnsupportedError
 from fastpersist.formats.byte_ranges import ByteRange
-from fastpersist.formats.parts import ExtentMap, FileExtent
-from fastpersist.layout import align_up
+from fastpersist.formats.layout import align_up
+from fastpersist.formats.split_manifest import ExtentMap, FileExtent
 from fastpersist.partition import Extent, interior_of, merged, overlaps, shard_of, without
 from fastpersist.pipeline import Poll, Run, Writer
 from fastpersist.replicas import bytes_of, difference, sums_of

@@ -22,8 +22,8 @@ from fastpersist.filesystem import storage_errors
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
 from fastpersist.formats.foreign import LOOK_BYTES, is_older_torch_file, looks_like
+from fastpersist.formats.layout import LOCAL_HEADER_BYTES
 from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, STATE_NAME, step_of
-from fastpersist.formats.parts import PARTS_NAME
 from fastpersist.formats.pickle_scan import (
     PickleScan,
     StorageReference,
@@ -31,7 +31,7 @@ from fastpersist.formats.pickle_scan import (
     scan_pickle,
     storage_references,
 )
-from fastpersist.layout import LOCAL_HEADER_BYTES
+from fastpersist.formats.split_manifest import PARTS_NAME
 from fastpersist.pipeline import read_exactly
 
 __all__ = ["CheckpointSource"]

@@ -36,7 +36,7 @@ from fastpersist.formats.manifest import (
     step_name,
     writer_of,
 )
-from fastpersist.formats.parts import PartsRecord
+from fastpersist.formats.split_manifest import PartsRecord
 from fastpersist.loading import MapLocation
 from fastpersist.loading_together import SharedReader, reader_for
 from fastpersist.part_reading import read_record

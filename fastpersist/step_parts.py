@@ -24,7 +24,7 @@ from fastpersist.errors import (
 )
 from fastpersist.filesystem import storage_errors
 from fastpersist.formats.manifest import DCP_METADATA_NAME, CheckpointManifest, rank_file_name
-from fastpersist.formats.parts import PartsRecord, Store
+from fastpersist.formats.split_manifest import PartsRecord, Store
 from fastpersist.loading_together import SharedReader
 from fastpersist.part_reading import file_in_parts, read_record
 from fastpersist.parts_exchange import PartsExchange

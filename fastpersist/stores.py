@@ -64,7 +64,7 @@ from fastpersist.directory_removal import remove_directory, remove_replaced
 from fastpersist.errors import CoordinationError, FastPersistError, PeerError, StorageError
 from fastpersist.filesystem import filesystem, is_there, make_directories, storage_errors
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, encode_manifest, writer_of
-from fastpersist.formats.parts import (
+from fastpersist.formats.split_manifest import (
     PARTS_NAME,
     FileExtent,
     Part,

@@ -384,7 +384,7 @@ def test_all_kinds_of_files_are_looked_at() -> None:
 
 # --- the rules on source that breaks them ---
 
-LAYOUT = Path("fastpersist/layout.py")
+LAYOUT = Path("fastpersist/formats/layout.py")
 
 
 @pytest.mark.parametrize(

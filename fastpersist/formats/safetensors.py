@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import ConfigError, FormatError
-from fastpersist.layout import align_up
+from fastpersist.formats.layout import align_up
 
 __all__ = [
     "CRC_KEY",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import FormatError, UnsupportedError
-from fastpersist.layout import (
+from fastpersist.formats.layout import (
     LOCAL_HEADER_BYTES,
     ZIP32_LIMIT,
     Record,

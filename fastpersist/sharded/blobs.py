@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 
 from fastpersist.formats import torch_zip
-from fastpersist.layout import place_records
+from fastpersist.formats.layout import place_records
 from fastpersist.pickling import pickle_skeleton
 
 __all__ = ["BLOCK_BYTES", "QUANTIZED", "SMALL_ALIGNMENT", "Blob", "Shape", "is_plain", "plain_blob"]

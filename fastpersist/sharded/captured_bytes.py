@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.layout import align_up
+from fastpersist.formats.layout import align_up
 from fastpersist.pipeline import Pieces, Writer
 from fastpersist.sharded.capturing import ShardedCapture
 

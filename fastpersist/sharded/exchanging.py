@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from fastpersist.errors import FormatError
 from fastpersist.formats.manifest import NO_FILES, writer_of
-from fastpersist.formats.parts import Part
+from fastpersist.formats.split_manifest import Part
 from fastpersist.loading import MapLocation
 from fastpersist.loading_together import SharedReader
 from fastpersist.part_reading import FoundPart

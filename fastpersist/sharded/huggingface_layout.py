@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from fastpersist.errors import ConfigError
 from fastpersist.formats import safetensors
-from fastpersist.layout import align_up
+from fastpersist.formats.layout import align_up
 from fastpersist.sharded.blobs import Shape
 
 __all__ = [

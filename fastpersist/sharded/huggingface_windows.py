@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from fastpersist.config import BLOCK_BYTES, filesystem_type_name
 from fastpersist.errors import AgreementTimeoutError, PeerError
 from fastpersist.filesystem import allocate_pages, filesystem, storage_errors
-from fastpersist.layout import align_up
+from fastpersist.formats.layout import align_up
 from fastpersist.meeting import is_dead
 from fastpersist.pending_io import PendingIO
 from fastpersist.sharded.blobs import Shape

@@ -25,7 +25,7 @@ from fastpersist.config import BLOCK_BYTES
 from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import StorageError, UnsupportedError
 from fastpersist.filesystem import filesystem
-from fastpersist.layout import align_up
+from fastpersist.formats.layout import align_up
 from fastpersist.pending_io import PendingIO
 from fastpersist.pipeline import Pieces, Writer
 from fastpersist.sharded.blobs import is_plain

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import StorageError, UnsupportedError
 from fastpersist.filesystem import filesystem
-from fastpersist.layout import align_up
+from fastpersist.formats.layout import align_up
 from fastpersist.pipeline import Pieces, Poll, Writer
 from fastpersist.sharded.blobs import BLOCK_BYTES, QUANTIZED, SMALL_ALIGNMENT, is_plain, plain_blob
 from fastpersist.sharded.capturing import ShardedCapture

@@ -31,7 +31,7 @@ import fastpersist as fp
 from fastpersist import replicas
 from fastpersist.errors import FormatError, PeerError
 from fastpersist.formats import safetensors, torch_zip
-from fastpersist.formats.parts import encode_parts, parse_parts
+from fastpersist.formats.split_manifest import encode_parts, parse_parts
 from fastpersist.merging import merge
 from fastpersist.pickling import pickle_skeleton
 from fastpersist.source import CheckpointSource

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastpersist.layout import (
+from fastpersist.formats.layout import (
     LOCAL_HEADER_BYTES,
     ZIP32_LIMIT,
     Record,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fastpersist as fp
-from fastpersist.formats.parts import (
+from fastpersist.formats.split_manifest import (
     ExtentMap,
     Part,
     PartsRecord,
