@@ -19,10 +19,8 @@ from fastpersist.arena import Arena
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
-from fastpersist.commit import ClosedDirectoryError, PendingFile, Target, resolve_target
-from fastpersist.engine_choice import require_engine
-from fastpersist.errors import ConfigError, StorageError, UnsupportedError
-from fastpersist.filesystem import (
+from fastpersist.commit.file_commit import ClosedDirectoryError, PendingFile, Target, resolve_target
+from fastpersist.commit.filesystem import (
     close_quietly,
     filesystem,
     hint_at_make_parents,
@@ -30,6 +28,8 @@ from fastpersist.filesystem import (
     storage_errors,
     tell_free,
 )
+from fastpersist.engine_choice import require_engine
+from fastpersist.errors import ConfigError, StorageError, UnsupportedError
 from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
 from fastpersist.group_save import Writers, end_session, save_together, together_with
 from fastpersist.inspection import Manifest, VerifyReport

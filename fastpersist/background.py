@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastpersist.capture import Capture
+from fastpersist.commit.filesystem import tell_free
 from fastpersist.errors import FastPersistError, SkippedError
-from fastpersist.filesystem import tell_free
 
 __all__ = ["Lane", "PendingSave", "SaveStats"]
 

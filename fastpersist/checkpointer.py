@@ -32,10 +32,11 @@ from fastpersist.arena import Arena
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.background import PendingSave, SaveStats
 from fastpersist.capture import watch_steps
-from fastpersist.commit_order import Commit, commit_of, in_commit_order, read_commits
-from fastpersist.committed import check_files, committed_steps, read_manifest
+from fastpersist.commit.commit_order import Commit, commit_of, in_commit_order, read_commits
+from fastpersist.commit.directory_commit import RootLock, committed_path, sweep_directories
+from fastpersist.commit.filesystem import make_directories
+from fastpersist.commit.step_listing import check_files, committed_steps, read_manifest
 from fastpersist.coordination import Ranks
-from fastpersist.directory_commit import RootLock, committed_path, sweep_directories
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import (
     CheckpointNotFoundError,
@@ -45,7 +46,6 @@ from fastpersist.errors import (
     StorageError,
 )
 from fastpersist.explaining import explain
-from fastpersist.filesystem import make_directories
 from fastpersist.formats.manifest import checked_step, step_name
 from fastpersist.group_save import Writers, tuned_writer_count
 from fastpersist.loading import MapLocation

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastpersist import _native
+from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import CUFILE_APIS, config_for
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
-from fastpersist.filesystem import storage_errors
 
 __all__ = ["Traffic", "Trial", "find_library", "prepare", "traffic", "trial", "way", "why_not", "why_not_direct"]
 

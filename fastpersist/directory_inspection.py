@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeAlias
 
-from fastpersist.committed import open_file, read_manifest
-from fastpersist.directory_commit import committed_path, files_in, hold_for_reading
-from fastpersist.directory_locks import HeldDirectory
+from fastpersist.commit.directory_commit import committed_path, files_in, hold_for_reading
+from fastpersist.commit.filesystem import storage_errors
+from fastpersist.commit.locks import HeldDirectory
+from fastpersist.commit.step_listing import open_file, read_manifest
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -30,7 +31,6 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.filesystem import storage_errors
 from fastpersist.formats.manifest import (
     MANIFEST_NAME,
     CheckpointManifest,

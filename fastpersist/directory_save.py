@@ -22,12 +22,18 @@ from fastpersist.arena import Arena, ArenaOfSave
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
-from fastpersist.committed import candidate_steps
+from fastpersist.commit.directory_commit import Overwrite, PendingDirectory, files_in
+from fastpersist.commit.filesystem import (
+    close_quietly,
+    filesystem,
+    hint_at_make_parents,
+    make_directories,
+    storage_errors,
+)
+from fastpersist.commit.step_listing import candidate_steps
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.directory_commit import Overwrite, PendingDirectory, files_in
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, CoordinationError, SkippedError, StorageError
-from fastpersist.filesystem import close_quietly, filesystem, hint_at_make_parents, make_directories, storage_errors
 from fastpersist.formats.layout import align_up
 from fastpersist.formats.manifest import FileEntry, check_file_name, checked_step, encode_manifest
 from fastpersist.formats.split_manifest import PARTS_NAME, part_name

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fastpersist import _native, cufile
+from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import check_named_tuning, config, config_for, filesystem_type_name
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
-from fastpersist.filesystem import storage_errors
 from fastpersist.formats.layout import align_up
 
 __all__ = [

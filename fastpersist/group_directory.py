@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from fastpersist.arena import Arena
 from fastpersist.arguments import local_path
 from fastpersist.background import Lane, PendingSave, SaveStats
-from fastpersist.directory_commit import Overwrite
+from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.directory_save import DirectorySave
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, SkippedError

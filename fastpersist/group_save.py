@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch.distributed as dist
 
-from fastpersist.commit import PendingFile, resolve_target
+from fastpersist.commit.file_commit import PendingFile, resolve_target
+from fastpersist.commit.filesystem import hint_at_make_parents, make_directories
 from fastpersist.config import config_at
 from fastpersist.coordination import Ranks, Session
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.filesystem import hint_at_make_parents, make_directories
 from fastpersist.partition import choose_writers
 from fastpersist.peer_sharing import OtherShare
 from fastpersist.refused_globals import warn_of_file

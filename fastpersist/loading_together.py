@@ -50,6 +50,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from fastpersist import _native
+from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import (
@@ -61,7 +62,6 @@ from fastpersist.errors import (
     PeerError,
 )
 from fastpersist.failing import error_as_json, error_from_json
-from fastpersist.filesystem import storage_errors
 from fastpersist.formats.byte_ranges import ByteRange
 from fastpersist.partition import CUT_BYTES_MIN, merged
 from fastpersist.pipeline import Extents, Poll, Read, ReadResult, read_extents

@@ -21,10 +21,10 @@ import torch
 
 from fastpersist import _native
 from fastpersist.api import load, save
-from fastpersist.commit import PendingFile, resolve_target
-from fastpersist.committed import candidate_steps, check_files, read_manifest
+from fastpersist.commit.directory_commit import hold_for_reading
+from fastpersist.commit.file_commit import PendingFile, resolve_target
+from fastpersist.commit.step_listing import candidate_steps, check_files, read_manifest
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.directory_commit import hold_for_reading
 from fastpersist.engine_choice import refuse_null_engine, require_engine
 from fastpersist.errors import (
     CheckpointNotFoundError,

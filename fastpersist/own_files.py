@@ -31,8 +31,8 @@ from dataclasses import dataclass
 
 from fastpersist import _native
 from fastpersist.capture import Capture
+from fastpersist.commit.filesystem import filesystem
 from fastpersist.errors import ConfigError, CoordinationError, StorageError
-from fastpersist.filesystem import filesystem
 from fastpersist.formats.manifest import FileEntry, check_file_name
 from fastpersist.peer_sharing import needs_same_filesystem
 from fastpersist.pipeline import Poll

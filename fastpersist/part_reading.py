@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from fastpersist import _native
+from fastpersist.commit.filesystem import open_regular
 from fastpersist.errors import ChecksumError, FormatError
-from fastpersist.filesystem import open_regular
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry
 from fastpersist.formats.split_manifest import (
     PARTS_LIMIT_BYTES,

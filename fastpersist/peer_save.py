@@ -18,8 +18,8 @@ from typing import Any
 from fastpersist.arena import Arena, ArenaOfSave
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
+from fastpersist.commit.filesystem import filesystem
 from fastpersist.errors import StorageError
-from fastpersist.filesystem import filesystem
 from fastpersist.guest_writing import Guest, Site
 from fastpersist.own_files import OwnFile, Told, confirmation
 from fastpersist.owners import Owners, Ownership

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from fastpersist import _native
+from fastpersist.commit.filesystem import filesystem, storage_errors
 from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import StorageError
-from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.split_manifest import ExtentMap, part_name
 from fastpersist.pipeline import Poll, Writer
 from fastpersist.saving import Container, PieceStream

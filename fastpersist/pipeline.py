@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from fastpersist import _native, cufile, devices
+from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import BLOCK_BYTES, config_for
 from fastpersist.engine_choice import (
     Placed,
@@ -28,7 +29,6 @@ from fastpersist.engine_choice import (
     refuse_null_engine,
 )
 from fastpersist.errors import DeviceError, FastPersistError, NoSpaceError, StorageError, UnsupportedError
-from fastpersist.filesystem import storage_errors
 from fastpersist.formats.byte_ranges import ByteRange
 
 __all__ = [

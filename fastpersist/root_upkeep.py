@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from fastpersist.commit_order import Commit, commit_of, in_commit_order, next_commit_number
-from fastpersist.committed import committed_steps
-from fastpersist.directory_commit import remove_directory
+from fastpersist.commit.commit_order import Commit, commit_of, in_commit_order, next_commit_number
+from fastpersist.commit.directory_commit import remove_directory
+from fastpersist.commit.filesystem import filesystem
+from fastpersist.commit.step_listing import committed_steps
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, StorageError
-from fastpersist.filesystem import filesystem
 from fastpersist.formats.manifest import COMMIT_NUMBER_MAX, CheckpointManifest, encode_manifest, step_name
 from fastpersist.retention import RetentionPolicy, steps_to_remove
 

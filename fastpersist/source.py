@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import BinaryIO
 
+from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import CheckpointNotFoundError, FastPersistError, FormatError, StorageError, UnsupportedError
-from fastpersist.filesystem import storage_errors
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
 from fastpersist.formats.foreign import LOOK_BYTES, is_older_torch_file, looks_like

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fastpersist.arguments import require_bools
-from fastpersist.commit_order import Commit, commit_of, in_commit_order, read_commits
-from fastpersist.committed import committed_steps, open_file, read_committed
-from fastpersist.directory_locks import HeldDirectory
+from fastpersist.commit.commit_order import Commit, commit_of, in_commit_order, read_commits
+from fastpersist.commit.locks import HeldDirectory
+from fastpersist.commit.step_listing import committed_steps, open_file, read_committed
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,

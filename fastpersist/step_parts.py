@@ -11,9 +11,10 @@ from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 from fastpersist import _native
-from fastpersist.committed import check_files, read_manifest
-from fastpersist.directory_locks import hold_for_reading
-from fastpersist.directory_removal import replaced_directories
+from fastpersist.commit.filesystem import storage_errors
+from fastpersist.commit.locks import hold_for_reading
+from fastpersist.commit.removal import replaced_directories
+from fastpersist.commit.step_listing import check_files, read_manifest
 from fastpersist.errors import (
     ChecksumError,
     CoordinationError,
@@ -22,7 +23,6 @@ from fastpersist.errors import (
     FormatError,
     UnsupportedError,
 )
-from fastpersist.filesystem import storage_errors
 from fastpersist.formats.manifest import DCP_METADATA_NAME, CheckpointManifest, rank_file_name
 from fastpersist.formats.split_manifest import PartsRecord, Store
 from fastpersist.loading_together import SharedReader

@@ -57,12 +57,12 @@ from typing import Any
 import torch
 
 from fastpersist import _native
+from fastpersist.commit.directory_commit import PendingDirectory
+from fastpersist.commit.filesystem import filesystem, is_there, make_directories, storage_errors
+from fastpersist.commit.locks import ROOT_LOCK_NAME
+from fastpersist.commit.removal import remove_directory, remove_replaced
 from fastpersist.coordination import Session
-from fastpersist.directory_commit import PendingDirectory
-from fastpersist.directory_locks import ROOT_LOCK_NAME
-from fastpersist.directory_removal import remove_directory, remove_replaced
 from fastpersist.errors import CoordinationError, FastPersistError, PeerError, StorageError
-from fastpersist.filesystem import filesystem, is_there, make_directories, storage_errors
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, encode_manifest, writer_of
 from fastpersist.formats.split_manifest import (
     PARTS_NAME,

@@ -26,6 +26,7 @@ from types import TracebackType
 import torch
 
 from fastpersist import _native
+from fastpersist.commit.filesystem import filesystem, reopened, storage_errors
 from fastpersist.config import config_for
 from fastpersist.devices import follow_caller, tell_of_pinning
 from fastpersist.engine_choice import (
@@ -36,7 +37,6 @@ from fastpersist.engine_choice import (
     require_engine,
 )
 from fastpersist.errors import ConfigError, FastPersistError
-from fastpersist.filesystem import filesystem, reopened, storage_errors
 from fastpersist.pending_io import PendingIO, failure_of
 from fastpersist.tensor_memory import byte_view
 from fastpersist.tensor_parts import (

@@ -390,7 +390,7 @@ LAYOUT = Path("fastpersist/formats/layout.py")
 @pytest.mark.parametrize(
     ("rule", "path", "source", "count"),
     [
-        (imports_run_downwards, LAYOUT, "from fastpersist.commit import sweep", 1),
+        (imports_run_downwards, LAYOUT, "from fastpersist.commit.file_commit import sweep", 1),
         (imports_run_downwards, LAYOUT, "from fastpersist import commit", 1),
         (imports_run_downwards, LAYOUT, "from . import commit", 1),
         (imports_run_downwards, LAYOUT, "from .commit import sweep", 1),
@@ -410,7 +410,7 @@ LAYOUT = Path("fastpersist/formats/layout.py")
         (imports_run_downwards, Path("fastpersist/__main__.py"), "from fastpersist.cli import main", 0),
         (imports_run_downwards, LAYOUT, "import os\nfrom fastpersist.errors import ConfigError", 0),
         (outsiders_use_public_names, Path("integrations/lightning.py"), "from fastpersist import layout", 1),
-        (outsiders_use_public_names, Path("integrations/lightning.py"), "import fastpersist.commit", 1),
+        (outsiders_use_public_names, Path("integrations/lightning.py"), "import fastpersist.commit.file_commit", 1),
         (
             outsiders_use_public_names,
             Path("integrations/lightning.py"),

@@ -13,8 +13,8 @@ from typing import Any
 from fastpersist import _native
 from fastpersist.cli.bench_io_points import Direction, IoSample
 from fastpersist.cli.bench_rows import Row, Sample
+from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import StorageError, UnsupportedError
-from fastpersist.filesystem import storage_errors
 
 __all__ = [
     "CEILING_NAMES",

@@ -14,8 +14,8 @@ from typing import Literal
 
 from fastpersist.cli.bench_io_points import Setup, size_name
 from fastpersist.cli.bench_io_rows import IoResult
+from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import ConfigError
-from fastpersist.filesystem import storage_errors
 
 __all__ = ["Curve", "curves", "draw", "require_matplotlib"]
 

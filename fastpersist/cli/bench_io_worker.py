@@ -26,8 +26,8 @@ import torch
 from fastpersist import TensorFile, locked_tensor
 from fastpersist.cli.bench_io_points import IoSample, Point, Setup, chunk_bytes_for, file_paths, thread_count_for
 from fastpersist.cli.child_process import connected_process
+from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import CorruptionError, FastPersistError, InternalError, StorageError, UnsupportedError
-from fastpersist.filesystem import storage_errors
 
 __all__ = ["IoProcesses", "Requests", "Timing", "main"]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from fastpersist.cli.bench_save_rows import sync_path
 from fastpersist.cli.terminal import stopped_by_signals
+from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import ConfigError, NoSpaceError
-from fastpersist.filesystem import storage_errors
 
 __all__ = ["check_places", "empty", "positive", "require_space", "scratch_directory", "write_json"]
 

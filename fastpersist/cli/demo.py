@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 @contextmanager
 def _workplace(kept_in: str | None) -> Iterator[Path]:
     """Make a directory of our own, on the disk the user is on; remove it unless he said where he wants it."""
-    from fastpersist.filesystem import storage_errors
+    from fastpersist.commit.filesystem import storage_errors
 
     prefix = "fastpersist-demo-"
     if kept_in is not None:

@@ -25,7 +25,7 @@ import fastpersist
 from fastpersist import _native
 from fastpersist.cli.demo_gpt import GPT, Sizes
 from fastpersist.cli.terminal import size_text
-from fastpersist.filesystem import filesystem
+from fastpersist.commit.filesystem import filesystem
 
 __all__ = ["measure"]
 

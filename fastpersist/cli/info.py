@@ -63,9 +63,9 @@ def _find(directory: str, *, start_gpu: bool) -> dict[str, Any]:
     import torch
 
     from fastpersist import __version__, _native, engines
+    from fastpersist.commit.filesystem import storage_errors
     from fastpersist.config import config, config_for, tuning_path
     from fastpersist.engine_choice import engine_ladder
-    from fastpersist.filesystem import storage_errors
 
     if (start_gpu or config().engine == "cufile") and torch.cuda.is_available():
         torch.cuda.init()

@@ -103,8 +103,8 @@ def _damaged(manifest: Manifest) -> list[str]:
 
 def _latest(root: str) -> str | None:
     """Read the hint, if there is one."""
+    from fastpersist.commit.filesystem import open_regular
     from fastpersist.errors import FormatError
-    from fastpersist.filesystem import open_regular
 
     try:
         with open(open_regular(os.path.join(root, _LATEST_NAME)), "rb") as file:
@@ -272,7 +272,7 @@ def _print_root(manifest: Manifest, shown: Sequence[Manifest]) -> None:
 
 def _newest(root: Manifest) -> Manifest:
     """Return the checkpoint that was committed last."""
-    from fastpersist.commit_order import Commit, in_commit_order
+    from fastpersist.commit.commit_order import Commit, in_commit_order
 
     found = dict(enumerate(root.checkpoints))
     commits = {at: Commit(one.commit_number, one.time_s or 0.0, one.metrics) for at, one in found.items()}

@@ -160,9 +160,9 @@ def _tell(line: str) -> None:
 
 def _place(arguments: argparse.Namespace) -> str:
     """Return where the tuning file belongs, before anything is measured in vain."""
+    from fastpersist.commit.filesystem import storage_errors
     from fastpersist.config import tuning_path
     from fastpersist.errors import ConfigError
-    from fastpersist.filesystem import storage_errors
 
     if not os.path.isdir(arguments.directory):
         raise ConfigError(f"{arguments.directory} is no directory; name one on the disk that shall be tuned for")
@@ -200,7 +200,7 @@ def _notes(place: str, *, is_automatic: bool) -> list[str]:
 @contextlib.contextmanager
 def _scratch(directory: str) -> Iterator[str]:
     """Give a directory that is removed in any case; a second Ctrl-C does not keep it."""
-    from fastpersist.filesystem import storage_errors
+    from fastpersist.commit.filesystem import storage_errors
 
     with storage_errors("creating a directory in", directory):
         scratch = tempfile.mkdtemp(prefix=".fastpersist-tune-", dir=directory)

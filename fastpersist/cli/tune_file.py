@@ -13,9 +13,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastpersist.commit.filesystem import filesystem, make_directories, storage_errors
 from fastpersist.config import read_tuning
 from fastpersist.errors import InternalError
-from fastpersist.filesystem import filesystem, make_directories, storage_errors
 
 __all__ = ["tuning_text", "write_tuning"]
 

@@ -19,10 +19,10 @@ import torch
 
 from fastpersist import _native, cufile
 from fastpersist.cli.child_process import Answers, ChildProcess
+from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import CUFILE_APIS
 from fastpersist.cufile import Trial
 from fastpersist.errors import FastPersistError, UnsupportedError
-from fastpersist.filesystem import storage_errors
 from fastpersist.pipeline import Extents, Pieces, Writer, read_extents
 
 __all__ = ["main", "try_gpudirect"]

@@ -41,9 +41,9 @@ import torch
 import fastpersist
 from fastpersist.cli.bench_load_rows import PageCache
 from fastpersist.cli.child_process import Answers, ChildProcess
+from fastpersist.commit.filesystem import filesystem
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import FastPersistError, NoSpaceError, UnsupportedError
-from fastpersist.filesystem import filesystem
 from fastpersist.pipeline import Pieces, Writer
 
 __all__ = ["Foreman", "Ring", "main"]

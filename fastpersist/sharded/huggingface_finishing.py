@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fastpersist import _native
-from fastpersist.filesystem import filesystem
+from fastpersist.commit.filesystem import filesystem
 from fastpersist.formats import safetensors
 from fastpersist.pending_io import PendingIO
 from fastpersist.sharded.crc_terms import crc_of, crc_of_zeros

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from fastpersist.commit.filesystem import open_regular, storage_errors
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError, UnsupportedError
-from fastpersist.filesystem import open_regular, storage_errors
 from fastpersist.formats import safetensors
 from fastpersist.formats.manifest import check_file_name
 from fastpersist.pipeline import read_exactly

@@ -27,9 +27,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
+from fastpersist.commit.filesystem import allocate_pages, filesystem, storage_errors
 from fastpersist.config import BLOCK_BYTES, filesystem_type_name
 from fastpersist.errors import AgreementTimeoutError, PeerError
-from fastpersist.filesystem import allocate_pages, filesystem, storage_errors
 from fastpersist.formats.layout import align_up
 from fastpersist.meeting import is_dead
 from fastpersist.pending_io import PendingIO

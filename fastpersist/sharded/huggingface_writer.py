@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from fastpersist.directory_commit import Overwrite
+from fastpersist.commit.directory_commit import Overwrite
+from fastpersist.commit.filesystem import filesystem
 from fastpersist.directory_save import DirectorySave
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.filesystem import filesystem
 from fastpersist.formats.manifest import MANIFEST_NAME
 from fastpersist.meeting import loopback_place, own_process
 from fastpersist.owners import Owners

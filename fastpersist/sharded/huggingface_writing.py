@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fastpersist.commit.filesystem import filesystem
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import StorageError, UnsupportedError
-from fastpersist.filesystem import filesystem
 from fastpersist.formats.layout import align_up
 from fastpersist.pending_io import PendingIO
 from fastpersist.pipeline import Pieces, Writer

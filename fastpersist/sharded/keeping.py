@@ -14,9 +14,9 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fastpersist.directory_locks import ROOT_LOCK_NAME
+from fastpersist.commit.filesystem import filesystem, storage_errors
+from fastpersist.commit.locks import ROOT_LOCK_NAME
 from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.manifest import MANIFEST_NAME, check_file_name
 
 __all__ = ["Others", "find_others", "keep_others"]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from fastpersist.commit.filesystem import open_regular, storage_errors
 from fastpersist.errors import CheckpointNotFoundError, FormatError, StorageError
-from fastpersist.filesystem import open_regular, storage_errors
 from fastpersist.formats.manifest import DCP_METADATA_NAME
 from fastpersist.sharded.unpickling import build_pickled
 

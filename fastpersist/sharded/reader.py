@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from fastpersist.commit.filesystem import storage_errors
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import (
     CheckpointNotFoundError,
@@ -30,7 +31,6 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.filesystem import storage_errors
 from fastpersist.formats.manifest import check_file_name
 from fastpersist.sharded.blobs import Shape
 from fastpersist.sharded.coverage import require_filled

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from fastpersist.commit.filesystem import open_regular
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ChecksumError,
@@ -35,7 +36,6 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.filesystem import open_regular
 from fastpersist.formats import torch_zip
 from fastpersist.formats.pickle_scan import SymbolicTensor, iter_tensors, scan_pickle
 from fastpersist.pipeline import Extents, read_extents

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from fastpersist.commit.filesystem import open_regular
 from fastpersist.errors import (
     ChecksumError,
     ConfigError,
@@ -26,7 +27,6 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.filesystem import open_regular
 from fastpersist.filling import misfit
 from fastpersist.fitting import tensors_in
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, writer_of

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from fastpersist import _native
 from fastpersist.arena import Arena
 from fastpersist.capture import no_garbage_collection
+from fastpersist.commit.filesystem import filesystem
 from fastpersist.directory_save import DirectorySave
 from fastpersist.errors import ConfigError, InternalError, StorageError
-from fastpersist.filesystem import filesystem
 from fastpersist.formats.manifest import FileEntry, check_file_name
 from fastpersist.group_directory import PeerDirectorySave
 from fastpersist.guest_writing import Held, Site

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from fastpersist.committed import read_manifest
-from fastpersist.directory_commit import Overwrite
+from fastpersist.commit.directory_commit import Overwrite
+from fastpersist.commit.filesystem import storage_errors
+from fastpersist.commit.step_listing import read_manifest
 from fastpersist.directory_save import DirectorySave
 from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
-from fastpersist.filesystem import storage_errors
 from fastpersist.formats.manifest import MANIFEST_NAME, step_of
 from fastpersist.owners import Owners
 from fastpersist.sharded.capturing import ShardedCapture

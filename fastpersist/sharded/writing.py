@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fastpersist.commit.filesystem import filesystem
 from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import StorageError, UnsupportedError
-from fastpersist.filesystem import filesystem
 from fastpersist.formats.layout import align_up
 from fastpersist.pipeline import Pieces, Poll, Writer
 from fastpersist.sharded.blobs import BLOCK_BYTES, QUANTIZED, SMALL_ALIGNMENT, is_plain, plain_blob

@@ -28,7 +28,7 @@ from support.sandbox import needs_root, small_filesystem
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.filesystem import using
+from fastpersist.commit.filesystem import using
 
 EVERY_FOLLOWING = 2**64 - 1
 FAULTS: dict[str, dict[str, Any]] = {

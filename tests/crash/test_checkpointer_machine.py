@@ -32,9 +32,9 @@ from support.runs import Run, copied, hidden_names, wait_for_writers
 from support.sameness import portrait
 
 import fastpersist as fp
-from fastpersist.committed import committed_steps
-from fastpersist.directory_commit import committed_path
-from fastpersist.filesystem import using
+from fastpersist.commit.directory_commit import committed_path
+from fastpersist.commit.filesystem import using
+from fastpersist.commit.step_listing import committed_steps
 from fastpersist.retention import RetentionPolicy, steps_to_remove
 
 SIZES = (500, 7)

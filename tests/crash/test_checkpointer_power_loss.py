@@ -32,7 +32,7 @@ from support.runs import FEW, Replay, Run, hidden_names
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.filesystem import using
+from fastpersist.commit.filesystem import using
 
 SIZES = (6_000, 7)
 CLONE_COUNT = 5

@@ -20,7 +20,7 @@ from support.forking import NOTHING_REPORTED, SMALL_RING, Child, Report
 from support.states import load_step, make_state, pending_files
 
 import fastpersist as fp
-from fastpersist.filesystem import using
+from fastpersist.commit.filesystem import using
 
 STATE_BYTES = 1_000_000
 ALIVE_S_MAX = 0.2  # some ten saves; the first may be killed as well as any other

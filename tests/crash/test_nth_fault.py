@@ -33,7 +33,7 @@ from support.states import differences, load_step, make_state, pending_files
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 
 EVERY_FOLLOWING = 2**64 - 1
 FAULTS: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ from support.runs import hidden_names
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 
 
 def names_of(rank: int) -> list[str]:

@@ -39,7 +39,7 @@ from support.states import pending_files
 import fastpersist as fp
 from fastpersist import coordination
 from fastpersist.background import PendingSave
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 
 NOTICED_S_MAX = 5.0  # the kernel tells at once that a process is gone; this machine may be busy
 LOADING_S_MAX = 10.0  # the process group's timeout

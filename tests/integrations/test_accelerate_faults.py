@@ -22,7 +22,7 @@ from support.runs import held_writers, wait_for_writers
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.integrations.accelerate import load_state, save_state, wait
 
 

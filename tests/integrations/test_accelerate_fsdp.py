@@ -21,7 +21,7 @@ from support.runs import hidden_names
 from support.sameness import assert_same
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.integrations.accelerate import load_state, save_state, wait
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]

@@ -20,7 +20,7 @@ from support.runs import held_writers, hidden_names, wait_for_writers
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 
 attach = deepspeed_integration().attach
 

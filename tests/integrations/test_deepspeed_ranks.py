@@ -26,7 +26,7 @@ from support.sandbox import needs_root
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 
 attach = deepspeed_integration().attach
 

@@ -22,7 +22,7 @@ from support.runs import hidden_names
 from transformers import Trainer
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.integrations.huggingface import FastPersistCallback, attach, last_checkpoint
 from fastpersist.integrations.torch_dcp import FastPersistReader
 

@@ -15,7 +15,7 @@ from support.huggingface_trainers import attached, trainer_for, working_in
 from support.runs import hidden_names
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.integrations import huggingface_saving
 from fastpersist.integrations.huggingface import last_checkpoint
 from fastpersist.integrations.huggingface_keeping import hold_foreign, put_back

@@ -34,7 +34,7 @@ from support.training import PATIENCE_S
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.integrations.huggingface import FastPersistCallback, attach
 from fastpersist.integrations.redirecting import saves_into
 from fastpersist.peer_sharing import OtherShare

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.integrations.lightning import FastPersistCallback, FastPersistCheckpointIO, last_checkpoint
 from fastpersist.integrations.lightning_fabric import attach
 from fastpersist.integrations.torch_dcp import FastPersistReader

@@ -17,7 +17,7 @@ from support.runs import copied, held_writers, hidden_names
 from support.sameness import assert_same
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]
 

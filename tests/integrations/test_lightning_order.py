@@ -22,7 +22,7 @@ from support.sameness import assert_same
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.integrations.lightning import FastPersistCheckpointIO, last_checkpoint
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]

@@ -20,7 +20,7 @@ from support.process_groups import run_ranks
 from support.runs import hidden_names
 from support.training import HeldFilesystem
 
-from fastpersist.filesystem import using
+from fastpersist.commit.filesystem import using
 from fastpersist.integrations.lightning import FastPersistCallback, FastPersistCheckpointIO, last_checkpoint
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]

@@ -32,7 +32,7 @@ from support.sameness import portrait
 
 import fastpersist as fp
 import fastpersist.integrations.lightning as ours
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]
 

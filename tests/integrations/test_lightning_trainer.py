@@ -33,7 +33,7 @@ from support.sameness import portrait
 from support.training import HeldFilesystem
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.integrations.lightning import FastPersistCallback, FastPersistCheckpointIO, last_checkpoint
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]

@@ -35,7 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastpersist as fp
 from fastpersist import pipeline
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistSavePlanner, FastPersistWriter
 from fastpersist.sharded import reading
 from fastpersist.sharded.planning import cut_replicas

@@ -18,7 +18,7 @@ from support.forking import run_in_child
 from support.torch_save_calls import STOCK_LOAD, STOCK_SAVE, is_ours
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.integrations import torch_save as integration
 from fastpersist.integrations.torch_save import TorchNoSpaceError, TorchStorageError
 

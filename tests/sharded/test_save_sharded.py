@@ -20,8 +20,8 @@ from support.sharded_runs import ShardedRun, expected, mesh_of_all
 from support.training import PATIENCE_S, HeldFilesystem
 
 import fastpersist as fp
+from fastpersist.commit.filesystem import using
 from fastpersist.coordination import Session
-from fastpersist.filesystem import using
 from fastpersist.group_directory import directory_save_together
 from fastpersist.sharded.agreeing import Planned, SharedPlans
 from fastpersist.sharded.step_saving import save_sharded

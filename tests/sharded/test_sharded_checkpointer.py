@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import fastpersist as fp
 from fastpersist.cli import main
-from fastpersist.filesystem import using
+from fastpersist.commit.filesystem import using
 from fastpersist.integrations.torch_dcp import FastPersistReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning:torch.distributed.checkpoint")

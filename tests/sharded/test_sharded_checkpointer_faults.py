@@ -23,7 +23,7 @@ from support.sharded_runs import ShardedRun, expected, mesh_of_all, sharded
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 
 NOTICED_S_MAX = 8.0  # the kernel tells at once that a process is gone; this machine may be busy
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 import fastpersist as fp
-from fastpersist.committed import read_manifest
+from fastpersist.commit.step_listing import read_manifest
 from fastpersist.formats.manifest import encode_manifest
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,

@@ -28,7 +28,7 @@ from support.sharded_runs import ShardedRun, expected
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.filesystem import using
+from fastpersist.commit.filesystem import using
 
 SHAPES = ((1200,), (3, 2))
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,
     FastPersistHuggingFaceWriter,

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastpersist.committed import read_manifest
+from fastpersist.commit.step_listing import read_manifest
 from fastpersist.formats.manifest import FileEntry, encode_manifest
 from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistWriter
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from support.filesystems import FailingFilesystem, KillingFilesystem, Operation, WatchedFilesystem
 from support.forking import Child, Report
 
-from fastpersist.directory_commit import (
+from fastpersist.commit.directory_commit import (
     PendingDirectory,
 )
+from fastpersist.commit.filesystem import Filesystem, filesystem
 from fastpersist.errors import (
     UnsupportedError,
 )
-from fastpersist.filesystem import Filesystem, filesystem
 
 NAME = "step-00000001"
 STEPS = re.compile(r"step-\d{8}")

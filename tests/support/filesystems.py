@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from fastpersist.commit.filesystem import Filesystem, storage_errors
 from fastpersist.errors import NoSpaceError, StorageError
-from fastpersist.filesystem import Filesystem, storage_errors
 
 FILE_OPERATIONS = ("create", "allocate", "truncate", "sync", "rename", "sync_directory", "unlink")
 """What saves of a file need."""

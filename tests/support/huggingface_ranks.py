@@ -17,7 +17,7 @@ from support.huggingface_trainers import At, trainer_for
 from support.process_groups import run_ranks
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.integrations.huggingface import FastPersistCallback, attach
 
 

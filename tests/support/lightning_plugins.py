@@ -12,7 +12,7 @@ from support.lightning_runs import IGNORED
 from support.training import HeldFilesystem
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.integrations.lightning import FastPersistCheckpointIO
 
 __all__ = ["IGNORED", "Full", "FullFor", "Training", "held", "plugin_of"]

@@ -22,7 +22,7 @@ from support.states import load_step, make_state, pending_files
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.filesystem import using
+from fastpersist.commit.filesystem import using
 
 SECTOR_BYTES = 512
 DATA_OPERATIONS = ("allocate", "write", "truncate")

@@ -21,7 +21,7 @@ from support.filesystems import Operation
 from support.power_loss import DATA_OPERATIONS, Fate, apply
 
 from fastpersist import _native
-from fastpersist.filesystem import Filesystem
+from fastpersist.commit.filesystem import Filesystem
 
 EXHAUSTIVE_COUNT = 4
 """Of so many operations that are not safe, every combination is replayed; of more, a choice."""

@@ -36,8 +36,8 @@ from support.runs import Replay, Run, hidden_names
 from support.training import PATIENCE_S
 
 import fastpersist as fp
+from fastpersist.commit.filesystem import using
 from fastpersist.coordination import Ranks, Session
-from fastpersist.filesystem import using
 from fastpersist.pipeline import Writer
 
 SIZES = (280_000, 7)

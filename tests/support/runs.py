@@ -18,7 +18,7 @@ from support.sameness import portrait
 from support.training import PATIENCE_S, HeldFilesystem
 
 import fastpersist as fp
-from fastpersist.filesystem import using
+from fastpersist.commit.filesystem import using
 
 # No tensor is so large that torch would cut its work over threads: then the result would depend on their number.
 SIZES = (20_000, 12_000, 3_000, 7)

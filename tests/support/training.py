@@ -23,7 +23,7 @@ from support.states import pending_files
 import fastpersist as fp
 from fastpersist import api, capture
 from fastpersist.arena import Arena
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 
 PATIENCE_S = 30.0
 """So long does a test wait for what should happen at once."""

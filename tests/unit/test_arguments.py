@@ -16,8 +16,8 @@ import torch
 from support.sandbox import needs_root, small_filesystem
 
 import fastpersist as fp
+from fastpersist.commit.filesystem import tell_free
 from fastpersist.errors import ConfigError, NoSpaceError, UnsupportedError
-from fastpersist.filesystem import tell_free
 
 STATE = {"weight": torch.arange(5.0)}
 

@@ -37,7 +37,7 @@ import fastpersist as fp
 from fastpersist import api, capture
 from fastpersist.arena import Arena
 from fastpersist.background import PendingSave, SaveStats
-from fastpersist.filesystem import filesystem, using
+from fastpersist.commit.filesystem import filesystem, using
 
 adam = functools.partial(torch.optim.Adam, lr=0.1)
 
@@ -475,7 +475,7 @@ PROGRAM = """
     import sys, threading
     import torch
     import fastpersist as fp
-    from fastpersist.filesystem import Filesystem, using
+    from fastpersist.commit.filesystem import Filesystem, using
 
     class AfterMain(Filesystem):
         def allocate(self, fd, size_bytes, path):

@@ -19,7 +19,7 @@ from support.runs import Replay, Run, held_writers, hidden_names
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.directory_commit import hold_for_reading
+from fastpersist.commit.directory_commit import hold_for_reading
 
 STATE = {"weights": torch.arange(1000.0), "name": "a state"}
 

@@ -23,8 +23,8 @@ from support.training import PATIENCE_S
 
 import fastpersist as fp
 from fastpersist.background import Lane
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.directory_save import DirectorySave
-from fastpersist.filesystem import Filesystem, using
 
 STATE = {"weights": torch.arange(1000.0), "name": "a state"}
 

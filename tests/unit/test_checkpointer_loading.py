@@ -18,7 +18,8 @@ from support.sameness import assert_same
 from support.sandbox import become_ordinary_user, open_directory
 
 import fastpersist as fp
-from fastpersist import committed, step_loading
+from fastpersist import step_loading
+from fastpersist.commit import step_listing
 
 
 def save_steps(root: Path, *steps: int, **options: Any) -> None:
@@ -179,7 +180,7 @@ def test_reader_that_loses_the_race_against_retention_finds_the_newer_step(
     run = Run().advance(1)
     writer = fp.Checkpointer(tmp_path, keep=1, optimizer=run.optimizer)
     writer.save(1, run.state()).result()
-    found = committed.committed_path
+    found = step_listing.committed_path
 
     def look_late(parent: str, name: str) -> str | None:
         if run.step < 3:
@@ -187,7 +188,7 @@ def test_reader_that_loses_the_race_against_retention_finds_the_newer_step(
             writer.save(run.step, run.state()).result()
         return found(parent, name)
 
-    monkeypatch.setattr(committed, "committed_path", look_late)
+    monkeypatch.setattr(step_listing, "committed_path", look_late)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Replay().check(fp.Checkpointer(tmp_path).load(), 3)

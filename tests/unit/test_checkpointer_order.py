@@ -19,7 +19,7 @@ from support.runs import hidden_names
 from support.store_runs import two_stores
 
 import fastpersist as fp
-from fastpersist.directory_locks import hold_for_reading
+from fastpersist.commit.locks import hold_for_reading
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError, PeerError, StorageError
 from fastpersist.retention import RetentionPolicy
 from fastpersist.root_upkeep import RootUpkeep

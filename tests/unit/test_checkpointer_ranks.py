@@ -18,7 +18,7 @@ from support.runs import Run, hidden_names
 from support.sameness import assert_same
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 
 SIZES = (400_000, 300_001, 5_000, 7)  # the first two, and Adam's two moments of each, are cut
 CUT_BYTES_MIN = 6 * 300_000 * 4

@@ -25,10 +25,10 @@ from support.sandbox import become_ordinary_user, bind_mounted, needs_root, open
 from support.states import load_step, make_state, pending_files
 
 import fastpersist as fp
-from fastpersist import commit
-from fastpersist.commit import PendingFile, Target, find_leftovers, resolve_target, sweep
+from fastpersist.commit import file_commit
+from fastpersist.commit.file_commit import PendingFile, Target, find_leftovers, resolve_target, sweep
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.errors import InternalError, StorageError
-from fastpersist.filesystem import Filesystem, using
 
 
 @contextmanager
@@ -320,7 +320,7 @@ def test_leftover_of_a_killed_save_is_removed_by_the_next_save(tmp_path: Path) -
 def test_leftovers_are_removed_whatever_the_name(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     prefix = Path(begun := begin(path).path).name[: -len("0123456789abcdef")]
-    commit._live.clear()  # as in a new process
+    file_commit._live.clear()  # as in a new process
     for _ in range(3):
         (tmp_path / f"{prefix}{secrets.token_hex(8)}").write_bytes(b"half a file")
     os.unlink(begun)

@@ -22,8 +22,8 @@ from support.sandbox import become_ordinary_user, bind_mounted, needs_root, open
 from support.states import differences, load_step, make_state, pending_files
 
 import fastpersist as fp
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.errors import StorageError, UnsupportedError
-from fastpersist.filesystem import Filesystem, using
 
 
 def plain_state(step: int) -> dict[str, torch.Tensor]:

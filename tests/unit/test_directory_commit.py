@@ -41,8 +41,7 @@ from support.sandbox import bind_mounted
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.commit import hidden_prefix
-from fastpersist.directory_commit import (
+from fastpersist.commit.directory_commit import (
     PendingDirectory,
     committed_path,
     files_in,
@@ -50,6 +49,8 @@ from fastpersist.directory_commit import (
     remove_directory,
     sweep_directories,
 )
+from fastpersist.commit.file_commit import hidden_prefix
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.errors import (
     ConfigError,
     InternalError,
@@ -57,7 +58,6 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.filesystem import Filesystem, using
 
 # --- the protocol
 

@@ -15,7 +15,8 @@ from support.archives import flip_bit, record_places
 from support.leaks import no_leaks
 
 import fastpersist as fp
-from fastpersist import _native, committed, directory_inspection, step_loading
+from fastpersist import _native, directory_inspection, step_loading
+from fastpersist.commit import step_listing
 from fastpersist.directory_inspection import directory_bytes, inspect_directory, verify_directory
 from fastpersist.formats.manifest import MANIFEST_NAME, CheckpointManifest, FileEntry, encode_manifest, step_name
 from fastpersist.inspection import Manifest, VerifyReport
@@ -343,7 +344,7 @@ def test_directory_that_is_neither_is_refused(tmp_path: Path) -> None:
 
 
 def test_step_that_is_held_by_a_reader_is_read_too(checkpoint: Path) -> None:
-    from fastpersist.directory_commit import hold_for_reading
+    from fastpersist.commit.directory_commit import hold_for_reading
 
     with hold_for_reading(str(checkpoint)):
         assert verify(checkpoint).ok
@@ -447,7 +448,7 @@ def test_step_that_is_replaced_while_it_is_loaded_is_loaded_from_one_of_the_two(
 
     with fp.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state(1, 5000), rank_state={"own": 1}).result()
-        room = step_loading if first in ("open_file", "load_state") else committed
+        room = step_loading if first in ("open_file", "load_state") else step_listing
         replacing = Replacing(
             getattr(room, first),
             lambda: checkpointer.save(1, state(2, 7000), rank_state={"own": 2}, overwrite=True).result() and None,
@@ -466,10 +467,10 @@ def test_step_that_is_replaced_while_steps_are_listed_is_listed(
     with fp.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"a": torch.ones(5000)}).result()
         monkeypatch.setattr(
-            committed,
+            step_listing,
             "check_files",
             Replacing(
-                committed.check_files,
+                step_listing.check_files,
                 lambda: checkpointer.save(1, {"a": torch.ones(7000)}, overwrite=True).result() and None,
             ),
         )

@@ -29,19 +29,19 @@ from support.forking import Child, Report, run_in_child
 from support.sandbox import become_ordinary_user, open_directory
 
 import fastpersist as fp
-from fastpersist import directory_locks
-from fastpersist.directory_commit import (
+from fastpersist.commit import locks
+from fastpersist.commit.directory_commit import (
     RootLock,
     hold_for_reading,
     remove_directory,
     sweep_directories,
 )
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
     StorageError,
 )
-from fastpersist.filesystem import Filesystem, using
 
 # --- reading
 
@@ -151,14 +151,14 @@ def test_reader_that_has_locked_what_was_just_replaced_takes_the_new_one(
 ) -> None:
     path = tmp_path / NAME
     save(path, 1)
-    lock = directory_locks._lock_open_file
+    lock = locks._lock_open_file
 
-    def replace_first(fd: int, kind: int, locked: str) -> directory_locks.Lock:
+    def replace_first(fd: int, kind: int, locked: str) -> locks.Lock:
         monkeypatch.undo()
         save(path, 2)
         return lock(fd, kind, locked)
 
-    monkeypatch.setattr(directory_locks, "_lock_open_file", replace_first)
+    monkeypatch.setattr(locks, "_lock_open_file", replace_first)
     with hold_for_reading(str(path)):
         assert not remove_directory(str(path))
         assert step_in(path) == 2
@@ -343,7 +343,7 @@ def test_locks_that_a_mount_keeps_to_this_host_are_none(
         "21 1 0:999 / /proc rw - proc proc rw,nolock\n"
         f"36 35 {os.major(device)}:{os.minor(device)} / /mnt rw,noatime shared:1 - nfs server:/export {options}\n"
     )
-    monkeypatch.setattr(directory_locks, "_MOUNTS_PATH", str(mounts))
+    monkeypatch.setattr(locks, "_MOUNTS_PATH", str(mounts))
     lock = RootLock.acquire(str(root))
     assert lock.excludes_others is excludes_others
     lock.release()

@@ -15,7 +15,7 @@ from support.filesystems import FullFor
 from support.process_groups import run_ranks
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, make_directories, using
+from fastpersist.commit.filesystem import Filesystem, make_directories, using
 
 
 class Recording(Filesystem):

@@ -40,8 +40,8 @@ from support.forking import Child, Report, run_in_child
 from support.sandbox import become_ordinary_user, open_directory
 
 import fastpersist as fp
-from fastpersist import directory_locks, directory_removal
-from fastpersist.directory_commit import (
+from fastpersist.commit import locks, removal
+from fastpersist.commit.directory_commit import (
     PendingDirectory,
     RootLock,
     committed_path,
@@ -49,12 +49,12 @@ from fastpersist.directory_commit import (
     remove_directory,
     sweep_directories,
 )
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
     StorageError,
 )
-from fastpersist.filesystem import Filesystem, using
 
 # --- leftovers
 
@@ -191,14 +191,14 @@ def test_sweeper_that_has_locked_what_was_just_published_leaves_it(
     """Its writer let go between the opening and the lock, so the lock is had, of a directory with another name."""
     save(tmp_path / NAME, 1)
     left = leave(tmp_path)
-    lock = directory_locks._lock_for_removal
+    lock = locks._lock_for_removal
 
-    def publish_first(fd: int, writable: bool, path: str) -> directory_locks.Lock:
+    def publish_first(fd: int, writable: bool, path: str) -> locks.Lock:
         Filesystem().exchange(str(left), str(tmp_path / NAME))
         return lock(fd, writable, path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(directory_locks, "_lock_for_removal", publish_first)
+        patched.setattr(locks, "_lock_for_removal", publish_first)
         assert sweep_directories(str(tmp_path), NAME) == []
     assert step_in(left) == 1
     assert sweep_directories(str(tmp_path), NAME) == [str(left)]
@@ -371,7 +371,7 @@ def test_directory_that_is_nearly_removed_never_gets_its_name_back(
         arguments = [str(tmp_path / NAME)]
     else:
         leave(tmp_path, "retired", manifest=b'{"step": 0}\n')
-        monkeypatch.setattr(directory_removal, "_give_name_back", lambda leftover: False)  # something has the name
+        monkeypatch.setattr(removal, "_give_name_back", lambda leftover: False)  # something has the name
         arguments = [str(tmp_path), NAME]
     with using(double := Swept()):
         finish(*arguments)

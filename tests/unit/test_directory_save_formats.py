@@ -22,7 +22,7 @@ from support.sameness import assert_same
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem, using
 
 DISK = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 

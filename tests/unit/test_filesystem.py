@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fastpersist.commit.filesystem import Filesystem, filesystem, open_regular, storage_errors, using
 from fastpersist.errors import FormatError, NoSpaceError, StorageError
-from fastpersist.filesystem import Filesystem, filesystem, open_regular, storage_errors, using
 
 real = Filesystem()
 

@@ -32,7 +32,7 @@ from support.training import (
 
 import fastpersist as fp
 from fastpersist import _native, api, capture
-from fastpersist.filesystem import using
+from fastpersist.commit.filesystem import using
 
 adam = functools.partial(torch.optim.Adam, lr=0.1)
 

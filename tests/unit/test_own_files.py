@@ -22,8 +22,8 @@ from support.training import PATIENCE_S
 
 import fastpersist as fp
 from fastpersist import _native, group_save
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.coordination import Ranks
-from fastpersist.filesystem import Filesystem, using
 from fastpersist.session import Session
 
 SIZES = (400_000, 300_001, 7)

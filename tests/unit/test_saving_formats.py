@@ -24,7 +24,7 @@ from support.strategies import nested_objects, storages
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.filesystem import using
+from fastpersist.commit.filesystem import using
 from fastpersist.formats.safetensors import DTYPE_NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")

@@ -16,7 +16,7 @@ from support.forking import Child, Report, run_in_child
 from support.runs import Replay, Run, held_writers
 
 import fastpersist as fp
-from fastpersist.filesystem import using
+from fastpersist.commit.filesystem import using
 
 
 class Previous:

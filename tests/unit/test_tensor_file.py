@@ -22,8 +22,8 @@ from support.tensor_files import ENGINES, bytes_of, pattern, skip_without, tenso
 
 import fastpersist as fp
 from fastpersist import tensor_file
+from fastpersist.commit.filesystem import using
 from fastpersist.errors import ConfigError, EndOfFileError, NoSpaceError, StorageError
-from fastpersist.filesystem import using
 
 torch.set_num_threads(1)
 

@@ -12,10 +12,10 @@ import stat
 from collections.abc import Callable
 from typing import TypeVar
 
-from fastpersist.directory_commit import committed_path, hold_for_reading
-from fastpersist.directory_locks import HeldDirectory
+from fastpersist.commit.directory_commit import committed_path, hold_for_reading
+from fastpersist.commit.filesystem import open_regular, storage_errors
+from fastpersist.commit.locks import HeldDirectory
 from fastpersist.errors import CheckpointNotFoundError, CorruptionError, FormatError, StorageError
-from fastpersist.filesystem import open_regular, storage_errors
 from fastpersist.formats.manifest import (
     MANIFEST_LIMIT_BYTES,
     MANIFEST_NAME,

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from fastpersist import _native
-from fastpersist.commit import (
+from fastpersist.commit.file_commit import (
     LOCK_HELD,
     LOCK_UNSUPPORTED,
     Lock,
@@ -33,6 +33,7 @@ from fastpersist.commit import (
     lock_record,
     mark_live,
 )
+from fastpersist.commit.filesystem import close_quietly, filesystem, storage_errors
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -40,7 +41,6 @@ from fastpersist.errors import (
     InternalError,
     StorageError,
 )
-from fastpersist.filesystem import close_quietly, filesystem, storage_errors
 from fastpersist.formats.manifest import MANIFEST_NAME
 
 __all__ = ["ROOT_LOCK_NAME", "HeldDirectory", "Lock", "RootLock", "claimed", "hold_for_reading"]

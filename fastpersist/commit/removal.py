@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal, NamedTuple
 
-from fastpersist.commit import LEFTOVER_AGE_S, TOKEN_BYTES, hidden_prefix, is_live
-from fastpersist.directory_locks import Lock, claimed
+from fastpersist.commit.file_commit import LEFTOVER_AGE_S, TOKEN_BYTES, hidden_prefix, is_live
+from fastpersist.commit.filesystem import filesystem, storage_errors
+from fastpersist.commit.locks import Lock, claimed
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, StorageError
-from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.manifest import MANIFEST_NAME
 
 __all__ = [

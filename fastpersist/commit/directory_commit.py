@@ -50,7 +50,7 @@ from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from fastpersist import _native
-from fastpersist.commit import (
+from fastpersist.commit.file_commit import (
     Lock,
     close_live,
     closing_published,
@@ -60,8 +60,9 @@ from fastpersist.commit import (
     mark_live,
     saving,
 )
-from fastpersist.directory_locks import RootLock, hold_for_reading
-from fastpersist.directory_removal import (
+from fastpersist.commit.filesystem import filesystem, storage_errors
+from fastpersist.commit.locks import RootLock, hold_for_reading
+from fastpersist.commit.removal import (
     committed_path,
     hidden_path,
     remove_directory,
@@ -71,7 +72,6 @@ from fastpersist.directory_removal import (
     sweep_directories,
 )
 from fastpersist.errors import ConfigError, InternalError, StorageError, UnsupportedError
-from fastpersist.filesystem import filesystem, storage_errors
 from fastpersist.formats.manifest import MANIFEST_NAME, check_file_name
 
 __all__ = [

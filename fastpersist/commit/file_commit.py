@@ -43,8 +43,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fastpersist import _native
+from fastpersist.commit.filesystem import close_quietly, filesystem, storage_errors
 from fastpersist.errors import InternalError, StorageError
-from fastpersist.filesystem import close_quietly, filesystem, storage_errors
 
 __all__ = [
     "LEFTOVER_AGE_S",

@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from fastpersist.committed import candidate_steps, read_manifest
-from fastpersist.directory_commit import committed_path
+from fastpersist.commit.directory_commit import committed_path
+from fastpersist.commit.step_listing import candidate_steps, read_manifest
 from fastpersist.errors import CheckpointNotFoundError, CorruptionError, StorageError
 from fastpersist.formats.manifest import COMMIT_NUMBER_MAX, CheckpointManifest, step_name
 
