@@ -26,7 +26,7 @@ import fastpersist as fp
 from fastpersist import coordination, loading_together
 from fastpersist.cli import bench_rank_processes
 from fastpersist.cli.bench_rank_processes import Failed, Here, Span, hold_state, save_alone, save_together, whole_span
-from fastpersist.pipeline import Pieces, Writer
+from fastpersist.transfer.pipeline import Pieces, Writer
 
 __all__ = [
     "Failed",

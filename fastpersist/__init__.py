@@ -15,7 +15,6 @@ from fastpersist.background import PendingSave, SaveStats
 from fastpersist.checkpointer import Checkpointer
 from fastpersist.directory_inspection import require_replaceable
 from fastpersist.directory_save import DirectorySave
-from fastpersist.engine_choice import EngineProbe, engines, require_engine
 from fastpersist.errors import (
     AgreementTimeoutError,
     CheckpointNotFoundError,
@@ -42,9 +41,10 @@ from fastpersist.inspection import Damage, Manifest, TensorEntry, VerifyReport
 # isort: split - it uses the names above; mypy knows integrations/ by another name
 from fastpersist.integrations.torch_save import install, installed, uninstall  # type: ignore[import-not-found]
 from fastpersist.loading_into import load_into
-from fastpersist.pending_io import PendingIO
-from fastpersist.tensor_file import TensorFile
-from fastpersist.tensor_memory import byte_view, locked_tensor
+from fastpersist.transfer.engine_selection import EngineProbe, engines, require_engine
+from fastpersist.transfer.pending_io import PendingIO
+from fastpersist.transfer.tensor_file import TensorFile
+from fastpersist.transfer.tensor_memory import byte_view, locked_tensor
 
 __version__ = "0.1.0"
 

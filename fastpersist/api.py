@@ -15,7 +15,6 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from fastpersist import directory_inspection, inspection
-from fastpersist.arena import Arena
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
@@ -28,7 +27,6 @@ from fastpersist.commit.filesystem import (
     storage_errors,
     tell_free,
 )
-from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
 from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
 from fastpersist.group_save import Writers, end_session, save_together, together_with
@@ -38,15 +36,17 @@ from fastpersist.loading_together import reader_for
 from fastpersist.owners import Owners
 from fastpersist.pacing import Spread
 from fastpersist.peer_save import PeerSave
-from fastpersist.pipeline import Poll
-from fastpersist.progress import progress_bar
 from fastpersist.refused_globals import warn_of_file
 from fastpersist.replicas import replicas_in
 from fastpersist.saving import SaveReport, container_for, is_safetensors, padded_bytes, write_container
 from fastpersist.sharing import FirstShare, Together
 from fastpersist.source import CheckpointSource
-from fastpersist.stock import stock_load, stock_save
-from fastpersist.untraced import untraced
+from fastpersist.transfer.arena import Arena
+from fastpersist.transfer.engine_selection import require_engine
+from fastpersist.transfer.pipeline import Poll
+from fastpersist.transfer.progress import progress_bar
+from fastpersist.transfer.stock import stock_load, stock_save
+from fastpersist.transfer.torch_boundary import untraced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

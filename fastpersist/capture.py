@@ -37,12 +37,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fastpersist import _native, devices
-from fastpersist.arena import Arena
+from fastpersist import _native
 from fastpersist.errors import DeviceError, TornStateError
 from fastpersist.owners import PLAIN, Owners, Ownership, note_step_of, storage_key, storage_keys
 from fastpersist.pacing import note_step
-from fastpersist.pipeline import byte_tensor, is_host_memory
+from fastpersist.transfer import cuda
+from fastpersist.transfer.arena import Arena
+from fastpersist.transfer.pipeline import byte_tensor, is_host_memory
 
 __all__ = ["Capture", "Kind", "Sources", "no_garbage_collection", "watch_steps"]
 
@@ -246,10 +247,10 @@ class Capture:
             kind, watched = self._kind_of(storage, reached_by[index])
             start_bytes = source.offset_bytes
             on_host = is_host_memory(storage)
-            ordinal = None if on_host else devices.ordinal_of(storage)
+            ordinal = None if on_host else cuda.ordinal_of(storage)
             if ordinal is not None:
                 if ordinal not in followed:
-                    devices.follow_caller(ordinal, to_host=True)
+                    cuda.follow_caller(ordinal, to_host=True)
                     followed.add(ordinal)
                 on_devices_bytes += 0 if kind == Kind.CONSTANT else source.size_bytes
             elif not on_host:
@@ -462,7 +463,7 @@ class Capture:
         for ordinal in self._devices:
             # One snapshot for all: a device's copies have one order. A stream that is being captured into a CUDA graph
             # executes nothing now, so it cannot be told to wait; the thread that will replay the graph does.
-            if not self._snapshots[0].hold_caller(ordinal, devices.caller_stream(ordinal)):
+            if not self._snapshots[0].hold_caller(ordinal, cuda.caller_stream(ordinal)):
                 self._wait_settled()
 
     def _is_settled(self) -> bool:
@@ -551,7 +552,7 @@ class Capture:
 
     def _take_samples(self, container: Sources) -> None:
         if self._devices:
-            devices.tell_of_paranoia()
+            cuda.tell_of_paranoia()
         stable = [
             index
             for index, source in enumerate(container.sources)

@@ -28,7 +28,6 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastpersist.arena import Arena
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.background import PendingSave, SaveStats
 from fastpersist.capture import watch_steps
@@ -37,7 +36,6 @@ from fastpersist.commit.directory_commit import RootLock, committed_path, sweep_
 from fastpersist.commit.filesystem import make_directories
 from fastpersist.commit.step_listing import check_files, committed_steps, read_manifest
 from fastpersist.coordination import Ranks
-from fastpersist.engine_choice import require_engine
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -60,7 +58,9 @@ from fastpersist.step_loading import RANK_KEY, LoadOptions, best_of, find_best, 
 from fastpersist.step_saving import StepSave, StepSaver
 from fastpersist.steps_together import done_by_first, refuse_together
 from fastpersist.stores import Stores
-from fastpersist.untraced import untraced
+from fastpersist.transfer.arena import Arena
+from fastpersist.transfer.engine_selection import require_engine
+from fastpersist.transfer.torch_boundary import untraced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

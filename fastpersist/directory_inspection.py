@@ -39,7 +39,7 @@ from fastpersist.formats.manifest import (
 )
 from fastpersist.inspection import Damage, Manifest, VerifyReport, inspect_source, verify_source
 from fastpersist.part_reading import read_record
-from fastpersist.pipeline import Extents, Poll, read_extents
+from fastpersist.transfer.pipeline import Extents, Poll, read_extents
 
 __all__ = ["directory_bytes", "inspect_directory", "require_replaceable", "verify_directory"]
 

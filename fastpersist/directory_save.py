@@ -18,7 +18,6 @@ from dataclasses import asdict
 from typing import Any
 
 from fastpersist import _native
-from fastpersist.arena import Arena, ArenaOfSave
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
@@ -32,7 +31,6 @@ from fastpersist.commit.filesystem import (
 )
 from fastpersist.commit.step_listing import candidate_steps
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, CoordinationError, SkippedError, StorageError
 from fastpersist.formats.layout import align_up
 from fastpersist.formats.manifest import FileEntry, check_file_name, checked_step, encode_manifest
@@ -41,12 +39,14 @@ from fastpersist.guest_writing import Guest, Site
 from fastpersist.own_files import confirmed, refusing_second
 from fastpersist.owners import Owners, Ownership, step_count
 from fastpersist.pacing import Spread
-from fastpersist.pipeline import Extents, Poll, read_extents
 from fastpersist.replicas import replicas_in
 from fastpersist.saving import Container, WrittenFile, container_for, write_container
 from fastpersist.sharing import FirstShare, Together, checking, decoded, encoded, preferring_failure_of_others, telling
 from fastpersist.stores import Split, Stores, find_stores, manifest_now
-from fastpersist.untraced import untraced
+from fastpersist.transfer.arena import Arena, ArenaOfSave
+from fastpersist.transfer.engine_selection import require_engine
+from fastpersist.transfer.pipeline import Extents, Poll, read_extents
+from fastpersist.transfer.torch_boundary import untraced
 
 __all__ = ["DirectorySave"]
 

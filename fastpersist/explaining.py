@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 import torch
 
-from fastpersist.arena import Arena
 from fastpersist.capture import Capture, Kind
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
 from fastpersist.owners import Owners
 from fastpersist.saving import TorchZipContainer
+from fastpersist.transfer.arena import Arena
 
 __all__ = ["explain"]
 

@@ -31,8 +31,8 @@ from fastpersist.loading import (
     torch_dtype,
     unpickle_with,
 )
-from fastpersist.pipeline import Extents, Read, read_extents
 from fastpersist.source import CheckpointSource
+from fastpersist.transfer.pipeline import Extents, Read, read_extents
 
 __all__ = ["IncompatibleKeys", "fill_target"]
 

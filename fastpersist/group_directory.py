@@ -13,12 +13,10 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from fastpersist.arena import Arena
 from fastpersist.arguments import local_path
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.directory_save import DirectorySave
-from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, SkippedError
 from fastpersist.formats.manifest import check_file_name
 from fastpersist.group_save import Writers, together_with
@@ -26,7 +24,9 @@ from fastpersist.guest_writing import Guest
 from fastpersist.owners import Owners
 from fastpersist.peer_save import PeerSave
 from fastpersist.sharing import Together
-from fastpersist.untraced import untraced
+from fastpersist.transfer.arena import Arena
+from fastpersist.transfer.engine_selection import require_engine
+from fastpersist.transfer.torch_boundary import untraced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -19,7 +19,6 @@ from fastpersist.commit.file_commit import PendingFile, resolve_target
 from fastpersist.commit.filesystem import hint_at_make_parents, make_directories
 from fastpersist.config import config_at
 from fastpersist.coordination import Ranks, Session
-from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.partition import choose_writers
 from fastpersist.peer_sharing import OtherShare
@@ -27,6 +26,7 @@ from fastpersist.refused_globals import warn_of_file
 from fastpersist.replicas import replicas_of
 from fastpersist.saving import Container, SaveReport, container_for, padded_bytes
 from fastpersist.sharing import FirstShare, Together
+from fastpersist.transfer.engine_selection import require_engine
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

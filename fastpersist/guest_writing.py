@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fastpersist import _native
-from fastpersist.arena import Arena
 from fastpersist.background import SaveStats
 from fastpersist.capture import Capture
 from fastpersist.coordination import Session
 from fastpersist.formats.manifest import FileEntry
 from fastpersist.owners import Owners
-from fastpersist.pipeline import Poll
+from fastpersist.transfer.arena import Arena
+from fastpersist.transfer.pipeline import Poll
 
 __all__ = ["Guest", "Held", "Site"]
 

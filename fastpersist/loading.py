@@ -27,9 +27,9 @@ from fastpersist import _native
 from fastpersist.errors import ChecksumError, FormatError, InternalError, UnsupportedError
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats.pickle_scan import StorageReference
-from fastpersist.pipeline import Extents, Poll, Read, read_extents
 from fastpersist.source import CheckpointSource, SkippingFile
-from fastpersist.stock import no_tag, not_allowed_globals, stock_load
+from fastpersist.transfer.pipeline import Extents, Poll, Read, read_extents
+from fastpersist.transfer.stock import no_tag, not_allowed_globals, stock_load
 
 __all__ = ["MapLocation", "load_checkpoint", "read_safetensors", "unpickle_with"]
 

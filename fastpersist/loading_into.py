@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastpersist.arguments import local_path
-from fastpersist.engine_choice import engine_ladder, refuse_null_engine
 from fastpersist.filling import IncompatibleKeys, fill_target, misfit
 from fastpersist.loading_together import reader_for
 from fastpersist.resuming import restore_whole
 from fastpersist.source import CheckpointSource
-from fastpersist.untraced import untraced
+from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine
+from fastpersist.transfer.torch_boundary import untraced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

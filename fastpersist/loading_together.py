@@ -52,7 +52,6 @@ import torch.distributed as dist
 from fastpersist import _native
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.engine_choice import require_engine
 from fastpersist.errors import (
     AgreementTimeoutError,
     ConfigError,
@@ -64,7 +63,8 @@ from fastpersist.errors import (
 from fastpersist.failing import error_as_json, error_from_json
 from fastpersist.formats.byte_ranges import ByteRange
 from fastpersist.partition import CUT_BYTES_MIN, merged
-from fastpersist.pipeline import Extents, Poll, Read, ReadResult, read_extents
+from fastpersist.transfer.engine_selection import require_engine
+from fastpersist.transfer.pipeline import Extents, Poll, Read, ReadResult, read_extents
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -25,7 +25,6 @@ from fastpersist.commit.directory_commit import hold_for_reading
 from fastpersist.commit.file_commit import PendingFile, resolve_target
 from fastpersist.commit.step_listing import candidate_steps, check_files, read_manifest
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.engine_choice import refuse_null_engine, require_engine
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ChecksumError,
@@ -45,9 +44,10 @@ from fastpersist.part_reading import (
     read_record,
     require_whole,
 )
-from fastpersist.pipeline import Extents, Pieces, Writer, read_extents
-from fastpersist.progress import progress_bar
 from fastpersist.saving import SaveReport, is_safetensors
+from fastpersist.transfer.engine_selection import refuse_null_engine, require_engine
+from fastpersist.transfer.pipeline import Extents, Pieces, Writer, read_extents
+from fastpersist.transfer.progress import progress_bar
 
 __all__ = ["merge"]
 

@@ -35,9 +35,9 @@ from fastpersist.commit.filesystem import filesystem
 from fastpersist.errors import ConfigError, CoordinationError, StorageError
 from fastpersist.formats.manifest import FileEntry, check_file_name
 from fastpersist.peer_sharing import needs_same_filesystem
-from fastpersist.pipeline import Poll
 from fastpersist.saving import Container, padded_bytes, write_container
 from fastpersist.sharing import decoded, encoded
+from fastpersist.transfer.pipeline import Poll
 
 __all__ = ["OwnFile", "Told", "confirmation", "confirmed", "refusing_second"]
 

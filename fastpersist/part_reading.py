@@ -24,7 +24,7 @@ from fastpersist.formats.split_manifest import (
     parse_parts,
     part_name,
 )
-from fastpersist.pipeline import read_exactly
+from fastpersist.transfer.pipeline import read_exactly
 
 __all__ = ["FoundPart", "OpenPart", "file_in_parts", "missing_stores", "read_record", "require_whole"]
 

@@ -34,8 +34,8 @@ from fastpersist.formats.split_manifest import ExtentMap, FileExtent, Part, part
 from fastpersist.loading_together import WANT, SharedReader, broadcasts_host_memory
 from fastpersist.part_reading import FoundPart, OpenPart, require_whole
 from fastpersist.partition import CUT_BYTES_MIN, merged, overlaps, without
-from fastpersist.pipeline import Extents, Poll, Push, ReadResult, read_extents
 from fastpersist.source import CheckpointSource
+from fastpersist.transfer.pipeline import Extents, Poll, Push, ReadResult, read_extents
 
 __all__ = ["PartedSource", "PartsExchange", "Piece", "cut_pieces", "writing_to"]
 

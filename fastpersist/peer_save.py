@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastpersist.arena import Arena, ArenaOfSave
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.capture import Capture
 from fastpersist.commit.filesystem import filesystem
@@ -29,6 +28,7 @@ from fastpersist.replicas import replicas_in
 from fastpersist.saving import container_for
 from fastpersist.sharing import Together, checking, decoded, encoded, preferring_failure_of_others, telling
 from fastpersist.stores import PeerStore
+from fastpersist.transfer.arena import Arena, ArenaOfSave
 
 __all__ = ["PeerSave"]
 

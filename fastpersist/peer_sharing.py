@@ -11,10 +11,8 @@ from typing import Any
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem, storage_errors
-from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import StorageError
 from fastpersist.formats.split_manifest import ExtentMap, part_name
-from fastpersist.pipeline import Poll, Writer
 from fastpersist.saving import Container, PieceStream
 from fastpersist.sharing import (
     Share,
@@ -26,6 +24,8 @@ from fastpersist.sharing import (
     unpacked_offsets,
 )
 from fastpersist.stores import PeerStore
+from fastpersist.transfer.engine_selection import refuse_null_engine
+from fastpersist.transfer.pipeline import Poll, Writer
 
 __all__ = ["OtherShare", "needs_same_filesystem"]
 

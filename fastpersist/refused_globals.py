@@ -16,7 +16,7 @@ from fastpersist.errors import FastPersistError
 from fastpersist.formats.pickle_scan import scan_pickle
 from fastpersist.pickling import pickle_skeleton, reduced_types
 from fastpersist.saving import Container, TorchZipContainer
-from fastpersist.stock import not_allowed_globals
+from fastpersist.transfer.stock import not_allowed_globals
 
 __all__ = ["warn_caller", "warn_of_file", "warn_of_globals"]
 

@@ -26,7 +26,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fastpersist.engine_choice import engine_ladder, refuse_null_engine
 from fastpersist.errors import (
     ConfigError,
     CorruptionError,
@@ -54,8 +53,9 @@ from fastpersist.loading import (
     unpickle_with,
     why_stock,
 )
-from fastpersist.pipeline import Extents, Read, read_extents
 from fastpersist.source import CheckpointSource
+from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine
+from fastpersist.transfer.pipeline import Extents, Read, read_extents
 
 __all__ = ["is_left_out", "left_behind", "load_state", "missing_keys", "restore_whole", "with_touched"]
 

@@ -15,17 +15,18 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from fastpersist import _native, devices
-from fastpersist.arena import Arena
+from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import ConfigError, UnsavableTensorError
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
 from fastpersist.formats.layout import align_up
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
 from fastpersist.pickling import ZERO_TENSOR, pickle_skeleton
-from fastpersist.pipeline import Pieces, Poll, Writer, is_host_memory
+from fastpersist.transfer import cuda
+from fastpersist.transfer.arena import Arena
+from fastpersist.transfer.engine_selection import refuse_null_engine
+from fastpersist.transfer.pipeline import Pieces, Poll, Writer, is_host_memory
 
 __all__ = [
     "Checksum",
@@ -276,7 +277,7 @@ _gathering = Arena(8 << 20)  # through which small tensors leave a device when n
 
 def _gathering_snapshot(container: Container) -> _native.Snapshot | None:
     """Return a snapshot that copies small tensors of devices many at a time; None where all is on the host."""
-    ordinals = [devices.ordinal_of(source.storage) for source in container.sources]
+    ordinals = [cuda.ordinal_of(source.storage) for source in container.sources]
     on_devices = {ordinal for ordinal in ordinals if ordinal is not None}
     if not on_devices:
         return None
@@ -286,7 +287,7 @@ def _gathering_snapshot(container: Container) -> _native.Snapshot | None:
     ):
         return None  # torch copies from some
     for device in on_devices:
-        devices.follow_caller(device, to_host=True)
+        cuda.follow_caller(device, to_host=True)
     snapshot = _native.Snapshot(_gathering.for_state(container.size_bytes))
     for source, ordinal in zip(container.sources, ordinals, strict=True):
         address = source.storage.data_ptr() + source.offset_bytes

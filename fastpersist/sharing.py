@@ -44,16 +44,16 @@ import torch
 from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.coordination import Session
-from fastpersist.engine_choice import is_cufile, refuse_null_engine, require_engine
 from fastpersist.errors import CoordinationError, InternalError, StorageError, UnsupportedError
 from fastpersist.formats.byte_ranges import ByteRange
 from fastpersist.formats.layout import align_up
 from fastpersist.formats.split_manifest import ExtentMap, FileExtent
 from fastpersist.partition import Extent, interior_of, merged, overlaps, shard_of, without
-from fastpersist.pipeline import Poll, Run, Writer
 from fastpersist.replicas import bytes_of, difference, sums_of
 from fastpersist.saving import Checksum, Container, Literal, Part, PieceStream, Source, Stored, WrittenFile
 from fastpersist.stores import Split, SplitShares, Stores
+from fastpersist.transfer.engine_selection import is_cufile, refuse_null_engine, require_engine
+from fastpersist.transfer.pipeline import Poll, Run, Writer
 
 __all__ = [
     "FirstShare",

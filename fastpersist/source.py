@@ -32,7 +32,7 @@ from fastpersist.formats.pickle_scan import (
     storage_references,
 )
 from fastpersist.formats.split_manifest import PARTS_NAME
-from fastpersist.pipeline import read_exactly
+from fastpersist.transfer.pipeline import read_exactly
 
 __all__ = ["CheckpointSource"]
 

@@ -28,8 +28,8 @@ from fastpersist.formats.split_manifest import PartsRecord, Store
 from fastpersist.loading_together import SharedReader
 from fastpersist.part_reading import file_in_parts, read_record
 from fastpersist.parts_exchange import PartsExchange
-from fastpersist.pipeline import Read
 from fastpersist.source import CheckpointSource
+from fastpersist.transfer.pipeline import Read
 
 __all__ = ["StepParts", "refuse_alone"]
 

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fastpersist.arena import Arena
 from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.directory_save import DirectorySave
 from fastpersist.formats.manifest import STATE_NAME, rank_file_name
@@ -18,6 +17,7 @@ from fastpersist.owners import Owners
 from fastpersist.peer_save import PeerSave
 from fastpersist.refused_globals import warn_of_globals
 from fastpersist.sharing import Together
+from fastpersist.transfer.arena import Arena
 
 __all__ = ["StepSave", "StepSaver"]
 

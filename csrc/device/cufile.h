@@ -2,7 +2,7 @@
 // the library. Here is what moves bytes between a file and the memory of a device (or of the host), device memory that
 // is registered for that, and the library's own word on which way the bytes took. Many requests at once are
 // cufile_batch.h's; threads, order and completions are engine/cufile_engine.cc's; where a Python package has put the
-// library is fastpersist/cufile.py's to know.
+// library is fastpersist/transfer/gpudirect.py's to know.
 //
 // Source: GPUDirect Storage, cuFile API Reference Guide (calls, error numbers); the headers of cuFile 1.11 to 1.20
 // (what is laid out how).

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 
 from fastpersist import locked_tensor, require_engine
-from fastpersist.arena import available_host_bytes
 from fastpersist.cli.bench_io_gdsio import why_no_gdsio
 from fastpersist.cli.bench_io_plot import draw, require_matplotlib
 from fastpersist.cli.bench_io_points import (
@@ -35,6 +34,7 @@ from fastpersist.cli.bench_load_rows import PageCache
 from fastpersist.cli.bench_places import check_places, positive, require_space, scratch_directory, write_json
 from fastpersist.cli.bench_report import machine_facts
 from fastpersist.errors import ConfigError, StorageError
+from fastpersist.transfer.arena import available_host_bytes
 
 __all__ = ["add_parser", "run"]
 

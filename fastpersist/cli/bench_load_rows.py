@@ -20,7 +20,7 @@ from fastpersist import _native
 from fastpersist.cli.bench_rows import Row, Sample
 from fastpersist.cli.bench_states import StateRecipe, flatten, tensor_bytes
 from fastpersist.errors import StorageError
-from fastpersist.pipeline import Extents, read_extents
+from fastpersist.transfer.pipeline import Extents, read_extents
 
 __all__ = ["PageCache", "own_load_rows", "peer_load_rows"]
 

@@ -22,14 +22,14 @@ import torch
 from tabulate import tabulate
 
 from fastpersist import require_engine
-from fastpersist.arena import available_host_bytes
 from fastpersist.cli.bench_overlap_run import summarize_run
 from fastpersist.cli.bench_overlap_worker import WARM_UP_COUNT, WAYS, Job
 from fastpersist.cli.bench_places import check_places, positive, require_space, scratch_directory, write_json
 from fastpersist.cli.bench_report import machine_facts, report_text
 from fastpersist.cli.child_process import ChildProcess
 from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.progress import progress_bar
+from fastpersist.transfer.arena import available_host_bytes
+from fastpersist.transfer.progress import progress_bar
 
 __all__ = ["add_parser", "run"]
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from fastpersist.arena import available_host_bytes
 from fastpersist.cli import bench_rank_processes as work
 from fastpersist.cli.bench_fio import fio_read_row, fio_write_bytes, fio_write_row
 from fastpersist.cli.bench_load_rows import PageCache
@@ -27,6 +26,7 @@ from fastpersist.cli.bench_rank_processes import Failed, RankProcesses, whole_sp
 from fastpersist.cli.bench_report import machine_facts, report_text, samples_json
 from fastpersist.cli.bench_rows import Kind, Measured, Row, Sample, measure
 from fastpersist.errors import ConfigError, UnsupportedError
+from fastpersist.transfer.arena import available_host_bytes
 
 __all__ = ["add_parser", "run"]
 

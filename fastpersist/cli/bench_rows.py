@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fastpersist.progress import progress_bar
+from fastpersist.transfer.progress import progress_bar
 
 __all__ = ["Kind", "Measured", "Row", "Sample", "measure"]
 

@@ -65,7 +65,7 @@ def _find(directory: str, *, start_gpu: bool) -> dict[str, Any]:
     from fastpersist import __version__, _native, engines
     from fastpersist.commit.filesystem import storage_errors
     from fastpersist.config import config, config_for, tuning_path
-    from fastpersist.engine_choice import engine_ladder
+    from fastpersist.transfer.engine_selection import engine_ladder
 
     if (start_gpu or config().engine == "cufile") and torch.cuda.is_available():
         torch.cuda.init()
@@ -112,11 +112,11 @@ def _find(directory: str, *, start_gpu: bool) -> dict[str, Any]:
 
 def _way(directory: str) -> str:
     """Say how the engine cufile, which can be used, moves bytes between files here and the GPU."""
-    from fastpersist import cufile
     from fastpersist.errors import FastPersistError
+    from fastpersist.transfer import gpudirect
 
     try:
-        return cufile.way(directory)
+        return gpudirect.way(directory)
     except FastPersistError as error:
         return f"from host memory alone: {error}"
 
@@ -125,11 +125,12 @@ def _gpu() -> dict[str, Any]:
     """Find what there is for GPUs, without starting CUDA in a process that has not."""
     import torch
 
-    from fastpersist import _native, devices
+    from fastpersist import _native
+    from fastpersist.transfer import cuda
 
     is_started = torch.cuda.is_initialized()
     knows_all = is_started or torch.version.hip is not None
-    why_not = devices.why_not_native() if knows_all else _native.cuda_driver_why_not()
+    why_not = cuda.why_not_native() if knows_all else _native.cuda_driver_why_not()
     return {
         "torch": _torch_gpu(),
         "is_started": is_started,

@@ -29,7 +29,7 @@ from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text, stopped_by
 if TYPE_CHECKING:
     from fastpersist.cli.tune_search import Choice, Comparison
     from fastpersist.cli.tune_worker import Foreman
-    from fastpersist.cufile import Trial
+    from fastpersist.transfer.gpudirect import Trial
 
 __all__ = ["add_parser", "run"]
 
@@ -459,8 +459,8 @@ def _compare_loading(foreman: Foreman, choice: Choice, deadline_s: float) -> Com
 def _try_gpudirect(scratch: str, size_bytes: int, choice: Choice) -> Trial:
     """Find out whether GPUDirect beats what was chosen."""
     from fastpersist.cli import tune_gpudirect
-    from fastpersist.cufile import Trial
     from fastpersist.errors import NoSpaceError
+    from fastpersist.transfer.gpudirect import Trial
 
     trial_bytes = min(max(size_bytes // _TRIAL_UNIT_BYTES, 1), _TRIAL_UNITS_MAX) * _TRIAL_UNIT_BYTES
     try:

@@ -1,7 +1,7 @@
 """Whether "auto" shall take GPUDirect in a directory: a trial, in a process of its own, for `fastpersist tune`.
 
 Of its own, because libcufile has been seen to wait without end, and because a process that has started CUDA cannot give
-it back. What the trial is, `fastpersist.cufile` says; here is what it runs against: what saves and loads of this file
+it back. What the trial is, `fastpersist.transfer.gpudirect` says; here is what it runs against: what saves and loads of this file
 system do without GPUDirect, with the values that were found best.
 """
 
@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from fastpersist import _native, cufile
+from fastpersist import _native
 from fastpersist.cli.child_process import Answers, ChildProcess
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import CUFILE_APIS
-from fastpersist.cufile import Trial
 from fastpersist.errors import FastPersistError, UnsupportedError
-from fastpersist.pipeline import Extents, Pieces, Writer, read_extents
+from fastpersist.transfer import gpudirect
+from fastpersist.transfer.gpudirect import Trial
+from fastpersist.transfer.pipeline import Extents, Pieces, Writer, read_extents
 
 __all__ = ["main", "try_gpudirect"]
 
@@ -93,7 +94,7 @@ def main() -> None:
 def _held(directory: str, size_bytes: int, apis: Sequence[str]) -> Trial:
     try:
         memory = _device_memory(size_bytes)
-        return cufile.trial(
+        return gpudirect.trial(
             directory,
             memory.device.index or 0,
             size_bytes,

@@ -17,8 +17,8 @@ import torch
 
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.formats.layout import align_up
-from fastpersist.pipeline import Pieces, Writer
 from fastpersist.sharded.capturing import ShardedCapture
+from fastpersist.transfer.pipeline import Pieces, Writer
 
 __all__ = ["PIECE_BYTES", "WINDOW_COUNT", "CapturedBytes"]
 

@@ -19,14 +19,14 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from fastpersist import devices
-from fastpersist.arena import Arena
 from fastpersist.capture import Capture, no_garbage_collection
 from fastpersist.errors import ConfigError, InternalError, UnsupportedError
 from fastpersist.owners import Owners, Ownership
-from fastpersist.pipeline import Pieces
 from fastpersist.saving import Source
 from fastpersist.sharded.blobs import is_plain
+from fastpersist.transfer import cuda
+from fastpersist.transfer.arena import Arena
+from fastpersist.transfer.pipeline import Pieces
 
 __all__ = ["Piece", "ShardedCapture"]
 
@@ -75,7 +75,7 @@ class ShardedCapture:
         self.capture = Capture(owners, arena, paranoid=paranoid, on_gate=on_gate, look=look)
         self.snapshot = self.capture.add(self._held)
         for ordinal in self._held.private_devices():  # their copies were made in the stream of this thread
-            devices.follow_caller(ordinal, to_host=True)
+            cuda.follow_caller(ordinal, to_host=True)
         self.size_bytes = sum(source.size_bytes for source in self._held.sources)
         self._resolved: list[_Resolved | None] = []
 
@@ -254,7 +254,7 @@ class _Held:
 
     def private_devices(self) -> set[int]:
         """Return the CUDA devices of the copies."""
-        ordinals = (devices.ordinal_of(tensor.untyped_storage()) for tensor in self._kept)
+        ordinals = (cuda.ordinal_of(tensor.untyped_storage()) for tensor in self._kept)
         return {ordinal for ordinal in ordinals if ordinal is not None}
 
     def is_private(self, tensor: torch.Tensor) -> bool:

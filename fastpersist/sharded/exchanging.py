@@ -26,12 +26,12 @@ from fastpersist.loading_together import SharedReader
 from fastpersist.part_reading import FoundPart
 from fastpersist.partition import merged
 from fastpersist.parts_exchange import PartsExchange, writing_to
-from fastpersist.pipeline import Extents
 from fastpersist.sharded.metadata import METADATA_NAME, read_metadata
 from fastpersist.sharded.reader import FastPersistReader
 from fastpersist.sharded.reading import PartReader, require_place
 from fastpersist.sharded.step_loading import load_sharded_state
 from fastpersist.step_parts import StepParts
+from fastpersist.transfer.pipeline import Extents
 
 __all__ = ["load_shards_together"]
 

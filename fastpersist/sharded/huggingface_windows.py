@@ -32,11 +32,11 @@ from fastpersist.config import BLOCK_BYTES, filesystem_type_name
 from fastpersist.errors import AgreementTimeoutError, PeerError
 from fastpersist.formats.layout import align_up
 from fastpersist.meeting import is_dead
-from fastpersist.pending_io import PendingIO
 from fastpersist.sharded.blobs import Shape
 from fastpersist.sharded.crc_terms import term_of
 from fastpersist.sharded.huggingface_layout import Place, chunk_of
-from fastpersist.tensor_file import TensorFile
+from fastpersist.transfer.pending_io import PendingIO
+from fastpersist.transfer.tensor_file import TensorFile
 
 __all__ = [
     "SharedWindows",

@@ -24,7 +24,6 @@ from torch.futures import Future
 from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.directory_save import DirectorySave
-from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME
 from fastpersist.meeting import loopback_place, own_process
@@ -43,6 +42,7 @@ from fastpersist.sharded.huggingface_windows import SharedWindows, failure_told,
 from fastpersist.sharded.huggingface_writing import ModelPart, make_files, write_model_part
 from fastpersist.sharded.keeping import find_others, keep_others
 from fastpersist.sharded.staging import CapturingWriter
+from fastpersist.transfer.engine_selection import require_engine
 
 __all__ = ["FastPersistHuggingFaceWriter"]
 

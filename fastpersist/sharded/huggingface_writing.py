@@ -23,11 +23,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import StorageError, UnsupportedError
 from fastpersist.formats.layout import align_up
-from fastpersist.pending_io import PendingIO
-from fastpersist.pipeline import Pieces, Writer
 from fastpersist.sharded.blobs import is_plain
 from fastpersist.sharded.captured_bytes import WINDOW_COUNT, CapturedBytes
 from fastpersist.sharded.capturing import ShardedCapture
@@ -41,8 +38,11 @@ from fastpersist.sharded.huggingface_layout import (
     runs_of,
 )
 from fastpersist.sharded.huggingface_windows import SharedWindows, write_windows
-from fastpersist.tensor_file import TensorFile
-from fastpersist.tensor_memory import byte_view
+from fastpersist.transfer.engine_selection import refuse_null_engine
+from fastpersist.transfer.pending_io import PendingIO
+from fastpersist.transfer.pipeline import Pieces, Writer
+from fastpersist.transfer.tensor_file import TensorFile
+from fastpersist.transfer.tensor_memory import byte_view
 
 __all__ = ["ModelPart", "make_files", "said_of", "scratch_engine", "submit_runs", "write_model_part"]
 

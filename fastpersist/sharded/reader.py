@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from fastpersist.commit.filesystem import storage_errors
-from fastpersist.engine_choice import require_engine
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -37,6 +36,7 @@ from fastpersist.sharded.coverage import require_filled
 from fastpersist.sharded.metadata import METADATA_NAME, Found, read_metadata
 from fastpersist.sharded.reading import PartReader, Wanted, load_object, require_place
 from fastpersist.sharded.storage_path import StoragePath
+from fastpersist.transfer.engine_selection import require_engine
 
 __all__ = ["FastPersistReader"]
 

@@ -38,8 +38,8 @@ from fastpersist.errors import (
 )
 from fastpersist.formats import torch_zip
 from fastpersist.formats.pickle_scan import SymbolicTensor, iter_tensors, scan_pickle
-from fastpersist.pipeline import Extents, read_extents
 from fastpersist.sharded.blobs import QUANTIZED, Blob, Shape, is_plain, plain_blob
+from fastpersist.transfer.pipeline import Extents, read_extents
 
 __all__ = ["Batch", "PartReader", "Payload", "Wanted", "load_object", "pieces", "require_place"]
 

@@ -19,7 +19,6 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from fastpersist.arena import Arena
 from fastpersist.capture import watch_steps
 from fastpersist.errors import UnsupportedError
 from fastpersist.owners import Owners
@@ -28,7 +27,8 @@ from fastpersist.sharded.capturing import ShardedCapture
 from fastpersist.sharded.comparing import StagedMeta, samples_of_state
 from fastpersist.sharded.sampling import GetSums
 from fastpersist.sharded.storage_path import StoragePath
-from fastpersist.untraced import untraced
+from fastpersist.transfer.arena import Arena
+from fastpersist.transfer.torch_boundary import untraced
 
 __all__ = ["CapturingWriter"]
 

@@ -31,13 +31,13 @@ from fastpersist.filling import misfit
 from fastpersist.fitting import tensors_in
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, writer_of
 from fastpersist.loading import MapLocation
-from fastpersist.pipeline import Extents, Read, read_extents
 from fastpersist.resuming import is_left_out, left_behind, missing_keys, with_touched
 from fastpersist.sharded.coverage import require_covered
 from fastpersist.sharded.metadata import METADATA_NAME
 from fastpersist.sharded.reader import FastPersistReader
 from fastpersist.sharded.reading import load_object
 from fastpersist.sharded.targets import Fit, Node, full_value, holds_nothing, leaves, saved_tree
+from fastpersist.transfer.pipeline import Extents, Read, read_extents
 
 __all__ = ["load_sharded_state"]
 

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from fastpersist import _native
-from fastpersist.arena import Arena
 from fastpersist.capture import no_garbage_collection
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.directory_save import DirectorySave
@@ -28,13 +27,14 @@ from fastpersist.formats.manifest import FileEntry, check_file_name
 from fastpersist.group_directory import PeerDirectorySave
 from fastpersist.guest_writing import Held, Site
 from fastpersist.owners import Owners
-from fastpersist.pipeline import Poll
 from fastpersist.sharded.agreeing import Done, Planned, SharedPlans, gather_done, tell_done
 from fastpersist.sharded.capturing import ShardedCapture
 from fastpersist.sharded.metadata import METADATA_NAME, pickled
 from fastpersist.sharded.sampling import GetSums
 from fastpersist.sharded.writing import Part, WrittenPart, part_name, write_part
 from fastpersist.sharing import preferring_failure_of_others
+from fastpersist.transfer.arena import Arena
+from fastpersist.transfer.pipeline import Poll
 
 __all__ = ["ShardedFiles", "required_mapping", "save_sharded"]
 

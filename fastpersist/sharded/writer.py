@@ -25,7 +25,6 @@ from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.commit.step_listing import read_manifest
 from fastpersist.directory_save import DirectorySave
-from fastpersist.engine_choice import require_engine
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME, step_of
 from fastpersist.owners import Owners
@@ -34,6 +33,7 @@ from fastpersist.sharded.keeping import find_others, keep_others
 from fastpersist.sharded.metadata import METADATA_NAME
 from fastpersist.sharded.staging import CapturingWriter
 from fastpersist.sharded.writing import Part, WrittenPart, write_part
+from fastpersist.transfer.engine_selection import require_engine
 
 __all__ = ["FastPersistWriter"]
 

@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fastpersist.commit.filesystem import filesystem
-from fastpersist.engine_choice import refuse_null_engine
 from fastpersist.errors import StorageError, UnsupportedError
 from fastpersist.formats.layout import align_up
-from fastpersist.pipeline import Pieces, Poll, Writer
 from fastpersist.sharded.blobs import BLOCK_BYTES, QUANTIZED, SMALL_ALIGNMENT, is_plain, plain_blob
 from fastpersist.sharded.capturing import ShardedCapture
+from fastpersist.transfer.engine_selection import refuse_null_engine
+from fastpersist.transfer.pipeline import Pieces, Poll, Writer
 
 __all__ = ["Part", "WrittenPart", "write_part"]
 

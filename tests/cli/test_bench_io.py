@@ -21,10 +21,11 @@ import pytest
 import torch
 
 import fastpersist as fp
-from fastpersist import _native, tensor_file
+from fastpersist import _native
 from fastpersist.cli import bench_io, bench_io_rows, main
 from fastpersist.cli.bench_io_points import IoSample, Point, Setup
 from fastpersist.cli.bench_io_worker import IoProcesses, Requests, Timing, together
+from fastpersist.transfer import tensor_file
 
 KIB, MIB = 1 << 10, 1 << 20
 READ, WRITE = Point("read", "threads", 64 * KIB, 4), Point("write", "threads", 64 * KIB, 4)

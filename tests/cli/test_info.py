@@ -164,7 +164,7 @@ def cufile(built_for_cuda: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cu
     double.clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr("fastpersist.cufile._MODULES", os.devnull)  # not every machine lists its modules
+    monkeypatch.setattr("fastpersist.transfer.gpudirect._MODULES", os.devnull)  # not every machine lists its modules
     monkeypatch.setattr(torch.cuda, "init", lambda: monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True))
     yield double
     double.clear()

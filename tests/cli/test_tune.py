@@ -31,8 +31,8 @@ from fastpersist.cli.tune_file import tuning_text, write_tuning
 from fastpersist.cli.tune_search import DEFAULTS, Choice, choices_for
 from fastpersist.cli.tune_worker import Foreman
 from fastpersist.config import TUNING_KEYS, config_at, config_for, read_tuning, tuning_path
-from fastpersist.cufile import Trial
 from fastpersist.errors import NoSpaceError, StorageError, UnsupportedError
+from fastpersist.transfer.gpudirect import Trial
 
 MIB = 1 << 20
 PATIENCE_S = 60.0

@@ -17,7 +17,7 @@ from fastpersist import _native
 from fastpersist.cli import tune_gpudirect
 from fastpersist.cli.child_process import ChildProcess
 from fastpersist.cli.tune_gpudirect import try_gpudirect
-from fastpersist.cufile import Trial
+from fastpersist.transfer.gpudirect import Trial
 
 TRIAL_BYTES = 16 << 16
 SETTINGS = {"engine": "threads-buffered", "chunk_bytes": 1 << 16, "ring_bytes": 4 << 16}

@@ -24,8 +24,9 @@ from support.sandbox import mount_ext4, needs_root, small_filesystem, unmount
 from support.tensor_files import EVERY, bytes_of, faults, pattern, skip_without, tensor_of
 
 import fastpersist as fp
-from fastpersist import _native, tensor_file
+from fastpersist import _native
 from fastpersist.errors import EndOfFileError, NoSpaceError, StorageError
+from fastpersist.transfer import tensor_file
 
 torch.set_num_threads(1)
 

@@ -29,8 +29,9 @@ from support.sandbox import (
 from support.states import load_step, make_state, pending_files
 
 import fastpersist as fp
-from fastpersist import _native, engine_choice
+from fastpersist import _native
 from fastpersist.errors import NoSpaceError, StorageError, UnsupportedError
+from fastpersist.transfer import engine_selection
 
 LARGE_BYTES = 8 << 20  # more than a small file system has left
 ENGINES = ("uring", "libaio", "threads", "threads-buffered")
@@ -39,7 +40,7 @@ ENGINES = ("uring", "libaio", "threads", "threads-buffered")
 @pytest.fixture
 def announce_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process has already said about its engines does not count."""
-    monkeypatch.setattr(engine_choice, "_announced", set())
+    monkeypatch.setattr(engine_selection, "_announced", set())
 
 
 def engine_messages(caplog: pytest.LogCaptureFixture) -> list[str]:

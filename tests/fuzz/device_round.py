@@ -22,8 +22,9 @@ from support.cufile_double import SAYS_P2P, cufile_double
 from support.leaks import Inventory, take_inventory
 
 import fastpersist as fp
-from fastpersist import _native, api, checkpointer, cufile, devices, directory_save, loading, saving
-from fastpersist.arena import Arena
+from fastpersist import _native, api, checkpointer, directory_save, loading, saving
+from fastpersist.transfer import cuda, gpudirect
+from fastpersist.transfer.arena import Arena
 
 CHUNK_BYTES = 1 << 16
 GRACE_S = 0.3
@@ -64,7 +65,7 @@ class Round:
         """Put the double in the place of what a torch with CUDA would do."""
         _native.set_device_grace_s(GRACE_S)
         gpus, arenas, allocate = self._gpus, self._arenas, loading.new_storage
-        rooms: Any = (devices, loading, torch.cuda, checkpointer, cufile)
+        rooms: Any = (cuda, loading, torch.cuda, checkpointer, gpudirect)
         teach_views()
 
         class NotedArena(Arena):

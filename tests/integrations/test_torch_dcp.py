@@ -34,12 +34,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastpersist as fp
-from fastpersist import pipeline
 from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistSavePlanner, FastPersistWriter
 from fastpersist.sharded import reading
 from fastpersist.sharded.planning import cut_replicas
 from fastpersist.sharded.reading import PartReader, Wanted
+from fastpersist.transfer import pipeline
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]
 

@@ -40,7 +40,7 @@ from fastpersist.sharded.huggingface_windows import (
     windowed,
     write_windows,
 )
-from fastpersist.tensor_file import TensorFile
+from fastpersist.transfer.tensor_file import TensorFile
 
 torch.set_num_threads(1)
 

@@ -36,7 +36,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fastpersist as fp
-from fastpersist import pipeline
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,
     FastPersistHuggingFaceWriter,
@@ -50,6 +49,7 @@ from fastpersist.sharded import (
     huggingface_writing,
     reading,
 )
+from fastpersist.transfer import pipeline
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),

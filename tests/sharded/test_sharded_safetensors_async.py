@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.arena import Arena
 from fastpersist.integrations.torch_dcp import FastPersistHuggingFaceWriter, FastPersistSavePlanner
 from fastpersist.owners import Owners
 from fastpersist.sharded import (
@@ -38,6 +37,7 @@ from fastpersist.sharded import (
 )
 from fastpersist.sharded.captured_bytes import WINDOW_COUNT, CapturedBytes
 from fastpersist.sharded.capturing import ShardedCapture
+from fastpersist.transfer.arena import Arena
 
 torch.set_num_threads(1)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.cuda_double import CudaDouble, checked_double, cuda_storage
 
-from fastpersist import _native, devices, loading
+from fastpersist import _native, loading
 from fastpersist.owners import Owners, Ownership
 
 STEP_US = 200
@@ -34,7 +34,7 @@ class Stage:
         self._patch = patch
         self._streams: dict[int, int] = {}
         self._in_kernels: list[torch.UntypedStorage] = []
-        patch.setattr(devices, "caller_stream", self.stream)
+        patch.setattr(cuda, "caller_stream", self.stream)
 
     def stream(self, ordinal: int = 0) -> int:
         """Return the caller's current stream of a device."""

@@ -23,7 +23,8 @@ from support.device_states import Stage, device_stage, device_state
 from support.process_groups import run_ranks
 
 import fastpersist as fp
-from fastpersist import cufile, replicas
+from fastpersist import replicas
+from fastpersist.transfer import gpudirect
 
 MIB = 1 << 20
 SIZES = [3 * MIB, 100, 2 * MIB + 4096 + 5, 5000, MIB]
@@ -65,7 +66,7 @@ def _bytes_on_the_host(storage: torch.UntypedStorage) -> torch.Tensor:
 @contextmanager
 def _rank(directory: Path) -> Iterator[Rank]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cufile, "_MODULES", "/proc/self")
+        patch.setattr(gpudirect, "_MODULES", "/proc/self")
         with device_stage(patch) as stage:
             stage.allow_loading()
             patch.setattr(replicas, "byte_tensor", _bytes_on_the_host)  # a torch without CUDA views no device's memory

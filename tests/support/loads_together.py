@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fastpersist import _native, loading_together
 from fastpersist.loading_together import SharedReader
-from fastpersist.pipeline import Extents, ReadResult
+from fastpersist.transfer.pipeline import Extents, ReadResult
 
 MIB = 1 << 20
 

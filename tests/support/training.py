@@ -22,8 +22,8 @@ from support.states import pending_files
 
 import fastpersist as fp
 from fastpersist import api, capture
-from fastpersist.arena import Arena
 from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.transfer.arena import Arena
 
 PATIENCE_S = 30.0
 """So long does a test wait for what should happen at once."""

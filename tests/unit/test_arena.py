@@ -9,7 +9,7 @@ import torch
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.arena import Arena, ArenaOfSave
+from fastpersist.transfer.arena import Arena, ArenaOfSave
 
 MIB = 1 << 20
 

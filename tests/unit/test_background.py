@@ -35,9 +35,9 @@ from support.training import (
 
 import fastpersist as fp
 from fastpersist import api, capture
-from fastpersist.arena import Arena
 from fastpersist.background import PendingSave, SaveStats
 from fastpersist.commit.filesystem import filesystem, using
+from fastpersist.transfer.arena import Arena
 
 adam = functools.partial(torch.optim.Adam, lr=0.1)
 

@@ -19,11 +19,12 @@ import torch
 from support.training import small_model, train
 
 import fastpersist as fp
-from fastpersist import arena, capture
-from fastpersist.arena import Arena, available_host_bytes
+from fastpersist import capture
 from fastpersist.capture import Capture, Kind
 from fastpersist.owners import Owners, storage_keys
 from fastpersist.saving import TorchZipContainer, container_for
+from fastpersist.transfer import arena
+from fastpersist.transfer.arena import Arena, available_host_bytes
 
 GIB = 1 << 30
 

@@ -35,8 +35,9 @@ from support.cufile_double import (
 from support.states import differences, make_state
 
 import fastpersist as fp
-from fastpersist import _native, cufile
+from fastpersist import _native
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
+from fastpersist.transfer import gpudirect
 
 UNHEARD_OF = "libcufile-of-nobody.so.0"  # in no process, and nowhere the loader looks
 BUFFER_BYTES = 64 << 10
@@ -49,7 +50,7 @@ TRIAL_BYTES = 16 * BUFFER_BYTES
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """No library of that name is there but what the test puts somewhere."""
-    monkeypatch.setattr(cufile, "SONAME", UNHEARD_OF)
+    monkeypatch.setattr(gpudirect, "SONAME", UNHEARD_OF)
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
     monkeypatch.setattr(sys, "path", [])
 
@@ -62,16 +63,16 @@ def put_library(site: Path, package: str) -> Path:
 
 
 def test_library_that_is_nowhere_is_left_to_the_loader(nowhere: None) -> None:
-    assert cufile.find_library() == ""
+    assert gpudirect.find_library() == ""
 
 
 def test_library_of_the_process_goes_before_all_others(
     nowhere: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cufile, "SONAME", "libc.so.6")
+    monkeypatch.setattr(gpudirect, "SONAME", "libc.so.6")
     put_library(tmp_path, "cu13")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert cufile.find_library() == ""
+    assert gpudirect.find_library() == ""
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_library_is_found_among_packages_and_fits_torch(
     libraries = {package: put_library(tmp_path, package) for package in packages}
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(sys, "path", ["/nowhere", str(tmp_path)])
-    assert cufile.find_library() == str(libraries[found].resolve())
+    assert gpudirect.find_library() == str(libraries[found].resolve())
 
 
 def test_pathfinder_is_asked_before_packages_are_searched(
@@ -107,18 +108,18 @@ def test_pathfinder_is_asked_before_packages_are_searched(
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", pathfinder)
     library = put_library(tmp_path, "cu13")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert cufile.find_library() == "/found/cufile"
+    assert gpudirect.find_library() == "/found/cufile"
 
     def refuse(name: str) -> object:
         raise RuntimeError(f"no {name}")
 
     pathfinder.load_nvidia_dynamic_lib = refuse
-    assert cufile.find_library() == str(library.resolve())
+    assert gpudirect.find_library() == str(library.resolve())
 
 
 def test_search_starts_no_torch(nowhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch")
-    assert cufile.find_library() == ""
+    assert gpudirect.find_library() == ""
     assert "torch" not in sys.modules
 
 
@@ -127,9 +128,9 @@ def test_search_starts_no_torch(nowhere: None, monkeypatch: pytest.MonkeyPatch) 
 
 def test_without_a_driver_nothing_else_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "cuda_driver_why_not", lambda: "no driver")
-    monkeypatch.setattr(cufile, "find_library", lambda: pytest.fail("looked for a library"))
-    assert cufile.why_not() == "no driver"
-    assert cufile.why_not(start=True) == "no driver"
+    monkeypatch.setattr(gpudirect, "find_library", lambda: pytest.fail("looked for a library"))
+    assert gpudirect.why_not() == "no driver"
+    assert gpudirect.why_not(start=True) == "no driver"
 
 
 def test_driver_that_does_not_start_is_the_reason_before_any_sandbox(
@@ -137,17 +138,17 @@ def test_driver_that_does_not_start_is_the_reason_before_any_sandbox(
 ) -> None:
     # As root, the driver makes its node in /dev while it finds that there is no device.
     cuda_double()
-    monkeypatch.setattr(cufile, "_DRIVER", str(tmp_path))
-    monkeypatch.setattr(cufile, "_MODULES", str(tmp_path / "modules"))
+    monkeypatch.setattr(gpudirect, "_DRIVER", str(tmp_path))
+    monkeypatch.setattr(gpudirect, "_MODULES", str(tmp_path / "modules"))
     monkeypatch.setattr(_native, "cuda_why_not", lambda: "no GPU")
-    assert cufile.why_not(start=True) == "no GPU"
+    assert gpudirect.why_not(start=True) == "no GPU"
 
 
 def test_process_that_has_not_used_cuda_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_double()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(_native, "cufile_why_not", lambda: pytest.fail("started CUDA"))
-    assert "has not used CUDA" in cufile.why_not()
+    assert "has not used CUDA" in gpudirect.why_not()
 
 
 def test_sandbox_that_lists_no_modules_is_refused_before_libcufile_hangs(
@@ -155,25 +156,25 @@ def test_sandbox_that_lists_no_modules_is_refused_before_libcufile_hangs(
 ) -> None:
     cuda_double()
     modules = tmp_path / "modules"
-    monkeypatch.setattr(cufile, "_DRIVER", str(tmp_path))
-    monkeypatch.setattr(cufile, "_MODULES", str(modules))
+    monkeypatch.setattr(gpudirect, "_DRIVER", str(tmp_path))
+    monkeypatch.setattr(gpudirect, "_MODULES", str(modules))
     monkeypatch.setattr(_native, "cufile_why_not", lambda: "opened")
-    assert str(modules) in cufile.why_not(start=True)
+    assert str(modules) in gpudirect.why_not(start=True)
     with pytest.raises(UnsupportedError, match="modules"):
-        cufile.traffic()
+        gpudirect.traffic()
     modules.touch()
-    assert cufile.why_not(start=True) == "opened"
+    assert gpudirect.why_not(start=True) == "opened"
 
 
 def test_native_side_is_told_place_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[bytes, int]] = []
     monkeypatch.setattr(_native, "cufile_configure", lambda path, device: told.append((path, device)))
-    monkeypatch.setattr(cufile, "find_library", lambda: "/somewhere/libcufile.so.0")
+    monkeypatch.setattr(gpudirect, "find_library", lambda: "/somewhere/libcufile.so.0")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    cufile.prepare()
+    gpudirect.prepare()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    cufile.prepare()
+    gpudirect.prepare()
     assert told == [(b"/somewhere/libcufile.so.0", 0), (b"/somewhere/libcufile.so.0", 3)]
 
 
@@ -202,7 +203,7 @@ def double(tmp_path: Path) -> Iterator[CuFileDouble]:
 
 
 def test_engine_can_be_used_where_the_library_opens(double: CuFileDouble) -> None:
-    assert cufile.why_not(start=True) == ""
+    assert gpudirect.why_not(start=True) == ""
 
 
 def test_save_and_load_of_host_memory_go_through_cufile(double: CuFileDouble, tmp_path: Path) -> None:
@@ -212,7 +213,7 @@ def test_save_and_load_of_host_memory_go_through_cufile(double: CuFileDouble, tm
     assert written_count > 0
     assert differences(fp.load(path, engine="cufile"), make_state(1)) == []
     assert double.host_transfer_count > written_count
-    assert cufile.traffic() == (0, 0, 0)  # no memory of a device
+    assert gpudirect.traffic() == (0, 0, 0)  # no memory of a device
 
 
 def test_record_lock_of_a_file_outlasts_its_transfers(double: CuFileDouble, tmp_path: Path) -> None:
@@ -256,8 +257,8 @@ def test_file_that_cufile_refuses_is_unsupported(double: CuFileDouble, tmp_path:
 )
 def test_way_is_what_the_statistics_say(says: int, words: str, double: CuFileDouble, tmp_path: Path) -> None:
     double.set_way(says)
-    assert cufile.way(tmp_path) == words
-    assert sum(cufile.traffic()) == 1
+    assert gpudirect.way(tmp_path) == words
+    assert sum(gpudirect.traffic()) == 1
     assert double.unregistered_transfer_count == 0
     assert os.listdir(tmp_path) == []
 
@@ -267,8 +268,8 @@ def test_way_that_nobody_tells_is_unknown(oddity: int, double: CuFileDouble, tmp
     double.set_way(SAYS_P2P)
     double.set_oddity(oddity)
     with pytest.raises(UnsupportedError):
-        cufile.traffic()
-    assert "unknown" in cufile.way(tmp_path)
+        gpudirect.traffic()
+    assert "unknown" in gpudirect.way(tmp_path)
 
 
 # --- the trial
@@ -279,7 +280,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(cufile.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(gpudirect.time, "perf_counter", lambda: self.now_s)
 
     def ring(self, seconds: float) -> Callable[[int, str], None]:
         """Return a transfer by the ring that takes so long."""
@@ -291,14 +292,14 @@ class Clock:
 
         return move
 
-    def trial(self, directory: Path, write_s: float = 1.0, read_s: float = 1.0) -> cufile.Trial:
+    def trial(self, directory: Path, write_s: float = 1.0, read_s: float = 1.0) -> gpudirect.Trial:
         """Hold a trial against a ring that takes so long; cuFile takes no time at all."""
-        return cufile.trial(directory, 0, TRIAL_BYTES, self.ring(write_s), self.ring(read_s))
+        return gpudirect.trial(directory, 0, TRIAL_BYTES, self.ring(write_s), self.ring(read_s))
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(cufile, "_BUFFER_BYTES", BUFFER_BYTES)
+    monkeypatch.setattr(gpudirect, "_BUFFER_BYTES", BUFFER_BYTES)
     return Clock(monkeypatch)
 
 
@@ -311,7 +312,7 @@ def test_trial_is_won_by_real_traffic_that_is_faster(
     assert found.why_lost == ""
     assert min(found.write_gain, found.read_gain) > 1
     # Written and read in each of three rounds, by calls and in batches.
-    assert cufile.traffic().direct_count == 3 * 2 * 2 * TRIAL_BYTES // BUFFER_BYTES
+    assert gpudirect.traffic().direct_count == 3 * 2 * 2 * TRIAL_BYTES // BUFFER_BYTES
     assert os.listdir(tmp_path) == []
 
 
@@ -482,7 +483,7 @@ def test_batches_are_not_even_tried_where_calls_are_no_gpudirect(
 @pytest.mark.parametrize("size_bytes", [0, -1, (64 << 20) + 1])
 def test_trial_of_a_size_that_makes_no_sense_is_refused(size_bytes: int, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(size_bytes)):
-        cufile.trial(tmp_path, 0, size_bytes, lambda fd, path: None, lambda fd, path: None)
+        gpudirect.trial(tmp_path, 0, size_bytes, lambda fd, path: None, lambda fd, path: None)
 
 
 # --- one transfer
@@ -502,10 +503,10 @@ def test_transfer_is_direct_if_the_statistics_say_so(
 ) -> None:
     double.set_way(says)
     double.set_oddity(oddity)
-    assert why in cufile.why_not_direct(lambda: cufile.way(tmp_path))
-    assert bool(why) == bool(cufile.why_not_direct(lambda: cufile.way(tmp_path)))
+    assert why in gpudirect.why_not_direct(lambda: gpudirect.way(tmp_path))
+    assert bool(why) == bool(gpudirect.why_not_direct(lambda: gpudirect.way(tmp_path)))
 
 
 def test_transfer_that_fails_or_is_none_is_not_direct(double: CuFileDouble, tmp_path: Path) -> None:
-    assert "do not have the transfer" in cufile.why_not_direct(lambda: None)
-    assert "missing" in cufile.why_not_direct(lambda: cufile.way(tmp_path / "missing"))
+    assert "do not have the transfer" in gpudirect.why_not_direct(lambda: None)
+    assert "missing" in gpudirect.why_not_direct(lambda: gpudirect.way(tmp_path / "missing"))

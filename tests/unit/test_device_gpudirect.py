@@ -18,10 +18,11 @@ from support.cufile_double import DISABLED, SAYS_NVFS, SAYS_P2P, SAYS_POSIX, CuF
 from support.device_states import Stage, bytes_in, device_stage, device_state, packed_state, use_new_ring
 
 import fastpersist as fp
-from fastpersist import _native, cufile, engine_choice
+from fastpersist import _native
 from fastpersist.config import CUFILE_APIS
 from fastpersist.errors import ConfigError, DeviceError, StorageError, UnsupportedError
-from fastpersist.pipeline import Extents, Pieces, Writer, read_extents
+from fastpersist.transfer import engine_selection, gpudirect
+from fastpersist.transfer.pipeline import Extents, Pieces, Writer, read_extents
 
 CHUNK = 1 << 16
 SIZES = [5_000, 100, 20_000, 300_000, 0, 1, 11 * CHUNK, 4096]
@@ -43,7 +44,7 @@ def api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def library(stage: Stage, api: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[CuFileDouble]:
-    monkeypatch.setattr(cufile, "_MODULES", "/proc/self")  # which the double does not look for
+    monkeypatch.setattr(gpudirect, "_MODULES", "/proc/self")  # which the double does not look for
     double = cufile_double()
     double.clear()
     yield double
@@ -215,8 +216,8 @@ class Tuned:
         patch.delenv("FASTPERSIST_ENGINE", raising=False)
         patch.setenv("FASTPERSIST_CONFIG", str(file))
         patch.setattr(_native, "cached_bytes", lambda fd: 0)
-        patch.setattr(engine_choice, "_announced", set())
-        patch.setattr(engine_choice, "_distrusted", set())
+        patch.setattr(engine_selection, "_announced", set())
+        patch.setattr(engine_selection, "_distrusted", set())
         caplog.set_level(logging.INFO, "fastpersist")
         self.say("gpudirect = true")
 
@@ -354,8 +355,8 @@ def say_nothing(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def be_gone(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cufile, "_MODULES", "/nowhere")
-    monkeypatch.setattr(cufile, "_DRIVER", "/proc/self")
+    monkeypatch.setattr(gpudirect, "_MODULES", "/nowhere")
+    monkeypatch.setattr(gpudirect, "_DRIVER", "/proc/self")
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,13 @@ import torch
 from support.device_states import Stage, bytes_in, device_stage, device_state, use_new_ring
 
 import fastpersist as fp
-from fastpersist import _native, arena
-from fastpersist.arena import Arena
+from fastpersist import _native
 from fastpersist.capture import Capture
 from fastpersist.owners import Owners
 from fastpersist.saving import container_for
 from fastpersist.sharded.writer import FastPersistWriter
+from fastpersist.transfer import arena
+from fastpersist.transfer.arena import Arena
 
 MIB = 1 << 20
 STATE_BYTES = 70 * MIB  # more than a mapping of the arena

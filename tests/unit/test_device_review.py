@@ -18,9 +18,10 @@ from support.cuda_double import OUT_OF_MEMORY, PLAIN_ERROR, STICKY_ERROR, cuda_s
 from support.device_states import Stage, bytes_in, device_stage, device_state, grace, packed_state, random_bytes
 
 import fastpersist as fp
-from fastpersist import _native, devices
+from fastpersist import _native
 from fastpersist.errors import DeviceError
-from fastpersist.pipeline import Pieces, Writer
+from fastpersist.transfer import cuda
+from fastpersist.transfer.pipeline import Pieces, Writer
 
 CHUNK = 1 << 16
 ARENA_BYTES = 64 << 20
@@ -378,7 +379,7 @@ def test_what_the_writer_gathers_is_not_counted_as_copied_at_the_gate(stage: Sta
 def test_paranoid_says_that_it_does_not_look_at_devices(
     stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "_told", set())
+    monkeypatch.setattr(cuda, "_told", set())
     state, _ = device_state([CHUNK])
     parameter = torch.nn.Parameter(torch.zeros(1))
     stage.own(state, parameter)

@@ -27,9 +27,10 @@ from support.device_states import (
 )
 
 import fastpersist as fp
-from fastpersist import _native, capture, devices
+from fastpersist import _native, capture
 from fastpersist.errors import DeviceError
-from fastpersist.pipeline import Pieces, Writer
+from fastpersist.transfer import cuda
+from fastpersist.transfer.pipeline import Pieces, Writer
 
 CHUNK = 1 << 16
 # Less than a chunk, several in one, one of many chunks, nothing, a byte, more than the ring.
@@ -365,7 +366,7 @@ def test_without_pinned_memory_the_bytes_are_right_and_the_log_says_so(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits: bool
 ) -> None:
     use_new_ring(monkeypatch)
-    monkeypatch.setattr(devices, "_told", set())
+    monkeypatch.setattr(cuda, "_told", set())
     stage.cuda.set_registration_limit(0)
     stage.cuda.set_pageable_waits(waits)
     stage.cuda.delay_us(0 if waits else 2_000)
@@ -383,7 +384,7 @@ def test_a_forked_child_saves_tensors_of_the_host(stage: Stage, tmp_path: Path) 
     if child == 0:
         try:
             fp.save({"w": torch.ones(3)}, tmp_path / "child.pt")
-            os._exit(0 if "fork" in devices.why_not_native() else 2)
+            os._exit(0 if "fork" in cuda.why_not_native() else 2)
         except BaseException:  # noqa: BLE001
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -396,11 +397,11 @@ def test_without_a_usable_driver_torch_copies(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = cuda_storage(random_bytes(10, 0))
-    monkeypatch.setattr(devices, "_told", set())
+    monkeypatch.setattr(cuda, "_told", set())
     monkeypatch.setattr(_native, "cuda_why_not", lambda: "there is no driver")
-    assert devices.ordinal_of(storage) is None
-    assert devices.ordinal_of(storage) is None
+    assert cuda.ordinal_of(storage) is None
+    assert cuda.ordinal_of(storage) is None
     assert [record.message for record in caplog.records if "there is no driver" in record.message] != []
     monkeypatch.undo()
-    assert devices.ordinal_of(storage) == 0
-    assert devices.ordinal_of(torch.UntypedStorage(3)) is None
+    assert cuda.ordinal_of(storage) == 0
+    assert cuda.ordinal_of(torch.UntypedStorage(3)) is None

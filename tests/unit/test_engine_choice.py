@@ -14,9 +14,10 @@ from support.forking import SMALL_RING, in_child
 from support.states import differences, load_step, make_state, pending_files
 
 import fastpersist as fp
-from fastpersist import _native, engine_choice
-from fastpersist.engine_choice import engine_ladder, engines
+from fastpersist import _native
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
+from fastpersist.transfer import engine_selection
+from fastpersist.transfer.engine_selection import engine_ladder, engines
 
 EVERY = 2**64 - 1
 
@@ -125,7 +126,7 @@ def test_file_systems_without_use_for_direct_io_are_buffered(
 def test_cached_file_is_read_from_the_cache(open_file: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     fd = open_file(content=bytes(100_000))
     monkeypatch.setattr(_native, "filesystem_type", lambda fd: 0xEF53)
-    ladder = list(engine_choice.AUTO_LADDER)
+    ladder = list(engine_selection.AUTO_LADDER)
     for cached_bytes, expected in ((100_000, ["threads-buffered"]), (50_000, ladder), (0, ladder)):
         monkeypatch.setattr(_native, "cached_bytes", lambda fd, answer=cached_bytes: answer)
         assert engine_ladder("auto", fd, for_reading=True) == expected
@@ -135,7 +136,7 @@ def test_cached_file_is_read_from_the_cache(open_file: Callable[..., int], monke
 @pytest.fixture
 def messages(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """What is said about engines, as if nothing had been said before."""
-    monkeypatch.setattr(engine_choice, "_announced", set())
+    monkeypatch.setattr(engine_selection, "_announced", set())
     caplog.set_level(logging.INFO, logger="fastpersist")
     return lambda: [r.getMessage() for r in caplog.records if r.getMessage().startswith("engine ")]
 
@@ -162,7 +163,7 @@ def faulty_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rung of "auto" is one that faults can be injected into."""
     monkeypatch.setattr(_native, "filesystem_type", lambda fd: 0xEF53)
     monkeypatch.setattr(_native, "cached_bytes", lambda fd: 0)
-    monkeypatch.setattr(engine_choice, "AUTO_LADDER", ("fault:threads", "threads-buffered"))
+    monkeypatch.setattr(engine_selection, "AUTO_LADDER", ("fault:threads", "threads-buffered"))
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM])
@@ -227,7 +228,7 @@ def tuned_fd(open_file: Callable[..., int], tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delenv("FASTPERSIST_ENGINE", raising=False)
     monkeypatch.setattr(_native, "filesystem_type", lambda fd: 0xEF53)
     monkeypatch.setattr(_native, "cached_bytes", lambda fd: 0)
-    monkeypatch.setattr(engine_choice, "_distrusted", set())
+    monkeypatch.setattr(engine_selection, "_distrusted", set())
     return open_file(content=b"x")
 
 
@@ -273,7 +274,7 @@ def test_network_file_system_that_is_tuned_so_begins_with_gpudirect(
 def test_gpudirect_that_has_failed_is_left_alone_on_that_file_system(
     tuned_fd: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine_choice.distrust_gpudirect(tuned_fd, "/data/model.pt", "it broke")
+    engine_selection.distrust_gpudirect(tuned_fd, "/data/model.pt", "it broke")
     assert "/data/model.pt" in caplog.text
     assert "it broke" in caplog.text
     assert engine_ladder("auto", tuned_fd, placed=[(0, 9)]) == REST

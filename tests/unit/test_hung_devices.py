@@ -20,9 +20,10 @@ from support.cufile_double import cufile_double
 from support.device_states import Stage, bytes_in, device_stage, device_state, grace
 
 import fastpersist as fp
-from fastpersist import _native, cufile
+from fastpersist import _native
 from fastpersist.errors import DeviceError, PeerError
-from fastpersist.pipeline import Extents, Pieces, Writer, read_extents
+from fastpersist.transfer import gpudirect
+from fastpersist.transfer.pipeline import Extents, Pieces, Writer, read_extents
 
 CHUNK = 1 << 16
 RING_BYTES = 8 * CHUNK
@@ -106,7 +107,7 @@ def test_a_save_by_gpudirect_is_given_up_like_any_other(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     # What is on the host goes into a ring on the device by copies for which the driver waits itself.
-    monkeypatch.setattr(cufile, "_MODULES", "/proc/self")  # which the double does not look for
+    monkeypatch.setattr(gpudirect, "_MODULES", "/proc/self")  # which the double does not look for
     cufile_double().clear()
     state, contents = device_state([3 * CHUNK])
     more = {"host": {"w": torch.UntypedStorage(2 * CHUNK)}, "other device": device_state([CHUNK], device=1)[0]}

@@ -21,8 +21,8 @@ from support.sameness import portrait
 import fastpersist as fp
 from fastpersist import _native, loading, loading_together
 from fastpersist.loading_together import SharedReader
-from fastpersist.pipeline import ReadResult
 from fastpersist.resuming import load_state
+from fastpersist.transfer.pipeline import ReadResult
 
 
 @pytest.fixture(scope="module")

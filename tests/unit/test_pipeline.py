@@ -20,9 +20,10 @@ from support.leaks import no_leaks
 from support.states import differences, load_step, make_state, pending_files
 
 import fastpersist as fp
-from fastpersist import _native, pipeline
+from fastpersist import _native
 from fastpersist.errors import ConfigError, InternalError, StorageError
-from fastpersist.pipeline import Extents, Pieces, Writer, byte_tensor, read_extents
+from fastpersist.transfer import pipeline
+from fastpersist.transfer.pipeline import Extents, Pieces, Writer, byte_tensor, read_extents
 
 EVERY = 2**64 - 1
 CHUNK_BYTES = 64 << 10  # of the small ring

@@ -18,7 +18,7 @@ from support.specimens import train
 
 import fastpersist as fp
 from fastpersist import resuming
-from fastpersist.pipeline import Extents
+from fastpersist.transfer.pipeline import Extents
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from support.sandbox import needs_root, small_filesystem
 from support.tensor_files import ENGINES, bytes_of, pattern, skip_without, tensor_of
 
 import fastpersist as fp
-from fastpersist import tensor_file
 from fastpersist.commit.filesystem import using
 from fastpersist.errors import ConfigError, EndOfFileError, NoSpaceError, StorageError
+from fastpersist.transfer import tensor_file
 
 torch.set_num_threads(1)
 

@@ -25,9 +25,10 @@ from support.leaks import no_leaks
 from support.tensor_files import ENGINES, PAGE_BYTES, bytes_of, faults, pattern, skip_without, tensor_of
 
 import fastpersist as fp
-from fastpersist import _native, devices
+from fastpersist import _native
 from fastpersist.errors import DeviceError, EndOfFileError, StorageError, UnsupportedError
-from fastpersist.tensor_parts import looked_at
+from fastpersist.transfer import cuda
+from fastpersist.transfer.tensor_requests import looked_at
 
 CHUNK = 1 << 16
 DEPTH = 8
@@ -159,7 +160,7 @@ def test_a_queue_of_one_request_is_enough(stage: Stage, path: Path, chunk_bytes:
 
 def test_what_the_driver_cannot_serve_is_left_to_torch(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = cuda_tensor(bytes(100))
-    monkeypatch.setattr(devices, "_told", set())
+    monkeypatch.setattr(cuda, "_told", set())
     monkeypatch.setattr(_native, "cuda_why_not", lambda: "there is no driver")
     found = looked_at([(tensor, 7)], 0)
     assert found.elsewhere == [(tensor, 7)]
@@ -347,7 +348,7 @@ def test_memory_that_cannot_be_pinned_is_only_slower(
     stage: Stage, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = pattern(SIZE)
-    devices._told.clear()
+    cuda._told.clear()
     with opened(path, "w") as first, opened(path, "r+") as file:
         first.write(cuda_tensor(data))  # has the pinned mapping, if the process keeps one
         stage.cuda.set_registration_limit(0)
@@ -533,7 +534,7 @@ def test_a_forked_child_uses_the_host_alone(stage: Stage, path: Path) -> None:
             stage.cuda.wait_for_queued_copies(1)
 
             def work(report: Report) -> None:
-                assert "fork" in devices.why_not_native()
+                assert "fork" in cuda.why_not_native()
                 read = tensor_of(bytes(SIZE - 1), shifted_bytes=1)
                 file.read(read, 1)
                 assert bytes_of(read) == data[1:]

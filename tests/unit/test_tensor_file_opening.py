@@ -17,8 +17,8 @@ from support.leaks import no_leaks
 from support.tensor_files import bytes_of, pattern, tensor_of
 
 import fastpersist as fp
-from fastpersist import tensor_file
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
+from fastpersist.transfer import tensor_file
 
 torch.set_num_threads(1)
 

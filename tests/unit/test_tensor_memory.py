@@ -18,9 +18,10 @@ from support.forking import run_in_child
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fastpersist import _native, tensor_memory
+from fastpersist import _native
 from fastpersist.errors import ConfigError, StorageError
-from fastpersist.tensor_memory import byte_view, locked_tensor
+from fastpersist.transfer import tensor_memory
+from fastpersist.transfer.tensor_memory import byte_view, locked_tensor
 
 # torch warns of what such tensors will become.
 pytestmark = [

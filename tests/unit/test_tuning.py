@@ -17,11 +17,12 @@ from support.process_groups import run_ranks
 from support.states import differences, make_state
 
 import fastpersist as fp
-from fastpersist import _native, engine_choice
+from fastpersist import _native
 from fastpersist.config import TUNING_KEYS, tuning_path
-from fastpersist.engine_choice import engine_ladder
 from fastpersist.group_save import tuned_writer_count
 from fastpersist.partition import choose_writers
+from fastpersist.transfer import engine_selection
+from fastpersist.transfer.engine_selection import engine_ladder
 
 MIB = 1 << 20
 Options = Callable[[], list[dict[str, Any]]]
@@ -184,7 +185,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ladder_begins_with_the_wish_and_goes_on_with_the_others(
     tmp_path: Path, disk: None, tuned: Callable[[str], Path]
 ) -> None:
-    ladder = list(engine_choice.AUTO_LADDER)
+    ladder = list(engine_selection.AUTO_LADDER)
     with open(tmp_path / "file", "wb") as file:
         tuned('engine = "threads"')
         assert engine_ladder("auto", file.fileno()) == ["threads", "uring", "libaio", "threads-buffered"]
@@ -225,8 +226,8 @@ def test_wish_that_does_not_work_here_is_left_for_the_next_engine(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(_native, "engine_names", lambda: ["fault:threads", "threads-buffered"])
-    monkeypatch.setattr(engine_choice, "AUTO_LADDER", ("threads-buffered",))
-    monkeypatch.setattr(engine_choice, "_announced", set())
+    monkeypatch.setattr(engine_selection, "AUTO_LADDER", ("threads-buffered",))
+    monkeypatch.setattr(engine_selection, "_announced", set())
     caplog.set_level(logging.WARNING, logger="fastpersist")
     tuned('engine = "fault:threads"')
     _native.set_fault_plan(_native.FaultPlan(sys_errno=95, count=2**64 - 1))

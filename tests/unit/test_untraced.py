@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fastpersist as fp
-from fastpersist.untraced import untraced
+from fastpersist.transfer.torch_boundary import untraced
 
 
 def save_one_file(state: object, path: Path) -> None:

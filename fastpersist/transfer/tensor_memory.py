@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastpersist import _native
 from fastpersist.errors import ConfigError
-from fastpersist.untraced import untraced
+from fastpersist.transfer.torch_boundary import untraced
 
 __all__ = ["byte_view", "locked_tensor"]
 

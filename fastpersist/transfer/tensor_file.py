@@ -28,18 +28,18 @@ import torch
 from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem, reopened, storage_errors
 from fastpersist.config import config_for
-from fastpersist.devices import follow_caller, tell_of_pinning
-from fastpersist.engine_choice import (
+from fastpersist.errors import ConfigError, FastPersistError
+from fastpersist.transfer.cuda import follow_caller, tell_of_pinning
+from fastpersist.transfer.engine_selection import (
     announce_engine,
     engine_ladder,
     ladder_beside_buffered_writes,
     refuse_null_engine,
     require_engine,
 )
-from fastpersist.errors import ConfigError, FastPersistError
-from fastpersist.pending_io import PendingIO, failure_of
-from fastpersist.tensor_memory import byte_view
-from fastpersist.tensor_parts import (
+from fastpersist.transfer.pending_io import PendingIO, failure_of
+from fastpersist.transfer.tensor_memory import byte_view
+from fastpersist.transfer.tensor_requests import (
     SLICE_COUNT,
     Item,
     Part,

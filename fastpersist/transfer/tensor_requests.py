@@ -12,9 +12,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from fastpersist.devices import ordinal_of
 from fastpersist.errors import ConfigError
-from fastpersist.tensor_memory import byte_view
+from fastpersist.transfer.cuda import ordinal_of
+from fastpersist.transfer.tensor_memory import byte_view
 
 __all__ = [
     "SLICE_COUNT",

@@ -17,10 +17,13 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from fastpersist import _native, cufile, devices
+from fastpersist import _native
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import BLOCK_BYTES, config_for
-from fastpersist.engine_choice import (
+from fastpersist.errors import DeviceError, FastPersistError, NoSpaceError, StorageError, UnsupportedError
+from fastpersist.formats.byte_ranges import ByteRange
+from fastpersist.transfer import cuda, gpudirect
+from fastpersist.transfer.engine_selection import (
     Placed,
     announce_engine,
     distrust_gpudirect,
@@ -28,8 +31,6 @@ from fastpersist.engine_choice import (
     is_cufile,
     refuse_null_engine,
 )
-from fastpersist.errors import DeviceError, FastPersistError, NoSpaceError, StorageError, UnsupportedError
-from fastpersist.formats.byte_ranges import ByteRange
 
 __all__ = [
     "Extents",
@@ -108,7 +109,7 @@ class Pieces:
         if is_host_memory(storage):
             self._kept.append(storage)
             self.native.add_memory(storage.data_ptr() + offset_bytes, size_bytes, slot)
-        elif (ordinal := devices.ordinal_of(storage)) is not None:
+        elif (ordinal := cuda.ordinal_of(storage)) is not None:
             self.devices.add(ordinal)
             self._kept.append(storage)
             self.native.add_device(ordinal, storage.data_ptr() + offset_bytes, size_bytes, slot)
@@ -159,7 +160,7 @@ class Writer:
             fd,
             path,
             engine,
-            placed=lambda: ((devices.ordinal_of(storage), storage.nbytes()) for storage in sources),
+            placed=lambda: ((cuda.ordinal_of(storage), storage.nbytes()) for storage in sources),
             move_little=_write_block,
         )
         self._native = _native.FileWriter(
@@ -172,7 +173,7 @@ class Writer:
         Bytes of devices are those that the caller's current streams have made of them by now.
         """
         for ordinal in pieces.devices:
-            devices.follow_caller(ordinal, to_host=True)
+            cuda.follow_caller(ordinal, to_host=True)
         self._pulled.tensors = pieces.pulled
         self._native.append(pieces.native)
 
@@ -203,7 +204,7 @@ class Writer:
     def finish(self) -> str:
         """Wait for every write; return the name of the engine that did them."""
         self._native.finish()
-        devices.tell_of_pinning()
+        cuda.tell_of_pinning()
         announce_engine(self._path, self._wanted, self._native.engine, [*self._way.left, *self._native.demotions])
         return self._native.engine
 
@@ -288,7 +289,7 @@ def _way(
     way = _Way(ladder[:1], _largest_share(placed()))
     if len(ladder) == 1:
         return way
-    if why_not := cufile.why_not_direct(lambda: move_little(_options(fd, path, way))):
+    if why_not := gpudirect.why_not_direct(lambda: move_little(_options(fd, path, way))):
         return _Way(ladder[1:], left=(f"cufile: {why_not}",))
     return way._replace(else_ladder=tuple(ladder[1:]))
 
@@ -396,7 +397,7 @@ class Extents:
             byte_tensor(storage)[start : start + source.numel()].copy_(source)
 
         index = self.add_pushed(offset_bytes, size_bytes, push, with_crc=with_crc)
-        ordinal = devices.ordinal_of(storage)
+        ordinal = cuda.ordinal_of(storage)
         if ordinal is not None:
             self._wanted[index] = self._wanted[index]._replace(address=address, device=ordinal)
         return index
@@ -468,7 +469,7 @@ class Extents:
         order = sorted(range(len(self._wanted)), key=lambda index: self._wanted[index].offset_bytes)
         native = _native.ExtentList()
         for ordinal in {extent.device for extent in self._wanted if extent.device is not None}:
-            devices.follow_caller(ordinal, to_host=False)
+            cuda.follow_caller(ordinal, to_host=False)
         for index in order:
             extent = self._wanted[index]
             if extent.device is not None and extent.address is not None:
@@ -497,7 +498,7 @@ class Extents:
         crcs = [0] * len(order)
         for index, crc in zip(order, report.crcs, strict=True):
             crcs[index] = crc
-        devices.tell_of_pinning()
+        cuda.tell_of_pinning()
         announce_engine(path, engine, report.engine, [*way.left, *report.demotions])
         return ReadResult(crcs, report.engine)
 

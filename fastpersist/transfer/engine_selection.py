@@ -17,11 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fastpersist import _native, cufile
+from fastpersist import _native
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import check_named_tuning, config, config_for, filesystem_type_name
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.formats.layout import align_up
+from fastpersist.transfer import gpudirect
 
 __all__ = [
     "AUTO_LADDER",
@@ -89,7 +90,7 @@ def engines(directory: str | os.PathLike[str] = ".") -> list[EngineProbe]:
 
 
 def _probe(fd: int, path: str, name: str) -> EngineProbe:
-    if name == "cufile" and (reason := cufile.why_not()):
+    if name == "cufile" and (reason := gpudirect.why_not()):
         return EngineProbe(name, False, reason)
     block_bytes = _native.block_bytes(fd)
     with mmap.mmap(-1, 3 * block_bytes) as memory:
@@ -123,7 +124,7 @@ def require_engine(engine: str) -> str:
     if engine != "auto" and engine.removeprefix("fault:") not in known:
         raise ConfigError(f"there is no engine {engine!r}; known are auto, {', '.join(known)}")
     if is_cufile(engine):
-        cufile.prepare()
+        gpudirect.prepare()
     return engine
 
 
