@@ -13,7 +13,6 @@ from typing import Any
 from overlap_training import Training
 
 import fastpersist as fp
-from fastpersist import pacing
 from fastpersist.cli.bench_overlap_ways import (
     CheckpointerWay,
     DcpKeptWay,
@@ -26,6 +25,7 @@ from fastpersist.cli.bench_overlap_ways import (
     Way,
 )
 from fastpersist.cli.bench_save_rows import sync_path
+from fastpersist.saving import pacing
 
 __all__ = [
     "DEFAULT_WAYS",

@@ -22,7 +22,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fastpersist as fp
-from fastpersist import capture
+from fastpersist.saving import capture
 
 __all__ = ["FRAMEWORKS", "WAYS", "train"]
 

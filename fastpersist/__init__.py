@@ -11,7 +11,6 @@ except ImportError as error:
     ) from error
 
 from fastpersist.api import SaveReport, inspect, load, save, save_async, verify
-from fastpersist.background import PendingSave, SaveStats
 from fastpersist.checkpointer import Checkpointer
 from fastpersist.directory_inspection import require_replaceable
 from fastpersist.directory_save import DirectorySave
@@ -41,6 +40,7 @@ from fastpersist.inspection import Damage, Manifest, TensorEntry, VerifyReport
 # isort: split - it uses the names above; mypy knows integrations/ by another name
 from fastpersist.integrations.torch_save import install, installed, uninstall  # type: ignore[import-not-found]
 from fastpersist.loading_into import load_into
+from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.transfer.engine_selection import EngineProbe, engines, require_engine
 from fastpersist.transfer.pending_io import PendingIO
 from fastpersist.transfer.tensor_file import TensorFile

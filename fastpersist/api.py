@@ -16,8 +16,6 @@ import torch
 
 from fastpersist import directory_inspection, inspection
 from fastpersist.arguments import local_path, require_bools
-from fastpersist.background import Lane, PendingSave, SaveStats
-from fastpersist.capture import Capture
 from fastpersist.commit.file_commit import ClosedDirectoryError, PendingFile, Target, resolve_target
 from fastpersist.commit.filesystem import (
     close_quietly,
@@ -33,12 +31,14 @@ from fastpersist.group_save import Writers, end_session, save_together, together
 from fastpersist.inspection import Manifest, VerifyReport
 from fastpersist.loading import MapLocation, load_checkpoint
 from fastpersist.loading_together import reader_for
-from fastpersist.owners import Owners
-from fastpersist.pacing import Spread
 from fastpersist.peer_save import PeerSave
-from fastpersist.refused_globals import warn_of_file
 from fastpersist.replicas import replicas_in
-from fastpersist.saving import SaveReport, container_for, is_safetensors, padded_bytes, write_container
+from fastpersist.saving.capture import Capture
+from fastpersist.saving.containers import SaveReport, container_for, is_safetensors, padded_bytes, write_container
+from fastpersist.saving.ownership import Owners
+from fastpersist.saving.pacing import Spread
+from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
+from fastpersist.saving.refused_globals import warn_of_file
 from fastpersist.sharing import FirstShare, Together
 from fastpersist.source import CheckpointSource
 from fastpersist.transfer.arena import Arena

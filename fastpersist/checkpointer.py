@@ -29,8 +29,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastpersist.arguments import local_path, require_bools
-from fastpersist.background import PendingSave, SaveStats
-from fastpersist.capture import watch_steps
 from fastpersist.commit.commit_order import Commit, commit_of, in_commit_order, read_commits
 from fastpersist.commit.directory_commit import RootLock, committed_path, sweep_directories
 from fastpersist.commit.filesystem import make_directories
@@ -47,11 +45,13 @@ from fastpersist.explaining import explain
 from fastpersist.formats.manifest import checked_step, step_name
 from fastpersist.group_save import Writers, tuned_writer_count
 from fastpersist.loading import MapLocation
-from fastpersist.owners import Owners
 from fastpersist.partition import choose_writers
-from fastpersist.refused_globals import warn_caller
 from fastpersist.retention import RetentionPolicy
 from fastpersist.root_upkeep import RootUpkeep, checked_metrics
+from fastpersist.saving.capture import watch_steps
+from fastpersist.saving.ownership import Owners
+from fastpersist.saving.pending_save import PendingSave, SaveStats
+from fastpersist.saving.refused_globals import warn_caller
 from fastpersist.sharing import Together
 from fastpersist.signal_save import SignalSave
 from fastpersist.step_loading import RANK_KEY, LoadOptions, best_of, find_best, load_newest, load_step

@@ -19,8 +19,6 @@ from typing import Any
 
 from fastpersist import _native
 from fastpersist.arguments import local_path, require_bools
-from fastpersist.background import Lane, PendingSave, SaveStats
-from fastpersist.capture import Capture
 from fastpersist.commit.directory_commit import Overwrite, PendingDirectory, files_in
 from fastpersist.commit.filesystem import (
     close_quietly,
@@ -37,10 +35,12 @@ from fastpersist.formats.manifest import FileEntry, check_file_name, checked_ste
 from fastpersist.formats.split_manifest import PARTS_NAME, part_name
 from fastpersist.guest_writing import Guest, Site
 from fastpersist.own_files import confirmed, refusing_second
-from fastpersist.owners import Owners, Ownership, step_count
-from fastpersist.pacing import Spread
 from fastpersist.replicas import replicas_in
-from fastpersist.saving import Container, WrittenFile, container_for, write_container
+from fastpersist.saving.capture import Capture
+from fastpersist.saving.containers import Container, WrittenFile, container_for, write_container
+from fastpersist.saving.ownership import Owners, Ownership, step_count
+from fastpersist.saving.pacing import Spread
+from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
 from fastpersist.sharing import FirstShare, Together, checking, decoded, encoded, preferring_failure_of_others, telling
 from fastpersist.stores import Split, Stores, find_stores, manifest_now
 from fastpersist.transfer.arena import Arena, ArenaOfSave

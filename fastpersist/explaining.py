@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import torch
 
-from fastpersist.capture import Capture, Kind
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
-from fastpersist.owners import Owners
-from fastpersist.saving import TorchZipContainer
+from fastpersist.saving.capture import Capture, Kind
+from fastpersist.saving.containers import TorchZipContainer
+from fastpersist.saving.ownership import Owners
 from fastpersist.transfer.arena import Arena
 
 __all__ = ["explain"]

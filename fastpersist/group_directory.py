@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from fastpersist.arguments import local_path
-from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.directory_save import DirectorySave
 from fastpersist.errors import ConfigError, SkippedError
 from fastpersist.formats.manifest import check_file_name
 from fastpersist.group_save import Writers, together_with
 from fastpersist.guest_writing import Guest
-from fastpersist.owners import Owners
 from fastpersist.peer_save import PeerSave
+from fastpersist.saving.ownership import Owners
+from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
 from fastpersist.sharing import Together
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine

@@ -22,9 +22,9 @@ from fastpersist.coordination import Ranks, Session
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.partition import choose_writers
 from fastpersist.peer_sharing import OtherShare
-from fastpersist.refused_globals import warn_of_file
 from fastpersist.replicas import replicas_of
-from fastpersist.saving import Container, SaveReport, container_for, padded_bytes
+from fastpersist.saving.containers import Container, SaveReport, container_for, padded_bytes
+from fastpersist.saving.refused_globals import warn_of_file
 from fastpersist.sharing import FirstShare, Together
 from fastpersist.transfer.engine_selection import require_engine
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fastpersist import _native
-from fastpersist.background import SaveStats
-from fastpersist.capture import Capture
 from fastpersist.coordination import Session
 from fastpersist.formats.manifest import FileEntry
-from fastpersist.owners import Owners
+from fastpersist.saving.capture import Capture
+from fastpersist.saving.ownership import Owners
+from fastpersist.saving.pending_save import SaveStats
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.pipeline import Poll
 

@@ -30,12 +30,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fastpersist import _native
-from fastpersist.capture import Capture
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.errors import ConfigError, CoordinationError, StorageError
 from fastpersist.formats.manifest import FileEntry, check_file_name
 from fastpersist.peer_sharing import needs_same_filesystem
-from fastpersist.saving import Container, padded_bytes, write_container
+from fastpersist.saving.capture import Capture
+from fastpersist.saving.containers import Container, padded_bytes, write_container
 from fastpersist.sharing import decoded, encoded
 from fastpersist.transfer.pipeline import Poll
 

@@ -15,17 +15,17 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastpersist.background import Lane, PendingSave, SaveStats
-from fastpersist.capture import Capture
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.errors import StorageError
 from fastpersist.guest_writing import Guest, Site
 from fastpersist.own_files import OwnFile, Told, confirmation
-from fastpersist.owners import Owners, Ownership
-from fastpersist.pacing import Spread
 from fastpersist.peer_sharing import OtherShare
 from fastpersist.replicas import replicas_in
-from fastpersist.saving import container_for
+from fastpersist.saving.capture import Capture
+from fastpersist.saving.containers import container_for
+from fastpersist.saving.ownership import Owners, Ownership
+from fastpersist.saving.pacing import Spread
+from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
 from fastpersist.sharing import Together, checking, decoded, encoded, preferring_failure_of_others, telling
 from fastpersist.stores import PeerStore
 from fastpersist.transfer.arena import Arena, ArenaOfSave

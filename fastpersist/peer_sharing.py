@@ -13,7 +13,7 @@ from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem, storage_errors
 from fastpersist.errors import StorageError
 from fastpersist.formats.split_manifest import ExtentMap, part_name
-from fastpersist.saving import Container, PieceStream
+from fastpersist.saving.containers import Container, PieceStream
 from fastpersist.sharing import (
     Share,
     Together,

@@ -19,9 +19,9 @@ import torch
 
 from fastpersist import _native
 from fastpersist.errors import CoordinationError
-from fastpersist.owners import Ownership
 from fastpersist.partition import CUT_BYTES_MIN
-from fastpersist.saving import Container, Source
+from fastpersist.saving.containers import Container, Source
+from fastpersist.saving.ownership import Ownership
 from fastpersist.transfer.pipeline import Pieces, Writer, byte_tensor
 
 __all__ = ["bytes_of", "difference", "host_bytes", "replicas_in", "replicas_of", "sums_of"]

@@ -9,7 +9,7 @@ import torch
 
 from fastpersist.directory_save import DirectorySave
 from fastpersist.peer_save import PeerSave
-from fastpersist.refused_globals import warn_caller, warn_of_globals
+from fastpersist.saving.refused_globals import warn_caller, warn_of_globals
 from fastpersist.sharded.agreeing import SharedPlans
 from fastpersist.sharded.step_saving import ShardedFiles, required_mapping, save_sharded
 from fastpersist.step_saving import StepSave, StepSaver

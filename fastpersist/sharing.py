@@ -50,7 +50,7 @@ from fastpersist.formats.layout import align_up
 from fastpersist.formats.split_manifest import ExtentMap, FileExtent
 from fastpersist.partition import Extent, interior_of, merged, overlaps, shard_of, without
 from fastpersist.replicas import bytes_of, difference, sums_of
-from fastpersist.saving import Checksum, Container, Literal, Part, PieceStream, Source, Stored, WrittenFile
+from fastpersist.saving.containers import Checksum, Container, Literal, Part, PieceStream, Source, Stored, WrittenFile
 from fastpersist.stores import Split, SplitShares, Stores
 from fastpersist.transfer.engine_selection import is_cufile, refuse_null_engine, require_engine
 from fastpersist.transfer.pipeline import Poll, Run, Writer

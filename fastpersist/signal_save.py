@@ -21,9 +21,9 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fastpersist.background import PendingSave
 from fastpersist.errors import ConfigError
-from fastpersist.owners import Owners
+from fastpersist.saving.ownership import Owners
+from fastpersist.saving.pending_save import PendingSave
 
 __all__ = ["SignalSave"]
 

@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fastpersist.background import Lane, PendingSave, SaveStats
 from fastpersist.directory_save import DirectorySave
 from fastpersist.formats.manifest import STATE_NAME, rank_file_name
-from fastpersist.owners import Owners
 from fastpersist.peer_save import PeerSave
-from fastpersist.refused_globals import warn_of_globals
+from fastpersist.saving.ownership import Owners
+from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
+from fastpersist.saving.refused_globals import warn_of_globals
 from fastpersist.sharing import Together
 from fastpersist.transfer.arena import Arena
 

@@ -427,7 +427,7 @@ LAYOUT = Path("fastpersist/formats/layout.py")
         (pure_rooms_do_without_torch, LAYOUT, "import torch", 1),
         (pure_rooms_do_without_torch, LAYOUT, "from torch.serialization import load", 1),
         (pure_rooms_do_without_torch, Path("fastpersist/formats/safetensors.py"), "import numpy as np", 1),
-        (pure_rooms_do_without_torch, Path("fastpersist/pickling.py"), "import torch", 0),
+        (pure_rooms_do_without_torch, Path("fastpersist/saving/skeleton.py"), "import torch", 0),
         (integrations_have_one_name, Path("tests/unit/test_x.py"), "import integrations", 1),
         (integrations_have_one_name, Path("tests/unit/test_x.py"), "from integrations.lightning import X", 1),
         (integrations_have_one_name, Path("tests/unit/test_x.py"), "import fastpersist.integrations", 0),

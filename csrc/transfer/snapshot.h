@@ -8,7 +8,7 @@
 // waited here makes the stream that changes the bytes wait too (CopyStream::HoldCaller), and no thread waits for the
 // device. Small sources that lie close together there, as an allocator places them, go into the arena in one copy.
 //
-// Which bytes may change when, and who must call Capture before, is decided above (fastpersist/capture.py).
+// Which bytes may change when, and who must call Capture before, is decided above (fastpersist/saving/capture.py).
 #pragma once
 
 #include <array>

@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from fastpersist.capture import no_garbage_collection
 from fastpersist.coordination import Session
 from fastpersist.errors import ConfigError, CoordinationError, FormatError
-from fastpersist.owners import Ownership
+from fastpersist.saving.capture import no_garbage_collection
+from fastpersist.saving.ownership import Ownership
 from fastpersist.sharded.comparing import two_under_one_name
 from fastpersist.sharded.metadata import pickled
 from fastpersist.sharded.planning import StepSavePlanner, is_object

@@ -18,7 +18,7 @@ import torch
 
 from fastpersist.formats import torch_zip
 from fastpersist.formats.layout import place_records
-from fastpersist.pickling import pickle_skeleton
+from fastpersist.saving.skeleton import pickle_skeleton
 
 __all__ = ["BLOCK_BYTES", "QUANTIZED", "SMALL_ALIGNMENT", "Blob", "Shape", "is_plain", "plain_blob"]
 

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from fastpersist.capture import no_garbage_collection
 from fastpersist.errors import CoordinationError
+from fastpersist.saving.capture import no_garbage_collection
 from fastpersist.sharded.blobs import is_plain
 from fastpersist.sharded.sampling import CUT_TENSOR_BYTES_MIN, GetSums, sample_each
 

@@ -27,8 +27,8 @@ from fastpersist.directory_save import DirectorySave
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME
 from fastpersist.meeting import loopback_place, own_process
-from fastpersist.owners import Owners
 from fastpersist.partition import common_block_bytes
+from fastpersist.saving.ownership import Owners
 from fastpersist.sharded.captured_bytes import PIECE_BYTES
 from fastpersist.sharded.huggingface_finishing import finish_files
 from fastpersist.sharded.huggingface_layout import (

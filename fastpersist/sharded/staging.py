@@ -19,10 +19,10 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from fastpersist.capture import watch_steps
 from fastpersist.errors import UnsupportedError
-from fastpersist.owners import Owners
-from fastpersist.pacing import Spread
+from fastpersist.saving.capture import watch_steps
+from fastpersist.saving.ownership import Owners
+from fastpersist.saving.pacing import Spread
 from fastpersist.sharded.capturing import ShardedCapture
 from fastpersist.sharded.comparing import StagedMeta, samples_of_state
 from fastpersist.sharded.sampling import GetSums

@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from fastpersist import _native
-from fastpersist.capture import no_garbage_collection
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.directory_save import DirectorySave
 from fastpersist.errors import ConfigError, InternalError, StorageError
 from fastpersist.formats.manifest import FileEntry, check_file_name
 from fastpersist.group_directory import PeerDirectorySave
 from fastpersist.guest_writing import Held, Site
-from fastpersist.owners import Owners
+from fastpersist.saving.capture import no_garbage_collection
+from fastpersist.saving.ownership import Owners
 from fastpersist.sharded.agreeing import Done, Planned, SharedPlans, gather_done, tell_done
 from fastpersist.sharded.capturing import ShardedCapture
 from fastpersist.sharded.metadata import METADATA_NAME, pickled

@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import BytesIOWriteData, TensorWriteData, WriteItem, WriteItemType
 
-from fastpersist.capture import no_garbage_collection
 from fastpersist.errors import FormatError
 from fastpersist.formats.pickle_nodes import Call, Global, SymbolicDict, UnsupportedPickle
 from fastpersist.formats.pickle_scan import scan_pickle
+from fastpersist.saving.capture import no_garbage_collection
 
 __all__ = ["build_pickled"]
 

@@ -27,7 +27,7 @@ from fastpersist.commit.step_listing import read_manifest
 from fastpersist.directory_save import DirectorySave
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME, step_of
-from fastpersist.owners import Owners
+from fastpersist.saving.ownership import Owners
 from fastpersist.sharded.capturing import ShardedCapture
 from fastpersist.sharded.keeping import find_others, keep_others
 from fastpersist.sharded.metadata import METADATA_NAME

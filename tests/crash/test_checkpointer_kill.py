@@ -24,8 +24,8 @@ from support.runs import FEW, SIZES, Replay, Run, hidden_names
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.background import PendingSave
 from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.saving.pending_save import PendingSave
 
 ALIVE_S_MAX = 0.2  # some ten saves; the first may be killed as well as any other
 SURE_KILL_COUNT = 15  # of so many random kills, at least one leaves something behind

@@ -27,7 +27,7 @@ from support.rank_faults import (
 from support.runs import Run, hidden_names
 
 import fastpersist as fp
-from fastpersist.owners import Owners
+from fastpersist.saving.ownership import Owners
 
 
 def test_ranks_with_different_versions_of_torch_are_warned_of_and_save(

@@ -38,8 +38,8 @@ from support.states import pending_files
 
 import fastpersist as fp
 from fastpersist import coordination
-from fastpersist.background import PendingSave
 from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.saving.pending_save import PendingSave
 
 NOTICED_S_MAX = 5.0  # the kernel tells at once that a process is gone; this machine may be busy
 LOADING_S_MAX = 10.0  # the process group's timeout

@@ -22,7 +22,8 @@ from support.cufile_double import SAYS_P2P, cufile_double
 from support.leaks import Inventory, take_inventory
 
 import fastpersist as fp
-from fastpersist import _native, api, checkpointer, directory_save, loading, saving
+from fastpersist import _native, api, checkpointer, directory_save, loading
+from fastpersist.saving import containers
 from fastpersist.transfer import cuda, gpudirect
 from fastpersist.transfer.arena import Arena
 
@@ -82,7 +83,7 @@ class Round:
         rooms[1].new_storage, rooms[1]._device_for = new_storage, torch.device
         rooms[2]._lazy_init = lambda: None
         rooms[3].Arena = NotedArena
-        arenas += [api._async_arena, saving._gathering, directory_save._arena]
+        arenas += [api._async_arena, containers._gathering, directory_save._arena]
         if self._cufile:
             rooms[4]._MODULES = "/proc/self"  # which the double does not look for
             cufile_double().clear()

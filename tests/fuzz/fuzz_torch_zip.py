@@ -21,7 +21,7 @@ from whole_files import outcomes, try_file
 
 from fastpersist.errors import FormatError, UnsupportedError
 from fastpersist.formats import torch_zip
-from fastpersist.pickling import pickle_skeleton
+from fastpersist.saving.skeleton import pickle_skeleton
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "format-v1"
 

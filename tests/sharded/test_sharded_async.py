@@ -279,7 +279,7 @@ def test_a_step_far_away_does_not_keep_the_future_waiting(
 ) -> None:
     model, optimizer = model_and_optimizer()
     train(model, optimizer)
-    monkeypatch.setattr("fastpersist.pacing.spread_s", lambda optimizers: 3600.0)
+    monkeypatch.setattr("fastpersist.saving.pacing.spread_s", lambda optimizers: 3600.0)
     monkeypatch.setattr("fastpersist.sharded.staging._SPREAD_MAX_S", 0.2)
     writer = way.writer(tmp_path / "checkpoint", optimizer=optimizer)
     future = dcp.async_save(way.state(model, optimizer), storage_writer=writer)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fastpersist as fp
 from fastpersist.errors import CoordinationError, PeerError
-from fastpersist.owners import Ownership
+from fastpersist.saving.ownership import Ownership
 from fastpersist.sharded import sampling
 from fastpersist.sharded.sampling import sample
 

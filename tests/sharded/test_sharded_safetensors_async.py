@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.integrations.torch_dcp import FastPersistHuggingFaceWriter, FastPersistSavePlanner
-from fastpersist.owners import Owners
+from fastpersist.saving.ownership import Owners
 from fastpersist.sharded import (
     captured_bytes,
     huggingface_layout,

@@ -17,7 +17,7 @@ import torch
 from support.cuda_double import CudaDouble, checked_double, cuda_storage
 
 from fastpersist import _native, loading
-from fastpersist.owners import Owners, Ownership
+from fastpersist.saving.ownership import Owners, Ownership
 
 STEP_US = 200
 CHUNK_BYTES = 1 << 16

@@ -21,8 +21,9 @@ from support.sameness import assert_same, portrait
 from support.states import pending_files
 
 import fastpersist as fp
-from fastpersist import api, capture
+from fastpersist import api
 from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.saving import capture
 from fastpersist.transfer.arena import Arena
 
 PATIENCE_S = 30.0

@@ -34,9 +34,10 @@ from support.training import (
 )
 
 import fastpersist as fp
-from fastpersist import api, capture
-from fastpersist.background import PendingSave, SaveStats
+from fastpersist import api
 from fastpersist.commit.filesystem import filesystem, using
+from fastpersist.saving import capture
+from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.transfer.arena import Arena
 
 adam = functools.partial(torch.optim.Adam, lr=0.1)

@@ -19,10 +19,10 @@ import torch
 from support.training import small_model, train
 
 import fastpersist as fp
-from fastpersist import capture
-from fastpersist.capture import Capture, Kind
-from fastpersist.owners import Owners, storage_keys
-from fastpersist.saving import TorchZipContainer, container_for
+from fastpersist.saving import capture
+from fastpersist.saving.capture import Capture, Kind
+from fastpersist.saving.containers import TorchZipContainer, container_for
+from fastpersist.saving.ownership import Owners, storage_keys
 from fastpersist.transfer import arena
 from fastpersist.transfer.arena import Arena, available_host_bytes
 

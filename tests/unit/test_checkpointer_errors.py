@@ -22,9 +22,9 @@ from support.runs import Replay, Run, held_writers, hidden_names
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.background import Lane
 from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.directory_save import DirectorySave
+from fastpersist.saving.pending_save import Lane
 
 STATE = {"weights": torch.arange(1000.0), "name": "a state"}
 

@@ -21,9 +21,9 @@ from support.device_states import Stage, bytes_in, device_stage, device_state, u
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.capture import Capture
-from fastpersist.owners import Owners
-from fastpersist.saving import container_for
+from fastpersist.saving.capture import Capture
+from fastpersist.saving.containers import container_for
+from fastpersist.saving.ownership import Owners
 from fastpersist.sharded.writer import FastPersistWriter
 from fastpersist.transfer import arena
 from fastpersist.transfer.arena import Arena

@@ -18,7 +18,7 @@ from support.sessions import ThreadSession, run_threads
 from fastpersist import _native
 from fastpersist.errors import DeviceError
 from fastpersist.replicas import replicas_of, sums_of
-from fastpersist.saving import container_for
+from fastpersist.saving.containers import container_for
 from fastpersist.sharing import Share, Together
 
 CHUNK = 1 << 16

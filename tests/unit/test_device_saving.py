@@ -27,8 +27,9 @@ from support.device_states import (
 )
 
 import fastpersist as fp
-from fastpersist import _native, capture
+from fastpersist import _native
 from fastpersist.errors import DeviceError
+from fastpersist.saving import capture
 from fastpersist.transfer import cuda
 from fastpersist.transfer.pipeline import Pieces, Writer
 

@@ -21,8 +21,8 @@ from support.sameness import assert_same
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.capture import Kind
-from fastpersist.owners import Owners
+from fastpersist.saving.capture import Kind
+from fastpersist.saving.ownership import Owners
 
 STATE = {"weights": torch.arange(1000.0), "name": "a state"}
 

@@ -33,7 +33,7 @@ from fastpersist.errors import FormatError, PeerError
 from fastpersist.formats import safetensors, torch_zip
 from fastpersist.formats.split_manifest import encode_parts, parse_parts
 from fastpersist.merging import merge
-from fastpersist.pickling import pickle_skeleton
+from fastpersist.saving.skeleton import pickle_skeleton
 from fastpersist.source import CheckpointSource
 
 pytestmark = pytest.mark.skipif(sys.byteorder == "big", reason="the golden files are of a little-endian machine")

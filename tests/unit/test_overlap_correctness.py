@@ -31,7 +31,8 @@ from support.training import (
 )
 
 import fastpersist as fp
-from fastpersist import api, capture
+from fastpersist import api
+from fastpersist.saving import capture
 
 adam = functools.partial(torch.optim.Adam, lr=0.1)
 

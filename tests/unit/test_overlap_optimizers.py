@@ -507,7 +507,7 @@ def test_a_step_does_not_ask_for_cuda_where_none_is_in_use(held: Overlap, monkey
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: False)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("asked for the stream"))
-        patch.setattr("fastpersist.capture.torch.cuda.is_available", lambda: pytest.fail("asked for CUDA"))
+        patch.setattr("fastpersist.saving.capture.torch.cuda.is_available", lambda: pytest.fail("asked for CUDA"))
         patch.setattr(torch.backends.cuda, "is_built", lambda: False)  # else torch asks, too
         train(model, optimizer)
     held.check(pending, state)

@@ -31,8 +31,9 @@ from support.training import (
 )
 
 import fastpersist as fp
-from fastpersist import _native, api, capture
+from fastpersist import _native, api
 from fastpersist.commit.filesystem import using
+from fastpersist.saving import capture
 
 adam = functools.partial(torch.optim.Adam, lr=0.1)
 

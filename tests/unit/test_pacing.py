@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fastpersist as fp
-from fastpersist import _native, pacing
+from fastpersist import _native
+from fastpersist.saving import pacing
 
 
 def an_optimizer() -> torch.optim.Optimizer:
@@ -80,7 +81,7 @@ def test_files_of_a_directory_share_the_time_by_size(tmp_path: Path, monkeypatch
     paces = paces_of(monkeypatch)
     weights = torch.nn.Parameter(torch.zeros(1 << 20))
     optimizer = torch.optim.SGD([weights], lr=0.1)
-    monkeypatch.setattr("fastpersist.pacing.spread_s", lambda _: 1.0)
+    monkeypatch.setattr("fastpersist.saving.pacing.spread_s", lambda _: 1.0)
     with fp.DirectorySave(tmp_path / "a") as files:
         files.save({"w": weights.data}, "one.pt", optimizer)
         files.save({"w": weights.data, "x": torch.zeros(2 << 20)}, "three.pt", optimizer)
@@ -96,7 +97,7 @@ def test_files_of_a_directory_share_the_time_by_size(tmp_path: Path, monkeypatch
 def test_who_waits_for_a_spread_save_ends_the_spreading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = torch.nn.Parameter(torch.zeros(1 << 20))
     optimizer = torch.optim.SGD([weights], lr=0.1)
-    monkeypatch.setattr("fastpersist.pacing.spread_s", lambda _: 3600.0)
+    monkeypatch.setattr("fastpersist.saving.pacing.spread_s", lambda _: 3600.0)
     pending = fp.save_async({"w": weights.data}, tmp_path / "a.pt", optimizer=optimizer)
     assert pending.result(timeout=60) == tmp_path / "a.pt"
 

@@ -15,7 +15,7 @@ import torch
 from support.specimens import SPECIMENS
 
 from fastpersist.formats.pickle_scan import scan_pickle, storage_references
-from fastpersist.pickling import pickle_skeleton
+from fastpersist.saving.skeleton import pickle_skeleton
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Sparse (CSR|CSC|BSR|BSC)|The PyTorch API of nested tensors:UserWarning"),

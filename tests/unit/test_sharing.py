@@ -20,7 +20,7 @@ from fastpersist.config import BLOCK_BYTES
 from fastpersist.partition import CUT_BYTES_MIN
 from fastpersist.peer_sharing import OtherShare
 from fastpersist.replicas import replicas_of
-from fastpersist.saving import container_for, padded_bytes
+from fastpersist.saving.containers import container_for, padded_bytes
 from fastpersist.sharing import FirstShare, Together
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from support.archives import save_aligned
 import fastpersist as fp
 from fastpersist.errors import FormatError, UnsupportedError
 from fastpersist.formats import torch_zip
-from fastpersist.pickling import pickle_skeleton
+from fastpersist.saving.skeleton import pickle_skeleton
 
 GIB = 1 << 30
 

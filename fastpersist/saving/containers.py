@@ -22,7 +22,7 @@ from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
 from fastpersist.formats.layout import align_up
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
-from fastpersist.pickling import ZERO_TENSOR, pickle_skeleton
+from fastpersist.saving.skeleton import ZERO_TENSOR, pickle_skeleton
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import refuse_null_engine

@@ -39,8 +39,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from fastpersist import _native
 from fastpersist.errors import DeviceError, TornStateError
-from fastpersist.owners import PLAIN, Owners, Ownership, note_step_of, storage_key, storage_keys
-from fastpersist.pacing import note_step
+from fastpersist.saving.ownership import PLAIN, Owners, Ownership, note_step_of, storage_key, storage_keys
+from fastpersist.saving.pacing import note_step
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.pipeline import byte_tensor, is_host_memory

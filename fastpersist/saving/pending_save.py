@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fastpersist.capture import Capture
 from fastpersist.commit.filesystem import tell_free
 from fastpersist.errors import FastPersistError, SkippedError
+from fastpersist.saving.capture import Capture
 
 __all__ = ["Lane", "PendingSave", "SaveStats"]
 

@@ -14,8 +14,8 @@ import torch
 
 from fastpersist.errors import FastPersistError
 from fastpersist.formats.pickle_scan import scan_pickle
-from fastpersist.pickling import pickle_skeleton, reduced_types
-from fastpersist.saving import Container, TorchZipContainer
+from fastpersist.saving.containers import Container, TorchZipContainer
+from fastpersist.saving.skeleton import pickle_skeleton, reduced_types
 from fastpersist.transfer.stock import not_allowed_globals
 
 __all__ = ["warn_caller", "warn_of_file", "warn_of_globals"]

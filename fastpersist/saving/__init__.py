@@ -1,0 +1,1 @@
+"""Object to file: the skeleton, containers, ownership, capture, and the background queue."""
