@@ -12,7 +12,6 @@ except ImportError as error:
 
 from fastpersist.api import SaveReport, inspect, load, save, save_async, verify
 from fastpersist.checkpointer import Checkpointer
-from fastpersist.directory_inspection import require_replaceable
 from fastpersist.directory_save import DirectorySave
 from fastpersist.errors import (
     AgreementTimeoutError,
@@ -35,10 +34,11 @@ from fastpersist.errors import (
     UnsupportedError,
 )
 from fastpersist.group_directory import PeerDirectorySave, directory_save_together
-from fastpersist.inspection import Damage, Manifest, TensorEntry, VerifyReport
 
 # isort: split - it uses the names above; mypy knows integrations/ by another name
 from fastpersist.integrations.torch_save import install, installed, uninstall  # type: ignore[import-not-found]
+from fastpersist.loading.directory_inspection import require_replaceable
+from fastpersist.loading.file_inspection import Damage, Manifest, TensorEntry, VerifyReport
 from fastpersist.loading_into import load_into
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.transfer.engine_selection import EngineProbe, engines, require_engine

@@ -14,7 +14,6 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from fastpersist import directory_inspection, inspection
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.commit.file_commit import ClosedDirectoryError, PendingFile, Target, resolve_target
 from fastpersist.commit.filesystem import (
@@ -28,8 +27,10 @@ from fastpersist.commit.filesystem import (
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
 from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
 from fastpersist.group_save import Writers, end_session, save_together, together_with
-from fastpersist.inspection import Manifest, VerifyReport
-from fastpersist.loading import MapLocation, load_checkpoint
+from fastpersist.loading import directory_inspection, file_inspection
+from fastpersist.loading.checkpoint_file import CheckpointSource
+from fastpersist.loading.file_inspection import Manifest, VerifyReport
+from fastpersist.loading.unpickle import MapLocation, load_checkpoint
 from fastpersist.loading_together import reader_for
 from fastpersist.peer_save import PeerSave
 from fastpersist.replicas import replicas_in
@@ -40,7 +41,6 @@ from fastpersist.saving.pacing import Spread
 from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_of_file
 from fastpersist.sharing import FirstShare, Together
-from fastpersist.source import CheckpointSource
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.pipeline import Poll
@@ -549,7 +549,7 @@ def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> V
     with CheckpointSource(name) as source:
         with _progress(source.path, source.size_bytes, progress) as poll:
             listed = directory_inspection.verify_listed(name, engine=engine, poll=poll)
-            return inspection.verify_source(source, engine=engine, poll=poll) if listed is None else listed
+            return file_inspection.verify_source(source, engine=engine, poll=poll) if listed is None else listed
 
 
 def _with_damaged_shards(report: VerifyReport) -> VerifyReport:
@@ -582,7 +582,7 @@ def inspect(path: PathLike) -> Manifest:
     if os.path.isdir(name):
         return directory_inspection.inspect_directory(name, add_shards=_with_shards)
     with CheckpointSource(name) as source:
-        return inspection.inspect_source(source)
+        return file_inspection.inspect_source(source)
 
 
 def _with_shards(found: Manifest) -> Manifest:

@@ -44,7 +44,7 @@ from fastpersist.errors import (
 from fastpersist.explaining import explain
 from fastpersist.formats.manifest import checked_step, step_name
 from fastpersist.group_save import Writers, tuned_writer_count
-from fastpersist.loading import MapLocation
+from fastpersist.loading.unpickle import MapLocation
 from fastpersist.partition import choose_writers
 from fastpersist.retention import RetentionPolicy
 from fastpersist.root_upkeep import RootUpkeep, checked_metrics

@@ -36,7 +36,7 @@ from fastpersist.errors import (
 from fastpersist.formats.layout import align_up
 from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, NO_FILES, step_name
 from fastpersist.formats.split_manifest import PARTS_NAME, PartsRecord, SplitFile
-from fastpersist.part_reading import (
+from fastpersist.loading.part_files import (
     FoundPart,
     OpenPart,
     file_in_parts,

@@ -37,13 +37,13 @@ from fastpersist.formats.manifest import (
     writer_of,
 )
 from fastpersist.formats.split_manifest import PartsRecord
-from fastpersist.loading import MapLocation
+from fastpersist.loading.checkpoint_file import CheckpointSource
+from fastpersist.loading.part_files import read_record
+from fastpersist.loading.restore import load_state
+from fastpersist.loading.unpickle import MapLocation
 from fastpersist.loading_together import SharedReader, reader_for
-from fastpersist.part_reading import read_record
-from fastpersist.resuming import load_state
 from fastpersist.retention import RetentionPolicy, best_steps
 from fastpersist.saving.refused_globals import warn_caller
-from fastpersist.source import CheckpointSource
 from fastpersist.step_parts import StepParts, refuse_alone
 from fastpersist.steps_together import hearing_all
 from fastpersist.transfer.pipeline import Read, read_extents

@@ -25,10 +25,10 @@ from fastpersist.errors import (
 )
 from fastpersist.formats.manifest import DCP_METADATA_NAME, CheckpointManifest, rank_file_name
 from fastpersist.formats.split_manifest import PartsRecord, Store
+from fastpersist.loading.checkpoint_file import CheckpointSource
+from fastpersist.loading.part_files import file_in_parts, read_record
 from fastpersist.loading_together import SharedReader
-from fastpersist.part_reading import file_in_parts, read_record
 from fastpersist.parts_exchange import PartsExchange
-from fastpersist.source import CheckpointSource
 from fastpersist.transfer.pipeline import Read
 
 __all__ = ["StepParts", "refuse_alone"]

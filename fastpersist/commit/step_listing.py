@@ -25,7 +25,7 @@ from fastpersist.formats.manifest import (
     step_of,
     writer_of,
 )
-from fastpersist.source import CheckpointSource
+from fastpersist.loading.checkpoint_file import CheckpointSource
 
 __all__ = ["candidate_steps", "check_files", "committed_steps", "open_file", "read_committed", "read_manifest"]
 

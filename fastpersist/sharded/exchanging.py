@@ -21,9 +21,9 @@ from torch.futures import Future
 from fastpersist.errors import FormatError
 from fastpersist.formats.manifest import NO_FILES, writer_of
 from fastpersist.formats.split_manifest import Part
-from fastpersist.loading import MapLocation
+from fastpersist.loading.part_files import FoundPart
+from fastpersist.loading.unpickle import MapLocation
 from fastpersist.loading_together import SharedReader
-from fastpersist.part_reading import FoundPart
 from fastpersist.partition import merged
 from fastpersist.parts_exchange import PartsExchange, writing_to
 from fastpersist.sharded.metadata import METADATA_NAME, read_metadata

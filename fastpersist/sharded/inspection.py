@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fastpersist.errors import CorruptionError, FastPersistError, FormatError
 from fastpersist.formats.manifest import writer_of
 from fastpersist.formats.torch_zip import LOCAL_HEADER_MAGIC
-from fastpersist.inspection import Damage, Manifest, TensorEntry, VerifyReport
+from fastpersist.loading.file_inspection import Damage, Manifest, TensorEntry, VerifyReport
 from fastpersist.sharded.blobs import QUANTIZED, plain_blob
 from fastpersist.sharded.metadata import METADATA_NAME, read_metadata
 from fastpersist.sharded.reading import PartReader, Wanted

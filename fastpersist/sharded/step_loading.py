@@ -27,11 +27,11 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.filling import misfit
-from fastpersist.fitting import tensors_in
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, writer_of
-from fastpersist.loading import MapLocation
-from fastpersist.resuming import is_left_out, left_behind, missing_keys, with_touched
+from fastpersist.loading.fill_tensors import misfit
+from fastpersist.loading.restore import is_left_out, left_behind, missing_keys, with_touched
+from fastpersist.loading.target_plan import tensors_in
+from fastpersist.loading.unpickle import MapLocation
 from fastpersist.sharded.coverage import require_covered
 from fastpersist.sharded.metadata import METADATA_NAME
 from fastpersist.sharded.reader import FastPersistReader

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fastpersist.errors import UnsupportedError
-from fastpersist.filling import why_not_fillable
+from fastpersist.loading.fill_tensors import why_not_fillable
 from fastpersist.sharded.blobs import QUANTIZED
 
 __all__ = ["Fit", "Node", "Saved", "Step", "full_value", "holds_nothing", "leaves", "saved_tree"]

@@ -22,7 +22,8 @@ from support.cufile_double import SAYS_P2P, cufile_double
 from support.leaks import Inventory, take_inventory
 
 import fastpersist as fp
-from fastpersist import _native, api, checkpointer, directory_save, loading
+from fastpersist import _native, api, checkpointer, directory_save
+from fastpersist.loading import unpickle
 from fastpersist.saving import containers
 from fastpersist.transfer import cuda, gpudirect
 from fastpersist.transfer.arena import Arena
@@ -65,8 +66,8 @@ class Round:
     def _replace(self) -> None:
         """Put the double in the place of what a torch with CUDA would do."""
         _native.set_device_grace_s(GRACE_S)
-        gpus, arenas, allocate = self._gpus, self._arenas, loading.new_storage
-        rooms: Any = (cuda, loading, torch.cuda, checkpointer, gpudirect)
+        gpus, arenas, allocate = self._gpus, self._arenas, unpickle.new_storage
+        rooms: Any = (cuda, unpickle, torch.cuda, checkpointer, gpudirect)
         teach_views()
 
         class NotedArena(Arena):

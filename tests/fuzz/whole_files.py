@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import fastpersist as fp
-from fastpersist.source import CheckpointSource
+from fastpersist.loading.checkpoint_file import CheckpointSource
 
 # In memory where there is such a place: a fuzzer writes thousands of files.
 _SHM = "/dev/shm"

@@ -16,7 +16,8 @@ import pytest
 import torch
 from support.cuda_double import CudaDouble, checked_double, cuda_storage
 
-from fastpersist import _native, loading
+from fastpersist import _native
+from fastpersist.loading import unpickle
 from fastpersist.saving.ownership import Owners, Ownership
 
 STEP_US = 200
@@ -68,15 +69,15 @@ class Stage:
 
     def allow_loading(self) -> None:
         """Let loading allocate on "cuda", as a torch with CUDA would."""
-        new_storage = loading.new_storage
+        new_storage = unpickle.new_storage
 
         def allocate(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
             if device.type != "cuda":
                 return new_storage(size_bytes, device)
             return cuda_storage(bytes(size_bytes), device.index or 0)
 
-        self._patch.setattr(loading, "new_storage", allocate)
-        self._patch.setattr(loading, "_device_for", torch.device)
+        self._patch.setattr(unpickle, "new_storage", allocate)
+        self._patch.setattr(unpickle, "_device_for", torch.device)
 
 
 @contextmanager

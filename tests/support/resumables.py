@@ -9,12 +9,12 @@ import torch
 from support.specimens import Network, train
 
 import fastpersist as fp
-from fastpersist import resuming
+from fastpersist.loading import restore
 
 
 def load(path: Path, into: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     defaults = {"map_location": None, "verify": False, "weights_only": True, "engine": "auto"}
-    return resuming.load_state(str(path), into=into, **(defaults | options))
+    return restore.load_state(str(path), into=into, **(defaults | options))
 
 
 def save(obj: Any, path: Path, **options: Any) -> None:

@@ -15,11 +15,12 @@ from support.archives import flip_bit, record_places
 from support.leaks import no_leaks
 
 import fastpersist as fp
-from fastpersist import _native, directory_inspection, step_loading
+from fastpersist import _native, step_loading
 from fastpersist.commit import step_listing
-from fastpersist.directory_inspection import directory_bytes, inspect_directory, verify_directory
 from fastpersist.formats.manifest import MANIFEST_NAME, CheckpointManifest, FileEntry, encode_manifest, step_name
-from fastpersist.inspection import Manifest, VerifyReport
+from fastpersist.loading import directory_inspection
+from fastpersist.loading.directory_inspection import directory_bytes, inspect_directory, verify_directory
+from fastpersist.loading.file_inspection import Manifest, VerifyReport
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,7 +17,7 @@ from support.sameness import assert_same, portrait
 from support.specimens import SPECIMENS, Network, train
 
 import fastpersist as fp
-from fastpersist.resuming import load_state
+from fastpersist.loading.restore import load_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),

@@ -32,9 +32,9 @@ from fastpersist import replicas
 from fastpersist.errors import FormatError, PeerError
 from fastpersist.formats import safetensors, torch_zip
 from fastpersist.formats.split_manifest import encode_parts, parse_parts
+from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.merging import merge
 from fastpersist.saving.skeleton import pickle_skeleton
-from fastpersist.source import CheckpointSource
 
 pytestmark = pytest.mark.skipif(sys.byteorder == "big", reason="the golden files are of a little-endian machine")
 

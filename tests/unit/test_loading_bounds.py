@@ -19,8 +19,8 @@ from support.process_groups import run_ranks
 from support.sameness import assert_same, portrait
 
 import fastpersist as fp
-from fastpersist.loading import new_storage
-from fastpersist.resuming import load_state
+from fastpersist.loading.restore import load_state
+from fastpersist.loading.unpickle import new_storage
 
 NUMEL = 16  # of the float32 storages in the file
 HUGE = 40_000
@@ -273,7 +273,7 @@ def test_code_of_the_file_cannot_let_a_storage_grow(path: Path) -> None:
 
 def test_storage_of_a_device_that_has_grown_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch lets memory of a device grow; here host memory that can grow stands for it."""
-    monkeypatch.setattr("fastpersist.loading.new_storage", lambda size, device: torch.UntypedStorage(size))
+    monkeypatch.setattr("fastpersist.loading.unpickle.new_storage", lambda size, device: torch.UntypedStorage(size))
     craft(path, {"w": tensor((HUGE,), (1,))})
     with pytest.raises(fp.FormatError, match="tensor 'w' reaches beyond the 64 bytes of its storage 0"):
         fp.load(path)

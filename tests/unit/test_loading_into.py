@@ -14,7 +14,7 @@ from support.sameness import assert_same, portrait
 from support.specimens import Network, train
 
 import fastpersist as fp
-from fastpersist import resuming
+from fastpersist.loading import restore
 
 Optimizer = torch.optim.Optimizer
 
@@ -141,13 +141,13 @@ def test_beside_an_optimizer_too_and_what_nobody_takes_is_not_read(
         assert part in message
 
     read_bytes: list[int] = []
-    original = resuming.fill_storages
+    original = restore.fill_storages
 
     def fill_storages(source: Any, wanted: Any, *rest: Any, **options: Any) -> Any:
         read_bytes.append(sum(item.size_bytes for item in wanted.values()))
         return original(source, wanted, *rest, **options)
 
-    monkeypatch.setattr(resuming, "fill_storages", fill_storages)
+    monkeypatch.setattr(restore, "fill_storages", fill_storages)
     target = {"model": model, "optimizer": other, "scaler": torch.zeros(1)}
     found = fp.load_into(tmp_path / "all.pt", target, strict=False)
     assert found == (["scaler"], ["model.unknown", "ema"])

@@ -20,7 +20,7 @@ from support.sameness import assert_same
 from support.store_runs import two_stores
 
 import fastpersist as fp
-from fastpersist import resuming
+from fastpersist.loading import restore
 
 BOTH = pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 
@@ -140,14 +140,14 @@ def test_objects_around_tensors_that_nobody_asks_for_are_built_and_left_out(tmp_
 def test_storages_that_nobody_asks_for_get_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = saved(tmp_path, sharded=False)
     made: list[int] = []
-    original = resuming.new_storage
+    original = restore.new_storage
 
     def spy(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
         if device.type != "meta":
             made.append(size_bytes)
         return original(size_bytes, device)
 
-    monkeypatch.setattr(resuming, "new_storage", spy)
+    monkeypatch.setattr(restore, "new_storage", spy)
     checkpoints.load(keys=["rng"])
     assert 9 in made
     assert not {16, 20}.intersection(made)  # of the model's bias, and of the averages

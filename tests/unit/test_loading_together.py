@@ -20,9 +20,9 @@ from support.sameness import portrait
 import fastpersist as fp
 from fastpersist import loading_together
 from fastpersist.config import BLOCK_BYTES
+from fastpersist.loading.restore import load_state
 from fastpersist.loading_together import cut_places
 from fastpersist.partition import CUT_BYTES_MIN
-from fastpersist.resuming import load_state
 
 WAYS = ("ahead", "exchange", "alone", "auto")
 

@@ -19,9 +19,10 @@ from support.process_groups import rank_endings, run_ranks
 from support.sameness import portrait
 
 import fastpersist as fp
-from fastpersist import _native, loading, loading_together
+from fastpersist import _native, loading_together
+from fastpersist.loading import unpickle
+from fastpersist.loading.restore import load_state
 from fastpersist.loading_together import SharedReader
-from fastpersist.resuming import load_state
 from fastpersist.transfer.pipeline import ReadResult
 
 
@@ -288,7 +289,7 @@ def test_death_of_a_rank_is_heard_by_all_within_the_timeout(point: str, count: i
     def work(rank: int, count: int) -> None:
         watch(point.partition(":")[0])
         if rank == 1:
-            patched: Any = loading_together if "reading" in point else dist if "broadcasting" in point else loading
+            patched: Any = loading_together if "reading" in point else dist if "broadcasting" in point else unpickle
             name = {"r": "read_extents", "b": "broadcast", "u": "unpickle_with"}[point.partition(": ")[2][0]]
             setattr(patched, name, lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL))
         fp.load(zip_path, process_group=world())

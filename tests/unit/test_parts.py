@@ -19,7 +19,7 @@ from fastpersist.formats.split_manifest import (
     encode_parts,
     parse_parts,
 )
-from fastpersist.part_reading import missing_stores, require_whole
+from fastpersist.loading.part_files import missing_stores, require_whole
 from fastpersist.partition import CUT_BYTES_MIN
 from fastpersist.parts_exchange import cut_pieces
 

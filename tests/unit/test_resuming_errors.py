@@ -14,7 +14,7 @@ from support.resumables import load, network, resumable, save, state_of
 from support.sameness import assert_same, portrait
 
 import fastpersist as fp
-from fastpersist import resuming
+from fastpersist.loading import restore
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
@@ -301,7 +301,7 @@ def test_error_of_torch_while_filling_says_what_is_overwritten(path: Path, monke
         raise RuntimeError("device lost")
 
     save({"w": torch.ones(2), "v": torch.ones(2)}, path)
-    monkeypatch.setattr(resuming, "fill_pairs", fail)
+    monkeypatch.setattr(restore, "fill_pairs", fail)
     with pytest.raises(fp.StorageError, match=r"RuntimeError: device lost; partly overwritten.*: v, w"):
         load(path, {"v": torch.zeros(2), "w": torch.zeros(2)})
 

@@ -17,7 +17,7 @@ from support.resumables import load, network, resumable, save, state_of, storage
 from support.specimens import train
 
 import fastpersist as fp
-from fastpersist import resuming
+from fastpersist.loading import restore
 from fastpersist.transfer.pipeline import Extents
 
 
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 def allocated(monkeypatch: pytest.MonkeyPatch) -> list[torch.UntypedStorage]:
     """Every storage with data that a load makes."""
     made: list[torch.UntypedStorage] = []
-    original = resuming.new_storage
+    original = restore.new_storage
 
     def spy(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
         storage = original(size_bytes, device)
@@ -38,8 +38,8 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[torch.UntypedStorage]:
             made.append(storage)
         return storage
 
-    monkeypatch.setattr(resuming, "new_storage", spy)
-    monkeypatch.setattr("fastpersist.loading.new_storage", spy)
+    monkeypatch.setattr(restore, "new_storage", spy)
+    monkeypatch.setattr("fastpersist.loading.unpickle.new_storage", spy)
     return made
 
 
@@ -78,7 +78,7 @@ def test_every_byte_is_read_once(steps: int, path: Path, monkeypatch: pytest.Mon
 
 MEASURE = """
     import sys, torch, fastpersist as fp
-    from fastpersist.resuming import load_state
+    from fastpersist.loading.restore import load_state
 
     def made():
         model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(16)])  # 67 MB

@@ -21,7 +21,7 @@ from support.specimens import SPECIMENS
 from torch.utils.serialization import config
 
 import fastpersist as fp
-from fastpersist.source import CheckpointSource
+from fastpersist.loading.checkpoint_file import CheckpointSource
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Sparse (CSR|CSC|BSR|BSC)|The PyTorch API of nested tensors:UserWarning"),

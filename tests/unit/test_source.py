@@ -22,8 +22,8 @@ from support.archives import read_records, write_records
 
 import fastpersist as fp
 from fastpersist.formats.foreign import LOOK_BYTES, is_older_torch_file
-from fastpersist.loading import new_storage, unpickle_with
-from fastpersist.source import CheckpointSource, SkippingFile
+from fastpersist.loading.checkpoint_file import CheckpointSource, SkippingFile
+from fastpersist.loading.unpickle import new_storage, unpickle_with
 
 
 @pytest.fixture

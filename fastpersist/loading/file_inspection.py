@@ -12,7 +12,7 @@ from fastpersist.errors import CorruptionError, UnsupportedError
 from fastpersist.formats.manifest import FileEntry
 from fastpersist.formats.pickle_scan import DTYPE_ITEMSIZE_BYTES, iter_tensors
 from fastpersist.formats.torch_zip import header_damages
-from fastpersist.source import CheckpointSource
+from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.transfer.pipeline import Extents, Poll, read_extents
 
 __all__ = ["Damage", "Manifest", "TensorEntry", "VerifyReport", "inspect_source", "verify_source"]

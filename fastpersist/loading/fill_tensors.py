@@ -23,7 +23,8 @@ from fastpersist.errors import (
     UnsupportedError,
 )
 from fastpersist.formats import safetensors as safetensors_format
-from fastpersist.loading import (
+from fastpersist.loading.checkpoint_file import CheckpointSource
+from fastpersist.loading.unpickle import (
     check_records,
     check_small_records,
     new_storage,
@@ -31,7 +32,6 @@ from fastpersist.loading import (
     torch_dtype,
     unpickle_with,
 )
-from fastpersist.source import CheckpointSource
 from fastpersist.transfer.pipeline import Extents, Read, read_extents
 
 __all__ = ["IncompatibleKeys", "fill_target"]

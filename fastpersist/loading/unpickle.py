@@ -27,7 +27,7 @@ from fastpersist import _native
 from fastpersist.errors import ChecksumError, FormatError, InternalError, UnsupportedError
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats.pickle_scan import StorageReference
-from fastpersist.source import CheckpointSource, SkippingFile
+from fastpersist.loading.checkpoint_file import CheckpointSource, SkippingFile
 from fastpersist.transfer.pipeline import Extents, Poll, Read, read_extents
 from fastpersist.transfer.stock import no_tag, not_allowed_globals, stock_load
 

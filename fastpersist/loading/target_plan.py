@@ -16,7 +16,14 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fastpersist.filling import PLAIN_TYPES, IncompatibleKeys, is_extra_state, joined_name, memory_of, why_not_fillable
+from fastpersist.loading.fill_tensors import (
+    PLAIN_TYPES,
+    IncompatibleKeys,
+    is_extra_state,
+    joined_name,
+    memory_of,
+    why_not_fillable,
+)
 
 __all__ = ["Leaf", "Path", "Plan", "Step"]
 

@@ -35,12 +35,13 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.filling import IncompatibleKeys, Pair, described_tensor, fill_pairs, refuse_misfit
-from fastpersist.fitting import Leaf, Path, Plan, tensors_in
 from fastpersist.formats.layout import LOCAL_HEADER_BYTES
 from fastpersist.formats.pickle_scan import Call, Global, PersistentId, SymbolicDict, SymbolicSet
 from fastpersist.formats.torch_zip import header_leads_to
-from fastpersist.loading import (
+from fastpersist.loading.checkpoint_file import CheckpointSource
+from fastpersist.loading.fill_tensors import IncompatibleKeys, Pair, described_tensor, fill_pairs, refuse_misfit
+from fastpersist.loading.target_plan import Leaf, Path, Plan, tensors_in
+from fastpersist.loading.unpickle import (
     MapLocation,
     StorageToFill,
     check_records,
@@ -53,7 +54,6 @@ from fastpersist.loading import (
     unpickle_with,
     why_stock,
 )
-from fastpersist.source import CheckpointSource
 from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine
 from fastpersist.transfer.pipeline import Extents, Read, read_extents
 

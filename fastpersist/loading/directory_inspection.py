@@ -37,8 +37,8 @@ from fastpersist.formats.manifest import (
     FileEntry,
     step_of,
 )
-from fastpersist.inspection import Damage, Manifest, VerifyReport, inspect_source, verify_source
-from fastpersist.part_reading import read_record
+from fastpersist.loading.file_inspection import Damage, Manifest, VerifyReport, inspect_source, verify_source
+from fastpersist.loading.part_files import read_record
 from fastpersist.transfer.pipeline import Extents, Poll, read_extents
 
 __all__ = ["directory_bytes", "inspect_directory", "require_replaceable", "verify_directory"]

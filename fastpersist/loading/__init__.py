@@ -1,0 +1,1 @@
+"""File to object: opened and proven, unpickled, filled in place, inspected."""
