@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 import fastpersist as fp
-from fastpersist import coordination, loading_together
 from fastpersist.cli import bench_rank_processes
 from fastpersist.cli.bench_rank_processes import Failed, Here, Span, hold_state, save_alone, save_together, whole_span
+from fastpersist.distributed import coordination, shared_reader
 from fastpersist.transfer.pipeline import Pieces, Writer
 
 __all__ = [
@@ -173,8 +173,8 @@ def pump_nowhere(here: Here, path: str, count: int) -> Span:
 
 def load_together(here: Here, path: str, count: int, way: str) -> Span:
     """Load a file with the first ranks in one of the ways of SharedReader; return when."""
-    shared = loading_together.SharedReader
-    replaced: Any = loading_together
+    shared = shared_reader.SharedReader
+    replaced: Any = shared_reader
     replaced.SharedReader = functools.partial(shared, way=way)
     try:
         here.together(count)

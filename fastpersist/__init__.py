@@ -12,7 +12,8 @@ except ImportError as error:
 
 from fastpersist.api import SaveReport, inspect, load, save, save_async, verify
 from fastpersist.checkpointer import Checkpointer
-from fastpersist.directory_save import DirectorySave
+from fastpersist.distributed.directory_save import DirectorySave
+from fastpersist.distributed.group_directory import PeerDirectorySave, directory_save_together
 from fastpersist.errors import (
     AgreementTimeoutError,
     CheckpointNotFoundError,
@@ -33,7 +34,6 @@ from fastpersist.errors import (
     UnsavableTensorError,
     UnsupportedError,
 )
-from fastpersist.group_directory import PeerDirectorySave, directory_save_together
 
 # isort: split - it uses the names above; mypy knows integrations/ by another name
 from fastpersist.integrations.torch_save import install, installed, uninstall  # type: ignore[import-not-found]

@@ -24,23 +24,23 @@ from fastpersist.commit.filesystem import (
     storage_errors,
     tell_free,
 )
+from fastpersist.distributed.follower_save import PeerSave
+from fastpersist.distributed.group_save import Writers, end_session, save_together, together_with
+from fastpersist.distributed.replica_check import replicas_in
+from fastpersist.distributed.shared_file import FirstShare, Together
+from fastpersist.distributed.shared_reader import reader_for
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
 from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
-from fastpersist.group_save import Writers, end_session, save_together, together_with
 from fastpersist.loading import directory_inspection, file_inspection
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.file_inspection import Manifest, VerifyReport
 from fastpersist.loading.unpickle import MapLocation, load_checkpoint
-from fastpersist.loading_together import reader_for
-from fastpersist.peer_save import PeerSave
-from fastpersist.replicas import replicas_in
 from fastpersist.saving.capture import Capture
 from fastpersist.saving.containers import SaveReport, container_for, is_safetensors, padded_bytes, write_container
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pacing import Spread
 from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_of_file
-from fastpersist.sharing import FirstShare, Together
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.pipeline import Poll

@@ -33,7 +33,12 @@ from fastpersist.commit.commit_order import Commit, commit_of, in_commit_order, 
 from fastpersist.commit.directory_commit import RootLock, committed_path, sweep_directories
 from fastpersist.commit.filesystem import make_directories
 from fastpersist.commit.step_listing import check_files, committed_steps, read_manifest
-from fastpersist.coordination import Ranks
+from fastpersist.distributed.common_steps import done_by_first, refuse_together
+from fastpersist.distributed.coordination import Ranks
+from fastpersist.distributed.group_save import Writers, tuned_writer_count
+from fastpersist.distributed.node_local.detection import Stores
+from fastpersist.distributed.partition import choose_writers
+from fastpersist.distributed.shared_file import Together
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -43,21 +48,16 @@ from fastpersist.errors import (
 )
 from fastpersist.explaining import explain
 from fastpersist.formats.manifest import checked_step, step_name
-from fastpersist.group_save import Writers, tuned_writer_count
 from fastpersist.loading.unpickle import MapLocation
-from fastpersist.partition import choose_writers
 from fastpersist.retention import RetentionPolicy
 from fastpersist.root_upkeep import RootUpkeep, checked_metrics
 from fastpersist.saving.capture import watch_steps
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_caller
-from fastpersist.sharing import Together
 from fastpersist.signal_save import SignalSave
 from fastpersist.step_loading import RANK_KEY, LoadOptions, best_of, find_best, load_newest, load_step
 from fastpersist.step_saving import StepSave, StepSaver
-from fastpersist.steps_together import done_by_first, refuse_together
-from fastpersist.stores import Stores
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.torch_boundary import untraced

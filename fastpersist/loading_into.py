@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastpersist.arguments import local_path
+from fastpersist.distributed.shared_reader import reader_for
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.fill_tensors import IncompatibleKeys, fill_target, misfit
 from fastpersist.loading.restore import restore_whole
-from fastpersist.loading_together import reader_for
 from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine
 from fastpersist.transfer.torch_boundary import untraced
 

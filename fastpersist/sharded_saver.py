@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fastpersist.directory_save import DirectorySave
-from fastpersist.peer_save import PeerSave
+from fastpersist.distributed.directory_save import DirectorySave
+from fastpersist.distributed.follower_save import PeerSave
 from fastpersist.saving.refused_globals import warn_caller, warn_of_globals
 from fastpersist.sharded.agreeing import SharedPlans
 from fastpersist.sharded.step_saving import ShardedFiles, required_mapping, save_sharded

@@ -18,6 +18,9 @@ from fastpersist.arguments import require_bools
 from fastpersist.commit.commit_order import Commit, commit_of, in_commit_order, read_commits
 from fastpersist.commit.locks import HeldDirectory
 from fastpersist.commit.step_listing import committed_steps, open_file, read_committed
+from fastpersist.distributed.common_steps import hearing_all
+from fastpersist.distributed.node_local.split_step import StepParts, refuse_alone
+from fastpersist.distributed.shared_reader import SharedReader, reader_for
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -41,11 +44,8 @@ from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.part_files import read_record
 from fastpersist.loading.restore import load_state
 from fastpersist.loading.unpickle import MapLocation
-from fastpersist.loading_together import SharedReader, reader_for
 from fastpersist.retention import RetentionPolicy, best_steps
 from fastpersist.saving.refused_globals import warn_caller
-from fastpersist.step_parts import StepParts, refuse_alone
-from fastpersist.steps_together import hearing_all
 from fastpersist.transfer.pipeline import Read, read_extents
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fastpersist.directory_save import DirectorySave
+from fastpersist.distributed.directory_save import DirectorySave
+from fastpersist.distributed.follower_save import PeerSave
+from fastpersist.distributed.shared_file import Together
 from fastpersist.formats.manifest import STATE_NAME, rank_file_name
-from fastpersist.peer_save import PeerSave
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_of_globals
-from fastpersist.sharing import Together
 from fastpersist.transfer.arena import Arena
 
 __all__ = ["StepSave", "StepSaver"]

@@ -329,7 +329,7 @@ def _load(data: torch.Tensor, path: str) -> dict[str, Any]:
 
 
 def _write_part(data: torch.Tensor, path: str, low: int, high: int) -> dict[str, Any]:
-    """Write a part of the file that the foreman has made, as `fastpersist.sharing` does."""
+    """Write a part of the file that the foreman has made, as `fastpersist.distributed.shared_file` does."""
     if low == high:
         return {}
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from fastpersist.coordination import Session
+from fastpersist.distributed.coordination import Session
+from fastpersist.distributed.shared_file import decoded, encoded
 from fastpersist.errors import ConfigError, CoordinationError, FormatError
 from fastpersist.saving.capture import no_garbage_collection
 from fastpersist.saving.ownership import Ownership
@@ -41,7 +42,6 @@ from fastpersist.sharded.metadata import pickled
 from fastpersist.sharded.planning import StepSavePlanner, is_object
 from fastpersist.sharded.sampling import GetSums, sample
 from fastpersist.sharded.unpickling import build_pickled
-from fastpersist.sharing import decoded, encoded
 
 __all__ = ["Done", "Planned", "SharedPlans", "gather_done", "tell_done"]
 

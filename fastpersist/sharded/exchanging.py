@@ -18,19 +18,19 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from fastpersist.distributed.node_local.exchange import PartsExchange, writing_to
+from fastpersist.distributed.node_local.split_step import StepParts
+from fastpersist.distributed.partition import merged
+from fastpersist.distributed.shared_reader import SharedReader
 from fastpersist.errors import FormatError
 from fastpersist.formats.manifest import NO_FILES, writer_of
 from fastpersist.formats.split_manifest import Part
 from fastpersist.loading.part_files import FoundPart
 from fastpersist.loading.unpickle import MapLocation
-from fastpersist.loading_together import SharedReader
-from fastpersist.partition import merged
-from fastpersist.parts_exchange import PartsExchange, writing_to
 from fastpersist.sharded.metadata import METADATA_NAME, read_metadata
 from fastpersist.sharded.reader import FastPersistReader
 from fastpersist.sharded.reading import PartReader, require_place
 from fastpersist.sharded.step_loading import load_sharded_state
-from fastpersist.step_parts import StepParts
 from fastpersist.transfer.pipeline import Extents
 
 __all__ = ["load_shards_together"]

@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from fastpersist.commit.filesystem import allocate_pages, filesystem, storage_errors
 from fastpersist.config import BLOCK_BYTES, filesystem_type_name
+from fastpersist.distributed.peers import is_dead
 from fastpersist.errors import AgreementTimeoutError, PeerError
 from fastpersist.formats.layout import align_up
-from fastpersist.meeting import is_dead
 from fastpersist.sharded.blobs import Shape
 from fastpersist.sharded.crc_terms import term_of
 from fastpersist.sharded.huggingface_layout import Place, chunk_of

@@ -23,11 +23,11 @@ from torch.futures import Future
 
 from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.commit.filesystem import filesystem
-from fastpersist.directory_save import DirectorySave
+from fastpersist.distributed.directory_save import DirectorySave
+from fastpersist.distributed.partition import common_block_bytes
+from fastpersist.distributed.peers import loopback_place, own_process
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME
-from fastpersist.meeting import loopback_place, own_process
-from fastpersist.partition import common_block_bytes
 from fastpersist.saving.ownership import Owners
 from fastpersist.sharded.captured_bytes import PIECE_BYTES
 from fastpersist.sharded.huggingface_finishing import finish_files

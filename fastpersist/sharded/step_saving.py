@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem
-from fastpersist.directory_save import DirectorySave
+from fastpersist.distributed.directory_save import DirectorySave
+from fastpersist.distributed.file_producer import Held, Site
+from fastpersist.distributed.group_directory import PeerDirectorySave
+from fastpersist.distributed.shared_file import preferring_failure_of_others
 from fastpersist.errors import ConfigError, InternalError, StorageError
 from fastpersist.formats.manifest import FileEntry, check_file_name
-from fastpersist.group_directory import PeerDirectorySave
-from fastpersist.guest_writing import Held, Site
 from fastpersist.saving.capture import no_garbage_collection
 from fastpersist.saving.ownership import Owners
 from fastpersist.sharded.agreeing import Done, Planned, SharedPlans, gather_done, tell_done
@@ -32,7 +33,6 @@ from fastpersist.sharded.capturing import ShardedCapture
 from fastpersist.sharded.metadata import METADATA_NAME, pickled
 from fastpersist.sharded.sampling import GetSums
 from fastpersist.sharded.writing import Part, WrittenPart, part_name, write_part
-from fastpersist.sharing import preferring_failure_of_others
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.pipeline import Poll
 

@@ -24,7 +24,7 @@ from torch.futures import Future
 from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.commit.step_listing import read_manifest
-from fastpersist.directory_save import DirectorySave
+from fastpersist.distributed.directory_save import DirectorySave
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME, step_of
 from fastpersist.saving.ownership import Owners

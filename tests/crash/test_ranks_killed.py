@@ -37,8 +37,8 @@ from support.runs import Replay, Run, hidden_names
 from support.states import pending_files
 
 import fastpersist as fp
-from fastpersist import coordination
 from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.distributed import coordination
 from fastpersist.saving.pending_save import PendingSave
 
 NOTICED_S_MAX = 5.0  # the kernel tells at once that a process is gone; this machine may be busy

@@ -35,9 +35,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 import fastpersist as fp
 from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.distributed.follower_file import OtherShare
 from fastpersist.integrations.huggingface import FastPersistCallback, attach
 from fastpersist.integrations.redirecting import saves_into
-from fastpersist.peer_sharing import OtherShare
 
 MIB = 1 << 20
 BLOCK_BYTES = 4096

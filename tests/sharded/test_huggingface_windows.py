@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 import fastpersist as fp
 from fastpersist import _native
+from fastpersist.distributed.peers import own_process
 from fastpersist.integrations.torch_dcp import FastPersistHuggingFaceWriter, FastPersistSavePlanner
-from fastpersist.meeting import own_process
 from fastpersist.sharded import huggingface_finishing, huggingface_windows
 from fastpersist.sharded.crc_terms import crc_of_zeros
 from fastpersist.sharded.huggingface_layout import Place

@@ -21,8 +21,8 @@ from support.training import PATIENCE_S, HeldFilesystem
 
 import fastpersist as fp
 from fastpersist.commit.filesystem import using
-from fastpersist.coordination import Session
-from fastpersist.group_directory import directory_save_together
+from fastpersist.distributed.coordination import Session
+from fastpersist.distributed.group_directory import directory_save_together
 from fastpersist.sharded.agreeing import Planned, SharedPlans
 from fastpersist.sharded.step_saving import save_sharded
 

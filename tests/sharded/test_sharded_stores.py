@@ -17,11 +17,11 @@ from support.sharded_runs import ShardedRun, expected, mesh_of_all, whole
 from support.store_runs import step_path, two_stores
 
 import fastpersist as fp
-from fastpersist import session as session_room
-from fastpersist import stores
-from fastpersist.loading_together import SharedReader
+from fastpersist.distributed import sessions as session_room
+from fastpersist.distributed.node_local import detection
+from fastpersist.distributed.node_local.exchange import PartsExchange
+from fastpersist.distributed.shared_reader import SharedReader
 from fastpersist.merging import merge
-from fastpersist.parts_exchange import PartsExchange
 
 torch.set_num_threads(1)
 
@@ -146,7 +146,7 @@ def many_tensors(rank: int) -> dict[str, torch.Tensor]:
 
 def train_many(rank: int, count: int, roots: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_room, "MESSAGE_LIMIT_BYTES", 100_000)
-    monkeypatch.setattr(stores, "_PIECE_BYTES", 10_000)
+    monkeypatch.setattr(detection, "_PIECE_BYTES", 10_000)
     with fp.Checkpointer(roots[rank], process_group=dist.group.WORLD, sharded=True) as checkpoints:
         checkpoints.save(1, many_tensors(rank))
 

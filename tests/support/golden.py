@@ -102,10 +102,10 @@ def save_parts(directory: Path) -> None:
     from support.process_groups import run_ranks
 
     import fastpersist
-    from fastpersist import replicas
+    from fastpersist.distributed import replica_check
 
     def work(rank: int, _count: int) -> None:
-        replicas.CUT_BYTES_MIN = 64 << 10
+        replica_check.CUT_BYTES_MIN = 64 << 10
         root = directory / "ab"[rank]
         state, group = parted(), dist.group.WORLD
         with fastpersist.Checkpointer(

@@ -23,7 +23,7 @@ from support.device_states import Stage, device_stage, device_state
 from support.process_groups import run_ranks
 
 import fastpersist as fp
-from fastpersist import replicas
+from fastpersist.distributed import replica_check
 from fastpersist.transfer import gpudirect
 
 MIB = 1 << 20
@@ -69,7 +69,9 @@ def _rank(directory: Path) -> Iterator[Rank]:
         patch.setattr(gpudirect, "_MODULES", "/proc/self")
         with device_stage(patch) as stage:
             stage.allow_loading()
-            patch.setattr(replicas, "byte_tensor", _bytes_on_the_host)  # a torch without CUDA views no device's memory
+            patch.setattr(
+                replica_check, "byte_tensor", _bytes_on_the_host
+            )  # a torch without CUDA views no device's memory
             library = cufile_double()
             library.set_way(SAYS_P2P)
             yield Rank(stage, library, directory)

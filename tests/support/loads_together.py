@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastpersist import _native, loading_together
-from fastpersist.loading_together import SharedReader
+from fastpersist import _native
+from fastpersist.distributed import shared_reader
+from fastpersist.distributed.shared_reader import SharedReader
 from fastpersist.transfer.pipeline import Extents, ReadResult
 
 MIB = 1 << 20
@@ -48,7 +49,7 @@ class Watched:
 def watch(way: str = "auto", *, node: str | None = None, cached_bytes: int | None = None) -> Watched:
     """In a rank: choose the way, the node, and how much is cached; pieces are small; note what is done."""
     watched = Watched([], [])
-    agreed_way, read_extents = SharedReader._agreed_way, loading_together.read_extents
+    agreed_way, read_extents = SharedReader._agreed_way, shared_reader.read_extents
 
     def noted_way(*arguments: Any) -> Any:
         found = agreed_way(*arguments)
@@ -59,7 +60,7 @@ def watch(way: str = "auto", *, node: str | None = None, cached_bytes: int | Non
         watched.asked_bytes.append(sum(size for _, size in extents.places()))
         return read_extents(fd, path, extents, **options)
 
-    patched: Any = loading_together
+    patched: Any = shared_reader
     patched.SharedReader._agreed_way = noted_way
     patched.SharedReader = functools.partial(SharedReader, way=way)
     patched.read_extents = noted_read

@@ -37,7 +37,7 @@ from support.training import PATIENCE_S
 
 import fastpersist as fp
 from fastpersist.commit.filesystem import using
-from fastpersist.coordination import Ranks, Session
+from fastpersist.distributed.coordination import Ranks, Session
 from fastpersist.transfer.pipeline import Writer
 
 SIZES = (280_000, 7)

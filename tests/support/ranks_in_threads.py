@@ -22,7 +22,7 @@ from typing import Any
 
 from support.forking import Child, Report
 
-from fastpersist.coordination import Exchange, Ranks, Session
+from fastpersist.distributed.coordination import Exchange, Ranks, Session
 from fastpersist.errors import NoSpaceError, PeerError
 
 TIMEOUT_S = 20.0

@@ -23,7 +23,7 @@ from support.training import PATIENCE_S
 
 import fastpersist as fp
 from fastpersist.commit.filesystem import Filesystem, using
-from fastpersist.directory_save import DirectorySave
+from fastpersist.distributed.directory_save import DirectorySave
 from fastpersist.saving.pending_save import Lane
 
 STATE = {"weights": torch.arange(1000.0), "name": "a state"}

@@ -28,9 +28,10 @@ from support.ranks_in_threads import (
     wait_for,
 )
 
-from fastpersist import _native, connections
-from fastpersist.connections import FAILED, MESSAGE, PROTOCOL, frame
-from fastpersist.coordination import Ranks
+from fastpersist import _native
+from fastpersist.distributed import connections
+from fastpersist.distributed.connections import FAILED, MESSAGE, PROTOCOL, frame
+from fastpersist.distributed.coordination import Ranks
 from fastpersist.errors import (
     CoordinationError,
     PeerError,

@@ -32,9 +32,9 @@ from support.ranks_in_threads import (
     say_all,
 )
 
-from fastpersist import connections, coordination, meeting
-from fastpersist import session as session_room
-from fastpersist.coordination import Ranks, Session
+from fastpersist.distributed import connections, coordination, peers
+from fastpersist.distributed import sessions as session_room
+from fastpersist.distributed.coordination import Ranks, Session
 from fastpersist.errors import (
     AgreementTimeoutError,
     ConfigError,
@@ -430,7 +430,7 @@ def test_ranks_of_several_machines_meet_at_the_first_address_that_answers(
 
 
 def test_ranks_meet_at_the_real_addresses_of_this_machine(leak_check: None) -> None:
-    hosts = meeting.own_hosts()
+    hosts = peers.own_hosts()
     if not hosts:
         pytest.skip("this machine has no address but its own loopback")
     assert not any(host.startswith("127.") for host in hosts)
@@ -500,7 +500,7 @@ def test_ranks_need_time() -> None:
 GLOO = """
 import sys
 import torch.distributed as dist
-from fastpersist.coordination import Ranks
+from fastpersist.distributed.coordination import Ranks
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)

@@ -31,15 +31,15 @@ from support.ranks_in_threads import (
     wait_for,
 )
 
-from fastpersist import connections, coordination, meeting
-from fastpersist.connections import MESSAGE, PULSE, frame
-from fastpersist.coordination import LATE_THREAD, Ranks, Session
+from fastpersist.distributed import connections, coordination, peers
+from fastpersist.distributed.connections import MESSAGE, PULSE, frame
+from fastpersist.distributed.coordination import LATE_THREAD, Ranks, Session
+from fastpersist.distributed.sessions import PULSE_THREAD
 from fastpersist.errors import (
     AgreementTimeoutError,
     CoordinationError,
     PeerError,
 )
-from fastpersist.session import PULSE_THREAD
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -218,20 +218,20 @@ def test_a_rank_that_waits_for_rank_0_is_no_sign_of_life_and_nothing_is_after_th
 
 
 def test_processes_that_have_ended_are_known() -> None:
-    assert not meeting.is_dead(meeting.own_process())
+    assert not peers.is_dead(peers.own_process())
 
     def stay(report: Report) -> None:
         report(0)
         signal.pause()
 
     with Child(stay) as child:
-        pid, namespace, begin = meeting.own_process()
-        theirs = (child.pid, namespace, meeting._begin_of(child.pid))
-        assert not meeting.is_dead(theirs)
+        pid, namespace, begin = peers.own_process()
+        theirs = (child.pid, namespace, peers._begin_of(child.pid))
+        assert not peers.is_dead(theirs)
         child.kill()
-        assert meeting.is_dead(theirs)
-    assert meeting.is_dead((pid, namespace, "another"))
-    assert not meeting.is_dead((pid, "elsewhere", begin))
+        assert peers.is_dead(theirs)
+    assert peers.is_dead((pid, namespace, "another"))
+    assert not peers.is_dead((pid, "elsewhere", begin))
 
 
 @pytest.mark.parametrize("silent", [0, 2])

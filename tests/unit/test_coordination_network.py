@@ -8,8 +8,8 @@ from support.ranks_in_threads import SUBJECT, assert_failed, ranks_in_processes,
 from support.sandbox import needs_root
 from support.two_hosts import ADDRESSES, cut_cable, enter, inside, two_hosts
 
-from fastpersist import connections, coordination
-from fastpersist.coordination import Ranks
+from fastpersist.distributed import connections, coordination
+from fastpersist.distributed.coordination import Ranks
 from fastpersist.errors import PeerError
 
 PATIENCE_S = 60.0

@@ -16,10 +16,10 @@ from support.device_states import Stage, device_stage, grace, random_bytes
 from support.sessions import ThreadSession, run_threads
 
 from fastpersist import _native
+from fastpersist.distributed.replica_check import replicas_of, sums_of
+from fastpersist.distributed.shared_file import Share, Together
 from fastpersist.errors import DeviceError
-from fastpersist.replicas import replicas_of, sums_of
 from fastpersist.saving.containers import container_for
-from fastpersist.sharing import Share, Together
 
 CHUNK = 1 << 16
 RING_CHUNKS = 8

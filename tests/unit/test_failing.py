@@ -9,6 +9,7 @@ import pickle
 import pytest
 
 from fastpersist import errors
+from fastpersist.distributed.failing import error_as_json, error_from_json
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ChecksumError,
@@ -19,7 +20,6 @@ from fastpersist.errors import (
     PeerError,
     StorageError,
 )
-from fastpersist.failing import error_as_json, error_from_json
 
 
 @pytest.mark.parametrize(

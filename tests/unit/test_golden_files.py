@@ -28,7 +28,7 @@ from support.process_groups import run_ranks
 from support.sameness import assert_same
 
 import fastpersist as fp
-from fastpersist import replicas
+from fastpersist.distributed import replica_check
 from fastpersist.errors import FormatError, PeerError
 from fastpersist.formats import safetensors, torch_zip
 from fastpersist.formats.split_manifest import encode_parts, parse_parts
@@ -159,7 +159,7 @@ def test_parts_of_format_1_are_loaded_by_their_ranks(tmp_path: Path) -> None:
 
 def test_a_step_whose_short_storage_is_cut_is_refused_by_what_it_is(tmp_path: Path) -> None:
     def work(rank: int, _count: int) -> None:
-        replicas.CUT_BYTES_MIN = 4096  # which no writer of ours does
+        replica_check.CUT_BYTES_MIN = 4096  # which no writer of ours does
         root, state = tmp_path / "ab"[rank], {"weight": torch.arange(8 * 1024, dtype=torch.int32)}
         with fp.Checkpointer(
             root, constant=state["weight"], process_group=dist.group.WORLD, writers="all"

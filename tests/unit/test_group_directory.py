@@ -17,7 +17,7 @@ from support.sameness import assert_same
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.peer_sharing import OtherShare
+from fastpersist.distributed.follower_file import OtherShare
 
 SIZES = (400_000, 300_001, 5_000, 7)
 

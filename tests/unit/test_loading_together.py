@@ -18,11 +18,11 @@ from support.process_groups import run_ranks
 from support.sameness import portrait
 
 import fastpersist as fp
-from fastpersist import loading_together
 from fastpersist.config import BLOCK_BYTES
+from fastpersist.distributed import shared_reader
+from fastpersist.distributed.partition import CUT_BYTES_MIN
+from fastpersist.distributed.shared_reader import cut_places
 from fastpersist.loading.restore import load_state
-from fastpersist.loading_together import cut_places
-from fastpersist.partition import CUT_BYTES_MIN
 
 WAYS = ("ahead", "exchange", "alone", "auto")
 
@@ -123,7 +123,7 @@ def test_way_is_the_one_that_is_faster(situation: str, expected: str, zip_path: 
         node = {"one": "", "two": str(rank % 2)}[situation[:3]]
         watched = watch(node=node, cached_bytes=1 << 40 if "cache" in situation else 0)
         if "no host memory" in situation:
-            patched: Any = loading_together
+            patched: Any = shared_reader
             patched.broadcasts_host_memory = lambda group: False
         engine = "threads" if "engine" in situation else "auto"
         loaded = fp.load(zip_path, process_group=world(), engine=engine)
@@ -224,7 +224,7 @@ def test_state_is_restored_where_one_rank_has_stepped_and_the_other_has_not(way:
         watch(way)
         model, optimizer = trained(5, rank)
         into = {"model": model, "optimizer": optimizer}
-        with loading_together.SharedReader(world(), "step 3") as read:
+        with shared_reader.SharedReader(world(), "step 3") as read:
             loaded = load_state(
                 path, into=into, map_location=None, verify=True, weights_only=True, engine="auto", read=read
             )

@@ -19,10 +19,11 @@ from support.process_groups import rank_endings, run_ranks
 from support.sameness import portrait
 
 import fastpersist as fp
-from fastpersist import _native, loading_together
+from fastpersist import _native
+from fastpersist.distributed import shared_reader
+from fastpersist.distributed.shared_reader import SharedReader
 from fastpersist.loading import unpickle
 from fastpersist.loading.restore import load_state
-from fastpersist.loading_together import SharedReader
 from fastpersist.transfer.pipeline import ReadResult
 
 
@@ -116,7 +117,7 @@ def reading(error: BaseException) -> Iterator[None]:
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading_together, "read_extents", fail)
+        patch.setattr(shared_reader, "read_extents", fail)
         yield
 
 
@@ -289,7 +290,7 @@ def test_death_of_a_rank_is_heard_by_all_within_the_timeout(point: str, count: i
     def work(rank: int, count: int) -> None:
         watch(point.partition(":")[0])
         if rank == 1:
-            patched: Any = loading_together if "reading" in point else dist if "broadcasting" in point else unpickle
+            patched: Any = shared_reader if "reading" in point else dist if "broadcasting" in point else unpickle
             name = {"r": "read_extents", "b": "broadcast", "u": "unpickle_with"}[point.partition(": ")[2][0]]
             setattr(patched, name, lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL))
         fp.load(zip_path, process_group=world())
@@ -300,7 +301,7 @@ def test_death_of_a_rank_is_heard_by_all_within_the_timeout(point: str, count: i
         ending = endings[rank]
         assert ending.error_type is not None, "it returned"
         assert issubclass(ending.error_type, fp.PeerError), ending
-        assert ending.error_attributes["rank"] == (1 if count == 2 else loading_together.UNKNOWN_RANK)
+        assert ending.error_attributes["rank"] == (1 if count == 2 else shared_reader.UNKNOWN_RANK)
         assert ending.seconds < 15
         assert f"gone or silent while loading {zip_path}" in ending.error_text
 

@@ -21,10 +21,11 @@ from support.sameness import assert_same
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist import _native, group_save
+from fastpersist import _native
 from fastpersist.commit.filesystem import Filesystem, using
-from fastpersist.coordination import Ranks
-from fastpersist.session import Session
+from fastpersist.distributed import group_save
+from fastpersist.distributed.coordination import Ranks
+from fastpersist.distributed.sessions import Session
 
 SIZES = (400_000, 300_001, 7)
 SHORT_S = 1.0

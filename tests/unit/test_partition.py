@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastpersist as fp
-from fastpersist.partition import choose_writers, interior_of, merged, overlaps, shard_of, without
+from fastpersist.distributed.partition import choose_writers, interior_of, merged, overlaps, shard_of, without
 
 BLOCK = 4096
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import fastpersist as fp
+from fastpersist.distributed.node_local.exchange import cut_pieces
+from fastpersist.distributed.partition import CUT_BYTES_MIN
 from fastpersist.formats.split_manifest import (
     ExtentMap,
     Part,
@@ -20,8 +22,6 @@ from fastpersist.formats.split_manifest import (
     parse_parts,
 )
 from fastpersist.loading.part_files import missing_stores, require_whole
-from fastpersist.partition import CUT_BYTES_MIN
-from fastpersist.parts_exchange import cut_pieces
 
 MIB = 1 << 20
 RECORD = PartsRecord(

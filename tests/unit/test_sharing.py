@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from support.sessions import ThreadSession, run_threads
 
 import fastpersist as fp
-from fastpersist import _native, peer_sharing, sharing
+from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.partition import CUT_BYTES_MIN
-from fastpersist.peer_sharing import OtherShare
-from fastpersist.replicas import replicas_of
+from fastpersist.distributed import follower_file, shared_file
+from fastpersist.distributed.follower_file import OtherShare
+from fastpersist.distributed.partition import CUT_BYTES_MIN
+from fastpersist.distributed.replica_check import replicas_of
+from fastpersist.distributed.shared_file import FirstShare, Together
 from fastpersist.saving.containers import container_for, padded_bytes
-from fastpersist.sharing import FirstShare, Together
 
 MIB = 1 << 20
 
@@ -143,14 +144,14 @@ def test_no_rank_writes_directly_where_two_of_them_write_to_one_block_of_the_dis
     monkeypatch.setattr(_native, "block_bytes", lambda _fd: 4 * BLOCK_BYTES)
     state, path = state_of(0), tmp_path / "state.pt"
     engines: list[str] = []
-    stock = sharing.Writer
+    stock = shared_file.Writer
 
     def noted(*arguments: Any, engine: str, **options: Any) -> Any:
         engines.append(engine)
         return stock(*arguments, engine=engine, **options)
 
-    monkeypatch.setattr(sharing, "Writer", noted)
-    monkeypatch.setattr(peer_sharing, "Writer", noted)
+    monkeypatch.setattr(shared_file, "Writer", noted)
+    monkeypatch.setattr(follower_file, "Writer", noted)
     save_with(3, lambda _: state, path)
     assert engines == 3 * ["threads-buffered"]
     assert path.read_bytes() == expected_file(state, path)

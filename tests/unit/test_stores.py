@@ -230,15 +230,15 @@ def test_no_rank_reads_what_another_one_has(tmp_path: Path) -> None:
     run_ranks(2, train, roots, 1)
 
     def work(rank: int, count: int) -> set[str]:
-        from fastpersist import parts_exchange
+        from fastpersist.distributed.node_local import exchange
 
-        read, found = parts_exchange.read_extents, set()
+        read, found = exchange.read_extents, set()
 
         def noted(fd: int, path: str, *arguments: Any, **options: Any) -> Any:
             found.add(Path(path).name)
             return read(fd, path, *arguments, **options)
 
-        parts_exchange.read_extents = noted  # type: ignore[assignment]
+        exchange.read_extents = noted  # type: ignore[assignment]
         resume(rank, count, roots)
         return {name for name in found if ".part-" in name}
 

@@ -15,7 +15,7 @@ from support.runs import Run
 from support.store_runs import SIZES, checkpoints_at, step_path
 
 import fastpersist as fp
-from fastpersist.stores import PeerStore, Stores
+from fastpersist.distributed.node_local.detection import PeerStore, Stores
 
 
 def save_twice(rank: int, count: int, roots: list[Path], make_between: Path | None) -> list[str]:

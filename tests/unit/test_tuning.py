@@ -19,8 +19,8 @@ from support.states import differences, make_state
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.config import TUNING_KEYS, tuning_path
-from fastpersist.group_save import tuned_writer_count
-from fastpersist.partition import choose_writers
+from fastpersist.distributed.group_save import tuned_writer_count
+from fastpersist.distributed.partition import choose_writers
 from fastpersist.transfer import engine_selection
 from fastpersist.transfer.engine_selection import engine_ladder
 

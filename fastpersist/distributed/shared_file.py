@@ -43,15 +43,15 @@ import torch
 
 from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.coordination import Session
+from fastpersist.distributed.coordination import Session
+from fastpersist.distributed.node_local.detection import Split, SplitShares, Stores
+from fastpersist.distributed.partition import Extent, interior_of, merged, overlaps, shard_of, without
+from fastpersist.distributed.replica_check import bytes_of, difference, sums_of
 from fastpersist.errors import CoordinationError, InternalError, StorageError, UnsupportedError
 from fastpersist.formats.byte_ranges import ByteRange
 from fastpersist.formats.layout import align_up
 from fastpersist.formats.split_manifest import ExtentMap, FileExtent
-from fastpersist.partition import Extent, interior_of, merged, overlaps, shard_of, without
-from fastpersist.replicas import bytes_of, difference, sums_of
 from fastpersist.saving.containers import Checksum, Container, Literal, Part, PieceStream, Source, Stored, WrittenFile
-from fastpersist.stores import Split, SplitShares, Stores
 from fastpersist.transfer.engine_selection import is_cufile, refuse_null_engine, require_engine
 from fastpersist.transfer.pipeline import Poll, Run, Writer
 

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 from fastpersist.arguments import local_path
 from fastpersist.commit.directory_commit import Overwrite
-from fastpersist.directory_save import DirectorySave
+from fastpersist.distributed.directory_save import DirectorySave
+from fastpersist.distributed.file_producer import Guest
+from fastpersist.distributed.follower_save import PeerSave
+from fastpersist.distributed.group_save import Writers, together_with
+from fastpersist.distributed.shared_file import Together
 from fastpersist.errors import ConfigError, SkippedError
 from fastpersist.formats.manifest import check_file_name
-from fastpersist.group_save import Writers, together_with
-from fastpersist.guest_writing import Guest
-from fastpersist.peer_save import PeerSave
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
-from fastpersist.sharing import Together
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.torch_boundary import untraced

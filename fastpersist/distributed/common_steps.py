@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
+from fastpersist.distributed.shared_reader import UNKNOWN_RANK
 from fastpersist.errors import ConfigError, PeerError
-from fastpersist.loading_together import UNKNOWN_RANK
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -16,18 +16,25 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fastpersist.commit.filesystem import filesystem
+from fastpersist.distributed.file_producer import Guest, Site
+from fastpersist.distributed.follower_file import OtherShare
+from fastpersist.distributed.node_local.detection import PeerStore
+from fastpersist.distributed.rank_files import OwnFile, Told, confirmation
+from fastpersist.distributed.replica_check import replicas_in
+from fastpersist.distributed.shared_file import (
+    Together,
+    checking,
+    decoded,
+    encoded,
+    preferring_failure_of_others,
+    telling,
+)
 from fastpersist.errors import StorageError
-from fastpersist.guest_writing import Guest, Site
-from fastpersist.own_files import OwnFile, Told, confirmation
-from fastpersist.peer_sharing import OtherShare
-from fastpersist.replicas import replicas_in
 from fastpersist.saving.capture import Capture
 from fastpersist.saving.containers import container_for
 from fastpersist.saving.ownership import Owners, Ownership
 from fastpersist.saving.pacing import Spread
 from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
-from fastpersist.sharing import Together, checking, decoded, encoded, preferring_failure_of_others, telling
-from fastpersist.stores import PeerStore
 from fastpersist.transfer.arena import Arena, ArenaOfSave
 
 __all__ = ["PeerSave"]

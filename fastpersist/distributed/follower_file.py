@@ -11,10 +11,8 @@ from typing import Any
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem, storage_errors
-from fastpersist.errors import StorageError
-from fastpersist.formats.split_manifest import ExtentMap, part_name
-from fastpersist.saving.containers import Container, PieceStream
-from fastpersist.sharing import (
+from fastpersist.distributed.node_local.detection import PeerStore
+from fastpersist.distributed.shared_file import (
     Share,
     Together,
     checking,
@@ -23,7 +21,9 @@ from fastpersist.sharing import (
     preferring_failure_of_others,
     unpacked_offsets,
 )
-from fastpersist.stores import PeerStore
+from fastpersist.errors import StorageError
+from fastpersist.formats.split_manifest import ExtentMap, part_name
+from fastpersist.saving.containers import Container, PieceStream
 from fastpersist.transfer.engine_selection import refuse_null_engine
 from fastpersist.transfer.pipeline import Poll, Writer
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.connections import (
+from fastpersist.distributed.connections import (
     ASK,
     FAILED,
     FRAME_BYTES,
@@ -43,11 +43,18 @@ from fastpersist.connections import (
     Connections,
     frame,
 )
+from fastpersist.distributed.failing import Failure, named
+from fastpersist.distributed.partition import common_block_bytes
+from fastpersist.distributed.peers import (
+    is_dead,
+    loopback_place,
+    own_hosts,
+    own_process,
+    own_version,
+    refuse_other_versions,
+)
+from fastpersist.distributed.sessions import WAKE_S, Session
 from fastpersist.errors import ConfigError, CoordinationError
-from fastpersist.failing import Failure, named
-from fastpersist.meeting import is_dead, loopback_place, own_hosts, own_process, own_version, refuse_other_versions
-from fastpersist.partition import common_block_bytes
-from fastpersist.session import WAKE_S, Session
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

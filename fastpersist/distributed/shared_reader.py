@@ -52,6 +52,8 @@ import torch.distributed as dist
 from fastpersist import _native
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import BLOCK_BYTES
+from fastpersist.distributed.failing import error_as_json, error_from_json
+from fastpersist.distributed.partition import CUT_BYTES_MIN, merged
 from fastpersist.errors import (
     AgreementTimeoutError,
     ConfigError,
@@ -60,9 +62,7 @@ from fastpersist.errors import (
     InternalError,
     PeerError,
 )
-from fastpersist.failing import error_as_json, error_from_json
 from fastpersist.formats.byte_ranges import ByteRange
-from fastpersist.partition import CUT_BYTES_MIN, merged
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.pipeline import Extents, Poll, Read, ReadResult, read_extents
 

@@ -15,6 +15,8 @@ from fastpersist.commit.filesystem import storage_errors
 from fastpersist.commit.locks import hold_for_reading
 from fastpersist.commit.removal import replaced_directories
 from fastpersist.commit.step_listing import check_files, read_manifest
+from fastpersist.distributed.node_local.exchange import PartsExchange
+from fastpersist.distributed.shared_reader import SharedReader
 from fastpersist.errors import (
     ChecksumError,
     CoordinationError,
@@ -27,8 +29,6 @@ from fastpersist.formats.manifest import DCP_METADATA_NAME, CheckpointManifest, 
 from fastpersist.formats.split_manifest import PartsRecord, Store
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.part_files import file_in_parts, read_record
-from fastpersist.loading_together import SharedReader
-from fastpersist.parts_exchange import PartsExchange
 from fastpersist.transfer.pipeline import Read
 
 __all__ = ["StepParts", "refuse_alone"]

@@ -61,7 +61,8 @@ from fastpersist.commit.directory_commit import PendingDirectory
 from fastpersist.commit.filesystem import filesystem, is_there, make_directories, storage_errors
 from fastpersist.commit.locks import ROOT_LOCK_NAME
 from fastpersist.commit.removal import remove_directory, remove_replaced
-from fastpersist.coordination import Session
+from fastpersist.distributed.coordination import Session
+from fastpersist.distributed.peers import own_version
 from fastpersist.errors import CoordinationError, FastPersistError, PeerError, StorageError
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, encode_manifest, writer_of
 from fastpersist.formats.split_manifest import (
@@ -74,7 +75,6 @@ from fastpersist.formats.split_manifest import (
     encode_parts,
     part_name,
 )
-from fastpersist.meeting import own_version
 
 __all__ = ["PeerStore", "Split", "SplitShares", "Stores", "check_lengths", "find_stores", "manifest_now"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastpersist import errors
-from fastpersist.connections import FAILED, frame
+from fastpersist.distributed.connections import FAILED, frame
 from fastpersist.errors import AgreementTimeoutError, FastPersistError, PeerError
 
 __all__ = ["Failure", "error_as_json", "error_from_json", "named"]

@@ -27,14 +27,14 @@ import torch
 import torch.distributed as dist
 
 from fastpersist import _native
+from fastpersist.distributed.partition import CUT_BYTES_MIN, merged, overlaps, without
+from fastpersist.distributed.shared_reader import WANT, SharedReader, broadcasts_host_memory
 from fastpersist.errors import CorruptionError, FormatError, InternalError
 from fastpersist.formats import torch_zip
 from fastpersist.formats.byte_ranges import ByteRange
 from fastpersist.formats.split_manifest import ExtentMap, FileExtent, Part, part_name
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.part_files import FoundPart, OpenPart, require_whole
-from fastpersist.loading_together import WANT, SharedReader, broadcasts_host_memory
-from fastpersist.partition import CUT_BYTES_MIN, merged, overlaps, without
 from fastpersist.transfer.pipeline import Extents, Poll, Push, ReadResult, read_extents
 
 __all__ = ["PartedSource", "PartsExchange", "Piece", "cut_pieces", "writing_to"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fastpersist import _native
-from fastpersist.coordination import Session
+from fastpersist.distributed.coordination import Session
 from fastpersist.formats.manifest import FileEntry
 from fastpersist.saving.capture import Capture
 from fastpersist.saving.ownership import Owners

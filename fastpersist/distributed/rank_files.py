@@ -31,12 +31,12 @@ from dataclasses import dataclass
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem
+from fastpersist.distributed.follower_file import needs_same_filesystem
+from fastpersist.distributed.shared_file import decoded, encoded
 from fastpersist.errors import ConfigError, CoordinationError, StorageError
 from fastpersist.formats.manifest import FileEntry, check_file_name
-from fastpersist.peer_sharing import needs_same_filesystem
 from fastpersist.saving.capture import Capture
 from fastpersist.saving.containers import Container, padded_bytes, write_container
-from fastpersist.sharing import decoded, encoded
 from fastpersist.transfer.pipeline import Poll
 
 __all__ = ["OwnFile", "Told", "confirmation", "confirmed", "refusing_second"]

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from fastpersist import _native
+from fastpersist.distributed.partition import CUT_BYTES_MIN
 from fastpersist.errors import CoordinationError
-from fastpersist.partition import CUT_BYTES_MIN
 from fastpersist.saving.containers import Container, Source
 from fastpersist.saving.ownership import Ownership
 from fastpersist.transfer.pipeline import Pieces, Writer, byte_tensor

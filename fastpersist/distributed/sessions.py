@@ -23,9 +23,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from fastpersist.connections import ASK, FRAME_BYTES, MESSAGE_LIMIT_BYTES, OFFER, Connections
+from fastpersist.distributed.connections import ASK, FRAME_BYTES, MESSAGE_LIMIT_BYTES, OFFER, Connections
+from fastpersist.distributed.failing import Failure, named
 from fastpersist.errors import CoordinationError, InternalError
-from fastpersist.failing import Failure, named
 
 __all__ = ["PULSE_THREAD", "WAKE_S", "Line", "Session"]
 

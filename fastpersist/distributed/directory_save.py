@@ -29,20 +29,28 @@ from fastpersist.commit.filesystem import (
 )
 from fastpersist.commit.step_listing import candidate_steps
 from fastpersist.config import BLOCK_BYTES
+from fastpersist.distributed.file_producer import Guest, Site
+from fastpersist.distributed.node_local.detection import Split, Stores, find_stores, manifest_now
+from fastpersist.distributed.rank_files import confirmed, refusing_second
+from fastpersist.distributed.replica_check import replicas_in
+from fastpersist.distributed.shared_file import (
+    FirstShare,
+    Together,
+    checking,
+    decoded,
+    encoded,
+    preferring_failure_of_others,
+    telling,
+)
 from fastpersist.errors import ConfigError, CoordinationError, SkippedError, StorageError
 from fastpersist.formats.layout import align_up
 from fastpersist.formats.manifest import FileEntry, check_file_name, checked_step, encode_manifest
 from fastpersist.formats.split_manifest import PARTS_NAME, part_name
-from fastpersist.guest_writing import Guest, Site
-from fastpersist.own_files import confirmed, refusing_second
-from fastpersist.replicas import replicas_in
 from fastpersist.saving.capture import Capture
 from fastpersist.saving.containers import Container, WrittenFile, container_for, write_container
 from fastpersist.saving.ownership import Owners, Ownership, step_count
 from fastpersist.saving.pacing import Spread
 from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
-from fastpersist.sharing import FirstShare, Together, checking, decoded, encoded, preferring_failure_of_others, telling
-from fastpersist.stores import Split, Stores, find_stores, manifest_now
 from fastpersist.transfer.arena import Arena, ArenaOfSave
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.pipeline import Extents, Poll, read_extents

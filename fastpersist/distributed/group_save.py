@@ -18,14 +18,14 @@ import torch.distributed as dist
 from fastpersist.commit.file_commit import PendingFile, resolve_target
 from fastpersist.commit.filesystem import hint_at_make_parents, make_directories
 from fastpersist.config import config_at
-from fastpersist.coordination import Ranks, Session
+from fastpersist.distributed.coordination import Ranks, Session
+from fastpersist.distributed.follower_file import OtherShare
+from fastpersist.distributed.partition import choose_writers
+from fastpersist.distributed.replica_check import replicas_of
+from fastpersist.distributed.shared_file import FirstShare, Together
 from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.partition import choose_writers
-from fastpersist.peer_sharing import OtherShare
-from fastpersist.replicas import replicas_of
 from fastpersist.saving.containers import Container, SaveReport, container_for, padded_bytes
 from fastpersist.saving.refused_globals import warn_of_file
-from fastpersist.sharing import FirstShare, Together
 from fastpersist.transfer.engine_selection import require_engine
 
 if TYPE_CHECKING:
