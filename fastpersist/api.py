@@ -555,7 +555,7 @@ def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> V
 def _with_damaged_shards(report: VerifyReport) -> VerifyReport:
     if all(writer_of(damage.file) is None for damage in report.damages):
         return report
-    from fastpersist.sharded.inspection import with_damaged_tensors  # slow to import, like all of DCP
+    from fastpersist.dcp.inspection import with_damaged_tensors  # slow to import, like all of DCP
 
     return with_damaged_tensors(report)
 
@@ -588,7 +588,7 @@ def inspect(path: PathLike) -> Manifest:
 def _with_shards(found: Manifest) -> Manifest:
     if all(entry.name != DCP_METADATA_NAME for entry in found.files):
         return found
-    from fastpersist.sharded.inspection import with_sharded_tensors  # slow to import, like all of DCP
+    from fastpersist.dcp.inspection import with_sharded_tensors  # slow to import, like all of DCP
 
     return with_sharded_tensors(found)
 

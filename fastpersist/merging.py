@@ -284,7 +284,7 @@ def _shards(directory: str, engine: str, weights_only: bool) -> dict[str, Any]:
     Raises:
         UnsupportedError: weights_only refuses an object in it.
     """
-    from fastpersist.sharded.step_loading import load_sharded_state  # torch.distributed.checkpoint takes long to import
+    from fastpersist.dcp.load_state import load_sharded_state  # torch.distributed.checkpoint takes long to import
 
     has_manifest = os.path.lexists(os.path.join(directory, MANIFEST_NAME))
     try:

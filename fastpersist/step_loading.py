@@ -327,7 +327,7 @@ def _is_sharded(manifest: CheckpointManifest) -> bool:
 
 
 def _read_shards(parts: StepParts, options: LoadOptions, keys: Collection[str] | None, shared: SharedReader) -> Any:
-    from fastpersist.sharded.exchanging import load_shards_together  # torch.distributed.checkpoint takes long to import
+    from fastpersist.dcp.exchange import load_shards_together  # torch.distributed.checkpoint takes long to import
 
     return load_shards_together(
         parts,
@@ -347,7 +347,7 @@ def _require_shards(path: str, record: PartsRecord) -> None:
     Raises:
         UnsupportedError: A part is not here; the message says whose, and where it was written.
     """
-    from fastpersist.sharded.metadata import METADATA_NAME, read_metadata
+    from fastpersist.dcp.metadata import METADATA_NAME, read_metadata
 
     metadata, _ = read_metadata(os.path.join(path, METADATA_NAME))
     here = set(os.listdir(path))
@@ -366,7 +366,7 @@ def _require_shards(path: str, record: PartsRecord) -> None:
 def _read_sharded(
     path: str, manifest: CheckpointManifest, options: LoadOptions, keys: Collection[str] | None, read: Read
 ) -> Any:
-    from fastpersist.sharded.step_loading import load_sharded_state  # torch.distributed.checkpoint takes long to import
+    from fastpersist.dcp.load_state import load_sharded_state  # torch.distributed.checkpoint takes long to import
 
     return load_sharded_state(
         path,

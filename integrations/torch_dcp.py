@@ -17,13 +17,13 @@ Here it is what HuggingFace's save_pretrained writes and from_pretrained reads: 
 A checkpoint among the other files of a DirectorySave, behind the training; SharedPlans spares planning each time anew.
 """
 
-from fastpersist.sharded.agreeing import SharedPlans
-from fastpersist.sharded.huggingface_reader import FastPersistHuggingFaceReader
-from fastpersist.sharded.huggingface_writer import FastPersistHuggingFaceWriter
-from fastpersist.sharded.planning import FastPersistSavePlanner
-from fastpersist.sharded.reader import FastPersistReader
-from fastpersist.sharded.step_saving import save_sharded
-from fastpersist.sharded.writer import FastPersistWriter
+from fastpersist.dcp.huggingface.reader import FastPersistHuggingFaceReader
+from fastpersist.dcp.huggingface.writer import FastPersistHuggingFaceWriter
+from fastpersist.dcp.plan_agreement import SharedPlans
+from fastpersist.dcp.save_planner import FastPersistSavePlanner
+from fastpersist.dcp.save_state import save_sharded
+from fastpersist.dcp.storage_reader import FastPersistReader
+from fastpersist.dcp.storage_writer import FastPersistWriter
 
 __all__ = [
     "FastPersistHuggingFaceReader",

@@ -420,7 +420,7 @@ LAYOUT = Path("fastpersist/formats/layout.py")
         (
             outsiders_use_public_names,
             Path("integrations/torch_dcp.py"),
-            "from fastpersist.sharded import writer",
+            "from fastpersist.dcp import writer",
             0,
         ),
         (outsiders_use_public_names, Path("examples/quickstart.py"), "from fastpersist.api import save", 1),

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from fastpersist.dcp.metadata import read_metadata
 from fastpersist.errors import FormatError
-from fastpersist.sharded.metadata import read_metadata
 
 GOLDEN = Path(__file__).parent.parent / "data" / "dcp-metadata"
 

@@ -35,10 +35,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastpersist as fp
 from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.dcp import part_reading
+from fastpersist.dcp.part_reading import PartReader, Wanted
+from fastpersist.dcp.save_planner import cut_replicas
 from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistSavePlanner, FastPersistWriter
-from fastpersist.sharded import reading
-from fastpersist.sharded.planning import cut_replicas
-from fastpersist.sharded.reading import PartReader, Wanted
 from fastpersist.transfer import pipeline
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]
@@ -329,7 +329,7 @@ BOXES = [
 def test_any_box_of_a_tensor_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, temporary_bytes: int, transposed: bool
 ) -> None:
-    monkeypatch.setattr(reading, "_TEMPORARY_BYTES", temporary_bytes)
+    monkeypatch.setattr(part_reading, "_TEMPORARY_BYTES", temporary_bytes)
     tensors = {str(number): torch.randn(shape) for number, (shape, _, _) in enumerate(BOXES)}
     dcp.save(tensors, storage_writer=WRITERS[writer](tmp_path / "checkpoint"))
     wanted, targets, done = [], [], []

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fastpersist.dcp import comparing
 from fastpersist.errors import CoordinationError
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,
@@ -31,7 +32,6 @@ from fastpersist.integrations.torch_dcp import (
     FastPersistSavePlanner,
     FastPersistWriter,
 )
-from fastpersist.sharded import comparing
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]
 
@@ -302,7 +302,7 @@ def test_an_async_save_samples_no_shards_that_are_one_ranks_own_and_nothing_twic
 
     assert run_ranks(2, work) == [["optimizer.state.0.exp_avg", "replicated"]] * 2
     metadata = (tmp_path / ".metadata").read_bytes()
-    assert b"fastpersist.sharded.comparing" not in metadata
+    assert b"fastpersist.dcp.comparing" not in metadata
     assert type(pickle.loads(metadata).storage_meta) is StorageMeta
 
 
@@ -329,7 +329,7 @@ def test_metadata_is_what_torchs_planner_gives(tmp_path: Path, kind: str) -> Non
     run_ranks(2, work)
     pickled = {name: (tmp_path / name / ".metadata").read_bytes() for name in ("ours", "stock")}
     ours, stock = (pickle.loads(pickled[name]) for name in ("ours", "stock"))
-    assert b"fastpersist.sharded.comparing" not in pickled["ours"]
+    assert b"fastpersist.dcp.comparing" not in pickled["ours"]
     assert type(ours) is Metadata
     assert type(ours.storage_meta) is type(stock.storage_meta)
     for field in ("state_dict_metadata", "planner_data"):

@@ -21,10 +21,10 @@ from support.training import PATIENCE_S, HeldFilesystem
 
 import fastpersist as fp
 from fastpersist.commit.filesystem import using
+from fastpersist.dcp.plan_agreement import Planned, SharedPlans
+from fastpersist.dcp.save_state import save_sharded
 from fastpersist.distributed.coordination import Session
 from fastpersist.distributed.group_directory import directory_save_together
-from fastpersist.sharded.agreeing import Planned, SharedPlans
-from fastpersist.sharded.step_saving import save_sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning:torch.distributed.checkpoint")
 

@@ -237,7 +237,7 @@ def test_a_save_right_behind_leaves_the_one_before_to_its_thread(tmp_path: Path,
 def test_nothing_is_planned_before_async_save_is_through(
     tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastpersist.sharded.staging._CALLER_FIRST_S", 20.0)
+    monkeypatch.setattr("fastpersist.dcp.async_stager._CALLER_FIRST_S", 20.0)
     model, optimizer = model_and_optimizer()
     train(model, optimizer)
     order = []
@@ -280,7 +280,7 @@ def test_a_step_far_away_does_not_keep_the_future_waiting(
     model, optimizer = model_and_optimizer()
     train(model, optimizer)
     monkeypatch.setattr("fastpersist.saving.pacing.spread_s", lambda optimizers: 3600.0)
-    monkeypatch.setattr("fastpersist.sharded.staging._SPREAD_MAX_S", 0.2)
+    monkeypatch.setattr("fastpersist.dcp.async_stager._SPREAD_MAX_S", 0.2)
     writer = way.writer(tmp_path / "checkpoint", optimizer=optimizer)
     future = dcp.async_save(way.state(model, optimizer), storage_writer=writer)
     try:

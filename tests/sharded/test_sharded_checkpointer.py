@@ -158,7 +158,7 @@ def test_state_that_changes_without_a_step_fails_the_save_on_all_ranks_and_the_n
 def test_what_is_alike_is_planned_once_and_what_changes_is_planned_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastpersist.sharded.planning import FastPersistSavePlanner
+    from fastpersist.dcp.save_planner import FastPersistSavePlanner
 
     plain = FastPersistSavePlanner.create_local_plan
 

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fastpersist as fp
+from fastpersist.dcp import sampling
+from fastpersist.dcp.sampling import sample
 from fastpersist.errors import CoordinationError, PeerError
 from fastpersist.saving.ownership import Ownership
-from fastpersist.sharded import sampling
-from fastpersist.sharded.sampling import sample
 
 
 def saved(path: Path, state: dict[str, Any], *, optimizer: object = None) -> str:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import fastpersist as fp
 from fastpersist.commit.step_listing import read_manifest
+from fastpersist.dcp.metadata import read_metadata
 from fastpersist.formats.manifest import encode_manifest
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,
@@ -27,7 +28,6 @@ from fastpersist.integrations.torch_dcp import (
     FastPersistReader,
 )
 from fastpersist.merging import merge
-from fastpersist.sharded.metadata import read_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

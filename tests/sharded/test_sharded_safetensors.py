@@ -36,18 +36,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fastpersist as fp
+from fastpersist.dcp import part_reading
+from fastpersist.dcp.huggingface import finishing, windows, writer, writing
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,
     FastPersistHuggingFaceWriter,
     FastPersistSavePlanner,
-)
-from fastpersist.sharded import (
-    huggingface_finishing,
-    huggingface_layout,
-    huggingface_windows,
-    huggingface_writer,
-    huggingface_writing,
-    reading,
 )
 from fastpersist.transfer import pipeline
 
@@ -141,19 +135,19 @@ def test_files_are_those_that_one_rank_writes_byte_by_byte(
     """With CRCs, which are put together from those of the pieces."""
     run_bytes_min, has_windows = WAYS[way]
     if run_bytes_min is not None:
-        monkeypatch.setattr(huggingface_layout, "_RUN_BYTES_MIN", run_bytes_min)
-        monkeypatch.setattr(huggingface_windows, "_RUN_BYTES_MIN", run_bytes_min)
+        monkeypatch.setattr(layout, "_RUN_BYTES_MIN", run_bytes_min)
+        monkeypatch.setattr(windows, "_RUN_BYTES_MIN", run_bytes_min)
     if not has_windows:
-        monkeypatch.setattr(huggingface_writer, "make_windows", lambda *_: None)
-    monkeypatch.setattr(huggingface_windows, "_WINDOW_BYTES", 20_000)
-    monkeypatch.setattr(huggingface_windows, "_SLOT_COUNT_MAX", 4)
-    monkeypatch.setattr(huggingface_layout, "_UNIT_COUNT_MIN", 1)
-    monkeypatch.setattr(huggingface_writing, "_BATCH_BYTES", 30_000)
-    monkeypatch.setattr(huggingface_finishing, "_WINDOW_BYTES", 20_000)
+        monkeypatch.setattr(writer, "make_windows", lambda *_: None)
+    monkeypatch.setattr(windows, "_WINDOW_BYTES", 20_000)
+    monkeypatch.setattr(windows, "_SLOT_COUNT_MAX", 4)
+    monkeypatch.setattr(layout, "_UNIT_COUNT_MIN", 1)
+    monkeypatch.setattr(writing, "_BATCH_BYTES", 30_000)
+    monkeypatch.setattr(finishing, "_WINDOW_BYTES", 20_000)
     count = 4 if PLACEMENTS[layout][0] == 2 else 3
 
     def work(rank: int, count: int) -> None:
-        monkeypatch.setattr(huggingface_writer, "loopback_place", lambda: (f"machine {rank % machine_count}", ""))
+        monkeypatch.setattr(writer, "loopback_place", lambda: (f"machine {rank % machine_count}", ""))
         save(tmp_path / "model", state_of(layout, count, 2), max_shard_bytes=600_000)
 
     run_ranks(count, work)
@@ -167,16 +161,16 @@ def test_files_are_those_that_one_rank_writes_byte_by_byte(
 
 
 def test_units_of_several_machines_are_the_largest_page_of_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, units = huggingface_writer.write_model_part, []
+    write, units = writer.write_model_part, []
 
     def noting(part: Any, *arguments: Any, **options: Any) -> Any:
         units.append(part.unit_bytes)
         return write(part, *arguments, **options)
 
     def work(rank: int, count: int) -> list[int]:
-        monkeypatch.setattr(huggingface_writer, "write_model_part", noting)
-        monkeypatch.setattr(huggingface_writer, "loopback_place", lambda: (f"machine {rank}", ""))
-        monkeypatch.setattr(huggingface_writer, "mmap", SimpleNamespace(PAGESIZE=(4096, 1 << 16)[rank]))
+        monkeypatch.setattr(writer, "write_model_part", noting)
+        monkeypatch.setattr(writer, "loopback_place", lambda: (f"machine {rank}", ""))
+        monkeypatch.setattr(writer, "mmap", SimpleNamespace(PAGESIZE=(4096, 1 << 16)[rank]))
         save(tmp_path / "model", state_of("rows", count, 2))
         return units
 
@@ -200,8 +194,8 @@ def test_tensors_of_a_device_are_copied_piece_by_piece(tmp_path: Path, monkeypat
         first, end = runs[0][0], runs[-1][0] + runs[-1][1]
         return data[first:end].clone(), [(start - first, size, place) for start, size, place in runs]
 
-    monkeypatch.setattr(huggingface_writing, "_part_on_host", copied)
-    monkeypatch.setattr(huggingface_writing, "_BATCH_BYTES", 30_000)
+    monkeypatch.setattr(writing, "_part_on_host", copied)
+    monkeypatch.setattr(writing, "_BATCH_BYTES", 30_000)
     monkeypatch.setattr(pipeline, "is_host_memory", lambda _: False)
     save_on(2, tmp_path / "model", 4, "columns")
     expect_files(tmp_path / "model", 4)
@@ -453,13 +447,13 @@ def test_of_two_models_in_a_directory_the_one_that_transformers_takes_is_read(tm
 def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "model", {"large": torch.ones(1 << 18), "small": torch.arange(100)})
     read_bytes = []
-    original = reading.PartReader.transfer
+    original = part_reading.PartReader.transfer
 
     def counted(self: Any, extents: Any) -> list[int]:
         read_bytes.append(sum(size for _, size in extents.places()))
         return original(self, extents)
 
-    monkeypatch.setattr(reading.PartReader, "transfer", counted)
+    monkeypatch.setattr(part_reading.PartReader, "transfer", counted)
     found = loaded(tmp_path / "model", {"small": torch.arange(100)})
     assert torch.equal(found["small"], torch.arange(100))
     assert sum(read_bytes) == 800

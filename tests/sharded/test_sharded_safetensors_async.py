@@ -26,17 +26,12 @@ from torch.distributed.tensor import DTensor
 
 import fastpersist as fp
 from fastpersist import _native
+from fastpersist.dcp import captured_bytes
+from fastpersist.dcp.capture import ShardedCapture
+from fastpersist.dcp.captured_bytes import WINDOW_COUNT, CapturedBytes
+from fastpersist.dcp.huggingface import windows, writer, writing
 from fastpersist.integrations.torch_dcp import FastPersistHuggingFaceWriter, FastPersistSavePlanner
 from fastpersist.saving.ownership import Owners
-from fastpersist.sharded import (
-    captured_bytes,
-    huggingface_layout,
-    huggingface_windows,
-    huggingface_writer,
-    huggingface_writing,
-)
-from fastpersist.sharded.captured_bytes import WINDOW_COUNT, CapturedBytes
-from fastpersist.sharded.capturing import ShardedCapture
 from fastpersist.transfer.arena import Arena
 
 torch.set_num_threads(1)
@@ -55,9 +50,9 @@ def files_of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors lie in many sources, these in several windows, and runs are cut by both."""
     monkeypatch.setattr(captured_bytes, "PIECE_BYTES", 12_288)
-    monkeypatch.setattr(huggingface_writer, "PIECE_BYTES", 12_288)
+    monkeypatch.setattr(writer, "PIECE_BYTES", 12_288)
     monkeypatch.setattr(captured_bytes, "_WINDOW_BYTES", 40_960)
-    monkeypatch.setattr(huggingface_writing, "_BATCH_BYTES", 30_000)
+    monkeypatch.setattr(writing, "_BATCH_BYTES", 30_000)
 
 
 def change(state: dict[str, Any]) -> None:
@@ -91,12 +86,12 @@ def test_files_are_those_that_one_rank_writes_byte_by_byte(
     owned: str,
 ) -> None:
     """Written from where they are, or from copies; what is copied may change at once."""
-    monkeypatch.setattr(huggingface_layout, "_RUN_BYTES_MIN", run_bytes_min)
-    monkeypatch.setattr(huggingface_windows, "_RUN_BYTES_MIN", run_bytes_min)
-    monkeypatch.setattr(huggingface_layout, "_UNIT_COUNT_MIN", 1)
+    monkeypatch.setattr(layout, "_RUN_BYTES_MIN", run_bytes_min)
+    monkeypatch.setattr(windows, "_RUN_BYTES_MIN", run_bytes_min)
+    monkeypatch.setattr(layout, "_UNIT_COUNT_MIN", 1)
 
     def work(rank: int, count: int) -> None:
-        monkeypatch.setattr(huggingface_writer, "loopback_place", lambda: (f"machine {rank % machine_count}", ""))
+        monkeypatch.setattr(writer, "loopback_place", lambda: (f"machine {rank % machine_count}", ""))
         state = state_of(layout, count, 2)
         writer = FastPersistHuggingFaceWriter(
             tmp_path / "model",
@@ -196,8 +191,8 @@ def test_memory_is_used_again_when_what_lay_there_is_written(monkeypatch: pytest
             waited.append(self._number)
 
     numbers = itertools.count()
-    monkeypatch.setattr(huggingface_writing, "submit_runs", lambda *_: Request(next(numbers)))
-    stream = huggingface_writing._Stream(None)  # type: ignore[arg-type]
+    monkeypatch.setattr(writing, "submit_runs", lambda *_: Request(next(numbers)))
+    stream = writing._Stream(None)  # type: ignore[arg-type]
     stream.begin(0, 100)
     for turn in range(10):
         stream.turn()  # before a window is filled

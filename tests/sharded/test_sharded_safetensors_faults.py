@@ -32,13 +32,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.dcp.huggingface import layout, writer, writing
+from fastpersist.dcp.huggingface.layout import plan_model, without_duplicates
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,
     FastPersistHuggingFaceWriter,
     FastPersistSavePlanner,
 )
-from fastpersist.sharded import huggingface_layout, huggingface_writer, huggingface_writing
-from fastpersist.sharded.huggingface_layout import plan_model, without_duplicates
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -120,7 +120,7 @@ def test_a_rank_that_is_killed_leaves_the_older_model(
 ) -> None:
     path = tmp_path / "model"
     save_on(2, path, 1)
-    monkeypatch.setattr(huggingface_writer, "make_windows", lambda *_: None)
+    monkeypatch.setattr(writer, "make_windows", lambda *_: None)
 
     def work(rank: int, count: int) -> None:
         state = state_of("columns", count, 2)
@@ -171,9 +171,9 @@ def test_a_rank_with_another_file_system_is_told_so(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_has_left_and_somebody_deletes_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_layout, "_RUN_BYTES_MIN", 1 << 30)
-    monkeypatch.setattr(huggingface_writer, "make_windows", lambda *_: None)
-    original = huggingface_writing.write_model_part
+    monkeypatch.setattr(layout, "_RUN_BYTES_MIN", 1 << 30)
+    monkeypatch.setattr(writer, "make_windows", lambda *_: None)
+    original = writing.write_model_part
 
     def deleting(part: Any, *arguments: Any, **options: Any) -> Any:
         results = original(part, *arguments, **options)
@@ -181,7 +181,7 @@ def test_what_a_rank_has_left_and_somebody_deletes_is_missed(tmp_path: Path, mon
             os.unlink(part.scratch_path)
         return results
 
-    monkeypatch.setattr("fastpersist.sharded.huggingface_writer.write_model_part", deleting)
+    monkeypatch.setattr("fastpersist.dcp.huggingface.writer.write_model_part", deleting)
 
     def work(_rank: int, count: int) -> None:
         errors = raised_by(lambda: save(tmp_path / "model", state_of("columns", count, 1)))

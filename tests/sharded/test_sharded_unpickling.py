@@ -32,11 +32,11 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 import fastpersist as fp
 from fastpersist.cli import main
+from fastpersist.dcp import plan_agreement
+from fastpersist.dcp.metadata_pickle import build_pickled
+from fastpersist.dcp.save_planner import StepSavePlanner
 from fastpersist.integrations.torch_dcp import FastPersistReader
 from fastpersist.merging import merge
-from fastpersist.sharded import agreeing
-from fastpersist.sharded.planning import StepSavePlanner
-from fastpersist.sharded.unpickling import build_pickled
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -129,9 +129,9 @@ def test_plans_of_other_ranks_are_read() -> None:
     items = planner.create_local_plan().items
     assert {item.type for item in items} == {WriteItemType.TENSOR, WriteItemType.BYTE_IO}
     plan = (items, planner.mappings, {"a.w": 1 << 63})
-    assert agreeing._unpacked(agreeing._packed(plan), 1, agreeing._HELD) == plan
+    assert plan_agreement._unpacked(plan_agreement._packed(plan), 1, plan_agreement._HELD) == plan
     shared = ("version", items, {"0 1": ["a.w"]})
-    assert agreeing._unpacked(agreeing._packed(shared), 0, agreeing._SHARED) == shared
+    assert plan_agreement._unpacked(plan_agreement._packed(shared), 0, plan_agreement._SHARED) == shared
 
 
 # --- what is not run
@@ -186,14 +186,14 @@ def test_no_way_to_read_a_step_runs_what_its_metadata_name(step: Path, way: str,
 def test_plans_that_come_over_a_connection_run_nothing(tmp_path: Path) -> None:
     for plan in (Run(f"touch {tmp_path / 'ran'}"), ([], {}, Run(f"touch {tmp_path / 'ran'}"))):
         with pytest.raises(fp.CoordinationError, match=r"plan of rank 3 cannot be read.*system"):
-            agreeing._unpacked(zlib.compress(pickle.dumps(plan)), 3, agreeing._HELD)
+            plan_agreement._unpacked(zlib.compress(pickle.dumps(plan)), 3, plan_agreement._HELD)
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("plan", [None, (), ([], {}), ([], {}, []), ([make_metadata()], {}, {}), make_metadata()])
 def test_what_is_no_plan_is_refused(plan: object) -> None:
     with pytest.raises(fp.CoordinationError, match="plan of rank 3 cannot be read"):
-        agreeing._unpacked(zlib.compress(pickle.dumps(plan)), 3, agreeing._HELD)
+        plan_agreement._unpacked(zlib.compress(pickle.dumps(plan)), 3, plan_agreement._HELD)
 
 
 CLASSES = [
@@ -389,23 +389,23 @@ def test_lists_of_chunks_are_not_looked_at_for_each_tensor_that_has_them() -> No
 @pytest.mark.parametrize("message", [b"", b"nothing packed", zlib.compress(b"N.")[:-1], zlib.compress(b"N.") + b"x"])
 def test_a_plan_that_is_not_packed_whole_is_refused(message: bytes) -> None:
     with pytest.raises(fp.CoordinationError, match="plan of rank 3 cannot be read"):
-        agreeing._unpacked(message, 3, agreeing._HELD)
+        plan_agreement._unpacked(message, 3, plan_agreement._HELD)
 
 
 def test_a_plan_is_not_unpacked_beyond_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreeing, "_PLAN_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(plan_agreement, "_PLAN_BYTES_MAX", 1 << 20)
     bomb = zlib.compress(bytes(64 << 20))
     tracemalloc.start()
     try:
         with pytest.raises(fp.CoordinationError, match="longer than 1048576"):
-            agreeing._unpacked(bomb, 3, agreeing._HELD)
+            plan_agreement._unpacked(bomb, 3, plan_agreement._HELD)
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
     with pytest.raises(fp.ConfigError, match="fewer, larger tensors"):
-        agreeing._packed([b"x" * (2 << 20)])
+        plan_agreement._packed([b"x" * (2 << 20)])
     (item,) = (WriteItem(MetadataIndex("w"), WriteItemType.BYTE_IO),)
-    assert agreeing._unpacked(agreeing._packed(([item], {}, {})), 3, agreeing._HELD)[0] == [item]
+    assert plan_agreement._unpacked(plan_agreement._packed(([item], {}, {})), 3, plan_agreement._HELD)[0] == [item]
 
 
 class _Alone:
@@ -422,13 +422,13 @@ class _Alone:
     "packed", [b"", b"x", zlib.compress(bytes(16)), zlib.compress(bytes(64 << 20)), zlib.compress(bytes(31))]
 )
 def test_places_that_are_not_as_many_as_were_planned_are_refused(packed: bytes) -> None:
-    own = agreeing.Done(None, [], [])
+    own = plan_agreement.Done(None, [], [])
     indexes = [[], [MetadataIndex("v"), MetadataIndex("w")]]
     session: Any = _Alone(b'{"part": ["__1_0.distcp", 5, 6], "extra": []}\n' + packed)
     with pytest.raises(fp.CoordinationError, match="rank 1"):
-        agreeing.gather_done(session, own, indexes)
+        plan_agreement.gather_done(session, own, indexes)
     session = _Alone(b'{"part": ["__1_0.distcp", 5, 6], "extra": []}\n' + zlib.compress(bytes(32)))
-    assert agreeing.gather_done(session, own, indexes)[1].places == [(0, 0), (0, 0)]
+    assert plan_agreement.gather_done(session, own, indexes)[1].places == [(0, 0), (0, 0)]
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch 2.7, of its own writer

@@ -21,10 +21,10 @@ from support.device_states import Stage, bytes_in, device_stage, device_state, u
 
 import fastpersist as fp
 from fastpersist import _native
+from fastpersist.dcp.storage_writer import FastPersistWriter
 from fastpersist.saving.capture import Capture
 from fastpersist.saving.containers import container_for
 from fastpersist.saving.ownership import Owners
-from fastpersist.sharded.writer import FastPersistWriter
 from fastpersist.transfer import arena
 from fastpersist.transfer.arena import Arena
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from fastpersist.commit.filesystem import open_regular
+from fastpersist.dcp.blobs import QUANTIZED, Blob, Shape, is_plain, plain_blob
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ChecksumError,
@@ -38,7 +39,6 @@ from fastpersist.errors import (
 )
 from fastpersist.formats import torch_zip
 from fastpersist.formats.pickle_scan import SymbolicTensor, iter_tensors, scan_pickle
-from fastpersist.sharded.blobs import QUANTIZED, Blob, Shape, is_plain, plain_blob
 from fastpersist.transfer.pipeline import Extents, read_extents
 
 __all__ = ["Batch", "PartReader", "Payload", "Wanted", "load_object", "pieces", "require_place"]

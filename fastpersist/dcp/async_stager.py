@@ -19,14 +19,14 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
+from fastpersist.dcp.capture import ShardedCapture
+from fastpersist.dcp.comparing import StagedMeta, samples_of_state
+from fastpersist.dcp.sampling import GetSums
+from fastpersist.dcp.storage_path import StoragePath
 from fastpersist.errors import UnsupportedError
 from fastpersist.saving.capture import watch_steps
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pacing import Spread
-from fastpersist.sharded.capturing import ShardedCapture
-from fastpersist.sharded.comparing import StagedMeta, samples_of_state
-from fastpersist.sharded.sampling import GetSums
-from fastpersist.sharded.storage_path import StoragePath
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.torch_boundary import untraced
 

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from fastpersist.dcp.comparing import StagedMeta, compared, with_samples
+from fastpersist.dcp.sampling import CUT_TENSOR_BYTES_MIN, GetSums
 from fastpersist.errors import InternalError
-from fastpersist.sharded.comparing import StagedMeta, compared, with_samples
-from fastpersist.sharded.sampling import CUT_TENSOR_BYTES_MIN, GetSums
 
 __all__ = ["FastPersistSavePlanner", "StepSavePlanner", "cut_replicas", "is_object"]
 

@@ -23,25 +23,25 @@ from torch.futures import Future
 
 from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.commit.filesystem import filesystem
-from fastpersist.distributed.directory_save import DirectorySave
-from fastpersist.distributed.partition import common_block_bytes
-from fastpersist.distributed.peers import loopback_place, own_process
-from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.formats.manifest import MANIFEST_NAME
-from fastpersist.saving.ownership import Owners
-from fastpersist.sharded.captured_bytes import PIECE_BYTES
-from fastpersist.sharded.huggingface_finishing import finish_files
-from fastpersist.sharded.huggingface_layout import (
+from fastpersist.dcp.async_stager import CapturingWriter
+from fastpersist.dcp.captured_bytes import PIECE_BYTES
+from fastpersist.dcp.foreign_files import find_others, keep_others
+from fastpersist.dcp.huggingface.finishing import finish_files
+from fastpersist.dcp.huggingface.layout import (
     INDEX_NAME,
     ModelLayout,
     in_file_order,
     plan_model,
     without_duplicates,
 )
-from fastpersist.sharded.huggingface_windows import SharedWindows, failure_told, is_for_windows, make_windows, windowed
-from fastpersist.sharded.huggingface_writing import ModelPart, make_files, write_model_part
-from fastpersist.sharded.keeping import find_others, keep_others
-from fastpersist.sharded.staging import CapturingWriter
+from fastpersist.dcp.huggingface.windows import SharedWindows, failure_told, is_for_windows, make_windows, windowed
+from fastpersist.dcp.huggingface.writing import ModelPart, make_files, write_model_part
+from fastpersist.distributed.directory_save import DirectorySave
+from fastpersist.distributed.partition import common_block_bytes
+from fastpersist.distributed.peers import loopback_place, own_process
+from fastpersist.errors import ConfigError, UnsupportedError
+from fastpersist.formats.manifest import MANIFEST_NAME
+from fastpersist.saving.ownership import Owners
 from fastpersist.transfer.engine_selection import require_engine
 
 __all__ = ["FastPersistHuggingFaceWriter"]

@@ -18,6 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fastpersist.commit.filesystem import open_regular
+from fastpersist.dcp.coverage import require_covered
+from fastpersist.dcp.metadata import METADATA_NAME
+from fastpersist.dcp.part_reading import load_object
+from fastpersist.dcp.storage_reader import FastPersistReader
+from fastpersist.dcp.target_plan import Fit, Node, full_value, holds_nothing, leaves, saved_tree
 from fastpersist.errors import (
     ChecksumError,
     ConfigError,
@@ -32,11 +37,6 @@ from fastpersist.loading.fill_tensors import misfit
 from fastpersist.loading.restore import is_left_out, left_behind, missing_keys, with_touched
 from fastpersist.loading.target_plan import tensors_in
 from fastpersist.loading.unpickle import MapLocation
-from fastpersist.sharded.coverage import require_covered
-from fastpersist.sharded.metadata import METADATA_NAME
-from fastpersist.sharded.reader import FastPersistReader
-from fastpersist.sharded.reading import load_object
-from fastpersist.sharded.targets import Fit, Node, full_value, holds_nothing, leaves, saved_tree
 from fastpersist.transfer.pipeline import Extents, Read, read_extents
 
 __all__ = ["load_sharded_state"]

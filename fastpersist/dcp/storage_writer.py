@@ -24,15 +24,15 @@ from torch.futures import Future
 from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.commit.step_listing import read_manifest
+from fastpersist.dcp.async_stager import CapturingWriter
+from fastpersist.dcp.capture import ShardedCapture
+from fastpersist.dcp.foreign_files import find_others, keep_others
+from fastpersist.dcp.metadata import METADATA_NAME
+from fastpersist.dcp.part_writing import Part, WrittenPart, write_part
 from fastpersist.distributed.directory_save import DirectorySave
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME, step_of
 from fastpersist.saving.ownership import Owners
-from fastpersist.sharded.capturing import ShardedCapture
-from fastpersist.sharded.keeping import find_others, keep_others
-from fastpersist.sharded.metadata import METADATA_NAME
-from fastpersist.sharded.staging import CapturingWriter
-from fastpersist.sharded.writing import Part, WrittenPart, write_part
 from fastpersist.transfer.engine_selection import require_engine
 
 __all__ = ["FastPersistWriter"]

@@ -10,13 +10,13 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fastpersist.dcp.blobs import QUANTIZED, plain_blob
+from fastpersist.dcp.metadata import METADATA_NAME, read_metadata
+from fastpersist.dcp.part_reading import PartReader, Wanted
 from fastpersist.errors import CorruptionError, FastPersistError, FormatError
 from fastpersist.formats.manifest import writer_of
 from fastpersist.formats.torch_zip import LOCAL_HEADER_MAGIC
 from fastpersist.loading.file_inspection import Damage, Manifest, TensorEntry, VerifyReport
-from fastpersist.sharded.blobs import QUANTIZED, plain_blob
-from fastpersist.sharded.metadata import METADATA_NAME, read_metadata
-from fastpersist.sharded.reading import PartReader, Wanted
 
 __all__ = ["with_damaged_tensors", "with_sharded_tensors"]
 

@@ -24,9 +24,9 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Partial
 
+from fastpersist.dcp.blobs import is_plain
 from fastpersist.saving.capture import no_garbage_collection
 from fastpersist.saving.ownership import Ownership
-from fastpersist.sharded.blobs import is_plain
 
 __all__ = ["CUT_TENSOR_BYTES_MIN", "GetSums", "sample", "sample_each"]
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 from fastpersist.config import BLOCK_BYTES
+from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.formats.layout import align_up
-from fastpersist.sharded.capturing import ShardedCapture
 from fastpersist.transfer.pipeline import Pieces, Writer
 
 __all__ = ["PIECE_BYTES", "WINDOW_COUNT", "CapturedBytes"]

@@ -23,13 +23,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.errors import StorageError, UnsupportedError
-from fastpersist.formats.layout import align_up
-from fastpersist.sharded.blobs import is_plain
-from fastpersist.sharded.captured_bytes import WINDOW_COUNT, CapturedBytes
-from fastpersist.sharded.capturing import ShardedCapture
-from fastpersist.sharded.crc_terms import term_of
-from fastpersist.sharded.huggingface_layout import (
+from fastpersist.dcp.blobs import is_plain
+from fastpersist.dcp.capture import ShardedCapture
+from fastpersist.dcp.captured_bytes import WINDOW_COUNT, CapturedBytes
+from fastpersist.dcp.crc_terms import term_of
+from fastpersist.dcp.huggingface.layout import (
     ModelLayout,
     Place,
     Run,
@@ -37,7 +35,9 @@ from fastpersist.sharded.huggingface_layout import (
     first_byte_of,
     runs_of,
 )
-from fastpersist.sharded.huggingface_windows import SharedWindows, write_windows
+from fastpersist.dcp.huggingface.windows import SharedWindows, write_windows
+from fastpersist.errors import StorageError, UnsupportedError
+from fastpersist.formats.layout import align_up
 from fastpersist.transfer.engine_selection import refuse_null_engine
 from fastpersist.transfer.pending_io import PendingIO
 from fastpersist.transfer.pipeline import Pieces, Writer

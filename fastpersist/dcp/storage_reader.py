@@ -22,6 +22,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from fastpersist.commit.filesystem import storage_errors
+from fastpersist.dcp.blobs import Shape
+from fastpersist.dcp.coverage import require_filled
+from fastpersist.dcp.metadata import METADATA_NAME, Found, read_metadata
+from fastpersist.dcp.part_reading import PartReader, Wanted, load_object, require_place
+from fastpersist.dcp.storage_path import StoragePath
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -31,11 +36,6 @@ from fastpersist.errors import (
     UnsupportedError,
 )
 from fastpersist.formats.manifest import check_file_name
-from fastpersist.sharded.blobs import Shape
-from fastpersist.sharded.coverage import require_filled
-from fastpersist.sharded.metadata import METADATA_NAME, Found, read_metadata
-from fastpersist.sharded.reading import PartReader, Wanted, load_object, require_place
-from fastpersist.sharded.storage_path import StoragePath
 from fastpersist.transfer.engine_selection import require_engine
 
 __all__ = ["FastPersistReader"]

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fastpersist.commit.filesystem import filesystem
+from fastpersist.dcp.blobs import BLOCK_BYTES, QUANTIZED, SMALL_ALIGNMENT, is_plain, plain_blob
+from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.errors import StorageError, UnsupportedError
 from fastpersist.formats.layout import align_up
-from fastpersist.sharded.blobs import BLOCK_BYTES, QUANTIZED, SMALL_ALIGNMENT, is_plain, plain_blob
-from fastpersist.sharded.capturing import ShardedCapture
 from fastpersist.transfer.engine_selection import refuse_null_engine
 from fastpersist.transfer.pipeline import Pieces, Poll, Writer
 

@@ -32,16 +32,16 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from fastpersist.dcp.comparing import two_under_one_name
+from fastpersist.dcp.metadata import pickled
+from fastpersist.dcp.metadata_pickle import build_pickled
+from fastpersist.dcp.sampling import GetSums, sample
+from fastpersist.dcp.save_planner import StepSavePlanner, is_object
 from fastpersist.distributed.coordination import Session
 from fastpersist.distributed.shared_file import decoded, encoded
 from fastpersist.errors import ConfigError, CoordinationError, FormatError
 from fastpersist.saving.capture import no_garbage_collection
 from fastpersist.saving.ownership import Ownership
-from fastpersist.sharded.comparing import two_under_one_name
-from fastpersist.sharded.metadata import pickled
-from fastpersist.sharded.planning import StepSavePlanner, is_object
-from fastpersist.sharded.sampling import GetSums, sample
-from fastpersist.sharded.unpickling import build_pickled
 
 __all__ = ["Done", "Planned", "SharedPlans", "gather_done", "tell_done"]
 

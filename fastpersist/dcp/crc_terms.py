@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from fastpersist import _native
-from fastpersist.sharded.huggingface_layout import Run
+from fastpersist.dcp.huggingface.layout import Run
 
 __all__ = ["crc_of", "crc_of_zeros", "term_of"]
 

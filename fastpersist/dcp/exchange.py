@@ -18,6 +18,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from fastpersist.dcp.load_state import load_sharded_state
+from fastpersist.dcp.metadata import METADATA_NAME, read_metadata
+from fastpersist.dcp.part_reading import PartReader, require_place
+from fastpersist.dcp.storage_reader import FastPersistReader
 from fastpersist.distributed.node_local.exchange import PartsExchange, writing_to
 from fastpersist.distributed.node_local.split_step import StepParts
 from fastpersist.distributed.partition import merged
@@ -27,10 +31,6 @@ from fastpersist.formats.manifest import NO_FILES, writer_of
 from fastpersist.formats.split_manifest import Part
 from fastpersist.loading.part_files import FoundPart
 from fastpersist.loading.unpickle import MapLocation
-from fastpersist.sharded.metadata import METADATA_NAME, read_metadata
-from fastpersist.sharded.reader import FastPersistReader
-from fastpersist.sharded.reading import PartReader, require_place
-from fastpersist.sharded.step_loading import load_sharded_state
 from fastpersist.transfer.pipeline import Extents
 
 __all__ = ["load_shards_together"]

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_d
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fastpersist.dcp.blobs import QUANTIZED
 from fastpersist.errors import UnsupportedError
 from fastpersist.loading.fill_tensors import why_not_fillable
-from fastpersist.sharded.blobs import QUANTIZED
 
 __all__ = ["Fit", "Node", "Saved", "Step", "full_value", "holds_nothing", "leaves", "saved_tree"]
 

@@ -29,14 +29,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from fastpersist.commit.filesystem import open_regular, storage_errors
+from fastpersist.dcp.blobs import Shape
+from fastpersist.dcp.coverage import require_filled
+from fastpersist.dcp.huggingface.layout import INDEX_NAME, SINGLE_NAME
+from fastpersist.dcp.part_reading import Batch, PartReader, Payload, Wanted, pieces
+from fastpersist.dcp.storage_path import StoragePath
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError, UnsupportedError
 from fastpersist.formats import safetensors
 from fastpersist.formats.manifest import check_file_name
-from fastpersist.sharded.blobs import Shape
-from fastpersist.sharded.coverage import require_filled
-from fastpersist.sharded.huggingface_layout import INDEX_NAME, SINGLE_NAME
-from fastpersist.sharded.reading import Batch, PartReader, Payload, Wanted, pieces
-from fastpersist.sharded.storage_path import StoragePath
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.pipeline import read_exactly
 

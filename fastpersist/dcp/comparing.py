@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from fastpersist.dcp.blobs import is_plain
+from fastpersist.dcp.sampling import CUT_TENSOR_BYTES_MIN, GetSums, sample_each
 from fastpersist.errors import CoordinationError
 from fastpersist.saving.capture import no_garbage_collection
-from fastpersist.sharded.blobs import is_plain
-from fastpersist.sharded.sampling import CUT_TENSOR_BYTES_MIN, GetSums, sample_each
 
 __all__ = ["Held", "Paths", "StagedMeta", "compared", "samples_of_state", "two_under_one_name", "with_samples"]
 

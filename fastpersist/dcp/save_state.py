@@ -20,6 +20,11 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem
+from fastpersist.dcp.capture import ShardedCapture
+from fastpersist.dcp.metadata import METADATA_NAME, pickled
+from fastpersist.dcp.part_writing import Part, WrittenPart, part_name, write_part
+from fastpersist.dcp.plan_agreement import Done, Planned, SharedPlans, gather_done, tell_done
+from fastpersist.dcp.sampling import GetSums
 from fastpersist.distributed.directory_save import DirectorySave
 from fastpersist.distributed.file_producer import Held, Site
 from fastpersist.distributed.group_directory import PeerDirectorySave
@@ -28,11 +33,6 @@ from fastpersist.errors import ConfigError, InternalError, StorageError
 from fastpersist.formats.manifest import FileEntry, check_file_name
 from fastpersist.saving.capture import no_garbage_collection
 from fastpersist.saving.ownership import Owners
-from fastpersist.sharded.agreeing import Done, Planned, SharedPlans, gather_done, tell_done
-from fastpersist.sharded.capturing import ShardedCapture
-from fastpersist.sharded.metadata import METADATA_NAME, pickled
-from fastpersist.sharded.sampling import GetSums
-from fastpersist.sharded.writing import Part, WrittenPart, part_name, write_part
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.pipeline import Poll
 

@@ -22,10 +22,10 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from fastpersist.dcp.blobs import Shape
 from fastpersist.errors import ConfigError
 from fastpersist.formats import safetensors
 from fastpersist.formats.layout import align_up
-from fastpersist.sharded.blobs import Shape
 
 __all__ = [
     "INDEX_NAME",

@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from fastpersist.commit.filesystem import allocate_pages, filesystem, storage_errors
 from fastpersist.config import BLOCK_BYTES, filesystem_type_name
+from fastpersist.dcp.blobs import Shape
+from fastpersist.dcp.crc_terms import term_of
+from fastpersist.dcp.huggingface.layout import Place, chunk_of
 from fastpersist.distributed.peers import is_dead
 from fastpersist.errors import AgreementTimeoutError, PeerError
 from fastpersist.formats.layout import align_up
-from fastpersist.sharded.blobs import Shape
-from fastpersist.sharded.crc_terms import term_of
-from fastpersist.sharded.huggingface_layout import Place, chunk_of
 from fastpersist.transfer.pending_io import PendingIO
 from fastpersist.transfer.tensor_file import TensorFile
 

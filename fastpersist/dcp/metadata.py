@@ -10,9 +10,9 @@ from typing import NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fastpersist.commit.filesystem import open_regular, storage_errors
+from fastpersist.dcp.metadata_pickle import build_pickled
 from fastpersist.errors import CheckpointNotFoundError, FormatError, StorageError
 from fastpersist.formats.manifest import DCP_METADATA_NAME
-from fastpersist.sharded.unpickling import build_pickled
 
 __all__ = ["METADATA_NAME", "Found", "pickled", "read_metadata"]
 

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem
+from fastpersist.dcp.crc_terms import crc_of, crc_of_zeros
+from fastpersist.dcp.huggingface.layout import ModelLayout, Run, in_file_order, runs_of
+from fastpersist.dcp.huggingface.writing import ModelPart, said_of, scratch_engine, submit_runs
 from fastpersist.formats import safetensors
-from fastpersist.sharded.crc_terms import crc_of, crc_of_zeros
-from fastpersist.sharded.huggingface_layout import ModelLayout, Run, in_file_order, runs_of
-from fastpersist.sharded.huggingface_writing import ModelPart, said_of, scratch_engine, submit_runs
 from fastpersist.transfer.pending_io import PendingIO
 from fastpersist.transfer.tensor_file import TensorFile
 from fastpersist.transfer.tensor_memory import byte_view

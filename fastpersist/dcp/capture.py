@@ -19,11 +19,11 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from fastpersist.dcp.blobs import is_plain
 from fastpersist.errors import ConfigError, InternalError, UnsupportedError
 from fastpersist.saving.capture import Capture, no_garbage_collection
 from fastpersist.saving.containers import Source
 from fastpersist.saving.ownership import Owners, Ownership
-from fastpersist.sharded.blobs import is_plain
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.pipeline import Pieces

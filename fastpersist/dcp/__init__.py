@@ -1,0 +1,1 @@
+"""The files of torch.distributed.checkpoint, and HuggingFace's made from shards."""

@@ -1,0 +1,1 @@
+"""HuggingFace's safetensors files, written from shards and read into shards."""
