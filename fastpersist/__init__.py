@@ -11,7 +11,7 @@ except ImportError as error:
     ) from error
 
 from fastpersist.api import SaveReport, inspect, load, save, save_async, verify
-from fastpersist.checkpointer import Checkpointer
+from fastpersist.checkpointer.checkpointer import Checkpointer
 from fastpersist.distributed.directory_save import DirectorySave
 from fastpersist.distributed.group_directory import PeerDirectorySave, directory_save_together
 from fastpersist.errors import (

@@ -399,7 +399,12 @@ LAYOUT = Path("fastpersist/formats/layout.py")
         (imports_run_downwards, LAYOUT, "import fastpersist.unheard_of", 1),
         (imports_run_downwards, Path("fastpersist/unheard_of.py"), "", 1),
         (imports_run_downwards, Path("fastpersist/formats/torch_zip.py"), "from ..pickling import scan", 1),
-        (imports_run_downwards, Path("fastpersist/checkpointer.py"), "from fastpersist.cli import main", 1),
+        (
+            imports_run_downwards,
+            Path("fastpersist/checkpointer/checkpointer.py"),
+            "from fastpersist.cli import main",
+            1,
+        ),
         (imports_run_downwards, Path("fastpersist/cli/info.py"), "import fastpersist.integrations", 1),
         (
             imports_run_downwards,

@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge, and say what was written."""
-    from fastpersist.merging import merge
+    from fastpersist.checkpointer.merge import merge
 
     report = merge(
         arguments.directories,

@@ -32,10 +32,10 @@ from support.runs import Run, copied, hidden_names, wait_for_writers
 from support.sameness import portrait
 
 import fastpersist as fp
+from fastpersist.checkpointer.retention import RetentionPolicy, steps_to_remove
 from fastpersist.commit.directory_commit import committed_path
 from fastpersist.commit.filesystem import using
 from fastpersist.commit.step_listing import committed_steps
-from fastpersist.retention import RetentionPolicy, steps_to_remove
 
 SIZES = (500, 7)
 STEPS = st.one_of(st.integers(0, 12), st.sampled_from([99_999_999, 100_000_000, 2**63 - 1]))

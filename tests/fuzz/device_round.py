@@ -22,7 +22,8 @@ from support.cufile_double import SAYS_P2P, cufile_double
 from support.leaks import Inventory, take_inventory
 
 import fastpersist as fp
-from fastpersist import _native, api, checkpointer
+from fastpersist import _native, api
+from fastpersist.checkpointer import checkpointer
 from fastpersist.distributed import directory_save
 from fastpersist.loading import unpickle
 from fastpersist.saving import containers

@@ -17,9 +17,9 @@ from support.store_runs import step_path
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 import fastpersist as fp
+from fastpersist.checkpointer.merge import merge
 from fastpersist.dcp.coverage import is_covered
 from fastpersist.integrations.torch_dcp import FastPersistReader
-from fastpersist.merging import merge
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

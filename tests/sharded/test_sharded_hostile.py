@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 import fastpersist as fp
+from fastpersist.checkpointer.merge import merge
 from fastpersist.commit.step_listing import read_manifest
 from fastpersist.dcp.metadata import read_metadata
 from fastpersist.formats.manifest import encode_manifest
@@ -27,7 +28,6 @@ from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceWriter,
     FastPersistReader,
 )
-from fastpersist.merging import merge
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

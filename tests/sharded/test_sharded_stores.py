@@ -17,11 +17,11 @@ from support.sharded_runs import ShardedRun, expected, mesh_of_all, whole
 from support.store_runs import step_path, two_stores
 
 import fastpersist as fp
+from fastpersist.checkpointer.merge import merge
 from fastpersist.distributed import sessions as session_room
 from fastpersist.distributed.node_local import detection
 from fastpersist.distributed.node_local.exchange import PartsExchange
 from fastpersist.distributed.shared_reader import SharedReader
-from fastpersist.merging import merge
 
 torch.set_num_threads(1)
 

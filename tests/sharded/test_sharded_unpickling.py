@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 import fastpersist as fp
+from fastpersist.checkpointer.merge import merge
 from fastpersist.cli import main
 from fastpersist.dcp import plan_agreement
 from fastpersist.dcp.metadata_pickle import build_pickled
 from fastpersist.dcp.save_planner import StepSavePlanner
 from fastpersist.integrations.torch_dcp import FastPersistReader
-from fastpersist.merging import merge
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

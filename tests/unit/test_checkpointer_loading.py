@@ -18,7 +18,7 @@ from support.sameness import assert_same
 from support.sandbox import become_ordinary_user, open_directory
 
 import fastpersist as fp
-from fastpersist import step_loading
+from fastpersist.checkpointer import step_loader
 from fastpersist.commit import step_listing
 
 
@@ -202,7 +202,7 @@ def test_step_that_is_replaced_while_it_is_read_is_never_a_mixture(
     save_steps(tmp_path, 1)
     run = Run().advance(2)
     writer = fp.Checkpointer(tmp_path, optimizer=run.optimizer)
-    load_state = step_loading.load_state
+    load_state = step_loader.load_state
     replaced = []
 
     def replace_after(path: str, **options: Any) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def test_step_that_is_replaced_while_it_is_read_is_never_a_mixture(
             writer.save(1, run.state(), rank_state={"position": run.step}, overwrite=True).result()
         return loaded
 
-    monkeypatch.setattr(step_loading, "load_state", replace_after)
+    monkeypatch.setattr(step_loader, "load_state", replace_after)
     target = Run()
     loaded = fp.Checkpointer(tmp_path).load(1, into=target.targets() if in_place else None)
     writer.close()

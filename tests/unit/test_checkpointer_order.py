@@ -19,10 +19,10 @@ from support.runs import hidden_names
 from support.store_runs import two_stores
 
 import fastpersist as fp
+from fastpersist.checkpointer.retention import RetentionPolicy
+from fastpersist.checkpointer.root_upkeep import RootUpkeep
 from fastpersist.commit.locks import hold_for_reading
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError, PeerError, StorageError
-from fastpersist.retention import RetentionPolicy
-from fastpersist.root_upkeep import RootUpkeep
 
 
 def state(step: int) -> dict[str, Any]:

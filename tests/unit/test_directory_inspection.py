@@ -15,7 +15,8 @@ from support.archives import flip_bit, record_places
 from support.leaks import no_leaks
 
 import fastpersist as fp
-from fastpersist import _native, step_loading
+from fastpersist import _native
+from fastpersist.checkpointer import step_loader
 from fastpersist.commit import step_listing
 from fastpersist.formats.manifest import MANIFEST_NAME, CheckpointManifest, FileEntry, encode_manifest, step_name
 from fastpersist.loading import directory_inspection
@@ -449,7 +450,7 @@ def test_step_that_is_replaced_while_it_is_loaded_is_loaded_from_one_of_the_two(
 
     with fp.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state(1, 5000), rank_state={"own": 1}).result()
-        room = step_loading if first in ("open_file", "load_state") else step_listing
+        room = step_loader if first in ("open_file", "load_state") else step_listing
         replacing = Replacing(
             getattr(room, first),
             lambda: checkpointer.save(1, state(2, 7000), rank_state={"own": 2}, overwrite=True).result() and None,

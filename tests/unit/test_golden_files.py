@@ -28,12 +28,12 @@ from support.process_groups import run_ranks
 from support.sameness import assert_same
 
 import fastpersist as fp
+from fastpersist.checkpointer.merge import merge
 from fastpersist.distributed import replica_check
 from fastpersist.errors import FormatError, PeerError
 from fastpersist.formats import safetensors, torch_zip
 from fastpersist.formats.split_manifest import encode_parts, parse_parts
 from fastpersist.loading.checkpoint_file import CheckpointSource
-from fastpersist.merging import merge
 from fastpersist.saving.skeleton import pickle_skeleton
 
 pytestmark = pytest.mark.skipif(sys.byteorder == "big", reason="the golden files are of a little-endian machine")

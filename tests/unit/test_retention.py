@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastpersist.checkpointer.retention import RetentionPolicy, steps_to_remove
 from fastpersist.errors import ConfigError
-from fastpersist.retention import RetentionPolicy, steps_to_remove
 
 COUNTS = st.none() | st.integers(1, 6)
 VALUES = st.sampled_from([0.0, -0.0, 1.0, 2.0, math.nan, math.inf, -math.inf]) | st.floats()

@@ -20,8 +20,8 @@ from support.sandbox import needs_root
 from support.store_runs import SIZES, checkpoints_at, ordinary_file, resume, step_path, train, two_stores
 
 import fastpersist as fp
+from fastpersist.checkpointer.merge import merge
 from fastpersist.commit.filesystem import Filesystem, using
-from fastpersist.merging import merge
 
 
 def merged(directory: Path, roots: list[Path], step: int) -> bytes:

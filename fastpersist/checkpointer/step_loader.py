@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fastpersist.arguments import require_bools
+from fastpersist.checkpointer.retention import RetentionPolicy, best_steps
 from fastpersist.commit.commit_order import Commit, commit_of, in_commit_order, read_commits
 from fastpersist.commit.locks import HeldDirectory
 from fastpersist.commit.step_listing import committed_steps, open_file, read_committed
@@ -44,7 +45,6 @@ from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.part_files import read_record
 from fastpersist.loading.restore import load_state
 from fastpersist.loading.unpickle import MapLocation
-from fastpersist.retention import RetentionPolicy, best_steps
 from fastpersist.saving.refused_globals import warn_caller
 from fastpersist.transfer.pipeline import Read, read_extents
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from fastpersist.checkpointer.step_saver import StepSave, StepSaver
 from fastpersist.dcp.plan_agreement import SharedPlans
 from fastpersist.dcp.save_state import ShardedFiles, required_mapping, save_sharded
 from fastpersist.distributed.directory_save import DirectorySave
 from fastpersist.distributed.follower_save import PeerSave
 from fastpersist.saving.refused_globals import warn_caller, warn_of_globals
-from fastpersist.step_saving import StepSave, StepSaver
 
 __all__ = ["ShardedSaver"]
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from fastpersist.checkpointer.retention import RetentionPolicy, steps_to_remove
 from fastpersist.commit.commit_order import Commit, commit_of, in_commit_order, next_commit_number
 from fastpersist.commit.directory_commit import remove_directory
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.commit.step_listing import committed_steps
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, StorageError
 from fastpersist.formats.manifest import COMMIT_NUMBER_MAX, CheckpointManifest, encode_manifest, step_name
-from fastpersist.retention import RetentionPolicy, steps_to_remove
 
 __all__ = ["RootUpkeep", "checked_metrics"]
 

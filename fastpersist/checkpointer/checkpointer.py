@@ -29,6 +29,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastpersist.arguments import local_path, require_bools
+from fastpersist.checkpointer.explain import explain
+from fastpersist.checkpointer.retention import RetentionPolicy
+from fastpersist.checkpointer.root_upkeep import RootUpkeep, checked_metrics
+from fastpersist.checkpointer.signal_save import SignalSave
+from fastpersist.checkpointer.step_loader import RANK_KEY, LoadOptions, best_of, find_best, load_newest, load_step
+from fastpersist.checkpointer.step_saver import StepSave, StepSaver
 from fastpersist.commit.commit_order import Commit, commit_of, in_commit_order, read_commits
 from fastpersist.commit.directory_commit import RootLock, committed_path, sweep_directories
 from fastpersist.commit.filesystem import make_directories
@@ -46,18 +52,12 @@ from fastpersist.errors import (
     SkippedError,
     StorageError,
 )
-from fastpersist.explaining import explain
 from fastpersist.formats.manifest import checked_step, step_name
 from fastpersist.loading.unpickle import MapLocation
-from fastpersist.retention import RetentionPolicy
-from fastpersist.root_upkeep import RootUpkeep, checked_metrics
 from fastpersist.saving.capture import watch_steps
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_caller
-from fastpersist.signal_save import SignalSave
-from fastpersist.step_loading import RANK_KEY, LoadOptions, best_of, find_best, load_newest, load_step
-from fastpersist.step_saving import StepSave, StepSaver
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.torch_boundary import untraced
@@ -79,7 +79,7 @@ PathLike = str | os.PathLike[str]
 def _saver_class(sharded: bool) -> type[StepSaver]:
     if not sharded:
         return StepSaver
-    from fastpersist.sharded_saver import ShardedSaver  # torch.distributed.checkpoint takes long to import
+    from fastpersist.checkpointer.sharded_saver import ShardedSaver  # torch.distributed.checkpoint takes long to import
 
     return ShardedSaver
 

@@ -1,0 +1,1 @@
+"""A directory of steps: save, load, retention, signals, merge."""
