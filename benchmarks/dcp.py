@@ -33,8 +33,8 @@ import ranks_parts as parts
 from overlap_report import machine_facts, report_facts
 from tabulate import tabulate
 
-from fastpersist.cli.bench_fio import FioJob, fio_version, run_fio
-from fastpersist.cli.bench_load_rows import PageCache
+from fastpersist.cli.bench.fio import FioJob, fio_version, run_fio
+from fastpersist.cli.bench.load_rows import PageCache
 
 _MIB = 1 << 20
 _SAVE_TIMES_MIN = 2.0

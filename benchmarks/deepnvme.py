@@ -30,9 +30,9 @@ from overlap_report import machine_facts, report_facts
 from tabulate import tabulate
 
 import fastpersist as fp
-from fastpersist.cli.bench_fio import FioJob, fio_version, run_fio
-from fastpersist.cli.bench_io_points import parse_size
-from fastpersist.cli.bench_load_rows import PageCache
+from fastpersist.cli.bench.fio import FioJob, fio_version, run_fio
+from fastpersist.cli.bench.io.points import parse_size
+from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.integrations import deepnvme
 
 _MIB = 1 << 20

@@ -32,7 +32,7 @@ def _fio() -> Any:
     no table is made here: then something empty stands in for it.
     """
     try:
-        from fastpersist.cli import bench_fio
+        from fastpersist.cli.bench import fio
     except ModuleNotFoundError as error:
         if error.name != "tabulate":
             raise
@@ -41,13 +41,13 @@ def _fio() -> Any:
         before = {name for name in sys.modules if name.startswith("fastpersist.cli")}
         sys.modules["tabulate"] = stand_in
         try:
-            from fastpersist.cli import bench_fio
+            from fastpersist.cli.bench import fio
         finally:
             del sys.modules["tabulate"]
         # Whoever wants a table later shall be told that tabulate is missing.
         for name in [name for name in sys.modules if name.startswith("fastpersist.cli") and name not in before]:
             del sys.modules[name]
-    return bench_fio
+    return fio
 
 
 def disk_write_rows(directory: str, size_bytes: int) -> tuple[list[Row], str]:
@@ -58,10 +58,10 @@ def disk_write_rows(directory: str, size_bytes: int) -> tuple[list[Row], str]:
         clean=lambda: remove(path),
     )  # fmt: skip
     try:
-        bench_fio = _fio()
+        fio = _fio()
     except ImportError as error:
         return [loop], f"fio is not used: {error}"
-    fio = bench_fio.fio_write_row(size_bytes).run
+    fio = fio.fio_write_row(size_bytes).run
     if fio is None:
         return [loop], "fio is not installed; the disk's yardstick is a loop of 8 threads, O_DIRECT, 8 MiB each"
 

@@ -12,7 +12,7 @@ import torch
 from tabulate import tabulate
 
 import fastpersist as fp
-from fastpersist.cli.bench_overlap_run import summarize_run
+from fastpersist.cli.bench.overlap.run import summarize_run
 
 __all__ = [
     "machine_facts",

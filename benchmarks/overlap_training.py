@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fastpersist.cli.bench_overlap_run import StepTimes, TrainedModel
+from fastpersist.cli.bench.overlap.run import StepTimes, TrainedModel
 
 __all__ = ["MODELS", "Recipe", "StepTimes", "Training", "recipe_of"]
 

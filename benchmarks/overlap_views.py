@@ -20,8 +20,8 @@ from overlap_disk import BareLoop
 from overlap_training import Recipe, Training
 from overlap_ways import Options, Unavailable, Way, make_way
 
-from fastpersist.cli.bench_overlap_run import check_newest, step_and_save, train_and_save
-from fastpersist.cli.bench_worker import resident_bytes
+from fastpersist.cli.bench.overlap.run import check_newest, step_and_save, train_and_save
+from fastpersist.cli.bench.worker import resident_bytes
 
 __all__ = ["VIEWS", "set_up_process"]
 

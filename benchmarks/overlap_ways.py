@@ -1,6 +1,6 @@
 """The ways to save that overlap.py compares: those of `fastpersist bench overlap`, and more, for CPUs.
 
-What a way is says `fastpersist.cli.bench_overlap_ways`. Who measures what is not decided here.
+What a way is says `fastpersist.cli.bench.overlap.ways`. Who measures what is not decided here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from overlap_training import Training
 
 import fastpersist as fp
-from fastpersist.cli.bench_overlap_ways import (
+from fastpersist.cli.bench.overlap.ways import (
     CheckpointerWay,
     DcpKeptWay,
     DcpStagedWay,
@@ -24,7 +24,7 @@ from fastpersist.cli.bench_overlap_ways import (
     Unavailable,
     Way,
 )
-from fastpersist.cli.bench_save_rows import sync_path
+from fastpersist.cli.bench.save_rows import sync_path
 from fastpersist.saving import pacing
 
 __all__ = [

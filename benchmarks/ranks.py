@@ -36,8 +36,8 @@ import ranks_parts as parts
 from overlap_report import machine_facts, report_facts
 from tabulate import tabulate
 
-from fastpersist.cli.bench_fio import fio_version
-from fastpersist.cli.bench_load_rows import PageCache
+from fastpersist.cli.bench.fio import fio_version
+from fastpersist.cli.bench.load_rows import PageCache
 
 _MIB = 1 << 20
 _BLOCK_BYTES = 4096

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 import fastpersist as fp
-from fastpersist.cli import bench_rank_processes
-from fastpersist.cli.bench_rank_processes import Failed, Here, Span, hold_state, save_alone, save_together, whole_span
+from fastpersist.cli.bench.ranks import processes
+from fastpersist.cli.bench.ranks.processes import Failed, Here, Span, hold_state, save_alone, save_together, whole_span
 from fastpersist.distributed import coordination, shared_reader
 from fastpersist.transfer.pipeline import Pieces, Writer
 
@@ -63,14 +63,14 @@ class FioMissing(Exception):
 # --- ranks in processes of their own ---
 
 
-class RankProcesses(bench_rank_processes.RankProcesses):
+class RankProcesses(processes.RankProcesses):
     """Ranks that are forks of the benchmark: torch is imported once, not once in each process."""
 
     def __init__(self, counts: Sequence[int], scratch: str, timeout_s: float) -> None:
         super().__init__(counts, scratch, timeout_s, _fork)
 
 
-def _fork(others: Sequence[Connection]) -> bench_rank_processes.StartedRank:
+def _fork(others: Sequence[Connection]) -> processes.StartedRank:
     ours, theirs = _FORKING.Pipe()
     process = _FORKING.Process(target=_be_a_rank, args=(theirs, [*others, ours]), daemon=True)
     process.start()
@@ -88,7 +88,7 @@ def _be_a_rank(connection: Connection, inherited: Sequence[Connection]) -> None:
     for other_end in inherited:
         other_end.close()  # so that the end of the benchmark is the end of the pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the benchmark, which ends the ranks
-    bench_rank_processes.serve(connection)
+    processes.serve(connection)
 
 
 def _shard_of(here: Here, count: int) -> list[tuple[int, torch.Tensor]]:

@@ -11,7 +11,8 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from fastpersist.cli import bench, demo, info, inspect, merge, report, run, tune, verify
+from fastpersist.cli import demo, info, inspect, merge, report, run, tune, verify
+from fastpersist.cli.bench import command as bench
 from fastpersist.cli.terminal import run_command
 
 __all__ = ["main"]

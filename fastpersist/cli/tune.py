@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         NoSpaceError: DIR has no room.
         StorageError: DIR takes no files, or the tuning file cannot be written.
     """
-    from fastpersist.cli.bench_report import machine_facts
+    from fastpersist.cli.bench.report import machine_facts
     from fastpersist.cli.tune_file import tuning_text, write_tuning
 
     directory = arguments.directory
@@ -390,7 +390,7 @@ def _trial_as_json(trial: Trial) -> dict[str, Any]:
 
 def _tune(scratch: str, seconds: float, size_mib: int | None, tell: Callable[[str], None]) -> _Found:
     from fastpersist.cli import tune_search
-    from fastpersist.cli.bench_save_rows import usable_engines
+    from fastpersist.cli.bench.save_rows import usable_engines
     from fastpersist.cli.tune_search import DEFAULTS, Choice, Race
     from fastpersist.cli.tune_worker import Foreman
 

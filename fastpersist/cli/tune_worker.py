@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 import fastpersist
-from fastpersist.cli.bench_load_rows import PageCache
+from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.child_process import Answers, ChildProcess
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.config import BLOCK_BYTES

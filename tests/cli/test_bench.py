@@ -17,14 +17,16 @@ from support.bench_runs import check_interrupted
 
 import fastpersist
 from fastpersist import _native, require_engine
-from fastpersist.cli import bench, bench_io_rows, main
-from fastpersist.cli.bench_fio import fio_read_row, fio_write_row
-from fastpersist.cli.bench_load_rows import PageCache, peer_load_rows
-from fastpersist.cli.bench_report import StateResult, report_json
-from fastpersist.cli.bench_rows import Measured, Row, Sample, measure
-from fastpersist.cli.bench_save_rows import peer_save_rows, usable_engines
-from fastpersist.cli.bench_states import StateRecipe, flatten, tensor_bytes
-from fastpersist.cli.bench_worker import Job, Worker
+from fastpersist.cli import main
+from fastpersist.cli.bench import command as bench
+from fastpersist.cli.bench.fio import fio_read_row, fio_write_row
+from fastpersist.cli.bench.io import rows
+from fastpersist.cli.bench.load_rows import PageCache, peer_load_rows
+from fastpersist.cli.bench.report import StateResult, report_json
+from fastpersist.cli.bench.rows import Measured, Row, Sample, measure
+from fastpersist.cli.bench.save_rows import peer_save_rows, usable_engines
+from fastpersist.cli.bench.states import StateRecipe, flatten, tensor_bytes
+from fastpersist.cli.bench.worker import Job, Worker
 
 MIB = 1 << 20
 QUICK_ONE_TENSOR = StateRecipe("one-tensor", quick=True)
@@ -164,7 +166,7 @@ def test_engines_that_are_named_have_the_rows(
         raise fastpersist.UnsupportedError("enough is seen")
 
     seen: list[str] = []
-    monkeypatch.setattr(bench_io_rows, "resolve_engine", resolve)
+    monkeypatch.setattr(rows, "resolve_engine", resolve)
     monkeypatch.setattr(bench, "Job", job)
     assert main(["bench", "save", str(tmp_path), "--quick", "--engine", "uring", "cufile"]) == 2
     assert "enough is seen" in capsys.readouterr().err
@@ -183,7 +185,7 @@ def test_no_engine_of_those_named_is_an_error(
         require_engine(engine)
         raise fastpersist.UnsupportedError("the kernel says no")
 
-    monkeypatch.setattr(bench_io_rows, "TensorFile", refuse)
+    monkeypatch.setattr(rows, "TensorFile", refuse)
     assert main(["bench", "load", str(tmp_path), "--quick", "--engine", engine]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -263,7 +265,7 @@ def test_rates_are_told_relative_to_fio() -> None:
 def test_sandbox_denies_io_uring_and_nothing_else(tmp_path: Path) -> None:
     source = (
         "import json, sys, fastpersist\n"
-        "from fastpersist.cli.bench_sandbox import deny_io_uring\n"
+        "from fastpersist.cli.bench.sandbox import deny_io_uring\n"
         "deny_io_uring()\n"
         "print(json.dumps({p.name: [p.usable, p.why_not] for p in fastpersist.engines(sys.argv[1])}))\n"
     )

@@ -22,9 +22,11 @@ import torch
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.cli import bench_io, bench_io_rows, main
-from fastpersist.cli.bench_io_points import IoSample, Point, Setup
-from fastpersist.cli.bench_io_worker import IoProcesses, Requests, Timing, together
+from fastpersist.cli import main
+from fastpersist.cli.bench.io import command as bench_io
+from fastpersist.cli.bench.io import rows
+from fastpersist.cli.bench.io.points import IoSample, Point, Setup
+from fastpersist.cli.bench.io.worker import IoProcesses, Requests, Timing, together
 from fastpersist.transfer import tensor_file
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -218,7 +220,7 @@ def test_engine_that_cannot_be_used_is_left_out_with_the_reason(
     def resolve(directory: str, engine: str) -> tuple[str, str]:
         return ("", "the kernel says no") if engine == "uring" else (engine, "")
 
-    monkeypatch.setattr(bench_io_rows, "resolve_engine", resolve)
+    monkeypatch.setattr(rows, "resolve_engine", resolve)
     options = ("--read", "--size-mb", "1", "--no-fio", "--repeat", "1", "--engine", "uring")
 
     result = run_io(tmp_path, *options, "threads-buffered")

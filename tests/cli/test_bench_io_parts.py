@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import fastpersist as fp
-from fastpersist.cli.bench_fio import FioJob, run_fio
-from fastpersist.cli.bench_io_gdsio import gdsio_command, gdsio_sample, why_no_gdsio
-from fastpersist.cli.bench_io_plot import curves, draw
-from fastpersist.cli.bench_io_points import (
+from fastpersist.cli.bench.fio import FioJob, run_fio
+from fastpersist.cli.bench.io.gdsio import gdsio_command, gdsio_sample, why_no_gdsio
+from fastpersist.cli.bench.io.plot import curves, draw
+from fastpersist.cli.bench.io.points import (
     IoSample,
     Point,
     Setup,
@@ -27,9 +27,9 @@ from fastpersist.cli.bench_io_points import (
     parse_size,
     size_name,
 )
-from fastpersist.cli.bench_io_report import io_report_json, io_report_text
-from fastpersist.cli.bench_io_rows import IoResult, PlannedRow, fio_job
-from fastpersist.cli.bench_rows import Measured, Row, Sample
+from fastpersist.cli.bench.io.report import io_report_json, io_report_text
+from fastpersist.cli.bench.io.rows import IoResult, PlannedRow, fio_job
+from fastpersist.cli.bench.rows import Measured, Row, Sample
 
 KIB, MIB = 1 << 10, 1 << 20
 READ, WRITE = Point("read", "threads", 64 * KIB, 4), Point("write", "threads", 64 * KIB, 4)
@@ -211,7 +211,7 @@ def test_gdsio_is_asked_for_the_same_and_understood() -> None:
 )
 def test_gdsio_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch, setup: Setup, reason: str) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("fastpersist.cli.bench_io_gdsio._USUAL_PLACE", "/nonexistent/gdsio")
+    monkeypatch.setattr("fastpersist.cli.bench.io.gdsio._USUAL_PLACE", "/nonexistent/gdsio")
     assert reason in why_no_gdsio(setup)
 
 

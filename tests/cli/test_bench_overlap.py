@@ -17,10 +17,11 @@ import torch
 from support.bench_runs import check_interrupted, children_of
 
 import fastpersist as fp
-from fastpersist.cli import bench_overlap, main
-from fastpersist.cli.bench_overlap_run import StepTimes, train_and_save
-from fastpersist.cli.bench_overlap_ways import CheckpointerWay, Options, TorchSaveWay, Way
-from fastpersist.cli.bench_overlap_worker import WARM_UP_COUNT, WAYS, Job, SyntheticTraining
+from fastpersist.cli import main
+from fastpersist.cli.bench.overlap import command as bench_overlap
+from fastpersist.cli.bench.overlap.run import StepTimes, train_and_save
+from fastpersist.cli.bench.overlap.ways import CheckpointerWay, Options, TorchSaveWay, Way
+from fastpersist.cli.bench.overlap.worker import WARM_UP_COUNT, WAYS, Job, SyntheticTraining
 from fastpersist.cli.child_process import ChildProcess
 
 MIB = 1 << 20

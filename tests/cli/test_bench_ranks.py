@@ -14,10 +14,11 @@ import pytest
 import torch
 from support.bench_runs import check_interrupted, children_of
 
-from fastpersist.cli import bench_rank_processes as work
-from fastpersist.cli import bench_ranks, main
-from fastpersist.cli.bench_rank_processes import Failed, RankProcesses, whole_span
-from fastpersist.cli.bench_rows import Measured, Row, Sample
+from fastpersist.cli import main
+from fastpersist.cli.bench.ranks import command as bench_ranks
+from fastpersist.cli.bench.ranks import processes as work
+from fastpersist.cli.bench.ranks.processes import Failed, RankProcesses, whole_span
+from fastpersist.cli.bench.rows import Measured, Row, Sample
 from fastpersist.errors import ConfigError
 
 MIB = 1 << 20

@@ -13,8 +13,8 @@ import torch
 from tabulate import tabulate
 
 import fastpersist
-from fastpersist.cli.bench_fio import CEILING_NAMES, fio_version
-from fastpersist.cli.bench_rows import Measured
+from fastpersist.cli.bench.fio import CEILING_NAMES, fio_version
+from fastpersist.cli.bench.rows import Measured
 
 __all__ = ["StateResult", "machine_facts", "report_json", "report_text", "samples_json"]
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from fastpersist import TensorFile
-from fastpersist.cli.bench_fio import FIO_NOT_INSTALLED, FioJob, run_fio
-from fastpersist.cli.bench_io_gdsio import run_gdsio, why_no_gdsio
-from fastpersist.cli.bench_io_points import (
+from fastpersist.cli.bench.fio import FIO_NOT_INSTALLED, FioJob, run_fio
+from fastpersist.cli.bench.io.gdsio import run_gdsio, why_no_gdsio
+from fastpersist.cli.bench.io.points import (
     Point,
     Setup,
     file_paths,
@@ -25,10 +25,10 @@ from fastpersist.cli.bench_io_points import (
     size_name,
     thread_count_for,
 )
-from fastpersist.cli.bench_io_worker import IoProcesses
-from fastpersist.cli.bench_load_rows import PageCache
-from fastpersist.cli.bench_rows import Kind, Measured, Row, Sample, measure
-from fastpersist.cli.bench_save_rows import sync_path
+from fastpersist.cli.bench.io.worker import IoProcesses
+from fastpersist.cli.bench.load_rows import PageCache
+from fastpersist.cli.bench.rows import Kind, Measured, Row, Sample, measure
+from fastpersist.cli.bench.save_rows import sync_path
 from fastpersist.errors import StorageError, UnsupportedError
 
 __all__ = [

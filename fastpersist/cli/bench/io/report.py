@@ -10,9 +10,9 @@ from typing import Any
 
 from tabulate import tabulate
 
-from fastpersist.cli.bench_io_points import IoSample, Setup, size_name
-from fastpersist.cli.bench_io_rows import IoResult
-from fastpersist.cli.bench_report import report_text, samples_json
+from fastpersist.cli.bench.io.points import IoSample, Setup, size_name
+from fastpersist.cli.bench.io.rows import IoResult
+from fastpersist.cli.bench.report import report_text, samples_json
 
 __all__ = ["io_report_json", "io_report_text"]
 

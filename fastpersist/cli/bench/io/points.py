@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from fastpersist.cli.bench_rows import Sample
+from fastpersist.cli.bench.rows import Sample
 from fastpersist.errors import ConfigError
 
 __all__ = [

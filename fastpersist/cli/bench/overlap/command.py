@@ -22,10 +22,10 @@ import torch
 from tabulate import tabulate
 
 from fastpersist import require_engine
-from fastpersist.cli.bench_overlap_run import summarize_run
-from fastpersist.cli.bench_overlap_worker import WARM_UP_COUNT, WAYS, Job
-from fastpersist.cli.bench_places import check_places, positive, require_space, scratch_directory, write_json
-from fastpersist.cli.bench_report import machine_facts, report_text
+from fastpersist.cli.bench.overlap.run import summarize_run
+from fastpersist.cli.bench.overlap.worker import WARM_UP_COUNT, WAYS, Job
+from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
+from fastpersist.cli.bench.report import machine_facts, report_text
 from fastpersist.cli.child_process import ChildProcess
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.transfer.arena import available_host_bytes
@@ -36,7 +36,7 @@ __all__ = ["add_parser", "run"]
 _MIB = 1 << 20
 _FORMAT = 1
 _COLUMNS = 118
-_PROGRAM = "from fastpersist.cli.bench_overlap_worker import main; main()"
+_PROGRAM = "from fastpersist.cli.bench.overlap.worker import main; main()"
 _NONE, _OURS = "no checkpoints", "fp.Checkpointer"
 _STEP_OF_WRITE = 1.25  # the write fits into the step, with some air
 _FILE_COUNT = 4  # two checkpoints are kept while one is written and one removed

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 
 from fastpersist import locked_tensor, require_engine
-from fastpersist.cli.bench_io_gdsio import why_no_gdsio
-from fastpersist.cli.bench_io_plot import draw, require_matplotlib
-from fastpersist.cli.bench_io_points import (
+from fastpersist.cli.bench.io.gdsio import why_no_gdsio
+from fastpersist.cli.bench.io.plot import draw, require_matplotlib
+from fastpersist.cli.bench.io.points import (
     SECTOR_BYTES,
     Direction,
     Memory,
@@ -27,12 +27,12 @@ from fastpersist.cli.bench_io_points import (
     size_name,
     thread_count_for,
 )
-from fastpersist.cli.bench_io_report import io_report_json, io_report_text
-from fastpersist.cli.bench_io_rows import IoResult, measure_direction, plan_rows, resolve_engines
-from fastpersist.cli.bench_io_worker import IoProcesses
-from fastpersist.cli.bench_load_rows import PageCache
-from fastpersist.cli.bench_places import check_places, positive, require_space, scratch_directory, write_json
-from fastpersist.cli.bench_report import machine_facts
+from fastpersist.cli.bench.io.report import io_report_json, io_report_text
+from fastpersist.cli.bench.io.rows import IoResult, measure_direction, plan_rows, resolve_engines
+from fastpersist.cli.bench.io.worker import IoProcesses
+from fastpersist.cli.bench.load_rows import PageCache
+from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
+from fastpersist.cli.bench.report import machine_facts
 from fastpersist.errors import ConfigError, StorageError
 from fastpersist.transfer.arena import available_host_bytes
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fastpersist import TensorFile, locked_tensor
-from fastpersist.cli.bench_io_points import IoSample, Point, Setup, chunk_bytes_for, file_paths, thread_count_for
+from fastpersist.cli.bench.io.points import IoSample, Point, Setup, chunk_bytes_for, file_paths, thread_count_for
 from fastpersist.cli.child_process import connected_process
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import CorruptionError, FastPersistError, InternalError, StorageError, UnsupportedError
@@ -216,7 +216,7 @@ class IoProcesses:
         self._ends: list[tuple[Connection, subprocess.Popen[bytes]]] = []
         try:
             for seed in range(setup.process_count):
-                self._ends.append(connected_process("fastpersist.cli.bench_io_worker"))
+                self._ends.append(connected_process("fastpersist.cli.bench.io.worker"))
                 self._ends[-1][0].send((setup, seed))
             self._receive()
         except BaseException:

@@ -17,8 +17,8 @@ import torch
 
 import fastpersist
 from fastpersist import _native
-from fastpersist.cli.bench_rows import Row, Sample
-from fastpersist.cli.bench_states import StateRecipe, flatten, tensor_bytes
+from fastpersist.cli.bench.rows import Row, Sample
+from fastpersist.cli.bench.states import StateRecipe, flatten, tensor_bytes
 from fastpersist.errors import StorageError
 from fastpersist.transfer.pipeline import Extents, read_extents
 

@@ -9,8 +9,8 @@ import subprocess
 import time
 from dataclasses import replace
 
-from fastpersist.cli.bench_io_points import IoSample, Point, Setup, size_name
-from fastpersist.cli.bench_save_rows import sync_path
+from fastpersist.cli.bench.io.points import IoSample, Point, Setup, size_name
+from fastpersist.cli.bench.save_rows import sync_path
 from fastpersist.errors import UnsupportedError
 
 __all__ = ["gdsio_command", "gdsio_sample", "run_gdsio", "why_no_gdsio"]

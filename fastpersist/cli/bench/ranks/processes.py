@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import fastpersist
-from fastpersist.cli.bench_save_rows import sync_path
+from fastpersist.cli.bench.save_rows import sync_path
 from fastpersist.cli.child_process import connected_process
 
 __all__ = [
@@ -151,7 +151,7 @@ class RankProcesses:
 
 
 def _start(_ours: Sequence[Connection]) -> StartedRank:
-    connection, process = connected_process("fastpersist.cli.bench_rank_processes")
+    connection, process = connected_process("fastpersist.cli.bench.ranks.processes")
 
     def end(patience_s: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fastpersist.cli.bench_save_rows import sync_path
+from fastpersist.cli.bench.save_rows import sync_path
 from fastpersist.cli.terminal import stopped_by_signals
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import ConfigError, NoSpaceError

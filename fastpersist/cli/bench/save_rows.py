@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import fastpersist
-from fastpersist.cli.bench_rows import Row, Sample
-from fastpersist.cli.bench_states import State, flatten
+from fastpersist.cli.bench.rows import Row, Sample
+from fastpersist.cli.bench.states import State, flatten
 
 __all__ = ["own_save_rows", "peer_save_rows", "sync_path", "usable_engines"]
 

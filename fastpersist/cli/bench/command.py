@@ -16,16 +16,18 @@ import shlex
 from collections.abc import Callable
 
 import fastpersist
-from fastpersist.cli import bench_io, bench_overlap, bench_ranks
-from fastpersist.cli.bench_fio import fio_read_row, fio_write_row
-from fastpersist.cli.bench_io_rows import resolve_engines
-from fastpersist.cli.bench_load_rows import PageCache, own_load_rows, peer_load_rows
-from fastpersist.cli.bench_places import check_places, empty, positive, require_space, scratch_directory, write_json
-from fastpersist.cli.bench_report import StateResult, machine_facts, report_json, report_text
-from fastpersist.cli.bench_rows import Measured, Row, Sample, measure
-from fastpersist.cli.bench_save_rows import own_save_rows, peer_save_rows, usable_engines
-from fastpersist.cli.bench_states import STATE_NAMES, StateRecipe, flatten
-from fastpersist.cli.bench_worker import Job, Worker
+from fastpersist.cli.bench.fio import fio_read_row, fio_write_row
+from fastpersist.cli.bench.io import command as bench_io
+from fastpersist.cli.bench.io.rows import resolve_engines
+from fastpersist.cli.bench.load_rows import PageCache, own_load_rows, peer_load_rows
+from fastpersist.cli.bench.overlap import command as bench_overlap
+from fastpersist.cli.bench.places import check_places, empty, positive, require_space, scratch_directory, write_json
+from fastpersist.cli.bench.ranks import command as bench_ranks
+from fastpersist.cli.bench.report import StateResult, machine_facts, report_json, report_text
+from fastpersist.cli.bench.rows import Measured, Row, Sample, measure
+from fastpersist.cli.bench.save_rows import own_save_rows, peer_save_rows, usable_engines
+from fastpersist.cli.bench.states import STATE_NAMES, StateRecipe, flatten
+from fastpersist.cli.bench.worker import Job, Worker
 from fastpersist.errors import UnsupportedError
 
 __all__ = ["add_parser", "run"]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastpersist import _native
-from fastpersist.cli.bench_io_points import Direction, IoSample
-from fastpersist.cli.bench_rows import Row, Sample
+from fastpersist.cli.bench.io.points import Direction, IoSample
+from fastpersist.cli.bench.rows import Row, Sample
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import StorageError, UnsupportedError
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from fastpersist.cli import bench_rank_processes as work
-from fastpersist.cli.bench_fio import fio_read_row, fio_write_bytes, fio_write_row
-from fastpersist.cli.bench_load_rows import PageCache
-from fastpersist.cli.bench_places import check_places, empty, positive, require_space, scratch_directory, write_json
-from fastpersist.cli.bench_rank_processes import Failed, RankProcesses, whole_span
-from fastpersist.cli.bench_report import machine_facts, report_text, samples_json
-from fastpersist.cli.bench_rows import Kind, Measured, Row, Sample, measure
+from fastpersist.cli.bench.fio import fio_read_row, fio_write_bytes, fio_write_row
+from fastpersist.cli.bench.load_rows import PageCache
+from fastpersist.cli.bench.places import check_places, empty, positive, require_space, scratch_directory, write_json
+from fastpersist.cli.bench.ranks import processes as work
+from fastpersist.cli.bench.ranks.processes import Failed, RankProcesses, whole_span
+from fastpersist.cli.bench.report import machine_facts, report_text, samples_json
+from fastpersist.cli.bench.rows import Kind, Measured, Row, Sample, measure
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.transfer.arena import available_host_bytes
 

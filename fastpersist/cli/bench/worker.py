@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from fastpersist.cli.bench_load_rows import own_load_rows
-from fastpersist.cli.bench_rows import Row, Sample
-from fastpersist.cli.bench_sandbox import deny_io_uring
-from fastpersist.cli.bench_save_rows import own_save_rows
-from fastpersist.cli.bench_states import StateRecipe
+from fastpersist.cli.bench.load_rows import own_load_rows
+from fastpersist.cli.bench.rows import Row, Sample
+from fastpersist.cli.bench.sandbox import deny_io_uring
+from fastpersist.cli.bench.save_rows import own_save_rows
+from fastpersist.cli.bench.states import StateRecipe
 from fastpersist.cli.child_process import Answers, ChildProcess
 from fastpersist.errors import FastPersistError, UnsupportedError
 
@@ -58,7 +58,7 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self._process = ChildProcess(
-            "from fastpersist.cli.bench_worker import main; main()", title="the second process"
+            "from fastpersist.cli.bench.worker import main; main()", title="the second process"
         )
         self._process.send(dataclasses.asdict(job))
         self._rows: dict[str, str] = {}

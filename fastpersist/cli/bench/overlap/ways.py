@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 import fastpersist
-from fastpersist.cli.bench_save_rows import sync_path
+from fastpersist.cli.bench.save_rows import sync_path
 
 __all__ = [
     "CheckpointerWay",

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpersist.cli.bench_overlap_run import TrainedModel, train_and_save
-from fastpersist.cli.bench_overlap_ways import (
+from fastpersist.cli.bench.overlap.run import TrainedModel, train_and_save
+from fastpersist.cli.bench.overlap.ways import (
     CheckpointerWay,
     DcpStagedWay,
     DcpWay,

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fastpersist.cli.bench_overlap_ways import Trained, Way
-from fastpersist.cli.bench_worker import resident_bytes
+from fastpersist.cli.bench.overlap.ways import Trained, Way
+from fastpersist.cli.bench.worker import resident_bytes
 from fastpersist.errors import StorageError
 
 __all__ = [

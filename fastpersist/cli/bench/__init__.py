@@ -1,0 +1,1 @@
+"""`fastpersist bench`: how fast this disk, fio, torch and we are, in turn."""

@@ -1,0 +1,1 @@
+"""`fastpersist bench io`: requests of one size and depth against a file."""

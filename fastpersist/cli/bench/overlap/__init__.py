@@ -1,0 +1,1 @@
+"""`fastpersist bench overlap`: what saves cost a training, step by step."""

@@ -1,0 +1,1 @@
+"""`fastpersist bench ranks`: several processes that save and load one checkpoint."""
