@@ -11,9 +11,11 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from fastpersist.cli import demo, info, inspect, merge, report, run, tune, verify
+from fastpersist.cli import info, inspect, merge, report, run, verify
 from fastpersist.cli.bench import command as bench
+from fastpersist.cli.demo import command as demo
 from fastpersist.cli.terminal import run_command
+from fastpersist.cli.tune import command as tune
 
 __all__ = ["main"]
 

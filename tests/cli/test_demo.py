@@ -19,8 +19,10 @@ import pytest
 import torch
 
 import fastpersist as fp
-from fastpersist.cli import demo, demo_live, main
-from fastpersist.cli.demo_run import Run, TrainerFailedError, run_trainer
+from fastpersist.cli import main
+from fastpersist.cli.demo import command as demo
+from fastpersist.cli.demo import live
+from fastpersist.cli.demo.run import Run, TrainerFailedError, run_trainer
 
 
 @pytest.fixture
@@ -105,7 +107,7 @@ def test_equal_runs_are_told_to_be_equal() -> None:
 
 
 def test_last_checkpoint_with_other_bits_fails_the_demo(tmp_path: Path, one_thread: None) -> None:
-    from fastpersist.cli.demo_gpt import Training, sizes
+    from fastpersist.cli.demo.gpt import Training, sizes
 
     training = Training(sizes(quick=True))
     training.step()
@@ -148,7 +150,7 @@ def test_kill_that_comes_too_late_is_tried_again_and_then_admitted(
 
 @pytest.mark.parametrize("forgotten", [None, "rng", "position", "optimizer"])
 def test_resumed_training_needs_all_of_the_state(forgotten: str | None, one_thread: None, tmp_path: Path) -> None:
-    from fastpersist.cli.demo_gpt import Training, sizes
+    from fastpersist.cli.demo.gpt import Training, sizes
 
     whole, fresh = Training(sizes(quick=True)), Training(sizes(quick=True))
     for _ in range(2):
@@ -170,7 +172,7 @@ def test_resumed_training_needs_all_of_the_state(forgotten: str | None, one_thre
 
 
 def test_same_state_has_the_same_digest_and_another_position_another() -> None:
-    from fastpersist.cli.demo_gpt import Training, sizes
+    from fastpersist.cli.demo.gpt import Training, sizes
 
     training = Training(sizes(quick=True))
     digest = training.digest()
@@ -247,7 +249,7 @@ def test_trainer_that_ends_otherwise_is_a_failure(
 
 
 SHOWN = (
-    "from fastpersist.cli.demo_live import showing; from fastpersist.cli.demo_run import Run\n"
+    "from fastpersist.cli.demo.live import showing; from fastpersist.cli.demo.run import Run\n"
     "run = Run(12)\n"
     "with showing(Run(12, times_s={'nothing': [0.01]})) as show:\n"
     "    for step in range(1, 13):\n"
@@ -302,7 +304,7 @@ def test_run_of_which_little_is_known_shows_that() -> None:
 
     for run in (Run(12), Run(12, 3, 3), Run(12, 4, 3, {4: "0x1.8p+1"})):
         console = Console(file=io.StringIO(), width=80)
-        console.print(demo_live._lines(run, Run(12)))
+        console.print(live._lines(run, Run(12)))
         text = console.file.getvalue()  # type: ignore[attr-defined]
         assert f"{run.step} of 12" in text
         assert "GB/s" not in text

@@ -26,10 +26,12 @@ from support.forking import in_child
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.cli import main, tune, tune_gpudirect, tune_search
-from fastpersist.cli.tune_file import tuning_text, write_tuning
-from fastpersist.cli.tune_search import DEFAULTS, Choice, choices_for
-from fastpersist.cli.tune_worker import Foreman
+from fastpersist.cli import main
+from fastpersist.cli.tune import command as tune
+from fastpersist.cli.tune import gpudirect, search
+from fastpersist.cli.tune.file import tuning_text, write_tuning
+from fastpersist.cli.tune.search import DEFAULTS, Choice, choices_for
+from fastpersist.cli.tune.worker import Foreman
 from fastpersist.config import TUNING_KEYS, config_at, config_for, read_tuning, tuning_path
 from fastpersist.errors import NoSpaceError, StorageError, UnsupportedError
 from fastpersist.transfer.gpudirect import Trial
@@ -159,14 +161,14 @@ def test_savers_save_as_they_are_told(foreman: Foreman, tmp_path: Path) -> None:
 
 def test_parts_of_a_shared_file_are_the_whole_file(tmp_path: Path) -> None:
     """What is measured is what has to be done: every byte, once."""
-    from fastpersist.cli import tune_worker
+    from fastpersist.cli.tune import worker
 
     data = torch.randint(0, 255, (5 * MIB,), dtype=torch.uint8)
     path = tmp_path / "file"
     path.write_bytes(bytes(5 * MIB))
     cuts = [0, 4096, 2 * MIB, 2 * MIB, 5 * MIB]
     for low, high in itertools.pairwise(cuts):
-        tune_worker._write_part(data, str(path), low, high)
+        worker._write_part(data, str(path), low, high)
     assert path.read_bytes() == data.numpy().tobytes()
 
 
@@ -280,10 +282,10 @@ EVERYTHING = {
 @pytest.fixture
 def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value that there is makes a difference here."""
-    monkeypatch.setattr("fastpersist.cli.tune_worker.Foreman", FasterForeman)
-    monkeypatch.setattr(tune_search, "search", all_faster(EVERYTHING))
-    monkeypatch.setattr(tune_search, "simplify", lambda race, choice, *_arguments: choice)
-    monkeypatch.setattr(tune_gpudirect, "try_gpudirect", lambda *_arguments: Trial("", 1.5, 1.25, "batch"))
+    monkeypatch.setattr("fastpersist.cli.tune.worker.Foreman", FasterForeman)
+    monkeypatch.setattr(search, "search", all_faster(EVERYTHING))
+    monkeypatch.setattr(search, "simplify", lambda race, choice, *_arguments: choice)
+    monkeypatch.setattr(gpudirect, "try_gpudirect", lambda *_arguments: Trial("", 1.5, 1.25, "batch"))
 
 
 @in_child({})
@@ -374,8 +376,8 @@ def test_gpudirect_is_tried_against_what_is_best_and_kept_if_it_wins(
     faster: None,
 ) -> None:
     tried: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(tune_gpudirect, "try_gpudirect", lambda *arguments: tried.append(arguments) or found)
-    monkeypatch.setattr("fastpersist.cli.tune_worker.Foreman", NoForeman)
+    monkeypatch.setattr(gpudirect, "try_gpudirect", lambda *arguments: tried.append(arguments) or found)
+    monkeypatch.setattr("fastpersist.cli.tune.worker.Foreman", NoForeman)
     assert run_tune(disk, "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["gpudirect"] == {**told, "cufile_api": "calls", "why_not_batch": found.why_not_batch}
@@ -400,7 +402,7 @@ def test_disk_without_room_for_a_trial_is_tuned_all_the_same(
         real(directory, size_bytes)
 
     monkeypatch.setattr(tune, "_require_room", require_room)
-    monkeypatch.setattr("fastpersist.cli.tune_worker.Foreman", NoForeman)
+    monkeypatch.setattr("fastpersist.cli.tune.worker.Foreman", NoForeman)
     assert run_tune(disk, "--dry-run") == 0
     assert "GPUDirect stays out of it: no room for that" in capsys.readouterr().out
 
@@ -411,7 +413,7 @@ def test_defaults_that_are_best_replace_an_older_file(
     place = place_of(disk)
     place.parent.mkdir(parents=True)
     place.write_text("queue_depth = 3")
-    monkeypatch.setattr(tune_search, "search", lambda race, *_arguments: (DEFAULTS, []))
+    monkeypatch.setattr(search, "search", lambda race, *_arguments: (DEFAULTS, []))
     monkeypatch.setattr(tune, "_compare_writers", lambda *_arguments: None)
     assert run_tune(disk) == 0
     assert read_tuning(str(place)) == {}

@@ -14,9 +14,9 @@ from support.cuda_double import cuda_double
 from support.cufile_double import SAYS_P2P, SAYS_POSIX, build_cufile_double
 
 from fastpersist import _native
-from fastpersist.cli import tune_gpudirect
 from fastpersist.cli.child_process import ChildProcess
-from fastpersist.cli.tune_gpudirect import try_gpudirect
+from fastpersist.cli.tune import gpudirect
+from fastpersist.cli.tune.gpudirect import try_gpudirect
 from fastpersist.transfer.gpudirect import Trial
 
 TRIAL_BYTES = 16 << 16
@@ -85,7 +85,7 @@ def test_what_the_trial_finds_is_what_is_told(
 ) -> None:
     build_cufile_double()
     tests = str(Path(__file__).parents[1])
-    monkeypatch.setattr(tune_gpudirect, "_PROGRAM", OVER_DOUBLES.format(tests=tests, way=way))
+    monkeypatch.setattr(gpudirect, "_PROGRAM", OVER_DOUBLES.format(tests=tests, way=way))
     monkeypatch.setenv("FASTPERSIST_ENGINE", "warp")  # what the environment says is no part of it
     assert try_gpudirect(str(tmp_path), TRIAL_BYTES, SETTINGS) == found
     assert os.listdir(tmp_path) == ["tuning.toml"]  # the command removes the directory
@@ -97,7 +97,7 @@ def test_torch_without_a_device_is_told(tmp_path: Path) -> None:
 
 
 def test_nothing_is_started_where_there_is_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_gpudirect, "ChildProcess", None)
+    monkeypatch.setattr(gpudirect, "ChildProcess", None)
     monkeypatch.setattr(_native, "cuda_driver_why_not", lambda: "the driver is from 2009")
     assert try_gpudirect(str(tmp_path), TRIAL_BYTES, SETTINGS) == Trial("the driver is from 2009")
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -105,13 +105,13 @@ def test_nothing_is_started_where_there_is_no_driver(tmp_path: Path, monkeypatch
 
 
 def test_process_that_ends_in_the_middle_has_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_gpudirect, "_PROGRAM", "raise SystemExit(3)")
+    monkeypatch.setattr(gpudirect, "_PROGRAM", "raise SystemExit(3)")
     assert "has ended (exit status 3)" in try_gpudirect(str(tmp_path), TRIAL_BYTES, SETTINGS).why_lost
 
 
 def test_process_that_never_answers_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_gpudirect, "_PROGRAM", "import threading; threading.Event().wait()")
-    monkeypatch.setattr(tune_gpudirect, "_LIMIT_S", 0.1)
+    monkeypatch.setattr(gpudirect, "_PROGRAM", "import threading; threading.Event().wait()")
+    monkeypatch.setattr(gpudirect, "_LIMIT_S", 0.1)
     pids: list[int] = []
 
     class Known(ChildProcess):
@@ -119,7 +119,7 @@ def test_process_that_never_answers_is_ended(tmp_path: Path, monkeypatch: pytest
             pids.append(self.pid)
             super().end()
 
-    monkeypatch.setattr(tune_gpudirect, "ChildProcess", Known)
+    monkeypatch.setattr(gpudirect, "ChildProcess", Known)
     found = try_gpudirect(str(tmp_path), TRIAL_BYTES, SETTINGS)
     assert "was ended" in found.why_lost
     assert "was ended" in found.why_not_batch
@@ -138,7 +138,7 @@ def test_process_that_batches_hold_up_is_followed_by_one_without(
         tried.append(apis)
         return (Trial("it was ended"), True) if "batch" in apis else (Trial("", 2.0, 3.0), False)
 
-    monkeypatch.setattr(tune_gpudirect, "_tried", hold)
+    monkeypatch.setattr(gpudirect, "_tried", hold)
     found = try_gpudirect(str(tmp_path), TRIAL_BYTES, SETTINGS)
     assert found == Trial("", 2.0, 3.0, "calls", "it was ended")
     assert tried == [("calls", "batch"), ("calls",)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fastpersist.cli.tune_search import (
+from fastpersist.cli.tune.search import (
     DEFAULTS,
     Choice,
     Comparison,

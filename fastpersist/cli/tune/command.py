@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text, stopped_by_signals
 
 if TYPE_CHECKING:
-    from fastpersist.cli.tune_search import Choice, Comparison
-    from fastpersist.cli.tune_worker import Foreman
+    from fastpersist.cli.tune.search import Choice, Comparison
+    from fastpersist.cli.tune.worker import Foreman
     from fastpersist.transfer.gpudirect import Trial
 
 __all__ = ["add_parser", "run"]
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         StorageError: DIR takes no files, or the tuning file cannot be written.
     """
     from fastpersist.cli.bench.report import machine_facts
-    from fastpersist.cli.tune_file import tuning_text, write_tuning
+    from fastpersist.cli.tune.file import tuning_text, write_tuning
 
     directory = arguments.directory
     place = _place(arguments)
@@ -307,7 +307,7 @@ class _Found:
 
     def writers_verdict(self) -> str:
         """Say how many processes should write a file."""
-        from fastpersist.cli.tune_search import WRITER_COUNTS
+        from fastpersist.cli.tune.search import WRITER_COUNTS
 
         if self.writers is None or self.writer_count == WRITER_COUNTS[-1]:
             return f"writers {WRITER_COUNTS[-1]}, as by default, are the best that was found."
@@ -389,10 +389,10 @@ def _trial_as_json(trial: Trial) -> dict[str, Any]:
 
 
 def _tune(scratch: str, seconds: float, size_mib: int | None, tell: Callable[[str], None]) -> _Found:
-    from fastpersist.cli import tune_search
     from fastpersist.cli.bench.save_rows import usable_engines
-    from fastpersist.cli.tune_search import DEFAULTS, Choice, Race
-    from fastpersist.cli.tune_worker import Foreman
+    from fastpersist.cli.tune import search
+    from fastpersist.cli.tune.search import DEFAULTS, Choice, Race
+    from fastpersist.cli.tune.worker import Foreman
 
     with Foreman(scratch) as foreman:  # starts while the engines are probed
         usable = usable_engines(scratch, buffered=True)
@@ -406,18 +406,18 @@ def _tune(scratch: str, seconds: float, size_mib: int | None, tell: Callable[[st
             return foreman.save(choice.environment(), (choice.ring_bytes, choice.chunk_bytes))[0]
 
         race = Race(save, time.monotonic)
-        choices = tune_search.choices_for(usable, engine, ring_limit_bytes=size_bytes // 4)
+        choices = search.choices_for(usable, engine, ring_limit_bytes=size_bytes // 4)
 
         def tell_round(things: Sequence[Choice], repeat_count: int) -> None:
             foreman.keep({(choice.ring_bytes, choice.chunk_bytes) for choice in things})
             tell(f"{len(things) - 1} choices beside the defaults, {repeat_count} runs of each")
 
         deadline_s = started_s + _SEARCH_UNTIL * seconds
-        best, rounds = tune_search.search(race, choices, DEFAULTS, deadline_s, run_s[1], tell_round)
+        best, rounds = search.search(race, choices, DEFAULTS, deadline_s, run_s[1], tell_round)
         found = _Found(size_bytes, engine, rounds, race.failed)
         if best != DEFAULTS:
-            found.best = tune_search.simplify(race, best, 6, started_s + _SIMPLIFY_UNTIL * seconds)
-            found.comparison = tune_search.compare(
+            found.best = search.simplify(race, best, 6, started_s + _SIMPLIFY_UNTIL * seconds)
+            found.comparison = search.compare(
                 race,
                 DEFAULTS,
                 found.best,
@@ -443,8 +443,8 @@ def _tune(scratch: str, seconds: float, size_mib: int | None, tell: Callable[[st
 
 def _compare_loading(foreman: Foreman, choice: Choice, deadline_s: float) -> Comparison:
     """Find out what is good for saving does to loading. The file that is loaded is one more than is saved."""
-    from fastpersist.cli import tune_search
-    from fastpersist.cli.tune_search import DEFAULTS, Race
+    from fastpersist.cli.tune import search
+    from fastpersist.cli.tune.search import DEFAULTS, Race
 
     def load(choice: Choice) -> float:
         if choice.engine.endswith("-buffered"):
@@ -453,12 +453,12 @@ def _compare_loading(foreman: Foreman, choice: Choice, deadline_s: float) -> Com
 
     race = Race(load, time.monotonic)
     race.round([DEFAULTS, choice], 1, math.inf)  # the first one finds a process that has loaded nothing yet
-    return tune_search.compare(race, DEFAULTS, choice, deadline_s, pair_count_min=_PAIR_COUNTS[0], pair_count_max=11)
+    return search.compare(race, DEFAULTS, choice, deadline_s, pair_count_min=_PAIR_COUNTS[0], pair_count_max=11)
 
 
 def _try_gpudirect(scratch: str, size_bytes: int, choice: Choice) -> Trial:
     """Find out whether GPUDirect beats what was chosen."""
-    from fastpersist.cli import tune_gpudirect
+    from fastpersist.cli.tune import gpudirect
     from fastpersist.errors import NoSpaceError
     from fastpersist.transfer.gpudirect import Trial
 
@@ -467,13 +467,13 @@ def _try_gpudirect(scratch: str, size_bytes: int, choice: Choice) -> Trial:
         _require_room(scratch, trial_bytes)
     except NoSpaceError as error:
         return Trial(str(error))
-    return tune_gpudirect.try_gpudirect(scratch, trial_bytes, choice.settings())
+    return gpudirect.try_gpudirect(scratch, trial_bytes, choice.settings())
 
 
 def _compare_writers(foreman: Foreman, scratch: str, choice: Choice, found: _Found, deadline_s: float) -> None:
     """Find out how many processes should write one file."""
-    from fastpersist.cli import tune_search
-    from fastpersist.cli.tune_search import WRITER_COUNTS, Race
+    from fastpersist.cli.tune import search
+    from fastpersist.cli.tune.search import WRITER_COUNTS, Race
 
     if WRITER_COUNTS[-1] * choice.ring_bytes > _available_bytes() // 2:
         return
@@ -488,9 +488,9 @@ def _compare_writers(foreman: Foreman, scratch: str, choice: Choice, found: _Fou
     first = race.round([default, *WRITER_COUNTS[:-1]], 2, deadline_s)
     if default in first:
         found.writer_count = min(first, key=lambda count: statistics.median(first[count]))
-        found.writers = tune_search.Comparison(first[default], first[default])
+        found.writers = search.Comparison(first[default], first[default])
         if found.writer_count != default:
-            found.writers = tune_search.compare(
+            found.writers = search.compare(
                 race, default, found.writer_count, deadline_s, pair_count_min=_PAIR_COUNTS[0], pair_count_max=9
             )
     found.run_count += race.run_count
@@ -500,7 +500,7 @@ def _sized(
     foreman: Foreman, scratch: str, size_mib: int | None, seconds: float
 ) -> tuple[int, tuple[float, float], str]:
     """Have bytes ready to be saved; return how many, the seconds of a save and of all around it, and the engine."""
-    from fastpersist.cli.tune_search import DEFAULTS
+    from fastpersist.cli.tune.search import DEFAULTS
 
     most = min(shutil.disk_usage(scratch).free, _available_bytes()) // _DISK_SHARE
     size_bytes = max(_MIB, min(_SIZE_MIN_BYTES, most // _MIB * _MIB)) if size_mib is None else size_mib * _MIB

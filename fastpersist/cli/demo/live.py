@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from fastpersist.cli.demo_run import Run
+from fastpersist.cli.demo.run import Run
 from fastpersist.cli.terminal import size_text
 
 if TYPE_CHECKING:

@@ -65,7 +65,7 @@ class Foreman:
     def __init__(self, scratch: str) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FASTPERSIST_")}
         self._process = ChildProcess(
-            "from fastpersist.cli.tune_worker import main; main()",
+            "from fastpersist.cli.tune.worker import main; main()",
             scratch,
             environment=environment | {"FASTPERSIST_CONFIG": ""},
             title="the process that saves",

@@ -28,7 +28,7 @@ from fastpersist.transfer.pipeline import Extents, Pieces, Writer, read_extents
 
 __all__ = ["main", "try_gpudirect"]
 
-_PROGRAM = "from fastpersist.cli.tune_gpudirect import main; main()"
+_PROGRAM = "from fastpersist.cli.tune.gpudirect import main; main()"
 _LIMIT_S = 120.0  # starting CUDA and moving some GiB takes seconds
 
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from fastpersist.cli.demo_live import showing
-from fastpersist.cli.demo_run import Run, TrainerFailedError, run_trainer
+from fastpersist.cli.demo.live import showing
+from fastpersist.cli.demo.run import Run, TrainerFailedError, run_trainer
 from fastpersist.cli.terminal import EXIT_DAMAGED, EXIT_GOOD, printable, size_text
 
 __all__ = ["add_parser", "run"]
@@ -100,7 +100,7 @@ def _workplace(kept_in: str | None) -> Iterator[Path]:
 
 def _tell(arguments: argparse.Namespace, directory: Path) -> str:
     """Sections 1 to 5; returns what was proven, in one line."""
-    from fastpersist.cli.demo_gpt import GPT, sizes, stdlib_modules
+    from fastpersist.cli.demo.gpt import GPT, sizes, stdlib_modules
     from fastpersist.cli.info import filesystem_name
 
     parameter_count = sum(parameter.numel() for parameter in GPT(sizes(quick=arguments.quick)).parameters())
@@ -179,7 +179,7 @@ def _say_what_is_left(root: Path, killed: Run) -> list[Path]:
     import torch
 
     import fastpersist
-    from fastpersist.cli.demo_gpt import KEPT_COUNT
+    from fastpersist.cli.demo.gpt import KEPT_COUNT
 
     leftovers = sorted(path for path in root.iterdir() if ".pending-" in path.name)
     for leftover in leftovers:
@@ -234,7 +234,7 @@ def _compare(whole: Run, resumed: Run) -> str:
 def _check_last_checkpoint(arguments: argparse.Namespace, root: Path, whole: Run) -> None:
     """Load the last checkpoint into a fresh model, and compare."""
     import fastpersist
-    from fastpersist.cli.demo_gpt import Training, sizes
+    from fastpersist.cli.demo.gpt import Training, sizes
 
     training = Training(sizes(quick=arguments.quick))
     training.resume(fastpersist.Checkpointer(root))
@@ -250,7 +250,7 @@ def _cost_table(arguments: argparse.Namespace, directory: Path) -> Iterator[str]
     """Train with and without, in turns, which share whatever else the machine does; yields the lines to print."""
     from tabulate import tabulate
 
-    from fastpersist.cli.demo_gpt import TURN_COUNT, WAYS
+    from fastpersist.cli.demo.gpt import TURN_COUNT, WAYS
 
     other = directory / "turns"
     other.mkdir()
@@ -279,8 +279,8 @@ def _cost_table(arguments: argparse.Namespace, directory: Path) -> Iterator[str]
 
 
 def _show_times(directory: Path, *, quick: bool) -> None:
-    from fastpersist.cli import demo_times
+    from fastpersist.cli.demo import times
 
     _say("\n6. Save and load times")
-    for line in demo_times.measure(directory, quick=quick):
+    for line in times.measure(directory, quick=quick):
         _say(line)

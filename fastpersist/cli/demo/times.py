@@ -23,7 +23,7 @@ from tabulate import tabulate
 
 import fastpersist
 from fastpersist import _native
-from fastpersist.cli.demo_gpt import GPT, Sizes
+from fastpersist.cli.demo.gpt import GPT, Sizes
 from fastpersist.cli.terminal import size_text
 from fastpersist.commit.filesystem import filesystem
 

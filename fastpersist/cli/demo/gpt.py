@@ -1,6 +1,6 @@
 """The trainer of `fastpersist demo`: a small GPT that learns to write Python, with a checkpoint after every step.
 
-`python -m fastpersist.cli.demo_gpt` is one run of it, in a process of its own, because the demo kills one. Two runs of
+`python -m fastpersist.cli.demo.gpt` is one run of it, in a process of its own, because the demo kills one. Two runs of
 the same steps give the same bits, so whoever resumes must find *all* of the state: parameters, AdamW's moments, step,
 place in the text, and the generator that dropout draws from. What happens is told line by line on standard output, as
 JSON; `demo_run` reads it.
@@ -162,7 +162,7 @@ class Training:
 
 def main() -> int:
     """Train up to a step and tell on standard output, one JSON object a line, what happens."""
-    parser = argparse.ArgumentParser(prog="python -m fastpersist.cli.demo_gpt", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fastpersist.cli.demo.gpt", description=main.__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--save-with", choices=(*WAYS, "turns"), required=True, help="turns: each of them, in turn")

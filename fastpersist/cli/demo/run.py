@@ -104,7 +104,7 @@ def run_trainer(
     Raises:
         TrainerFailedError: It ended on its own account, before it was through.
     """
-    command = [sys.executable, "-m", "fastpersist.cli.demo_gpt", str(directory)]
+    command = [sys.executable, "-m", "fastpersist.cli.demo.gpt", str(directory)]
     command += ["--steps", str(step_count), "--save-with", save_with]
     command += ["--quick"] * quick + ["--resume"] * resume
     # Not before step 3: two saves may be unfinished, so by then at least one is committed.
