@@ -9,10 +9,10 @@ and with one rank that saves without a group. memory: the same on tmpfs, where n
 uses several cores, so ranks are kept on one core each, too. Beside them: bare pwrite of as many processes into one
 fresh file there, which the kernel lets in one after the other, and into one each; the writer with its null engine,
 which is all of a save but the kernel; and memcpy of as many to memory that was touched before. bytes: what each rank
-writes. load: one file loaded by all ranks, in each of the ways that fastpersist/distributed/shared_reader.py knows, and in the
-one it chooses ("auto"), with the file out of the page cache and in it. coordination: saves of 4 KiB on tmpfs by real
-ranks, where agreement is most of the work; and many simulated ranks, who say to a real rank 0 what real ones say about
-a state of 300 tensors. They are in one process and take turns, so the times at 512 are mostly its own.
+writes. load: one file loaded by all ranks, in each of the ways that fastpersist/distributed/shared_reader.py knows,
+and in the one it chooses ("auto"), with the file out of the page cache and in it. coordination: saves of 4 KiB on
+tmpfs by real ranks, where agreement is most of the work; and many simulated ranks, who say to a real rank 0 what real
+ones say about a state of 300 tensors. They are in one process and take turns, so the times at 512 are mostly its own.
 
 One disk and two cores show that several writers do no harm, not what several disks would gain.
 """

@@ -10,7 +10,7 @@ except ImportError as error:
         "`make setup`, which builds it, and use .venv/bin/python; else reinstall the package"
     ) from error
 
-from fastpersist.api import SaveReport, inspect, load, save, save_async, verify
+from fastpersist.api import SaveReport, inspect, load, load_into, save, save_async, verify
 from fastpersist.checkpointer.checkpointer import Checkpointer
 from fastpersist.distributed.directory_save import DirectorySave
 from fastpersist.distributed.group_directory import PeerDirectorySave, directory_save_together
@@ -34,17 +34,17 @@ from fastpersist.errors import (
     UnsavableTensorError,
     UnsupportedError,
 )
-
-# isort: split - it uses the names above; mypy knows integrations/ by another name
-from fastpersist.integrations.torch_save import install, installed, uninstall  # type: ignore[import-not-found]
 from fastpersist.loading.directory_inspection import require_replaceable
 from fastpersist.loading.file_inspection import Damage, Manifest, TensorEntry, VerifyReport
-from fastpersist.loading_into import load_into
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.transfer.engine_selection import EngineProbe, engines, require_engine
 from fastpersist.transfer.pending_io import PendingIO
 from fastpersist.transfer.tensor_file import TensorFile
 from fastpersist.transfer.tensor_memory import byte_view, locked_tensor
+
+# isort: split
+# It uses the names above; mypy knows integrations/ by another name.
+from fastpersist.integrations.torch_save import install, installed, uninstall  # type: ignore[import-not-found]
 
 __version__ = "0.1.0"
 

@@ -34,6 +34,8 @@ from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
 from fastpersist.loading import directory_inspection, file_inspection
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.file_inspection import Manifest, VerifyReport
+from fastpersist.loading.fill_tensors import IncompatibleKeys, fill_target, misfit
+from fastpersist.loading.restore import restore_whole
 from fastpersist.loading.unpickle import MapLocation, load_checkpoint
 from fastpersist.saving.capture import Capture
 from fastpersist.saving.containers import SaveReport, container_for, is_safetensors, padded_bytes, write_container
@@ -42,16 +44,15 @@ from fastpersist.saving.pacing import Spread
 from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_of_file
 from fastpersist.transfer.arena import Arena
-from fastpersist.transfer.engine_selection import require_engine
+from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine, require_engine
 from fastpersist.transfer.pipeline import Poll
 from fastpersist.transfer.progress import progress_bar
-from fastpersist.transfer.stock import stock_load, stock_save
-from fastpersist.transfer.torch_boundary import untraced
+from fastpersist.transfer.torch_boundary import stock_load, stock_save, untraced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["SaveReport", "inspect", "load", "save", "save_async", "verify"]
+__all__ = ["SaveReport", "inspect", "load", "load_into", "save", "save_async", "verify"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -523,6 +524,70 @@ def load(
                 poll=poll,
                 read=read,
             )
+
+
+@untraced
+def load_into(
+    path: str | os.PathLike[str],
+    target: object,
+    *,
+    strict: bool = True,
+    verify: bool = False,
+    engine: str = "auto",
+    process_group: ProcessGroup | None = None,
+) -> IncompatibleKeys:
+    """Fill existing tensors from a file, in place, without a second copy of the state.
+
+    Everything is checked first: names, shapes, dtypes and the structure of the file. If anything is wrong, nothing has
+    been changed. Values are converted where dtypes differ, as load_state_dict does.
+
+    Args:
+        path: A file written by fastpersist, torch.save or safetensors.
+        target: A Module, filled as its load_state_dict would be from the state_dict in the file; a tensor; an
+            optimizer, bare or wrapped (`.optimizer`), or any object with load_state_dict; or dicts, lists and tuples,
+            nested, of these, with the structure of the object in the file. Plain values (numbers, text, None …) in a
+            dict or a list are set to the file's; a dict beside them, or beside an optimizer, gets those that it lacks.
+        strict: Demand that both sides have the same names. Without it, what is only on one side is passed over;
+            shapes must still agree, and optimizers fit.
+        verify: Check the CRCs of the whole file before the first byte of the target changes. The file is read twice.
+        engine: "auto", or an engine's name, which then never falls back.
+        process_group: All its ranks call this with the same file, each with its own target, and share the reading; as
+            in `load`, it returns on all of them or raises on all. What one finds wrong changes no target of any.
+
+    Returns:
+        The names that were passed over, as Module.load_state_dict does: `missing_keys` and `unexpected_keys`.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file.
+        ConfigError: Names, shapes or the class of an optimizer do not agree, or the target has what cannot be filled;
+            the message lists it by its name in the target. Nothing was changed, unless a load_state_dict refused its
+            entry: then the message says what is *partly overwritten*.
+        FormatError, ChecksumError, UnsupportedError: As in load; nothing was changed.
+        StorageError: An error of the disk. If the message says *partly overwritten*, the tensors it lists have
+            unknown contents: load again, or from another checkpoint.
+        PeerError: With a process group: another rank failed, or is gone. *Partly overwritten* as above; without
+            these words the target is either as it was or, if that rank failed last, filled.
+        CoordinationError: The ranks were given different files.
+
+    Thread safety: any thread; nobody else may use the target's tensors meanwhile.
+    """
+    name = local_path(path)
+    with reader_for(process_group, name) as read, CheckpointSource(name) as source:
+        if _is_tensors_only(target):
+            return fill_target(source, target, strict=strict, verify=verify, engine=engine, read=read)
+        if source.kind == "safetensors":
+            raise misfit(source.path, ["it holds tensors only; the target holds more than tensors and Modules"])
+        for one in engine_ladder(engine, source.fd, for_reading=True):
+            refuse_null_engine(one)
+        return restore_whole(source, target, strict=strict, verify=verify, engine=engine, read=read)
+
+
+def _is_tensors_only(target: object) -> bool:
+    if isinstance(target, Mapping):
+        return all(map(_is_tensors_only, target.values()))
+    if isinstance(target, (list, tuple)):
+        return all(map(_is_tensors_only, target))
+    return isinstance(target, (torch.Tensor, torch.nn.Module))
 
 
 def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> VerifyReport:

@@ -1,6 +1,6 @@
 // What a file allows: the alignment that direct I/O needs, and space for all of it before a byte is written; and the
-// two renames that Python does not have. Opening, naming, truncating and syncing belong to fastpersist/commit/filesystem.py,
-// which owns the descriptor.
+// two renames that Python does not have. Opening, naming, truncating and syncing belong to
+// fastpersist/commit/filesystem.py, which owns the descriptor.
 #pragma once
 
 #include <cstdint>

@@ -10,7 +10,7 @@ rank.
 
 A step is committed when its directory has a manifest that can be read and every file that the manifest names, at its
 length; nothing else is trusted. How a directory becomes visible: `directory_commit`. How its bytes are captured:
-`capture`. Which steps go: `retention`. How they come back: `resuming`.
+`capture`. Which steps go: `retention`. How they come back: `restore`.
 """
 
 from __future__ import annotations

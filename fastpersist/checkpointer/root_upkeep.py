@@ -1,6 +1,6 @@
 """What a root is told of its steps: the number of the next one, LATEST when one is durable, and which of them go.
 
-Which steps are kept no longer is `retention`'s decision, how a directory is removed `directory_removal`'s. A failure of
+Which steps are kept no longer is `retention`'s decision, how a directory is removed `removal`'s. A failure of
 what is done beside a save costs no step.
 """
 
@@ -96,7 +96,7 @@ class RootUpkeep:
         Args:
             step: Which.
             metrics: Of that step.
-            among: The steps that count, if not all of them do: a root that holds parts of steps (`stores`) may hold
+            among: The steps that count, if not all of them do: a root that holds parts of steps (`node_local`) may hold
                 some of steps that were never committed.
 
         Returns:

@@ -1,7 +1,7 @@
 """A step of a root → its state: which step, what else of it belongs to this rank, and what several ranks do alike.
 
 One process goes back to an older step by itself when the newest is damaged. Several ranks must not choose on their own:
-the first one chooses, all try, and what fails on one has failed on all. How a file is read is `resuming`'s affair.
+the first one chooses, all try, and what fails on one has failed on all. How a file is read is `restore`'s affair.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastpersist.arguments import require_bools
 from fastpersist.checkpointer.retention import RetentionPolicy, best_steps
 from fastpersist.commit.commit_order import Commit, commit_of, in_commit_order, read_commits
 from fastpersist.commit.locks import HeldDirectory
-from fastpersist.commit.step_listing import committed_steps, open_file, read_committed
+from fastpersist.commit.step_listing import committed_steps, read_committed
 from fastpersist.distributed.common_steps import hearing_all
 from fastpersist.distributed.node_local.split_step import StepParts, refuse_alone
 from fastpersist.distributed.shared_reader import SharedReader, reader_for
@@ -41,7 +41,7 @@ from fastpersist.formats.manifest import (
     writer_of,
 )
 from fastpersist.formats.split_manifest import PartsRecord
-from fastpersist.loading.checkpoint_file import CheckpointSource
+from fastpersist.loading.checkpoint_file import CheckpointSource, open_file
 from fastpersist.loading.part_files import read_record
 from fastpersist.loading.restore import load_state
 from fastpersist.loading.unpickle import MapLocation

@@ -1,1 +1,1 @@
-"""Names on disk: temporary, durable, visible; for a file and for a directory. Locks, removal, and the listing of steps."""
+"""Names on disk: temporary, durable, visible; of files and of directories. Locks, removal, the listing of steps."""

@@ -1,6 +1,6 @@
 """What is committed below a root: directories of steps whose manifest can be read and whose files are all there.
 
-Reads names, manifests and lengths, nothing else; what is inside the files `source` and `inspection` prove.
+Reads names, manifests and lengths, nothing else; what is inside the files `loading` proves.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from fastpersist.formats.manifest import (
     step_of,
     writer_of,
 )
-from fastpersist.loading.checkpoint_file import CheckpointSource
 
-__all__ = ["candidate_steps", "check_files", "committed_steps", "open_file", "read_committed", "read_manifest"]
+__all__ = ["candidate_steps", "check_files", "committed_steps", "read_committed", "read_manifest"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -93,24 +92,6 @@ def read_committed(root: str, step: int, read: Callable[[HeldDirectory, Checkpoi
                     raise
                 # It was replaced, and without file locks what is read is removed; or it is damaged, and now gone.
     raise StorageError(None, f"step {step} in {root} was replaced again and again while it was read", root)
-
-
-def open_file(held: HeldDirectory, name: str) -> CheckpointSource:
-    """Open a file of a checkpoint directory that is held; its errors name the path that it had.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
-        FormatError: It is no regular file.
-        StorageError: It cannot be read.
-    """
-    path = os.path.join(held.path, name)
-    try:
-        fd = open_regular(os.path.join(held.place, name))
-    except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint at {path}", path) from None
-        raise
-    return CheckpointSource(path, fd)
 
 
 def read_manifest(path: str) -> CheckpointManifest:

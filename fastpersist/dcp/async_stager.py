@@ -1,8 +1,8 @@
 """What our storage writers share for dcp.async_save: the state is captured where it is, and torch's thread writes it.
 
 torch calls a storage writer that is an AsyncStager for the state that its thread then plans and writes. Ours gives back
-the same tensors, captured (`capturing`): stable ones stay where they are, and the optimizer's next step waits for what
-is not written by then. However that save ends, no step waits for it any longer than its thread lives.
+the same tensors, captured (`dcp.capture`): stable ones stay where they are, and the optimizer's next step waits for
+what is not written by then. However that save ends, no step waits for it any longer than its thread lives.
 
 What is written, and where to, is the storage writers' own affair.
 """

@@ -1,8 +1,9 @@
 """The tensors of a state dict that this rank holds, captured before it is known which of them this rank will write.
 
 Who writes what is planned by all ranks together, which takes a while, and training does not wait for it. So all that
-is held here is captured as `capture` does it: what an optimizer owns stays where it is until its step, what may change
-at once is copied. When the plan is there, `settle` drops what others write, and `writing` takes the rest from here.
+is held here is captured as `saving.capture` does it: what an optimizer owns stays where it is until its step, what may
+change at once is copied. When the plan is there, `settle` drops what others write, and `part_writing` takes the rest
+from here.
 """
 
 from __future__ import annotations

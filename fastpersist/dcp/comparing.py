@@ -2,7 +2,7 @@
 
 Where it plans, each rank takes samples of what others may hold, too, as far as it can know that: tensors that would be
 cut, those in the state_dict of an optimizer, and chunks of DTensors, but where each of all ranks has its own. What a
-sample is, and what is never compared, `sampling` says; `agreeing` does the same over connections of our own.
+sample is, and what is never compared, `sampling` says; `plan_agreement` does the same over connections of our own.
 
 A plan with samples is a SavePlan to everybody else. They are taken off before DCP makes the plan of all ranks, so what
 it keeps and writes is what it would be without them.

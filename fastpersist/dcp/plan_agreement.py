@@ -10,7 +10,7 @@ DCP's planners do the planning; here is what dcp.save does around them, on the w
     others → first   done    where each item lies in this rank's part, how long that is, and what else it has written
 
 `hello`, `go` and `done` are JSON (the places behind it, packed). Plans are pickles, which are read as those in files
-are: nothing that they name is run (`unpickling`).
+are: nothing that they name is run (`metadata_pickle`).
 """
 
 from __future__ import annotations

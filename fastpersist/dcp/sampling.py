@@ -2,8 +2,8 @@
 
 One name on several ranks stands for one tensor, of which one rank's bytes are written, or some rows of each. Where two
 tensors have got one name (stages of a pipeline whose optimizers number their parameters), one of them would be lost,
-or both be mixed. So sums of samples are compared (`agreeing`; in torch's own saves `comparing`) of what ranks have to
-hold alike:
+or both be mixed. So sums of samples are compared (`plan_agreement`; in torch's own saves `comparing`) of what ranks
+have to hold alike:
 
 - shards of DTensors and ShardedTensors, but for partial sums;
 - plain tensors that an optimizer owns, or that lie in its state_dict, but for single numbers: how often a parameter
@@ -31,7 +31,7 @@ from fastpersist.saving.ownership import Ownership
 __all__ = ["CUT_TENSOR_BYTES_MIN", "GetSums", "sample", "sample_each"]
 
 CUT_TENSOR_BYTES_MIN = 2 << 20
-"""Of a tensor that is cut, if several ranks hold it (`planning`)."""
+"""Of a tensor that is cut, if several ranks hold it (`save_planner`)."""
 
 _WINDOW_COUNT = 4
 _WINDOW_BYTES = 64

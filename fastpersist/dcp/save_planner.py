@@ -121,7 +121,7 @@ class StepSavePlanner(FastPersistSavePlanner):
     """Plans the save of a step, which is loaded without knowing what there was.
 
     So sparse, quantized and nested tensors are saved as objects: what DCP notes of tensors does not say how to make
-    these. What ranks hold alike is compared by `agreeing`.
+    these. What ranks hold alike is compared by `plan_agreement`.
     """
 
     _compares = False

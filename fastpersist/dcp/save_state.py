@@ -1,7 +1,8 @@
 """Sharded state as files of a directory that is saved while training goes on: a guest of `DirectorySave`.
 
-Each rank captures the tensors that it holds. On the writing thread the ranks plan who writes what (`agreeing`), each
-writes its part (`writing`), and the first one adds DCP's `.metadata`, so that any reader of DCP finds its way.
+Each rank captures the tensors that it holds. On the writing thread the ranks plan who writes what (`plan_agreement`),
+each writes its part (`part_writing`), and the first one adds DCP's `.metadata`, so that any reader of DCP finds its
+way.
 """
 
 from __future__ import annotations

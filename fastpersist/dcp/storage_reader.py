@@ -1,6 +1,7 @@
 """The StorageReader of torch.distributed.checkpoint that reads our files and DCP's own; what `dcp.load` calls.
 
-What each rank wants is the planner's business, how it is found in a part file and brought to its place `reading`'s.
+What each rank wants is the planner's business, how it is found in a part file and brought to its place
+`part_reading`'s.
 """
 
 from __future__ import annotations

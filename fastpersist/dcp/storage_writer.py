@@ -1,7 +1,7 @@
 """The StorageWriter of torch.distributed.checkpoint that writes our files; what `dcp.save` calls, in which order.
 
-DCP makes the ranks agree; who writes which tensors is the planner's business (`planning`), what is in a part file
-`writing`'s.
+DCP makes the ranks agree; who writes which tensors is the planner's business (`save_planner`), what is in a part file
+`part_writing`'s.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which saved tensor goes to which tensor of a target, on this rank, and whatever keeps the two from fitting.
 
-The counterpart of `fitting` for sharded state. What is saved is a tree of names, with global shapes; a target may hold
-a shard of each. Reads no file and changes nothing: what it finds is a `Fit`, tensors to be filled and steps to be taken
-then. State that an optimizer does not have yet gets memory here, sharded as its parameter is.
+The counterpart of `loading.target_plan` for sharded state. What is saved is a tree of names, with global shapes; a
+target may hold a shard of each. Reads no file and changes nothing: what it finds is a `Fit`, tensors to be filled and
+steps to be taken then. State that an optimizer does not have yet gets memory here, sharded as its parameter is.
 """
 
 from __future__ import annotations

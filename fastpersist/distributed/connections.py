@@ -63,7 +63,7 @@ __all__ = [
 _log = logging.getLogger("fastpersist")
 
 PROTOCOL = 4
-"""What the ranks say to each other, here and in `session`, `sharing` and `own_files`; all must speak the same."""
+"""What the ranks say to each other, here and in `sessions`, `shared_file` and `rank_files`; all must speak the same."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 TOKEN_BYTES = 32
 

@@ -6,7 +6,7 @@ looking at `Session.poll`.
 
 What is said belongs to a *session*, one for each save. All ranks begin their sessions in the same order, on the
 thread that calls save(), so a number is enough to tell which. They may be at different ones: what comes of a session
-that this rank has not begun is kept, what comes of one that is over is dropped. What can be said in one is `session`'s
+that this rank has not begun is kept, what comes of one that is over is dropped. What can be said in one is `sessions`'s
 affair.
 
 A rank that fails tells rank 0, which tells all others. Who hears of a failure answers that it knows: what is not

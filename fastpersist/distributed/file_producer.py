@@ -1,7 +1,7 @@
 """What is agreed between a save of a directory and guests: those who write files of their own into it, their own way.
 
-The save (`directory_save`, on other ranks than the first `peer_save`) owns the directory, the writing thread, the gate
-and the errors. A guest owns what its files hold, and what the ranks say to each other about them.
+The save (`directory_save`, on other ranks than the first `follower_save`) owns the directory, the writing thread, the
+gate and the errors. A guest owns what its files hold, and what the ranks say to each other about them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank writes of a file that is not the first one; `sharing` says what the ranks do and tell each other."""
+"""What a rank writes of a file that is not the first one; `shared_file` says what the ranks do and tell each other."""
 
 from __future__ import annotations
 

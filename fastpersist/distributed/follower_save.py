@@ -1,7 +1,7 @@
 """What a rank that is not the first does of a save: its shards of the first rank's files, and files of its own.
 
 The counterpart of `api.save_async` and of `DirectorySave`, which the first rank runs meanwhile: files that all share
-come in the same order there, those of one rank in between, as each likes (`own_files`). Here nothing is made visible:
+come in the same order there, those of one rank in between, as each likes (`rank_files`). Here nothing is made visible:
 the first rank does that for all, and says how it ended.
 """
 

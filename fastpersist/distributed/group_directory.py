@@ -2,7 +2,7 @@
 
 The first rank has an ordinary DirectorySave. The others have its counterpart here, with the same methods: what they
 save is their replicas of the same files, of which each writes its part. What is one rank's alone, that rank writes, at
-the same time as the others write theirs: `own_files`.
+the same time as the others write theirs: `rank_files`.
 """
 
 from __future__ import annotations

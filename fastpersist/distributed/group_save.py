@@ -1,7 +1,7 @@
 """`fp.save` by several ranks: all of them write one file, the first one publishes it.
 
-The file is planned and written by `sharing`, made visible by `commit`, what the ranks say to each other goes through
-`coordination`. The ranks of a process group meet once, at its first save.
+The file is planned and written by `shared_file`, made visible by `file_commit`, what the ranks say to each other goes
+through `coordination`. The ranks of a process group meet once, at its first save.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def together_with(
         process_group: With whom.
         path: What is saved; its last part is the same on all ranks.
         writers: The ranks that write.
-        check_replicas: See `sharing.Together`.
-        confirms: See `sharing.Together`.
+        check_replicas: See `shared_file.Together`.
+        confirms: See `shared_file.Together`.
 
     Yields:
         With whom; None without a group, and with a group of one rank.

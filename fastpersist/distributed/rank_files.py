@@ -3,7 +3,7 @@
 The directory is the first rank's, hidden until everything in it is durable. So the others need its place, and the first
 one needs to know what they have written there:
 
-1. The first rank *offers* the place as soon as it has made the directory (`session`). Who has a file of its own asks,
+1. The first rank *offers* the place as soon as it has made the directory (`sessions`). Who has a file of its own asks,
    on the thread that writes; the first rank answers whenever it creates, writes or waits. Right before a file of its
    own it tells the others without being asked: they have such files, too. Where nobody has any, nothing is said.
 2. Each rank creates its files there, writes and syncs them, in the order in which it saves them, whatever the others
@@ -16,9 +16,9 @@ one needs to know what they have written there:
 When a rank fails, is gone or stays silent, the session fails: all ranks learn which one it was, while they write, wait
 or publish. Each removes what it has made; nothing was visible. No training thread waits for another rank in any of it.
 
-In a Checkpointer's step the ranks need not share a file system (`stores`). Where a rank writes is known there when the
-state is planned, with *go* (`sharing`, `sharded.agreeing`); its own file is written right behind that, beside what the
-others write, and told with *done*. So such a step takes no message more than one without.
+In a Checkpointer's step the ranks need not share a file system (`node_local`). Where a rank writes is known there when
+the state is planned, with *go* (`shared_file`, `dcp.plan_agreement`); its own file is written right behind that, beside
+what the others write, and told with *done*. So such a step takes no message more than one without.
 """
 
 from __future__ import annotations

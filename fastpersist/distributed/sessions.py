@@ -8,7 +8,7 @@ In a session,
 These have an order, and both sides are in it at the same time. One thing the first rank *offers* beside that order:
 another rank that needs it calls offered(), which asks for it, and the first one answers whenever it looks at its
 connections, so also while it writes. A save in which nobody asks costs no message for it. What the messages mean is
-`sharing`'s affair, what is offered `own_files`'.
+`shared_file`'s affair, what is offered `rank_files`'.
 
 A rank that fails tells rank 0, which tells all others at once who it was: their next call raises `PeerError`.
 """

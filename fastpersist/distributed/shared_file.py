@@ -15,11 +15,11 @@ What the ranks say to each other about one file, as JSON (CRCs behind it), in a 
                             others tell a sum of each cut source, so that the error can name those that differ
     others → first   done   the CRC of each range that was written, when it is durable, and what else there is to say
 
-Ranks that share no file system (`stores`) write the same ranges, each to a part of its own: a file in which they lie
-one right behind the other. The first rank's part is all the rest. Who does so is found out between *plan* and *go*.
+Ranks that share no file system (`node_local`) write the same ranges, each to a part of its own: a file in which they
+lie one right behind the other. The first rank's part is all the rest. Who does so is found out between *plan* and *go*.
 
-Names, durability and visibility are the first rank's `commit` or `directory_save`; what the other ranks do around this
-is `peer_save`.
+Names, durability and visibility are the first rank's `file_commit` or `directory_save`; what the other ranks do around
+this is `follower_save`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Share:
 
     Attributes:
         ranges: What this rank writes of the container's sources.
-        sources: The same as `saving.Source`s.
+        sources: The same as `containers.Source`s.
         tensors: For each of them the tensors by which the object holds its storage.
     """
 

@@ -32,7 +32,7 @@ Reading ahead costs processor time. While other programs kept both cores busy, a
 fast as to one. all_gather_into_tensor took twice as long as broadcasts. Not measured: several nodes, where a shared
 file system gives each byte to one rank, and the network carries it to the others.
 
-Files, formats and objects are the loads' own affair (`loading`, `filling`, `resuming`).
+Files, formats and objects are the loads' own affair (`unpickle`, `fill_tensors`, `restore`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Said:
         any_engine: The engine is ours to choose.
         sample: With "compare", a digest of samples of the file.
         crcs: With "shared", the CRC of each part that this rank has read.
-        told: What else there is to say, of a stage of somebody else's (`parts_exchange`).
+        told: What else there is to say, of a stage of somebody else's (`exchange`).
         error_text: With "failed", class and message of the error.
         error: With "failed", what the error can be rebuilt from, if it is one of ours.
     """
@@ -158,7 +158,7 @@ class SharedReader:
     Attributes:
         first_failure: After a failure that all have heard of: the lowest rank that failed, and its error if it is one
             of ours, else None. The same on all ranks, so they can decide alike what to do next.
-        serve: Given what each rank wants, hands out what only this one can read (`parts_exchange`).
+        serve: Given what each rank wants, hands out what only this one can read (`exchange`).
         stack: Closed when all ranks are through.
 
     Raises:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import BinaryIO
 
-from fastpersist.commit.filesystem import storage_errors
+from fastpersist.commit.filesystem import open_regular, storage_errors
+from fastpersist.commit.locks import HeldDirectory
 from fastpersist.errors import CheckpointNotFoundError, FastPersistError, FormatError, StorageError, UnsupportedError
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
@@ -34,7 +35,7 @@ from fastpersist.formats.pickle_scan import (
 from fastpersist.formats.split_manifest import PARTS_NAME
 from fastpersist.transfer.pipeline import read_exactly
 
-__all__ = ["CheckpointSource"]
+__all__ = ["CheckpointSource", "open_file"]
 
 _SNIFF_BYTES = 9
 _PICKLE_LIMIT_BYTES = 1 << 30
@@ -369,3 +370,21 @@ class SkippingFile(io.RawIOBase):
             buffer[:size_bytes] = self._source.read_at(self._position, size_bytes)
         self._position += size_bytes
         return size_bytes
+
+
+def open_file(held: HeldDirectory, name: str) -> CheckpointSource:
+    """Open a file of a checkpoint directory that is held; its errors name the path that it had.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        FormatError: It is no regular file.
+        StorageError: It cannot be read.
+    """
+    path = os.path.join(held.path, name)
+    try:
+        fd = open_regular(os.path.join(held.place, name))
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint at {path}", path) from None
+        raise
+    return CheckpointSource(path, fd)

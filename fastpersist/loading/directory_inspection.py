@@ -21,7 +21,7 @@ from typing import TypeAlias
 from fastpersist.commit.directory_commit import committed_path, files_in, hold_for_reading
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.commit.locks import HeldDirectory
-from fastpersist.commit.step_listing import open_file, read_manifest
+from fastpersist.commit.step_listing import read_manifest
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -37,6 +37,7 @@ from fastpersist.formats.manifest import (
     FileEntry,
     step_of,
 )
+from fastpersist.loading.checkpoint_file import open_file
 from fastpersist.loading.file_inspection import Damage, Manifest, VerifyReport, inspect_source, verify_source
 from fastpersist.loading.part_files import read_record
 from fastpersist.transfer.pipeline import Extents, Poll, read_extents

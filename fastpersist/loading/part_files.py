@@ -1,6 +1,6 @@
 """The directories that stores hold of one save, and the parts in them: read, compared, and found to be whole or not.
 
-What a record says is formats/parts.py's. What is done with the bytes (`merging`, `parts_exchange`) comes on top.
+What a record says is formats/parts.py's. What is done with the bytes (`merge`, `exchange`) comes on top.
 """
 
 from __future__ import annotations

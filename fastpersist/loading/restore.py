@@ -123,7 +123,7 @@ class _Whole:
 def restore_whole(
     source: CheckpointSource, target: object, *, strict: bool, verify: bool, engine: str, read: Read
 ) -> IncompatibleKeys:
-    """Restore a target of any kind from all that a torch zip holds; see `loading_into.load_into`."""
+    """Restore a target of any kind from all that a torch zip holds; see `api.load_into`."""
     options = _Options(_Whole(target, strict), None, None, verify, True, engine, read)
     _prove(source)
     ready = _ready(source, options)

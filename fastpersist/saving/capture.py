@@ -16,8 +16,8 @@ object holds a stable storage, and compared when the gate is passed, or before t
 A change in between means that the bytes may be torn: the save fails, nothing is published, and the storage is volatile
 from then on. What no counter sees (`.data`, a kernel of somebody's own) `paranoid` looks for, by re-reading samples.
 
-Who owns which storage: `owners`. Where copies go: `arena`. Who copies: csrc/transfer/snapshot. Which save is written
-when: `background`.
+Who owns which storage: `ownership`. Where copies go: `arena`. Who copies: csrc/transfer/snapshot. Which save is written
+when: `pending_save`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SAMPLE_BYTES = 64
 
 
 class Sources(Protocol):
-    """What is captured of a file: `saving.Container` without the writing."""
+    """What is captured of a file: `containers.Container` without the writing."""
 
     @property
     def sources(self) -> Sequence[_Source]:

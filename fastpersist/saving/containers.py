@@ -1,7 +1,7 @@
 """Object → the bytes of a file, in the order they are written. Each container knows its size before a byte moves.
 
 A container plans (pickle or header, storages, places) when it is made, and says which bytes lie where;
-`write_container` writes them through a `pipeline.Writer`. Names, durability and visibility are left to `commit`,
+`write_container` writes them through a `pipeline.Writer`. Names, durability and visibility are left to `file_commit`,
 encoding to `formats`.
 """
 

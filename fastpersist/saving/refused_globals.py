@@ -16,7 +16,7 @@ from fastpersist.errors import FastPersistError
 from fastpersist.formats.pickle_scan import scan_pickle
 from fastpersist.saving.containers import Container, TorchZipContainer
 from fastpersist.saving.skeleton import pickle_skeleton, reduced_types
-from fastpersist.transfer.stock import not_allowed_globals
+from fastpersist.transfer.torch_boundary import not_allowed_globals
 
 __all__ = ["warn_caller", "warn_of_file", "warn_of_globals"]
 

@@ -25,7 +25,7 @@ import torch
 from fastpersist import _native
 from fastpersist.errors import UnsavableTensorError
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
-from fastpersist.transfer.stock import no_tag
+from fastpersist.transfer.torch_boundary import no_tag
 
 __all__ = ["PICKLE_PROTOCOL", "ZERO_TENSOR", "Skeleton", "pickle_skeleton", "reduced_types"]
 

@@ -1,8 +1,8 @@
 """Which engine moves a file's bytes, and why not the others: probes, the ladder of "auto", and what is said of it.
 
 Here nothing is transferred but the blocks of a probe. What moves the bytes, and steps down the ladder in the middle of
-a file, is the native side, which `pipeline` feeds; whether GPUDirect is real, `cufile` finds out; what the environment
-and a tuning file wish for, `config` reads.
+a file, is the native side, which `pipeline` feeds; whether GPUDirect is real, `gpudirect` finds out; what the
+environment and a tuning file wish for, `config` reads.
 """
 
 from __future__ import annotations

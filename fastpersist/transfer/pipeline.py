@@ -1,8 +1,8 @@
 """The Python face of the native writer and reader: open them, feed them, say which engine ran.
 
 Tensor memory crosses into the native module as address and length; the objects here keep the tensors alive for as long
-as the native side may look. It copies from and to CUDA devices itself (`devices`); what is neither is copied in
-ring-sized pieces by torch, through hooks. Which engines there are to try is `engine_choice`'s.
+as the native side may look. It copies from and to CUDA devices itself (`cuda`); what is neither is copied in
+ring-sized pieces by torch, through hooks. Which engines there are to try is `engine_selection`'s.
 """
 
 from __future__ import annotations

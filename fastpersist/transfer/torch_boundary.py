@@ -1,14 +1,50 @@
-"""Functions that torch.compile leaves alone, as it does torch.save: what they do is no part of a graph."""
+"""Where torch begins: its own save and load as they were at our import, what its loads allow, its compiler kept out.
+
+`fastpersist.install` puts ours in place of torch's save and load; what we leave to torch goes to these, never to
+ourselves.
+"""
 
 from __future__ import annotations
 
+import _compat_pickle
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["untraced"]
+__all__ = ["no_tag", "not_allowed_globals", "stock_load", "stock_save", "untraced"]
+
+stock_save = torch.save
+stock_load = torch.load
+
+
+def no_tag(storage: object) -> None:
+    """Tag no storage: what a load registers with `register_package`, where a function that tags is asked for."""
+
+
+def not_allowed_globals(global_names: tuple[str, ...]) -> list[str]:
+    """Return the globals that weights_only=True would not go past.
+
+    Only an early look: torch checks for itself when it unpickles.
+    """
+    unpickler = torch._weights_only_unpickler
+    allowed = {*unpickler._get_allowed_globals(), *unpickler._get_user_allowed_globals()}
+    return [
+        name
+        for name in global_names
+        if name not in allowed and "Storage" not in name and _python3_name(name) not in allowed
+    ]
+
+
+def _python3_name(name: str) -> str:
+    """Translate the Python 2 spelling that protocol 2 uses, such as __builtin__.set."""
+    module, _, attribute = name.rpartition(".")
+    module, attribute = _compat_pickle.NAME_MAPPING.get(
+        (module, attribute), (_compat_pickle.IMPORT_MAPPING.get(module, module), attribute)
+    )
+    return f"{module}.{attribute}"
+
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

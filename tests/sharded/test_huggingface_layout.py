@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from fastpersist.dcp.huggingface import layout
+from fastpersist.dcp.huggingface import layout as huggingface_layout
 from fastpersist.dcp.huggingface.layout import Place, in_file_order, plan_model, runs_of, without_duplicates
 
 
@@ -78,7 +78,7 @@ def test_chunks_that_several_ranks_plan_are_written_once_and_empty_ones_never() 
 def test_many_short_runs_go_through_the_first_rank(
     monkeypatch: pytest.MonkeyPatch, unit_bytes: int, gathered: set[str]
 ) -> None:
-    monkeypatch.setattr(layout, "_RUN_BYTES_MIN", 1000)
+    monkeypatch.setattr(huggingface_layout, "_RUN_BYTES_MIN", 1000)
     items = [
         chunk("rows", (10, 100), (0, 0), (10, 100)),
         chunk("few elements", (3,), (0,), (3,)),

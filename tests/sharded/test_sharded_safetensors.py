@@ -37,7 +37,9 @@ from torch.distributed.tensor import DTensor
 
 import fastpersist as fp
 from fastpersist.dcp import part_reading
-from fastpersist.dcp.huggingface import finishing, windows, writer, writing
+from fastpersist.dcp.huggingface import finishing, windows, writing
+from fastpersist.dcp.huggingface import layout as huggingface_layout
+from fastpersist.dcp.huggingface import writer as huggingface_writer
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,
     FastPersistHuggingFaceWriter,
@@ -135,19 +137,19 @@ def test_files_are_those_that_one_rank_writes_byte_by_byte(
     """With CRCs, which are put together from those of the pieces."""
     run_bytes_min, has_windows = WAYS[way]
     if run_bytes_min is not None:
-        monkeypatch.setattr(layout, "_RUN_BYTES_MIN", run_bytes_min)
+        monkeypatch.setattr(huggingface_layout, "_RUN_BYTES_MIN", run_bytes_min)
         monkeypatch.setattr(windows, "_RUN_BYTES_MIN", run_bytes_min)
     if not has_windows:
-        monkeypatch.setattr(writer, "make_windows", lambda *_: None)
+        monkeypatch.setattr(huggingface_writer, "make_windows", lambda *_: None)
     monkeypatch.setattr(windows, "_WINDOW_BYTES", 20_000)
     monkeypatch.setattr(windows, "_SLOT_COUNT_MAX", 4)
-    monkeypatch.setattr(layout, "_UNIT_COUNT_MIN", 1)
+    monkeypatch.setattr(huggingface_layout, "_UNIT_COUNT_MIN", 1)
     monkeypatch.setattr(writing, "_BATCH_BYTES", 30_000)
     monkeypatch.setattr(finishing, "_WINDOW_BYTES", 20_000)
     count = 4 if PLACEMENTS[layout][0] == 2 else 3
 
     def work(rank: int, count: int) -> None:
-        monkeypatch.setattr(writer, "loopback_place", lambda: (f"machine {rank % machine_count}", ""))
+        monkeypatch.setattr(huggingface_writer, "loopback_place", lambda: (f"machine {rank % machine_count}", ""))
         save(tmp_path / "model", state_of(layout, count, 2), max_shard_bytes=600_000)
 
     run_ranks(count, work)
@@ -161,16 +163,16 @@ def test_files_are_those_that_one_rank_writes_byte_by_byte(
 
 
 def test_units_of_several_machines_are_the_largest_page_of_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, units = writer.write_model_part, []
+    write, units = huggingface_writer.write_model_part, []
 
     def noting(part: Any, *arguments: Any, **options: Any) -> Any:
         units.append(part.unit_bytes)
         return write(part, *arguments, **options)
 
     def work(rank: int, count: int) -> list[int]:
-        monkeypatch.setattr(writer, "write_model_part", noting)
-        monkeypatch.setattr(writer, "loopback_place", lambda: (f"machine {rank}", ""))
-        monkeypatch.setattr(writer, "mmap", SimpleNamespace(PAGESIZE=(4096, 1 << 16)[rank]))
+        monkeypatch.setattr(huggingface_writer, "write_model_part", noting)
+        monkeypatch.setattr(huggingface_writer, "loopback_place", lambda: (f"machine {rank}", ""))
+        monkeypatch.setattr(huggingface_writer, "mmap", SimpleNamespace(PAGESIZE=(4096, 1 << 16)[rank]))
         save(tmp_path / "model", state_of("rows", count, 2))
         return units
 

@@ -29,7 +29,8 @@ from fastpersist import _native
 from fastpersist.dcp import captured_bytes
 from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.dcp.captured_bytes import WINDOW_COUNT, CapturedBytes
-from fastpersist.dcp.huggingface import windows, writer, writing
+from fastpersist.dcp.huggingface import windows, writing
+from fastpersist.dcp.huggingface import writer as huggingface_writer
 from fastpersist.integrations.torch_dcp import FastPersistHuggingFaceWriter, FastPersistSavePlanner
 from fastpersist.saving.ownership import Owners
 from fastpersist.transfer.arena import Arena
@@ -50,7 +51,7 @@ def files_of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors lie in many sources, these in several windows, and runs are cut by both."""
     monkeypatch.setattr(captured_bytes, "PIECE_BYTES", 12_288)
-    monkeypatch.setattr(writer, "PIECE_BYTES", 12_288)
+    monkeypatch.setattr(huggingface_writer, "PIECE_BYTES", 12_288)
     monkeypatch.setattr(captured_bytes, "_WINDOW_BYTES", 40_960)
     monkeypatch.setattr(writing, "_BATCH_BYTES", 30_000)
 
@@ -91,7 +92,7 @@ def test_files_are_those_that_one_rank_writes_byte_by_byte(
     monkeypatch.setattr(layout, "_UNIT_COUNT_MIN", 1)
 
     def work(rank: int, count: int) -> None:
-        monkeypatch.setattr(writer, "loopback_place", lambda: (f"machine {rank % machine_count}", ""))
+        monkeypatch.setattr(huggingface_writer, "loopback_place", lambda: (f"machine {rank % machine_count}", ""))
         state = state_of(layout, count, 2)
         writer = FastPersistHuggingFaceWriter(
             tmp_path / "model",

@@ -32,7 +32,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.commit.filesystem import Filesystem, using
-from fastpersist.dcp.huggingface import layout, writer, writing
+from fastpersist.dcp.huggingface import layout as huggingface_layout
+from fastpersist.dcp.huggingface import writer as huggingface_writer
+from fastpersist.dcp.huggingface import writing
 from fastpersist.dcp.huggingface.layout import plan_model, without_duplicates
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,
@@ -120,7 +122,7 @@ def test_a_rank_that_is_killed_leaves_the_older_model(
 ) -> None:
     path = tmp_path / "model"
     save_on(2, path, 1)
-    monkeypatch.setattr(writer, "make_windows", lambda *_: None)
+    monkeypatch.setattr(huggingface_writer, "make_windows", lambda *_: None)
 
     def work(rank: int, count: int) -> None:
         state = state_of("columns", count, 2)
@@ -171,8 +173,8 @@ def test_a_rank_with_another_file_system_is_told_so(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_has_left_and_somebody_deletes_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_RUN_BYTES_MIN", 1 << 30)
-    monkeypatch.setattr(writer, "make_windows", lambda *_: None)
+    monkeypatch.setattr(huggingface_layout, "_RUN_BYTES_MIN", 1 << 30)
+    monkeypatch.setattr(huggingface_writer, "make_windows", lambda *_: None)
     original = writing.write_model_part
 
     def deleting(part: Any, *arguments: Any, **options: Any) -> Any:

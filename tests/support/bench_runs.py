@@ -31,7 +31,7 @@ def check_interrupted(
 
     Args:
         directory: DIR, empty.
-        words: Of the command line, behind `bench`.
+        words: Of the command line, behind `bench.command`.
         when: Pattern of names below DIR that show that it is at work.
         child_count: Processes that it has started by then.
         number: The signal.

@@ -37,7 +37,7 @@ _GIB = 1 << 30
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `bench` and what it can measure."""
+    """Add `bench.command` and what it can measure."""
     bench = subparsers.add_parser(
         "bench",
         help="measure saving and loading against fio and others, in a directory on the disk in question",

@@ -1,4 +1,4 @@
-"""What `bench` says: the facts without which a number means nothing, the table, and the same as JSON."""
+"""What `bench.command` says: the facts without which a number means nothing, the table, and the same as JSON."""
 
 from __future__ import annotations
 

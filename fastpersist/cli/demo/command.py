@@ -1,7 +1,7 @@
 """`fastpersist demo`: the main job on real input. A checkpoint after every step, a kill, a resumption, nothing lost.
 
-The trainer is `demo_gpt`, run in child processes by `demo_run` and shown by `demo_live`; the table of times is
-`demo_times`. Here is the story: what is started, killed and compared, and what counts as proof. Every claim that is
+The trainer is `demo.gpt`, run in child processes by `demo.run` and shown by `demo.live`; the table of times is
+`demo.times`. Here is the story: what is started, killed and compared, and what counts as proof. Every claim that is
 printed was checked; one that is not so ends the demo with FAIL.
 """
 

@@ -3,7 +3,7 @@
 `python -m fastpersist.cli.demo.gpt` is one run of it, in a process of its own, because the demo kills one. Two runs of
 the same steps give the same bits, so whoever resumes must find *all* of the state: parameters, AdamW's moments, step,
 place in the text, and the generator that dropout draws from. What happens is told line by line on standard output, as
-JSON; `demo_run` reads it.
+JSON; `demo.run` reads it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One run of the demo's trainer, seen from outside: started, listened to, and killed if that is what it is for.
 
-The trainer (`demo_gpt`) tells what happens, one JSON object a line. Here a `Run` is made of it: losses, times, costs of
-the saves. What is shown of it is `demo_live`'s, what is proven with it `demo`'s.
+The trainer (`demo.gpt`) tells what happens, one JSON object a line. Here a `Run` is made of it: losses, times, costs of
+the saves. What is shown of it is `demo.live`'s, what is proven with it `demo.command`'s.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`fastpersist tune DIR`: find the values with which saves to a file system are fastest, and keep them for it.
 
-Saves fresh files to a scratch directory in DIR, in processes of their own (`tune_worker`), with values that
-`tune_search` chooses; says what is gained against the defaults; writes the file (`tune_file`) that saves to this file
+Saves fresh files to a scratch directory in DIR, in processes of their own (`tune.worker`), with values that
+`tune.search` chooses; says what is gained against the defaults; writes the file (`tune.file`) that saves to this file
 system use from then on. Where the difference is inside the noise, the default is kept. With a GPU, it holds a trial of
-GPUDirect (`tune_gpudirect`), too, without which "auto" never takes it.
+GPUDirect (`tune.gpudirect`), too, without which "auto" never takes it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whether "auto" shall take GPUDirect in a directory: a trial, in a process of its own, for `fastpersist tune`.
 
 Of its own, because libcufile has been seen to wait without end, and because a process that has started CUDA cannot give
-it back. What the trial is, `fastpersist.transfer.gpudirect` says; here is what it runs against: what saves and loads of this file
-system do without GPUDirect, with the values that were found best.
+it back. What the trial is, `fastpersist.transfer.gpudirect` says; here is what it runs against: what saves and loads of
+this file system do without GPUDirect, with the values that were found best.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finishes the files of a HuggingFace checkpoint on the first rank: what others have left for it, and the headers.
 
 That is what ranks of several machines would write to the same pages, and tensors of many short runs that could not go
-through windows (`huggingface_windows`). It is in a scratch file of each rank. Everything else is written already
-(`huggingface_writing`).
+through windows (`windows`). It is in a scratch file of each rank. Everything else is written already
+(`writing`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A directory of safetensors files, with an index or without: ours, those of `save_pretrained`, and those of DCP's own
 HuggingFace writer, whose files may hold parts of tensors. Each rank reads only what it wants, straight to its place;
-what that is, is the planner's business, how it comes there `reading`'s.
+what that is, is the planner's business, how it comes there `part_reading`'s.
 """
 
 from __future__ import annotations

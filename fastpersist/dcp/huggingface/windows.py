@@ -5,7 +5,7 @@ all have, one of them, another one for each window, writes it to the file and co
 slots of a file that every rank maps, so nothing is on the disk twice, and little is in memory.
 
 For ranks of one machine, on a file system that reserves space: memory that is mapped there is always to be had. Others
-leave such tensors to the first rank (`huggingface_finishing`). Who fails says so in the mapped file, and who dies is
+leave such tensors to the first rank (`finishing`). Who fails says so in the mapped file, and who dies is
 found out, so that nobody waits for them.
 """
 

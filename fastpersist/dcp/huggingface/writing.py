@@ -1,8 +1,8 @@
 """Writes what a rank has of a model into the files of a HuggingFace checkpoint.
 
-All ranks write to the same files at once, each where its own bytes belong; `huggingface_layout` says where. What lies
-in many short runs goes through windows first (`huggingface_windows`), and what is left for the first rank into a
-scratch file (`huggingface_finishing`). CRCs are computed while the bytes are written: of each chunk what it adds to the
+All ranks write to the same files at once, each where its own bytes belong; `layout` says where. What lies
+in many short runs goes through windows first (`windows`), and what is left for the first rank into a
+scratch file (`finishing`). CRCs are computed while the bytes are written: of each chunk what it adds to the
 CRC of its tensor.
 """
 

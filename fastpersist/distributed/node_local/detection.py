@@ -4,7 +4,7 @@ A *store* is a file system as the ranks see it: those that find one another's fi
 rank* is the lowest of them, which makes the pending directory there and publishes it; rank 0 is that of store 0. What
 lies in each store is formats/parts.py's. Nothing is configured. The name of rank 0's pending directory is a token
 that nobody can guess: whoever finds it below its own root shares its file system. In the session of a save, between
-the plans and rank 0's *go* (`sharing`):
+the plans and rank 0's *go* (`shared_file`):
 
     first → others   look    the name; ranks that do not find it make a pending directory of their own
     others → first   seen    whether they do; the name of their own directory, and their host; or which directory above
@@ -13,7 +13,7 @@ the plans and rank 0's *go* (`sharing`):
                              is that of its store's first rank. The others remove theirs
     others → first   found   which rank that is
 
-Where guests write (`guest_writing`), there are no plans here: the others first say that they come, and hear *ready* at
+Where guests write (`file_producer`), there are no plans here: the others first say that they come, and hear *ready* at
 the end, with what *go* says of stores.
 
 A file system that is not mounted looks like one that is not shared. So directories above the root are made on a shared
@@ -34,7 +34,7 @@ When all parts are durable, they become visible, rank 0's last:
 So a step that rank 0's store has is whole in all stores. What a save that died between the renames has left in other
 stores is no committed step: rank 0's store knows nothing of it, loads go back over it, and the next save of that step
 replaces it. Older steps are removed after the end only, and other stores count only steps that rank 0's has. Where a
-step was replaced, they keep the old directory until the end, under a hidden name; `step_parts` finds it there. The next
+step was replaced, they keep the old directory until the end, under a hidden name; `split_step` finds it there. The next
 save sweeps it: who was killed right there, and right there again, has the steps before it.
 """
 

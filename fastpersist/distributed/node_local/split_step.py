@@ -1,6 +1,6 @@
 """A step that lies in parts → its state: what the ranks see of it, and what there is to say if that is not all.
 
-How parts are read and exchanged is `parts_exchange`'s affair, which step is loaded `step_loading`'s.
+How parts are read and exchanged is `exchange`'s affair, which step is loaded `step_loader`'s.
 """
 
 from __future__ import annotations

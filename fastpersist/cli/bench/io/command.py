@@ -43,7 +43,7 @@ _DEPTH_MAX = 4096
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `io` to the commands of `bench`."""
+    """Add `io` to the commands of `bench.command`."""
     parser = commands.add_parser(
         "io",
         help="speed of reading and writing tensors by TensorFile, block by block",

@@ -1,6 +1,6 @@
 """`fastpersist bench overlap DIR`: what a checkpoint in every step costs a training, against others.
 
-Each way of saving trains in a process of its own (`bench_overlap_worker`), the ways in turn for several rounds. Here
+Each way of saving trains in a process of its own (`bench.overlap.worker`), the ways in turn for several rounds. Here
 are the command line and the table. As in the other benchmarks, nothing fails because a machine is slow: the exit code
 is 0 unless the row of fastpersist itself fails.
 """
@@ -44,7 +44,7 @@ _COPY_COUNT = 4  # parameters, moments and gradients, and a copy of the state by
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `overlap` to the commands of `bench`."""
+    """Add `overlap` to the commands of `bench.command`."""
     parser = commands.add_parser(
         "overlap",
         help="what a checkpoint in every step costs a training",

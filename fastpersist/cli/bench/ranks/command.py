@@ -1,6 +1,6 @@
 """`fastpersist bench ranks DIR`: one file written, and read, by several processes that hold the same state.
 
-What the processes do is in `bench_rank_processes`; here are rows, rounds and tables. As in the other benchmarks,
+What the processes do is in `bench.ranks.processes`; here are rows, rounds and tables. As in the other benchmarks,
 nothing fails because a machine is slow: the exit code is 0 unless a row of fastpersist itself fails.
 """
 
@@ -38,7 +38,7 @@ _RANK_COUNT_MAX = 64
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `ranks` to the commands of `bench`."""
+    """Add `ranks` to the commands of `bench.command`."""
     parser = commands.add_parser(
         "ranks",
         help="time of several processes that write one file together, and load it",
