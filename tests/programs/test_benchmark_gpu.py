@@ -24,7 +24,7 @@ from support.programs import run_in_fork
 
 import fastpersist as fp
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = ["--device", "cpu", "--size-mb", "10", "--rounds", "1", "--parameters", "40000", "--budget", "200"]
 TORCH_SAVES = ["torch.save", "torch.save, CRC off", "torch.save, CRC off, pinned"]
 OURS = ["fp.save", "fp.save, checksum=False"]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "deepnvme.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "deepnvme.py"
 
 
 def test_all_ways_take_turns_and_leave_nothing(tmp_path: Path) -> None:

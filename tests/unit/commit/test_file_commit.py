@@ -1,6 +1,6 @@
 """The commit protocol: its order, its failures, the mode of the new file, and what becomes of leftovers.
 
-Which places a save takes at all is in test_commit_targets.py.
+Which places a save takes at all is in test_file_commit_targets.py.
 """
 
 from __future__ import annotations

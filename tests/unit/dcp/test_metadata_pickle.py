@@ -40,7 +40,7 @@ from fastpersist.integrations.torch_dcp import FastPersistReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-GOLDEN = Path(__file__).parent.parent / "data" / "dcp-metadata"
+GOLDEN = Path(__file__).parents[2] / "data" / "dcp-metadata"
 """Of what each has in common with no other: paths by Python 3.13, places by torch 2.6 and by 2.7, versions from 2.9 on.
 
 That of torch 2.13 was written by dcp.save, the others by that Python with classes that stand for those of torch."""

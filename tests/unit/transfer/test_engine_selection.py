@@ -42,7 +42,7 @@ def test_engine_that_a_probe_calls_usable_saves_and_loads(tmp_path: Path) -> Non
     for step, probe in enumerate(engines(tmp_path)):
         path = tmp_path / f"{probe.name}.pt"
         if probe.name == "cufile":
-            continue  # the probe starts no CUDA, a save does: tests/unit/test_cufile.py
+            continue  # the probe starts no CUDA, a save does: tests/devices/test_gpudirect.py
         if probe.usable:
             assert fp.save(make_state(step), path, engine=probe.name).engine == probe.name
             assert differences(fp.load(path, engine=probe.name), make_state(step)) == []

@@ -1,6 +1,6 @@
 """The trial of GPUDirect that `fastpersist tune` holds in a process of its own: what comes of it is told.
 
-What a trial looks at is tested in tests/unit/test_cufile.py, what the command makes of it in test_tune.py.
+What a trial looks at is tested in tests/devices/test_gpudirect.py, what the command makes of it in test_tune.py.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_what_the_trial_finds_is_what_is_told(
     way: int, found: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_cufile_double()
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[2])
     monkeypatch.setattr(gpudirect, "_PROGRAM", OVER_DOUBLES.format(tests=tests, way=way))
     monkeypatch.setenv("FASTPERSIST_ENGINE", "warp")  # what the environment says is no part of it
     assert try_gpudirect(str(tmp_path), TRIAL_BYTES, SETTINGS) == found

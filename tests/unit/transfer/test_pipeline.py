@@ -1,5 +1,5 @@
 """The Python face of the native side: pieces and extents of any place, memory that only torch can copy, and what an
-error of disk or hook leaves behind. Which engine is taken is test_engine_choice.py's.
+error of disk or hook leaves behind. Which engine is taken is test_engine_selection.py's.
 """
 
 from __future__ import annotations

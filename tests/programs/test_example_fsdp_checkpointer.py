@@ -14,7 +14,7 @@ from support.torchrun import run_to_its_end
 import fastpersist as fp
 from fastpersist.integrations.torch_dcp import FastPersistReader
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "fsdp_checkpointer.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp_checkpointer.py"
 PATIENCE_S = 120
 RANK_COUNTS = (2, 1)
 

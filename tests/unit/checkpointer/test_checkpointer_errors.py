@@ -299,7 +299,7 @@ ENDINGS = {
 def test_end_of_the_program_finishes_what_was_begun(tmp_path: Path, ending: str) -> None:
     program = textwrap.dedent(f"""
         import atexit, os, signal, sys, threading, time
-        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        sys.path.insert(0, {str(Path(__file__).parents[2])!r})
         import fastpersist as fp
         from fastpersist import filesystem
         from support.runs import Run
@@ -328,7 +328,7 @@ def test_end_of_the_program_finishes_what_was_begun(tmp_path: Path, ending: str)
 def test_failure_that_nobody_asked_about_is_printed_at_the_end(tmp_path: Path) -> None:
     program = textwrap.dedent(f"""
         import sys
-        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        sys.path.insert(0, {str(Path(__file__).parents[2])!r})
         import fastpersist as fp
         from fastpersist import filesystem
         from support.filesystems import FailingFilesystem

@@ -121,13 +121,13 @@ def writers_are_heeded(tmp_path: Path) -> None:
 
 
 def gpudirect_is_heeded(tmp_path: Path) -> None:
-    """What a save does then: tests/unit/test_device_gpudirect.py."""
+    """What a save does then: tests/devices/test_device_gpudirect.py."""
     with open(tmp_path / "file", "wb") as file:
         assert engine_ladder("auto", file.fileno(), placed=[(0, 100)])[0] == "cufile"
 
 
 def cufile_api_is_heeded(tmp_path: Path) -> None:
-    """What it does then: tests/unit/test_device_gpudirect.py."""
+    """What it does then: tests/devices/test_device_gpudirect.py."""
     assert first_transfer(tmp_path)["cufile_batch"]
 
 

@@ -18,7 +18,7 @@ from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistWri
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning:torch.distributed.checkpoint")
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "fsdp_dcp_reshard.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp_dcp_reshard.py"
 PATIENCE_S = 120
 RANK_COUNTS = (4, 2, 1)
 

@@ -16,7 +16,7 @@ from support.torchrun import torchrun
 
 import fastpersist as fp
 
-FOLDER = Path(__file__).parent.parent / "examples"
+FOLDER = Path(__file__).parents[2] / "examples"
 WITH_TESTS_OF_THEIR_OWN = {
     *("ddp_partitioned.py", "deepspeed_zero.py", "fsdp_checkpointer.py", "fsdp_dcp_reshard.py", "train_gpt.py"),
 }

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "dcp.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "dcp.py"
 SAVE_WAYS = ["fastpersist", "stock, 1 thread", "stock, 2 threads"]
 LOAD_WAYS = ["fastpersist", "stock"]
 ASYNC_WAYS = ["fastpersist", "stock", "stock, staging thread"]

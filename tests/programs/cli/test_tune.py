@@ -1,7 +1,7 @@
 """`fastpersist tune` cleans up, whatever ends it; and what it writes is read by the next save.
 
 It runs with tiny files for a second or two, so what it finds says nothing here: how it decides is tested in
-test_tune_search.py, and what each value does in tests/unit/test_tuning.py.
+test_tune_search.py, and what each value does in tests/unit/test_config_tuning.py.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def test_everything_it_prints_is_read_by_the_next_save(
     assert seen[0]["cufile_batch"]
     assert _native.ring_buffer_count() == 32
     assert config_at(str(disk / "x")).gpudirect
-    assert config_at(str(disk / "x")).writers == 2  # what ranks make of it: tests/unit/test_tuning.py
+    assert config_at(str(disk / "x")).writers == 2  # what ranks make of it: tests/unit/test_config_tuning.py
 
 
 def test_what_makes_loading_slower_is_not_kept(

@@ -17,7 +17,7 @@ import torch
 
 import fastpersist as fp
 
-FOLDER = Path(__file__).parent.parent / "examples" / "file_access"
+FOLDER = Path(__file__).parents[2] / "examples" / "file_access"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*_tensor.py"))
 CPU_EXAMPLES = [name for name in EXAMPLES if "_cpu_" in name]
 GPU_EXAMPLES = [name for name in EXAMPLES if "_gpu_" in name]

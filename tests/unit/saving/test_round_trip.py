@@ -83,7 +83,7 @@ def test_any_object_fills_a_copy_of_itself(directory: Path, obj: Any) -> None:
     try:
         fp.load_into(path, target)
     except (fp.UnsupportedError, fp.ConfigError):
-        return  # views that cannot be filled: conjugated, expanded …; test_filling.py has each
+        return  # views that cannot be filled: conjugated, expanded …; test_fill_tensors.py has each
     assert values(target) == values(holder)
 
 

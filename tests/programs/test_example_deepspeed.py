@@ -11,7 +11,7 @@ from support.torchrun import run_to_its_end
 
 import fastpersist as fp
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "deepspeed_zero.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "deepspeed_zero.py"
 PATIENCE_S = 400  # the first time, DeepSpeed compiles
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")

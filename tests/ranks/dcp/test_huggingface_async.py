@@ -1,6 +1,6 @@
 """HuggingFace checkpoints by dcp.async_save: the captured bytes reach their places, whatever the sharding.
 
-That no step waits or is written too soon is the same for all writers, and tested in test_sharded_async.py.
+That no step waits or is written too soon is the same for all writers, and tested in test_async_stager.py.
 """
 
 from __future__ import annotations
