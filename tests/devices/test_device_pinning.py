@@ -197,7 +197,8 @@ from support.cuda_double import cuda_double
 from support.device_states import device_state
 cuda = cuda_double()
 import fastpersist as fp
-from fastpersist import _native, devices
+from fastpersist import _native
+from fastpersist.transfer import cuda as devices
 stream = cuda.stream_new(0)
 devices.caller_stream = lambda ordinal: stream
 with fp.Checkpointer(sys.argv[1]) as checkpoints:

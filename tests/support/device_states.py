@@ -19,6 +19,7 @@ from support.cuda_double import CudaDouble, checked_double, cuda_storage
 from fastpersist import _native
 from fastpersist.loading import unpickle
 from fastpersist.saving.ownership import Owners, Ownership
+from fastpersist.transfer import cuda as torch_cuda
 
 STEP_US = 200
 CHUNK_BYTES = 1 << 16
@@ -35,7 +36,7 @@ class Stage:
         self._patch = patch
         self._streams: dict[int, int] = {}
         self._in_kernels: list[torch.UntypedStorage] = []
-        patch.setattr(cuda, "caller_stream", self.stream)
+        patch.setattr(torch_cuda, "caller_stream", self.stream)
 
     def stream(self, ordinal: int = 0) -> int:
         """Return the caller's current stream of a device."""

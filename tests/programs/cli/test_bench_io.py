@@ -135,7 +135,7 @@ def test_wrong_bytes_fail_the_row_and_the_command(
     monkeypatch.setattr(tensor_file, "refuse_null_engine", lambda used: None)
     lenient = tmp_path_factory.mktemp("lenient")
     lenient.joinpath("sitecustomize.py").write_text(
-        "from fastpersist import tensor_file\ntensor_file.refuse_null_engine = lambda used: None\n"
+        "from fastpersist.transfer import tensor_file\ntensor_file.refuse_null_engine = lambda used: None\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(lenient), prepend=os.pathsep)
     options = ("--engine", "null", "--size-mb", "1", "--block", "64K", "--repeat", "2", "--no-fio")

@@ -241,7 +241,7 @@ def test_interrupt_ends_it_as_python(tmp_path: Path) -> None:
 FULL = """
     import errno, sys, torch
     import fastpersist as fp
-    from fastpersist import filesystem
+    from fastpersist.commit import filesystem
 
     class Full(filesystem.Filesystem):
         def allocate(self, fd, size_bytes, path):

@@ -30,8 +30,10 @@ sys.path.insert(0, {tests!r})
 import torch
 from support.cuda_double import cuda_double, cuda_storage
 from support.cufile_double import cufile_double
-from fastpersist import _native, cufile, devices
-from fastpersist.cli import tune_gpudirect
+from fastpersist import _native
+from fastpersist.transfer import gpudirect as cufile
+from fastpersist.transfer import cuda as devices
+from fastpersist.cli.tune import gpudirect as tune_gpudirect
 
 cufile_double().set_way({way})
 stream = cuda_double().stream_new(0)
