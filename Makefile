@@ -8,6 +8,10 @@ TORCH ?= 2.13.0
 OWN_TORCH ?=
 DIR ?=
 KILLS ?= 500
+# A folder of the tests, such as saving: only its tests, of all kinds.
+PART ?=
+# `make test` has 150 s on a machine with two cores; from here on it fails, so that it stays what one runs each time.
+BUDGET_S ?= 225
 SECONDS ?= 60
 SEED ?= $(shell date +%s)
 # How deep clang-tidy looks into each function. Its own default, 225000, takes three times as long.
@@ -27,12 +31,13 @@ TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc tests/abi/*.cc tests/abi/*.h))
 WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 
-.PHONY: help setup build check test test-oldest san abi crash fuzz bench overlap trainers ranks dcp io gpu emulated-gpu demo wheel warnings tidy
+.PHONY: help setup build check test test-all test-rest test-oldest san abi crash fuzz bench overlap trainers ranks dcp io gpu emulated-gpu demo wheel warnings tidy
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo                  train, save, kill and resume a small GPT, and time it against torch.save'
-	@echo 'make test                  all tests, but those that take many minutes'
+	@echo 'make test                  the tests that take two minutes together (PART=saving: all tests of that folder)'
+	@echo 'make test-all              all tests, but those that take many minutes each'
 	@echo 'make check                 formatters, linters, type checker, house rules'
 	@echo 'make setup                 only the environment, in $(VENV)/ (PYTHON=… chooses the interpreter)'
 	@echo 'make build                 only the native module (FASTPERSIST_DEBUG=1, FASTPERSIST_SANITIZE=… as in setup.py)'
@@ -126,11 +131,31 @@ build/check/%.tidied: %.cc $(HEADERS) .clang-tidy Makefile | $(BUILT)
 
 # --- tests ---
 
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
+# What `make test` looks through; tests/conftest.py says which tests of it are quick.
+QUICK := tests/unit tests/crash/test_kill.py
+FOLDERS_OF_PART = $(wildcard tests/$(PART) tests/*/$(PART) tests/*/test_$(PART).py tests/*/*/test_$(PART).py)
+
 test: $(BUILT)
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+ifneq ($(PART),)
+	@test -n '$(FOLDERS_OF_PART)' || \
+	  { echo 'make: no tests of $(PART); PART is one of $(sort $(notdir $(patsubst %/,%,$(wildcard tests/*/ tests/unit/*/))))'; exit 1; }
+	$(PYTEST) $(FOLDERS_OF_PART)
+else
+	@started=$$(date +%s); $(PYTEST) $(QUICK) -m 'quick and not long' || exit 1; \
+	took=$$(($$(date +%s) - started)); echo "make test: $$took s"; \
+	test $$took -le $(BUDGET_S) || { echo "make: that is more than BUDGET_S=$(BUDGET_S): mark what is slow"; exit 1; }
+endif
+
+test-rest: $(BUILT)
+	$(PYTEST) -m 'not quick and not long'
+
+test-all:
+	$(MAKE) --no-print-directory test
+	$(MAKE) --no-print-directory test-rest
 
 test-oldest:
-	$(MAKE) --no-print-directory test VENV=.venv-oldest TORCH=2.7.0 OWN_TORCH=1
+	$(MAKE) --no-print-directory test-all VENV=.venv-oldest TORCH=2.7.0 OWN_TORCH=1
 
 san: $(BUILT)
 	$(BIN)/pytest tests/csrc --native-variant=address

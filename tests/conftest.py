@@ -53,6 +53,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = str(Path(directory).resolve())
 
 
+QUICK_PLACES = ("tests/unit/", "tests/crash/test_kill.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(QUICK_PLACES) and item.get_closest_marker("slow") is None:
+            item.add_marker(pytest.mark.quick)
+
+
 def filesystem_type(directory: Path) -> str:
     """Return the name of the directory's file system as stat(1) gives it, such as "ext2/ext3" or "tmpfs"."""
     result = subprocess.run(

@@ -203,6 +203,7 @@ print(f"save {save} load {load - 300} verify {verify} load_into {load_into}")
 """
 
 
+@pytest.mark.slow  # saves and loads 300 MiB in a process of its own
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_memory_above_a_state_of_300_mib_is_bounded(suffix: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEMORY, str(tmp_path / f"model.{suffix}")]

@@ -295,13 +295,14 @@ ENDINGS = {
 }
 
 
+@pytest.mark.slow  # starts a program, which imports torch
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_end_of_the_program_finishes_what_was_begun(tmp_path: Path, ending: str) -> None:
     program = textwrap.dedent(f"""
         import atexit, os, signal, sys, threading, time
         sys.path.insert(0, {str(Path(__file__).parents[2])!r})
         import fastpersist as fp
-        from fastpersist import filesystem
+        from fastpersist.commit import filesystem
         from support.runs import Run
         from support.training import HeldFilesystem
 
@@ -325,12 +326,13 @@ def test_end_of_the_program_finishes_what_was_begun(tmp_path: Path, ending: str)
     assert hidden_names(tmp_path) == []
 
 
+@pytest.mark.slow  # starts a program, which imports torch
 def test_failure_that_nobody_asked_about_is_printed_at_the_end(tmp_path: Path) -> None:
     program = textwrap.dedent(f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parents[2])!r})
         import fastpersist as fp
-        from fastpersist import filesystem
+        from fastpersist.commit import filesystem
         from support.filesystems import FailingFilesystem
 
         checkpointer = fp.Checkpointer({str(tmp_path)!r})

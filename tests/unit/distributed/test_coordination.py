@@ -527,6 +527,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow  # starts processes, which import torch
 def test_ranks_of_a_process_group_meet(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(GLOO))

@@ -127,6 +127,7 @@ def test_a_session_without_a_dead_rank_does_not_wait_for_the_deadline(
         assert time.monotonic() - since_s < AT_ONCE_S
 
 
+@pytest.mark.slow  # lets a deadline of a second pass, twice
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_rank_that_works_for_longer_than_the_deadline_is_waited_for(slow: int) -> None:
     def work(session: Session) -> None:
@@ -278,6 +279,7 @@ def test_a_stopped_process_holds_nobody_up(stopped: int) -> None:
         assert seconds(own.close) < AT_ONCE_S
 
 
+@pytest.mark.slow  # lets a deadline pass
 def test_a_peer_that_does_not_read_runs_into_the_deadline() -> None:
     large = bytes(48 << 20)
     with ranks_in_threads(2, timeout_s=0.4) as ranks:
@@ -295,6 +297,7 @@ def test_a_peer_that_does_not_read_runs_into_the_deadline() -> None:
             first.gather(b"")
 
 
+@pytest.mark.slow  # lets a deadline pass
 def test_a_peer_that_does_not_read_is_not_taken_for_a_machine_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     large = bytes(48 << 20)
     with ranks_in_threads(2) as ranks:

@@ -169,6 +169,7 @@ def test_missing_crc_may_be_null() -> None:
     assert parse(content).files == (FileEntry("state.pt", 5),)
 
 
+@pytest.mark.slow  # parses manifests of 100,000 files
 def test_one_hundred_thousand_files_are_read_and_one_more_is_not() -> None:
     files = tuple(FileEntry(f"layer-{i % 100:03d}/[shard {i:06d}].pt", i, i) for i in range(100_000))
     data = encode_manifest(replace(SMALL, files=files))

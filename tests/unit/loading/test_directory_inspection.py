@@ -120,6 +120,7 @@ def test_whole_checkpoint_is_verified_in_every_byte(checkpoint: Path) -> None:
     assert seen == sorted(seen)
 
 
+@pytest.mark.slow  # verifies a directory once for each of its bytes
 def test_every_flipped_byte_of_every_file_is_found(checkpoint: Path) -> None:
     for entry in inspect(checkpoint).files:
         for at in range(0, entry.size_bytes, 211):

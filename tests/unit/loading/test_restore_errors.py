@@ -189,6 +189,7 @@ def test_damage_in_any_record_is_found_before_anything_changes(steps: int, path:
     load(path, target, verify=True)
 
 
+@pytest.mark.slow  # loads a file once for each byte of its structure
 def test_nothing_but_damage_is_reported_whatever_byte_of_the_structure_changes(path: Path) -> None:
     source = torch.nn.Linear(2, 2)
     save({"model": source.state_dict(), "step": 3}, path)

@@ -316,6 +316,7 @@ def changed_bytes(good: bytes, seed: int) -> Iterator[tuple[int, int]]:
             yield at, value
 
 
+@pytest.mark.slow  # loads a file once for each of its bytes, by torch, too
 @pytest.mark.parametrize("of_torch", [True, False])
 def test_no_changed_byte_is_taken_that_torch_refuses(of_torch: bool, path: Path) -> None:
     good = small_file(path, of_torch=of_torch)

@@ -116,6 +116,7 @@ def test_relative_path_names_the_archive_as_torch_does(tmp_path: Path, monkeypat
     assert_same_files(Path("ours.pt"), Path("model.pt"))
 
 
+@pytest.mark.slow  # pickles 65,536 tensors, which takes torch seconds
 def test_more_entries_than_sixteen_bits_can_count(tmp_path: Path) -> None:
     # Empty storages: their headers alone, each padded to 4096 bytes, make 270 MB.
     ours, stock = save_both([torch.UntypedStorage(0) for _ in range(66_000)], tmp_path)

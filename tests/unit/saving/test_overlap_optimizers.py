@@ -312,6 +312,7 @@ def test_scheduler_that_wraps_step(overlap: Overlap) -> None:
     overlap.check(pending, state)
 
 
+@pytest.mark.slow  # compiles a graph
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_step(held: Overlap) -> None:
     model = small_model()

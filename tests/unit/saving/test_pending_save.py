@@ -502,6 +502,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.slow  # starts a program, which imports torch
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_end_of_the_program_finishes_the_save(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "state.pt"

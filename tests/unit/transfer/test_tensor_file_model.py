@@ -307,6 +307,7 @@ def write_own_bytes(path: Path, engine: str, number: int, count: int, seconds: f
             assert bytes_of(read) == want[start, end], "at the end"
 
 
+@pytest.mark.slow  # processes write beside each other for a while
 @pytest.mark.parametrize("engine", DIRECT)
 @pytest.mark.parametrize("size", [20_000, 1 << 18])
 def test_processes_that_write_neighbouring_bytes_lose_none_while_others_read(

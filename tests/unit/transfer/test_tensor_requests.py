@@ -457,6 +457,7 @@ START = """
 """
 
 
+@pytest.mark.slow  # starts a program, which imports torch
 @pytest.mark.parametrize(
     "ending",
     [
@@ -474,6 +475,7 @@ def test_the_interpreter_ends_when_the_requests_have(ending: str, path: Path) ->
     assert path.read_bytes() == b"\1" * 1000
 
 
+@pytest.mark.slow  # starts a program, which imports torch
 def test_a_write_that_failed_at_the_end_of_the_interpreter_is_told(path: Path) -> None:
     result = run_script(
         START
