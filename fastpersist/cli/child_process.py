@@ -21,7 +21,20 @@ from typing import Any, TextIO
 
 from fastpersist.errors import UnsupportedError
 
-__all__ = ["Answers", "ChildProcess", "connected_process"]
+__all__ = ["Answers", "ChildProcess", "connected_process", "python_command"]
+
+
+def python_command(program: str, *arguments: str) -> list[str]:
+    """Return the command of a fresh interpreter that finds modules where this process finds them.
+
+    With `-c` and `-m` Python looks into the working directory first, and in a checkout beside an installed package it
+    would import the source tree there, which may have no native module.
+
+    Args:
+        program: What it runs.
+        arguments: For its `sys.argv`.
+    """
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{program}", *arguments]
 
 
 class ChildProcess:
@@ -43,7 +56,7 @@ class ChildProcess:
     ) -> None:
         self._title = title
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program, *arguments],
+            python_command(program, *arguments),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -103,7 +116,7 @@ def connected_process(module: str) -> tuple[Connection, subprocess.Popen[bytes]]
     ours, theirs = multiprocessing.Pipe()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-c", f"from {module} import main; main({theirs.fileno()})"],
+            python_command(f"from {module} import main; main({theirs.fileno()})"),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # the table's

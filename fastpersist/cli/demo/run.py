@@ -11,12 +11,13 @@ import random
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fastpersist.cli.child_process import python_command
 
 __all__ = ["Run", "TrainerFailedError", "run_trainer"]
 
@@ -104,9 +105,9 @@ def run_trainer(
     Raises:
         TrainerFailedError: It ended on its own account, before it was through.
     """
-    command = [sys.executable, "-m", "fastpersist.cli.demo.gpt", str(directory)]
-    command += ["--steps", str(step_count), "--save-with", save_with]
-    command += ["--quick"] * quick + ["--resume"] * resume
+    words = [str(directory), "--steps", str(step_count), "--save-with", save_with]
+    words += ["--quick"] * quick + ["--resume"] * resume
+    command = python_command("from fastpersist.cli.demo.gpt import main; sys.exit(main())", *words)
     # Not before step 3: two saves may be unfinished, so by then at least one is committed.
     last_step = random.randint(max(3, step_count // 3), max(3, 2 * step_count // 3)) if kill else None
     run = Run(step_count)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
-from fastpersist.cli.child_process import ChildProcess
+import pytest
+
+import fastpersist
+from fastpersist.cli.child_process import ChildProcess, connected_process, python_command
 
 ENDS_SLOWLY = """
 import os, time
@@ -25,3 +30,21 @@ def test_a_fork_is_gone_when_its_answer_comes() -> None:
         answer = process.receive()
         assert not Path(f"/proc/{answer['pid']}").exists()
         assert len(answer["much"]) == 1_000_000
+
+
+def test_children_import_what_we_import_whatever_lies_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a source tree without a native module, beside a package that is installed."""
+    (tmp_path / "fastpersist").mkdir()
+    (tmp_path / "fastpersist" / "__init__.py").write_text("raise ImportError('this is the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    program = "import fastpersist, sys; print(fastpersist.__file__, sys.argv[1])"
+    done = subprocess.run(python_command(program, "word"), capture_output=True, text=True, check=False)
+    assert done.stdout == f"{fastpersist.__file__} word\n", done.stderr
+    with ChildProcess(ENDS_SLOWLY, title="the process") as process:
+        process.send({})
+        assert process.receive()["pid"] != os.getpid()
+    connection, started = connected_process("fastpersist.cli.bench.io.worker")
+    connection.close()  # which ends what has come so far
+    assert started.wait() == 0
