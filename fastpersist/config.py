@@ -8,10 +8,9 @@ FASTPERSIST_THREADS      threads of one transfer by a threads engine (default 0:
 FASTPERSIST_CUFILE_API   how the engine cufile moves requests: "calls" (default), each by a call of a thread, or "batch"
 FASTPERSIST_CONFIG       a tuning file that counts for every file system; empty: no tuning file counts
 
-A tuning file is TOML with any of the keys in `TUNING_KEYS`; `fastpersist tune` writes it. `gpudirect = true` is what a
-trial of GPUDirect there has earned, and counts where FASTPERSIST_ENGINE is not set. One that is found by itself,
-as $XDG_CONFIG_HOME/fastpersist/<type>-<id>.toml, can do no harm: what cannot be used of it is told in the log and left
-out. One that FASTPERSIST_CONFIG names has to be right. The environment goes before a tuning file, value by value.
+A tuning file is TOML with any of the keys in `TUNING_KEYS`; `fastpersist tune` writes it. One that is found by itself,
+as $XDG_CONFIG_HOME/fastpersist/<type>-<id>.toml, can do no harm: one that cannot be used is left out, and the log says
+so. One that FASTPERSIST_CONFIG names has to be right. The environment goes before a tuning file, value by value.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _log = logging.getLogger("fastpersist")
 BLOCK_BYTES = 4096
 """Storages start on multiples of this in every file: legal for direct I/O on all common devices, one page."""
 
-TUNING_KEYS = ("engine", "chunk_bytes", "queue_depth", "ring_bytes", "threads", "writers", "gpudirect", "cufile_api")
+TUNING_KEYS = ("engine", "chunk_bytes", "queue_depth", "ring_bytes", "threads", "writers", "cufile_api")
 """What a tuning file may say: the names of `Config`."""
 
 CUFILE_APIS = ("calls", "batch")
@@ -93,8 +92,6 @@ class Config:
         threads: Threads of one transfer by a threads engine, up to 1024; 0 for the smaller of queue_depth and 16.
         writers: How many ranks of one node write when nobody says how many; None for up to 8.
         engine_wish: The engine that the ladder begins with; "" for none.
-        gpudirect: In a trial here, GPUDirect was real, right and faster than the ring: the ladder of what lies on CUDA
-            devices, and needs no CRC, begins with "cufile".
         cufile_api: How the engine "cufile" moves requests; one of `CUFILE_APIS`.
     """
 
@@ -105,7 +102,6 @@ class Config:
     threads: int = 0
     writers: int | None = None
     engine_wish: str = ""
-    gpudirect: bool = False
     cufile_api: str = CUFILE_APIS[0]
 
     def __post_init__(self) -> None:
@@ -339,13 +335,10 @@ def _problem(said: Mapping[str, Any]) -> str:
         if key not in TUNING_KEYS:
             return f"it says {key!r}, and there is only {', '.join(TUNING_KEYS)}"
         if key == "engine":
-            # A file that is found by itself cannot make "auto" save nothing; cufile has a key of its own.
+            # A file that is found by itself cannot make "auto" save nothing, nor take GPUDirect.
             known = ["auto", *(name for name in _native.engine_names() if name not in ("null", "cufile"))]
             if value not in known:
                 return f"engine is one of {', '.join(known)}, not {value!r}"
-        elif key == "gpudirect":
-            if not isinstance(value, bool):
-                return f"gpudirect is true or false, not {value!r}"
         elif key == "cufile_api":
             if value not in CUFILE_APIS:
                 return f"cufile_api is {' or '.join(CUFILE_APIS)}, not {value!r}"
@@ -361,9 +354,7 @@ def _problem(said: Mapping[str, Any]) -> str:
 def _merged(environment: Mapping[str, Any], tuned: Mapping[str, Any], path: str) -> Config:
     """Put the environment over a tuning file."""
     values = {**tuned, **environment}
-    if "engine" in environment:
-        values.pop("gpudirect", None)  # it is part of what "auto" means, and so the environment has said it
-    else:
+    if "engine" not in environment:
         wish = values.pop("engine", "auto")
         values["engine_wish"] = "" if wish == "auto" else wish
     try:
@@ -372,5 +363,5 @@ def _merged(environment: Mapping[str, Any], tuned: Mapping[str, Any], path: str)
         # Each is legal alone, or the file would have been refused: the chunk of one does not fit the ring of the other.
         alone = Config(**environment)
         _refuse(path, f"it does not fit the environment: {error}")
-        kept = ("queue_depth", "threads", "writers", "engine_wish", "gpudirect", "cufile_api")
+        kept = ("queue_depth", "threads", "writers", "engine_wish", "cufile_api")
         return replace(alone, **{key: values[key] for key in kept if key in values})

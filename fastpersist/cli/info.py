@@ -25,7 +25,6 @@ _EPILOG = """\
   direct_io       {supported, memory_alignment_bytes, offset_alignment_bytes, why_not}
   engines         list of {name, usable, why_not, way}, best first; way: of cufile, how bytes reach the GPU, else null
   auto            the engine that a save here takes, null when none is usable
-  gpudirect       whether the tuning file lets auto take cufile for what lies on CUDA devices and needs no checksums
   gpu             {torch, is_started, usable, why_not, pinned_bytes, why_not_pinned}: what torch is built for, such as
                   "CUDA 13.0"; whether CUDA is started here; whether fastpersist copies from and to the GPU itself, else
                   why torch does; host memory pinned in this process
@@ -73,7 +72,6 @@ def _find(directory: str, *, start_gpu: bool) -> dict[str, Any]:
     with storage_errors("creating a file in", directory), tempfile.TemporaryFile(dir=directory) as file:
         supported, memory_alignment_bytes, offset_alignment_bytes, why_not = _native.direct_io_limits(file.fileno())
         ladder = engine_ladder("auto", file.fileno())
-        ladder_of_device = engine_ladder("auto", file.fileno(), placed=[(0, 1)])
         limits = config_for(file.fileno())
         tuned_by = tuning_path(file.fileno())
     usable = {probe.name for probe in probes if probe.usable}
@@ -105,7 +103,6 @@ def _find(directory: str, *, start_gpu: bool) -> dict[str, Any]:
             for probe in probes
         ],
         "auto": next((name for name in ladder if name in usable), None),
-        "gpudirect": ladder_of_device[0] == "cufile",
         "gpu": _gpu(),
     }
 
@@ -180,8 +177,6 @@ def _print_text(found: dict[str, Any]) -> None:
     print(tabulate(rows, headers=("engine", "here")))
     print()
     print("auto would take " + (found["auto"] or "none of them: nothing can be saved here"))
-    if found["gpudirect"] and found["auto"] != "cufile":
-        print("and cufile for what lies on CUDA devices and needs no checksums, if it still goes from peer to peer")
 
 
 def _engine_text(engine: dict[str, Any], gpu: dict[str, Any]) -> str:

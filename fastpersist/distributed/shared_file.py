@@ -189,11 +189,7 @@ class Share:
         return "threads-buffered"
 
     def _for_gpudirect(self, engine: str) -> list[torch.UntypedStorage]:
-        """Return what the engine "cufile" writes from memory of a device, where that is named; see `Writer`.
-
-        "auto" takes it for no share: it would first see whether a block at the file's start goes from peer to peer, and
-        that block is the first rank's; nor would one rank's finding say anything of the others' devices.
-        """
+        """Return what the engine "cufile" writes from memory of a device, where that is named; see `Writer`."""
         if self.container.has_checksums or not is_cufile(require_engine(engine)):
             return []
         return [source.storage for source in self.sources]

@@ -1,8 +1,11 @@
 """Which engine moves a file's bytes, and why not the others: probes, the ladder of "auto", and what is said of it.
 
 Here nothing is transferred but the blocks of a probe. What moves the bytes, and steps down the ladder in the middle of
-a file, is the native side, which `pipeline` feeds; whether GPUDirect is real, `gpudirect` finds out; what the
+a file, is the native side, which `pipeline` feeds; whether "cufile" can be used, `gpudirect` finds out; what the
 environment and a tuning file wish for, `config` reads.
+
+"auto" never takes "cufile" (GPUDirect Storage): it becomes part of the ladder with a measurement on a machine where it
+is at least 5 % faster than the ring in host memory; until then it is for those who name it.
 """
 
 from __future__ import annotations
@@ -12,10 +15,8 @@ import logging
 import mmap
 import os
 import secrets
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import storage_errors
@@ -27,9 +28,7 @@ from fastpersist.transfer import gpudirect
 __all__ = [
     "AUTO_LADDER",
     "EngineProbe",
-    "Placed",
     "announce_engine",
-    "distrust_gpudirect",
     "engine_ladder",
     "engines",
     "is_cufile",
@@ -42,9 +41,6 @@ _log = logging.getLogger("fastpersist")
 
 AUTO_LADDER = ("uring", "libaio", "threads", "threads-buffered")
 """What engine="auto" tries, best first."""
-
-Placed: TypeAlias = Iterable[tuple[int | None, int]]
-"""What is moved, thing by thing: the ordinal of the CUDA device it lies on (None: elsewhere), and how many bytes."""
 
 # Where direct I/O is refused, pointless or slower than the page cache.
 _BUFFERED_FILESYSTEMS = {"tmpfs", "ramfs", "nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs", "fuse", "9p"}
@@ -133,19 +129,14 @@ def is_cufile(engine: str) -> bool:
     return engine.removeprefix("fault:") == "cufile"
 
 
-def engine_ladder(engine: str, fd: int, *, for_reading: bool = False, placed: Placed = ()) -> list[str]:
+def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[str]:
     """Return the engines to try for a file, best first; one name alone never falls back.
-
-    "cufile" before others is to be tried by itself: what it moves lies in memory that they cannot reach, so they cannot
-    take over from it in the middle of a file.
 
     Args:
         engine: What the caller asked for; "auto" is what FASTPERSIST_ENGINE says, by default the ladder.
         fd: The open file, whose file system decides whether direct I/O is tried, and with what the ladder begins if it
             has a tuning file.
         for_reading: A file that is mostly in the page cache is then read from there.
-        placed: What is moved, if none of it needs a CRC. Where a tuning file says that GPUDirect is real and faster,
-            and most of the bytes lie on one device, the ladder of "auto" begins with "cufile".
 
     Raises:
         ConfigError: Unknown engine name.
@@ -156,13 +147,10 @@ def engine_ladder(engine: str, fd: int, *, for_reading: bool = False, placed: Pl
     ladder = ["threads-buffered"] if filesystem_type_name(fd) in _BUFFERED_FILESYSTEMS else list(AUTO_LADDER)
     if for_reading and 2 * _native.cached_bytes(fd) > os.fstat(fd).st_size:
         return ["threads-buffered"]
-    tuned = config_for(fd)
-    wish = tuned.engine_wish
+    wish = config_for(fd).engine_wish
     # What is tuned is saving: that it is best done through the page cache says nothing of loading.
     if wish and not (for_reading and wish.endswith("-buffered")):
         ladder = [wish, *(name for name in ladder if name != wish)]
-    if tuned.gpudirect and os.fstat(fd).st_dev not in _distrusted and _lie_on_one_device(placed):
-        ladder.insert(0, "cufile")
     return ladder
 
 
@@ -181,36 +169,6 @@ def ladder_beside_buffered_writes(ladder: list[str], fd: int, path: str) -> list
             "direct writes apart from those through the page cache; engine='threads' needs none"
         )
     return found
-
-
-def _lie_on_one_device(placed: Placed) -> bool:
-    """Tell whether more than half of the bytes lie on one device: what is left goes to it and back for their sake."""
-    on_devices: Counter[int | None] = Counter()
-    for device, size_bytes in placed:
-        on_devices[device] += size_bytes
-    total_bytes = on_devices.total()
-    del on_devices[None]
-    return any(2 * size_bytes > total_bytes for size_bytes in on_devices.values())
-
-
-_distrusted: set[int] = set()  # file systems, by device number
-
-
-def distrust_gpudirect(fd: int, path: str, why: str) -> None:
-    """Keep "auto" from GPUDirect on a file's file system as long as this process lives: a transfer has failed.
-
-    Args:
-        fd: Of the file.
-        path: For the log.
-        why: What it was, in one sentence.
-    """
-    _distrusted.add(os.fstat(fd).st_dev)
-    _log.warning(
-        "GPUDirect failed in the middle of %s; this process goes through host memory from now on, on this file system, "
-        "and `fastpersist tune` finds out anew whether it is worth having: %s",
-        path,
-        why,
-    )
 
 
 def refuse_null_engine(used: str) -> None:

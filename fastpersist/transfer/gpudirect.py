@@ -11,24 +11,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import logging
 import os
 import secrets
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import storage_errors
-from fastpersist.config import CUFILE_APIS, config_for
-from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
+from fastpersist.config import config_for
+from fastpersist.errors import FastPersistError, UnsupportedError
 
-__all__ = ["Traffic", "Trial", "find_library", "prepare", "traffic", "trial", "way", "why_not", "why_not_direct"]
-
-_log = logging.getLogger("fastpersist")
+__all__ = ["Traffic", "find_library", "prepare", "traffic", "way", "why_not"]
 
 SONAME = "libcufile.so.0"
 
@@ -36,10 +32,7 @@ SONAME = "libcufile.so.0"
 _MODULES = "/proc/modules"
 _DRIVER = "/dev/nvidiactl"
 
-_BUFFER_COUNT = 8
-_BUFFER_BYTES = 8 << 20
 _WAY_BYTES = 1 << 20
-_ROUND_COUNT = 3  # the first one finds a ring that is not pinned yet
 
 
 class Traffic(NamedTuple):
@@ -51,11 +44,6 @@ class Traffic(NamedTuple):
     """The same by the nvidia-fs module."""
     posix_count: int
     """Through host memory: no GPUDirect."""
-
-    @property
-    def direct_count(self) -> int:
-        """Of those that did not go through host memory."""
-        return self.p2p_count + self.nvfs_count
 
 
 # ----------------------------------------------------------------------------------------------------- the library
@@ -126,18 +114,16 @@ def prepare() -> None:
     _native.cufile_configure(os.fsencode(find_library()), host_device)
 
 
-def why_not(*, start: bool = False) -> str:
+def why_not() -> str:
     """Return why the engine "cufile" cannot be used, in one sentence; "" when it can.
 
-    Args:
-        start: Start CUDA in this process to find out. Otherwise a process that has not used CUDA stays so (its forked
-            children could not use CUDA any more), and that is the reason.
+    A process that has not used CUDA stays so (its forked children could not use CUDA any more), and that is the reason.
 
     Thread safety: any thread.
     """
     if reason := _native.cuda_driver_why_not():
         return str(reason)
-    if not start and not _cuda_is_started():
+    if not _cuda_is_started():
         return "this process has not used CUDA yet, and asking would start it; torch.cuda.init() does so"
     if reason := _native.cuda_why_not():
         return str(reason)
@@ -197,229 +183,11 @@ def way(directory: str | os.PathLike[str], device: int = 0) -> str:
     return "peer to peer, by nvidia-fs" if nvfs_count > 0 else "which way is unknown: its statistics have no transfer"
 
 
-def why_not_direct(move: Callable[[], object]) -> str:
-    """Do a small transfer by the engine "cufile"; return why it was none between device and file, "" when it was.
-
-    Thread safety: any thread. Of transfers that other threads do by that engine meanwhile, those through host memory
-    count against this one, and others may vouch for it.
-    """
-    try:
-        before = traffic()
-        move()
-        after = traffic()
-    except FastPersistError as error:
-        return str(error)
-    if after.posix_count > before.posix_count:
-        return "compatibility mode: through host memory"
-    return "" if after.direct_count > before.direct_count else "its statistics do not have the transfer"
-
-
-class Trial(NamedTuple):
-    """What came of a trial of GPUDirect against the ring."""
-
-    why_lost: str
-    """In one clause; "" when it was won: each transfer went peer to peer, every byte was right, and it was faster."""
-    write_gain: float = 0.0
-    """How many times as fast as the ring it wrote, by the best round of each; 0 if it did not come so far."""
-    read_gain: float = 0.0
-    """The same for reading."""
-    cufile_api: str = CUFILE_APIS[0]
-    """By which of `config.CUFILE_APIS` it did so."""
-    why_not_batch: str = ""
-    """In one clause; "" where that is "batch", or the trial did not come so far."""
-
-
-def trial(
-    directory: str | os.PathLike[str],
-    device: int,
-    size_bytes: int,
-    write_by_ring: Callable[[int, str], object],
-    read_by_ring: Callable[[int, str], object],
-    apis: Sequence[str] = CUFILE_APIS,
-) -> Trial:
-    """Find out whether GPUDirect is real in a directory, right, and faster than the ring at writing and at reading.
-
-    Requests go by calls, in batches, and by the ring, in turn, to and from files of the same size, and the best round
-    of each counts. Batches are taken only where they beat the calls, too, or where these have lost to the ring. It is
-    lost whenever something is missing or cannot be told.
-
-    Args:
-        directory: An existing directory on the file system in question.
-        device: Ordinal of the CUDA device, which is started.
-        size_bytes: Of each file; a multiple of 64 MiB.
-        write_by_ring: write_by_ring(fd, path) writes size_bytes of the device's memory to a preallocated file, as saves
-            do without GPUDirect.
-        read_by_ring: The same the other way round, as loads do.
-        apis: Those of `config.CUFILE_APIS` that are tried; "calls" is one of them.
-
-    Raises:
-        ConfigError: size_bytes is no multiple of 64 MiB.
-
-    Thread safety: any thread; a trial during which other threads do transfers through host memory is lost.
-    """
-    if size_bytes <= 0 or size_bytes % (_BUFFER_COUNT * _BUFFER_BYTES) != 0:
-        raise ConfigError(f"a trial of {size_bytes} bytes: take a multiple of {_BUFFER_COUNT * _BUFFER_BYTES}")
-    try:
-        if why := why_not(start=True):
-            found = Trial(why)
-        else:
-            found = _Contest(directory, device, size_bytes, (write_by_ring, read_by_ring), apis).held()
-    except (FastPersistError, OSError) as error:
-        found = Trial(str(error))
-    _log.info("GPUDirect Storage in %s: %s", os.fspath(directory), found.why_lost or "real, and faster than the ring")
-    return found
-
-
-class _Lost(Exception):
-    """Why a trial is lost."""
-
-
-class _Contest:
-    """The rounds of a trial; arguments as there."""
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        device: int,
-        size_bytes: int,
-        by_ring: tuple[Callable[[int, str], object], Callable[[int, str], object]],
-        apis: Sequence[str],
-    ) -> None:
-        self._directory = directory
-        self._size_bytes = size_bytes
-        self._count = size_bytes // _BUFFER_BYTES
-        self._by_ring = by_ring
-        self._memory = _native.StagingBuffers(device, _BUFFER_COUNT, _BUFFER_BYTES)
-        self._patterns = [secrets.token_bytes(4096) * (_BUFFER_BYTES // 4096) for _ in range(_BUFFER_COUNT)]
-        self._seconds: dict[str, list[tuple[float, float]]] = {api: [] for api in apis}
-        self._ring_seconds: list[tuple[float, float]] = []
-        self._why_lost: dict[str, str] = {}  # by api
-
-    def held(self) -> Trial:
-        """Hold all rounds, or as many as it takes to lose."""
-        for _ in range(_ROUND_COUNT):
-            for api, seconds in self._seconds.items():
-                if api in self._why_lost:
-                    continue
-                try:
-                    seconds.append(self._round_by(api))
-                except (_Lost, FastPersistError, OSError) as error:
-                    # Where calls are no GPUDirect, batches are none either, and may wait in libcufile without end.
-                    if api == "calls":
-                        return Trial(str(error))
-                    self._why_lost[api] = str(error)
-            self._ring_seconds.append(self._round_of_ring())
-        return self._judged()
-
-    def _judged(self) -> Trial:
-        ring = _best(self._ring_seconds)
-        best = {api: _best(seconds) for api, seconds in self._seconds.items() if api not in self._why_lost}
-        for api, seconds in best.items():
-            if why := _why_no_faster(seconds, ring, "the ring"):
-                self._why_lost[api] = why
-        api = "calls"
-        if "batch" in best and "batch" not in self._why_lost and "calls" not in self._why_lost:
-            if why := _why_no_faster(best["batch"], best["calls"], "calls"):
-                self._why_lost["batch"] = why
-        if "batch" in best and "batch" not in self._why_lost:
-            api = "batch"
-        (write_s, read_s), (ring_write_s, ring_read_s) = best[api], ring
-        gains = (_gain(ring_write_s, write_s), _gain(ring_read_s, read_s))
-        return Trial(self._why_lost.get(api, ""), *gains, api, self._why_lost.get("batch", ""))
-
-    def _round_by(self, api: str) -> tuple[float, float]:
-        """Write and read a file; return the seconds.
-
-        Raises:
-            _Lost: Not every request went peer to peer, or a byte is wrong.
-        """
-        before = traffic()
-        seconds = self._round_of_cufile(api)
-        after = traffic()
-        if after.posix_count > before.posix_count:
-            raise _Lost("compatibility mode: through host memory")
-        if after.direct_count < before.direct_count + 2 * self._count:
-            raise _Lost("its statistics do not have every transfer")
-        return seconds
-
-    def _round_of_cufile(self, api: str) -> tuple[float, float]:
-        """Write and read a file; return the seconds.
-
-        Raises:
-            _Lost: A byte is wrong.
-        """
-        for index, pattern in enumerate(self._patterns):
-            self._memory.fill(index, pattern)
-        with _scratch_file(self._directory) as (fd, path):
-            write_s = _timed_write(fd, path, self._size_bytes, lambda fd, path: self._move(fd, path, api, write=True))
-            read_s = _timed(lambda: self._move(fd, path, api, write=False))
-            with open(path, "rb") as written:  # the descriptor is set to direct I/O
-                for index in range(self._count):
-                    if written.read(_BUFFER_BYTES) != self._patterns[index % _BUFFER_COUNT]:
-                        raise _Lost("the file holds other bytes than the device's memory")
-            if any(
-                self._memory.read(self._place_read(index), _BUFFER_BYTES) != pattern
-                for index, pattern in enumerate(self._patterns)
-            ):
-                raise _Lost("the device's memory holds other bytes than the file")
-        return write_s, read_s
-
-    def _round_of_ring(self) -> tuple[float, float]:
-        write, read = self._by_ring
-        with _scratch_file(self._directory) as (fd, path):
-            write_s = _timed_write(fd, path, self._size_bytes, write)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # where it goes through the page cache
-            return write_s, _timed(lambda: read(fd, path))
-
-    def _move(self, fd: int, path: str, api: str, *, write: bool) -> None:
-        addresses = self._memory.addresses
-        requests = [
-            (write, index * _BUFFER_BYTES, addresses[index % _BUFFER_COUNT if write else self._place_read(index)])
-            for index in range(self._count)
-        ]
-        _run(fd, path, requests, _BUFFER_BYTES, api)
-
-    def _place_read(self, index: int) -> int:
-        """Return the buffer that part of a file is read to: one that holds other bytes until then."""
-        return (index + 1) % _BUFFER_COUNT
-
-
-def _best(rounds: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    write_s, read_s = (min(seconds) for seconds in zip(*rounds, strict=True))
-    return write_s, read_s
-
-
-def _why_no_faster(seconds: tuple[float, float], other: tuple[float, float], whose: str) -> str:
-    for what, own_s, other_s in zip(("writing", "reading"), seconds, other, strict=True):
-        if own_s >= other_s:
-            return f"no faster than {whose} at {what} ({own_s:.3f} s to {other_s:.3f} s)"
-    return ""
-
-
-def _gain(ring_s: float, direct_s: float) -> float:
-    return ring_s / direct_s if direct_s > 0 else float("inf")
-
-
-def _timed_write(fd: int, path: str, size_bytes: int, write: Callable[[int, str], object]) -> float:
-    def write_durably() -> None:
-        write(fd, path)
-        os.fdatasync(fd)
-
-    _native.allocate(fd, size_bytes, os.fsencode(path))
-    return _timed(write_durably)
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
-    work()
-    return time.perf_counter() - start_s
-
-
 def _run(fd: int, path: str, requests: Sequence[tuple[bool, int, int]], size_bytes: int, api: str) -> None:
     """Do requests of one size by the engine; each is whether to write, the offset in the file, and the address."""
     sized = [(*request, size_bytes) for request in requests]
     in_batch = api == "batch"
-    _native.run_requests(fd, os.fsencode(path), ["cufile"], sized, queue_depth=_BUFFER_COUNT, cufile_batch=in_batch)
+    _native.run_requests(fd, os.fsencode(path), ["cufile"], sized, cufile_batch=in_batch)
 
 
 @contextmanager

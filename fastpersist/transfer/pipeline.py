@@ -19,18 +19,11 @@ import torch
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import storage_errors
-from fastpersist.config import BLOCK_BYTES, config_for
-from fastpersist.errors import DeviceError, FastPersistError, NoSpaceError, StorageError, UnsupportedError
+from fastpersist.config import config_for
+from fastpersist.errors import StorageError
 from fastpersist.formats.byte_ranges import ByteRange
-from fastpersist.transfer import cuda, gpudirect
-from fastpersist.transfer.engine_selection import (
-    Placed,
-    announce_engine,
-    distrust_gpudirect,
-    engine_ladder,
-    is_cufile,
-    refuse_null_engine,
-)
+from fastpersist.transfer import cuda
+from fastpersist.transfer.engine_selection import announce_engine, engine_ladder, is_cufile, refuse_null_engine
 
 __all__ = [
     "Extents",
@@ -133,9 +126,6 @@ class Writer:
         sparing: Keep half the requests in flight: enough for the disk, less memory, and less in the way of others.
         sources: What will be written to a file from its start, if no piece wants a CRC. With the engine "cufile" the
             ring is then memory of the device on which they lie, and nothing goes through host memory that need not.
-            With "auto" that is so where the file system is tuned so, and a block that is written to the file's start
-            gets there by GPUDirect. If that fails later on, the writing fails: memory of a device is not what other
-            engines can write from. The next one goes through host memory then.
 
     Raises:
         ConfigError, UnsupportedError: Unknown or unusable engine.
@@ -155,17 +145,9 @@ class Writer:
         self._path = path
         self._wanted = engine
         self._pulled = _Pulled()
-        self._fd = fd
-        self._way = _way(
-            fd,
-            path,
-            engine,
-            placed=lambda: ((cuda.ordinal_of(storage), storage.nbytes()) for storage in sources),
-            move_little=_write_block,
-        )
-        self._native = _native.FileWriter(
-            _options(fd, path, self._way, sparing=sparing), pull=self._pulled.copy, poll=poll
-        )
+        placed = ((cuda.ordinal_of(storage), storage.nbytes()) for storage in sources)
+        options = _options(fd, path, engine_ladder(engine, fd), placed, sparing=sparing)
+        self._native = _native.FileWriter(options, pull=self._pulled.copy, poll=poll)
 
     def append(self, pieces: Pieces) -> None:
         """Write pieces behind what is there; returns when their bytes have been copied, not when they are on disk.
@@ -205,7 +187,7 @@ class Writer:
         """Wait for every write; return the name of the engine that did them."""
         self._native.finish()
         cuda.tell_of_pinning()
-        announce_engine(self._path, self._wanted, self._native.engine, [*self._way.left, *self._native.demotions])
+        announce_engine(self._path, self._wanted, self._native.engine, self._native.demotions)
         return self._native.engine
 
     def close(self) -> None:
@@ -217,8 +199,6 @@ class Writer:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()
-        if self._way.else_ladder and _may_be_gpudirects(error):
-            distrust_gpudirect(self._fd, self._path, str(error))
 
 
 class _Pulled:
@@ -233,65 +213,11 @@ class _Pulled:
         host_tensor(address, size_bytes).copy_(source)
 
 
-def _write_block(options: _native.TransferOptions) -> None:
-    """Write a block of zeros to the start of a file."""
-    pieces = _native.PieceList()
-    pieces.add_bytes(bytes(BLOCK_BYTES))
-    writer = _native.FileWriter(options)
-    try:
-        writer.append(pieces)
-        writer.finish()
-    finally:
-        writer.close()
+# ------------------------------------------------------------------------------------------------------- options
 
 
-# ------------------------------------------------------------------------------------------------------- ways
-
-
-class _Way(NamedTuple):
-    """How bytes get between memory and a file.
-
-    Attributes:
-        ladder: The engines to try.
-        ring_device: The ring is memory of this CUDA device; None for host memory.
-        left: Why what was tried before was left, as the native side says it of engines.
-        else_ladder: What "auto" would have tried without GPUDirect; empty if that was not its choice.
-    """
-
-    ladder: list[str]
-    ring_device: int | None = None
-    left: tuple[str, ...] = ()
-    else_ladder: tuple[str, ...] = ()
-
-
-def _way(
-    fd: int,
-    path: str,
-    engine: str,
-    *,
-    placed: Callable[[], Placed],
-    move_little: Callable[[_native.TransferOptions], object],
-    for_reading: bool = False,
-) -> _Way:
-    """Choose how to transfer; before the transfer begins, as no other engine can go on with a ring on a device.
-
-    Args:
-        fd: The open file.
-        path: For messages.
-        engine: Engine name or "auto".
-        placed: Says what is moved, as `engine_ladder` wants it.
-        move_little: Transfers a little, to see whether GPUDirect is real for this file.
-        for_reading: As in `engine_ladder`.
-    """
-    ladder = engine_ladder(engine, fd, for_reading=for_reading, placed=placed())
-    if not is_cufile(ladder[0]):
-        return _Way(ladder)
-    way = _Way(ladder[:1], _largest_share(placed()))
-    if len(ladder) == 1:
-        return way
-    if why_not := gpudirect.why_not_direct(lambda: move_little(_options(fd, path, way))):
-        return _Way(ladder[1:], left=(f"cufile: {why_not}",))
-    return way._replace(else_ladder=tuple(ladder[1:]))
+Placed: TypeAlias = Iterable[tuple[int | None, int]]
+"""What is moved, thing by thing: the ordinal of the CUDA device it lies on (None: elsewhere), and how many bytes."""
 
 
 def _largest_share(placed: Placed) -> int | None:
@@ -303,24 +229,29 @@ def _largest_share(placed: Placed) -> int | None:
     return found.most_common(1)[0][0] if found else None
 
 
-def _may_be_gpudirects(error: BaseException | None) -> bool:
-    """Tell whether the same transfer could have gone well through host memory."""
-    is_of_transfer = isinstance(error, (UnsupportedError, DeviceError, StorageError))
-    return is_of_transfer and not isinstance(error, NoSpaceError)
+def _options(
+    fd: int, path: str, ladder: list[str], placed: Placed, *, sparing: bool = False
+) -> _native.TransferOptions:
+    """Return the options of a transfer.
 
-
-def _options(fd: int, path: str, way: _Way, *, sparing: bool = False) -> _native.TransferOptions:
+    Args:
+        fd: The open file.
+        path: For messages.
+        ladder: The engines to try.
+        placed: What is moved. The ring of the engine "cufile" is memory of the device that most of it lies on.
+        sparing: See `Writer`.
+    """
     limits = config_for(fd)
     queue_depth = limits.queue_depth or min(limits.ring_bytes // limits.chunk_bytes, _QUEUE_DEPTH_MAX)
     return _native.TransferOptions(
         fd=fd,
         path=os.fsencode(path),
-        engines=way.ladder,
+        engines=ladder,
         ring_bytes=limits.ring_bytes,
         chunk_bytes=limits.chunk_bytes,
         queue_depth=max(1, queue_depth // 2) if sparing else queue_depth,
         thread_count=limits.threads,
-        ring_device=way.ring_device,
+        ring_device=_largest_share(placed) if is_cufile(ladder[0]) else None,
         cufile_batch=limits.cufile_api == "batch",
     )
 
@@ -483,39 +414,20 @@ class Extents:
             else:
                 native.add_checked(extent.offset_bytes, extent.size_bytes)
 
-        def read_by(way: _Way) -> _native.ReadReport:
-            return _native.read_extents(_options(fd, path, way), native, push=self._push, poll=poll)
-
-        way = _way(fd, path, engine, placed=self._placed, move_little=self._read_little, for_reading=True)
-        try:
-            report = read_by(way)
-        except FastPersistError as error:
-            if not way.else_ladder or not _may_be_gpudirects(error):
-                raise
-            way = _Way(list(way.else_ladder), left=(f"cufile: {error}",))
-            report = read_by(way)  # all of it, once more
-            distrust_gpudirect(fd, path, str(error))
+        options = _options(fd, path, engine_ladder(engine, fd, for_reading=True), self._placed())
+        report = _native.read_extents(options, native, push=self._push, poll=poll)
         crcs = [0] * len(order)
         for index, crc in zip(order, report.crcs, strict=True):
             crcs[index] = crc
         cuda.tell_of_pinning()
-        announce_engine(path, engine, report.engine, [*way.left, *report.demotions])
+        announce_engine(path, engine, report.engine, report.demotions)
         return ReadResult(crcs, report.engine)
 
     def _placed(self) -> Placed:
-        """Say where the extents go, for `engine_ladder`: nothing when there are CRCs to compute."""
+        """Say where the extents go; nothing when there are CRCs to compute, which the host does."""
         if not any(extent.with_crc for extent in self._wanted):
             for extent in self._wanted:
                 yield extent.device, extent.size_bytes
-
-    def _read_little(self, options: _native.TransferOptions) -> None:
-        """Read a little of the largest extent that goes to a device, to nowhere."""
-        on_devices = (extent for extent in self._wanted if extent.device is not None)
-        largest = max(on_devices, key=lambda extent: extent.size_bytes)
-        memory = ctypes.create_string_buffer(min(largest.size_bytes, BLOCK_BYTES))
-        little = _native.ExtentList()
-        little.add_memory(largest.offset_bytes, len(memory), ctypes.addressof(memory))
-        _native.read_extents(options, little)
 
     def _push(self, index: int, offset_bytes: int, address: int, size_bytes: int) -> None:
         self._pushes[index](offset_bytes, host_tensor(address, size_bytes))

@@ -1,12 +1,10 @@
-"""Files between the disk and a CUDA device with nothing in host memory between them: the engine "cufile", named or
-chosen by "auto" where the file system is tuned so.
+"""Files between the disk and a CUDA device with nothing in host memory between them: the engine "cufile".
 
 Over the doubles of the driver and of libcufile.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.cuda_double import PLAIN_ERROR, read_storage
-from support.cufile_double import DISABLED, SAYS_NVFS, SAYS_P2P, SAYS_POSIX, CuFileDouble, cufile_double
+from support.cufile_double import SAYS_NVFS, SAYS_P2P, CuFileDouble, cufile_double
 from support.device_states import Stage, bytes_in, device_stage, device_state, packed_state, use_new_ring
 
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.config import CUFILE_APIS
 from fastpersist.errors import ConfigError, DeviceError, StorageError, UnsupportedError
-from fastpersist.transfer import engine_selection, gpudirect
+from fastpersist.transfer import gpudirect
 from fastpersist.transfer.pipeline import Extents, Pieces, Writer, read_extents
 
 CHUNK = 1 << 16
@@ -204,132 +202,7 @@ def test_a_piece_with_a_checksum_is_refused_in_a_devices_ring(
     assert ring_is_free()
 
 
-# --- "auto"
-
-
-class Tuned:
-    """A file system, with a tuning file in force."""
-
-    def __init__(self, file: Path, patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        self._file = file
-        self._caplog = caplog
-        patch.delenv("FASTPERSIST_ENGINE", raising=False)
-        patch.setenv("FASTPERSIST_CONFIG", str(file))
-        patch.setattr(_native, "cached_bytes", lambda fd: 0)
-        patch.setattr(engine_selection, "_announced", set())
-        patch.setattr(engine_selection, "_distrusted", set())
-        caplog.set_level(logging.INFO, "fastpersist")
-        self.say("gpudirect = true")
-
-    def say(self, text: str) -> None:
-        """Put another content into the tuning file."""
-        self._file.write_text(text + "\n")
-
-    @property
-    def log(self) -> str:
-        return self._caplog.text
-
-
-@pytest.fixture
-def tuned(
-    library: CuFileDouble,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> Tuned:
-    """A trial has found GPUDirect worth having, and it is as it was then."""
-    library.set_way(SAYS_P2P)
-    return Tuned(tmp_path_factory.mktemp("tuned") / "tuning.toml", monkeypatch, caplog)
-
-
-def save(state: object, path: Path, **named: bool) -> str:
-    """Save without checksums; return the engine."""
-    return fp.save(state, path, **{"checksum": False, **named}).engine
-
-
-def loaded_bytes(path: Path, **named: bool) -> dict[str, bytes]:
-    loaded = fp.load(path, weights_only=False, **named)
-    return {name: read_storage(value._untyped_storage) for name, value in loaded.items()}
-
-
-@pytest.mark.parametrize("says", [SAYS_P2P, SAYS_NVFS])
-def test_auto_takes_gpudirect_where_the_file_system_is_tuned_so(
-    says: int, stage: Stage, library: CuFileDouble, api: str, tuned: Tuned, tmp_path: Path
-) -> None:
-    library.set_way(says)
-    state, contents = device_state(SIZES)
-    assert save(state, tmp_path / "x.pt") == "cufile"
-    assert library.call_count(moving(api, "cuFileWrite")) > 1
-    assert stage.cuda.copied_to_host_bytes == library.host_transfer_count == 0
-    assert "engine cufile for" in tuned.log
-    assert loaded_bytes(tmp_path / "x.pt") == contents
-    assert library.call_count(moving(api, "cuFileRead")) > 1
-    assert library.host_transfer_count == 0
-    (tmp_path / "ring").mkdir()
-    tuned.say("")
-    assert save(state, tmp_path / "ring" / "x.pt") != "cufile"
-    assert (tmp_path / "ring" / "x.pt").read_bytes() == (tmp_path / "x.pt").read_bytes()
-    assert ring_is_free()
-
-
-def test_auto_in_the_background_takes_gpudirect_too(stage: Stage, tuned: Tuned, tmp_path: Path) -> None:
-    state, contents = device_state(SIZES)
-    fp.save_async(state, tmp_path / "x.pt", checksum=False).result()
-    assert "engine cufile for" in tuned.log
-    assert bytes_in(fp.load(tmp_path / "x.pt", map_location="cpu", weights_only=False)) == contents
-
-
-@pytest.mark.parametrize("text", ["", "gpudirect = false", "threads = 2"])
-def test_auto_without_the_key_leaves_gpudirect_alone(
-    text: str, library: CuFileDouble, tuned: Tuned, tmp_path: Path
-) -> None:
-    state, contents = device_state(SIZES)
-    tuned.say(text)
-    assert save(state, tmp_path / "x.pt") != "cufile"
-    assert loaded_bytes(tmp_path / "x.pt") == contents
-    assert library.call_count("cuFileHandleRegister") == 0
-
-
-def test_auto_computes_checksums_on_the_host(library: CuFileDouble, tuned: Tuned, tmp_path: Path) -> None:
-    state, contents = device_state(SIZES)
-    assert save(state, tmp_path / "x.pt", checksum=True) != "cufile"
-    assert loaded_bytes(tmp_path / "x.pt", verify=True) == contents
-    assert library.call_count("cuFileHandleRegister") == 0
-
-
-@pytest.mark.parametrize("host_bytes", [12 * CHUNK, None])
-def test_auto_leaves_what_lies_on_the_host_to_the_ring(
-    host_bytes: int | None, library: CuFileDouble, tuned: Tuned, tmp_path: Path
-) -> None:
-    """Half of the bytes on a device are not enough, and less than half on each of two devices are not either."""
-    state: dict[str, object] = dict(device_state([12 * CHUNK])[0])
-    if host_bytes is None:
-        state["other"] = device_state([12 * CHUNK], device=1)[0]["s0"]
-    else:
-        state["host"] = torch.arange(host_bytes, dtype=torch.uint8)
-    assert save(state, tmp_path / "x.pt") != "cufile"
-    assert save({"host": torch.ones(CHUNK)}, tmp_path / "y.pt") != "cufile"
-    fp.load(tmp_path / "y.pt")
-    fp.load(tmp_path / "x.pt", weights_only=False)
-    assert library.call_count("cuFileHandleRegister") == 0
-
-
-def test_auto_takes_the_few_bytes_of_the_host_along(library: CuFileDouble, tuned: Tuned, tmp_path: Path) -> None:
-    state, contents = device_state([12 * CHUNK])
-    assert save({**state, "host": torch.arange(99)}, tmp_path / "x.pt") == "cufile"
-    assert torch.equal(torch.load(tmp_path / "x.pt", map_location="cpu", weights_only=False)["host"], torch.arange(99))
-    loaded = fp.load(tmp_path / "x.pt", weights_only=False)
-    assert torch.equal(loaded["host"], torch.arange(99))
-    assert read_storage(loaded["s0"]._untyped_storage) == contents["s0"]
-
-
-@pytest.mark.parametrize(("name", "engine"), [("threads", "threads"), ("auto", ""), ("cufile", "cufile")])
-def test_environment_goes_before_the_tuning_file(
-    name: str, engine: str, tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FASTPERSIST_ENGINE", name)
-    used = save(device_state(SIZES)[0], tmp_path / "x.pt")
-    assert used == engine or (not engine and used != "cufile")
+# --- a named engine never falls back
 
 
 def refuse_files(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,14 +219,6 @@ def refuse_memory(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> Non
     library.fail("cuFileBufRegister", 0, 5016)
 
 
-def go_through_the_host(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> None:
-    library.set_way(SAYS_POSIX)
-
-
-def say_nothing(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> None:
-    library.set_oddity(DISABLED)
-
-
 def be_gone(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpudirect, "_MODULES", "/nowhere")
     monkeypatch.setattr(gpudirect, "_DRIVER", "/proc/self")
@@ -365,101 +230,84 @@ def be_gone(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> None:
         (refuse_files, "(5008)"),
         (refuse_transfers, "(5044)"),
         (refuse_memory, "(5016)"),
-        (go_through_the_host, "compatibility mode"),
-        (say_nothing, "cuFileGetStatsL3"),
         (be_gone, "/nowhere"),
     ],
 )
-def test_auto_falls_back_to_the_ring_where_gpudirect_is_not_what_it_was(
+def test_nothing_takes_over_where_gpudirect_cannot_be_used(
     change: Callable[[CuFileDouble, pytest.MonkeyPatch], None],
     why: str,
     library: CuFileDouble,
-    tuned: Tuned,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state, contents = device_state(SIZES)
+    path = tmp_path / "x.pt"
+    fp.save(state, path, checksum=False)
     change(library, monkeypatch)
-    engine = save(state, tmp_path / "x.pt")
-    assert engine != "cufile"
-    assert f"engine {engine} for" in tuned.log
-    assert "; not cufile: " in tuned.log
-    assert why in tuned.log
-    assert bytes_in(torch_loaded(tmp_path / "x.pt")) == contents
-    assert loaded_bytes(tmp_path / "x.pt") == contents
+    with pytest.raises((UnsupportedError, StorageError)) as caught:
+        fp.save(state, tmp_path / "y.pt", engine="cufile", checksum=False)
+    assert why in str(caught.value)
+    assert os.listdir(tmp_path) == ["x.pt"]
+    with pytest.raises((UnsupportedError, StorageError)) as caught:
+        fp.load(path, weights_only=False, engine="cufile")
+    assert why in str(caught.value)
+    assert loaded_bytes(path) == contents
     assert ring_is_free()
 
 
-def torch_loaded(path: Path) -> dict[str, object]:
-    loaded: dict[str, object] = torch.load(path, map_location="cpu", weights_only=False)
-    return loaded
-
-
 @pytest.mark.parametrize("error", [5008, 5044])
-def test_save_by_auto_that_fails_in_the_middle_publishes_nothing_and_the_next_one_takes_the_ring(
-    error: int, library: CuFileDouble, api: str, tuned: Tuned, tmp_path: Path
-) -> None:
+def test_load_that_fails_in_the_middle_is_an_error(error: int, library: CuFileDouble, api: str, tmp_path: Path) -> None:
     state, contents = device_state(SIZES)
-    library.fail(moving(api, "cuFileWrite"), 3, error)  # the first one is the trial of the file
+    path = tmp_path / "x.pt"
+    fp.save(state, path, engine="cufile", checksum=False)
+    library.fail(moving(api, "cuFileRead"), 3, error)
     with pytest.raises((UnsupportedError, StorageError), match=f"\\({error}\\)"):
-        save(state, tmp_path / "x.pt")
-    assert os.listdir(tmp_path) == []
-    assert "GPUDirect failed in the middle of" in tuned.log
-    library.clear()
-    library.set_way(SAYS_P2P)
-    assert save(state, tmp_path / "x.pt") != "cufile"
-    assert loaded_bytes(tmp_path / "x.pt") == contents
-    assert library.call_count("cuFileHandleRegister") == 0
-    assert ring_is_free()
-
-
-def test_error_that_is_not_gpudirects_leaves_it_trusted(
-    stage: Stage, tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state, _ = device_state(SIZES)
-
-    def interrupt(self: Writer, pieces: Pieces) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Writer, "append", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            save(state, tmp_path / "x.pt")
-    assert save(state, tmp_path / "x.pt") == "cufile"
-
-
-@pytest.mark.parametrize("error", [5008, 5044])
-def test_load_by_auto_that_fails_in_the_middle_is_done_again_by_the_ring(
-    error: int, library: CuFileDouble, api: str, tuned: Tuned, tmp_path: Path
-) -> None:
-    state, contents = device_state(SIZES)
-    save(state, tmp_path / "x.pt")
-    library.fail(moving(api, "cuFileRead"), 3, error)  # the first one is the trial of the file
-    assert loaded_bytes(tmp_path / "x.pt") == contents
-    assert "GPUDirect failed in the middle of" in tuned.log
-    assert "; not cufile: read of" in tuned.log
+        fp.load(path, weights_only=False, engine="cufile")
     assert library.call_count(moving(api, "cuFileRead")) >= 3
-    assert save(state, tmp_path / "x.pt") != "cufile"
     assert ring_is_free()
+    assert loaded_bytes(path) == contents
 
 
-def test_file_that_ends_early_is_told_and_is_not_gpudirects_fault(tuned: Tuned, tmp_path: Path) -> None:
+def test_file_that_ends_early_is_told(library: CuFileDouble, tmp_path: Path) -> None:
     storage = device_state([4 * CHUNK])[0]["s0"]
     (tmp_path / "x").write_bytes(bytes(2 * CHUNK))
     extents = Extents()
     extents.add_storage(0, storage, with_crc=False)
     with open(tmp_path / "x", "rb") as file, pytest.raises(StorageError, match="ends before"):
-        read_extents(file.fileno(), "x", extents)
-    assert "GPUDirect failed" not in tuned.log
-    assert save({"s": storage}, tmp_path / "x.pt") == "cufile"
+        read_extents(file.fileno(), "x", extents, engine="cufile")
     assert ring_is_free()
 
 
-def test_file_in_the_page_cache_is_loaded_from_there(
-    library: CuFileDouble, api: str, tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# --- "auto"
+
+
+def loaded_bytes(path: Path) -> dict[str, bytes]:
+    loaded = fp.load(path, weights_only=False)
+    return {name: read_storage(value._untyped_storage) for name, value in loaded.items()}
+
+
+@pytest.mark.parametrize("says", [SAYS_P2P, SAYS_NVFS])
+def test_auto_never_takes_gpudirect(
+    says: int, library: CuFileDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Not even where it is real, and all that is moved lies on a device and needs no checksum."""
+    monkeypatch.delenv("FASTPERSIST_ENGINE", raising=False)
+    monkeypatch.setattr(_native, "cached_bytes", lambda fd: 0)
+    library.set_way(says)
     state, contents = device_state(SIZES)
-    save(state, tmp_path / "x.pt")
-    monkeypatch.setattr(_native, "cached_bytes", lambda fd: os.fstat(fd).st_size)
+    path = tmp_path / "x.pt"
+    assert fp.save(state, path, checksum=False).engine != "cufile"
+    assert loaded_bytes(path) == contents
+    fp.save_async(state, path, checksum=False).result()
+    assert loaded_bytes(path) == contents
+    assert library.call_count("cuFileHandleRegister") == 0
+
+
+def test_environment_may_name_it_for_auto(
+    library: CuFileDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTPERSIST_ENGINE", "cufile")
+    state, contents = device_state(SIZES)
+    assert fp.save(state, tmp_path / "x.pt", checksum=False).engine == "cufile"
     assert loaded_bytes(tmp_path / "x.pt") == contents
-    assert library.call_count(moving(api, "cuFileRead")) == 0
+    assert library.host_transfer_count == 0

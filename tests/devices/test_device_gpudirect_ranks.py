@@ -58,9 +58,7 @@ def test_with_checksums_shares_go_through_host_memory(tmp_path: Path) -> None:
 
 
 def test_auto_leaves_gpudirect_to_those_who_name_it(tmp_path: Path) -> None:
-    tuning = tmp_path / "tuning.toml"
-    tuning.write_text("gpudirect = true\n")
-    for rank in ranks_that("auto", tmp_path, FASTPERSIST_CONFIG=str(tuning)):
+    for rank in ranks_that("auto", tmp_path):
         assert rank["engine"] not in ("", "cufile")
         assert rank["write_count"] == 0
         assert rank["is_equal"]

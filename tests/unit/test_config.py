@@ -46,7 +46,6 @@ queue_depth = 5
 ring_bytes = 33554432
 threads = 3
 writers = 2
-gpudirect = true
 cufile_api = "batch"
 """
 
@@ -161,7 +160,7 @@ def test_tuning_file_of_the_file_system_is_found(found_file: Path, directory_fd:
     assert config_for(directory_fd) == Config()
     found_file.write_text(EVERY_KEY)
     assert config_for(directory_fd) == Config(
-        "auto", 32 * MIB, 4 * MIB, 5, 3, 2, engine_wish="libaio", gpudirect=True, cufile_api="batch"
+        "auto", 32 * MIB, 4 * MIB, 5, 3, 2, engine_wish="libaio", cufile_api="batch"
     )
     assert config() == Config()
 
@@ -188,7 +187,7 @@ def test_auto_in_the_environment_takes_the_wish_back(
     found_file.write_text(EVERY_KEY)
     monkeypatch.setenv("FASTPERSIST_ENGINE", "auto")
     found = config_for(directory_fd)
-    assert (found.engine, found.engine_wish, found.gpudirect) == ("auto", "", False)
+    assert (found.engine, found.engine_wish) == ("auto", "")
 
 
 def test_file_systems_have_files_of_their_own(directory_fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,11 +314,10 @@ DAMAGED = {
     "a list as an engine": b"engine = ['threads']",
     "too much": b"#" * (1 << 17),
     "a table": b"[writers]\ncount = 2",
-    "a number as a truth": b"gpudirect = 1",
-    "a text as a truth": b'gpudirect = "yes"',
+    "a key of older versions": b"gpudirect = true",
     "an interface that there is not": b'cufile_api = "stream"',
     "a truth as an interface": b"cufile_api = true",
-    "an engine that is tried first": b'engine = "cufile"',
+    "an engine for those who name it": b'engine = "cufile"',
     "an odd chunk": b"chunk_bytes = 3000000",
     "an odd ring": b"ring_bytes = 3000000",
     "no depth": b"queue_depth = 0",

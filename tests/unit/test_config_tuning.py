@@ -120,12 +120,6 @@ def writers_are_heeded(tmp_path: Path) -> None:
     assert [engine != "" for engine in engines] == [True, True, False]
 
 
-def gpudirect_is_heeded(tmp_path: Path) -> None:
-    """What a save does then: tests/devices/test_device_gpudirect.py."""
-    with open(tmp_path / "file", "wb") as file:
-        assert engine_ladder("auto", file.fileno(), placed=[(0, 100)])[0] == "cufile"
-
-
 def cufile_api_is_heeded(tmp_path: Path) -> None:
     """What it does then: tests/devices/test_device_gpudirect.py."""
     assert first_transfer(tmp_path)["cufile_batch"]
@@ -138,7 +132,6 @@ KEYS = {
     "queue_depth": ("queue_depth = 3", depth_is_heeded),
     "threads": ("threads = 2", threads_are_heeded),
     "writers": ("writers = 2", writers_are_heeded),
-    "gpudirect": ("gpudirect = true", gpudirect_is_heeded),
     "cufile_api": ('cufile_api = "batch"', cufile_api_is_heeded),
 }
 

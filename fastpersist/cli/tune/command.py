@@ -2,8 +2,7 @@
 
 Saves fresh files to a scratch directory in DIR, in processes of their own (`tune.worker`), with values that
 `tune.search` chooses; says what is gained against the defaults; writes the file (`tune.file`) that saves to this file
-system use from then on. Where the difference is inside the noise, the default is kept. With a GPU, it holds a trial of
-GPUDirect (`tune.gpudirect`), too, without which "auto" never takes it.
+system use from then on. Where the difference is inside the noise, the default is kept.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text, stopped_by
 if TYPE_CHECKING:
     from fastpersist.cli.tune.search import Choice, Comparison
     from fastpersist.cli.tune.worker import Foreman
-    from fastpersist.transfer.gpudirect import Trial
 
 __all__ = ["add_parser", "run"]
 
@@ -39,8 +37,6 @@ _SIZE_MAX_BYTES = 1024 * _MIB
 _RUN_SHARE = 1 / 240  # of the time, that one save shall take: a quarter of a second in a minute
 _DISK_SHARE = 8  # the file is at most an eighth of what is free, and of the memory that is available
 _PAIR_COUNTS = (7, 15)
-_TRIAL_UNIT_BYTES = 64 * _MIB
-_TRIAL_UNITS_MAX = 4
 
 # What is over by when, as parts of the time.
 _SEARCH_UNTIL, _SIMPLIFY_UNTIL, _COMPARE_UNTIL, _LOAD_UNTIL = 0.45, 0.6, 0.75, 0.85
@@ -53,12 +49,6 @@ it is faster in 95 of 100 cases, and by 2 % at least.
 The values hold for loading, too, except that a file is not loaded through the page cache for their sake. So loading a
 file from the disk is compared as well; where that has become slower, everything stays as it is by default.
 
-With a CUDA device and libcufile, GPUDirect (the engine cufile) is tried at last, on the first device. engine="auto"
-takes it only where that was won: each transfer went from peer to peer by the library's own statistics, every byte was
-right, and both writing and reading were faster than through host memory. It is for tensors on CUDA devices that need no
-checksums, and holds for all devices of the machine. Calls of cuFile and batches of requests are tried, and batches are
-kept where they beat the calls at both, or where only they beat host memory.
-
 --json prints one object:
   facts                  machine, file system, device, versions, date
   size_bytes, run_count  bytes of a file; how many were saved
@@ -68,8 +58,6 @@ kept where they beat the calls at both, or where only they beat host memory.
   comparison             {settings, gain, interval, pair_count, noise, is_kept}: the best against the defaults, or null
   loading                the same for loading; null when the defaults are the best for saving
   writers                the same for the number of writers against 8; null when it was not tried
-  gpudirect              {is_kept, why_lost, write_gain, read_gain, cufile_api, why_not_batch}; gains: how many times as
-                         fast as through host memory, null where the trial did not come so far
   settings               what the tuning file sets
   file, written          where it belongs, and whether it was written
   notes                  what else there is to know
@@ -233,7 +221,6 @@ class _Found:
         loading: Of the same two, for loading; None when the best is not kept.
         writer_count: What was compared with the default number of writers.
         writers: Of it with that.
-        gpudirect: What came of its trial; None before that.
         run_count: Files that were saved.
         seconds: How long it took.
     """
@@ -247,7 +234,6 @@ class _Found:
     loading: Comparison | None = None
     writer_count: int | None = None
     writers: Comparison | None = None
-    gpudirect: Trial | None = None
     run_count: int = 0
     seconds: float = 0.0
 
@@ -259,10 +245,6 @@ class _Found:
             found |= self.best.settings()
         if self.writers is not None and self.writers.is_faster:
             found["writers"] = self.writer_count
-        if self.gpudirect is not None and not self.gpudirect.why_lost:
-            found["gpudirect"] = True
-            if self.gpudirect.cufile_api == "batch":
-                found["cufile_api"] = "batch"
         return found
 
     @property
@@ -286,8 +268,6 @@ class _Found:
             lines.append(self.loading_verdict())
         if self.writers is not None:
             lines.append(self.writers_verdict())
-        if self.gpudirect is not None:
-            lines.append(self.gpudirect_verdict())
         return lines
 
     def verdict(self) -> str:
@@ -314,17 +294,6 @@ class _Found:
         text = _gain_text(self.writers, f"{WRITER_COUNTS[-1]} of them")
         return f"writers {self.writer_count} {text}{_consequence(self.writers)}"
 
-    def gpudirect_verdict(self) -> str:
-        """Say whether "auto" takes GPUDirect, and why not."""
-        trial = self.gpudirect
-        if trial is None or trial.why_lost:
-            return f"GPUDirect stays out of it: {'not tried' if trial is None else trial.why_lost}."
-        return (
-            f"GPUDirect goes from peer to peer; it writes {trial.write_gain:.2f} times and reads {trial.read_gain:.2f} "
-            "times as fast as through host memory, and auto takes it for tensors on CUDA devices without checksums. "
-            + ("Requests go in batches." if not trial.why_not_batch else f"Not in batches: {trial.why_not_batch}.")
-        )
-
     def as_json(self, facts: dict[str, Any], place: str, is_written: bool, notes: Sequence[str]) -> dict[str, Any]:
         """Return everything as JSON can hold it."""
         return {
@@ -340,7 +309,6 @@ class _Found:
             "comparison": self.best and self.comparison and _as_json(self.comparison, self.best.settings()),
             "loading": self.best and self.loading and _as_json(self.loading, self.best.settings()),
             "writers": self.writers and _as_json(self.writers, {"writers": self.writer_count}),
-            "gpudirect": self.gpudirect and _trial_as_json(self.gpudirect),
             "settings": self.settings,
             "file": place,
             "written": is_written,
@@ -374,17 +342,6 @@ def _as_json(comparison: Comparison, settings: dict[str, Any]) -> dict[str, Any]
         "pair_count": len(comparison.ratios),
         "noise": comparison.noise,
         "is_kept": comparison.is_faster,
-    }
-
-
-def _trial_as_json(trial: Trial) -> dict[str, Any]:
-    gains = {"write_gain": trial.write_gain, "read_gain": trial.read_gain}
-    return {
-        "is_kept": not trial.why_lost,
-        "why_lost": trial.why_lost,
-        **{name: gain if 0 < gain < math.inf else None for name, gain in gains.items()},
-        "cufile_api": trial.cufile_api,
-        "why_not_batch": trial.why_not_batch,
     }
 
 
@@ -435,9 +392,6 @@ def _tune(scratch: str, seconds: float, size_mib: int | None, tell: Callable[[st
         if found.writers is not None:
             tell(found.writers_verdict())
         found.seconds = time.monotonic() - started_s
-        foreman.keep(set())
-        found.gpudirect = _try_gpudirect(scratch, size_bytes, chosen)
-        tell(found.gpudirect_verdict())
     return found
 
 
@@ -448,26 +402,12 @@ def _compare_loading(foreman: Foreman, choice: Choice, deadline_s: float) -> Com
 
     def load(choice: Choice) -> float:
         if choice.engine.endswith("-buffered"):
-            choice = choice._replace(engine=DEFAULTS.engine)  # as engine_choice.engine_ladder has it
+            choice = choice._replace(engine=DEFAULTS.engine)  # as engine_selection.engine_ladder has it
         return foreman.load(choice.environment(), (choice.ring_bytes, choice.chunk_bytes))
 
     race = Race(load, time.monotonic)
     race.round([DEFAULTS, choice], 1, math.inf)  # the first one finds a process that has loaded nothing yet
     return search.compare(race, DEFAULTS, choice, deadline_s, pair_count_min=_PAIR_COUNTS[0], pair_count_max=11)
-
-
-def _try_gpudirect(scratch: str, size_bytes: int, choice: Choice) -> Trial:
-    """Find out whether GPUDirect beats what was chosen."""
-    from fastpersist.cli.tune import gpudirect
-    from fastpersist.errors import NoSpaceError
-    from fastpersist.transfer.gpudirect import Trial
-
-    trial_bytes = min(max(size_bytes // _TRIAL_UNIT_BYTES, 1), _TRIAL_UNITS_MAX) * _TRIAL_UNIT_BYTES
-    try:
-        _require_room(scratch, trial_bytes)
-    except NoSpaceError as error:
-        return Trial(str(error))
-    return gpudirect.try_gpudirect(scratch, trial_bytes, choice.settings())
 
 
 def _compare_writers(foreman: Foreman, scratch: str, choice: Choice, found: _Found, deadline_s: float) -> None:

@@ -37,7 +37,6 @@ def test_json_has_the_documented_keys(tmp_path: Path, capsys: pytest.CaptureFixt
         "direct_io",
         "engines",
         "auto",
-        "gpudirect",
         "gpu",
     ]
     assert found["tuned_by"] is None
@@ -129,20 +128,6 @@ def test_the_values_of_a_tuning_file_and_its_name_are_shown(
     assert (found["tuned_by"], found["chunk_bytes"]) == (str(tuning), 1 << 20)
     assert main(["info", str(tmp_path)]) == 0
     assert f"tuned by     {tuning}" in capsys.readouterr().out
-
-
-def test_gpudirect_that_a_tuning_file_allows_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tuning = tmp_path / "tuning.toml"
-    monkeypatch.setenv("FASTPERSIST_CONFIG", str(tuning))
-    monkeypatch.delenv("FASTPERSIST_ENGINE", raising=False)
-    for text, allowed in (("", False), ("gpudirect = true", True)):
-        tuning.write_text(text)
-        assert main(["info", str(tmp_path), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["gpudirect"] == allowed
-        assert main(["info", str(tmp_path)]) == 0
-        assert ("and cufile for what lies on CUDA devices" in capsys.readouterr().out) == allowed
 
 
 # --- GPUs

@@ -6,7 +6,6 @@ test_tune_search.py, and what each value does in tests/unit/test_config_tuning.p
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -28,13 +27,12 @@ import fastpersist as fp
 from fastpersist import _native
 from fastpersist.cli import main
 from fastpersist.cli.tune import command as tune
-from fastpersist.cli.tune import gpudirect, search
+from fastpersist.cli.tune import search
 from fastpersist.cli.tune.file import tuning_text, write_tuning
 from fastpersist.cli.tune.search import DEFAULTS, Choice, choices_for
 from fastpersist.cli.tune.worker import Foreman
 from fastpersist.config import TUNING_KEYS, config_at, config_for, read_tuning, tuning_path
 from fastpersist.errors import NoSpaceError, StorageError, UnsupportedError
-from fastpersist.transfer.gpudirect import Trial
 
 MIB = 1 << 20
 PATIENCE_S = 60.0
@@ -83,7 +81,7 @@ FACTS = {
 
 
 def test_choice_has_every_key_that_a_tuning_file_has() -> None:
-    assert {*Choice._fields, "writers", "gpudirect", "cufile_api"} == set(TUNING_KEYS)
+    assert {*Choice._fields, "writers", "cufile_api"} == set(TUNING_KEYS)
 
 
 def test_what_a_choice_says_is_what_the_library_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,8 +272,6 @@ EVERYTHING = {
     "ring_bytes": 32 * MIB,
     "threads": 2,
     "writers": 2,
-    "gpudirect": True,
-    "cufile_api": "batch",
 }
 
 
@@ -285,21 +281,18 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastpersist.cli.tune.worker.Foreman", FasterForeman)
     monkeypatch.setattr(search, "search", all_faster(EVERYTHING))
     monkeypatch.setattr(search, "simplify", lambda race, choice, *_arguments: choice)
-    monkeypatch.setattr(gpudirect, "try_gpudirect", lambda *_arguments: Trial("", 1.5, 1.25, "batch"))
 
 
 @in_child({})
 def test_everything_it_prints_is_read_by_the_next_save(
     disk: Path, faster: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert set(EVERYTHING) == set(TUNING_KEYS)
+    assert {*EVERYTHING, "cufile_api"} == set(TUNING_KEYS)
     assert run_tune(disk) == 0
     out = capsys.readouterr().out
     assert "is 2.00 times as fast as the defaults" in out
     assert "Loading from the disk with it is 1.00 times as fast" in out
     assert "writers 2 is 2.00 times as fast as 8 of them" in out
-    assert "it writes 1.50 times and reads 1.25 times as fast as through host memory" in out
-    assert "Requests go in batches." in out
     assert read_tuning(str(place_of(disk))) == EVERYTHING
     seen: list[dict[str, Any]] = []
     real = _native.TransferOptions
@@ -310,9 +303,7 @@ def test_everything_it_prints_is_read_by_the_next_save(
         key: EVERYTHING[key] for key in ("chunk_bytes", "queue_depth", "ring_bytes")
     }
     assert seen[0]["thread_count"] == 2
-    assert seen[0]["cufile_batch"]
     assert _native.ring_buffer_count() == 32
-    assert config_at(str(disk / "x")).gpudirect
     assert config_at(str(disk / "x")).writers == 2  # what ranks make of it: tests/unit/test_config_tuning.py
 
 
@@ -330,81 +321,9 @@ def test_what_makes_loading_slower_is_not_kept(
     found = json.loads(capsys.readouterr().out)
     assert found["comparison"]["is_kept"]
     assert found["loading"]["gain"] == pytest.approx(1 / 1.1)
-    assert found["settings"] == read_tuning(found["file"]) == {"writers": 2, "gpudirect": True, "cufile_api": "batch"}
+    assert found["settings"] == read_tuning(found["file"]) == {"writers": 2}
     assert "so the defaults stay after all" in Path(found["file"]).read_text()
     assert not any("FASTPERSIST_ENGINE" in environment for environment in loads)  # a save's page cache is no load's
-
-
-class NoForeman(contextlib.AbstractContextManager["NoForeman"]):
-    """Whatever is not as by default is said to be twice as fast, and nobody saves anything."""
-
-    def __init__(self, scratch: str) -> None:
-        pass
-
-    def fill(self, size_bytes: int) -> None:
-        pass
-
-    def save(self, environment: dict[str, str], ring: Any) -> tuple[float, str]:
-        return (1.0 if environment == DEFAULTS.environment() else 0.5), "uring"
-
-    def load(self, environment: dict[str, str], ring: Any) -> float:
-        return 1.0
-
-    def share(self, environment: dict[str, str], ring: Any, count: int) -> float:
-        return 1.0
-
-    def keep(self, rings: set[Any]) -> None:
-        pass
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("found", "told"),
-    [
-        (Trial("", 3.0, 2.0, "calls", "slow"), {"is_kept": True, "why_lost": "", "write_gain": 3.0, "read_gain": 2.0}),
-        (Trial("it is gone"), {"is_kept": False, "why_lost": "it is gone", "write_gain": None, "read_gain": None}),
-    ],
-)
-def test_gpudirect_is_tried_against_what_is_best_and_kept_if_it_wins(
-    found: Trial,
-    told: dict[str, Any],
-    disk: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    faster: None,
-) -> None:
-    tried: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(gpudirect, "try_gpudirect", lambda *arguments: tried.append(arguments) or found)
-    monkeypatch.setattr("fastpersist.cli.tune.worker.Foreman", NoForeman)
-    assert run_tune(disk, "--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["gpudirect"] == {**told, "cufile_api": "calls", "why_not_batch": found.why_not_batch}
-    assert "cufile_api" not in said["settings"]
-    ((scratch, size_bytes, settings),) = tried
-    assert (Path(scratch).parent, size_bytes) == (disk, 64 * MIB)
-    assert settings == {key: value for key, value in EVERYTHING.items() if key in Choice._fields}
-    assert read_tuning(said["file"]).get("gpudirect", False) == told["is_kept"]
-    text = Path(said["file"]).read_text()
-    assert ("gpudirect = true" in text) == told["is_kept"]
-    assert ("# GPUDirect stays out of it: it is gone." if found.why_lost else "Not in batches: slow.") in text
-
-
-def test_disk_without_room_for_a_trial_is_tuned_all_the_same(
-    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = tune._require_room
-
-    def require_room(directory: str, size_bytes: int) -> None:
-        if size_bytes > MIB:
-            raise NoSpaceError(28, "no room for that")
-        real(directory, size_bytes)
-
-    monkeypatch.setattr(tune, "_require_room", require_room)
-    monkeypatch.setattr("fastpersist.cli.tune.worker.Foreman", NoForeman)
-    assert run_tune(disk, "--dry-run") == 0
-    assert "GPUDirect stays out of it: no room for that" in capsys.readouterr().out
 
 
 def test_defaults_that_are_best_replace_an_older_file(

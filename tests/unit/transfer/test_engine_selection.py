@@ -1,4 +1,4 @@
-"""Which engine is taken and what is said of it: probes, the ladder of "auto", the way down, and GPUDirect on top."""
+"""Which engine is taken and what is said of it: probes, the ladder of "auto", and the way down."""
 
 from __future__ import annotations
 
@@ -219,64 +219,14 @@ def test_named_engine_that_fails_in_mid_file_is_not_replaced(
 # --- GPUDirect
 
 
-@pytest.fixture
-def tuned_fd(open_file: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A file on a disk that is tuned for GPUDirect, with an engine to begin with; nothing of it is cached."""
-    tuning = tmp_path / "tuning.toml"
-    tuning.write_text('engine = "threads"\ngpudirect = true\n')
-    monkeypatch.setenv("FASTPERSIST_CONFIG", str(tuning))
-    monkeypatch.delenv("FASTPERSIST_ENGINE", raising=False)
-    monkeypatch.setattr(_native, "filesystem_type", lambda fd: 0xEF53)
-    monkeypatch.setattr(_native, "cached_bytes", lambda fd: 0)
-    monkeypatch.setattr(engine_selection, "_distrusted", set())
-    return open_file(content=b"x")
-
-
-REST = ["threads", "uring", "libaio", "threads-buffered"]
-
-
 @pytest.mark.parametrize("for_reading", [False, True])
-@pytest.mark.parametrize(
-    ("placed", "is_first"),
-    [
-        ([(0, 100)], True),
-        ([(1, 51), (None, 50)], True),
-        ([(0, 30), (1, 20), (0, 30), (None, 20)], True),
-        ([(1, 50), (None, 50)], False),
-        ([(0, 40), (1, 40), (None, 20)], False),
-        ([(None, 100)], False),
-        ([(0, 0)], False),
-        ([], False),
-    ],
-    ids=str,
-)
-def test_ladder_begins_with_gpudirect_where_most_bytes_lie_on_one_device(
-    placed: list[tuple[int | None, int]], is_first: bool, for_reading: bool, tuned_fd: int
+@pytest.mark.parametrize("filesystem_type", [0xEF53, 0x0BD00BD0])  # ext4, Lustre
+def test_ladder_of_auto_has_no_gpudirect(
+    for_reading: bool, filesystem_type: int, open_file: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = ["cufile", *REST] if is_first else REST
-    assert engine_ladder("auto", tuned_fd, for_reading=for_reading, placed=placed) == expected
-    assert engine_ladder("libaio", tuned_fd, for_reading=for_reading, placed=placed) == ["libaio"]
-
-
-def test_cache_goes_before_gpudirect(tuned_fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "cached_bytes", lambda fd: 1)
-    assert engine_ladder("auto", tuned_fd, for_reading=True, placed=[(0, 9)]) == ["threads-buffered"]
-    assert engine_ladder("auto", tuned_fd, placed=[(0, 9)]) == ["cufile", *REST]
-
-
-def test_network_file_system_that_is_tuned_so_begins_with_gpudirect(
-    tuned_fd: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_native, "filesystem_type", lambda fd: 0x0BD00BD0)  # Lustre
-    assert engine_ladder("auto", tuned_fd, placed=[(0, 9)]) == ["cufile", "threads", "threads-buffered"]
-
-
-def test_gpudirect_that_has_failed_is_left_alone_on_that_file_system(
-    tuned_fd: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine_selection.distrust_gpudirect(tuned_fd, "/data/model.pt", "it broke")
-    assert "/data/model.pt" in caplog.text
-    assert "it broke" in caplog.text
-    assert engine_ladder("auto", tuned_fd, placed=[(0, 9)]) == REST
-    with open("/proc/self/status") as elsewhere:
-        assert engine_ladder("auto", elsewhere.fileno(), placed=[(0, 9)])[0] == "cufile"
+    monkeypatch.delenv("FASTPERSIST_ENGINE", raising=False)
+    monkeypatch.setattr(_native, "filesystem_type", lambda fd: filesystem_type)
+    monkeypatch.setattr(_native, "cached_bytes", lambda fd: 0)
+    fd = open_file(content=b"x")
+    assert "cufile" not in engine_ladder("auto", fd, for_reading=for_reading)
+    assert engine_ladder("cufile", fd, for_reading=for_reading) == ["cufile"]
