@@ -302,25 +302,10 @@ def _touched(state: State, device: Device) -> State:
 # ------------------------------------------------------------------------------------------------ GPUDirect Storage
 
 
-@contextlib.contextmanager
-def _cufile_api(api: str) -> Iterator[None]:
-    """Have the engine "cufile" move its requests so, whatever a tuning file says."""
-    name = "FASTPERSIST_CUFILE_API"
-    before = os.environ.get(name)
-    os.environ[name] = api
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
-
-
 def gpudirect_rows(device: Device, state: State, directory: str, path: str, cold: ColdFiles) -> list[Row]:
     """Return the rows that save and load by the engine "cufile", each beside what auto does.
 
     Without checksums bytes go from the device to the disk; with them through host memory, where a CPU sees them.
-    Requests go by calls of cuFile, or in batches.
 
     Args:
         device: Where the state is.
@@ -331,17 +316,15 @@ def gpudirect_rows(device: Device, state: State, directory: str, path: str, cold
     """
     saved_path = os.path.join(directory, "saved.pt")
 
-    def save(name: str, api: str = "calls", **options: Any) -> Row:
+    def save(name: str, **options: Any) -> Row:
         def run() -> None:
-            with _cufile_api(api):
-                fp.save(state, saved_path, **options)
+            fp.save(state, saved_path, **options)
 
         return _save_row(name, "ours", run, device, state, saved_path)
 
-    def load(name: str, api: str = "calls", **options: Any) -> Row:
+    def load(name: str, **options: Any) -> Row:
         def run() -> State:
-            with _cufile_api(api):
-                found: State = fp.load(path, map_location=device.torch, **options)
+            found: State = fp.load(path, map_location=device.torch, **options)
             return found
 
         return _load_row(name, "ours", run, state, path, cold)
@@ -349,9 +332,7 @@ def gpudirect_rows(device: Device, state: State, directory: str, path: str, cold
     return [
         save("fp.save, checksum=False", checksum=False),
         save("fp.save, checksum=False, engine=cufile", engine="cufile", checksum=False),
-        save("fp.save, checksum=False, engine=cufile, batches", "batch", engine="cufile", checksum=False),
         save("fp.save, engine=cufile", engine="cufile"),
         load("fp.load(map_location)"),
         load("fp.load, engine=cufile", engine="cufile"),
-        load("fp.load, engine=cufile, batches", "batch", engine="cufile"),
     ]

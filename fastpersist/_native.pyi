@@ -24,7 +24,6 @@ class TransferOptions:
         queue_depth: int,
         thread_count: int = 0,
         ring_device: int | None = None,
-        cufile_batch: bool = False,
     ) -> None: ...
 
 class Arena:
@@ -133,7 +132,6 @@ def run_requests(
     requests: Sequence[tuple[bool, int, int, int]],
     queue_depth: int = 8,
     thread_count: int = 0,
-    cufile_batch: bool = False,
 ) -> None:
     """Run requests (write, offset_bytes, address, size_bytes), each whole, in no particular order."""
 
@@ -161,8 +159,6 @@ class StagingBuffers:
     def __init__(self, device: int, buffer_count: int, buffer_bytes: int) -> None: ...
     @property
     def addresses(self) -> list[int]: ...
-    def fill(self, index: int, data: bytes) -> None: ...
-    def read(self, index: int, size_bytes: int) -> bytes: ...
 
 def follow_caller(device: int, stream: int, to_host: bool) -> None: ...
 def set_device_grace_s(grace_s: float) -> None: ...

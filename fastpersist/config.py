@@ -5,7 +5,6 @@ FASTPERSIST_RING_BYTES   host memory for the ring, all transfers together (defau
 FASTPERSIST_CHUNK_BYTES  bytes of one request to the kernel (default 8388608 = 8 MiB; a ring is at least 4)
 FASTPERSIST_QUEUE_DEPTH  requests of one transfer in flight (default: as many as there are chunks in the ring)
 FASTPERSIST_THREADS      threads of one transfer by a threads engine (default 0: one per request in flight, 16 at most)
-FASTPERSIST_CUFILE_API   how the engine cufile moves requests: "calls" (default), each by a call of a thread, or "batch"
 FASTPERSIST_CONFIG       a tuning file that counts for every file system; empty: no tuning file counts
 
 A tuning file is TOML with any of the keys in `TUNING_KEYS`; `fastpersist tune` writes it. One that is found by itself,
@@ -29,7 +28,6 @@ from fastpersist.errors import ConfigError
 
 __all__ = [
     "BLOCK_BYTES",
-    "CUFILE_APIS",
     "TUNING_KEYS",
     "Config",
     "check_named_tuning",
@@ -46,11 +44,8 @@ _log = logging.getLogger("fastpersist")
 BLOCK_BYTES = 4096
 """Storages start on multiples of this in every file: legal for direct I/O on all common devices, one page."""
 
-TUNING_KEYS = ("engine", "chunk_bytes", "queue_depth", "ring_bytes", "threads", "writers", "cufile_api")
+TUNING_KEYS = ("engine", "chunk_bytes", "queue_depth", "ring_bytes", "threads", "writers")
 """What a tuning file may say: the names of `Config`."""
-
-CUFILE_APIS = ("calls", "batch")
-"""How requests of the engine "cufile" can be moved; the first is the default."""
 
 _MIB = 1 << 20
 _QUEUE_DEPTH_MAX = 4096  # of every engine: csrc/engine/registry.cc
@@ -92,7 +87,6 @@ class Config:
         threads: Threads of one transfer by a threads engine, up to 1024; 0 for the smaller of queue_depth and 16.
         writers: How many ranks of one node write when nobody says how many; None for up to 8.
         engine_wish: The engine that the ladder begins with; "" for none.
-        cufile_api: How the engine "cufile" moves requests; one of `CUFILE_APIS`.
     """
 
     engine: str = "auto"
@@ -102,7 +96,6 @@ class Config:
     threads: int = 0
     writers: int | None = None
     engine_wish: str = ""
-    cufile_api: str = CUFILE_APIS[0]
 
     def __post_init__(self) -> None:
         if self.chunk_bytes & (self.chunk_bytes - 1) or not 1 << 16 <= self.chunk_bytes <= 1 << 30:
@@ -120,8 +113,6 @@ class Config:
             raise ConfigError(f"FASTPERSIST_THREADS must be from 0 to {_THREAD_COUNT_MAX}, not {self.threads}")
         if self.writers is not None and self.writers < 1:
             raise ConfigError(f"writers must be at least 1, not {self.writers}")
-        if self.cufile_api not in CUFILE_APIS:
-            raise ConfigError(f"FASTPERSIST_CUFILE_API must be {' or '.join(CUFILE_APIS)}, not {self.cufile_api!r}")
 
 
 def config() -> Config:
@@ -181,10 +172,9 @@ def config_at(path: str) -> Config:
 def _environment() -> dict[str, Any]:
     """Return what the environment says, by the names of `Config`."""
     found: dict[str, Any] = {}
-    for key in ("engine", "cufile_api"):
-        text = os.environ.get(f"FASTPERSIST_{key.upper()}")
-        if text is not None:
-            found[key] = text
+    engine = os.environ.get("FASTPERSIST_ENGINE")
+    if engine is not None:
+        found["engine"] = engine
     for key, unit in (("ring_bytes", " of bytes"), ("chunk_bytes", " of bytes"), ("queue_depth", ""), ("threads", "")):
         name = f"FASTPERSIST_{key.upper()}"
         text = os.environ.get(name)
@@ -339,9 +329,6 @@ def _problem(said: Mapping[str, Any]) -> str:
             known = ["auto", *(name for name in _native.engine_names() if name not in ("null", "cufile"))]
             if value not in known:
                 return f"engine is one of {', '.join(known)}, not {value!r}"
-        elif key == "cufile_api":
-            if value not in CUFILE_APIS:
-                return f"cufile_api is {' or '.join(CUFILE_APIS)}, not {value!r}"
         elif isinstance(value, bool) or not isinstance(value, int):
             return f"{key} is a whole number, not {value!r}"
     try:
@@ -363,5 +350,5 @@ def _merged(environment: Mapping[str, Any], tuned: Mapping[str, Any], path: str)
         # Each is legal alone, or the file would have been refused: the chunk of one does not fit the ring of the other.
         alone = Config(**environment)
         _refuse(path, f"it does not fit the environment: {error}")
-        kept = ("queue_depth", "threads", "writers", "engine_wish", "cufile_api")
+        kept = ("queue_depth", "threads", "writers", "engine_wish")
         return replace(alone, **{key: values[key] for key in kept if key in values})

@@ -63,43 +63,8 @@ class StagingBuffers {
     for (std::byte* const buffer : buffers_) addresses.push_back(reinterpret_cast<uintptr_t>(buffer));
     return addresses;
   }
-  void Fill(size_t index, const std::string& bytes) {
-    std::byte* const buffer = Buffer(index, bytes.size());
-    Status status;
-    {
-      const py::gil_scoped_release release;
-      CopyStream& copies = staging_->device().to_device();
-      status = copies.ToDevice(reinterpret_cast<CudaAddress>(buffer), reinterpret_cast<const std::byte*>(bytes.data()),
-                               bytes.size());
-      if (status.ok()) status = WaitFor(copies);
-    }
-    ThrowIfError(status, "");
-  }
-  py::bytes Read(size_t index, size_t size_bytes) {
-    const std::byte* const buffer = Buffer(index, size_bytes);
-    std::string bytes(size_bytes, '\0');
-    Status status;
-    {
-      const py::gil_scoped_release release;
-      CopyStream& copies = staging_->device().to_host();
-      status =
-          copies.ToHost(reinterpret_cast<std::byte*>(bytes.data()), reinterpret_cast<CudaAddress>(buffer), size_bytes);
-      if (status.ok()) status = WaitFor(copies);
-    }
-    ThrowIfError(status, "");
-    return bytes;
-  }
 
  private:
-  std::byte* Buffer(size_t index, size_t size_bytes) const {
-    if (index >= buffers_.size() || size_bytes > staging_->buffer_bytes()) throw py::index_error("beyond the buffers");
-    return buffers_[index];
-  }
-  static Status WaitFor(CopyStream& copies) {
-    Result<CopyMark> mark = copies.Mark();
-    return mark.ok() ? mark.value().Wait({}) : mark.status();
-  }
-
   std::unique_ptr<DeviceStaging> staging_;
   std::vector<std::byte*> buffers_;
 };
@@ -116,9 +81,7 @@ void BindCuFile(py::module_& m) {
   m.def("cufile_traffic", &Traffic);
   py::class_<StagingBuffers>(m, "StagingBuffers")
       .def(py::init<int, size_t, size_t>(), py::arg("device"), py::arg("buffer_count"), py::arg("buffer_bytes"))
-      .def_property_readonly("addresses", &StagingBuffers::addresses)
-      .def("fill", &StagingBuffers::Fill, py::arg("index"), py::arg("data"))
-      .def("read", &StagingBuffers::Read, py::arg("index"), py::arg("size_bytes"));
+      .def_property_readonly("addresses", &StagingBuffers::addresses);
 }
 
 }  // namespace fastpersist

@@ -96,14 +96,11 @@ TransferHooks MakeHooks(const std::shared_ptr<HookError>& hook_error, const py::
 
 // ---------------------------------------------------------------------------------------------------- transfers
 
-CuFileApi ApiOf(bool cufile_batch) { return cufile_batch ? CuFileApi::kBatch : CuFileApi::kCalls; }
-
 PumpOptions MakePumpOptions(const TransferOptions& options) {
   PumpOptions pump;
   pump.engines = options.engines;
   pump.queue_depth = static_cast<uint32_t>(options.queue_depth);
   pump.thread_count = options.thread_count;
-  pump.cufile_api = ApiOf(options.cufile_batch);
   return pump;
 }
 
@@ -305,16 +302,13 @@ ReadReport ReadExtents(TransferOptions options, const ExtentList& list, const py
 // A request is (write, offset_bytes, address, size_bytes).
 void RunRequests(int fd, const std::string& path, const std::vector<std::string>& engines,
                  const std::vector<std::tuple<bool, uint64_t, uintptr_t, uint32_t>>& requests, uint32_t queue_depth,
-                 uint32_t thread_count, bool cufile_batch) {
+                 uint32_t thread_count) {
   const auto hook_error = std::make_shared<HookError>();
   TransferHooks hooks = MakeHooks(hook_error, py::none(), py::none(), py::none());
   RunTransfer(*hook_error, path, [&] {
-    Result<std::unique_ptr<IoPump>> opened = IoPump::Open(fd, path,
-                                                          {.engines = engines,
-                                                           .queue_depth = queue_depth,
-                                                           .thread_count = thread_count,
-                                                           .cufile_api = ApiOf(cufile_batch),
-                                                           .poll = std::move(hooks.poll)});
+    Result<std::unique_ptr<IoPump>> opened = IoPump::Open(
+        fd, path,
+        {.engines = engines, .queue_depth = queue_depth, .thread_count = thread_count, .poll = std::move(hooks.poll)});
     if (!opened.ok()) return opened.status();
     const std::unique_ptr<IoPump> pump = std::move(opened).value();
     std::vector<IoPump::Finished> finished;
@@ -367,11 +361,10 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "The native core of fastpersist: engines, ring and transfers. Not public; see fastpersist/_native.pyi.";
 
   py::class_<TransferOptions>(m, "TransferOptions")
-      .def(py::init<int, std::string, std::vector<std::string>, size_t, size_t, size_t, uint32_t, std::optional<int>,
-                    bool>(),
+      .def(py::init<int, std::string, std::vector<std::string>, size_t, size_t, size_t, uint32_t, std::optional<int>>(),
            py::kw_only(), py::arg("fd"), py::arg("path"), py::arg("engines"), py::arg("ring_bytes"),
            py::arg("chunk_bytes"), py::arg("queue_depth"), py::arg("thread_count") = 0,
-           py::arg("ring_device") = py::none(), py::arg("cufile_batch") = false);
+           py::arg("ring_device") = py::none());
 
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init([](uint64_t limit_bytes) {
@@ -499,7 +492,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("read_extents", &ReadExtents, py::arg("options"), py::arg("extents"), py::kw_only(),
         py::arg("push") = py::none(), py::arg("poll") = py::none());
   m.def("run_requests", &RunRequests, py::arg("fd"), py::arg("path"), py::arg("engines"), py::arg("requests"),
-        py::arg("queue_depth") = 8, py::arg("thread_count") = 0, py::arg("cufile_batch") = false);
+        py::arg("queue_depth") = 8, py::arg("thread_count") = 0);
 
   m.def(
       "allocate",

@@ -23,7 +23,6 @@ struct TransferOptions {
   size_t queue_depth;  // requests in flight; a transfer touches one buffer more
   uint32_t thread_count;
   std::optional<int> ring_device;  // the ring is memory of that device
-  bool cufile_batch;               // of the engine "cufile": by batches, not by calls
 };
 
 // Buffers of all rings of this process; those that no transfer has.

@@ -41,12 +41,6 @@ constexpr size_t kDevicesMax = 16;
 constexpr std::array<size_t, 2> kP2pWords = {7, 20};  // reads and writes, in a device's words
 constexpr std::array<size_t, 2> kNvfsWords = {8, 21};
 constexpr std::array<size_t, 2> kPosixWords = {9, 22};
-// Of the process: the requests of all batches, and those of them that went directly. libcufile 1.15 to 1.20 was seen to
-// count each request of a batch here, and none twice; whether a device's own words have them, too, is not documented,
-// and makes no difference to who asks whether all went directly.
-constexpr size_t kBatchP2pWord = 42;
-constexpr size_t kBatchNvfsWord = 40;
-constexpr size_t kBatchTotalWord = 50;
 // Room for a structure that has grown, and what fills it, to see whether it has.
 constexpr size_t kRoomWords = 8192;
 constexpr uint64_t kUntouched = 0xA5C3'5A3C'C3A5'3C5A;
@@ -115,12 +109,6 @@ Result<CuFile*> CuFile::LoadAndOpen() {
   find(calls->set_stats_level, "cuFileSetStatsLevel", false);
   find(calls->stats_start, "cuFileStatsStart", false);
   find(calls->get_stats_l3, "cuFileGetStatsL3", false);
-  find(calls->get_properties, "cuFileDriverGetProperties", false);
-  find(calls->batch_set_up, "cuFileBatchIOSetUp", false);
-  find(calls->batch_submit, "cuFileBatchIOSubmit", false);
-  find(calls->batch_get_status, "cuFileBatchIOGetStatus", false);
-  find(calls->batch_cancel, "cuFileBatchIOCancel", false);
-  find(calls->batch_destroy, "cuFileBatchIODestroy", false);
   if (missing != nullptr) return Unsupported("libcufile has no " + std::string(missing) + ": install a newer one");
 
   const CuFileError error = calls->driver_open();
@@ -176,11 +164,7 @@ Result<CuFileTraffic> CuFile::Traffic() const {
   const bool known = device_count <= kDevicesMax &&
                      std::all_of(behind.begin(), behind.end(), [](uint64_t word) { return word == kUntouched; });
   if (!known) return Unsupported("cuFileGetStatsL3 answers in a layout that is not known");
-  CuFileTraffic traffic = {
-      .p2p_count = words[kBatchP2pWord],
-      .nvfs_count = words[kBatchNvfsWord],
-      .posix_count = words[kBatchTotalWord] - words[kBatchP2pWord] - words[kBatchNvfsWord],
-  };
+  CuFileTraffic traffic;
   for (size_t device = 0; device < device_count; ++device) {
     const std::span<const uint64_t> counts =
         std::span(words).subspan(first_device_word + device * kDeviceWords, kDeviceWords);
@@ -283,8 +267,6 @@ Result<CuFileDescriptor> CuFileDescriptor::Open(CuFile& cufile, int fd) {
   table.all.push_back(std::move(fresh));
   return CuFileDescriptor(cufile, fd, table.all.back().get());
 }
-
-void* CuFileDescriptor::file() const { return registered_->file; }
 
 CuFileDescriptor::CuFileDescriptor(CuFile& cufile, int fd, Registered* registered)
     : cufile_(&cufile), fd_(fd), registered_(registered) {}

@@ -1,8 +1,7 @@
 // GPUDirect Storage by the C interface of libcufile, which is loaded at run time: building needs neither its header nor
 // the library. Here is what moves bytes between a file and the memory of a device (or of the host), device memory that
-// is registered for that, and the library's own word on which way the bytes took. Many requests at once are
-// cufile_batch.h's; threads, order and completions are engine/cufile_engine.cc's; where a Python package has put the
-// library is fastpersist/transfer/gpudirect.py's to know.
+// is registered for that, and the library's own word on which way the bytes took. Threads, order and completions are
+// engine/cufile_engine.cc's; where a Python package has put the library is fastpersist/transfer/gpudirect.py's to know.
 //
 // Source: GPUDirect Storage, cuFile API Reference Guide (calls, error numbers); the headers of cuFile 1.11 to 1.20
 // (what is laid out how).
@@ -23,7 +22,6 @@ namespace fastpersist {
 
 // Transfers between device memory and files of this process so far, by the way they took. Only the first two are
 // GPUDirect; libcufile does the third (compatibility mode: through host memory) without a word where those fail.
-// Batches' requests of host memory are among the third, too: libcufile does not tell them apart.
 struct CuFileTraffic {
   uint64_t p2p_count = 0;   // the disk's DMA into the device, by the kernel's own means (PCI P2PDMA)
   uint64_t nvfs_count = 0;  // the same by the nvidia-fs module
@@ -63,7 +61,6 @@ class CuFile {
   Result<CuFileTraffic> Traffic() const;
 
  private:
-  friend class CuFileBatch;
   friend class CuFileDescriptor;
   friend class DeviceStaging;
 
@@ -106,8 +103,6 @@ class CuFileDescriptor {
   CuFileOutcome Write(const std::byte* buffer, size_t size_bytes, uint64_t offset_bytes) const;
 
  private:
-  friend class CuFileBatch;
-
   // Memory in cuFile's terms, and the device in whose context it is moved.
   struct Memory {
     Device* device = nullptr;
@@ -116,7 +111,6 @@ class CuFileDescriptor {
   };
   // Where a request's buffer lies; with an error where the request is one that cannot be made.
   CuFileOutcome Locate(bool write, std::byte* buffer, size_t size_bytes, Memory& memory) const;
-  void* file() const;  // CUfileHandle_t
 
   struct Registered;
   struct Table;

@@ -1,5 +1,5 @@
 // libcufile's C interface as this code uses it, without its header: what is laid out how, which calls there are, what
-// its errors mean. What the calls are for is cufile.h's and cufile_batch.h's.
+// its errors mean. What the calls are for is cufile.h's.
 //
 // Source: GPUDirect Storage, cuFile API Reference Guide; the headers of cuFile 1.11 to 1.20, which agree on all of
 // this.
@@ -9,7 +9,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <ctime>
 #include <string>
 
 #include "device/cuda_driver.h"
@@ -56,44 +55,6 @@ struct FileDescription {
   const void* operations = nullptr;
 };
 
-// --- batches ---
-
-// CUfileIOParams_t. Its union has this one member, and the field before it, which says so, comes first.
-struct CuFileBatchRequest {
-  int mode = 1;  // CUFILE_BATCH
-  void* base = nullptr;
-  off_t offset_bytes = 0;
-  off_t base_offset_bytes = 0;
-  size_t size_bytes = 0;
-  void* file = nullptr;
-  int opcode = 0;  // CUFILE_READ 0, CUFILE_WRITE 1
-  void* cookie = nullptr;
-};
-static_assert(sizeof(CuFileBatchRequest) == 64);
-
-// CUfileStatus_t.
-enum CuFileBatchStatus : int {
-  kBatchWaiting = 0x01,
-  kBatchPending = 0x02,
-  kBatchInvalid = 0x04,
-  kBatchCanceled = 0x08,
-  kBatchComplete = 0x10,
-  kBatchTimeout = 0x20,
-  kBatchFailed = 0x40,
-};
-
-// CUfileIOEvents_t.
-struct CuFileBatchEvent {
-  void* cookie = nullptr;
-  int status = 0;
-  size_t answer = 0;  // the bytes moved, or a negative error
-};
-static_assert(sizeof(CuFileBatchEvent) == 24);
-
-// CUfileDrvProps_t, in 4-byte words. Later ones may have more.
-constexpr size_t kPropertiesRoomWords = 256;
-constexpr size_t kMaxBatchWord = 12;
-
 // --- the calls ---
 
 struct CuFile::Calls {
@@ -110,13 +71,6 @@ struct CuFile::Calls {
   CuFileError (*set_stats_level)(int level);
   CuFileError (*stats_start)();
   CuFileError (*get_stats_l3)(void* statistics);
-  CuFileError (*get_properties)(void* properties);
-  CuFileError (*batch_set_up)(void** batch, unsigned request_count);
-  CuFileError (*batch_submit)(void* batch, unsigned count, CuFileBatchRequest* requests, unsigned flags);
-  CuFileError (*batch_get_status)(void* batch, unsigned min_count, unsigned* count, CuFileBatchEvent* events,
-                                  timespec* timeout);
-  CuFileError (*batch_cancel)(void* batch);
-  void (*batch_destroy)(void* batch);
 };
 
 }  // namespace fastpersist

@@ -80,20 +80,13 @@ class IoEngine {
   virtual std::string last_failure() const { return {}; }
 };
 
-// Which interface of libcufile moves the requests of the engine "cufile".
-enum class CuFileApi : uint8_t {
-  kCalls,  // threads that make one call after the other
-  kBatch,  // batches that libcufile runs by itself
-};
-
 struct EngineOptions {
   // "uring", "libaio", "threads" (direct), each also with "-buffered"; "cufile" (direct, and for memory of a CUDA
   // device: device/cufile.h); "null" (moves nothing, says it did);
   // "fault:<engine>" wraps another and applies the FaultPlan (engine/fault_engine.h).
   std::string name;
   uint32_t queue_depth = 8;   // 1 … 4096
-  uint32_t thread_count = 0;  // threads, and cufile by calls, only; 0: min(queue_depth, 16)
-  CuFileApi cufile_api = CuFileApi::kCalls;
+  uint32_t thread_count = 0;  // threads and cufile only; 0: min(queue_depth, 16)
   // The owner's. While it is readable, no Reap waits. Not for cufile.
   int wake_fd = -1;
 };

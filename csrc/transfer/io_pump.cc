@@ -52,7 +52,6 @@ Status IoPump::UseEngine(size_t index, Status why_left) {
     Result<std::unique_ptr<IoEngine>> created = CreateEngine({.name = name,
                                                               .queue_depth = options_.queue_depth,
                                                               .thread_count = options_.thread_count,
-                                                              .cufile_api = options_.cufile_api,
                                                               .wake_fd = options_.wake_fd});
     Status status = created.status();
     if (created.ok()) {

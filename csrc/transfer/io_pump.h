@@ -23,7 +23,6 @@ struct PumpOptions {
   std::vector<std::string> engines;
   uint32_t queue_depth = 8;
   uint32_t thread_count = 0;
-  CuFileApi cufile_api = CuFileApi::kCalls;
   // The owner's. While it is readable, no Collect waits.
   int wake_fd = -1;
   // Asked about every 50 ms with the bytes done so far; its error stops the transfer. May be empty.

@@ -95,11 +95,10 @@ def _probe(fd: int, path: str, name: str) -> EngineProbe:
         middle, end = start + block_bytes, start + 2 * block_bytes
         pattern = secrets.token_bytes(block_bytes)
         memory[start:middle] = pattern
-        in_batch = name == "cufile" and config_for(fd).cufile_api == "batch"
         try:
             for write, target in ((True, mapped_at + start), (False, mapped_at + middle)):
                 requests = [(write, 0, target, block_bytes)]
-                _native.run_requests(fd, os.fsencode(path), [name], requests, queue_depth=1, cufile_batch=in_batch)
+                _native.run_requests(fd, os.fsencode(path), [name], requests, queue_depth=1)
         except FastPersistError as error:
             return EngineProbe(name, False, str(error))
         if memory[middle:end] != pattern:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import storage_errors
-from fastpersist.config import config_for
 from fastpersist.errors import FastPersistError, UnsupportedError
 
 __all__ = ["Traffic", "find_library", "prepare", "traffic", "way", "why_not"]
@@ -168,26 +167,19 @@ def way(directory: str | os.PathLike[str], device: int = 0) -> str:
     prepare()
     memory = _native.StagingBuffers(device, 1, _WAY_BYTES)
     with _scratch_file(directory) as (fd, path):
-        api = config_for(fd).cufile_api
+        write = (True, 0, memory.addresses[0], _WAY_BYTES)
         try:
             before = traffic()
         except FastPersistError as error:
-            _run(fd, path, [(True, 0, memory.addresses[0])], _WAY_BYTES, api)
+            _native.run_requests(fd, os.fsencode(path), ["cufile"], [write])
             return f"which way is unknown: {error}"
-        _run(fd, path, [(True, 0, memory.addresses[0])], _WAY_BYTES, api)
+        _native.run_requests(fd, os.fsencode(path), ["cufile"], [write])
     p2p_count, nvfs_count, posix_count = (now - then for now, then in zip(traffic(), before, strict=True))
     if posix_count > 0:
         return "compatibility mode: through host memory"
     if p2p_count > 0:
         return "peer to peer"
     return "peer to peer, by nvidia-fs" if nvfs_count > 0 else "which way is unknown: its statistics have no transfer"
-
-
-def _run(fd: int, path: str, requests: Sequence[tuple[bool, int, int]], size_bytes: int, api: str) -> None:
-    """Do requests of one size by the engine; each is whether to write, the offset in the file, and the address."""
-    sized = [(*request, size_bytes) for request in requests]
-    in_batch = api == "batch"
-    _native.run_requests(fd, os.fsencode(path), ["cufile"], sized, cufile_batch=in_batch)
 
 
 @contextmanager

@@ -252,7 +252,6 @@ def _options(
         queue_depth=max(1, queue_depth // 2) if sparing else queue_depth,
         thread_count=limits.threads,
         ring_device=_largest_share(placed) if is_cufile(ladder[0]) else None,
-        cufile_batch=limits.cufile_api == "batch",
     )
 
 

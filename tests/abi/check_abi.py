@@ -84,9 +84,6 @@ MISTAKES = {
         Mistake("cufile_abi.h", "  int type = 1;", "  int64_t type = 1;"),
         Mistake("cufile_abi.h", "off_t offset_bytes, off_t base_offset_bytes);", "off_t offset_bytes);"),
         Mistake("cufile_abi.h", "(*set_stats_level)(int level);", "(*set_stats_level)(long level);"),
-        Mistake("cufile_abi.h", "  int opcode = 0;", "  int64_t opcode = 0;"),
-        Mistake("cufile_abi.h", "kBatchTimeout = 0x20", "kBatchTimeout = 0x21"),
-        Mistake("cufile_abi.h", "kMaxBatchWord = 12", "kMaxBatchWord = 13"),
         Mistake("cufile.cc", "{1190, 142}", "{1190, 141}"),
         Mistake("cufile.cc", "kPosixWords = {9, 22}", "kPosixWords = {9, 23}"),
     ],
@@ -182,7 +179,7 @@ def compile_cufile(header: Header, cuda: Header, sources: Path = DEVICE) -> str:
     """Compare libcufile's calls with cufile.h, which includes that cuda.h; return the compiler's words, or ""."""
     text = header.text
     calls = cufile_calls(sources)
-    ours = _cufile_double_calls()
+    ours = double_calls("cufile_double.cc", "cuFile")
     lists = {
         "CUFILE_CALLS": calls.items(),
         "DECLARED_CUFILE_CALLS": [entry for entry in calls.items() if declares(text, entry[1])],
@@ -197,7 +194,7 @@ def compile_cufile(header: Header, cuda: Header, sources: Path = DEVICE) -> str:
 
 def compile_doubles() -> str:
     """Compare the doubles with what the product calls, without any header of NVIDIA's."""
-    doubles = double_calls("cuda_double.cc", "cu") | _cufile_double_calls()
+    doubles = double_calls("cuda_double.cc", "cu") | double_calls("cufile_double.cc", "cuFile")
     called = {**driver_calls(), **cufile_calls()}
     missing = sorted(set(called.values()) - set(doubles))
     if missing:
@@ -235,13 +232,9 @@ def _macro(name: str, entries: Iterable[tuple[object, ...]]) -> str:
 
 def _cufile_double_records() -> str:
     found = re.findall(
-        r"^struct (?:Error|Description|Event) \{.*?^\};", (DOUBLE / "cufile_library.h").read_text(), re.S | re.M
+        r"^struct (?:Error|Description) \{.*?^\};", (DOUBLE / "cufile_double.cc").read_text(), re.S | re.M
     )
     return " ".join(re.sub(r"//.*", "", "\n".join(found)).split())
-
-
-def _cufile_double_calls() -> dict[str, str]:
-    return double_calls("cufile_double.cc", "cuFile") | double_calls("cufile_double_batch.cc", "cuFile")
 
 
 def mistakes_not_found(

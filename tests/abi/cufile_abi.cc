@@ -7,7 +7,6 @@
 #include <sys/types.h>
 
 #include "device/cufile.cc"
-#include "device/cufile_batch.cc"
 #include "same_abi.h"
 // clang-format off
 #include "abi_symbols.h"
@@ -34,37 +33,6 @@ static_assert(sizeof(FileDescription::handle) == sizeof(CUfileDescr_t::handle));
 static_assert(abi::SameValue<decltype(FileDescription::operations), decltype(CUfileDescr_t::fs_ops)>());
 static_assert(FileDescription().type == CU_FILE_HANDLE_TYPE_OPAQUE_FD);
 
-static_assert(sizeof(CuFileBatchRequest) == sizeof(CUfileIOParams_t));
-static_assert(offsetof(CuFileBatchRequest, mode) == offsetof(CUfileIOParams_t, mode));
-static_assert(offsetof(CuFileBatchRequest, base) == offsetof(CUfileIOParams_t, u.batch.devPtr_base));
-static_assert(offsetof(CuFileBatchRequest, offset_bytes) == offsetof(CUfileIOParams_t, u.batch.file_offset));
-static_assert(offsetof(CuFileBatchRequest, base_offset_bytes) == offsetof(CUfileIOParams_t, u.batch.devPtr_offset));
-static_assert(offsetof(CuFileBatchRequest, size_bytes) == offsetof(CUfileIOParams_t, u.batch.size));
-static_assert(offsetof(CuFileBatchRequest, file) == offsetof(CUfileIOParams_t, fh));
-static_assert(offsetof(CuFileBatchRequest, opcode) == offsetof(CUfileIOParams_t, opcode));
-static_assert(offsetof(CuFileBatchRequest, cookie) == offsetof(CUfileIOParams_t, cookie));
-static_assert(abi::SameValue<decltype(CuFileBatchRequest::mode), decltype(CUfileIOParams_t::mode)>());
-static_assert(abi::SameValue<decltype(CuFileBatchRequest::opcode), decltype(CUfileIOParams_t::opcode)>());
-static_assert(abi::SameValue<decltype(CuFileBatchRequest::cookie), decltype(CUfileIOParams_t::cookie)>());
-static_assert(CuFileBatchRequest().mode == CUFILE_BATCH && CUFILE_READ == 0 && CUFILE_WRITE == 1);
-
-static_assert(sizeof(CuFileBatchEvent) == sizeof(CUfileIOEvents_t));
-static_assert(offsetof(CuFileBatchEvent, cookie) == offsetof(CUfileIOEvents_t, cookie));
-static_assert(offsetof(CuFileBatchEvent, status) == offsetof(CUfileIOEvents_t, status));
-static_assert(offsetof(CuFileBatchEvent, answer) == offsetof(CUfileIOEvents_t, ret));
-static_assert(abi::SameValue<decltype(CuFileBatchEvent::status), decltype(CUfileIOEvents_t::status)>());
-static_assert(kBatchWaiting == CUFILE_WAITING && kBatchPending == CUFILE_PENDING && kBatchInvalid == CUFILE_INVALID);
-static_assert(kBatchCanceled == CUFILE_CANCELED && kBatchComplete == CUFILE_COMPLETE);
-static_assert(kBatchTimeout == CUFILE_TIMEOUT && kBatchFailed == CUFILE_FAILED);
-
-static_assert(offsetof(CUfileDrvProps_t, max_batch_io_size) == kMaxBatchWord * sizeof(uint32_t));
-static_assert(sizeof(CUfileDrvProps_t::max_batch_io_size) == sizeof(uint32_t));
-static_assert(sizeof(CUfileDrvProps_t) <= kPropertiesRoomWords * sizeof(uint32_t));
-
-template <>
-constexpr bool abi::kSameRecord<CuFileBatchRequest, CUfileIOParams_t> = true;
-template <>
-constexpr bool abi::kSameRecord<CuFileBatchEvent, CUfileIOEvents_t> = true;
 template <>
 constexpr bool abi::kSameRecord<CuFileError, CUfileError_t> = true;
 template <>
@@ -96,9 +64,6 @@ static_assert(sizeof(Description) == sizeof(CUfileDescr_t));
 static_assert(offsetof(Description, type) == offsetof(CUfileDescr_t, type));
 static_assert(offsetof(Description, handle) == offsetof(CUfileDescr_t, handle));
 static_assert(offsetof(Description, operations) == offsetof(CUfileDescr_t, fs_ops));
-static_assert(sizeof(Event) == sizeof(CUfileIOEvents_t) &&
-              offsetof(Event, status) == offsetof(CUfileIOEvents_t, status));
-static_assert(offsetof(Event, answer) == offsetof(CUfileIOEvents_t, ret));
 
 }  // namespace of_double
 

@@ -122,14 +122,13 @@ void AShortTransferIsReportedAndThePumpFinishesIt() {
     EXPECT_WITH(done.sys_errno == 0 && done.done_bytes == 8192, Describe(done));
   }
   for (const int nth : {1, 2}) Double().shorten(nth, 12288 * static_cast<size_t>(nth));
-  const auto pump =
-      Must(IoPump::Open(file.fd(), file.path(), {.engines = {"cufile"}, .cufile_api = g_api, .poll = {}}));
+  const auto pump = Must(IoPump::Open(file.fd(), file.path(), {.engines = {"cufile"}, .poll = {}}));
   EXPECT_OK(pump->Start({.op = IoOp::kWrite, .buffer = buffer, .size_bytes = kBufferBytes, .tag = 1}));
   std::vector<IoPump::Finished> finished;
   EXPECT_OK(pump->Collect(finished));
   EXPECT(finished.size() == 1 && finished[0].done_bytes == kBufferBytes);
   EXPECT(file.Content() == bytes);
-  EXPECT(Double().call_count(Writing()) == 4);
+  EXPECT(Double().call_count("cuFileWrite") == 4);
   staging->Put(buffer);
 }
 
@@ -174,7 +173,7 @@ void AFailedTransferIsItsOwnErrorAndTheNextOneIsWhole() {
   for (const IoOp op : {IoOp::kWrite, IoOp::kRead}) {
     for (const Case& failure : cases) {
       const auto engine = NewEngine();
-      Double().fail(op == IoOp::kWrite ? Writing() : Reading(), 1, failure.error);
+      Double().fail(op == IoOp::kWrite ? "cuFileWrite" : "cuFileRead", 1, failure.error);
       IoCompletion done = RunOne(*engine, Request(op, file.fd(), buffer));
       EXPECT_WITH(done.sys_errno == failure.sys_errno && done.done_bytes == 0,
                   std::to_string(failure.error) + ": " + Describe(done));
@@ -227,7 +226,7 @@ void ARequestBeyondTheStagingAreaMovesNothing() {
   std::byte* const buffer = staging->Take();
   const IoCompletion done = RunOne(*engine, Request(IoOp::kWrite, file.fd(), buffer + 4096, size_t{2} << 20));
   EXPECT_WITH(done.sys_errno == EFAULT, Describe(done));
-  EXPECT(Double().call_count(Writing()) == 0);
+  EXPECT(Double().call_count("cuFileWrite") == 0);
   staging->Put(buffer);
 }
 
@@ -356,8 +355,7 @@ void AForkedChildLeavesTheLibraryAlone() {
   std::byte* const buffer = staging->Take();
   EXPECT(RunOne(*engine, Request(IoOp::kWrite, file.fd(), buffer)).sys_errno == 0);
   const int answer = InChild([&] {
-    for (const Status& status :
-         {CuFile::Get().status(), CreateEngine({.name = "cufile", .cufile_api = g_api}).status()}) {
+    for (const Status& status : {CuFile::Get().status(), CreateEngine({.name = "cufile"}).status()}) {
       EXPECT(status.code() == StatusCode::kUnsupported);
       EXPECT_WITH(Contains(status.message(), "forked"), status.message());
     }
@@ -402,23 +400,23 @@ int main(int argc, char** argv) {
   using namespace fastpersist;
   return RunWithDoubles(argc, argv,
                         {
-                            BOTH_WAYS(BytesOfTheDeviceGoToAFileAndComeBack),
-                            BOTH_WAYS(BytesOfTheHostGoToAFileAndComeBack),
-                            BOTH_WAYS(MemoryOfTheHostNeedsTheContextOfADeviceThatIsThere),
+                            ISOLATED(BytesOfTheDeviceGoToAFileAndComeBack),
+                            ISOLATED(BytesOfTheHostGoToAFileAndComeBack),
+                            ISOLATED(MemoryOfTheHostNeedsTheContextOfADeviceThatIsThere),
                             ISOLATED(AnOldLibraryMovesMemoryOfTheDeviceOnly),
-                            BOTH_WAYS(TransfersRunSideBySide),
-                            BOTH_WAYS(AShortTransferIsReportedAndThePumpFinishesIt),
-                            BOTH_WAYS(AReadAtTheEndIsShortAndBehindItZero),
-                            BOTH_WAYS(AFailedTransferIsItsOwnErrorAndTheNextOneIsWhole),
+                            ISOLATED(TransfersRunSideBySide),
+                            ISOLATED(AShortTransferIsReportedAndThePumpFinishesIt),
+                            ISOLATED(AReadAtTheEndIsShortAndBehindItZero),
+                            ISOLATED(AFailedTransferIsItsOwnErrorAndTheNextOneIsWhole),
                             ISOLATED(AnInterruptedTransferIsRepeated),
-                            BOTH_WAYS(AFileThatIsRefusedFailsItsRequestsAndIsTriedAgain),
-                            BOTH_WAYS(ARequestBeyondTheStagingAreaMovesNothing),
-                            BOTH_WAYS(EnginesShareWhatIsRegisteredOfADescriptor),
-                            BOTH_WAYS(ARecordLockLastsUntilItsDescriptorIsClosed),
-                            BOTH_WAYS(AFileWithoutANameAndOneOpenedWithoutFollowingLinksAreUnsupported),
-                            BOTH_WAYS(AnotherFileWithTheSameNumberIsNotMistakenForTheFirst),
+                            ISOLATED(AFileThatIsRefusedFailsItsRequestsAndIsTriedAgain),
+                            ISOLATED(ARequestBeyondTheStagingAreaMovesNothing),
+                            ISOLATED(EnginesShareWhatIsRegisteredOfADescriptor),
+                            ISOLATED(ARecordLockLastsUntilItsDescriptorIsClosed),
+                            ISOLATED(AFileWithoutANameAndOneOpenedWithoutFollowingLinksAreUnsupported),
+                            ISOLATED(AnotherFileWithTheSameNumberIsNotMistakenForTheFirst),
                             ISOLATED(ADescriptorInUseIsNotDroppedAndWhatIsOpenedAnewIsRegisteredAnew),
-                            BOTH_WAYS(AForkedChildLeavesTheLibraryAlone),
+                            ISOLATED(AForkedChildLeavesTheLibraryAlone),
                             ISOLATED(AForkedChildDropsDescriptorsWithoutTouchingThem),
                         });
 }

@@ -113,14 +113,6 @@ inline std::vector<Candidate> Candidates() {
          .create = [direct](const EngineOptions& o) { return CreateLibaioEngine(o, direct, AioCalls::kSystem); },
          .direct = direct});
   }
-  candidates.push_back({.name = "cufile in batches",
-                        .create =
-                            [](EngineOptions o) {
-                              o.cufile_api = CuFileApi::kBatch;
-                              return CreateCuFileEngine(o, true);
-                            },
-                        .direct = true,
-                        .works_in_forked_child = false});
   return candidates;
 }
 

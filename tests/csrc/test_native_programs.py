@@ -74,7 +74,7 @@ def test_native_program_exits_with_success(program: str, variant: str, tmp_path:
         pytest.fail(f"{program} ({variant}) exited with {result.returncode}:\n{output}", pytrace=False)
 
 
-@pytest.mark.parametrize("engine", ["cufile", "fault:cufile", "cufile in batches"])
+@pytest.mark.parametrize("engine", ["cufile", "fault:cufile"])
 def test_contract_of_engines_holds_for_cufile_over_the_doubles(engine: str, variant: str, tmp_path: Path) -> None:
     if variant != "plain":
         pytest.skip("a sanitizer's library does not go behind preloaded ones; cufile_engine_test runs under it")

@@ -77,11 +77,6 @@ inline void ExpectNothingLeft() {
   EXPECT(Cuda().allocation_count() == 0);
 }
 
-// Which way engines are made from here on, and what the double counts and fails then.
-inline CuFileApi g_api = CuFileApi::kCalls;
-inline const char* Writing() { return g_api == CuFileApi::kBatch ? "batch write" : "cuFileWrite"; }
-inline const char* Reading() { return g_api == CuFileApi::kBatch ? "batch read" : "cuFileRead"; }
-
 // The exit code of a process of its own; -1: it, or one of its checks, failed.
 inline int InChild(const std::function<void()>& function) {
   std::fflush(stdout);
@@ -97,12 +92,9 @@ inline int InChild(const std::function<void()>& function) {
   return WIFEXITED(ending) ? WEXITSTATUS(ending) : -1;
 }
 
-template <void (*kTest)(), CuFileApi kApi>
+template <void (*kTest)()>
 inline void Isolated() {
-  const int answer = InChild([] {
-    g_api = kApi;
-    kTest();
-  });
+  const int answer = InChild(kTest);
   EXPECT_WITH(answer == 0, "the test's process ended with " + std::to_string(answer));
 }
 
@@ -123,7 +115,7 @@ inline Bytes BytesOf(const std::byte* buffer, size_t size_bytes = kBufferBytes) 
 }
 
 inline std::unique_ptr<IoEngine> NewEngine(uint32_t queue_depth = 8) {
-  return Must(CreateEngine({.name = "cufile", .queue_depth = queue_depth, .cufile_api = g_api}));
+  return Must(CreateEngine({.name = "cufile", .queue_depth = queue_depth}));
 }
 inline IoRequest Request(IoOp op, int fd, std::byte* buffer, size_t size_bytes = kBufferBytes,
                          uint64_t offset_bytes = 0) {
@@ -159,9 +151,5 @@ inline int RunWithDoubles(int argc, char** argv, std::initializer_list<Test> tes
 }  // namespace fastpersist
 
 // Each test a process of its own: the product keeps the library as long as the process lives.
-#define IN_WAY(api, name, ...) \
-  ::fastpersist::Test { name, ::fastpersist::Isolated<::fastpersist::__VA_ARGS__, ::fastpersist::CuFileApi::api> }
-#define ISOLATED(...) IN_WAY(kCalls, #__VA_ARGS__, __VA_ARGS__)
-#define IN_BATCHES(...) IN_WAY(kBatch, #__VA_ARGS__ " in batches", __VA_ARGS__)
-// Once each way.
-#define BOTH_WAYS(...) ISOLATED(__VA_ARGS__), IN_BATCHES(__VA_ARGS__)
+#define ISOLATED(...) \
+  ::fastpersist::Test { #__VA_ARGS__, ::fastpersist::Isolated<::fastpersist::__VA_ARGS__> }

@@ -17,7 +17,6 @@ from support.device_states import Stage, bytes_in, device_stage, device_state, p
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.config import CUFILE_APIS
 from fastpersist.errors import ConfigError, DeviceError, StorageError, UnsupportedError
 from fastpersist.transfer import gpudirect
 from fastpersist.transfer.pipeline import Extents, Pieces, Writer, read_extents
@@ -33,15 +32,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
         yield stage
 
 
-@pytest.fixture(params=CUFILE_APIS)
-def api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """By which of its interfaces libcufile moves the requests."""
-    monkeypatch.setenv("FASTPERSIST_CUFILE_API", request.param)
-    return str(request.param)
-
-
 @pytest.fixture
-def library(stage: Stage, api: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[CuFileDouble]:
+def library(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[CuFileDouble]:
     monkeypatch.setattr(gpudirect, "_MODULES", "/proc/self")  # which the double does not look for
     double = cufile_double()
     double.clear()
@@ -49,11 +41,6 @@ def library(stage: Stage, api: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
     violations = double.violations
     double.clear()
     assert violations == []
-
-
-def moving(api: str, call: str) -> str:
-    """Return what the double counts and fails of what a call does."""
-    return call if api == "calls" else {"cuFileWrite": "batch write", "cuFileRead": "batch read"}.get(call, call)
 
 
 def ring_is_free() -> bool:
@@ -144,7 +131,6 @@ def test_a_save_in_the_background_is_that_of_the_call(
 def test_whichever_call_of_the_library_fails_nothing_is_published(
     stage: Stage,
     library: CuFileDouble,
-    api: str,
     tmp_path: Path,
     call: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -153,7 +139,7 @@ def test_whichever_call_of_the_library_fails_nothing_is_published(
     state, contents = device_state(SIZES)
     failures = 0
     for nth in range(1, 60):
-        library.fail(moving(api, call), nth, 5030)
+        library.fail(call, nth, 5030)
         try:
             fp.save(state, tmp_path / "x.pt", engine="cufile", checksum=False)
         except (StorageError, DeviceError, UnsupportedError):
@@ -210,7 +196,7 @@ def refuse_files(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def refuse_transfers(library: CuFileDouble, monkeypatch: pytest.MonkeyPatch) -> None:
-    for call in ("cuFileWrite", "cuFileRead", "batch write", "batch read"):
+    for call in ("cuFileWrite", "cuFileRead"):
         library.fail(call, 0, 5044)
 
 
@@ -256,14 +242,14 @@ def test_nothing_takes_over_where_gpudirect_cannot_be_used(
 
 
 @pytest.mark.parametrize("error", [5008, 5044])
-def test_load_that_fails_in_the_middle_is_an_error(error: int, library: CuFileDouble, api: str, tmp_path: Path) -> None:
+def test_load_that_fails_in_the_middle_is_an_error(error: int, library: CuFileDouble, tmp_path: Path) -> None:
     state, contents = device_state(SIZES)
     path = tmp_path / "x.pt"
     fp.save(state, path, engine="cufile", checksum=False)
-    library.fail(moving(api, "cuFileRead"), 3, error)
+    library.fail("cuFileRead", 3, error)
     with pytest.raises((UnsupportedError, StorageError), match=f"\\({error}\\)"):
         fp.load(path, weights_only=False, engine="cufile")
-    assert library.call_count(moving(api, "cuFileRead")) >= 3
+    assert library.call_count("cuFileRead") >= 3
     assert ring_is_free()
     assert loaded_bytes(path) == contents
 

@@ -50,9 +50,8 @@ class Rank:
         return {
             "engine": engine,
             "is_equal": {name: read_storage(loaded[name]._untyped_storage) for name in self.contents} == self.contents,
-            "write_count": library.call_count("cuFileWrite") + library.call_count("batch write"),
-            "read_count": library.call_count("cuFileRead") + library.call_count("batch read"),
-            "batch_count": library.call_count("cuFileBatchIOSubmit"),
+            "write_count": library.call_count("cuFileWrite"),
+            "read_count": library.call_count("cuFileRead"),
             "host_transfer_count": library.host_transfer_count,
             "copied_to_host_bytes": self.stage.cuda.copied_to_host_bytes,
             "violations": library.violations,

@@ -35,7 +35,6 @@ NAMES = (
     "FASTPERSIST_CHUNK_BYTES",
     "FASTPERSIST_QUEUE_DEPTH",
     "FASTPERSIST_THREADS",
-    "FASTPERSIST_CUFILE_API",
 )
 MIB = 1 << 20
 
@@ -46,7 +45,6 @@ queue_depth = 5
 ring_bytes = 33554432
 threads = 3
 writers = 2
-cufile_api = "batch"
 """
 
 
@@ -92,9 +90,9 @@ def test_defaults_are_64_mib_in_chunks_of_8() -> None:
 
 
 def test_environment_is_read_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in zip(NAMES, ("threads", "262144", "65536", "3", "2", "batch"), strict=True):
+    for name, value in zip(NAMES, ("threads", "262144", "65536", "3", "2"), strict=True):
         monkeypatch.setenv(name, value)
-    assert config() == Config("threads", 262144, 65536, 3, 2, cufile_api="batch")
+    assert config() == Config("threads", 262144, 65536, 3, 2)
     monkeypatch.delenv("FASTPERSIST_ENGINE")
     assert config().engine == "auto"
 
@@ -132,14 +130,7 @@ def test_numbers_beyond_the_limits_of_the_engines_are_refused(
             config()
 
 
-@pytest.mark.parametrize("api", ["", "Batch", "stream"])
-def test_interfaces_of_cufile_that_there_are_not_are_refused(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTPERSIST_CUFILE_API", api)
-    with pytest.raises(ConfigError, match=f"FASTPERSIST_CUFILE_API must be calls or batch, not {api!r}$"):
-        config()
-
-
-@pytest.mark.parametrize("name", NAMES[1:-1])
+@pytest.mark.parametrize("name", NAMES[1:])
 @pytest.mark.parametrize("text", ["", "64M", "1e6", "0x1000", "much"])
 def test_what_is_no_whole_number_is_refused(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, text)
@@ -159,9 +150,7 @@ def test_values_cannot_be_changed_afterwards() -> None:
 def test_tuning_file_of_the_file_system_is_found(found_file: Path, directory_fd: int) -> None:
     assert config_for(directory_fd) == Config()
     found_file.write_text(EVERY_KEY)
-    assert config_for(directory_fd) == Config(
-        "auto", 32 * MIB, 4 * MIB, 5, 3, 2, engine_wish="libaio", cufile_api="batch"
-    )
+    assert config_for(directory_fd) == Config("auto", 32 * MIB, 4 * MIB, 5, 3, 2, engine_wish="libaio")
     assert config() == Config()
 
 
@@ -174,7 +163,7 @@ def test_environment_goes_before_the_file_value_by_value(
     found_file: Path, directory_fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found_file.write_text(EVERY_KEY)
-    for name, value in zip(NAMES, ("threads", str(128 * MIB), str(2 * MIB), "7", "1", "calls"), strict=True):
+    for name, value in zip(NAMES, ("threads", str(128 * MIB), str(2 * MIB), "7", "1"), strict=True):
         before = config_for(directory_fd)
         monkeypatch.setenv(name, value)
         assert config_for(directory_fd) != before
@@ -315,8 +304,7 @@ DAMAGED = {
     "too much": b"#" * (1 << 17),
     "a table": b"[writers]\ncount = 2",
     "a key of older versions": b"gpudirect = true",
-    "an interface that there is not": b'cufile_api = "stream"',
-    "a truth as an interface": b"cufile_api = true",
+    "another one of them": b'cufile_api = "batch"',
     "an engine for those who name it": b'engine = "cufile"',
     "an odd chunk": b"chunk_bytes = 3000000",
     "an odd ring": b"ring_bytes = 3000000",

@@ -120,11 +120,6 @@ def writers_are_heeded(tmp_path: Path) -> None:
     assert [engine != "" for engine in engines] == [True, True, False]
 
 
-def cufile_api_is_heeded(tmp_path: Path) -> None:
-    """What it does then: tests/devices/test_device_gpudirect.py."""
-    assert first_transfer(tmp_path)["cufile_batch"]
-
-
 KEYS = {
     "engine": ('engine = "threads-buffered"', engine_is_heeded),
     "chunk_bytes": ("chunk_bytes = 1048576", chunk_is_heeded),
@@ -132,7 +127,6 @@ KEYS = {
     "queue_depth": ("queue_depth = 3", depth_is_heeded),
     "threads": ("threads = 2", threads_are_heeded),
     "writers": ("writers = 2", writers_are_heeded),
-    "cufile_api": ('cufile_api = "batch"', cufile_api_is_heeded),
 }
 
 

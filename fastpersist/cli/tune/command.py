@@ -175,7 +175,7 @@ def _notes(place: str, *, is_automatic: bool) -> list[str]:
     chosen = os.environ.get("FASTPERSIST_CONFIG")
     if is_automatic and chosen is not None and (not chosen or os.path.realpath(chosen) != os.path.realpath(place)):
         notes.append(f"note: FASTPERSIST_CONFIG is set to {chosen!r}, so this file does not count until it is unset")
-    keys = ("ENGINE", "CHUNK_BYTES", "QUEUE_DEPTH", "RING_BYTES", "THREADS", "CUFILE_API")
+    keys = ("ENGINE", "CHUNK_BYTES", "QUEUE_DEPTH", "RING_BYTES", "THREADS")
     names = [name for key in keys if (name := f"FASTPERSIST_{key}") in os.environ]
     if names:
         notes.append(f"note: {', '.join(names)} set in the environment: what it says goes before the file")

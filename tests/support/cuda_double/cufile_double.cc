@@ -3,7 +3,7 @@
 // the SONAME of the real one, so that the product finds it by its own means once a test has loaded it. What it refuses,
 // and that it opens a file a second time, is what libcufile 1.11 was seen to do.
 //
-// cufile_interface.h has what tests use, cufile_double_batch.cc the calls of batches.
+// cufile_interface.h has what tests use.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -21,16 +21,95 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
-#include "cufile_library.h"
+#include "cufile_interface.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace cufile_double {
+
+struct Error {  // CUfileError_t
+  int code;
+  int cuda;
+};
+struct Description {  // CUfileDescr_t
+  int type;
+  union {
+    int fd;
+    void* other;
+  } handle;
+  const void* operations;
+};
+
 namespace {
 
-Library* g_library = nullptr;
+constexpr Error kGood = {0, 0};
+constexpr int kInvalidOpenFlag = 5019;
+constexpr int kInvalidValue = 5022;
+constexpr int kAlreadyRegistered = 5023;
+constexpr int kNotRegistered = 5024;
+constexpr int kDriverAlreadyOpen = 5026;
+constexpr int kFileAlreadyRegistered = 5028;
+constexpr int kNoSecondDescriptor = 5031;
+constexpr int kDriverNotInitialized = 5001;
 
-}  // namespace
+constexpr std::array kCalls = {"cuFileDriverOpen",    "cuFileHandleRegister", "cuFileHandleDeregister",
+                               "cuFileBufRegister",   "cuFileBufDeregister",  "cuFileRead",
+                               "cuFileWrite",         "cuFileGetVersion",     "cuFileGetStatsLevel",
+                               "cuFileSetStatsLevel", "cuFileStatsStart",     "cuFileGetStatsL3"};
+
+// Of the double of the driver.
+struct Device {
+  int (*read)(uint64_t address, void* target, size_t size_bytes);
+  int (*write)(uint64_t address, const void* source, size_t size_bytes);
+  int (*context_depth)();
+  int (*range_of)(uint64_t* base, size_t* size_bytes, uint64_t address);  // the driver's own call
+};
+
+struct Plan {
+  std::string call;
+  uint64_t at_count;  // 0: each
+  int error;
+};
+
+struct File {
+  int fd;
+  int second_fd;  // of its own, by the file's path: closing it drops the process's record locks on the file
+  int user_count;
+};
+
+struct Library {
+  std::mutex mutex;
+  std::condition_variable changed;
+  Device device = {};
+  bool is_open = false;
+  bool is_forked = false;
+  std::map<std::string, uint64_t> call_counts;
+  std::vector<Plan> failures;
+  std::vector<std::pair<uint64_t, size_t>> shortened;  // the transfer, and what it moves
+  uint64_t transfer_count = 0;
+  uint64_t host_transfer_count = 0;
+  uint64_t unregistered_transfer_count = 0;
+  std::deque<std::string> violations;
+  std::map<void*, File*> files;
+  std::map<uint64_t, size_t> buffers;
+  int version = 1160;
+  int way = kSaysPosix;
+  int oddity = kAsDocumented;
+  int level = 0;
+  bool counts = false;
+  std::array<uint64_t, 3> read_counts = {};  // by way
+  std::array<uint64_t, 3> write_counts = {};
+  bool holds = false;
+  int held_count = 0;
+
+  void Violate(std::string text) { violations.push_back(std::move(text)); }
+};
+
+Library* g_library = nullptr;
 
 Library& Get() {
   static Library* const library = [] {
@@ -59,8 +138,6 @@ Library& Get() {
   return *library;
 }
 
-namespace {
-
 std::string NameOrDie(const char* function, const char* call) {
   const auto* const found =
       std::find_if(kCalls.begin(), kCalls.end(), [&](const char* known) { return std::strcmp(known, call) == 0; });
@@ -69,8 +146,7 @@ std::string NameOrDie(const char* function, const char* call) {
   std::abort();
 }
 
-}  // namespace
-
+// Counts a call; what it is to answer, 0: nothing in particular. With the mutex held.
 int Enter(Library& library, const char* call) {
   const uint64_t count = ++library.call_counts[call];
   if (library.is_forked) library.Violate(std::string(call) + " in a forked child");
@@ -84,13 +160,11 @@ int Enter(Library& library, const char* call) {
   return 0;
 }
 
-bool IsDeviceMemory(Library& library, uint64_t address, size_t size_bytes) {
+bool IsDeviceMemory(Library& library, uint64_t address, size_t size_bytes = 1) {
   uint64_t base = 0;
   size_t range_bytes = 0;
   return library.device.range_of(&base, &range_bytes, address) == 0 && size_bytes <= base + range_bytes - address;
 }
-
-namespace {
 
 // The driver says neither yes nor no: the device is lost, or a test has made the call fail.
 bool DriverFails(Library& library, uint64_t address) {
@@ -117,18 +191,15 @@ struct PageMemory {
   void* data = nullptr;
 };
 
-}  // namespace
-
+// One request; answers as cuFileRead and cuFileWrite do.
 ssize_t Transfer(const char* call, bool write, void* handle, void* base, size_t size_bytes, off_t offset,
-                 off_t base_offset, std::optional<bool> in_batch_on_device) {
+                 off_t base_offset) {
   Library& library = Get();
   std::unique_lock lock(library.mutex);
   const auto base_address = reinterpret_cast<uint64_t>(base);
   const uint64_t address = base_address + static_cast<uint64_t>(base_offset);
   const uint64_t number = ++library.transfer_count;
-  const bool in_batch = in_batch_on_device.has_value();
-  const bool on_device =
-      in_batch ? *in_batch_on_device : library.buffers.contains(base_address) || IsDeviceMemory(library, address);
+  const bool on_device = library.buffers.contains(base_address) || IsDeviceMemory(library, address);
   const int planned = Enter(library, call);
   const auto file = library.files.find(handle);
   if (file == library.files.end()) {
@@ -138,7 +209,7 @@ ssize_t Transfer(const char* call, bool write, void* handle, void* base, size_t 
   const int fd = file->second->fd;
   ++file->second->user_count;
   if (on_device) {
-    if (!in_batch && library.device.context_depth() == 0) library.Violate(std::string(call) + " without a context");
+    if (library.device.context_depth() == 0) library.Violate(std::string(call) + " without a context");
     const auto buffer = library.buffers.find(base_address);
     if (buffer == library.buffers.end()) {
       ++library.unregistered_transfer_count;
@@ -179,11 +250,7 @@ ssize_t Transfer(const char* call, bool write, void* handle, void* base, size_t 
   }
   const int sys_errno = errno;
   lock.lock();
-  if (in_batch) {
-    ++library.batch_total_count;
-    if (on_device && library.way == kSaysP2p) ++library.batch_p2p_count;
-    if (on_device && library.way == kSaysNvfs) ++library.batch_nvfs_count;
-  } else if (on_device && done >= 0 && library.counts && library.level >= 3) {
+  if (on_device && done >= 0 && library.counts && library.level >= 3) {
     ++(write ? library.write_counts : library.read_counts)[static_cast<size_t>(library.way)];
   }
   const auto still = library.files.find(handle);
@@ -196,6 +263,7 @@ ssize_t Transfer(const char* call, bool write, void* handle, void* base, size_t 
   return done;
 }
 
+}  // namespace
 }  // namespace cufile_double
 
 using namespace cufile_double;  // NOLINT: all that follows are the library's own names
@@ -274,9 +342,6 @@ EXPORT Error cuFileBufDeregister(const void* base) {
     return {kNotRegistered, 0};
   }
   if (!IsDeviceMemory(library, address)) library.Violate("memory was freed while it was registered");
-  for (const auto& [handle, batch] : library.batches) {
-    if (UsesBuffer(*batch, base)) library.Violate("cuFileBufDeregister of what a batch has not answered");
-  }
   return kGood;
 }
 
@@ -352,9 +417,6 @@ template <class Filled>
 void Fill(const Library& library, Filled* statistics) {
   const size_t filled = library.oddity == kLeftOut ? 1 : 16;
   std::memset(static_cast<void*>(statistics), 0, offsetof(Filled, devices) + filled * sizeof(DeviceStatistics));
-  statistics->batch_operations[9].good = library.batch_nvfs_count;
-  statistics->batch_operations[10].good = library.batch_p2p_count;
-  statistics->batch_operations[14].good = library.batch_total_count;
   statistics->device_count = library.oddity == kAbsurd ? 1'000'000'000 : library.oddity == kLeftOut ? 2 : 1;
   DeviceStatistics& device = statistics->devices[0];
   device.posix_reads = library.read_counts[kSaysPosix];
@@ -366,6 +428,7 @@ void Fill(const Library& library, Filled* statistics) {
   // What no reader may take for one of them.
   for (uint64_t* other : {&device.reads, &device.unaligned_reads, &device.writes, &device.unaligned_writes})
     *other = 77;
+  for (auto& batches : statistics->batch_operations) batches = {77, 77};
   if (library.oddity == kGrown) std::memset(reinterpret_cast<char*>(statistics) + sizeof(Filled), 0, 248);
 }
 
@@ -398,9 +461,6 @@ EXPORT void cufile_double_clear() {
   library.way = kSaysPosix;
   library.oddity = kAsDocumented;
   library.read_counts = library.write_counts = {};
-  library.batch_oddity = kAsSeen;
-  library.batch_max = 128;
-  library.batch_p2p_count = library.batch_nvfs_count = library.batch_total_count = 0;
   library.holds = false;
   library.changed.notify_all();
 }
@@ -416,15 +476,6 @@ EXPORT void cufile_double_set_way(int way) {
 EXPORT void cufile_double_set_oddity(int oddity) {
   const std::lock_guard lock(Get().mutex);
   Get().oddity = oddity;
-}
-
-EXPORT void cufile_double_set_batch_oddity(int oddity) {
-  const std::lock_guard lock(Get().mutex);
-  Get().batch_oddity = oddity;
-}
-EXPORT void cufile_double_set_batch_max(int count) {
-  const std::lock_guard lock(Get().mutex);
-  Get().batch_max = static_cast<unsigned>(count);
 }
 
 EXPORT void cufile_double_fail(const char* call, int nth, int error) {
@@ -470,10 +521,6 @@ EXPORT uint64_t cufile_double_unregistered_transfer_count() {
 EXPORT int64_t cufile_double_file_count() {
   const std::lock_guard lock(Get().mutex);
   return static_cast<int64_t>(Get().files.size());
-}
-EXPORT int64_t cufile_double_batch_count() {
-  const std::lock_guard lock(Get().mutex);
-  return static_cast<int64_t>(Get().batches.size());
 }
 EXPORT int64_t cufile_double_buffer_count() {
   const std::lock_guard lock(Get().mutex);

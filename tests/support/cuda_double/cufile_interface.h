@@ -22,24 +22,12 @@ enum CuFileDoubleOddity : int {
 };
 
 // Forget plans, counts, statistics and violations; what is open and registered stays so. A version of 1160, and posix.
-// What is odd about batches.
-enum CuFileDoubleBatchOddity : int {
-  kAsSeen = 0,    // in libcufile 1.15 to 1.20
-  kReversed = 1,  // the last one first, in execution and in what is told
-  kRepeats = 2,   // tells of what waits, too, and again of what it has told
-  kForgets = 3    // does what it is given, and tells of nothing
-};
-
 void cufile_double_clear();
 void cufile_double_set_version(int version);
 void cufile_double_set_way(int way);
 void cufile_double_set_oddity(int oddity);
-void cufile_double_set_batch_oddity(int oddity);
-void cufile_double_set_batch_max(int count);  // what the properties say, and what cuFileBatchIOSetUp takes
 // The nth (from 1; 0: each) call by that name from now on fails. Below 5000 the error is an errno, which only
-// cuFileRead and cuFileWrite can tell; from there on it is cuFile's. An errno of -1 means: -1, and no errno. The
-// requests of batches go by "batch read" and "batch write": with them, 10000 and a CUfileStatus_t is that status, and
-// no answer.
+// cuFileRead and cuFileWrite can tell; from there on it is cuFile's. An errno of -1 means: -1, and no errno.
 void cufile_double_fail(const char* call, int nth, int error);
 // The nth transfer from now on moves so many bytes at most.
 void cufile_double_shorten(int nth, size_t size_bytes);
@@ -52,7 +40,6 @@ uint64_t cufile_double_host_transfer_count();          // of host memory
 uint64_t cufile_double_unregistered_transfer_count();  // of device memory that is not registered, or not by its base
 int64_t cufile_double_file_count();                    // registered now
 int64_t cufile_double_buffer_count();                  // registered now
-int64_t cufile_double_batch_count();                   // set up now
 int cufile_double_violation_count();
 const char* cufile_double_violation(int index);  // lasts until cufile_double_clear
 
@@ -62,7 +49,7 @@ const char* cufile_double_violation(int index);  // lasts until cufile_double_cl
 // It moves them anew at each run.
 // clang-format off
 #define FASTPERSIST_CUFILE_DOUBLE_FUNCTIONS(X)                                                                   \
-  X(clear) X(set_version) X(set_way) X(set_oddity) X(set_batch_oddity) X(set_batch_max) X(fail) X(shorten)       \
-  X(hold) X(wait_for_held) X(call_count) X(host_transfer_count) X(unregistered_transfer_count) X(file_count)     \
-  X(buffer_count) X(batch_count) X(violation_count) X(violation)
+  X(clear) X(set_version) X(set_way) X(set_oddity) X(fail) X(shorten) X(hold) X(wait_for_held) X(call_count)     \
+  X(host_transfer_count) X(unregistered_transfer_count) X(file_count) X(buffer_count) X(violation_count)         \
+  X(violation)
 // clang-format on
