@@ -24,9 +24,9 @@ from fastpersist.dcp.part_reading import PartReader, require_place
 from fastpersist.dcp.storage_reader import FastPersistReader
 from fastpersist.distributed.node_local.exchange import PartsExchange, writing_to
 from fastpersist.distributed.node_local.split_step import StepParts
-from fastpersist.distributed.partition import merged
 from fastpersist.distributed.shared_reader import SharedReader
 from fastpersist.errors import FormatError
+from fastpersist.formats.byte_ranges import Extent, merged
 from fastpersist.formats.manifest import NO_FILES, writer_of
 from fastpersist.formats.split_manifest import Part
 from fastpersist.loading.part_files import FoundPart
@@ -110,7 +110,7 @@ class _ExchangingReader(FastPersistReader):
             if rank is None or writers.count(rank) > 1:
                 raise FormatError(f"{name} is no part that one rank wrote", path=parts.path)
             if name in here:
-                part = Part(rank, ((self._starts[name], self._sizes[name]),))
+                part = Part(rank, (Extent(self._starts[name], self._sizes[name]),))
                 own.append(FoundPart(os.path.join(parts.path, name), entries[name], part, parts.host_of(rank)))
         self._exchange = PartsExchange(read, parts.path, own, starts[-1], with_structure=False)
 
@@ -136,8 +136,9 @@ class _ExchangingReader(FastPersistReader):
                     require_place(
                         os.path.join(self._path or "", name), fqn, info.offset, info.length, self._sizes[name]
                     )
-            for low, high in merged((info.offset, info.offset + info.length) for info in infos):
-                extents.add_pushed(self._starts[name] + low, high - low, writing_to(fd, low), with_crc=False)
+            for offset_bytes, size_bytes in merged(Extent(info.offset, info.length) for info in infos):
+                start_bytes = self._starts[name] + offset_bytes
+                extents.add_pushed(start_bytes, size_bytes, writing_to(fd, offset_bytes), with_crc=False)
         self._exchange(-1, self._exchange.path, extents, engine=self._engine)
         try:
             return super().read_data(plan, planner)

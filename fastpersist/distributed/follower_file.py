@@ -22,7 +22,8 @@ from fastpersist.distributed.shared_file import (
     unpacked_offsets,
 )
 from fastpersist.errors import StorageError
-from fastpersist.formats.split_manifest import ExtentMap, part_name
+from fastpersist.formats.byte_ranges import ExtentMap
+from fastpersist.formats.split_manifest import part_name
 from fastpersist.saving.containers import Container, PieceStream
 from fastpersist.transfer.engine_selection import refuse_null_engine
 from fastpersist.transfer.pipeline import Poll, Writer

@@ -10,23 +10,18 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import ConfigError
-from fastpersist.formats.byte_ranges import ByteRange
+from fastpersist.formats.byte_ranges import ByteRange, Extent
 from fastpersist.formats.layout import align_up
 
 __all__ = [
     "CUT_BYTES_MIN",
-    "Extent",
     "choose_writers",
     "common_block_bytes",
     "interior_of",
-    "merged",
-    "overlaps",
     "shard_of",
-    "without",
 ]
 
 CUT_BYTES_MIN = 1 << 20
@@ -47,11 +42,11 @@ def common_block_bytes(page_bytes: Iterable[int]) -> int:
     return max([BLOCK_BYTES, *page_bytes])
 
 
-def interior_of(offset_bytes: int, size_bytes: int, block_bytes: int) -> tuple[int, int]:
-    """Return first byte and length of the whole blocks of a source, counted from the source's start.
+def interior_of(offset_bytes: int, size_bytes: int, block_bytes: int) -> Extent:
+    """Return the whole blocks of a source, counted from the source's start.
 
     Worked example: a source of 10,000 bytes at offset 4196 of the file, blocks of 4096: the first whole block starts
-    at 8192, byte 3996 of the source; the last ends at 12288, so (3996, 4096).
+    at 8192, byte 3996 of the source; the last ends at 12288, so Extent(3996, 4096).
 
     Args:
         offset_bytes: Where the source lies in the file.
@@ -60,10 +55,10 @@ def interior_of(offset_bytes: int, size_bytes: int, block_bytes: int) -> tuple[i
     """
     start = align_up(offset_bytes, block_bytes) - offset_bytes
     end = (offset_bytes + size_bytes) // block_bytes * block_bytes - offset_bytes
-    return (start, end - start) if end > start else (0, 0)
+    return Extent.between(start, end) if end > start else Extent(0, 0)
 
 
-def shard_of(interiors: Sequence[tuple[int, int]], writer: int, writer_count: int, block_bytes: int) -> list[ByteRange]:
+def shard_of(interiors: Sequence[Extent], writer: int, writer_count: int, block_bytes: int) -> list[ByteRange]:
     """Return what one writer owns, in file order.
 
     Args:
@@ -72,7 +67,7 @@ def shard_of(interiors: Sequence[tuple[int, int]], writer: int, writer_count: in
         writer_count: 1 or more.
         block_bytes: Interiors are multiples of it.
     """
-    ends = list(itertools.accumulate((size for _, size in interiors), initial=0))
+    ends = list(itertools.accumulate((interior.size_bytes for interior in interiors), initial=0))
     block_count = ends[-1] // block_bytes
     first = block_count * writer // writer_count * block_bytes
     end = block_count * (writer + 1) // writer_count * block_bytes
@@ -81,51 +76,9 @@ def shard_of(interiors: Sequence[tuple[int, int]], writer: int, writer_count: in
     while source < len(interiors) and ends[source] < end:
         low, high = max(first, ends[source]), min(end, ends[source + 1])
         if low < high:
-            ranges.append(ByteRange(source, interiors[source][0] + low - ends[source], high - low))
+            ranges.append(ByteRange(source, interiors[source].offset_bytes + low - ends[source], high - low))
         source += 1
     return ranges
-
-
-Extent: TypeAlias = tuple[int, int]
-"""Bytes of a file: the first, and the one behind the last."""
-
-
-def overlaps(extent: Extent, taken: Sequence[Extent]) -> list[Extent]:
-    """Return the parts of an extent that lie in others, which are sorted and do not overlap."""
-    found = []
-    index = bisect.bisect_right(taken, extent[0], key=_end)
-    while index < len(taken) and taken[index][0] < extent[1]:
-        found.append((max(extent[0], taken[index][0]), min(extent[1], taken[index][1])))
-        index += 1
-    return [(low, high) for low, high in found if low < high]
-
-
-def without(extent: Extent, taken: Sequence[Extent]) -> list[Extent]:
-    """Return what is left of an extent without others, which are sorted and do not overlap."""
-    left = []
-    position = extent[0]
-    for low, high in overlaps(extent, taken):
-        if position < low:
-            left.append((position, low))
-        position = high
-    if position < extent[1]:
-        left.append((position, extent[1]))
-    return left
-
-
-def merged(extents: Iterable[Extent]) -> list[Extent]:
-    """Return extents in order, those that touch or overlap as one."""
-    found: list[Extent] = []
-    for low, high in sorted(extents):
-        if found and low <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], high))
-        else:
-            found.append((low, high))
-    return found
-
-
-def _end(extent: Extent) -> int:
-    return extent[1]
 
 
 def choose_writers(wanted: str | int, nodes: Sequence[int], tuned_count: int | None = None) -> list[int]:

@@ -20,6 +20,7 @@ import torch
 from fastpersist import _native
 from fastpersist.distributed.partition import CUT_BYTES_MIN
 from fastpersist.errors import CoordinationError
+from fastpersist.formats.byte_ranges import Extent
 from fastpersist.saving.containers import Container, Source
 from fastpersist.saving.ownership import Ownership
 from fastpersist.transfer.pipeline import Pieces, Writer, byte_tensor
@@ -52,7 +53,7 @@ def replicas_in(container: Container, ownership: Ownership | None) -> list[int]:
 
 
 def sums_of(
-    container: Container, cut: Sequence[int], interiors: Sequence[tuple[int, int]], *, whole: bool
+    container: Container, cut: Sequence[int], interiors: Sequence[Extent], *, whole: bool
 ) -> Callable[[], list[int]]:
     """Sum up each cut source: its length, dtypes and interior, and samples of its bytes or all of them.
 
@@ -63,7 +64,7 @@ def sums_of(
     described = []
     for source, interior in zip(cut, interiors, strict=True):
         dtypes = sorted({str(tensor.dtype) for tensor in container.tensors[source]})
-        described.append(repr((container.sources[source].size_bytes, dtypes, interior)).encode())
+        described.append(repr((container.sources[source].size_bytes, dtypes, tuple(interior))).encode())
     return lambda: [zlib.crc32(text, crc) for text, crc in zip(described, of_data(), strict=True)]
 
 

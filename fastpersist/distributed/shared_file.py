@@ -45,12 +45,11 @@ from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.distributed.coordination import Session
 from fastpersist.distributed.node_local.detection import Split, SplitShares, Stores
-from fastpersist.distributed.partition import Extent, interior_of, merged, overlaps, shard_of, without
+from fastpersist.distributed.partition import interior_of, shard_of
 from fastpersist.distributed.replica_check import bytes_of, difference, sums_of
 from fastpersist.errors import CoordinationError, InternalError, StorageError, UnsupportedError
-from fastpersist.formats.byte_ranges import ByteRange
+from fastpersist.formats.byte_ranges import ByteRange, Extent, ExtentMap, merged, overlaps, without
 from fastpersist.formats.layout import align_up
-from fastpersist.formats.split_manifest import ExtentMap, FileExtent
 from fastpersist.saving.containers import Checksum, Container, Literal, Part, PieceStream, Source, Stored, WrittenFile
 from fastpersist.transfer.engine_selection import is_cufile, refuse_null_engine, require_engine
 from fastpersist.transfer.pipeline import Poll, Run, Writer
@@ -143,7 +142,7 @@ class Share:
     @property
     def cut_bytes(self) -> int:
         """How many bytes are shared out among the writers."""
-        return sum(size_bytes for _, size_bytes in self._interiors)
+        return sum(interior.size_bytes for interior in self._interiors)
 
     def bytes_by_rank(self) -> list[int]:
         """Return how many of the bytes that are shared out each rank writes."""
@@ -156,18 +155,14 @@ class Share:
         shard = shard_of(self._interiors, self._writers.index(rank), len(self._writers), self._block_bytes)
         return [ByteRange(self._cut[part.source], part.from_bytes, part.size_bytes) for part in shard]
 
-    def extents_of(self, rank: int, offsets: Mapping[int, int]) -> list[FileExtent]:
+    def extents_of(self, rank: int, offsets: Mapping[int, int]) -> list[Extent]:
         """Return where the cut bytes that a rank writes lie in the file, ascending, those that touch as one.
 
         Args:
             rank: Which.
             offsets: Of the cut sources in the file, by index.
         """
-        shard = [
-            (offsets[part.source] + part.from_bytes, offsets[part.source] + part.from_bytes + part.size_bytes)
-            for part in self._shard_of(rank)
-        ]
-        return [(low, high - low) for low, high in merged(shard)]
+        return merged(Extent(offsets[part.source] + part.from_bytes, part.size_bytes) for part in self._shard_of(rank))
 
     def _engine_for(self, fd: int, path: str, engine: str) -> str:
         """Return the engine for a file that several ranks write: not a direct one on a disk with larger blocks.
@@ -212,7 +207,8 @@ class Share:
 
     def _digest(self) -> str:
         """Return what is the same on all ranks if their replicas are, as far as they were looked at."""
-        described = repr((self._mode, self.container.has_checksums, self._interiors, self._sums))
+        interiors = [tuple(interior) for interior in self._interiors]
+        described = repr((self._mode, self.container.has_checksums, interiors, self._sums))
         return hashlib.sha256(described.encode()).hexdigest()[:32]
 
 
@@ -261,59 +257,56 @@ class FirstShare(Share):
         self.split_shares: SplitShares | None = None
         self._split: Split | None = None
         self._met = False
-        self._own_extents = ExtentMap([(0, container.size_bytes)])
+        self._own_extents = ExtentMap([Extent(0, container.size_bytes)])
         self._crcs_of_others: dict[int, int] = {}  # of their parts
         self._late = self._late_blocks()
         self._own: dict[int, list[int]] = {}  # by source, indices of `ranges`
-        self._late_ranges: list[tuple[int, int, int]] = []  # source, first byte in it, length
+        self._late_ranges: list[ByteRange] = []
         shard: dict[int, list[ByteRange]] = {}
         for part in self._shard_of(0):
             shard.setdefault(part.source, []).append(part)
         interiors = dict(zip(self._cut, self._interiors, strict=True))
         for source, offset_bytes in enumerate(container.offsets):
-            self._plan(source, offset_bytes, interiors.get(source, (0, 0)), shard.get(source, []))
+            self._plan(source, offset_bytes, interiors.get(source, Extent(0, 0)), shard.get(source, []))
         self._get_late_bytes = bytes_of(
-            [
-                (container.sources[source], from_bytes, size_bytes)
-                for source, from_bytes, size_bytes in self._late_ranges
-            ]
+            [(container.sources[part.source], part.from_bytes, part.size_bytes) for part in self._late_ranges]
         )
 
     @cached_property
     def _late_bytes(self) -> dict[int, list[_LateBytes]]:
         """By source what is written late of it; on the writing thread, as the sums."""
         found: dict[int, list[_LateBytes]] = {source: [] for source in range(len(self.container.sources))}
-        for (source, from_bytes, _), data in zip(self._late_ranges, self._get_late_bytes(), strict=True):
-            found[source].append(_LateBytes(from_bytes, data))
+        for part, data in zip(self._late_ranges, self._get_late_bytes(), strict=True):
+            found[part.source].append(_LateBytes(part.from_bytes, data))
         return found
 
     def _late_blocks(self) -> list[Extent]:
         """Return the blocks that depend on the CRC of a cut source."""
         cut = set(self._cut)
-        start, size_bytes = self.container.closing_extent
-        places = [(start, start + size_bytes)]
+        places = [Extent(*self.container.closing_extent)]
         for part in self.container.parts():
             if isinstance(part, Checksum):
-                place = (part.offset_bytes, part.offset_bytes + _CRC_BYTES)
+                place = Extent(part.offset_bytes, _CRC_BYTES)
                 # One that lies across the border of two blocks is not written in two pieces.
-                if part.source in cut or place[0] // BLOCK_BYTES != (place[1] - 1) // BLOCK_BYTES:
+                if part.source in cut or place.offset_bytes // BLOCK_BYTES != (place.end_bytes - 1) // BLOCK_BYTES:
                     places.append(place)
         return merged(
-            (low // BLOCK_BYTES * BLOCK_BYTES, align_up(high, BLOCK_BYTES)) for low, high in places if low < high
+            Extent.between(place.offset_bytes // BLOCK_BYTES * BLOCK_BYTES, align_up(place.end_bytes, BLOCK_BYTES))
+            for place in places
+            if place.size_bytes
         )
 
-    def _plan(self, source: int, offset_bytes: int, interior: tuple[int, int], shard: list[ByteRange]) -> None:
+    def _plan(self, source: int, offset_bytes: int, interior: Extent, shard: list[ByteRange]) -> None:
         """Sort the bytes of a source: those that this rank writes early, and those that it writes late."""
-        extent = (offset_bytes, offset_bytes + self.container.sources[source].size_bytes)
-        low = offset_bytes + interior[0]
-        others = [(low, low + interior[1])] if interior[1] else []
+        extent = Extent(offset_bytes, self.container.sources[source].size_bytes)
+        others = [interior._replace(offset_bytes=offset_bytes + interior.offset_bytes)] if interior.size_bytes else []
         late = overlaps(extent, self._late)
         if any(overlaps(one, others) for one in late):
             raise InternalError("a block of a cut source depends on its own CRC")
         early = without(extent, sorted([*late, *others]))
-        parts = [ByteRange(source, low - offset_bytes, high - low) for low, high in early] + shard
+        parts = [ByteRange(source, one.offset_bytes - offset_bytes, one.size_bytes) for one in early] + shard
         self._own[source] = [self._add_range(part) for part in sorted(parts, key=lambda part: part.from_bytes)]
-        self._late_ranges += [(source, low - offset_bytes, high - low) for low, high in late]
+        self._late_ranges += [ByteRange(source, one.offset_bytes - offset_bytes, one.size_bytes) for one in late]
 
     def meet(self, find: Callable[[Callable[[dict[str, Any]], list[dict[str, Any]]]], Split | None]) -> Split | None:
         """Hear the plans of the others, who are in `OtherShare.write`, and find out where they write; before `write`.
@@ -331,8 +324,7 @@ class FirstShare(Share):
         self._split = find(self._say)
         if self._split is not None:
             others = [extent for rank in range(1, self._session.count) for extent in self._extents_of_other(rank)]
-            rest = without((0, self.container.size_bytes), merged((low, low + size) for low, size in others))
-            self._own_extents = ExtentMap([(low, high - low) for low, high in rest])
+            self._own_extents = ExtentMap(without(Extent(0, self.container.size_bytes), merged(others)))
         return self._split
 
     @property
@@ -427,7 +419,7 @@ class FirstShare(Share):
         self._session.answer(encoded(message))
         return [decoded(answer, rank) for rank, answer in enumerate(self._session.gather(b"{}"))]
 
-    def _extents_of_other(self, rank: int) -> list[FileExtent]:
+    def _extents_of_other(self, rank: int) -> list[Extent]:
         return self.extents_of(rank, dict(enumerate(self.container.offsets)))
 
     def _write_early(self, stream: PieceStream) -> None:
@@ -438,10 +430,12 @@ class FirstShare(Share):
                     stream.seek(self._own_extents.place_of(part.offset_bytes + self.ranges[index].from_bytes))
                     stream.add_source(self.sources[index], index, index if container.has_checksums else None)
                 continue
-            for low, high in without(_extent_of(part), self._late):
-                stream.seek(self._own_extents.place_of(low))
+            for one in without(_extent_of(part), self._late):
+                stream.seek(self._own_extents.place_of(one.offset_bytes))
                 if isinstance(part, Literal):
-                    stream.add_bytes(part.data[low - part.offset_bytes : high - part.offset_bytes])
+                    stream.add_bytes(
+                        part.data[one.offset_bytes - part.offset_bytes : one.end_bytes - part.offset_bytes]
+                    )
                 else:
                     stream.add_crc(self._early_slot(part.source) if container.has_checksums else None)
 
@@ -506,13 +500,15 @@ class FirstShare(Share):
 
     def _write_late(self, stream: PieceStream, crcs: Sequence[int]) -> None:
         """Put the late blocks together, and write them."""
-        blocks = [bytearray(min(high, self.container.size_bytes) - low) for low, high in self._late]
-        starts = [low for low, _ in self._late]
+        blocks = [bytearray(min(one.end_bytes, self.container.size_bytes) - one.offset_bytes) for one in self._late]
+        starts = [one.offset_bytes for one in self._late]
         for offset_bytes, data in self._late_pieces(crcs):
-            for low, high in overlaps((offset_bytes, offset_bytes + len(data)), self._late):
-                index = _last_at_most(starts, low)
-                at = low - starts[index]
-                blocks[index][at : at + high - low] = data[low - offset_bytes : high - offset_bytes]
+            for one in overlaps(Extent(offset_bytes, len(data)), self._late):
+                index = _last_at_most(starts, one.offset_bytes)
+                at = one.offset_bytes - starts[index]
+                blocks[index][at : at + one.size_bytes] = data[
+                    one.offset_bytes - offset_bytes : one.end_bytes - offset_bytes
+                ]
         for start, block in zip(starts, blocks, strict=True):
             stream.seek(self._own_extents.place_of(start))
             stream.add_bytes(bytes(block))
@@ -530,8 +526,7 @@ class FirstShare(Share):
 
 
 def _extent_of(part: Part) -> Extent:
-    size_bytes = len(part.data) if isinstance(part, Literal) else _CRC_BYTES
-    return part.offset_bytes, part.offset_bytes + size_bytes
+    return Extent(part.offset_bytes, len(part.data) if isinstance(part, Literal) else _CRC_BYTES)
 
 
 def _joined_crc(runs: Iterable[Run]) -> int:

@@ -53,7 +53,7 @@ from fastpersist import _native
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.distributed.failing import error_as_json, error_from_json
-from fastpersist.distributed.partition import CUT_BYTES_MIN, merged
+from fastpersist.distributed.partition import CUT_BYTES_MIN
 from fastpersist.errors import (
     AgreementTimeoutError,
     ConfigError,
@@ -62,7 +62,7 @@ from fastpersist.errors import (
     InternalError,
     PeerError,
 )
-from fastpersist.formats.byte_ranges import ByteRange
+from fastpersist.formats.byte_ranges import ByteRange, Extent, merged
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.pipeline import Extents, Poll, Read, ReadResult, read_extents
 
@@ -414,10 +414,10 @@ def _read_ahead(fd: int, path: str, extents: Extents, way: _Way, poll: Poll | No
         wanted = []
         for share in cut_places(found, way.turn_count)[way.turn]:
             start_bytes = found[share.source][0] + share.from_bytes
-            wanted.append((start_bytes, start_bytes + share.size_bytes + _GAP_BYTES))  # what lies close is read at once
-        for low, high in merged(wanted):
+            wanted.append(Extent(start_bytes, share.size_bytes + _GAP_BYTES))  # what lies close is read at once
+        for one in merged(wanted):
             with contextlib.suppress(OSError):  # it is advice
-                os.posix_fadvise(fd, low, high - low - _GAP_BYTES, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(fd, one.offset_bytes, one.size_bytes - _GAP_BYTES, os.POSIX_FADV_WILLNEED)
 
     ahead(windows[0])
     for number, window in enumerate(windows):

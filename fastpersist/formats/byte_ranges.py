@@ -1,10 +1,14 @@
-"""Ranges of bytes: of a source, and of a file."""
+"""Ranges of bytes: of a source, and of a file; and what is joined, shared or left of them. Pure integers."""
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
-__all__ = ["ByteRange"]
+__all__ = ["ByteRange", "Extent", "ExtentMap", "merged", "overlaps", "without"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +24,116 @@ class ByteRange:
     source: int
     from_bytes: int
     size_bytes: int
+
+
+class Extent(NamedTuple):
+    """Bytes of a file.
+
+    Attributes:
+        offset_bytes: The first.
+        size_bytes: How many.
+    """
+
+    offset_bytes: int
+    size_bytes: int
+
+    @classmethod
+    def between(cls, low_bytes: int, high_bytes: int) -> Extent:
+        """Return the bytes from one offset up to another, which is not among them."""
+        return cls(low_bytes, high_bytes - low_bytes)
+
+    @property
+    def end_bytes(self) -> int:
+        """The offset right behind the last byte."""
+        return self.offset_bytes + self.size_bytes
+
+
+def _end(extent: Extent) -> int:
+    return extent.end_bytes
+
+
+def overlaps(extent: Extent, taken: Sequence[Extent]) -> list[Extent]:
+    """Return the parts of an extent that lie in others, which are sorted and do not overlap."""
+    found = []
+    index = bisect.bisect_right(taken, extent.offset_bytes, key=_end)
+    while index < len(taken) and taken[index].offset_bytes < extent.end_bytes:
+        low = max(extent.offset_bytes, taken[index].offset_bytes)
+        high = min(extent.end_bytes, taken[index].end_bytes)
+        if low < high:
+            found.append(Extent.between(low, high))
+        index += 1
+    return found
+
+
+def without(extent: Extent, taken: Sequence[Extent]) -> list[Extent]:
+    """Return what is left of an extent without others, which are sorted and do not overlap."""
+    left = []
+    position = extent.offset_bytes
+    for one in overlaps(extent, taken):
+        if position < one.offset_bytes:
+            left.append(Extent.between(position, one.offset_bytes))
+        position = one.end_bytes
+    if position < extent.end_bytes:
+        left.append(Extent.between(position, extent.end_bytes))
+    return left
+
+
+def merged(extents: Iterable[Extent]) -> list[Extent]:
+    """Return extents in order, those that touch or overlap as one."""
+    found: list[Extent] = []
+    for one in sorted(extents):
+        if found and one.offset_bytes <= found[-1].end_bytes:
+            found[-1] = Extent.between(found[-1].offset_bytes, max(found[-1].end_bytes, one.end_bytes))
+        else:
+            found.append(one)
+    return found
+
+
+class ExtentMap:
+    """Where the bytes of extents lie in the file that holds them one right behind the other.
+
+    Args:
+        extents: Ascending; none overlaps another.
+    """
+
+    def __init__(self, extents: Sequence[Extent]) -> None:
+        self.extents = list(extents)
+        self._starts = [one.offset_bytes for one in extents]
+        self._places = list(accumulate((one.size_bytes for one in extents), initial=0))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all extents."""
+        return self._places[-1]
+
+    def place_of(self, offset_bytes: int) -> int:
+        """Return where a byte of the file lies; for one that is in no extent, where the extent before it ends."""
+        index = bisect.bisect_right(self._starts, offset_bytes) - 1
+        if index < 0:
+            return 0
+        return self._places[index] + min(offset_bytes - self._starts[index], self.extents[index].size_bytes)
+
+    def belonging(self, place_bytes: int, size_bytes: int) -> list[Extent]:
+        """Return where bytes that lie here, one right behind the other, belong in the file."""
+        found = []
+        index = max(0, bisect.bisect_right(self._places, place_bytes) - 1)
+        end = place_bytes + size_bytes
+        while index < len(self.extents) and self._places[index] < end:
+            low, high = max(place_bytes, self._places[index]), min(end, self._places[index + 1])
+            if low < high:
+                found.append(Extent(self._starts[index] + low - self._places[index], high - low))
+            index += 1
+        return found
+
+    def within(self, offset_bytes: int, size_bytes: int) -> list[Extent]:
+        """Return what of some bytes of the file lies in these extents, ascending; each lies in one piece."""
+        found = []
+        index = max(0, bisect.bisect_right(self._starts, offset_bytes) - 1)
+        end = offset_bytes + size_bytes
+        while index < len(self.extents) and self._starts[index] < end:
+            low = max(offset_bytes, self._starts[index])
+            high = min(end, self.extents[index].end_bytes)
+            if low < high:
+                found.append(Extent.between(low, high))
+            index += 1
+        return found

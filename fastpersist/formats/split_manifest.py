@@ -8,21 +8,20 @@ stores there are, so that each of them can tell who is missing. FORMAT.md, secti
 
 from __future__ import annotations
 
-import bisect
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 from fastpersist.errors import ConfigError, FormatError
+from fastpersist.formats.byte_ranges import Extent
 from fastpersist.formats.manifest import check_file_name
 
 __all__ = [
     "PARTS_LIMIT_BYTES",
     "PARTS_NAME",
-    "ExtentMap",
     "Part",
     "PartsRecord",
     "SplitFile",
@@ -44,9 +43,6 @@ _RANK_COUNT_MAX = 1_000_000
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 _CRC = re.compile(r"[0-9a-f]{8}")
 
-FileExtent = tuple[int, int]
-"""Bytes of a file: the offset of the first, and how many."""
-
 
 @dataclass(frozen=True, slots=True)
 class Store:
@@ -66,12 +62,12 @@ class Part:
     """
 
     rank: int
-    extents: tuple[FileExtent, ...]
+    extents: tuple[Extent, ...]
 
     @property
     def size_bytes(self) -> int:
         """Length of the part."""
-        return sum(size_bytes for _, size_bytes in self.extents)
+        return sum(extent.size_bytes for extent in self.extents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,56 +120,6 @@ class PartsRecord:
 def part_name(file_name: str, rank: int) -> str:
     """Name the file that holds a rank's part of a file."""
     return f"{file_name}.part-{rank:05d}"
-
-
-class ExtentMap:
-    """Where the bytes of extents lie in the file that holds them one right behind the other. Pure integers.
-
-    Args:
-        extents: Ascending; none overlaps another.
-    """
-
-    def __init__(self, extents: Sequence[FileExtent]) -> None:
-        self.extents = list(extents)
-        self._starts = [offset_bytes for offset_bytes, _ in extents]
-        self._places = list(accumulate((size_bytes for _, size_bytes in extents), initial=0))
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all extents."""
-        return self._places[-1]
-
-    def place_of(self, offset_bytes: int) -> int:
-        """Return where a byte of the file lies; for one that is in no extent, where the extent before it ends."""
-        index = bisect.bisect_right(self._starts, offset_bytes) - 1
-        if index < 0:
-            return 0
-        return self._places[index] + min(offset_bytes - self._starts[index], self.extents[index][1])
-
-    def belonging(self, place_bytes: int, size_bytes: int) -> list[FileExtent]:
-        """Return where bytes that lie here, one right behind the other, belong in the file."""
-        found = []
-        index = max(0, bisect.bisect_right(self._places, place_bytes) - 1)
-        end = place_bytes + size_bytes
-        while index < len(self.extents) and self._places[index] < end:
-            low, high = max(place_bytes, self._places[index]), min(end, self._places[index + 1])
-            if low < high:
-                found.append((self._starts[index] + low - self._places[index], high - low))
-            index += 1
-        return found
-
-    def within(self, offset_bytes: int, size_bytes: int) -> list[FileExtent]:
-        """Return what of some bytes of the file lies in these extents, ascending; each lies in one piece."""
-        found = []
-        index = max(0, bisect.bisect_right(self._starts, offset_bytes) - 1)
-        end = offset_bytes + size_bytes
-        while index < len(self.extents) and self._starts[index] < end:
-            low = max(offset_bytes, self._starts[index])
-            high = min(end, self._starts[index] + self.extents[index][1])
-            if low < high:
-                found.append((low, high - low))
-            index += 1
-        return found
 
 
 # ------------------------------------------------------------------------------------------------------- writing
@@ -287,12 +233,12 @@ def _part_of(item: Any, file_bytes: int) -> Part:
     numbers = [_number(one, "an extent") for one in _list(item, "extents")]
     if len(numbers) % 2:
         raise ValueError("an extent has an offset and a size")
-    extents = tuple(zip(numbers[::2], numbers[1::2], strict=True))
-    end = 0
-    for offset_bytes, size_bytes in extents:
-        if offset_bytes < end or not size_bytes or offset_bytes + size_bytes > file_bytes:
+    extents = tuple(Extent(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True))
+    end_bytes = 0
+    for extent in extents:
+        if extent.offset_bytes < end_bytes or not extent.size_bytes or extent.end_bytes > file_bytes:
             raise ValueError("extents are empty, overlap, are not ascending, or lie outside of the file")
-        end = offset_bytes + size_bytes
+        end_bytes = extent.end_bytes
     return Part(_number(item.get("rank"), "a rank"), extents)
 
 

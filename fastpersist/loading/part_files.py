@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from fastpersist import _native
 from fastpersist.commit.filesystem import open_regular
 from fastpersist.errors import ChecksumError, FormatError
+from fastpersist.formats.byte_ranges import Extent, ExtentMap
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry
 from fastpersist.formats.split_manifest import (
     PARTS_LIMIT_BYTES,
     PARTS_NAME,
-    ExtentMap,
     Part,
     PartsRecord,
     SplitFile,
@@ -126,7 +126,7 @@ class OpenPart:
         extents: Where its bytes belong.
     """
 
-    def __init__(self, path: str, extents: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, path: str, extents: Sequence[Extent]) -> None:
         self.path = path
         self.map = ExtentMap(extents)
         self._stack = ExitStack()

@@ -64,10 +64,10 @@ from fastpersist.commit.removal import remove_directory, remove_replaced
 from fastpersist.distributed.coordination import Session
 from fastpersist.distributed.peers import own_version
 from fastpersist.errors import CoordinationError, FastPersistError, PeerError, StorageError
+from fastpersist.formats.byte_ranges import Extent
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, encode_manifest, writer_of
 from fastpersist.formats.split_manifest import (
     PARTS_NAME,
-    FileExtent,
     Part,
     PartsRecord,
     SplitFile,
@@ -165,12 +165,12 @@ class SplitShares:
     name: str
     size_bytes: int
     crc32: int | None
-    extents: Mapping[int, Sequence[FileExtent]]
+    extents: Mapping[int, Sequence[Extent]]
     crcs: Mapping[int, int | None]
 
     def entry(self, rank: int) -> FileEntry:
         """Return what a manifest says of a rank's part."""
-        size_bytes = sum(size_bytes for _, size_bytes in self.extents[rank])
+        size_bytes = sum(extent.size_bytes for extent in self.extents[rank])
         return FileEntry(part_name(self.name, rank), size_bytes, self.crcs[rank])
 
 

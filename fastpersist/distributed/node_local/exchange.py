@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 
 from fastpersist import _native
-from fastpersist.distributed.partition import CUT_BYTES_MIN, merged, overlaps, without
+from fastpersist.distributed.partition import CUT_BYTES_MIN
 from fastpersist.distributed.shared_reader import WANT, SharedReader, broadcasts_host_memory
 from fastpersist.errors import CorruptionError, FormatError, InternalError
 from fastpersist.formats import torch_zip
-from fastpersist.formats.byte_ranges import ByteRange
-from fastpersist.formats.split_manifest import ExtentMap, FileExtent, Part, part_name
+from fastpersist.formats.byte_ranges import ByteRange, Extent, ExtentMap, merged, overlaps, without
+from fastpersist.formats.split_manifest import Part, part_name
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.part_files import FoundPart, OpenPart, require_whole
 from fastpersist.transfer.pipeline import Extents, Poll, Push, ReadResult, read_extents
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 
 
 def cut_pieces(
-    wants: Sequence[Sequence[FileExtent]],
+    wants: Sequence[Sequence[Extent]],
     parts: Sequence[Part],
     holders: Sequence[int],
     piece_bytes: int = _PIECE_BYTES,
@@ -76,18 +76,19 @@ def cut_pieces(
         piece_bytes: The most of one piece; a multiple of the block size.
     """
     edges: set[int] = set()
-    reached: list[FileExtent] = []
-    for offset_bytes, size_bytes in {extent for want in wants for extent in want}:
-        reached.append((offset_bytes, offset_bytes + size_bytes + _GAP_BYTES))  # what lies close is read at once
-        if size_bytes >= CUT_BYTES_MIN:  # what goes straight to its place lies in pieces of its own
-            edges.update((offset_bytes, offset_bytes + size_bytes))
-    union = [(low, high - _GAP_BYTES) for low, high in merged(reached)]
+    reached: list[Extent] = []
+    for extent in {extent for want in wants for extent in want}:
+        reached.append(extent._replace(size_bytes=extent.size_bytes + _GAP_BYTES))  # what lies close is read at once
+        if extent.size_bytes >= CUT_BYTES_MIN:  # what goes straight to its place lies in pieces of its own
+            edges.update((extent.offset_bytes, extent.end_bytes))
+    union = [one._replace(size_bytes=one.size_bytes - _GAP_BYTES) for one in merged(reached)]
     cuts = sorted(edges)
     queues: dict[int, list[Piece]] = {}
     for part, holder in zip(parts, holders, strict=True):
         queue = queues.setdefault(holder, [])
-        for offset_bytes, size_bytes in part.extents:
-            for low, high in overlaps((offset_bytes, offset_bytes + size_bytes), union):
+        for extent in part.extents:
+            for shared in overlaps(extent, union):
+                low, high = shared.offset_bytes, shared.end_bytes
                 inner = cuts[bisect.bisect_right(cuts, low) : bisect.bisect_left(cuts, high)]
                 for start, end in zip([low, *inner], [*inner, high], strict=True):
                     queue += [
@@ -98,7 +99,7 @@ def cut_pieces(
     return [piece for turn in turns for piece in turn if piece is not None]
 
 
-def structure_of(part: OpenPart, size_bytes: int, path: str) -> list[FileExtent]:
+def structure_of(part: OpenPart, size_bytes: int, path: str) -> list[Extent]:
     """Return where a torch zip has its structure: all but its storages of 64 KiB and more.
 
     Args:
@@ -111,19 +112,19 @@ def structure_of(part: OpenPart, size_bytes: int, path: str) -> list[FileExtent]
     """
     directory = torch_zip.read_directory(part.read_small, size_bytes, path=path)
     large = [
-        (entry.data_offset_bytes, entry.data_offset_bytes + entry.size_bytes)
+        Extent(entry.data_offset_bytes, entry.size_bytes)
         for entry in directory.entries.values()
         if entry.name.startswith("data/") and entry.size_bytes >= _STRUCTURE_BYTES
     ]
-    structure = without((0, size_bytes), merged(large))
-    for low, high in structure:
-        if sum(size for _, size in part.map.within(low, high - low)) != high - low:
+    structure = without(Extent(0, size_bytes), merged(large))
+    for extent in structure:
+        if sum(one.size_bytes for one in part.map.within(*extent)) != extent.size_bytes:
             raise FormatError(
                 "a storage of less than 64 KiB is cut, or lies in the part of a rank that is not the first",
                 path=path,
-                offset_bytes=low,
+                offset_bytes=extent.offset_bytes,
             )
-    return [(low, high - low) for low, high in structure]
+    return structure
 
 
 class PartedSource(CheckpointSource):
@@ -277,17 +278,17 @@ class PartsExchange:
             PeerError: Another rank has failed, or is gone.
             ConfigError, UnsupportedError, StorageError: As in `read_extents`.
         """
-        places = extents.places()
+        places = [Extent(*place) for place in extents.places()]
         self._engine = engine
         self._sizes.update(places)
         here = [index for index in range(len(places)) if self._is_here(places[index])]
         there = sorted(set(range(len(places))).difference(here))
         crcs = [0] * len(places)
         if here:
-            local = extents.parts(ByteRange(index, 0, places[index][1]) for index in here)
+            local = extents.parts(ByteRange(index, 0, places[index].size_bytes) for index in here)
             for index, crc in zip(here, read_extents(fd, path, local, poll=None).crcs, strict=True):
                 crcs[index] = crc
-        wanted = sorted({places[index] for index in there if places[index][1]})
+        wanted = sorted({places[index] for index in there if places[index].size_bytes})
         heard = self._reader.say(WANT, _flat(wanted))
         taking = _Taking(extents, there, poll)
         self._exchange([told if stage == WANT else None for stage, told in heard], taking)
@@ -295,16 +296,15 @@ class PartsExchange:
             crcs[index] = crc
         return ReadResult(crcs, "exchange")
 
-    def _is_here(self, place: FileExtent) -> bool:
+    def _is_here(self, place: Extent) -> bool:
         return self._structure.within(*place) == [place]
 
     def complete(self, fd: int) -> None:
         """Read all that is missing into the file in memory."""
-        holes = without((0, self._size_bytes), [(low, low + size) for low, size in self._structure.extents])
-        for low, high in holes:
-            for at in range(low, high, 1 << 30):
+        for hole in without(Extent(0, self._size_bytes), self._structure.extents):
+            for at in range(hole.offset_bytes, hole.end_bytes, 1 << 30):
                 extents = Extents()
-                extents.add_pushed(at, min(1 << 30, high - at), writing_to(fd, at), with_crc=False)
+                extents.add_pushed(at, min(1 << 30, hole.end_bytes - at), writing_to(fd, at), with_crc=False)
                 self(fd, self.path, extents)
 
     def _serve(self, told: list[Any]) -> None:
@@ -455,13 +455,13 @@ def _memory(data: torch.Tensor) -> memoryview:
     return memoryview(array_of_it)
 
 
-def _flat(places: Sequence[FileExtent]) -> bytes:
+def _flat(places: Sequence[Extent]) -> bytes:
     return array.array("Q", [number for place in places for number in place]).tobytes()
 
 
-def _unflat(data: bytes | None) -> list[FileExtent]:
+def _unflat(data: bytes | None) -> list[Extent]:
     numbers = array.array("Q", data or b"")
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
+    return [Extent(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
 
 
 def writing_to(fd: int, from_bytes: int) -> Push:

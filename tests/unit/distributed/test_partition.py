@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastpersist as fp
-from fastpersist.distributed.partition import choose_writers, interior_of, merged, overlaps, shard_of, without
+from fastpersist.distributed.partition import choose_writers, interior_of, shard_of
+from fastpersist.formats.byte_ranges import Extent, merged
 
 BLOCK = 4096
-
-extents = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 100)).map(lambda one: (one[0], one[0] + one[1])))
 
 
 @given(st.integers(0, 50_000), st.integers(0, 50_000))
@@ -30,42 +29,25 @@ def test_interior_is_all_whole_blocks_of_a_source(offset_bytes: int, size_bytes:
 
 @given(st.lists(st.integers(0, 40)), st.integers(1, 9))
 def test_shards_are_everything_once_in_order_and_differ_by_at_most_a_block(counts: list[int], writers: int) -> None:
-    interiors = [(index % 3 * 7, count * BLOCK) for index, count in enumerate(counts)]
+    interiors = [Extent(index % 3 * 7, count * BLOCK) for index, count in enumerate(counts)]
     shards = [shard_of(interiors, writer, writers, BLOCK) for writer in range(writers)]
     sizes = [sum(part.size_bytes for part in shard) for shard in shards]
     assert sum(sizes) == sum(size for _, size in interiors)
     assert max(sizes) - min(sizes) <= BLOCK
-    found: dict[int, list[tuple[int, int]]] = {}
+    found: dict[int, list[Extent]] = {}
     for part in itertools.chain(*shards):
         assert part.size_bytes > 0
         assert part.size_bytes % BLOCK == 0
-        found.setdefault(part.source, []).append((part.from_bytes, part.from_bytes + part.size_bytes))
-    for source, (start, size) in enumerate(interiors):
-        assert merged(found.get(source, [])) == ([(start, start + size)] if size else [])
-        assert sum(high - low for low, high in found.get(source, [])) == size
+        found.setdefault(part.source, []).append(Extent(part.from_bytes, part.size_bytes))
+    for source, interior in enumerate(interiors):
+        assert merged(found.get(source, [])) == ([interior] if interior.size_bytes else [])
+        assert sum(part.size_bytes for part in found.get(source, [])) == interior.size_bytes
 
 
 def test_most_sources_are_not_cut_at_all() -> None:
-    interiors = [(0, 10 * BLOCK)] * 100
+    interiors = [Extent(0, 10 * BLOCK)] * 100
     parts = [part for writer in range(4) for part in shard_of(interiors, writer, 4, BLOCK)]
     assert len(parts) == 100
-
-
-@given(st.tuples(st.integers(0, 500), st.integers(0, 300)), extents)
-def test_overlap_and_rest_make_the_whole(place: tuple[int, int], others: list[tuple[int, int]]) -> None:
-    extent = (place[0], place[0] + place[1])
-    taken = merged(others)
-    inside = {value for low, high in overlaps(extent, taken) for value in range(low, high)}
-    outside = {value for low, high in without(extent, taken) for value in range(low, high)}
-    assert inside == set(range(*extent)) & {value for low, high in others for value in range(low, high)}
-    assert outside == set(range(*extent)) - inside
-
-
-@given(extents)
-def test_merged_extents_are_the_same_values_sorted_and_apart(others: list[tuple[int, int]]) -> None:
-    found = merged(others)
-    assert {v for low, high in found for v in range(low, high)} == {v for low, high in others for v in range(low, high)}
-    assert all(before[1] < after[0] for before, after in itertools.pairwise(found))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 import fastpersist as fp
 from fastpersist.distributed.node_local.exchange import cut_pieces
 from fastpersist.distributed.partition import CUT_BYTES_MIN
+from fastpersist.formats.byte_ranges import Extent, ExtentMap
 from fastpersist.formats.split_manifest import (
-    ExtentMap,
     Part,
     PartsRecord,
     SplitFile,
@@ -28,8 +28,12 @@ RECORD = PartsRecord(
     "0123456789abcdef" * 2,
     (Store((0, 2), "node-a"), Store((1, 3), "nœud-b")),
     1,
-    (SplitFile("state.pt", 30_000, 0xDEADBEEF, (Part(1, ((4096, 4096), (12288, 8192))), Part(3, ()))),),
+    (SplitFile("state.pt", 30_000, 0xDEADBEEF, (Part(1, (Extent(4096, 4096), Extent(12288, 8192))), Part(3, ()))),),
 )
+
+
+def extents_of(*pairs: tuple[int, int]) -> tuple[Extent, ...]:
+    return tuple(Extent(*pair) for pair in pairs)
 
 
 def test_record_comes_back() -> None:
@@ -111,23 +115,8 @@ def test_record_that_nobody_could_read_is_not_written() -> None:
 )
 def test_parts_that_are_not_the_whole_file_are_refused(parts: list[Any]) -> None:
     with pytest.raises(fp.FormatError, match="do not make up all of it"):
-        require_whole(20, [Part(rank, extents) for rank, extents in enumerate(parts)], "x")
-    require_whole(20, [Part(0, ((0, 5), (10, 10))), Part(1, ((5, 5),))], "x")
-
-
-def test_places_in_a_part_and_in_the_file_are_each_others_inverse() -> None:
-    extents = ((10, 5), (20, 3), (30, 10))
-    places = [offset for low, size in extents for offset in range(low, low + size)]
-    found = ExtentMap(extents)
-    assert found.size_bytes == len(places) == 18
-    assert [found.place_of(offset) for offset in places] == list(range(18))
-    for start, end in itertools.combinations(range(19), 2):
-        assert [
-            offset for low, size in found.belonging(start, end - start) for offset in range(low, low + size)
-        ] == places[start:end]
-    for start, end in itertools.combinations(range(8, 45), 2):
-        inside = [offset for low, size in found.within(start, end - start) for offset in range(low, low + size)]
-        assert inside == [offset for offset in places if start <= offset < end]
+        require_whole(20, [Part(rank, extents_of(*pairs)) for rank, pairs in enumerate(parts)], "x")
+    require_whole(20, [Part(0, extents_of((0, 5), (10, 10))), Part(1, extents_of((5, 5)))], "x")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -135,17 +124,17 @@ def test_pieces_cover_what_is_wanted_once_and_lie_in_one_part_each(seed: int) ->
     dice = random.Random(seed)
     size_bytes = dice.randrange(20, 60) * MIB
     cuts = sorted({0, size_bytes, *(dice.randrange(size_bytes // 4096) * 4096 for _ in range(12))})
-    extents: list[list[tuple[int, int]]] = [[] for _ in range(4)]
+    extents: list[list[Extent]] = [[] for _ in range(4)]
     for low, high in itertools.pairwise(cuts):
-        extents[dice.randrange(4)].append((low, high - low))
+        extents[dice.randrange(4)].append(Extent.between(low, high))
     parts = [Part(rank, tuple(one)) for rank, one in enumerate(extents)]
     holders = [dice.randrange(3) for _ in parts]
-    wants: list[list[tuple[int, int]]] = []
+    wants: list[list[Extent]] = []
     for _ in range(3):
         own = []
         for _ in range(dice.randrange(6)):
             low = dice.randrange(size_bytes)
-            own.append((low, min(dice.choice([100, 5000, 3 * MIB]), size_bytes - low)))
+            own.append(Extent(low, min(dice.choice([100, 5000, 3 * MIB]), size_bytes - low)))
         wants.append(own)
     pieces = cut_pieces(wants, parts, holders, piece_bytes=MIB)
     assert pieces == cut_pieces(wants[::-1], parts, holders, piece_bytes=MIB)  # the same on all ranks
@@ -166,6 +155,6 @@ def test_pieces_cover_what_is_wanted_once_and_lie_in_one_part_each(seed: int) ->
 
 
 def test_holders_take_turns() -> None:
-    parts = [Part(0, ((0, 4 * MIB),)), Part(1, ((4 * MIB, 4 * MIB),))]
-    pieces = cut_pieces([[(0, 8 * MIB)]], parts, [0, 1], piece_bytes=MIB)
+    parts = [Part(0, (Extent(0, 4 * MIB),)), Part(1, (Extent(4 * MIB, 4 * MIB),))]
+    pieces = cut_pieces([[Extent(0, 8 * MIB)]], parts, [0, 1], piece_bytes=MIB)
     assert [piece.holder for piece in pieces] == [0, 1] * 4
