@@ -90,10 +90,11 @@ class StepSaver:
                 lane=self._lane,
                 stats=step.stats,
                 paranoid=self._paranoid,
+                confirms=True,
             )
+            self._begin_other(step, peer)
             if step.rank_state is not None:
                 peer.add_own(step.rank_state, rank_file_name(together.session.rank), self._owners)
-            self._begin_other(step, peer)
             return peer.publish(lambda end: step.after(metrics=end["metrics"], among=end["steps"]))
         directory = DirectorySave(
             step.stats.path,

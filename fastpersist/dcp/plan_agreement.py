@@ -7,7 +7,7 @@ DCP's planners do the planning; here is what dcp.save does around them, on the w
     first → others   go      the directory; and whether that plan still holds, or else *plan anew*, which is
     others → first   plan    what this rank holds, and the sums of samples of it (`sampling`)
     first → others   plan    to each rank what it writes, and what it holds in common with others
-    others → first   done    where each item lies in this rank's part, how long that is, and what else it has written
+    others → first   done    where each item lies in this rank's part, and how long that is
 
 `hello`, `go` and `done` are JSON (the places behind it, packed). Plans are pickles, which are read as those in files
 are: nothing that they name is run (`metadata_pickle`).
@@ -84,12 +84,10 @@ class Done:
     Attributes:
         part: Name, length and CRC of its part; None if it has none.
         places: Offset and length of each of its items.
-        extra: Name, length and CRC of what else it has written.
     """
 
     part: tuple[str, int, int | None] | None
     places: list[tuple[int, int]]
-    extra: list[tuple[str, int, int | None]]
 
 
 class SharedPlans:
@@ -247,7 +245,7 @@ class SharedPlans:
 def tell_done(session: Session, done: Done) -> None:
     """Tell the first rank what this one has written."""
     places = zlib.compress(b"".join(_PLACE.pack(*place) for place in done.places), 1)
-    session.tell(encoded({"part": done.part, "extra": done.extra}) + b"\n" + places)
+    session.tell(encoded({"part": done.part}) + b"\n" + places)
 
 
 def gather_done(session: Session | None, own: Done, indexes: Sequence[Sequence[MetadataIndex]]) -> list[Done]:
@@ -269,8 +267,7 @@ def gather_done(session: Session | None, own: Done, indexes: Sequence[Sequence[M
         except (struct.error, zlib.error) as error:
             raise CoordinationError(f"where rank {rank} has written its items cannot be read: {error}") from error
         part = said["part"]
-        extra = [(name, size_bytes, crc) for name, size_bytes, crc in said["extra"]]
-        found.append(Done(None if part is None else (part[0], part[1], part[2]), places, extra))
+        found.append(Done(None if part is None else (part[0], part[1], part[2]), places))
     for rank, (done, planned) in enumerate(zip(found, indexes, strict=True)):
         if len(done.places) != len(planned):
             raise CoordinationError(f"rank {rank} has written {len(done.places)} items, and not {len(planned)}")

@@ -115,7 +115,7 @@ class ShardedFiles:
             done = self._write_part(part, planned.items, planner, captured, site)
         if rank and session is not None:
             tell_done(session, done)
-            return [FileEntry(*one) for one in done.extra + ([done.part] if done.part else [])]
+            return [FileEntry(*done.part)] if done.part else []
         return self._complete(planned, gather_done(session, done, planned.indexes), site)
 
     def _write_part(
@@ -137,17 +137,16 @@ class ShardedFiles:
             )
             places = [(result.storage_data.offset, result.storage_data.length) for result in results]
             site.stats.engine = written.engine
-        above = part.directory.removesuffix(f"/{self._name}") if self._name else part.directory
-        extra = site.before_done(above)
-        return Done(None if written is None else (written.name, written.size_bytes, written.crc32), places, extra)
+        if part.rank:
+            captured.capture.check()  # before it is told; of these files alone: steps go on waiting for those that come
+        return Done(None if written is None else (written.name, written.size_bytes, written.crc32), places)
 
     @no_garbage_collection()
     def _complete(self, planned: Planned, done: list[Done], site: Site) -> list[FileEntry]:
         """Write DCP's metadata; return the files of all ranks."""
-        entries = [FileEntry(*one) for of_rank in done for one in of_rank.extra]
         parts = [of_rank.part for of_rank in done]
         prefix = f"{self._name}/" if self._name else ""
-        entries += [FileEntry(prefix + part[0], part[1], part[2]) for part in parts if part is not None]
+        entries = [FileEntry(prefix + part[0], part[1], part[2]) for part in parts if part is not None]
         if len(done) > 1:
             site.stats.add_shares([0 if part is None else part[1] for part in parts])
         storage_data = {

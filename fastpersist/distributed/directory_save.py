@@ -136,8 +136,8 @@ class DirectorySave:
         if _together is not None:
             self._pending.around_parts(_together.session.working)
             self._pending.when_failed(_together.session.fail)
-            if _together.confirms:
-                _together.session.offer(os.fsencode(self._directory.path))
+            if _together.stores is None or _together.stores.are_one():
+                self._offer(_together)
 
     @property
     def path(self) -> str:
@@ -377,12 +377,6 @@ class DirectorySave:
         pending_path = os.path.join(self._directory.path, name)
         written = share.write(fd, final_path, engine=engine, pending_path=pending_path, poll=poll, snapshot=snapshot)
         split = self._split
-        for rank, entries in share.extras.items():
-            for own_name, size_bytes, crc32 in entries or ():
-                if split is None or split.is_first(rank):
-                    self._note(own_name, size_bytes, crc32)
-                else:
-                    split.own_entries.setdefault(rank, []).append(FileEntry(own_name, size_bytes, crc32))
         if split is not None and share.split_shares is not None:
             split.files.append(share.split_shares)
             for rank in share.split_shares.extents:
@@ -403,7 +397,14 @@ class DirectorySave:
     def _found_stores(self, stores: Stores, say: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> Split | None:
         if self._split is None and not stores.are_one():
             self._split = find_stores(say, stores, self._directory.path, overwrite=bool(self._overwrite))
+            if self._together is not None:
+                self._offer(self._together)
         return self._split
+
+    def _offer(self, together: Together) -> None:
+        """Tell the other ranks, as they ask for it, where they write files of their own."""
+        split = {} if self._split is None else {"split": self._split.go()}
+        together.session.offer(encoded({"path": self._directory.path, **split}))
 
     def _find_stores_for_guest(self) -> Split | None:
         """Find out before a guest writes, and tell the other ranks where they do."""
@@ -439,7 +440,6 @@ class DirectorySave:
             engine=self._engine,
             poll=self._pending.poll,
             made=lambda _: None,  # what is in the directory goes with it
-            before_done=lambda _: [],  # what else there is has tasks of its own
             stats=self._stats,
         )
         split = self._find_stores_for_guest()
@@ -476,7 +476,7 @@ class DirectorySave:
         self._note(name, len(data), _native.crc32(data))
 
     def _create(self, name: str, *, own: bool = False) -> int:
-        if self._together is None or not self._together.confirms:
+        if self._together is None:
             return self._directory.create_file(name)
         if own:
             self._together.session.announce()  # the others have such files, too
@@ -517,7 +517,7 @@ class DirectorySave:
             self._split.read_common(self._directory.path)
             self._write_bytes(PARTS_NAME, self._split.record_of(0))
         self._close_files(durable=durable)
-        if self._together is not None and self._together.confirms:
+        if self._together is not None:
             for rank, entry in confirmed(self._together.session.gather(b"")):
                 self._take_own(rank, entry)
         present = list(files_in(self._directory.path))
@@ -577,6 +577,9 @@ class DirectorySave:
         return json.dumps({"metrics": metrics, "steps": steps}).encode()
 
     def _take_own(self, rank: int, entry: FileEntry) -> None:
+        if self._split is not None and not self._split.is_first(rank):
+            self._split.own_entries.setdefault(rank, []).append(entry)
+            return
         if entry.name in self._entries:
             path = self._directory.final_path
             raise ConfigError(f"{entry.name} is in {path} already: rank {rank} and another one have saved such a file")

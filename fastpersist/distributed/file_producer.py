@@ -50,8 +50,6 @@ class Site:
         engine: Engine name or "auto".
         poll: To be called at least once a second: raises what makes the save fail.
         made: To be told the path of each file that is made, before anything else is: who gives up removes it.
-        before_done: To be called with the directory before the first rank is told that all is written; returns the
-            name, size and CRC of what else this rank has written, for the first rank's manifest.
         stats: Of the save; the guest notes engine and shares, the save itself times and bytes.
     """
 
@@ -62,7 +60,6 @@ class Site:
     engine: str
     poll: Poll
     made: Callable[[str], None]
-    before_done: Callable[[str], list[tuple[str, int, int | None]]]
     stats: SaveStats
 
 

@@ -49,7 +49,7 @@ class OtherShare(Share):
         durable: bool,
         poll: Poll | None = None,
         snapshot: _native.Snapshot | None = None,
-        before_done: Callable[[str], Any] | None = None,
+        check: Callable[[], object] | None = None,
         made: Callable[[str], None] | None = None,
         store: PeerStore | None = None,
     ) -> str:
@@ -61,8 +61,7 @@ class OtherShare(Share):
             durable: Sync what was written.
             poll: See `pipeline.Poll`.
             snapshot: Holds `sources`; without it they are read from where they are.
-            before_done: Given the path of the pending file, does what else this rank has to do before it tells that its
-                part is written; returns what else it has to say, as JSON can hold it.
+            check: Called when the part is written, before that is told: raises if it may be torn.
             made: Told the path of a file that this rank makes: who gives up removes it.
             store: Where this rank writes if it does not see the files of the first one; None: it has to.
 
@@ -84,8 +83,9 @@ class OtherShare(Share):
             used_engine, crcs = self._write_part(
                 go, pending_path, directory is not None, path, engine, durable, checking(poll, self._session), snapshot
             )
-            said = None if before_done is None else before_done(pending_path)
-        self._session.tell(encoded({"extra": said}) + b"\n" + struct.pack(f"<{len(crcs)}I", *crcs))
+            if check is not None:
+                check()
+        self._session.tell(struct.pack(f"<{len(crcs)}I", *crcs))
         return used_engine
 
     def _hear_go(self, store: PeerStore | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -52,6 +52,7 @@ class PeerSave:
         lane: Where it is written.
         stats: Filled in.
         paranoid: As in `capture`.
+        confirms: What is saved is a directory: when it has no more files, this rank tells which are its own.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class PeerSave:
         lane: Lane,
         stats: SaveStats,
         paranoid: bool = False,
+        confirms: bool = False,
     ) -> None:
         self._path = path
         self._together = together
@@ -74,8 +76,8 @@ class PeerSave:
         self._lane = lane
         self._stats = stats
         self._paranoid = paranoid
+        self._confirms = confirms
         self._spread = Spread()
-        self._waiting: list[OwnFile] = []  # for the file that tells where they are written
         self._own_files: list[Told] = []  # written, and not told yet
         made_paths: list[str] = []
         self._made_paths = made_paths
@@ -124,7 +126,6 @@ class PeerSave:
             snapshot = capture.add(share)
             size_bytes = sum(source.size_bytes for source in share.sources)
             self._spread.add_file(snapshot, size_bytes)
-        own_files, before_done = self._take_own_files(capture)
 
         def write() -> None:
             begun_s = time.monotonic()
@@ -135,7 +136,7 @@ class PeerSave:
                 durable=self._durable,
                 poll=self._pending.poll,
                 snapshot=snapshot,
-                before_done=lambda pending_path: before_done(os.path.dirname(pending_path)),
+                check=capture.check,  # of this file alone: steps go on waiting for those that come
                 made=self._made_paths.append,
                 store=self._store,
             )
@@ -144,7 +145,7 @@ class PeerSave:
             self._stats.write_s += time.monotonic() - begun_s
 
         self._stats.plan_s += time.monotonic() - started_s
-        self._begin([*own_files, capture], lambda: self._lane.submit(lambda: self._pending.run(write)))
+        self._begin(capture, write)
         self._stats.stall_s += time.monotonic() - started_s
 
     def save_guest(self, guest: Guest) -> None:
@@ -156,7 +157,6 @@ class PeerSave:
             self._spread.expect_step(guest.owners.optimizers(), manual=guest.owners.gate == "manual")
             held = guest.hold(self._arena, paranoid=self._paranoid, on_gate=self._stats.add_stall)
             self._spread.add_file(held.snapshot, held.size_bytes)
-        own_files, before_done = self._take_own_files(held.capture)
         site = Site(
             directory=None,
             final_path=self._path,
@@ -165,7 +165,6 @@ class PeerSave:
             engine=self._engine,
             poll=self._pending.poll,
             made=self._made_paths.append,
-            before_done=before_done,
             stats=self._stats,
         )
 
@@ -177,7 +176,7 @@ class PeerSave:
             self._stats.write_s += time.monotonic() - begun_s
 
         self._stats.plan_s += time.monotonic() - started_s
-        self._begin([*own_files, held.capture], lambda: self._lane.submit(lambda: self._pending.run(write)))
+        self._begin(held.capture, write)
         self._stats.stall_s += time.monotonic() - started_s
 
     def _own_directory(self) -> str | None:
@@ -188,18 +187,6 @@ class PeerSave:
         while not (said := decoded(self._together.session.hear(), 0)).get("ready"):
             self._together.session.tell(encoded(self._store.reply(said)))
         return self._store.directory(said)
-
-    def _take_own_files(self, capture: Capture) -> tuple[list[Capture], Callable[[str], list[Told]]]:
-        """Return the captures of the own files that wait, and what writes them, last before this rank tells of them."""
-        waiting, self._waiting = self._waiting, []
-
-        def before_done(directory: str) -> list[Told]:
-            written = [self._write_own(file, directory) for file in waiting]
-            capture.check()  # of this file alone: steps go on waiting for those that come
-            self._leave_made()
-            return written
-
-        return [file.capture for file in waiting], before_done
 
     def _leave_made(self) -> None:
         """Leave what this rank has made to the first one, before that may publish it.
@@ -220,10 +207,7 @@ class PeerSave:
         file_format: str = "auto",
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Write a file of this rank's own; returns when what may change at once is copied.
-
-        Where ranks confirm (`Together.confirms`) it is written when its turn comes. Else it is written behind the part
-        of the file that is saved next, which tells where; and what may change at once is copied by then.
+        """Write a file of this rank's own, of a directory, when its turn comes; returns when what may change is copied.
 
         Args:
             obj: Whatever torch.save takes.
@@ -243,37 +227,29 @@ class PeerSave:
             file = OwnFile(name, final_path, container, capture, capture.add(container))
             self._spread.add_file(file.snapshot, sum(source.size_bytes for source in container.sources))
         self._stats.plan_s += time.monotonic() - started_s
-        if self._together.confirms:
-            self._begin(
-                [capture], lambda: self._lane.submit(lambda: self._pending.run(lambda: self._write_at_once(file)))
-            )
-        else:
-            self._waiting.append(file)
+        self._begin(capture, lambda: self._write_own(file))
         self._stats.stall_s += time.monotonic() - started_s
 
-    def _write_at_once(self, file: OwnFile) -> None:
-        """Write an own file into the directory that the first rank offers."""
+    def _write_own(self, file: OwnFile) -> None:
+        """Write an own file into the directory that the first rank offers, or into that of this rank's store."""
         session = self._together.session
-        directory = os.fsdecode(session.offered())
+        offer = decoded(session.offered(), 0)
         begun_s = time.monotonic()
         self._pending.refuse_torn()
         with preferring_failure_of_others(session):
-            self._own_files.append(self._write_own(file, directory))
-        self._stats.write_s += time.monotonic() - begun_s
-
-    def _write_own(self, file: OwnFile, directory: str) -> Told:
-        session = self._together.session
-        told, used_engine = file.write(
-            directory,
-            session.rank,
-            engine=self._engine,
-            durable=self._durable,
-            poll=checking(self._pending.poll, session),
-            made=self._made_paths.append,
-        )
+            directory = None if self._store is None else self._store.directory(offer)
+            told, used_engine = file.write(
+                offer["path"] if directory is None else directory,
+                session.rank,
+                engine=self._engine,
+                durable=self._durable,
+                poll=checking(self._pending.poll, session),
+                made=self._made_paths.append,
+            )
+        self._own_files.append(told)
         self._stats.engine = used_engine
         self._stats.bytes += told[1]
-        return told
+        self._stats.write_s += time.monotonic() - begun_s
 
     def publish(self, after: Callable[[Mapping[str, Any]], None] | None = None) -> PendingSave:
         """Return the save, done when the first rank has published it; no more files come.
@@ -292,16 +268,15 @@ class PeerSave:
         self._pending.cancel(error)
         self._lane.submit(lambda: self._pending.run(lambda: None))
 
-    def _begin(self, captures: Sequence[Capture], submit: Callable[[], None]) -> None:
-        """Begin with what is written by one task; what finds no room in memory is waited for when that is submitted."""
-        capture, *others = captures
-        self._pending.begin(capture, (lambda: self._begin(others, submit)) if others else submit)
+    def _begin(self, capture: Capture, write: Callable[[], None]) -> None:
+        """Have a file written when its turn comes; what finds no room in memory is waited for."""
+        self._pending.begin(capture, lambda: self._lane.submit(lambda: self._pending.run(write)))
         if self._pending.done():  # it has failed meanwhile, and nobody else would let the capture go
             capture.release()
 
     def _end(self, after: Callable[[Mapping[str, Any]], None] | None) -> None:
         session, store = self._together.session, self._store
-        if self._together.confirms:
+        if self._confirms:
             self._leave_made()
             session.tell(confirmation(self._own_files))
         said = session.hear()

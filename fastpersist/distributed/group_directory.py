@@ -74,7 +74,7 @@ def directory_save_together(
     Thread safety: in the same order on all ranks.
     """
     final_path = os.path.abspath(local_path(path))
-    with together_with(process_group, final_path, writers, check_replicas=check_replicas, confirms=True) as together:
+    with together_with(process_group, final_path, writers, check_replicas=check_replicas) as together:
         require_engine(engine)
         if together is not None and together.session.rank:
             return PeerDirectorySave(final_path, together, engine=engine)
@@ -105,6 +105,7 @@ class PeerDirectorySave:
             arena=_arena,
             lane=Lane("fastpersist-save"),
             stats=SaveStats(path=path),
+            confirms=True,
         )
 
     @property

@@ -86,7 +86,7 @@ def tuned_writer_count(process_group: ProcessGroup, path: str) -> int | None:
 
 @contextmanager
 def together_with(
-    process_group: ProcessGroup | None, path: str, writers: Writers, *, check_replicas: bool, confirms: bool = False
+    process_group: ProcessGroup | None, path: str, writers: Writers, *, check_replicas: bool
 ) -> Iterator[Together | None]:
     """Begin a save with all ranks of a group; what is raised in the block, they are told.
 
@@ -95,7 +95,6 @@ def together_with(
         path: What is saved; its last part is the same on all ranks.
         writers: The ranks that write.
         check_replicas: See `shared_file.Together`.
-        confirms: See `shared_file.Together`.
 
     Yields:
         With whom; None without a group, and with a group of one rank.
@@ -107,7 +106,7 @@ def together_with(
     session = ranks.begin(path)
     try:
         label = os.path.basename(os.path.abspath(path))
-        yield Together(session, label, choose_writers(writers, ranks.nodes, tuned_count), check_replicas, confirms)
+        yield Together(session, label, choose_writers(writers, ranks.nodes, tuned_count), check_replicas)
     except BaseException as error:
         session.fail(error)
         raise

@@ -16,9 +16,8 @@ one needs to know what they have written there:
 When a rank fails, is gone or stays silent, the session fails: all ranks learn which one it was, while they write, wait
 or publish. Each removes what it has made; nothing was visible. No training thread waits for another rank in any of it.
 
-In a Checkpointer's step the ranks need not share a file system (`node_local`). Where a rank writes is known there when
-the state is planned, with *go* (`shared_file`, `dcp.plan_agreement`); its own file is written right behind that, beside
-what the others write, and told with *done*. So such a step takes no message more than one without.
+The ranks of a Checkpointer need not share a file system (`node_local`). There the place is offered when it is known who
+sees whose files, that is when the state is planned; so a rank saves the state first, then files of its own.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ a page on any of the machines. The first rank's object is what is written; it al
 2. *late*, when all ranks have told the CRCs of what they have written: the blocks with descriptors of cut sources, and
    the closing bytes (serialization id and central directory, or the header), without which nobody can read the file.
 
-What the ranks say to each other about one file, as JSON (CRCs behind it), in a `coordination.Session`:
+What the ranks say to each other about one file, as JSON (CRCs as they are), in a `coordination.Session`:
 
     others → first   plan   a digest of the cut sources
     first → others   go     the path of the pending file, and where each cut source lies in it; or *describe*: then the
                             others tell a sum of each cut source, so that the error can name those that differ
-    others → first   done   the CRC of each range that was written, when it is durable, and what else there is to say
+    others → first   done   the CRC of each range that was written, when it is durable
 
 Ranks that share no file system (`node_local`) write the same ranges, each to a part of its own: a file in which they
 lie one right behind the other. The first rank's part is all the rest. Who does so is found out between *plan* and *go*.
@@ -79,7 +79,6 @@ class Together:
         label: What is saved: the last part of its path. All ranks must mean the same.
         writers: The ranks that write what is cut, in order.
         check_replicas: Compare all bytes of what is cut, not samples.
-        confirms: Each rank says once more that it is done, when it has no more files, and which are its own.
         stores: What is known of their file systems; None: they need the same one.
     """
 
@@ -87,7 +86,6 @@ class Together:
     label: str
     writers: Sequence[int]
     check_replicas: bool
-    confirms: bool = False
     stores: Stores | None = None
 
 
@@ -247,13 +245,11 @@ class FirstShare(Share):
     """The first rank's part of a file.
 
     Attributes:
-        extras: After `write`, what each other rank had to say beside its CRCs, by rank.
         split_shares: After `write`, what each rank has written; None if the file does not lie in parts.
     """
 
     def __init__(self, container: Container, cut: Sequence[int], together: Together, name: str = "") -> None:
         super().__init__(container, cut, together, name)
-        self.extras: dict[int, Any] = {}
         self.split_shares: SplitShares | None = None
         self._split: Split | None = None
         self._met = False
@@ -448,11 +444,10 @@ class FirstShare(Share):
     def _hear_done(self) -> list[tuple[ByteRange, int]]:
         """Wait until all have written; return the ranges of the others with their CRCs."""
         found: list[tuple[ByteRange, int]] = []
-        for rank, message in enumerate(self._session.gather(b"{}")):
+        for rank, crc_bytes in enumerate(self._session.gather(b"")):
             if rank == 0:
                 continue
-            text, _, crc_bytes = message.partition(b"\n")
-            done, shard = decoded(text, rank), self._shard_of(rank)
+            shard = self._shard_of(rank)
             crcs = [crc for (crc,) in struct.iter_unpack("<I", crc_bytes)] if len(crc_bytes) % _CRC_BYTES == 0 else []
             if len(crcs) != len(shard):
                 raise CoordinationError(f"rank {rank} has not written what it should: {len(shard)} ranges")
@@ -463,7 +458,6 @@ class FirstShare(Share):
                     (offsets[one.source] + one.from_bytes, one.size_bytes, crc)
                     for one, crc in zip(shard, crcs, strict=True)
                 )
-            self.extras[rank] = done.get("extra")
         return found
 
     def _shares(

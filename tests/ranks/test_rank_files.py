@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.distributed import group_save
 from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.sessions import Session
+from fastpersist.distributed.shared_file import encoded
 
 SIZES = (400_000, 300_001, 7)
 SHORT_S = 1.0
@@ -256,7 +256,8 @@ def test_own_files_cost_two_messages_more_and_cost_nothing_where_there_are_none(
     assert shared == 5
     assert own in (3, 4), "it may have asked before it was told"
     assert both in (6, 7)
-    assert step == step_with_own == 4
+    assert step == 5
+    assert step_with_own in (6, 7), "it may have asked before it was told"
 
 
 # --- what goes wrong
@@ -460,7 +461,7 @@ def test_ranks_that_do_not_see_the_directory_say_so(tmp_path: Path) -> None:
         files = begin(tmp_path / "a")
         if rank == 1:
             assert isinstance(files, fp.PeerDirectorySave)
-            with mock.patch.object(Session, "offered", return_value=os.fsencode(tmp_path / "another disk")):
+            with mock.patch.object(Session, "offered", return_value=encoded({"path": str(tmp_path / "another disk")})):
                 files.save({"rank": 1}, "rank_1.pt", own=True)
                 error = files.publish().exception(PATIENCE_S)
             assert error is not None
