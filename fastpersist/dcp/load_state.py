@@ -33,9 +33,9 @@ from fastpersist.errors import (
     UnsupportedError,
 )
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, writer_of
-from fastpersist.loading.fill_tensors import misfit
+from fastpersist.loading.fill_tensors import refuse_misfit
 from fastpersist.loading.restore import is_left_out, left_behind, missing_keys, with_touched
-from fastpersist.loading.target_plan import tensors_in
+from fastpersist.loading.target_walk import tensors_in
 from fastpersist.loading.unpickle import MapLocation
 from fastpersist.transfer.pipeline import Extents, Read, read_extents
 
@@ -112,12 +112,11 @@ def load_sharded_state(
     for key, target in targets.items():
         node = tree.get(str(key))
         if node is not None:
-            fit.add(key, str(key), target, node)
+            fit.add((key,), str(key), target, node)
     held = ", ".join(list(tree)[:_SHOWN_COUNT]) or "nothing"
     needed = [str(key) for key, target in targets.items() if not holds_nothing(target)]
     fit.problems += missing_keys(tree, needed, keys, f"the checkpoint, which holds {held}")
-    if fit.problems:
-        raise misfit(path, fit.problems)
+    refuse_misfit(path, fit.problems, fit.keys, strict=True, where="checkpoint")
     loaded = {
         key: full_value(node, fit.value_of)
         for key, node in tree.items()
@@ -209,9 +208,9 @@ def _change(path: str, reader: FastPersistReader, metadata: Metadata, fit: Fit) 
         _read(reader, metadata, dict(fit.tensors))
         for step in sorted(fit.steps, key=lambda step: step.rank):
             step_name = step.name
-            if str(step.key) not in touched:
-                touched.append(str(step.key))
-            step.apply()
+            if str(step.path[0]) not in touched:
+                touched.append(str(step.path[0]))
+            step.apply(None)
     except (StorageError, CorruptionError) as error:
         raise with_touched(error, touched) from error
     except Exception as error:

@@ -1,14 +1,15 @@
-"""Which saved tensor goes to which tensor of a target, on this rank, and whatever keeps the two from fitting.
+"""Which saved tensor goes to which tensor of a target, on this rank, and every reason why the two do not fit.
 
-The counterpart of `loading.target_plan` for sharded state. What is saved is a tree of names, with global shapes; a
-target may hold a shard of each. Reads no file and changes nothing: what it finds is a `Fit`, tensors to be filled and
-steps to be taken then. State that an optimizer does not have yet gets memory here, sharded as its parameter is.
+The counterpart of `loading.target_plan` for sharded state; `loading.target_walk` has what is alike. What is saved is a
+tree of names, with global shapes; a target may hold a shard of each. Reads no file and changes nothing: what it finds
+is a `Fit`, tensors to be filled and steps to be taken then. State that an optimizer does not have yet gets memory here,
+sharded as its parameter is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -20,11 +21,19 @@ from torch.optim import Optimizer
 from fastpersist.dcp.blobs import QUANTIZED
 from fastpersist.errors import UnsupportedError
 from fastpersist.loading.fill_tensors import why_not_fillable
+from fastpersist.loading.target_walk import (
+    MODULES,
+    OPTIMIZERS,
+    OTHERS,
+    Path,
+    TargetWalk,
+    keep_group_tensors,
+    keep_state_tensor,
+)
 
-__all__ = ["Fit", "Node", "Saved", "Step", "full_value", "holds_nothing", "leaves", "saved_tree"]
+__all__ = ["Fit", "Node", "Saved", "full_value", "holds_nothing", "leaves", "saved_tree"]
 
 _CPU = torch.device("cpu")
-_SHOWN_COUNT = 10
 
 _DEPTH_MAX = 128
 """Of what was saved. What reads the tree calls itself for each level."""
@@ -122,44 +131,28 @@ def _ids_of(group: object) -> list[int | str]:
     return ids if isinstance(ids, list) and all(isinstance(one, int | str) for one in ids) else []
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What is done with a target when all tensors are filled.
-
-    Attributes:
-        rank: Modules 0, optimizers 1, all else 2.
-        key: Of the target.
-        name: Of what takes it.
-        apply: Does it.
-    """
-
-    rank: int
-    key: str
-    name: str
-    apply: Callable[[], object]
-
-
-@dataclass(slots=True)
-class Fit:
+class Fit(TargetWalk):
     """What goes where.
 
-    Attributes:
+    Args:
         objects: What was saved and is no tensor, by DCP's name; loaded already.
         device: Of tensors that have no target.
         modules: Of all targets: they name the parameters of optimizers.
+
+    Attributes:
         tensors: To be filled, by DCP's name.
         filled_keys: The keys of targets whose own tensors are filled.
-        steps: To be taken when they are.
-        problems: Why the targets do not fit.
     """
 
-    objects: Mapping[str, Any]
-    device: torch.device
-    modules: list[torch.nn.Module]
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    filled_keys: dict[str, None] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    _where = "checkpoint"
+
+    def __init__(self, objects: Mapping[str, Any], device: torch.device, modules: list[torch.nn.Module]) -> None:
+        super().__init__()
+        self.objects = objects
+        self.device = device
+        self.modules = modules
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.filled_keys: dict[str, None] = {}
 
     def value_of(self, saved: Saved) -> Any:
         """Return an object, or the tensor that is going to be filled: a full one if no target has it.
@@ -179,62 +172,60 @@ class Fit:
             self.tensors[saved.fqn] = torch.empty(saved.described.size, dtype=dtype, device=self.device)
         return self.tensors[saved.fqn]
 
-    def add(self, key: str, name: str, target: object, node: Node) -> None:
-        """Plan a target.
-
-        Args:
-            key: Under which it was given.
-            name: For messages.
-            target: A module, an optimizer, a tensor, a dict or list of these, or what has load_state_dict.
-            node: What was saved for it.
-        """
-        if isinstance(target, torch.Tensor):
-            self._add_tensor(key, name, target, node)
-        elif isinstance(target, torch.nn.Module):
-            self._add_module(key, name, target, node)
-        elif (optimizer := _optimizer_in(target)) is not None and isinstance(node, dict) and _is_optimizer_state(node):
-            self._add_optimizer(key, name, target, optimizer, node)
-        elif isinstance(target, Optimizer):
-            self.problems.append(
-                f"{name} is an optimizer in the target, but no state_dict of one in the checkpoint (which has "
-                f"'param_groups'); a flattened one is loaded into what get_optimizer_state_dict returns"
-            )
-        elif callable(getattr(target, "load_state_dict", None)):
-            self._add_stateful(key, name, target, node)
-        elif isinstance(target, Mapping):
-            self._add_mapping(key, name, target, node)
-        elif isinstance(target, list) or (isinstance(target, tuple) and _is_restorable(target)):
-            self._add_sequence(key, name, target, node)
+    def add(self, path: Path, name: str, target: object, value: Any) -> None:
+        """Plan a target; None was saved for what holds nothing, since DCP leaves that out."""
+        if value is None:
+            self._add_missing(name, target)
         else:
-            self.problems.append(f"{name} is {_kind(target)}, which cannot be filled in place")
+            super().add(path, name, target, value)
 
-    def _add_tensor(self, key: str, name: str, target: torch.Tensor, node: Node | None) -> None:
-        if isinstance(node, Saved) and isinstance(value := self.objects.get(node.fqn), torch.Tensor):
-            self._add_copied(key, name, target, value)
-        elif not isinstance(node, Saved) or node.shape is None:
-            self.problems.append(f"{name} is a tensor in the target, but {_kind_of_saved(node)} in the checkpoint")
-        elif torch.nn.parameter.is_lazy(target):
-            self.problems.append(f"{name} has no shape yet (a lazy module); run the module once, then load")
-        elif tuple(target.shape) != node.shape:
-            self.problems.append(
-                f"{name} has shape {tuple(target.shape)} in the target, {node.shape} in the checkpoint"
-            )
-        else:
-            dtype = node.described.properties.dtype  # type: ignore[union-attr]
+    # --- what was saved
+
+    def _saved_kind(self, value: Any) -> str:
+        if isinstance(value, Saved):
+            return "an object" if value.shape is None else "a tensor"
+        return "a dict" if isinstance(value, dict) else "a list"
+
+    def _saved_key(self, key: Any) -> str:
+        return str(key)
+
+    def _has_tensors(self, value: Any) -> bool:
+        return any(leaf.shape is not None for leaf in leaves(value))
+
+    def _is_replaced(self, target: list[Any], value: Any) -> bool:
+        # A list without tensors was saved as one object.
+        return isinstance(value, Saved) and isinstance(self.objects.get(value.fqn), list | tuple)
+
+    def _is_restorable(self, item: object) -> bool:
+        # So is a tuple without tensors, whatever lists are in it.
+        return _holds_state(item) if isinstance(item, tuple) else super()._is_restorable(item)
+
+    def _add_missing(self, name: str, target: object) -> None:
+        if not holds_nothing(target):  # else DCP has left it out
+            super()._add_missing(name, target)
+
+    def _add_step(self, rank: int, path: Path, name: str, value: Any, apply: Callable[[Any], object]) -> None:
+        full_value(value, self.value_of)  # its tensors are read with the others
+        super()._add_step(rank, path, name, value, lambda _: apply(full_value(value, self.value_of)))
+
+    # --- tensors
+
+    def _add_tensor(self, path: Path, name: str, target: torch.Tensor, value: Any) -> None:
+        if isinstance(value, Saved) and isinstance(held := self.objects.get(value.fqn), torch.Tensor):
+            self._add_copied(path, name, target, held)
+        elif self.fits(name, target, value.shape if isinstance(value, Saved) else None, value):
+            dtype = value.described.properties.dtype
             memory = target._local_tensor if isinstance(target, DTensor) else target
-            reasons = why_not_fillable(name, memory.detach(), dtype) if _is_known(memory) else []
-            self.problems += reasons
-            self.tensors[node.fqn] = target.detach()
-            self.filled_keys[key] = None
+            self.problems += why_not_fillable(name, memory.detach(), dtype) if _is_known(memory) else []
+            self.tensors[value.fqn] = target.detach()
+            self.filled_keys[path[0]] = None
 
-    def _add_copied(self, key: str, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+    def _add_copied(self, path: Path, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
         """Plan a tensor that was saved as an object: sparse, quantized or nested."""
         if target.layout != value.layout or target.is_quantized != value.is_quantized:
             self.problems.append(f"{name} is {_layout(target)} in the target, {_layout(value)} in the checkpoint")
         elif not value.is_nested and target.shape != value.shape:
-            self.problems.append(
-                f"{name} has shape {tuple(target.shape)} in the target, {tuple(value.shape)} in the checkpoint"
-            )
+            self.add_misfit_of_shape(name, target.shape, value.shape)
         elif target.layout in _COMPRESSED and target._nnz() != value._nnz():
             self.problems.append(
                 f"{name} has {target._nnz()} elements in the target, {value._nnz()} in the checkpoint: load it without "
@@ -242,17 +233,17 @@ class Fit:
             )
         else:
 
-            def apply() -> None:
+            def put(_: object) -> None:
                 with torch.no_grad():
                     target.copy_(value)
 
-            self.steps.append(Step(0, key, name, apply))
+            self._add_step(MODULES, path, name, None, put)
 
     # --- modules
 
-    def _add_module(self, key: str, name: str, module: torch.nn.Module, node: Node) -> None:
+    def _add_module(self, path: Path, name: str, module: torch.nn.Module, node: Any) -> None:
         if not isinstance(node, dict):
-            self.problems.append(f"{name} is a module in the target, but {_kind_of_saved(node)} in the checkpoint")
+            self.problems.append(f"{name} is a module in the target, but {self._saved_kind(node)} in the checkpoint")
             return
         live = module.state_dict()
         load: Callable[[dict[str, Any]], object] = module.load_state_dict
@@ -267,29 +258,41 @@ class Fit:
         for own_name, value in live.items():
             below = node.get(own_name)
             if below is not None and isinstance(value, torch.Tensor):
-                self._add_tensor(key, f"{name}.{own_name}", value, below)
+                self._add_tensor(path, f"{name}.{own_name}", value, below)
+        extra = {key: node[key] for key, value in live.items() if key in node and not isinstance(value, torch.Tensor)}
 
-        def apply() -> None:
+        def put(loaded: Mapping[str, Any]) -> None:
             for own_name, value in live.items():
                 if not isinstance(value, torch.Tensor):
-                    live[own_name] = like(full_value(node.get(own_name), self.value_of), value)
+                    live[own_name] = like(loaded.get(own_name), value)
             load(live)
 
-        for own_name, value in live.items():
-            if not isinstance(value, torch.Tensor):
-                full_value(node.get(own_name), self.value_of)  # tensors in extra state are read with the others
-        self.steps.append(Step(0, key, name, apply))
+        self._add_step(MODULES, path, name, extra, put)
 
     def _compare_names(self, name: str, live: Mapping[str, Any], node: Mapping[str, Node]) -> None:
         for one, value in live.items():
-            if one not in node and not (isinstance(value, Mapping | list) and not value):  # DCP leaves empty ones out
-                self.problems.append(f"{name}.{one} is in the target, but not in the checkpoint")
+            if one not in node:
+                self._add_missing(f"{name}.{one}", value)
         for one in set(node).difference(live):
-            self.problems.append(f"{name}.{one} is in the checkpoint, but not in the target")
+            self._add_unexpected((), f"{name}.{one}")
 
     # --- optimizers
 
-    def _add_optimizer(self, key: str, name: str, target: Any, optimizer: Optimizer, node: Mapping[str, Node]) -> None:
+    def _add_optimizer(self, path: Path, name: str, target: object, optimizer: Optimizer, value: Any) -> bool:
+        if isinstance(value, dict) and _is_optimizer_state(value):
+            self._add_by_name_or_order(path, name, target, optimizer, value)
+        elif isinstance(target, Optimizer):
+            self.problems.append(
+                f"{name} is an optimizer in the target, but no state_dict of one in the checkpoint (which has "
+                f"'param_groups'); a flattened one is loaded into what get_optimizer_state_dict returns"
+            )
+        else:
+            return False
+        return True
+
+    def _add_by_name_or_order(
+        self, path: Path, name: str, target: Any, optimizer: Optimizer, node: Mapping[str, Node]
+    ) -> None:
         saved_groups = node["param_groups"]
         if not isinstance(saved_groups, list):
             self.problems.append(f"{name}.param_groups is no list in the checkpoint")
@@ -311,9 +314,9 @@ class Fit:
                 self.problems.append(f"{name}.state.{saved_id} is in the checkpoint, and belongs to no parameter")
                 continue
             live = optimizer.state.get(parameter, {})
-            state[ids[parameter]] = self._state_of(key, f"{name}.state.{saved_id}", parameter, live, below)
+            state[ids[parameter]] = self._state_of(path, f"{name}.state.{saved_id}", parameter, live, below)
 
-        def apply() -> None:
+        def put(_: object) -> None:
             before = [dict(group) for group in optimizer.param_groups]
             loaded_groups = [
                 {**group_of[index], "params": [ids[parameter] for parameter in group["params"]]}
@@ -321,11 +324,14 @@ class Fit:
             ]
             kept = [(parameter, live) for parameter, live in optimizer.state.items() if parameter in ids]
             target.load_state_dict({"state": state, "param_groups": loaded_groups})
-            _keep_tensors(before, optimizer.param_groups)
+            keep_group_tensors(before, optimizer.param_groups)
             for parameter, live in kept:
-                _keep_filled(optimizer.state.get(parameter), live, state.get(ids[parameter]))
+                filled: Any = state.get(ids[parameter])
+                for key, tensor in live.items() if isinstance(filled, Mapping) else ():
+                    if isinstance(tensor, torch.Tensor) and filled.get(key) is tensor:
+                        keep_state_tensor(optimizer.state.get(parameter), (key,), tensor)
 
-        self.steps.append(Step(1, key, name, apply))
+        self._add_step(OPTIMIZERS, path, name, None, put)
 
     def _matched(
         self, name: str, optimizer: Optimizer, groups: list[Any]
@@ -380,22 +386,22 @@ class Fit:
                 self.problems.append(f"{name} has {one} in the checkpoint, and not in the target")
         return (found, group_of) if len(self.problems) == count else None
 
-    def _state_of(self, key: str, name: str, parameter: torch.Tensor, live: Any, node: Node | None) -> Any:
+    def _state_of(self, path: Path, name: str, parameter: torch.Tensor, live: Any, node: Node | None) -> Any:
         """Return the state of a parameter around tensors that are to be filled, its own ones where it has them."""
         if isinstance(node, dict):
             return {
-                own: self._state_of(key, f"{name}.{own}", parameter, _item(live, own), below)
+                own: self._state_of(path, f"{name}.{own}", parameter, _item(live, own), below)
                 for own, below in node.items()
             }
         if isinstance(node, list):
             return [
-                self._state_of(key, f"{name}[{index}]", parameter, _item(live, index), below)
+                self._state_of(path, f"{name}[{index}]", parameter, _item(live, index), below)
                 for index, below in enumerate(node)
             ]
         if node is None or node.shape is None:
             return None if node is None else self.value_of(node)
         if isinstance(live, torch.Tensor) and tuple(live.shape) == node.shape:
-            self._add_tensor(key, name, live, node)
+            self._add_tensor(path, name, live, node)
             return live
         new = self._new_state(name, parameter, live, node)
         if new is not None:
@@ -406,81 +412,25 @@ class Fit:
         dtype = saved.described.properties.dtype  # type: ignore[union-attr]
         shape = saved.shape or ()
         if isinstance(live, torch.Tensor) and live.ndim:
-            self.problems.append(f"{name} has shape {tuple(live.shape)} in the target, {shape} in the checkpoint")
+            self.add_misfit_of_shape(name, live.shape, shape)
             return None
         is_step = name.endswith(".step")
         if shape == tuple(parameter.shape) and not is_step:
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()
         if isinstance(parameter, DTensor) and shape not in ((), (1,)):
-            self.problems.append(
-                f"{name} has shape {shape}, its parameter {tuple(parameter.shape)}, so it is not known how it is "
-                "sharded; one step of the optimizer, before load(), makes its state"
-            )
+            self.add_unknown_sharding(name, shape, parameter)
             return None
         return torch.empty(shape, dtype=dtype, device=_CPU if is_step else parameter.device)
 
     # --- all else
 
-    def _add_stateful(self, key: str, name: str, target: Any, node: Node) -> None:
-        full_value(node, self.value_of)  # its tensors are read with the others
+    def _add_stateful(self, path: Path, name: str, target: Any, value: Any) -> None:
 
-        def apply() -> None:
-            value = full_value(node, self.value_of)
+        def put(loaded: Any) -> None:
             read = getattr(target, "state_dict", None)
-            target.load_state_dict(like(value, read()) if callable(read) else value)
+            target.load_state_dict(like(loaded, read()) if callable(read) else loaded)
 
-        self.steps.append(Step(2, key, name, apply))
-
-    def _add_mapping(self, key: str, name: str, target: Mapping[Any, object], node: Node | None) -> None:
-        if not isinstance(node, dict):
-            if target or node is not None:
-                self.problems.append(f"{name} is a dict in the target, but {_kind_of_saved(node)} in the checkpoint")
-            return
-        known = {str(own): own for own in target}
-        is_strict = any(map(_is_restorable, target.values()))
-        for text, own in known.items():
-            item, inner = target[own], f"{name}.{text}"
-            if not _is_restorable(item):
-                continue
-            if text in node:
-                self.add(key, inner, item, node[text])
-            elif not isinstance(item, Mapping | list | tuple) or len(item):  # DCP leaves empty ones out
-                self.problems.append(f"{inner} is in the target, but not in the checkpoint")
-        for text, below in node.items():
-            if text not in known and is_strict and any(leaf.shape is not None for leaf in leaves(below)):
-                self.problems.append(f"{name}.{text} is in the checkpoint, but not in the target")
-            elif not _is_restorable(target.get(known.get(text))) and isinstance(target, MutableMapping):
-                self._set(key, f"{name}.{text}", target, known.get(text, text), below)
-
-    def _add_sequence(self, key: str, name: str, target: list[Any] | tuple[Any, ...], node: Node) -> None:
-        if (
-            isinstance(node, Saved)
-            and isinstance(target, list)
-            and isinstance(self.objects.get(node.fqn), list | tuple)
-        ):
-            self._set(key, name, target, slice(None), node)
-            return
-        if not isinstance(node, list):
-            self.problems.append(
-                f"{name} is {_kind(target)} in the target, but {_kind_of_saved(node)} in the checkpoint"
-            )
-            return
-        if len(target) != len(node):
-            self.problems.append(f"{name} has {len(target)} elements in the target, {len(node)} in the checkpoint")
-            return
-        for index, (item, below) in enumerate(zip(target, node, strict=True)):
-            if below is not None and _is_restorable(item):
-                self.add(key, f"{name}[{index}]", item, below)
-            elif isinstance(target, list):
-                self._set(key, f"{name}[{index}]", target, index, below)
-
-    def _set(self, key: str, name: str, container: Any, place: Any, node: Node | None) -> None:
-        full_value(node, self.value_of)
-
-        def apply() -> None:
-            container[place] = full_value(node, self.value_of)
-
-        self.steps.append(Step(2, key, name, apply))
+        self._add_step(OTHERS, path, name, value, put)
 
 
 def like(value: Any, live: Any) -> Any:
@@ -502,15 +452,6 @@ def holds_nothing(target: Any) -> bool:
     read = getattr(target, "state_dict", None)
     state = read() if callable(read) else target
     return isinstance(state, Mapping | list | tuple) and not state
-
-
-def _optimizer_in(target: object) -> Optimizer | None:
-    """Find the optimizer that a target is, or is a wrapper of."""
-    found, seen = target, set()
-    while id(found) not in seen:
-        seen.add(id(found))
-        found = getattr(found, "optimizer", found)
-    return found if isinstance(found, Optimizer) else None
 
 
 def _is_optimizer_state(node: Mapping[str, Node]) -> bool:
@@ -535,29 +476,6 @@ def _names_of_parameters(modules: Iterable[torch.nn.Module]) -> dict[torch.Tenso
     return names
 
 
-def _keep_tensors(before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Put a group's own tensors (a learning rate) back, with their new values: schedulers know them."""
-    for old, new in zip(before, groups, strict=False):
-        for key, value in old.items():
-            found = new.get(key)
-            if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and found is not value:
-                if (value.shape, value.dtype, value.device) == (found.shape, found.dtype, found.device):
-                    with torch.no_grad():
-                        value.copy_(found)
-                    new[key] = value
-
-
-def _keep_filled(state: Any, live: Any, filled: Any) -> None:
-    """Put filled tensors back where load_state_dict put a conversion of them to the parameter's dtype."""
-    if not isinstance(state, dict) or not isinstance(live, Mapping) or not isinstance(filled, Mapping):
-        return
-    tensors: dict[Any, torch.Tensor] = {key: one for key, one in live.items() if isinstance(one, torch.Tensor)}
-    for key, tensor in tensors.items():
-        found = _item(state, key) if filled.get(key) is tensor else None
-        if isinstance(found, torch.Tensor) and (found.shape, found.device) == (tensor.shape, tensor.device):
-            state[key] = tensor
-
-
 def _item(container: Any, key: Any) -> Any:
     # Keys of what was saved are text; those of what is live may be numbers.
     if isinstance(container, Mapping):
@@ -569,11 +487,6 @@ def _is_known(memory: torch.Tensor) -> bool:
     return type(memory) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_restorable(item: object) -> bool:
-    """Tell what is restored in place from what is replaced, as is a tuple that holds nothing else."""
-    return isinstance(item, Mapping | list) or _holds_state(item)
-
-
 def _holds_state(item: object) -> bool:
     if isinstance(item, Mapping | list | tuple):
         return any(map(_holds_state, item.values() if isinstance(item, Mapping) else item))
@@ -582,13 +495,3 @@ def _holds_state(item: object) -> bool:
 
 def _layout(tensor: torch.Tensor) -> str:
     return f"a {'quantized' if tensor.is_quantized else tensor.layout} tensor"
-
-
-def _kind(value: object) -> str:
-    return f"a value of type {type(value).__name__}"
-
-
-def _kind_of_saved(node: Node | None) -> str:
-    if isinstance(node, Saved):
-        return "an object" if node.shape is None else "a tensor"
-    return "not there" if node is None else "a dict" if isinstance(node, dict) else "a list"

@@ -303,19 +303,21 @@ def _match(path: str, stored: Any, target: object, strict: bool, keys: Incompati
         else:
             problems.extend(why_not_fillable(name, tensor, found.dtype))
             pairs.append(Pair(name, tensor, found))
-    refuse_misfit(path, problems, keys, strict)
+    refuse_misfit(path, problems, keys, strict=strict)
     return pairs
 
 
-def refuse_misfit(path: str, problems: Sequence[str], keys: IncompatibleKeys, strict: bool) -> None:
+def refuse_misfit(
+    path: str, problems: Sequence[str], keys: IncompatibleKeys, *, strict: bool, where: str = "file"
+) -> None:
     """Refuse a target that does not fit; without `strict`, what is on one side only does no harm.
 
     Raises:
         ConfigError: All that does not fit.
     """
-    found = [f"{name} is in the target, but not in the file" for name in keys.missing_keys] if strict else []
+    found = [f"{name} is in the target, but not in the {where}" for name in keys.missing_keys] if strict else []
     found += problems
-    found += [f"{name} is in the file, but not in the target" for name in keys.unexpected_keys] if strict else []
+    found += [f"{name} is in the {where}, but not in the target" for name in keys.unexpected_keys] if strict else []
     if found:
         raise misfit(path, found)
 

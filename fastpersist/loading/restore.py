@@ -40,7 +40,8 @@ from fastpersist.formats.pickle_scan import Call, Global, PersistentId, Symbolic
 from fastpersist.formats.torch_zip import header_leads_to
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.fill_tensors import IncompatibleKeys, Pair, described_tensor, fill_pairs, refuse_misfit
-from fastpersist.loading.target_plan import Leaf, Path, Plan, tensors_in
+from fastpersist.loading.target_plan import Leaf, Plan
+from fastpersist.loading.target_walk import Path, tensors_in
 from fastpersist.loading.unpickle import (
     MapLocation,
     StorageToFill,
@@ -372,7 +373,7 @@ def _plan(source: CheckpointSource, options: _Options, loaded: Any, has_data: Ca
                 plan.add((key,), str(key), target, loaded[key])
         held = ", ".join(str(name) for name in list(loaded)[:_SHOWN_COUNT]) or "nothing"
         plan.problems += missing_keys(loaded, into, options.keys, f"the file, which holds {held}")
-    refuse_misfit(source.path, plan.problems, plan.keys, plan.strict)
+    refuse_misfit(source.path, plan.problems, plan.keys, strict=plan.strict)
     plan.follow_file_where_memory_is_shared()
     return plan
 

@@ -1,8 +1,8 @@
-"""Which tensor of a saved state goes to which tensor of a target, and whatever keeps the two from fitting.
+"""Which tensor of a saved file goes to which tensor of a target, and every reason why the two do not fit.
 
 Looks at names, shapes, dtypes and memory; reads no file and changes nothing. What it finds is a `Plan`: leaves, tensors
-that are filled in place or need memory of their own, and steps, the load_state_dict of each target and the like, which
-somebody else takes once all tensors are filled.
+that are filled in place or need memory of their own, and steps, such as the load_state_dict of each target, which
+`restore` takes once all tensors are filled. `target_walk` has what is alike for files and for shards.
 """
 
 from __future__ import annotations
@@ -11,27 +11,35 @@ import copy
 import numbers
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from fastpersist.loading.fill_tensors import (
     PLAIN_TYPES,
-    IncompatibleKeys,
     is_extra_state,
     joined_name,
     memory_of,
     why_not_fillable,
 )
+from fastpersist.loading.target_walk import (
+    MODULES,
+    OPTIMIZERS,
+    OTHERS,
+    Path,
+    TargetWalk,
+    held_item,
+    keep_group_tensors,
+    keep_state_tensor,
+    kind_of,
+    unwrapped_optimizer,
+)
 
-__all__ = ["Leaf", "Path", "Plan", "Step"]
+__all__ = ["Leaf", "Plan"]
 
 _CPU = torch.device("cpu")
-_WRAPPERS_MAX = 16
-
-Path: TypeAlias = tuple[Any, ...]
-"""Keys and indexes that lead from the file's object to a part of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,94 +70,74 @@ class Leaf:
         return value if self.shard_like is None else _shard_of(value, self.shard_like)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """What remains to be done with a part of the file once the tensors of the targets are filled.
-
-    Attributes:
-        rank: Modules come first, then optimizers, then what may look at either.
-        path: The part.
-        name: For messages.
-        apply: Takes the part, in which tensors of targets stand for those that filled them.
-    """
-
-    rank: int
-    path: Path
-    name: str
-    apply: Callable[[Any], object]
-
-
-@dataclass(slots=True, eq=False)
-class Plan:
+class Plan(TargetWalk):
     """What goes where.
 
-    Attributes:
-        has_data: Whether a tensor of the file is one whose values can be had.
+    Args:
+        has_data: Tells whether a tensor of the file is one whose values can be had.
         strict: Modules refuse what is on one side only.
+
+    Attributes:
         leaves: By their paths.
-        steps: What comes after.
-        problems: What keeps the plan from being followed.
-        keys: What is on one side only, and so keeps a strict plan from being followed.
-        unread: Paths of the parts of the file that nothing in the target takes.
     """
 
-    has_data: Callable[[torch.Tensor], bool]
-    strict: bool = True
-    leaves: dict[Path, Leaf] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    keys: IncompatibleKeys = field(default_factory=lambda: IncompatibleKeys([], []))
-    unread: list[Path] = field(default_factory=list)
+    def __init__(self, has_data: Callable[[torch.Tensor], bool], *, strict: bool = True) -> None:
+        super().__init__()
+        self.has_data = has_data
+        self.strict = strict
+        self.leaves: dict[Path, Leaf] = {}
 
     def add_whole(self, target: object, value: Any) -> None:
         """Plan how `target` gets all that is in the file.
 
         What can only be replaced is replaced in the dict or list that holds it, if it is a plain value.
         """
-        problems = [f"{name} is {_kind(item)}{hint}" for name, item, hint in _unfillable("", target)]
+        problems = [f"{name} is {kind_of(item)}{hint}" for name, item, hint in self._unfillable("", target)]
         if problems:
             self.problems += problems
         else:
-            optimizer = _unwrapped_optimizer(target)
+            optimizer = unwrapped_optimizer(target)
             is_container = isinstance(target, Mapping | list | tuple)
             self.add((), "" if is_container else "the target" if optimizer is None else "optimizer", target, value)
 
-    def add(self, path: Path, name: str, target: object, value: Any) -> None:
-        """Plan how `target` gets what the file has in its place."""
-        optimizer = _unwrapped_optimizer(target)
-        if isinstance(target, torch.nn.Module):
-            self._add_module(path, name, target, value)
-        elif optimizer is not None and _is_optimizer_state(value) and _restores_by_position(optimizer):
-            self._add_optimizer(path, name, target, optimizer, value)
-        elif isinstance(target, torch.optim.Optimizer) and not _may_take(target, value):
-            self.problems.append(f"{name} is an optimizer in the target, but {_kind(value)} that is none in the file")
-        elif callable(load_state_dict := getattr(target, "load_state_dict", None)):
-            self.steps.append(Step(1 if _is_optimizer_state(value) else 2, path, name, load_state_dict))
-        elif isinstance(target, torch.Tensor):
-            self._add_tensor(path, name, target, value)
-        elif isinstance(target, Mapping):
-            self._add_mapping(path, name, target, value)
-        elif isinstance(target, list) or (isinstance(target, tuple) and _is_restorable(target)):
-            self._add_sequence(path, name, target, value)
-        else:
-            self.problems.append(f"{name} is {_kind(target)} in the target, which cannot be restored in place")
+    def _unfillable(self, name: str, item: object, *, in_place: bool = False) -> Iterable[tuple[str, object, str]]:
+        """Yield what is neither restored in place nor a plain value that can be replaced where it is: name, it, a hint.
+
+        Args:
+            name: Of the item.
+            item: A target, or a part of one.
+            in_place: It is a part of something that can be changed.
+        """
+        if isinstance(item, Mapping):
+            for key, inner in item.items():
+                yield from self._unfillable(joined_name(name, key), inner, in_place=isinstance(item, MutableMapping))
+        elif isinstance(item, (list, tuple)) and not isinstance(item, torch.Size):
+            for index, inner in enumerate(item):
+                # A tuple in a dict or list is replaced by one with other values.
+                yield from self._unfillable(f"{name}[{index}]", inner, in_place=in_place or isinstance(item, list))
+        elif not self._is_restorable(item) and not (in_place and isinstance(item, _PLAIN_VALUES)):
+            is_array = hasattr(item, "__array_interface__")
+            hint = "; torch.from_numpy(…) shares its memory, and is filled" if is_array else ", which cannot be filled"
+            yield name or "the target", item, hint
+
+    # --- modules, tensors and objects with load_state_dict
 
     def _add_module(self, path: Path, name: str, module: torch.nn.Module, value: Any) -> None:
         if not isinstance(value, Mapping):
-            self.problems.append(f"{name} is a Module in the target, but {_kind(value)} in the file")
+            self.problems.append(f"{name} is a Module in the target, but {kind_of(value)} in the file")
             return
         live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         state = module.state_dict(keep_vars=True)
         for key, tensor in state.items():
             inner = joined_name(name, key)
             if key not in value:
-                self.keys.missing_keys.append(inner)
+                self._add_missing(inner, tensor)
             elif isinstance(tensor, torch.Tensor) and not is_extra_state(key):
                 # What a hook made up is no memory of the module's; load_state_dict knows what to do with its value.
                 self._add_leaf((*path, key), inner, tensor, value[key], can_fill=id(tensor) in live)
         unexpected = [key for key in value if key not in state]
-        self.keys.unexpected_keys.extend(joined_name(name, key) for key in unexpected)
-        self.unread.extend((*path, key) for key in unexpected)
+        for key in unexpected:
+            self._add_unexpected((*path, key), joined_name(name, key))
 
         def load(loaded: Any) -> None:
             known = copy.copy(loaded)  # of an OrderedDict, with its _metadata
@@ -157,7 +145,11 @@ class Plan:
                 del known[key]
             module.load_state_dict(known, strict=self.strict)
 
-        self.steps.append(Step(0, path, name, load))
+        self._add_step(MODULES, path, name, value, load)
+
+    def _add_stateful(self, path: Path, name: str, target: Any, value: Any) -> None:
+        rank = OPTIMIZERS if _is_optimizer_state(value) else OTHERS
+        self._add_step(rank, path, name, value, target.load_state_dict)
 
     def _add_tensor(self, path: Path, name: str, target: torch.Tensor, value: Any) -> None:
         if not self._add_leaf(path, name, target, value, can_fill=True):
@@ -166,79 +158,37 @@ class Plan:
                 with torch.no_grad():
                     target.copy_(loaded)
 
-            self.steps.append(Step(0, path, name, put))
+            self._add_step(MODULES, path, name, value, put)
 
     def _add_leaf(self, path: Path, name: str, target: torch.Tensor, value: Any, *, can_fill: bool) -> bool:
         """Plan one tensor that must fit; tell whether it is filled in place."""
-        if not isinstance(value, torch.Tensor):
-            self.problems.append(f"{name} is a tensor in the target, but {_kind(value)} in the file")
-        elif torch.nn.parameter.is_lazy(target):
-            self.problems.append(f"{name} has no shape yet (a lazy module); run the module once, then load")
-        elif target.shape != value.shape:
-            self.problems.append(
-                f"{name} has shape {tuple(target.shape)} in the target, {tuple(value.shape)} in the file"
-            )
-        elif _is_plain(value) and not self.has_data(value):
+        is_tensor = isinstance(value, torch.Tensor)
+        if not self.fits(name, target, value.shape if is_tensor else None, value):
+            return False
+        if _is_plain(value) and not self.has_data(value):
             self.problems.append(f"{name} is a tensor without data (meta) in the file")
-        else:
-            reasons = why_not_fillable(name, target, value.dtype)
-            if reasons and ((type(target) in PLAIN_TYPES and _is_plain(target)) or target.device.type == "meta"):
-                self.problems.extend(reasons)  # copying would fail as well
-            is_filled = can_fill and not reasons and _is_plain(value)
-            shard_like = target if _is_sharded(target) and _is_plain(value) else None
-            self.leaves[path] = Leaf(name, value, target if is_filled else None, _CPU, shard_like=shard_like)
-            return is_filled
-        return False
-
-    def _add_mapping(self, path: Path, name: str, target: Mapping[Any, object], value: Any) -> None:
-        if not isinstance(value, Mapping):
-            self.problems.append(f"{name or 'all'} is a dict in the target, but {_kind(value)} in the file")
-            return
-        is_strict = any(map(_is_restorable, target.values()))  # else there is nothing to restore in place
-        for key, item in target.items():
-            inner = joined_name(name, key)
-            if not _is_restorable(item):
-                continue
-            if key not in value:
-                self.keys.missing_keys.append(inner)
-                continue
-            self.add((*path, key), inner, item, value[key])
-            if _has_values(item) and isinstance(target, MutableMapping):
-                self._set(target, key, (*path, key), inner, item)
-        for key, item in value.items():
-            inner = joined_name(name, key)
-            if key not in target and is_strict and any(True for _ in tensors_in(item)):
-                self.keys.unexpected_keys.append(inner)
-                self.unread.append((*path, key))
-            elif not _is_restorable(target.get(key)) and isinstance(target, MutableMapping):
-                self._set(target, key, (*path, key), inner)
-
-    def _add_sequence(self, path: Path, name: str, target: list[Any] | tuple[Any, ...], value: Any) -> None:
-        if not isinstance(value, (list, tuple)):
-            self.problems.append(f"{name or 'all'} is {_kind(target)} in the target, but {_kind(value)} in the file")
-            return
-        if isinstance(target, list) and not any(map(_is_restorable, target)):
-            self._set(target, slice(None), path, name)
-            return
-        if len(target) != len(value):
-            self.problems.append(f"{name or 'all'} has {len(target)} elements in the target, {len(value)} in the file")
-            return
-        for index, item in enumerate(target):
-            if _is_restorable(item):
-                self.add((*path, index), f"{name}[{index}]", item, value[index])
-            if isinstance(target, list) and (not _is_restorable(item) or _has_values(item)):
-                self._set(target, index, (*path, index), f"{name}[{index}]", item)
-
-    def _set(self, container: Any, key: Any, path: Path, name: str, item: object = None) -> None:
-        def put(loaded: Any) -> None:
-            container[key] = _with_values(item, loaded)
-
-        self.steps.append(Step(2, path, name, put))
+            return False
+        reasons = why_not_fillable(name, target, value.dtype)
+        if reasons and ((type(target) in PLAIN_TYPES and _is_plain(target)) or target.device.type == "meta"):
+            self.problems.extend(reasons)  # copying would fail as well
+        is_filled = can_fill and not reasons and _is_plain(value)
+        shard_like = target if _is_sharded(target) and _is_plain(value) else None
+        self.leaves[path] = Leaf(name, value, target if is_filled else None, _CPU, shard_like=shard_like)
+        return is_filled
 
     # --- optimizers
 
-    def _add_optimizer(
-        self, path: Path, name: str, target: object, optimizer: torch.optim.Optimizer, value: Mapping[str, Any]
+    def _add_optimizer(self, path: Path, name: str, target: object, optimizer: Optimizer, value: Any) -> bool:
+        if _is_optimizer_state(value) and _restores_by_position(optimizer):
+            self._add_by_position(path, name, target, optimizer, value)
+        elif isinstance(target, Optimizer) and not _may_take(target, value):
+            self.problems.append(f"{name} is an optimizer in the target, but {kind_of(value)} that is none in the file")
+        else:
+            return False
+        return True
+
+    def _add_by_position(
+        self, path: Path, name: str, target: object, optimizer: Optimizer, value: Mapping[str, Any]
     ) -> None:
         groups, saved = optimizer.param_groups, value["param_groups"]
         if len(groups) != len(saved):
@@ -259,20 +209,21 @@ class Plan:
         filled: list[tuple[Path, Path]] = []
         for key, state in value["state"].items():
             parameter = parameters.get(key)
-            live = _item(optimizer.state, key if parameter is None else parameter)
+            live = held_item(optimizer.state, key if parameter is None else parameter)
             inner = _OptimizerState(self, optimizer, parameter, filled)
             inner.add((*path, "state", key), (), joined_name(f"{name}.state", key), live, state)
 
         def load(loaded: Any) -> None:
             before = [dict(group) for group in optimizer.param_groups]
             target.load_state_dict(loaded)  # type: ignore[attr-defined]
-            _keep_group_tensors(before, optimizer.param_groups)
+            keep_group_tensors(before, optimizer.param_groups)
             if _has_stock_load(optimizer):
                 for leaf_path, inside in filled:
-                    key = leaf_path[len(path) + 1]
-                    _keep_state_tensor(_item(optimizer.state, parameters.get(key, key)), inside, self.leaves[leaf_path])
+                    key, tensor = leaf_path[len(path) + 1], self.leaves[leaf_path].target
+                    if tensor is not None:
+                        keep_state_tensor(held_item(optimizer.state, parameters.get(key, key)), inside, tensor)
 
-        self.steps.append(Step(1, path, name, load))
+        self._add_step(OPTIMIZERS, path, name, value, load)
 
     def follow_file_where_memory_is_shared(self) -> None:
         """Give memory of its own to optimizer state that shares memory in the target, but not in the file."""
@@ -299,7 +250,7 @@ class _OptimizerState:
     """
 
     plan: Plan
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     parameter: torch.Tensor | None
     filled: list[tuple[Path, Path]]
 
@@ -308,10 +259,10 @@ class _OptimizerState:
             self._add_tensor(path, inside, name, live, value)
         elif isinstance(value, Mapping):
             for key, item in value.items():
-                self.add((*path, key), (*inside, key), joined_name(name, key), _item(live, key), item)
+                self.add((*path, key), (*inside, key), joined_name(name, key), held_item(live, key), item)
         elif isinstance(value, (list, tuple)):
             for index, item in enumerate(value):
-                self.add((*path, index), (*inside, index), f"{name}[{index}]", _item(live, index), item)
+                self.add((*path, index), (*inside, index), f"{name}[{index}]", held_item(live, index), item)
 
     def _add_tensor(self, path: Path, inside: Path, name: str, live: object, value: torch.Tensor) -> None:
         parameter = self.parameter
@@ -336,19 +287,14 @@ class _OptimizerState:
         ):
             expected = parameter.shape
         if expected is not None and value.shape != expected:
-            self.plan.problems.append(
-                f"{name} has shape {tuple(expected)} in the target, {tuple(value.shape)} in the file"
-            )
+            self.plan.add_misfit_of_shape(name, expected, value.shape)
         target = live if is_filled and isinstance(live, torch.Tensor) else None
         shard_like = None
         if target is None and parameter is not None and _is_sharded(parameter) and _is_plain(value) and value.ndim:
             like = [one for one in (live, parameter) if isinstance(one, torch.Tensor) and _is_sharded(one)]
             shard_like = next((one for one in like if one.shape == value.shape), None)
             if shard_like is None:
-                self.plan.problems.append(
-                    f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}, so it is not "
-                    "known how it is sharded; one step of the optimizer, before load(), makes its state"
-                )
+                self.plan.add_unknown_sharding(name, value.shape, parameter)
         self.plan.leaves[path] = Leaf(name, value, target, device, is_bound=False, shard_like=shard_like)
         if target is not None:
             self.filled.append((path, inside))
@@ -366,17 +312,6 @@ def _shard_of(value: torch.Tensor, like: Any) -> torch.Tensor:
     return distribute_tensor(value.detach(), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _unwrapped_optimizer(target: object) -> torch.optim.Optimizer | None:
-    """Find the optimizer that a target is, or is a wrapper of; None when it is neither."""
-    found = target
-    for _ in range(_WRAPPERS_MAX):
-        inner = getattr(found, "optimizer", None)
-        if inner is None or isinstance(found, torch.nn.Module):
-            break
-        found = inner
-    return found if isinstance(found, torch.optim.Optimizer) else None
-
-
 def _is_optimizer_state(value: Any) -> bool:
     """Tell whether this is what Optimizer.state_dict returns; a scheduler, which has an optimizer too, is none."""
     if not isinstance(value, Mapping) or not isinstance(value.get("state"), Mapping):
@@ -387,23 +322,23 @@ def _is_optimizer_state(value: Any) -> bool:
     )
 
 
-def _may_take(optimizer: torch.optim.Optimizer, value: Any) -> bool:
+def _may_take(optimizer: Optimizer, value: Any) -> bool:
     """Tell whether an optimizer's load_state_dict may know what to do with a value."""
     if not _has_stock_load(optimizer) or not _restores_by_position(optimizer):
         return isinstance(value, Mapping)
     return _is_optimizer_state(value)
 
 
-def _has_stock_load(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+def _has_stock_load(optimizer: Optimizer) -> bool:
+    return type(optimizer).load_state_dict is Optimizer.load_state_dict
 
 
-def _restores_by_position(optimizer: torch.optim.Optimizer) -> bool:
+def _restores_by_position(optimizer: Optimizer) -> bool:
     """Whether the n-th state is the n-th parameter's; a hook may say otherwise, and then sees loaded tensors only."""
     return not optimizer._optimizer_load_state_dict_pre_hooks
 
 
-def _hyperparameters_of_another_class(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> str:
+def _hyperparameters_of_another_class(optimizer: Optimizer, saved: list[dict[str, Any]]) -> str:
     """Say what the groups in the file have that optimizers of this class have not, and not the other way; "" if none.
 
     Numbers only: what a release of torch adds to a class is a switch, and what others add, say an `initial_lr`, is
@@ -442,47 +377,6 @@ _SHAPED_LIKE_PARAMETER: dict[type, set[str]] = {
 """State of torch's own optimizers that has the shape of its parameter: all that tells what fits one without state."""
 
 
-def _keep_group_tensors(before: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """Put a group's own tensors (a learning rate) back, with their new values: schedulers and graphs know them."""
-    uses: dict[int, list[tuple[dict[str, Any], str]]] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    for old, new in zip(before, groups, strict=False):
-        for key, value in old.items():
-            if isinstance(value, torch.Tensor) and new.get(key) is not value:
-                uses.setdefault(id(value), []).append((new, key))
-                tensors[id(value)] = value
-    for identity, places in uses.items():
-        kept, values = tensors[identity], [group.get(key) for group, key in places]
-        first = values[0]
-        # Groups that shared a tensor and now differ cannot share it any longer.
-        if isinstance(first, torch.Tensor) and all(_is_equal(first, value) for value in values):
-            if (kept.shape, kept.dtype, kept.device) == (first.shape, first.dtype, first.device):
-                with torch.no_grad():
-                    kept.copy_(first)
-                for group, key in places:
-                    group[key] = kept
-
-
-def _is_equal(first: torch.Tensor, other: object) -> bool:
-    return isinstance(other, torch.Tensor) and first.shape == other.shape and bool(torch.equal(first, other))
-
-
-def _keep_state_tensor(state: Any, inside: Path, leaf: Leaf) -> None:
-    """Put a filled tensor back where load_state_dict put a conversion of it to the parameter's dtype."""
-    for key in inside[:-1]:
-        state = _item(state, key)
-    found = _item(state, inside[-1]) if inside else None
-    if isinstance(found, torch.Tensor) and leaf.target is not None and found is not leaf.target:
-        if found.shape == leaf.target.shape and found.device == leaf.target.device and isinstance(state, (dict, list)):
-            state[inside[-1]] = leaf.target
-
-
-def _item(container: Any, key: Any) -> Any:
-    if isinstance(container, Mapping):
-        return container.get(key)
-    return container[key] if isinstance(container, (list, tuple)) and key < len(container) else None
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in PLAIN_TYPES
@@ -491,63 +385,4 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _is_restorable(item: object) -> bool:
-    """Tell what is restored in place from what is replaced, as is a tuple that holds nothing else."""
-    if isinstance(item, tuple):
-        return any(map(_is_restorable, item))
-    return isinstance(item, (torch.Tensor, Mapping, list)) or callable(getattr(item, "load_state_dict", None))
-
-
 _PLAIN_VALUES = (type(None), numbers.Number, str, bytes, set, frozenset, range, torch.dtype, torch.device, torch.Size)
-
-
-def _unfillable(name: str, item: object, *, in_place: bool = False) -> Iterable[tuple[str, object, str]]:
-    """Yield what is neither restored in place nor a plain value that can be replaced where it is: name, it, a hint.
-
-    Args:
-        name: Of the item.
-        item: A target, or a part of one.
-        in_place: It is a part of something that can be changed.
-    """
-    if isinstance(item, Mapping):
-        for key, inner in item.items():
-            yield from _unfillable(joined_name(name, key), inner, in_place=isinstance(item, MutableMapping))
-    elif isinstance(item, (list, tuple)) and not isinstance(item, torch.Size):
-        for index, inner in enumerate(item):
-            # A tuple in a dict or list is replaced by one with other values.
-            yield from _unfillable(f"{name}[{index}]", inner, in_place=in_place or isinstance(item, list))
-    elif not _is_restorable(item) and not (in_place and isinstance(item, _PLAIN_VALUES)):
-        is_array = hasattr(item, "__array_interface__")
-        hint = "; torch.from_numpy(…) shares its memory, and is filled" if is_array else ", which cannot be filled"
-        yield name or "the target", item, hint
-
-
-def _has_values(item: object) -> bool:
-    """Tell whether an item is a tuple that is restored in place, and holds what can only be replaced."""
-    if not isinstance(item, tuple) or not _is_restorable(item):
-        return False
-    return any(_has_values(one) or not _is_restorable(one) for one in item)
-
-
-def _with_values(item: Any, loaded: Any) -> Any:
-    """Return a tuple with what it holds that is restored in place, and the loaded values beside that."""
-    if not _has_values(item):
-        return item if _is_restorable(item) else loaded
-    make = getattr(type(item), "_make", type(item))  # a named tuple's takes an iterable, too
-    return make(_with_values(own, new) for own, new in zip(item, loaded, strict=True))
-
-
-def tensors_in(value: Any) -> Iterable[torch.Tensor]:
-    """List the tensors of nested containers, each container once."""
-    stack, seen = [value], set()
-    while stack:
-        item = stack.pop()
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, (Mapping, list, tuple)) and id(item) not in seen:
-            seen.add(id(item))
-            stack.extend(item.values() if isinstance(item, Mapping) else item)
-
-
-def _kind(value: object) -> str:
-    return f"a value of type {type(value).__name__}"

@@ -93,3 +93,20 @@ def test_values_beside_tensors_in_a_tuple_are_replaced(tmp_path: Path) -> None:
 def test_tuple_of_values_that_nothing_holds_is_refused(tmp_path: Path, sharded: bool) -> None:
     with pytest.raises(ConfigError, match=r"betas is a value of type tuple"):
         loaded_into(tmp_path, {"betas": (1, 2)}, {"betas": (0, 0)}, sharded=sharded)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_holds_nothing_stays_in_its_list(tmp_path: Path, sharded: bool) -> None:
+    """DCP leaves out what is empty; a list that is filled keeps its own."""
+    nothing: dict[str, Any] = {}
+    into: dict[str, Any] = {"listed": [nothing, torch.zeros(2)]}
+    found = loaded_into(tmp_path, {"listed": [{}, torch.ones(2)]}, into, sharded=sharded)
+    assert found["listed"][0] is nothing
+    assert found["listed"][1].tolist() == [1, 1]
+
+
+def test_tensor_for_which_nothing_was_saved_is_refused_in_a_list(tmp_path: Path) -> None:
+    into = {"listed": [torch.zeros(3), torch.zeros(2)]}
+    with pytest.raises(ConfigError, match=r"listed\[0\] is in the target, but not in the checkpoint"):
+        loaded_into(tmp_path, {"listed": [{}, torch.ones(2)]}, into, sharded=True)
+    assert into["listed"][1].tolist() == [0, 0]
