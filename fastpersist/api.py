@@ -34,7 +34,8 @@ from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
 from fastpersist.loading import directory_inspection, file_inspection
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.file_inspection import Manifest, VerifyReport
-from fastpersist.loading.fill_tensors import IncompatibleKeys, fill_target, misfit
+from fastpersist.loading.fill_target import fill_target
+from fastpersist.loading.misfit import IncompatibleKeys, misfit
 from fastpersist.loading.restore import restore_whole
 from fastpersist.loading.unpickle import MapLocation, load_checkpoint
 from fastpersist.saving.capture import Capture

@@ -26,15 +26,13 @@ from fastpersist.dcp.target_plan import Fit, Node, full_value, holds_nothing, le
 from fastpersist.errors import (
     ChecksumError,
     ConfigError,
-    CorruptionError,
-    FastPersistError,
     FormatError,
-    StorageError,
     UnsupportedError,
 )
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, writer_of
-from fastpersist.loading.fill_tensors import refuse_misfit
-from fastpersist.loading.restore import is_left_out, left_behind, missing_keys, with_touched
+from fastpersist.loading.misfit import refuse_misfit
+from fastpersist.loading.restore import is_left_out, missing_keys
+from fastpersist.loading.target_change import TargetChange
 from fastpersist.loading.target_walk import tensors_in
 from fastpersist.loading.unpickle import MapLocation
 from fastpersist.transfer.pipeline import Extents, Read, read_extents
@@ -98,25 +96,11 @@ def load_sharded_state(
     )
     reader = reader or FastPersistReader(path, engine=engine)
     metadata = reader.read_metadata()
-    try:
-        tree = saved_tree(metadata)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        metadata_path = os.path.join(path, METADATA_NAME)
-        raise FormatError(f"its names make no state: {error}", path=metadata_path) from error
-    require_covered(metadata.state_dict_metadata, os.path.join(path, METADATA_NAME))
-    reader.require_places(metadata)
+    tree = _proven_tree(path, reader, metadata)
     objects = _read_objects(reader, metadata, weights_only)
     targets = dict(into or {})
+    fit = _planned(path, tree, Fit(objects, device, _modules_in(targets)), targets, keys)
     taken = set(map(str, targets))
-    fit = Fit(objects, device, [one for one in targets.values() if isinstance(one, torch.nn.Module)])
-    for key, target in targets.items():
-        node = tree.get(str(key))
-        if node is not None:
-            fit.add((key,), str(key), target, node)
-    held = ", ".join(list(tree)[:_SHOWN_COUNT]) or "nothing"
-    needed = [str(key) for key, target in targets.items() if not holds_nothing(target)]
-    fit.problems += missing_keys(tree, needed, keys, f"the checkpoint, which holds {held}")
-    refuse_misfit(path, fit.problems, fit.keys, strict=True, where="checkpoint")
     loaded = {
         key: full_value(node, fit.value_of)
         for key, node in tree.items()
@@ -130,6 +114,45 @@ def load_sharded_state(
         agree()
     _change(path, reader, metadata, fit)
     return {**loaded, **targets}
+
+
+def _proven_tree(path: str, reader: FastPersistReader, metadata: Metadata) -> dict[str, Node]:
+    """Return the tree of what was saved, when the metadata have proven to make sense.
+
+    Raises:
+        FormatError, CorruptionError, UnsupportedError: They do not.
+    """
+    metadata_path = os.path.join(path, METADATA_NAME)
+    try:
+        tree = saved_tree(metadata)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"its names make no state: {error}", path=metadata_path) from error
+    require_covered(metadata.state_dict_metadata, metadata_path)
+    reader.require_places(metadata)
+    return tree
+
+
+def _planned(
+    path: str, tree: Mapping[str, Node], fit: Fit, targets: Mapping[str, object], keys: Collection[str] | None
+) -> Fit:
+    """Plan all targets.
+
+    Raises:
+        ConfigError: They do not fit, or something that is asked for is not there.
+    """
+    for key, target in targets.items():
+        node = tree.get(str(key))
+        if node is not None:
+            fit.add((key,), str(key), target, node)
+    held = ", ".join(list(tree)[:_SHOWN_COUNT]) or "nothing"
+    needed = [str(key) for key, target in targets.items() if not holds_nothing(target)]
+    fit.problems += missing_keys(tree, needed, keys, f"the checkpoint, which holds {held}")
+    refuse_misfit(path, fit.problems, fit.keys, strict=True, where="checkpoint")
+    return fit
+
+
+def _modules_in(targets: Mapping[str, object]) -> list[torch.nn.Module]:
+    return [one for one in targets.values() if isinstance(one, torch.nn.Module)]
 
 
 def _device_of(map_location: MapLocation) -> torch.device:
@@ -202,21 +225,8 @@ def _agree(path: str, engine: str, read: Read) -> None:
 
 def _change(path: str, reader: FastPersistReader, metadata: Metadata, fit: Fit) -> None:
     """Fill the tensors, then take the steps. From here on, errors say what they leave behind."""
-    touched = list(map(str, fit.filled_keys))
-    step_name = None
-    try:
+    with TargetChange(path) as change:
+        for key in fit.filled_keys:
+            change.touch(key)
         _read(reader, metadata, dict(fit.tensors))
-        for step in sorted(fit.steps, key=lambda step: step.rank):
-            step_name = step.name
-            if str(step.path[0]) not in touched:
-                touched.append(str(step.path[0]))
-            step.apply(None)
-    except (StorageError, CorruptionError) as error:
-        raise with_touched(error, touched) from error
-    except Exception as error:
-        if step_name is None and (isinstance(error, FastPersistError) or not touched):
-            raise
-        reason = f"{type(error).__name__}: {error}; {left_behind(touched)}"
-        if step_name is None:
-            raise StorageError(None, f"filling the targets from {path} failed: {reason}", path) from error
-        raise ConfigError(f"{step_name} refused what {path} holds for it: {reason}") from error
+        change.take(fit.steps, lambda _: None)

@@ -22,24 +22,28 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from fastpersist.errors import (
-    ConfigError,
-    CorruptionError,
-    FastPersistError,
-    FormatError,
-    PeerError,
-    StorageError,
-    UnsupportedError,
-)
+from fastpersist.errors import ConfigError, FastPersistError, FormatError, UnsupportedError
 from fastpersist.formats.layout import LOCAL_HEADER_BYTES
-from fastpersist.formats.pickle_scan import Call, Global, PersistentId, SymbolicDict, SymbolicSet
+from fastpersist.formats.pickle_scan import Call, SymbolicDict
 from fastpersist.formats.torch_zip import header_leads_to
 from fastpersist.loading.checkpoint_file import CheckpointSource
-from fastpersist.loading.fill_tensors import IncompatibleKeys, Pair, described_tensor, fill_pairs, refuse_misfit
+from fastpersist.loading.fill_tensors import Pair, described_tensor, fill_pairs
+from fastpersist.loading.misfit import IncompatibleKeys, refuse_misfit
+from fastpersist.loading.storage_selection import (
+    SCALAR_KEYS,
+    UNREAD,
+    SortedStorages,
+    Tree,
+    Unread,
+    is_ordered_dict,
+    storages_below,
+    tree_of,
+)
+from fastpersist.loading.target_change import TargetChange
 from fastpersist.loading.target_plan import Leaf, Plan
 from fastpersist.loading.target_walk import Path, tensors_in
 from fastpersist.loading.unpickle import (
@@ -58,12 +62,11 @@ from fastpersist.loading.unpickle import (
 from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine
 from fastpersist.transfer.pipeline import Extents, Read, read_extents
 
-__all__ = ["is_left_out", "left_behind", "load_state", "missing_keys", "restore_whole", "with_touched"]
+__all__ = ["is_left_out", "load_state", "missing_keys", "restore_whole"]
 
 _log = logging.getLogger("fastpersist")
 
 _SHOWN_COUNT = 10
-_SCALAR_KEYS = (str, int, float, bool, bytes, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,13 +300,13 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
         root = source.scan().root
     except UnsupportedError as error:
         return str(error)
-    left_out: dict[Any, _Unread] = dict.fromkeys(_left_out_of(root, options), _UNREAD)
-    others = _Sorted()
+    left_out: dict[Any, Unread] = dict.fromkeys(_left_out_of(root, options), UNREAD)
+    others = SortedStorages()
     if not isinstance(options.into, _Whole):
         others.sort(root, {**dict.fromkeys(options.into, None), **left_out})
     keys = {reference.key for reference in source.summary.references}
     storages: dict[str, torch.UntypedStorage] = {}
-    reason = _load_storages(source, options, storages, _storages_below(others.whole), {})
+    reason = _load_storages(source, options, storages, storages_below(others.whole), {})
     if reason is not None:
         return reason
     try:
@@ -319,9 +322,9 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
         for leaf in plan.leaves.values()
         if leaf.target is not None
     ]
-    found = _Sorted()
-    found.sort(root, {**_tree(plan.leaves, plan.unread), **left_out})
-    whole = _storages_below(found.whole)
+    found = SortedStorages()
+    found.sort(root, {**tree_of(plan.leaves, plan.unread), **left_out})
+    whole = storages_below(found.whole)
     missing = keys - storages.keys() - (found.in_place - found.elsewhere.keys() - whole)
     devices = {key: device for key, device in found.elsewhere.items() if key not in whole}
     if options.verify:
@@ -341,7 +344,7 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
 def _left_out_of(root: object, options: _Options) -> list[Any]:
     """Return the keys of entries that are not read, of the scanned pickle of a dict."""
     into = options.into
-    entries = root.entries if isinstance(root, Call) and _is_ordered_dict(root) else root
+    entries = root.entries if isinstance(root, Call) and is_ordered_dict(root) else root
     if (
         isinstance(into, _Whole)
         or not isinstance(entries, SymbolicDict)
@@ -351,7 +354,7 @@ def _left_out_of(root: object, options: _Options) -> list[Any]:
     return [
         key
         for key, below in entries.items()
-        if isinstance(key, _SCALAR_KEYS) and is_left_out(key, into, options.keys, bool(_storages_below([below])))
+        if isinstance(key, SCALAR_KEYS) and is_left_out(key, into, options.keys, bool(storages_below([below])))
     ]
 
 
@@ -414,151 +417,6 @@ def _unpickled(
     return loaded, meta
 
 
-# --------------------------------------------------------------------------------------------- which storages
-
-
-class _Unread:
-    """Stands for what nobody asked for."""
-
-
-_UNREAD = _Unread()
-
-_Tree: TypeAlias = "dict[Any, _Tree | Leaf | _Unread | None]"
-"""Leaves by key, one level for each part of their paths. None: everything below may be what it wants."""
-
-
-def _tree(leaves: Mapping[Path, Leaf], unread: Iterable[Path] = ()) -> _Tree:
-    root: _Tree = {}
-    ends: dict[Path, Leaf | _Unread] = {**leaves, **dict.fromkeys(unread, _UNREAD)}
-    for path, leaf in ends.items():
-        level = root
-        for key in path[:-1]:
-            below = level.setdefault(key, {})
-            level = below if isinstance(below, dict) else {}
-        level[path[-1]] = leaf
-    return root
-
-
-class _Sorted:
-    """The storages of a scanned pickle, sorted by what the leaves of a plan say of the tensors in them.
-
-    Attributes:
-        in_place: Keys of those behind tensors that are filled in place, or not wanted: they need no memory.
-        elsewhere: Keys of those behind tensors that get memory of their own on a given device, and the device.
-        whole: Nodes that the plan says nothing about, or that are not understood: all below them is needed.
-    """
-
-    def __init__(self) -> None:
-        self.in_place: set[str] = set()
-        self.elsewhere: dict[str, torch.device] = {}
-        self.whole: list[object] = []
-
-    def sort(self, node: object, tree: _Tree | Leaf | _Unread | None) -> None:
-        """Sort what is below a node. Goes as deep as the tree, whatever the pickle."""
-        if tree is None:
-            return
-        if isinstance(tree, _Unread):
-            self._pass_over(node)
-            return
-        if isinstance(tree, Leaf):
-            self._sort_leaf(node, tree)
-            return
-        children: Iterable[tuple[object, object]] = ()
-        if isinstance(node, (list, tuple)):
-            children = enumerate(node)
-        elif isinstance(node, SymbolicDict):
-            children = self._entries(node)
-        elif isinstance(node, Call) and _is_ordered_dict(node):
-            self.whole += [node.arguments, node.keywords, node.state, node.items]
-            children = () if node.entries is None else self._entries(node.entries)
-        else:
-            self.whole.append(node)
-        for key, child in children:
-            if isinstance(key, _SCALAR_KEYS) and key in tree:
-                self.sort(child, tree[key])
-            else:
-                self.whole.append(child)
-
-    def _pass_over(self, top: object) -> None:
-        """Sort what is not wanted. Other objects than plain tensors in plain containers may need data to be built."""
-        stack, seen = [top], set()
-        while stack:
-            node = stack.pop()
-            if id(node) in seen:
-                continue
-            seen.add(id(node))
-            if (key := _plain_storage_key(node)) is not None:
-                self.in_place.add(key)
-            elif isinstance(node, (list, tuple)):
-                stack += node
-            elif isinstance(node, SymbolicDict):
-                stack += node.flat
-            elif isinstance(node, Call) and _is_ordered_dict(node):
-                self.whole += [node.arguments, node.keywords, node.state, node.items]
-                stack.append(node.entries)
-            else:
-                self.whole.append(node)
-
-    def _entries(self, node: SymbolicDict) -> list[tuple[object, object]]:
-        entries = node.items()
-        if 2 * len(entries) != len(node.flat):
-            self.whole.append(node)  # keys that occur twice: the values that lose are unpickled as well
-        return entries
-
-    def _sort_leaf(self, node: object, leaf: Leaf) -> None:
-        key = _plain_storage_key(node)
-        if key is None:
-            self.whole.append(node)
-        elif leaf.target is not None:
-            self.in_place.add(key)
-        elif leaf.device is not None and self.elsewhere.get(key, leaf.device) == leaf.device:
-            self.elsewhere[key] = leaf.device
-        else:
-            self.whole.append(node)
-
-
-def _is_ordered_dict(node: Call) -> bool:
-    """Tell whether a call makes one of the dicts of `collections`."""
-    return isinstance(node.function, Global) and node.function.module == "collections"
-
-
-def _plain_storage_key(node: object) -> str | None:
-    """Return the key of the storage behind a plain tensor; None for all else, a tensor with attributes for one."""
-    for _ in range(2):  # a Parameter around a tensor
-        if not isinstance(node, Call) or not isinstance(node.function, Global) or not node.arguments:
-            return None
-        name = node.function.name if node.function.module == "torch._utils" else ""
-        if node.state is not None or _storages_below(node.arguments[1:]):
-            return None
-        if name.startswith("_rebuild_tensor_v"):
-            storage = node.arguments[0]
-            return str(storage.value[2]) if isinstance(storage, PersistentId) else None  # type: ignore[index]
-        if name != "_rebuild_parameter":
-            return None
-        node = node.arguments[0]
-    return None
-
-
-def _storages_below(nodes: Iterable[object]) -> set[str]:
-    """Return the keys of all storages that are reached from nodes of a scanned pickle."""
-    keys: set[str] = set()
-    seen: set[int] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if isinstance(node, PersistentId):
-            keys.add(str(node.value[2]))  # type: ignore[index]  # its form was proven with the references
-        elif isinstance(node, (Call, SymbolicDict, SymbolicSet, list, tuple)) and id(node) not in seen:
-            seen.add(id(node))
-            if isinstance(node, Call):
-                stack += [node.function, node.arguments, node.keywords, node.state, node.items, node.entries]
-            elif isinstance(node, SymbolicDict):
-                stack += node.flat
-            else:
-                stack += node.members if isinstance(node, SymbolicSet) else node
-    return keys
-
-
 # --------------------------------------------------------------------------------------------- the way by a copy
 
 
@@ -586,41 +444,19 @@ def _change(
     """Fill the targets' tensors, then take the plan's steps. From here on, errors say what they leave behind."""
     # Of several ranks one may have failed so far; then nothing is changed on the others.
     options.read(source.fd, source.path, Extents(), engine=options.engine)
-    touched: list[str] = []
-
-    def touch(key: str) -> None:
-        if key not in touched:
-            touched.append(key)
-            if on_filled is not None:
-                on_filled(key)
-
     plan = ready.plan
-    step_name = None
-    try:
-        for path, leaf in plan.leaves.items():
-            if leaf.target is not None:
-                touch(path[0])
+    filled = [(path, leaf, leaf.target) for path, leaf in plan.leaves.items() if leaf.target is not None]
+    tree = tree_of(plan.leaves)
+    with TargetChange(source.path, on_filled) as change:
+        for path, _, _ in filled:
+            change.touch(path[0])
         if ready.pairs:
             fill_pairs(source, ready.pairs, options.engine, [], options.read)
         else:
             with torch.no_grad():
-                for path, leaf in plan.leaves.items():
-                    if leaf.target is not None:
-                        leaf.target.copy_(_part(ready.loaded, path))
-        tree = _tree(plan.leaves)
-        for step in sorted(plan.steps, key=lambda step: step.rank):
-            step_name = step.name
-            touch(step.path[0] if step.path else step.name)
-            step.apply(_with_targets(_part(ready.loaded, step.path), _part(tree, step.path)))
-    except (StorageError, CorruptionError, PeerError) as error:
-        raise with_touched(error, touched) from error
-    except Exception as error:
-        if step_name is None and isinstance(error, FastPersistError):
-            raise  # the named engine cannot be used here: nothing was read
-        reason = f"{type(error).__name__}: {error}; {left_behind(touched)}"
-        if step_name is None:
-            raise StorageError(None, f"filling the targets from {source.path} failed: {reason}", source.path) from error
-        raise ConfigError(f"{step_name} refused what {source.path} holds for it: {reason}") from error
+                for path, _, target in filled:
+                    target.copy_(_part(ready.loaded, path))
+        change.take(plan.steps, lambda step: _with_targets(_part(ready.loaded, step.path), _part(tree, step.path)))
 
 
 def _part(value: Any, path: Path) -> Any:
@@ -633,7 +469,7 @@ def _part(value: Any, path: Path) -> Any:
     return value
 
 
-def _with_targets(value: Any, tree: _Tree | Leaf | _Unread | None) -> Any:
+def _with_targets(value: Any, tree: Tree | Leaf | Unread | None) -> Any:
     """Return a part of the file's object in which the tensors of targets, or shards, stand for their values."""
     if isinstance(tree, Leaf):
         return tree.of_this_rank(value)
@@ -648,22 +484,3 @@ def _with_targets(value: Any, tree: _Tree | Leaf | _Unread | None) -> Any:
     if isinstance(value, list):
         return items
     return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-
-
-def left_behind(touched: list[str]) -> str:
-    """Say which targets are not usable."""
-    return f"partly overwritten, and not usable until they are restored again: {', '.join(map(str, touched))}"
-
-
-def with_touched(
-    error: StorageError | CorruptionError | PeerError, touched: list[str]
-) -> StorageError | CorruptionError | PeerError:
-    """Return an error that also says which targets are not usable."""
-    if not touched:
-        return error
-    if isinstance(error, PeerError):
-        return type(error)(f"{error}; {left_behind(touched)}", rank=error.rank, subject=error.subject)
-    if isinstance(error, StorageError):
-        message = f"{error}; {left_behind(touched)}"
-        return type(error)(error.errno, message, error.filename, error.offset_bytes)
-    return type(error)(f"{error.message}; {left_behind(touched)}", path=error.path, offset_bytes=error.offset_bytes)

@@ -17,13 +17,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fastpersist.loading.fill_tensors import (
-    PLAIN_TYPES,
-    is_extra_state,
-    joined_name,
-    memory_of,
-    why_not_fillable,
-)
+from fastpersist.loading.fill_tensors import PLAIN_TYPES, memory_of, why_not_fillable
+from fastpersist.loading.misfit import is_extra_state, joined_name
 from fastpersist.loading.target_walk import (
     MODULES,
     OPTIMIZERS,

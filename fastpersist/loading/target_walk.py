@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim import Optimizer
 
-from fastpersist.loading.fill_tensors import IncompatibleKeys, joined_name
+from fastpersist.loading.misfit import IncompatibleKeys, joined_name, misfit_of_shape, why_not_fitting
 
 __all__ = [
     "MODULES",
@@ -158,20 +158,18 @@ class TargetWalk(ABC):
     def fits(self, name: str, target: torch.Tensor, shape: Sequence[int] | None, value: Any) -> bool:
         """Tell whether a tensor may take a saved one of that shape, None for no tensor; else note the reason."""
         if shape is None:
-            self.problems.append(
+            problem: str | None = (
                 f"{name} is a tensor in the target, but {self._saved_kind(value)} in the {self._where}"
             )
-        elif torch.nn.parameter.is_lazy(target):
-            self.problems.append(f"{name} has no shape yet (a lazy module); run the module once, then load")
-        elif target.shape != torch.Size(shape):
-            self.add_misfit_of_shape(name, target.shape, shape)
         else:
-            return True
-        return False
+            problem = why_not_fitting(name, target, shape, self._where)
+        if problem is not None:
+            self.problems.append(problem)
+        return problem is None
 
     def add_misfit_of_shape(self, name: str, own: Sequence[int], saved: Sequence[int]) -> None:
         """Note that shapes differ."""
-        self.problems.append(f"{name} has shape {tuple(own)} in the target, {tuple(saved)} in the {self._where}")
+        self.problems.append(misfit_of_shape(name, own, saved, self._where))
 
     def add_unknown_sharding(self, name: str, saved: Sequence[int], parameter: torch.Tensor) -> None:
         """Note that state which an optimizer does not have yet cannot be sharded like its parameter."""

@@ -1,0 +1,293 @@
+"""Fill a Module, or nested containers of tensors and Modules, from a torch zip or a safetensors file, in place.
+
+The file's structure comes from stock torch.load run over storages on the meta device, so every name, shape, dtype and
+stride is known without a byte of data, and nothing is changed before all is checked. Targets with optimizers and other
+objects are `restore`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from fastpersist.errors import ChecksumError, FormatError, PeerError, StorageError, UnsupportedError
+from fastpersist.formats import safetensors as safetensors_format
+from fastpersist.loading.checkpoint_file import CheckpointSource
+from fastpersist.loading.fill_tensors import Pair, StoredTensor, described_tensor, fill_pairs, why_not_fillable
+from fastpersist.loading.misfit import (
+    EXTRA_STATE_KEY,
+    IncompatibleKeys,
+    is_extra_state,
+    joined_name,
+    refuse_misfit,
+    why_not_fitting,
+)
+from fastpersist.loading.unpickle import (
+    check_records,
+    check_small_records,
+    new_storage,
+    require_checksums,
+    torch_dtype,
+    unpickle_with,
+)
+from fastpersist.transfer.pipeline import Extents, Read
+
+__all__ = ["fill_target"]
+
+_SHOWN_COUNT = 10
+
+
+def fill_target(
+    source: CheckpointSource, target: object, *, strict: bool, verify: bool, engine: str, read: Read
+) -> IncompatibleKeys:
+    """Fill a Module, or nested containers of tensors and Modules, from a file; see `load_into`."""
+    structure = _read_structure(source)
+    keys = IncompatibleKeys([], [])
+    pairs = _match(source.path, structure.stored, target, strict, keys)
+    if verify:
+        _verify_all(source, engine, read)
+    extra_states = _load_extra_states(source, structure, target, engine, read)
+    read(source.fd, source.path, Extents(), engine=engine)  # of several ranks, none has failed so far
+    filled: list[str] = []
+    try:
+        fill_pairs(source, pairs, engine, filled, read)
+    except (StorageError, PeerError) as error:
+        raise _partly_overwritten(error, filled) from error
+    for set_extra_state, state in extra_states:
+        set_extra_state(state)
+    return keys
+
+
+def _verify_all(source: CheckpointSource, engine: str, read: Read) -> None:
+    require_checksums(source)
+    if source.kind == "safetensors":
+        extents = Extents()
+        for entry in source.header.entries:
+            extents.add_checked(entry.offset_bytes, entry.size_bytes)
+        crcs = read(source.fd, source.path, extents, engine=engine).crcs
+        for entry, crc in zip(source.header.entries, crcs, strict=True):
+            if crc != entry.crc:
+                raise ChecksumError(
+                    f"the bytes of {entry.name} are damaged: their CRC is {crc:08x}, not {entry.crc or 0:08x}",
+                    path=source.path,
+                    offset_bytes=entry.offset_bytes,
+                )
+        return
+    check_small_records(source)
+    storages = [name for name in source.directory.entries if name.startswith("data/")]
+    check_records(source, storages, engine=engine, poll=None, read=read)
+
+
+def _partly_overwritten(error: StorageError | PeerError, filled: list[str]) -> StorageError | PeerError:
+    shown = ", ".join(filled[:_SHOWN_COUNT]) + (
+        f" and {len(filled) - _SHOWN_COUNT} more" if len(filled) > _SHOWN_COUNT else ""
+    )
+    message = f"{error}; target partly overwritten, the contents of these tensors are unknown: {shown}"
+    if isinstance(error, PeerError):
+        return type(error)(message, rank=error.rank, subject=error.subject)
+    return type(error)(error.errno, message, error.filename, error.offset_bytes)
+
+
+# --------------------------------------------------------------------------------------------- what the file holds
+
+
+@dataclass(frozen=True, slots=True)
+class _Structure:
+    """What a file holds, without its data.
+
+    Attributes:
+        stored: Its object with a StoredTensor in place of each tensor, lists for tuples, None for everything else.
+        skeleton: Its object, with tensors on the meta device; None for safetensors.
+        storages: The storages of those tensors, by key.
+    """
+
+    stored: Any
+    skeleton: Any
+    storages: dict[str, torch.UntypedStorage]
+
+
+def _read_structure(source: CheckpointSource) -> _Structure:
+    if source.kind == "safetensors":
+        entries = {entry.name: _stored_entry(entry, source.path) for entry in source.header.entries}
+        return _Structure(entries, None, {})
+    if source.kind != "torch_zip":
+        source.refuse_foreign()
+        raise UnsupportedError(
+            f"{source.path}: {source.explain_unknown()}; use fastpersist.load and load_state_dict instead"
+        )
+    if source.is_byte_swapped():
+        raise UnsupportedError(f"{source.path} has the other byte order; use torch.load and load_state_dict instead")
+    skeleton, storages = meta_object(source)
+    key_of = {storage._cdata: key for key, storage in storages.items()}
+    return _Structure(_described(skeleton, lambda tensor: described_tensor(source, key_of, tensor)), skeleton, storages)
+
+
+def _stored_entry(entry: safetensors_format.Entry, path: str) -> StoredTensor:
+    stride = []
+    step = 1
+    shape = entry.torch_shape
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return StoredTensor(entry.offset_bytes, torch_dtype(entry, path), shape, tuple(reversed(stride)))
+
+
+def meta_object(source: CheckpointSource, *, weights_only: bool = True) -> tuple[Any, dict[str, torch.UntypedStorage]]:
+    """Unpickle over storages without data, sizes checked against the directory; also return them by key."""
+    storages: dict[str, torch.UntypedStorage] = {}
+    for reference in source.summary.references:
+        entry = source.directory.entries.get(f"data/{reference.key}")
+        if entry is None or entry.size_bytes != reference.size_bytes:
+            raise FormatError(f"pickle and directory disagree on storage {reference.key}", path=source.path)
+        if reference.key not in storages:
+            storages[reference.key] = new_storage(entry.size_bytes, torch.device("meta"))
+    try:
+        return unpickle_with(source, storages, map_location=None, weights_only=weights_only), storages
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"{source.path} holds tensors that cannot be described without their data ({error}); use fastpersist.load "
+            "and load_state_dict"
+        ) from error
+
+
+def _described(value: Any, describe: Callable[[torch.Tensor], StoredTensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return describe(value)
+    if isinstance(value, Mapping):
+        return {key: _described(item, describe) for key, item in value.items() if not is_extra_state(key)}
+    if isinstance(value, (list, tuple)):
+        return [_described(item, describe) for item in value]
+    return None
+
+
+# --------------------------------------------------------------------------------------------- extra state
+
+_SetExtraState: TypeAlias = Callable[[Any], None]
+
+
+def _load_extra_states(
+    source: CheckpointSource, structure: _Structure, target: object, engine: str, read: Read
+) -> list[tuple[_SetExtraState, Any]]:
+    """Load what the target's modules once returned from get_extra_state, before anything of the target changes.
+
+    An extra state may hold tensors. No tensor of the target takes them, so they get storages of their own, and the
+    object is built once more around those.
+    """
+    wanted = list(_extra_states(structure.skeleton, target))
+    own = {tensor.untyped_storage()._cdata for _, state in wanted for tensor in _tensors_in(state)}
+    if not own:
+        return wanted
+    storages = dict(structure.storages)
+    extents = Extents()
+    for key, storage in structure.storages.items():
+        if storage._cdata in own:
+            storages[key] = new_storage(storage.nbytes(), torch.device("cpu"))
+            extents.add_storage(
+                source.directory.entries[f"data/{key}"].data_offset_bytes, storages[key], with_crc=False
+            )
+    read(source.fd, source.path, extents, engine=engine)
+    loaded = unpickle_with(source, storages, map_location=None, weights_only=True)
+    return list(_extra_states(loaded, target))
+
+
+def _extra_states(value: Any, target: object) -> Iterator[tuple[_SetExtraState, Any]]:
+    """Find the extra states in a file's object that modules of the target take."""
+    if isinstance(target, torch.nn.Module) and isinstance(value, Mapping):
+        for prefix, module in target.named_modules():
+            name = f"{prefix}.{EXTRA_STATE_KEY}" if prefix else EXTRA_STATE_KEY
+            if name in value and type(module).set_extra_state is not torch.nn.Module.set_extra_state:
+                yield module.set_extra_state, value[name]
+    elif isinstance(target, Mapping) and isinstance(value, Mapping):
+        for key, item in target.items():
+            if key in value:
+                yield from _extra_states(value[key], item)
+    elif isinstance(target, (list, tuple)) and isinstance(value, (list, tuple)):
+        for item, stored in zip(target, value, strict=False):
+            yield from _extra_states(stored, item)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+# --------------------------------------------------------------------------------------------- matching
+
+
+def _match(path: str, stored: Any, target: object, strict: bool, keys: IncompatibleKeys) -> list[Pair]:
+    """Pair the target's tensors with the file's, and note what is on one side only; nothing is touched.
+
+    Raises:
+        ConfigError: They do not fit; all differences are listed.
+    """
+    pairs: list[Pair] = []
+    problems: list[str] = []
+    for name, tensor, found in _walk("", target, stored):
+        if tensor is None:
+            keys.unexpected_keys.append(name)
+        elif found is None:
+            keys.missing_keys.append(name)
+        elif not isinstance(found, StoredTensor):
+            problems.append(f"{name} is a tensor in the target, but not in the file")
+        elif problem := why_not_fitting(name, tensor, found.shape):
+            problems.append(problem)
+        else:
+            problems.extend(why_not_fillable(name, tensor, found.dtype))
+            pairs.append(Pair(name, tensor, found))
+    refuse_misfit(path, problems, keys, strict=strict)
+    return pairs
+
+
+def _walk(name: str, target: object, stored: Any) -> Iterator[tuple[str, torch.Tensor | None, Any]]:
+    """Yield (name, target tensor or None, what the file has there or None)."""
+    if isinstance(target, torch.nn.Module):
+        target = _module_tensors(target)
+        if isinstance(stored, dict):
+            stored = {key: item for key, item in stored.items() if item is not None}
+    if isinstance(target, torch.Tensor):
+        yield name or "the tensor", target, stored
+    elif isinstance(target, Mapping):
+        found = stored if isinstance(stored, dict) else {}
+        for key, item in target.items():
+            yield from _walk(joined_name(name, key), item, found.get(key))
+        for key, item in found.items():
+            if key not in target:
+                for inner, _ in _leaves(joined_name(name, key), item):
+                    yield inner, None, item
+    elif isinstance(target, (list, tuple)):
+        items = stored if isinstance(stored, list) else []
+        for index in range(max(len(target), len(items))):
+            inner_name = f"{name}[{index}]"
+            if index < len(target):
+                yield from _walk(inner_name, target[index], items[index] if index < len(items) else None)
+            else:
+                for inner, _ in _leaves(inner_name, items[index]):
+                    yield inner, None, items[index]
+
+
+def _leaves(name: str, stored: Any) -> Iterator[tuple[str, StoredTensor]]:
+    if isinstance(stored, StoredTensor):
+        yield name, stored
+    elif isinstance(stored, dict):
+        for key, item in stored.items():
+            yield from _leaves(joined_name(name, key), item)
+    elif isinstance(stored, list):
+        for index, item in enumerate(stored):
+            yield from _leaves(f"{name}[{index}]", item)
+
+
+def _module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The module's own tensors by their state_dict names; extra state is handled apart."""
+    state = module.state_dict(keep_vars=True)
+    return {
+        name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(name)
+    }
