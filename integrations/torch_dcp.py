@@ -17,8 +17,8 @@ Here it is what HuggingFace's save_pretrained writes and from_pretrained reads: 
 A checkpoint among the other files of a DirectorySave, behind the training; SharedPlans spares planning each time anew.
 """
 
-from fastpersist.dcp.huggingface.reader import FastPersistHuggingFaceReader
-from fastpersist.dcp.huggingface.writer import FastPersistHuggingFaceWriter
+from fastpersist.dcp.huggingface.storage_reader import FastPersistHuggingFaceReader
+from fastpersist.dcp.huggingface.storage_writer import FastPersistHuggingFaceWriter
 from fastpersist.dcp.plan_agreement import SharedPlans
 from fastpersist.dcp.save_planner import FastPersistSavePlanner
 from fastpersist.dcp.save_state import save_sharded

@@ -327,7 +327,9 @@ def _is_sharded(manifest: CheckpointManifest) -> bool:
 
 
 def _read_shards(parts: StepParts, options: LoadOptions, keys: Collection[str] | None, shared: SharedReader) -> Any:
-    from fastpersist.dcp.exchange import load_shards_together  # torch.distributed.checkpoint takes long to import
+    from fastpersist.dcp.node_local_load import (
+        load_shards_together,  # torch.distributed.checkpoint takes long to import
+    )
 
     return load_shards_together(
         parts,

@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from fastpersist.dcp.capture import ShardedCapture
-from fastpersist.dcp.comparing import StagedMeta, samples_of_state
-from fastpersist.dcp.sampling import GetSums
-from fastpersist.dcp.storage_path import StoragePath
+from fastpersist.dcp.checkpoint_directory import StoragePath
+from fastpersist.dcp.plan_comparison import GetSums, StagedMeta, samples_of_state
 from fastpersist.errors import UnsupportedError
 from fastpersist.saving.capture import watch_steps
 from fastpersist.saving.ownership import Owners

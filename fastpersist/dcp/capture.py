@@ -2,7 +2,7 @@
 
 Who writes what is planned by all ranks together, which takes a while, and training does not wait for it. So all that
 is held here is captured as `saving.capture` does it: what an optimizer owns stays where it is until its step, what may
-change at once is copied. When the plan is there, `settle` drops what others write, and `part_writing` takes the rest
+change at once is copied. When the plan is there, `settle` drops what others write, and `part_writer` takes the rest
 from here.
 """
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from fastpersist.dcp.blobs import QUANTIZED, plain_blob
 from fastpersist.dcp.metadata import METADATA_NAME, read_metadata
-from fastpersist.dcp.part_reading import PartReader, Wanted
+from fastpersist.dcp.part_reader import PartReader, Wanted
 from fastpersist.errors import CorruptionError, FastPersistError, FormatError
 from fastpersist.formats.manifest import writer_of
 from fastpersist.formats.torch_zip import LOCAL_HEADER_MAGIC

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from fastpersist.commit.filesystem import open_regular
 from fastpersist.dcp.coverage import require_covered
 from fastpersist.dcp.metadata import METADATA_NAME
-from fastpersist.dcp.part_reading import load_object
+from fastpersist.dcp.part_reader import load_object
 from fastpersist.dcp.storage_reader import FastPersistReader
 from fastpersist.dcp.target_plan import Fit, Node, full_value, holds_nothing, leaves, saved_tree
 from fastpersist.errors import (

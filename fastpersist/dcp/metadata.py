@@ -1,25 +1,145 @@
-"""The `.metadata` of a DCP checkpoint: a pickle of which part holds what, read without running anything else."""
+"""The `.metadata` of a DCP checkpoint, and the plans of other ranks: pickles, read without running what they name.
+
+`scan_pickle` says of which calls a pickle consists, and makes none of them. Here each call that DCP's own classes are
+pickled as is read field by field, and the object is made from what was found. A name never leads to an object but by
+the tables below. The bytes may come from anywhere. Invariants:
+
+- Each node is built once, however often it is used, so time and memory are linear in the pickle's length.
+- Recursion ends at `_DEPTH_MAX`, also for what holds itself.
+- Keys of dicts are text or small scalars, or a `MetadataIndex` whose offset lies in the tensor that it names: tuples of
+  tuples take exponential time to hash, and tuples of any numbers can be made to have one hash.
+"""
 
 from __future__ import annotations
 
 import errno
+import importlib
+import math
 import os
+import pathlib
 import pickle
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import BytesIOWriteData, TensorWriteData, WriteItem, WriteItemType
 
 from fastpersist.commit.filesystem import open_regular, storage_errors
-from fastpersist.dcp.metadata_pickle import build_pickled
 from fastpersist.errors import CheckpointNotFoundError, FormatError, StorageError
 from fastpersist.formats.manifest import DCP_METADATA_NAME
+from fastpersist.formats.pickle_nodes import Call, Global, SymbolicDict, UnsupportedPickle
+from fastpersist.formats.pickle_scan import scan_pickle
+from fastpersist.saving.capture import no_garbage_collection
 
-__all__ = ["METADATA_NAME", "Found", "pickled", "read_metadata"]
+__all__ = ["METADATA_NAME", "Found", "build_pickled", "pickled", "read_metadata"]
 
 METADATA_NAME = DCP_METADATA_NAME
 
 _SIZE_BYTES_MAX = 1 << 30
 """Some millions of chunks. They take ten times as much in memory, and a file of holes takes nothing."""
+
+_DEPTH_MAX: Final = 32
+"""Metadata and plans need 6; the rest is for what a planner adds."""
+
+_DIMENSIONS_MAX: Final = 64  # torch's own limit in most operations
+_COUNT_MAX: Final = (1 << 63) - 1
+_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
+_PATH_CHARACTERS_MAX: Final = 4096  # the kernel's PATH_MAX
+_FIELDS_MAX: Final = 32
+_ALIKE_MAX: Final = 64
+_SHOWN_CHARACTERS: Final = 80
+_UNBUILT: Final = object()
+_PROPERTY_TYPES: Final = (torch.dtype, torch.layout, bool, torch.memory_format, bool)
+
+_METADATA: Final = "torch.distributed.checkpoint.metadata"
+_OLD_METADATA: Final = "torch.distributed._shard.sharded_tensor.metadata"
+_PLANNER: Final = "torch.distributed.checkpoint.planner"
+_HF_UTILS: Final = "torch.distributed.checkpoint._hf_utils"
+
+_PATH_MODULES: Final = frozenset({"pathlib", "pathlib._local"})  # the second one in Python 3.13
+_PATHS: Final = {
+    "Path": pathlib.Path,
+    "PosixPath": pathlib.PosixPath,
+    "PurePath": pathlib.PurePath,
+    "PurePosixPath": pathlib.PurePosixPath,
+}
+
+_LAYOUTS: Final = {str(one): one for one in vars(torch).values() if isinstance(one, torch.layout)}
+
+_MEMORY_FORMATS: Final[dict[object, torch.memory_format]] = {
+    **dict.fromkeys((0, "TORCH_CONTIGUOUS_FORMAT"), torch.contiguous_format),
+    **dict.fromkeys((1, "TORCH_CHANNELS_LAST"), torch.channels_last),
+    **dict.fromkeys((2, "TORCH_PRESERVE_FORMAT"), torch.preserve_format),
+}
+
+_ITEM_TYPES: Final[dict[object, WriteItemType]] = {
+    **{one.value: one for one in WriteItemType},
+    **{one.name: one for one in WriteItemType},
+}
+
+# Enums are pickled as a call of the class on the value; by Python 3.11.0 as getattr of the class and the name.
+_ENUMS: Final[dict[tuple[str, str], dict[object, Any]]] = {
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _MEMORY_FORMATS,
+    (_OLD_METADATA, "MEM_FORMAT_ENCODING"): _MEMORY_FORMATS,
+    (_PLANNER, "WriteItemType"): _ITEM_TYPES,
+}
+
+_Types: TypeAlias = frozenset[type]
+_SIZE: Final[_Types] = frozenset({torch.Size})
+_INT: Final[_Types] = frozenset({int})
+_STR: Final[_Types] = frozenset({str})
+_NONE: Final[type] = type(None)
+
+_PLACE: Final = {"relative_path": _STR, "offset": _INT, "length": _INT}
+
+_TENSOR: Final[tuple[Callable[..., Any], dict[str, _Types]]] = (
+    TensorStorageMetadata,
+    {"properties": frozenset({TensorProperties}), "size": _SIZE, "chunks": frozenset({list})},
+)
+
+# The fields of each dataclass, and of which types they may be. What is missing is for the class to say.
+_FIELDS: Final[dict[tuple[str, str], tuple[Callable[..., Any], dict[str, _Types]]]] = {
+    (_METADATA, "BytesStorageMetadata"): (BytesStorageMetadata, {}),
+    (_METADATA, "ChunkStorageMetadata"): (ChunkStorageMetadata, {"offsets": _SIZE, "sizes": _SIZE}),
+    (_METADATA, "MetadataIndex"): (
+        MetadataIndex,
+        {"fqn": _STR, "offset": frozenset({torch.Size, _NONE}), "index": frozenset({int, _NONE})},
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): (
+        _StorageInfo,
+        {**_PLACE, "transform_descriptors": frozenset({list, tuple, _NONE})},
+    ),
+    # Of safetensors; what it consists of differs among releases of torch.
+    (_HF_UTILS, "_HFStorageInfo"): (
+        lambda **fields: importlib.import_module(_HF_UTILS)._HFStorageInfo(**fields),
+        {**_PLACE, "shape": _SIZE, "dtype": frozenset({torch.dtype})},
+    ),
+    (_PLANNER, "BytesIOWriteData"): (BytesIOWriteData, {"nbytes": _INT}),
+    (_PLANNER, "TensorWriteData"): (
+        TensorWriteData,
+        {"chunk": frozenset({ChunkStorageMetadata}), "properties": frozenset({TensorProperties}), "size": _SIZE},
+    ),
+    (_PLANNER, "WriteItem"): (
+        WriteItem,
+        {
+            "index": frozenset({MetadataIndex}),
+            "type": frozenset({WriteItemType}),
+            "bytes_io_data": frozenset({BytesIOWriteData, _NONE}),
+            "tensor_data": frozenset({TensorWriteData, _NONE}),
+        },
+    ),
+}
 
 
 class Found(NamedTuple):
@@ -78,3 +198,299 @@ def read_metadata(path: str) -> tuple[Metadata, Found]:
     if type(metadata) is not Metadata:
         raise FormatError("these are no metadata of a DCP checkpoint", path=path)
     return metadata, Found(path, (status.st_dev, status.st_ino))
+
+
+@no_garbage_collection()
+def build_pickled(data: bytes) -> Any:
+    """Build what DCP has pickled, and nothing else: the bytes may come from anywhere.
+
+    Args:
+        data: One whole pickle, protocol 2 to 5, of a `Metadata`; or of `WriteItem`s in lists, tuples and dicts.
+
+    Returns:
+        The object. A `Metadata` has dicts for what it describes and for its places, and each place is one of a tensor
+        or object that it describes. Whether chunks cover their tensors, and parts are there, is not looked at.
+
+    Raises:
+        FormatError: It is no well-formed pickle, or holds something else.
+
+    Thread safety: a pure function of `data`.
+    """
+    try:
+        return _Builder().build(scan_pickle(data).root)
+    except UnsupportedPickle as error:
+        raise FormatError(str(error)) from None
+
+
+class _Builder:
+    """Builds what the nodes of one scanned pickle stand for."""
+
+    def __init__(self) -> None:
+        self._built: dict[int, Any] = {}  # by the id of the node; all nodes live as long as the scan
+        self._makers: dict[Global, Callable[[Call], Any]] = {}
+        self._chunk_lists: set[int] = set()
+        self._depth = 0
+
+    def build(self, node: object) -> Any:
+        """Build what a node stands for; the same object each time it is met."""
+        kind = type(node)
+        if kind is str or node is None or kind is bool or kind is float or kind is bytes:
+            return node
+        if kind is int:
+            if not _INT_MIN <= node <= _INT_MAX:  # type: ignore[operator]
+                raise FormatError("a number in it has more than 64 bits")
+            return node
+        found = self._built.get(id(node), _UNBUILT)
+        if found is not _UNBUILT:
+            return found
+        if self._depth == _DEPTH_MAX:
+            raise FormatError(f"it is nested more than {_DEPTH_MAX} deep, or holds itself")
+        self._depth += 1
+        made = self._built[id(node)] = self._make(node)
+        self._depth -= 1
+        return made
+
+    def _make(self, node: object) -> Any:
+        if type(node) is Call:
+            return self._maker_of(node.function)(node)
+        if type(node) is tuple:
+            return tuple([self.build(item) for item in node])
+        if type(node) is list:
+            return [self.build(item) for item in node]
+        if type(node) is SymbolicDict:
+            return self._dict(node)
+        if type(node) is Global:
+            dtype = vars(torch).get(node.name) if node.module == "torch" else None
+            if isinstance(dtype, torch.dtype):
+                return dtype
+            raise _foreign(node)
+        raise FormatError(f"it holds a {type(node).__name__}, which is no part of DCP's metadata and plans")
+
+    def _maker_of(self, function: object) -> Callable[[Call], Any]:
+        if type(function) is not Global:
+            raise FormatError("it calls what another call returns, which is no part of DCP's metadata and plans")
+        maker = self._makers.get(function)
+        if maker is None:
+            maker = self._makers[function] = self._new_maker(function)
+        return maker
+
+    def _new_maker(self, function: Global) -> Callable[[Call], Any]:
+        name = (function.module, function.name)
+        if name in _FIELDS:
+            made, fields = _FIELDS[name]
+            return lambda call: self._dataclass(call, made, fields)
+        if name in _ENUMS:
+            return lambda call: _member(call.arguments, _ENUMS[name])
+        makers: dict[tuple[str, str], Callable[[Call], Any]] = {
+            ("torch", "Size"): _size,
+            ("torch.serialization", "_get_layout"): lambda call: _member(call.arguments, _LAYOUTS),
+            (_METADATA, "TensorProperties"): self._properties,
+            (_OLD_METADATA, "TensorProperties"): self._properties,
+            (_METADATA, "TensorStorageMetadata"): self._tensor,
+            (_METADATA, "Metadata"): self._metadata,
+            ("collections", "OrderedDict"): self._ordered_dict,
+            ("builtins", "getattr"): _named_member,
+        }
+        if name not in makers:
+            raise _foreign(function)
+        return makers[name]
+
+    def _dict(self, node: SymbolicDict) -> dict[Any, Any]:
+        return {_key(key): self.build(value) for key, value in node.items()}
+
+    def _ordered_dict(self, call: Call) -> OrderedDict[Any, Any]:
+        if call.arguments or call.keywords is not None or call.state is not None or call.items is not None:
+            raise FormatError("an OrderedDict in it is not pickled as Python pickles it")
+        return OrderedDict(self._dict(call.entries) if call.entries is not None else {})
+
+    def _dataclass(self, call: Call, made: Callable[..., Any], allowed: dict[str, _Types]) -> Any:
+        """Make a dataclass from the state that the pickle has for it."""
+        fields = {}
+        for name, value in _state(call):
+            types = allowed.get(name)
+            if types is None:
+                raise FormatError(f"a {_name(call)} in it has {name!r}, which this torch does not know")
+            field = fields[name] = self.build(value)
+            if type(field) not in types:
+                raise FormatError(f"{name!r} of a {_name(call)} in it is a {type(field).__name__}")
+        try:
+            return made(**fields)
+        except (AttributeError, ImportError, TypeError) as error:  # a field is missing, or the class is
+            raise FormatError(f"a {_name(call)} in it cannot be made: {error}") from None
+
+    def _properties(self, call: Call) -> TensorProperties:
+        state = self.build(call.state)
+        if call.arguments or type(state) is not tuple or tuple(map(type, state)) != _PROPERTY_TYPES:
+            raise FormatError("TensorProperties in it are not what DCP pickles")
+        dtype, layout, requires_grad, memory_format, pin_memory = state
+        return TensorProperties(
+            dtype=dtype,
+            layout=layout,
+            requires_grad=requires_grad,
+            memory_format=memory_format,
+            pin_memory=pin_memory,
+        )
+
+    def _tensor(self, call: Call) -> TensorStorageMetadata:
+        made: TensorStorageMetadata = self._dataclass(call, *_TENSOR)
+        if id(made.chunks) in self._chunk_lists:  # looked at for each of its tensors, a list may not have many
+            raise FormatError("two tensors in it have the same list of chunks")
+        self._chunk_lists.add(id(made.chunks))
+        _require_boxes(made)
+        return made
+
+    def _metadata(self, call: Call) -> Metadata:
+        if self._depth != 1:
+            raise FormatError("there are metadata inside of it")
+        state = dict(_state(call))
+        described = self.build(state.pop("state_dict_metadata", None))
+        if type(described) not in (dict, OrderedDict):
+            raise FormatError("these are no metadata of a DCP checkpoint: they describe nothing")
+        for name, one in described.items():
+            if type(name) is not str or type(one) not in (TensorStorageMetadata, BytesStorageMetadata):
+                raise FormatError(f"{name!r} in these metadata is described by a {type(one).__name__}")
+        metadata = Metadata(described, storage_data=self._places(state.pop("storage_data", None)))
+        metadata.storage_meta = self._storage_meta(state.pop("storage_meta", None))
+        self._set(metadata, state)  # planners of others note things there, too, such as Megatron's
+        return metadata
+
+    def _places(self, node: object) -> dict[MetadataIndex, Any]:
+        """Build what says where each chunk lies."""
+        if type(node) is not SymbolicDict:
+            raise FormatError("these are no metadata of a DCP checkpoint: they do not say where anything lies")
+        places: dict[MetadataIndex, Any] = {}
+        hashes = _Hashes()
+        flat = node.flat
+        for position in range(0, len(flat), 2):
+            index, info = self.build(flat[position]), self.build(flat[position + 1])
+            if type(index) is not MetadataIndex:
+                raise FormatError(f"a place in these metadata is that of a {type(index).__name__}")
+            if type(getattr(info, "relative_path", None)) is not str:
+                raise FormatError(f"the place of {index.fqn!r} is a {type(info).__name__}, which DCP does not have")
+            hashes.add(hash(index))
+            places[index] = info
+        return places
+
+    def _storage_meta(self, node: object) -> StorageMeta | None:
+        if node is None:
+            return None
+        if type(node) is not Call or _global(node) != (_METADATA, "StorageMeta"):
+            raise FormatError("the storage_meta of these metadata are not DCP's")
+        state = dict(_state(node))
+        place = state.pop("checkpoint_id", None)
+        meta = StorageMeta(checkpoint_id=_path(place) if type(place) is Call else self.build(place))
+        self._set(meta, state)
+        return meta
+
+    def _set(self, made: object, state: dict[str, object]) -> None:
+        """Set attributes of an instance that was made here."""
+        for name, value in state.items():
+            if name.startswith("__") or not name.isidentifier():
+                raise FormatError(f"these metadata have {name[:_SHOWN_CHARACTERS]!r}, which DCP's have not")
+            vars(made)[name] = self.build(value)
+
+
+class _Hashes:
+    """Counts hashes of keys, and refuses too many that are alike: each key would be compared with all of these."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def add(self, value: int) -> None:
+        """Count one."""
+        count = self._counts[value] = self._counts.get(value, 0) + 1
+        if count > _ALIKE_MAX:
+            raise FormatError(f"more than {_ALIKE_MAX} places in these metadata have one hash")
+
+
+def _state(call: Call) -> list[tuple[str, object]]:
+    """Return the fields that an object is made with, by name."""
+    state = call.state
+    flat = state.flat if type(state) is SymbolicDict else [] if state is None else [None]
+    if call.arguments or call.keywords is not None or call.items is not None or call.entries is not None:
+        flat = [None]
+    names = flat[: 2 * _FIELDS_MAX + 2 : 2]
+    for name in names:
+        if type(name) is not str or len(names) > _FIELDS_MAX:
+            raise FormatError(f"a {_name(call)} in it is not pickled as Python pickles dataclasses")
+    return list(zip(names, flat[1::2], strict=True))  # type: ignore[arg-type]
+
+
+def _global(call: Call) -> tuple[str, str]:
+    function = call.function
+    return (function.module, function.name) if type(function) is Global else ("", "")
+
+
+def _name(call: Call) -> str:
+    return _global(call)[1]
+
+
+def _foreign(what: Global) -> FormatError:
+    return FormatError(
+        f"it wants {what.module}.{what.name}, which is no part of DCP's metadata and plans: if you trust the file, "
+        "load it with FileSystemReader"
+    )
+
+
+def _key(node: object) -> Any:
+    """Return the key of a dict that is made; only what is hashed in the time that its own bytes take to read."""
+    if type(node) is str or node is None or type(node) in (bool, float, bytes):
+        return node
+    if type(node) is int and _INT_MIN <= node <= _INT_MAX:
+        return node
+    raise FormatError(f"a dict in it has a {type(node).__name__} for a key")
+
+
+def _size(call: Call) -> torch.Size:
+    lengths = call.arguments[0] if len(call.arguments) == 1 else None
+    if type(lengths) is not tuple or len(lengths) > _DIMENSIONS_MAX:
+        raise FormatError(f"a torch.Size in it is not made of up to {_DIMENSIONS_MAX} numbers")
+    for length in lengths:
+        if type(length) is not int or not 0 <= length <= _COUNT_MAX:
+            raise FormatError("a torch.Size in it has an element that is no number from 0 to 2^63 - 1")
+    return torch.Size(lengths)
+
+
+def _member(arguments: tuple[object, ...], members: dict[Any, Any]) -> Any:
+    """Return what is called by one value of an enum, or by one name."""
+    value = arguments[0] if len(arguments) == 1 else None
+    if type(value) not in (int, str) or (type(value) is int and value > _COUNT_MAX) or value not in members:
+        raise FormatError("it holds a member of an enum, or a layout, that this torch does not know")
+    return members[value]
+
+
+def _named_member(call: Call) -> Any:
+    owner = call.arguments[0] if len(call.arguments) == 2 else None
+    members = _ENUMS.get((owner.module, owner.name)) if type(owner) is Global else None
+    if members is None:
+        raise FormatError("it wants builtins.getattr of what is no enum of DCP's")
+    return _member(call.arguments[1:], members)
+
+
+def _path(call: Call) -> pathlib.PurePath:
+    module, name = _global(call)
+    if module not in _PATH_MODULES or name not in _PATHS:
+        raise _foreign(Global(module, name))
+    parts = [part for part in call.arguments if type(part) is str]
+    if len(parts) != len(call.arguments) or sum(map(len, parts)) > _PATH_CHARACTERS_MAX:
+        raise FormatError(f"a path in it is not made of up to {_PATH_CHARACTERS_MAX} characters")
+    return _PATHS[name](*parts)
+
+
+def _require_boxes(described: TensorStorageMetadata) -> None:
+    """Refuse a shape beyond all memory, and chunks that do not lie inside of it."""
+    size = described.size
+    if math.prod(max(1, length) for length in size) * described.properties.dtype.itemsize > _COUNT_MAX:
+        raise FormatError(f"a tensor in these metadata has shape {tuple(size)}, which no memory holds")
+    hashes = _Hashes()
+    for chunk in described.chunks:
+        if type(chunk) is not ChunkStorageMetadata:
+            raise FormatError(f"a chunk in these metadata is a {type(chunk).__name__}")
+        if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
+            offset + length > whole for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+        ):
+            raise FormatError(
+                f"a chunk in these metadata has offsets {tuple(chunk.offsets)} and sizes {tuple(chunk.sizes)}, and "
+                f"does not lie in its tensor, whose shape is {tuple(size)}"
+            )
+        hashes.add(hash(chunk.offsets))

@@ -5,12 +5,12 @@ DCP's planners do the planning; here is what dcp.save does around them, on the w
     others → first   hello   what is saved, and which plan this rank has kept of the last save, if its tensors are
                              alike; and sums of what it holds in common with others by that plan
     first → others   go      the directory; and whether that plan still holds, or else *plan anew*, which is
-    others → first   plan    what this rank holds, and the sums of samples of it (`sampling`)
+    others → first   plan    what this rank holds, and the sums of samples of it (`plan_comparison`)
     first → others   plan    to each rank what it writes, and what it holds in common with others
     others → first   done    where each item lies in this rank's part, and how long that is
 
 `hello`, `go` and `done` are JSON (the places behind it, packed). Plans are pickles, which are read as those in files
-are: nothing that they name is run (`metadata_pickle`).
+are: nothing that they name is run (`metadata`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from fastpersist.dcp.comparing import two_under_one_name
-from fastpersist.dcp.metadata import pickled
-from fastpersist.dcp.metadata_pickle import build_pickled
-from fastpersist.dcp.sampling import GetSums, sample
+from fastpersist.dcp.metadata import build_pickled, pickled
+from fastpersist.dcp.plan_comparison import GetSums, sample, two_under_one_name
 from fastpersist.dcp.save_planner import StepSavePlanner, is_object
 from fastpersist.distributed.coordination import Session
 from fastpersist.distributed.shared_file import decoded, encoded

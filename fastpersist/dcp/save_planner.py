@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from fastpersist.dcp.comparing import StagedMeta, compared, with_samples
-from fastpersist.dcp.sampling import CUT_TENSOR_BYTES_MIN, GetSums
+from fastpersist.dcp.plan_comparison import CUT_TENSOR_BYTES_MIN, GetSums, StagedMeta, compared, with_samples
 from fastpersist.errors import InternalError
 
 __all__ = ["FastPersistSavePlanner", "StepSavePlanner", "cut_replicas", "is_object"]

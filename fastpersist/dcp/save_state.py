@@ -1,7 +1,7 @@
 """Sharded state as files of a directory that is saved while training goes on: a guest of `DirectorySave`.
 
 Each rank captures the tensors that it holds. On the writing thread the ranks plan who writes what (`plan_agreement`),
-each writes its part (`part_writing`), and the first one adds DCP's `.metadata`, so that any reader of DCP finds its
+each writes its part (`part_writer`), and the first one adds DCP's `.metadata`, so that any reader of DCP finds its
 way.
 """
 
@@ -23,9 +23,9 @@ from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.dcp.metadata import METADATA_NAME, pickled
-from fastpersist.dcp.part_writing import Part, WrittenPart, part_name, write_part
+from fastpersist.dcp.part_writer import Part, WrittenPart, part_name, write_part
 from fastpersist.dcp.plan_agreement import Done, Planned, SharedPlans, gather_done, tell_done
-from fastpersist.dcp.sampling import GetSums
+from fastpersist.dcp.plan_comparison import GetSums
 from fastpersist.distributed.directory_save import DirectorySave
 from fastpersist.distributed.file_producer import Held, Site
 from fastpersist.distributed.group_directory import PeerDirectorySave

@@ -1,7 +1,7 @@
 """The StorageReader of torch.distributed.checkpoint that reads our files and DCP's own; what `dcp.load` calls.
 
 What each rank wants is the planner's business, how it is found in a part file and brought to its place
-`part_reading`'s.
+`part_reader`'s.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.futures import Future
 
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.dcp.blobs import Shape
+from fastpersist.dcp.checkpoint_directory import StoragePath
 from fastpersist.dcp.coverage import require_filled
 from fastpersist.dcp.metadata import METADATA_NAME, Found, read_metadata
-from fastpersist.dcp.part_reading import PartReader, Wanted, load_object, require_place
-from fastpersist.dcp.storage_path import StoragePath
+from fastpersist.dcp.part_reader import PartReader, Wanted, load_object, require_place
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,

@@ -1,7 +1,7 @@
 """The StorageWriter of torch.distributed.checkpoint that writes our files; what `dcp.save` calls, in which order.
 
 DCP makes the ranks agree; who writes which tensors is the planner's business (`save_planner`), what is in a part file
-`part_writing`'s.
+`part_writer`'s.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fastpersist.commit.filesystem import storage_errors
 from fastpersist.commit.step_listing import read_manifest
 from fastpersist.dcp.async_stager import CapturingWriter
 from fastpersist.dcp.capture import ShardedCapture
-from fastpersist.dcp.foreign_files import find_others, keep_others
+from fastpersist.dcp.checkpoint_directory import find_others, keep_others
 from fastpersist.dcp.metadata import METADATA_NAME
-from fastpersist.dcp.part_writing import Part, WrittenPart, write_part
+from fastpersist.dcp.part_writer import Part, WrittenPart, write_part
 from fastpersist.distributed.directory_save import DirectorySave
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME, step_of

@@ -8,9 +8,7 @@ of every cut storage, or in all of its bytes.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import struct
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,10 +23,12 @@ from fastpersist.saving.containers import Container, Source
 from fastpersist.saving.ownership import Ownership
 from fastpersist.transfer.pipeline import Pieces, Writer, byte_tensor
 
-__all__ = ["bytes_of", "difference", "host_bytes", "replicas_in", "replicas_of", "sums_of"]
+__all__ = ["bytes_of", "difference", "host_bytes", "replicas_in", "replicas_of", "sample_crcs", "sums_of"]
 
 _SAMPLE_COUNT = 4
 _SAMPLE_BYTES = 64
+"""So many bytes at so many places, spread over a tensor, whatever its size."""
+
 _SHOWN_COUNT = 5
 
 
@@ -69,28 +69,89 @@ def sums_of(
 
 
 def _sample_crcs_of(sources: Sequence[Source]) -> Callable[[], list[int]]:
-    """Return what gives a CRC of a few bytes of each source, at places that follow from its index and length."""
-    samples: dict[int, bytes] = {}
-    ranges: list[tuple[Source, int, int]] = []
-    owners: list[int] = []
-    for index, source in enumerate(sources):
-        words = struct.unpack(f"<{_SAMPLE_COUNT}Q", hashlib.sha256(f"{index} {source.size_bytes}".encode()).digest())
-        places = [word % (source.size_bytes - _SAMPLE_BYTES) for word in words]
-        if source.storage.device.type == "cpu":
-            address = source.storage.data_ptr() + source.offset_bytes
-            samples[index] = b"".join(ctypes.string_at(address + place, _SAMPLE_BYTES) for place in places)
+    places = [(source, source.offset_bytes, source.offset_bytes + source.size_bytes) for source in sources]
+    return sample_crcs([byte_tensor(source.storage)[start:end] for source, start, end in places])
+
+
+def sample_crcs(tensors: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+    """Take a CRC of a few bytes of each tensor, spread over it, as they are now; of short ones all bytes.
+
+    Args:
+        tensors: Contiguous, in host memory or on devices. No device is waited for.
+
+    Returns:
+        What gives the CRCs, in the same order; it waits for devices.
+    """
+    crcs = [0] * len(tensors)
+    on_devices: dict[tuple[torch.device, torch.Size], list[tuple[int, torch.Tensor]]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.device.type == "cpu":
+            crcs[index] = _sample_crc(tensor)
         else:
-            ranges += [(source, place, _SAMPLE_BYTES) for place in places]
-            owners.append(index)
-    taken = bytes_of(ranges)
+            samples = _samples_in(tensor)
+            on_devices.setdefault((tensor.device, samples.shape), []).append((index, samples))
+    copies = [_crcs_on_host(parts) for parts in on_devices.values()]
 
-    def crcs() -> list[int]:
-        found = taken()
-        for number, index in enumerate(owners):
-            samples[index] = b"".join(found[number * _SAMPLE_COUNT : (number + 1) * _SAMPLE_COUNT])
-        return [zlib.crc32(samples[index]) for index in range(len(sources))]
+    def get() -> list[int]:
+        for get_crcs in copies:
+            for index, crc in get_crcs().items():
+                crcs[index] = crc
+        return list(crcs)
 
-    return crcs
+    return get
+
+
+def _step_bytes(size_bytes: int) -> int:
+    """Return how far the samples of a tensor are apart; 0 if all of it is taken."""
+    if size_bytes <= _SAMPLE_COUNT * _SAMPLE_BYTES:
+        return 0
+    return (size_bytes - _SAMPLE_BYTES) // (_SAMPLE_COUNT - 1)
+
+
+def _sample_crc(tensor: torch.Tensor) -> int:
+    """Return the CRC of the samples of a contiguous tensor in host memory."""
+    address, size_bytes = tensor.data_ptr(), tensor.nbytes
+    step_bytes = _step_bytes(size_bytes)
+    if not step_bytes:
+        return zlib.crc32(ctypes.string_at(address, size_bytes))
+    places = range(address, address + _SAMPLE_COUNT * step_bytes, step_bytes)
+    return zlib.crc32(b"".join([ctypes.string_at(place, _SAMPLE_BYTES) for place in places]))
+
+
+def _samples_in(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same bytes of a contiguous tensor on a device; a view."""
+    flat = tensor.detach().view(-1).view(torch.uint8)
+    step_bytes = _step_bytes(flat.numel())
+    shape, strides = ((_SAMPLE_COUNT, _SAMPLE_BYTES), (step_bytes, 1)) if step_bytes else ((1, flat.numel()), (1, 1))
+    return flat.as_strided(shape, strides, flat.storage_offset())
+
+
+def _crcs_on_host(parts: Sequence[tuple[int, torch.Tensor]]) -> Callable[[], dict[int, int]]:
+    """Copy samples of one shape from one device; return what gives the CRC of each, by its index."""
+    size_bytes = parts[0][1].numel()
+    copied = _copied_to_host([samples for _, samples in parts])
+
+    def get() -> dict[int, int]:
+        data = copied()
+        places = range(0, len(data), size_bytes)
+        return {index: zlib.crc32(data[at : at + size_bytes]) for (index, _), at in zip(parts, places, strict=True)}
+
+    return get
+
+
+def _copied_to_host(parts: Sequence[torch.Tensor]) -> Callable[[], bytes]:
+    """Copy bytes of one device, joined, in the order of the caller's stream; return what waits for them."""
+    joined = torch.cat(list(parts))
+    on_cuda = joined.device.type == "cuda"
+    copied = joined.to("cpu", non_blocking=on_cuda)
+    done = torch.cuda.current_stream(joined.device).record_event() if on_cuda else None
+
+    def get() -> bytes:
+        if done is not None:
+            done.synchronize()
+        return ctypes.string_at(copied.data_ptr(), copied.nbytes)
+
+    return get
 
 
 def _crcs_of(sources: Sequence[Source]) -> Callable[[], list[int]]:
@@ -132,18 +193,11 @@ def bytes_of(ranges: Sequence[tuple[Source, int, int]]) -> Callable[[], list[byt
             start = source.offset_bytes + from_bytes
             taken = byte_tensor(source.storage)[start : start + size_bytes]
             on_devices.setdefault(taken.device, []).append((index, taken))
-    copies = []
-    for device, parts in on_devices.items():  # one copy for each device, in the order of the caller's stream
-        joined = torch.cat([part for _, part in parts])
-        copied = joined.to("cpu", non_blocking=device.type == "cuda")
-        done = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        copies.append((parts, joined, copied, done))
+    copies = [(parts, _copied_to_host([taken for _, taken in parts])) for parts in on_devices.values()]
 
     def get() -> list[bytes]:
-        for parts, _, copied, done in copies:
-            if done is not None:
-                done.synchronize()
-            data, start = bytes(copied.tolist()), 0
+        for parts, copied in copies:
+            data, start = copied(), 0
             for index, part in parts:
                 found[index] = data[start : start + part.numel()]
                 start += part.numel()

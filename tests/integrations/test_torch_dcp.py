@@ -35,8 +35,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastpersist as fp
 from fastpersist.commit.filesystem import Filesystem, using
-from fastpersist.dcp import part_reading
-from fastpersist.dcp.part_reading import PartReader, Wanted
+from fastpersist.dcp import part_reader
+from fastpersist.dcp.part_reader import PartReader, Wanted
 from fastpersist.dcp.save_planner import cut_replicas
 from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistSavePlanner, FastPersistWriter
 from fastpersist.transfer import pipeline
@@ -329,7 +329,7 @@ BOXES = [
 def test_any_box_of_a_tensor_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, temporary_bytes: int, transposed: bool
 ) -> None:
-    monkeypatch.setattr(part_reading, "_TEMPORARY_BYTES", temporary_bytes)
+    monkeypatch.setattr(part_reader, "_TEMPORARY_BYTES", temporary_bytes)
     tensors = {str(number): torch.randn(shape) for number, (shape, _, _) in enumerate(BOXES)}
     dcp.save(tensors, storage_writer=WRITERS[writer](tmp_path / "checkpoint"))
     wanted, targets, done = [], [], []

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.dcp import part_reading
-from fastpersist.dcp.part_reading import PartReader
+from fastpersist.dcp import part_reader
+from fastpersist.dcp.part_reader import PartReader
 from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistSavePlanner, FastPersistWriter
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]
@@ -326,4 +326,4 @@ def test_many_small_items_are_few_reads(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(PartReader, "transfer", counted)
     assert portrait(load(tmp_path / "checkpoint", state)) == portrait(state)
-    assert len(calls) == math.ceil(3 * len(state) / part_reading._EXTENT_COUNT)
+    assert len(calls) == math.ceil(3 * len(state) / part_reader._EXTENT_COUNT)

@@ -2,7 +2,7 @@
 
 Tensors are whole in the files, however they are sharded: what is known of the plans of all ranks (names, shapes,
 dtypes, chunks) says where every byte goes. A chunk that is cut along inner dimensions lies there in many runs. Where
-these are tiny, the ranks of one machine put them together in windows (`windows`). Of several machines, and
+these are tiny, the ranks of one machine put them together in windows (`shared_windows`). Of several machines, and
 where these would write to the same page, the bytes go through a scratch file to the first rank, which puts them in
 their place at the end.
 """

@@ -26,11 +26,10 @@ from torch.distributed.tensor import DTensor
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.dcp import captured_bytes
 from fastpersist.dcp.capture import ShardedCapture
-from fastpersist.dcp.captured_bytes import WINDOW_COUNT, CapturedBytes
-from fastpersist.dcp.huggingface import windows, writing
-from fastpersist.dcp.huggingface import writer as huggingface_writer
+from fastpersist.dcp.huggingface import captured_bytes, model_part, shared_windows
+from fastpersist.dcp.huggingface import storage_writer as huggingface_writer
+from fastpersist.dcp.huggingface.captured_bytes import WINDOW_COUNT, CapturedBytes
 from fastpersist.integrations.torch_dcp import FastPersistHuggingFaceWriter, FastPersistSavePlanner
 from fastpersist.saving.ownership import Owners
 from fastpersist.transfer.arena import Arena
@@ -53,7 +52,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_bytes, "PIECE_BYTES", 12_288)
     monkeypatch.setattr(huggingface_writer, "PIECE_BYTES", 12_288)
     monkeypatch.setattr(captured_bytes, "_WINDOW_BYTES", 40_960)
-    monkeypatch.setattr(writing, "_BATCH_BYTES", 30_000)
+    monkeypatch.setattr(model_part, "_BATCH_BYTES", 30_000)
 
 
 def change(state: dict[str, Any]) -> None:
@@ -88,7 +87,7 @@ def test_files_are_those_that_one_rank_writes_byte_by_byte(
 ) -> None:
     """Written from where they are, or from copies; what is copied may change at once."""
     monkeypatch.setattr(layout, "_RUN_BYTES_MIN", run_bytes_min)
-    monkeypatch.setattr(windows, "_RUN_BYTES_MIN", run_bytes_min)
+    monkeypatch.setattr(shared_windows, "_RUN_BYTES_MIN", run_bytes_min)
     monkeypatch.setattr(layout, "_UNIT_COUNT_MIN", 1)
 
     def work(rank: int, count: int) -> None:
@@ -192,8 +191,8 @@ def test_memory_is_used_again_when_what_lay_there_is_written(monkeypatch: pytest
             waited.append(self._number)
 
     numbers = itertools.count()
-    monkeypatch.setattr(writing, "submit_runs", lambda *_: Request(next(numbers)))
-    stream = writing._Stream(None)  # type: ignore[arg-type]
+    monkeypatch.setattr(model_part, "submit_runs", lambda *_: Request(next(numbers)))
+    stream = model_part._Stream(None)  # type: ignore[arg-type]
     stream.begin(0, 100)
     for turn in range(10):
         stream.turn()  # before a window is filled

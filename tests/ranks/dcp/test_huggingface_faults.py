@@ -33,8 +33,8 @@ import fastpersist as fp
 from fastpersist import _native
 from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.dcp.huggingface import layout as huggingface_layout
-from fastpersist.dcp.huggingface import writer as huggingface_writer
-from fastpersist.dcp.huggingface import writing
+from fastpersist.dcp.huggingface import model_part
+from fastpersist.dcp.huggingface import storage_writer as huggingface_writer
 from fastpersist.dcp.huggingface.layout import plan_model, without_duplicates
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,
@@ -175,7 +175,7 @@ def test_a_rank_with_another_file_system_is_told_so(tmp_path: Path) -> None:
 def test_what_a_rank_has_left_and_somebody_deletes_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_layout, "_RUN_BYTES_MIN", 1 << 30)
     monkeypatch.setattr(huggingface_writer, "make_windows", lambda *_: None)
-    original = writing.write_model_part
+    original = model_part.write_model_part
 
     def deleting(part: Any, *arguments: Any, **options: Any) -> Any:
         results = original(part, *arguments, **options)
@@ -183,7 +183,7 @@ def test_what_a_rank_has_left_and_somebody_deletes_is_missed(tmp_path: Path, mon
             os.unlink(part.scratch_path)
         return results
 
-    monkeypatch.setattr("fastpersist.dcp.huggingface.writer.write_model_part", deleting)
+    monkeypatch.setattr("fastpersist.dcp.huggingface.storage_writer.write_model_part", deleting)
 
     def work(_rank: int, count: int) -> None:
         errors = raised_by(lambda: save(tmp_path / "model", state_of("columns", count, 1)))

@@ -36,10 +36,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fastpersist as fp
-from fastpersist.dcp import part_reading
-from fastpersist.dcp.huggingface import finishing, windows, writing
+from fastpersist.dcp import part_reader
+from fastpersist.dcp.huggingface import coordinator, model_part, shared_windows
 from fastpersist.dcp.huggingface import layout as huggingface_layout
-from fastpersist.dcp.huggingface import writer as huggingface_writer
+from fastpersist.dcp.huggingface import storage_writer as huggingface_writer
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,
     FastPersistHuggingFaceWriter,
@@ -138,14 +138,14 @@ def test_files_are_those_that_one_rank_writes_byte_by_byte(
     run_bytes_min, has_windows = WAYS[way]
     if run_bytes_min is not None:
         monkeypatch.setattr(huggingface_layout, "_RUN_BYTES_MIN", run_bytes_min)
-        monkeypatch.setattr(windows, "_RUN_BYTES_MIN", run_bytes_min)
+        monkeypatch.setattr(shared_windows, "_RUN_BYTES_MIN", run_bytes_min)
     if not has_windows:
         monkeypatch.setattr(huggingface_writer, "make_windows", lambda *_: None)
-    monkeypatch.setattr(windows, "_WINDOW_BYTES", 20_000)
-    monkeypatch.setattr(windows, "_SLOT_COUNT_MAX", 4)
+    monkeypatch.setattr(shared_windows, "_WINDOW_BYTES", 20_000)
+    monkeypatch.setattr(shared_windows, "_SLOT_COUNT_MAX", 4)
     monkeypatch.setattr(huggingface_layout, "_UNIT_COUNT_MIN", 1)
-    monkeypatch.setattr(writing, "_BATCH_BYTES", 30_000)
-    monkeypatch.setattr(finishing, "_WINDOW_BYTES", 20_000)
+    monkeypatch.setattr(model_part, "_BATCH_BYTES", 30_000)
+    monkeypatch.setattr(coordinator, "_WINDOW_BYTES", 20_000)
     count = 4 if PLACEMENTS[layout][0] == 2 else 3
 
     def work(rank: int, count: int) -> None:
@@ -196,8 +196,8 @@ def test_tensors_of_a_device_are_copied_piece_by_piece(tmp_path: Path, monkeypat
         first, end = runs[0][0], runs[-1][0] + runs[-1][1]
         return data[first:end].clone(), [(start - first, size, place) for start, size, place in runs]
 
-    monkeypatch.setattr(writing, "_part_on_host", copied)
-    monkeypatch.setattr(writing, "_BATCH_BYTES", 30_000)
+    monkeypatch.setattr(model_part, "_part_on_host", copied)
+    monkeypatch.setattr(model_part, "_BATCH_BYTES", 30_000)
     monkeypatch.setattr(pipeline, "is_host_memory", lambda _: False)
     save_on(2, tmp_path / "model", 4, "columns")
     expect_files(tmp_path / "model", 4)
@@ -449,13 +449,13 @@ def test_of_two_models_in_a_directory_the_one_that_transformers_takes_is_read(tm
 def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "model", {"large": torch.ones(1 << 18), "small": torch.arange(100)})
     read_bytes = []
-    original = part_reading.PartReader.transfer
+    original = part_reader.PartReader.transfer
 
     def counted(self: Any, extents: Any) -> list[int]:
         read_bytes.append(sum(size for _, size in extents.places()))
         return original(self, extents)
 
-    monkeypatch.setattr(part_reading.PartReader, "transfer", counted)
+    monkeypatch.setattr(part_reader.PartReader, "transfer", counted)
     found = loaded(tmp_path / "model", {"small": torch.arange(100)})
     assert torch.equal(found["small"], torch.arange(100))
     assert sum(read_bytes) == 800

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fastpersist.dcp import comparing
+from fastpersist.dcp import plan_comparison
 from fastpersist.errors import CoordinationError
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,
@@ -262,8 +262,8 @@ def test_a_step_between_staging_and_planning_is_no_difference(tmp_path: Path, wr
 def names_sampled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list to which the names of all tensors are added of which samples are taken from now on."""
     sampled: list[str] = []
-    sample_each: Callable[[Any], Any] = comparing.sample_each
-    monkeypatch.setattr(comparing, "sample_each", lambda found: sampled.extend(found) or sample_each(found))
+    sample_each: Callable[[Any], Any] = plan_comparison.sample_each
+    monkeypatch.setattr(plan_comparison, "sample_each", lambda found: sampled.extend(found) or sample_each(found))
     return sampled
 
 
@@ -302,7 +302,7 @@ def test_an_async_save_samples_no_shards_that_are_one_ranks_own_and_nothing_twic
 
     assert run_ranks(2, work) == [["optimizer.state.0.exp_avg", "replicated"]] * 2
     metadata = (tmp_path / ".metadata").read_bytes()
-    assert b"fastpersist.dcp.comparing" not in metadata
+    assert b"fastpersist.dcp.plan_comparison" not in metadata
     assert type(pickle.loads(metadata).storage_meta) is StorageMeta
 
 
@@ -329,7 +329,7 @@ def test_metadata_is_what_torchs_planner_gives(tmp_path: Path, kind: str) -> Non
     run_ranks(2, work)
     pickled = {name: (tmp_path / name / ".metadata").read_bytes() for name in ("ours", "stock")}
     ours, stock = (pickle.loads(pickled[name]) for name in ("ours", "stock"))
-    assert b"fastpersist.dcp.comparing" not in pickled["ours"]
+    assert b"fastpersist.dcp.plan_comparison" not in pickled["ours"]
     assert type(ours) is Metadata
     assert type(ours.storage_meta) is type(stock.storage_meta)
     for field in ("state_dict_metadata", "planner_data"):

@@ -2,7 +2,7 @@
 
 A directory of safetensors files, with an index or without: ours, those of `save_pretrained`, and those of DCP's own
 HuggingFace writer, whose files may hold parts of tensors. Each rank reads only what it wants, straight to its place;
-what that is, is the planner's business, how it comes there `part_reading`'s.
+what that is, is the planner's business, how it comes there `part_reader`'s.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torch.futures import Future
 
 from fastpersist.commit.filesystem import open_regular, storage_errors
 from fastpersist.dcp.blobs import Shape
+from fastpersist.dcp.checkpoint_directory import StoragePath
 from fastpersist.dcp.coverage import require_filled
 from fastpersist.dcp.huggingface.layout import INDEX_NAME, SINGLE_NAME
-from fastpersist.dcp.part_reading import Batch, PartReader, Payload, Wanted, pieces
-from fastpersist.dcp.storage_path import StoragePath
+from fastpersist.dcp.part_reader import Batch, PartReader, Payload, Wanted, pieces
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError, UnsupportedError
 from fastpersist.formats import safetensors
 from fastpersist.formats.manifest import check_file_name

@@ -1,8 +1,8 @@
 """Finishes the files of a HuggingFace checkpoint on the first rank: what others have left for it, and the headers.
 
 That is what ranks of several machines would write to the same pages, and tensors of many short runs that could not go
-through windows (`windows`). It is in a scratch file of each rank. Everything else is written already
-(`writing`).
+through windows (`shared_windows`). It is in a scratch file of each rank. Everything else is written already
+(`model_part`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem
-from fastpersist.dcp.crc_terms import crc_of, crc_of_zeros
+from fastpersist.dcp.huggingface.crc_terms import crc_of, crc_of_zeros
 from fastpersist.dcp.huggingface.layout import ModelLayout, Run, in_file_order, runs_of
-from fastpersist.dcp.huggingface.writing import ModelPart, said_of, scratch_engine, submit_runs
+from fastpersist.dcp.huggingface.model_part import ModelPart, said_of, scratch_engine, submit_runs
 from fastpersist.formats import safetensors
 from fastpersist.transfer.pending_io import PendingIO
 from fastpersist.transfer.tensor_file import TensorFile

@@ -1,16 +1,26 @@
-"""In torch's own saves: do ranks hold alike what has one name? Samples travel with the plans, the first rank compares.
+"""Do ranks hold alike what has one name? Samples of tensors, taken as they are when a save begins, and compared.
 
-Where it plans, each rank takes samples of what others may hold, too, as far as it can know that: tensors that would be
-cut, those in the state_dict of an optimizer, and chunks of DTensors, but where each of all ranks has its own. What a
-sample is, and what is never compared, `sampling` says; `plan_agreement` does the same over connections of our own.
+One name on several ranks stands for one tensor, of which one rank's bytes are written, or some rows of each. Where two
+tensors have got one name (stages of a pipeline whose optimizers number their parameters), one of them would be lost,
+or both be mixed. So CRCs of samples are compared of what ranks have to hold alike:
 
-A plan with samples is a SavePlan to everybody else. They are taken off before DCP makes the plan of all ranks, so what
-it keeps and writes is what it would be without them.
+- shards of DTensors and ShardedTensors, but for partial sums;
+- plain tensors that an optimizer owns, or that lie in its state_dict, but for single numbers: how often a parameter
+  was updated may differ where ranks meet other data;
+- plain tensors that are large enough to be cut among ranks.
+
+Other plain tensors (statistics of batches, states of random generators) differ by design; as in DCP one rank's count.
+
+In saves of a Checkpointer `plan_agreement` compares the samples, over connections of our own. In torch's own saves they
+travel with the plans, and the first rank compares: each rank takes samples of what others may hold, too, as far as it
+can know that: tensors that would be cut, those in the state_dict of an optimizer, and chunks of DTensors, but where
+each of all ranks has its own. A plan with samples is a SavePlan to everybody else. They are taken off before DCP makes
+the plan of all ranks, so what it keeps and writes is what it would be without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,19 +33,126 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fastpersist.dcp.blobs import is_plain
-from fastpersist.dcp.sampling import CUT_TENSOR_BYTES_MIN, GetSums, sample_each
+from fastpersist.distributed.replica_check import sample_crcs
 from fastpersist.errors import CoordinationError
 from fastpersist.saving.capture import no_garbage_collection
+from fastpersist.saving.ownership import Ownership
 
-__all__ = ["Held", "Paths", "StagedMeta", "compared", "samples_of_state", "two_under_one_name", "with_samples"]
+__all__ = [
+    "CUT_TENSOR_BYTES_MIN",
+    "GetSums",
+    "Held",
+    "Paths",
+    "StagedMeta",
+    "compared",
+    "sample",
+    "samples_of_state",
+    "two_under_one_name",
+    "with_samples",
+]
 
 _SHOWN_COUNT = 5
+
+CUT_TENSOR_BYTES_MIN = 2 << 20
+"""Of a tensor that is cut, if several ranks hold it (`save_planner`)."""
+
+GetSums: TypeAlias = Callable[[], dict[str, int]]
+"""Gives a sum for each sampled tensor, by its name for DCP. May wait for a device, until its samples are copied."""
 
 Held: TypeAlias = Mapping[str, list[WriteItem]]
 """What a rank holds of a state, by name."""
 
 Paths: TypeAlias = Mapping[str, tuple[Any, ...]]
 """Where in the state each name is."""
+
+
+# --- samples
+
+
+@no_garbage_collection()
+def sample(state: Mapping[str, Any], ownership: Ownership, passed_over: Container[str]) -> GetSums:
+    """Take samples of the tensors of a state, as they are now; waits for no device.
+
+    Args:
+        state: Nested dicts and lists of tensors.
+        ownership: What optimizers own.
+        passed_over: Names of tensors that need no sample, since no other rank has them.
+    """
+    found: dict[str, torch.Tensor] = {}
+    _find_alike(state, "", found, _Judge({**ownership.stable, **ownership.constant}, passed_over), in_optimizer=False)
+    return _taken(found)
+
+
+@no_garbage_collection()
+def _sample_each(tensors: Mapping[str, torch.Tensor]) -> GetSums:
+    """Take samples of tensors, as they are now; waits for no device.
+
+    Args:
+        tensors: By name. Of what cannot be compared, none is taken.
+    """
+    found = {name: _local_of(tensor) for name, tensor in tensors.items()}
+    return _taken({name: local for name, local in found.items() if local is not None})
+
+
+def _taken(found: Mapping[str, torch.Tensor]) -> GetSums:
+    """Take samples of tensors that are contiguous, and nothing but their elements."""
+    get = sample_crcs(list(found.values()))
+    return lambda: dict(zip(found, get(), strict=True))
+
+
+class _Judge:
+    """Knows which tensors ranks have to hold alike."""
+
+    def __init__(self, owned: Container[int], passed_over: Container[str]) -> None:
+        self._owned = owned
+        self._passed_over = passed_over
+
+    def local_of(self, tensor: torch.Tensor, name: str, *, in_optimizer: bool) -> torch.Tensor | None:
+        """Return what this rank holds of a tensor, if that is to be compared with what others hold."""
+        if name in self._passed_over:
+            return None
+        local = _local_of(tensor)
+        if local is not tensor or local is None or in_optimizer or local.nbytes >= CUT_TENSOR_BYTES_MIN:
+            return local
+        return local if local.untyped_storage()._cdata in self._owned else None
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return what this rank holds of a tensor; None if that cannot be compared, or may differ."""
+    local, count_min = tensor, 1
+    if isinstance(tensor, DTensor):
+        local = tensor._local_tensor
+        if any(isinstance(placement, Partial) for placement in tensor.placements):
+            return None
+    elif isinstance(tensor, ShardedTensor):
+        shards = tensor.local_shards()
+        if len(shards) != 1:
+            return None
+        local = shards[0].tensor
+    else:
+        count_min = 2
+    if not is_plain(local) or local.numel() < count_min or local.device.type not in ("cpu", "cuda"):
+        return None
+    return local if local.is_contiguous() and not local.is_conj() and not local.is_neg() else None
+
+
+def _find_alike(value: Any, name: str, found: dict[str, torch.Tensor], judge: _Judge, *, in_optimizer: bool) -> None:
+    """Find what is to be compared, by the names that DCP gives."""
+    if isinstance(value, torch.Tensor):
+        local = judge.local_of(value, name, in_optimizer=in_optimizer)
+        if local is not None:
+            found[name] = local
+    elif isinstance(value, Mapping):
+        is_optimizer = isinstance(value.get("state"), Mapping) and isinstance(value.get("param_groups"), list)
+        for key, item in value.items():
+            inner = f"{name}.{key}" if name else str(key)
+            _find_alike(item, inner, found, judge, in_optimizer=in_optimizer or (is_optimizer and key == "state"))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _find_alike(item, f"{name}.{index}", found, judge, in_optimizer=in_optimizer)
+
+
+# --- in torch's own saves
 
 
 @dataclass
@@ -98,7 +215,7 @@ def with_samples(
     due = _due(state, paths, are_cut=are_cut)
     if not due:
         return plan
-    sums = sample_each({name: state[name] for name in due})() if get_sums is None else get_sums()
+    sums = _sample_each({name: state[name] for name in due})() if get_sums is None else get_sums()
     samples = {
         name: _sampled(held[name][0], is_free, sums[name])
         for name, is_free in due.items()
@@ -114,7 +231,7 @@ def samples_of_state(state: dict[str, Any]) -> GetSums:
         flat, paths = flatten_state_dict(state)
     except ValueError:  # two entries have one name; the planner says so
         return dict
-    return sample_each({name: flat[name] for name in _due(flat, paths, are_cut=True)})
+    return _sample_each({name: flat[name] for name in _due(flat, paths, are_cut=True)})
 
 
 def _due(state: Mapping[str, Any], paths: Paths, *, are_cut: bool) -> dict[str, bool]:

@@ -5,7 +5,7 @@ all have, one of them, another one for each window, writes it to the file and co
 slots of a file that every rank maps, so nothing is on the disk twice, and little is in memory.
 
 For ranks of one machine, on a file system that reserves space: memory that is mapped there is always to be had. Others
-leave such tensors to the first rank (`finishing`). Who fails says so in the mapped file, and who dies is
+leave such tensors to the first rank (`coordinator`). Who fails says so in the mapped file, and who dies is
 found out, so that nobody waits for them.
 """
 
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from fastpersist.commit.filesystem import allocate_pages, filesystem, storage_errors
 from fastpersist.config import BLOCK_BYTES, filesystem_type_name
 from fastpersist.dcp.blobs import Shape
-from fastpersist.dcp.crc_terms import term_of
+from fastpersist.dcp.huggingface.crc_terms import term_of
 from fastpersist.dcp.huggingface.layout import Place, chunk_of
 from fastpersist.distributed.peers import is_dead
 from fastpersist.errors import AgreementTimeoutError, PeerError

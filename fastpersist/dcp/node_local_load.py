@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from fastpersist.dcp.load_state import load_sharded_state
 from fastpersist.dcp.metadata import METADATA_NAME, read_metadata
-from fastpersist.dcp.part_reading import PartReader, require_place
+from fastpersist.dcp.part_reader import PartReader, require_place
 from fastpersist.dcp.storage_reader import FastPersistReader
 from fastpersist.distributed.node_local.exchange import PartsExchange, writing_to
 from fastpersist.distributed.node_local.split_step import StepParts

@@ -1,8 +1,8 @@
-"""What lies beside a checkpoint in its directory stays there when the directory is replaced by one with a new one.
+"""The directory of a DCP checkpoint: where it is, and what else lies in it and stays when a new one takes its place.
 
-It gets a second name in the new directory (a hard link; what cannot have one is copied) before the two change places,
-so at no time is it without one. What somebody puts there after that, and before they have changed places, is lost with
-the old directory.
+What lies beside a checkpoint gets a second name in the new directory (a hard link; what cannot have one is copied)
+before the two directories change places, so at no time is it without a name. What somebody puts there after that, and
+before they have changed places, is lost with the old directory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,42 @@ from fastpersist.commit.locks import ROOT_LOCK_NAME
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME, check_file_name
 
-__all__ = ["Others", "find_others", "keep_others"]
+__all__ = ["Others", "StoragePath", "find_others", "keep_others"]
 
 _BEING_SAVED = re.compile(r"\..+\.(?:pending|retired)-[0-9a-f]{16}", re.DOTALL)
+
+
+class StoragePath:
+    """What our storage writers and readers share: the directory that they were made for, or that DCP tells them later.
+
+    Args:
+        path: The directory; None if DCP will tell it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        super().__init__()
+        self._path = None if path is None else os.fspath(path)
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The directory."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether this is a path."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    def _known_path(self, call: str) -> str:
+        """Return the directory.
+
+        Raises:
+            ConfigError: Nobody has said it.
+        """
+        if self._path is None:
+            name = type(self).__name__
+            raise ConfigError(f"{name} does not know which directory: pass path, or checkpoint_id= to {call}")
+        return self._path
 
 
 @dataclass(slots=True)

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.dcp.crc_terms import crc_of_zeros
-from fastpersist.dcp.huggingface import finishing, windows
+from fastpersist.dcp.huggingface import coordinator, shared_windows
+from fastpersist.dcp.huggingface.crc_terms import crc_of_zeros
 from fastpersist.dcp.huggingface.layout import Place
-from fastpersist.dcp.huggingface.windows import (
+from fastpersist.dcp.huggingface.shared_windows import (
     SharedWindows,
     failure_told,
     make_windows,
@@ -103,8 +103,8 @@ def as_rank(shared: SharedWindows, rank: int, items: list[WriteItem], whole: tor
 def test_windows_make_up_the_tensor_and_its_crc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], of_ranks: list[list[Box]], slot_count: int
 ) -> None:
-    monkeypatch.setattr(windows, "_WINDOW_BYTES", 120)
-    monkeypatch.setattr(windows, "_SLOT_COUNT_MAX", slot_count)
+    monkeypatch.setattr(shared_windows, "_WINDOW_BYTES", 120)
+    monkeypatch.setattr(shared_windows, "_SLOT_COUNT_MAX", slot_count)
     whole = torch.arange(1, math.prod(shape) + 1, dtype=torch.int32).view(shape)
     items = [[chunk("w", shape, box) for box in own] for own in of_ranks]
     (tmp_path / "file").write_bytes(bytes(OFFSET_BYTES + whole.nbytes))
@@ -131,9 +131,9 @@ def test_windows_make_up_the_tensor_and_its_crc(
 def test_a_slot_is_used_again_when_the_window_before_has_been_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "_SLOT_COUNT_MAX", 3)
+    monkeypatch.setattr(shared_windows, "_SLOT_COUNT_MAX", 3)
     shared = make(tmp_path, COLUMNS)
-    with windows._Mapping(shared, 0) as first, windows._Mapping(shared, 1) as second:
+    with shared_windows._Mapping(shared, 0) as first, shared_windows._Mapping(shared, 1) as second:
         for number in range(3, 9):
             assert [first.is_free(number - 1), first.is_free(number)] == [True, False]
             assert not second.is_whole(number - 3)
@@ -160,7 +160,7 @@ def test_a_rank_that_fails_is_told_to_those_that_wait(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_has_died_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "_LOOK_S", 0.01)
+    monkeypatch.setattr(shared_windows, "_LOOK_S", 0.01)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         begin = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
         process = (child.pid, own_process()[1], begin)
@@ -175,15 +175,15 @@ def test_a_rank_that_has_died_is_found_out(tmp_path: Path, monkeypatch: pytest.M
 def test_a_rank_that_does_nothing_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, said: str
 ) -> None:
-    monkeypatch.setattr(windows, "_LOOK_S", 0.01)
-    monkeypatch.setattr(windows, limit, 0.05)
+    monkeypatch.setattr(shared_windows, "_LOOK_S", 0.01)
+    monkeypatch.setattr(shared_windows, limit, 0.05)
     with pytest.raises(fp.AgreementTimeoutError, match=said):
         as_rank(make(tmp_path, COLUMNS), 0, COLUMNS[0], WHOLE)
 
 
 def test_a_rank_that_sees_another_file_system_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "_LOOK_S", 0.01)
-    monkeypatch.setattr(windows, "_COMES_S", 0.1)
+    monkeypatch.setattr(shared_windows, "_LOOK_S", 0.01)
+    monkeypatch.setattr(shared_windows, "_COMES_S", 0.1)
 
     def work(rank: int, count: int) -> None:
         state = state_of("columns", count, 1)
@@ -210,7 +210,7 @@ def test_where_mapped_memory_is_not_sure_to_be_had_there_are_no_windows(
     for processes in ([own], [own, None], [own, elsewhere], [own, (own[0], "", "")]):
         assert make_windows(str(tmp_path), str(tmp_path), processes, [tensor]) is None
     assert make_windows(str(tmp_path), str(tmp_path), [own, own], []) is None
-    monkeypatch.setattr(windows, "filesystem_type_name", lambda _: "btrfs")
+    monkeypatch.setattr(shared_windows, "filesystem_type_name", lambda _: "btrfs")
     assert make_windows(str(tmp_path), str(tmp_path), [own, own], [tensor]) is None
     assert os.listdir(tmp_path) == []
 
@@ -237,7 +237,7 @@ def test_columns_of_ranks_on_one_machine_leave_nothing_to_the_first_one(
     def no_scratch(*_: Any) -> None:
         raise AssertionError("something was left for the first rank")
 
-    monkeypatch.setattr(finishing._Left, "read", no_scratch)
+    monkeypatch.setattr(coordinator._Left, "read", no_scratch)
     save_on(2, tmp_path / "model", 4, "columns")
     expect_files(tmp_path / "model", 4)
     assert sorted(os.listdir(tmp_path / "model")) == ["MANIFEST.json", "model.safetensors"]

@@ -2,7 +2,7 @@
 
 As `save_pretrained` lays it out: each tensor whole, in one file, whatever its sharding. There is no second pass over
 the bytes. The plans of all ranks say where each byte goes (`layout`), all ranks write at once
-(`writing`), and the first one publishes the directory.
+(`model_part`), and the first one publishes the directory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.futures import Future
 from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.dcp.async_stager import CapturingWriter
-from fastpersist.dcp.captured_bytes import PIECE_BYTES
-from fastpersist.dcp.foreign_files import find_others, keep_others
-from fastpersist.dcp.huggingface.finishing import finish_files
+from fastpersist.dcp.checkpoint_directory import find_others, keep_others
+from fastpersist.dcp.huggingface.captured_bytes import PIECE_BYTES
+from fastpersist.dcp.huggingface.coordinator import finish_files
 from fastpersist.dcp.huggingface.layout import (
     INDEX_NAME,
     ModelLayout,
@@ -34,8 +34,14 @@ from fastpersist.dcp.huggingface.layout import (
     plan_model,
     without_duplicates,
 )
-from fastpersist.dcp.huggingface.windows import SharedWindows, failure_told, is_for_windows, make_windows, windowed
-from fastpersist.dcp.huggingface.writing import ModelPart, make_files, write_model_part
+from fastpersist.dcp.huggingface.model_part import ModelPart, make_files, write_model_part
+from fastpersist.dcp.huggingface.shared_windows import (
+    SharedWindows,
+    failure_told,
+    is_for_windows,
+    make_windows,
+    windowed,
+)
 from fastpersist.distributed.directory_save import DirectorySave
 from fastpersist.distributed.partition import common_block_bytes
 from fastpersist.distributed.peers import loopback_place, own_process

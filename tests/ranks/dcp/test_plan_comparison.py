@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fastpersist as fp
-from fastpersist.dcp import sampling
-from fastpersist.dcp.sampling import sample
+from fastpersist.dcp.plan_comparison import sample
+from fastpersist.distributed import replica_check
 from fastpersist.errors import CoordinationError, PeerError
 from fastpersist.saving.ownership import Ownership
 
@@ -165,9 +165,9 @@ def test_samples_are_of_values_at_the_save_and_none_of_what_is_passed_over() -> 
 def test_same_bytes_are_sampled_on_devices_and_in_host_memory(dtype: torch.dtype) -> None:
     for count in (1, 64, 65, 12_345):
         tensor = (torch.arange(count * 3) % 97).to(dtype)[count : 2 * count]
-        parts = [(name, sampling._windows_of(tensor)) for name in "ab"]
-        total = sampling._sum_of(tensor)
-        assert sampling._copied(torch.device("cpu"), parts)() == {"a": total, "b": total}
+        parts = [(index, replica_check._samples_in(tensor)) for index in (3, 7)]
+        total = replica_check._sample_crc(tensor)
+        assert replica_check._crcs_on_host(parts)() == {3: total, 7: total}
         changed = tensor.clone()
         changed[0] = not changed[0] if dtype is torch.bool else changed[0] + 1
-        assert sampling._sum_of(changed) != total
+        assert replica_check._sample_crc(changed) != total

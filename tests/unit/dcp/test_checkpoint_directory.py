@@ -15,7 +15,7 @@ from support.runs import hidden_names
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
 import fastpersist as fp
-from fastpersist.dcp import foreign_files
+from fastpersist.dcp import checkpoint_directory
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,
     FastPersistHuggingFaceWriter,
@@ -202,7 +202,7 @@ def test_what_cannot_be_linked_is_copied_and_durable(tmp_path: Path, monkeypatch
     (path / "chapter").chmod(0o640)
     synced = []
 
-    class Watched(type(foreign_files.filesystem())):  # type: ignore[misc]
+    class Watched(type(checkpoint_directory.filesystem())):  # type: ignore[misc]
         def sync(self, fd: int, path: str) -> None:
             synced.append(os.path.basename(path))
             super().sync(fd, path)
@@ -211,7 +211,7 @@ def test_what_cannot_be_linked_is_copied_and_durable(tmp_path: Path, monkeypatch
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(foreign_files, "filesystem", Watched)
+    monkeypatch.setattr(checkpoint_directory, "filesystem", Watched)
     save(FastPersistWriter(path))
     assert (path / "chapter").read_text() == "one"
     assert stat.S_IMODE((path / "chapter").stat().st_mode) == 0o640

@@ -1,8 +1,8 @@
 """Writes what a rank has of a model into the files of a HuggingFace checkpoint.
 
 All ranks write to the same files at once, each where its own bytes belong; `layout` says where. What lies
-in many short runs goes through windows first (`windows`), and what is left for the first rank into a
-scratch file (`finishing`). CRCs are computed while the bytes are written: of each chunk what it adds to the
+in many short runs goes through windows first (`shared_windows`), and what is left for the first rank into a
+scratch file (`coordinator`). CRCs are computed while the bytes are written: of each chunk what it adds to the
 CRC of its tensor.
 """
 
@@ -25,8 +25,8 @@ from fastpersist.commit.filesystem import filesystem
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.dcp.blobs import is_plain
 from fastpersist.dcp.capture import ShardedCapture
-from fastpersist.dcp.captured_bytes import WINDOW_COUNT, CapturedBytes
-from fastpersist.dcp.crc_terms import term_of
+from fastpersist.dcp.huggingface.captured_bytes import WINDOW_COUNT, CapturedBytes
+from fastpersist.dcp.huggingface.crc_terms import term_of
 from fastpersist.dcp.huggingface.layout import (
     ModelLayout,
     Place,
@@ -35,7 +35,7 @@ from fastpersist.dcp.huggingface.layout import (
     first_byte_of,
     runs_of,
 )
-from fastpersist.dcp.huggingface.windows import SharedWindows, write_windows
+from fastpersist.dcp.huggingface.shared_windows import SharedWindows, write_windows
 from fastpersist.errors import StorageError, UnsupportedError
 from fastpersist.formats.layout import align_up
 from fastpersist.transfer.engine_selection import refuse_null_engine

@@ -34,7 +34,7 @@ import fastpersist as fp
 from fastpersist.checkpointer.merge import merge
 from fastpersist.cli import main
 from fastpersist.dcp import plan_agreement
-from fastpersist.dcp.metadata_pickle import build_pickled
+from fastpersist.dcp.metadata import build_pickled
 from fastpersist.dcp.save_planner import StepSavePlanner
 from fastpersist.integrations.torch_dcp import FastPersistReader
 
