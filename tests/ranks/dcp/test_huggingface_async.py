@@ -28,6 +28,7 @@ import fastpersist as fp
 from fastpersist import _native
 from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.dcp.huggingface import captured_bytes, model_part, shared_windows
+from fastpersist.dcp.huggingface import layout as huggingface_layout
 from fastpersist.dcp.huggingface import storage_writer as huggingface_writer
 from fastpersist.dcp.huggingface.captured_bytes import WINDOW_COUNT, CapturedBytes
 from fastpersist.integrations.torch_dcp import FastPersistHuggingFaceWriter, FastPersistSavePlanner
@@ -86,9 +87,9 @@ def test_files_are_those_that_one_rank_writes_byte_by_byte(
     owned: str,
 ) -> None:
     """Written from where they are, or from copies; what is copied may change at once."""
-    monkeypatch.setattr(layout, "_RUN_BYTES_MIN", run_bytes_min)
+    monkeypatch.setattr(huggingface_layout, "_RUN_BYTES_MIN", run_bytes_min)
     monkeypatch.setattr(shared_windows, "_RUN_BYTES_MIN", run_bytes_min)
-    monkeypatch.setattr(layout, "_UNIT_COUNT_MIN", 1)
+    monkeypatch.setattr(huggingface_layout, "_UNIT_COUNT_MIN", 1)
 
     def work(rank: int, count: int) -> None:
         monkeypatch.setattr(huggingface_writer, "loopback_place", lambda: (f"machine {rank % machine_count}", ""))
