@@ -47,10 +47,10 @@ help:
 	@echo 'make crash                 the crash tests with $(KILLS) kills (KILLS=…)'
 	@echo 'make fuzz                  every fuzzer for $(SECONDS) s (SECONDS=…, SEED=…)'
 	@echo 'make bench DIR=…           save and load against fio and others, in a directory on the disk to measure'
-	@echo 'make overlap DIR=…         what checkpoints cost a training, against others (20 minutes; benchmarks/overlap.py --help)'
+	@echo 'make overlap DIR=…         what checkpoints cost a training, against others (20 minutes; fastpersist bench overlap --help)'
 	@echo 'make trainers DIR=…        what checkpoints cost inside frameworks (benchmarks/trainers.py --help)'
-	@echo 'make ranks DIR=…           what several ranks gain, and what agreeing costs (benchmarks/ranks.py --help)'
-	@echo 'make dcp DIR=…             what torch.distributed.checkpoint gains (benchmarks/dcp.py --help)'
+	@echo 'make ranks DIR=…           what several ranks gain, and what agreeing costs (fastpersist bench ranks --help)'
+	@echo 'make dcp DIR=…             what torch.distributed.checkpoint gains (fastpersist bench ranks --help)'
 	@echo 'make io DIR=…              tensors between memory and disk, against fio and DeepNVMe (fastpersist bench io --help)'
 	@echo 'make gpu DIR=…             on a machine with a GPU: builds, tests and measures it (benchmarks/gpu.sh --help)'
 	@echo 'make emulated-gpu          the tests for GPUs, over a torch for CUDA (3 GB to download) and doubles of the driver'
@@ -204,11 +204,11 @@ emulated-gpu: $(EMULATED)/environment.stamp
 
 ranks: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: ranks DIR=…: an existing directory on the disk to measure'; exit 1; }
-	$(BIN)/python benchmarks/ranks.py '$(DIR)'
+	$(BIN)/fastpersist bench ranks '$(DIR)' --parts save load agreement --load-ways
 
 dcp: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: dcp DIR=…: an existing directory on the disk to measure'; exit 1; }
-	$(BIN)/python benchmarks/dcp.py '$(DIR)'
+	$(BIN)/fastpersist bench ranks '$(DIR)' --sharded --size-mb 1536
 
 io: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: io DIR=…: an existing directory on the disk to measure'; exit 1; }
@@ -218,7 +218,7 @@ io: $(BUILT)
 
 overlap: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: overlap DIR=…: an existing directory on the disk to measure'; exit 1; }
-	$(BIN)/python benchmarks/overlap.py '$(DIR)'
+	$(BIN)/fastpersist bench overlap '$(DIR)' --model gpt2-124m --ways all --threads 1
 
 bench: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: bench DIR=…: an existing directory on the disk to measure'; exit 1; }

@@ -16,24 +16,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 from typing import Any
 
-from overlap_report import machine_facts, report_facts
-from tabulate import tabulate
+from harness import argument_parser, run_benchmark
+
+# isort: split
 from trainers_runs import FRAMEWORKS, WAYS, median_of, train
+
+from fastpersist.cli.bench.places import check_places, scratch_directory, write_json
+from fastpersist.cli.bench.report import facts_text, machine_facts, report_head, table
 
 _WARM_UP_COUNT = 6
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="trainers.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", metavar="DIR", help="existing directory on the disk to measure; left as it was")
+    parser = argument_parser("trainers.py", __doc__)
     parser.add_argument("--frameworks", nargs="+", choices=list(FRAMEWORKS), default=list(FRAMEWORKS))
     parser.add_argument("--every", nargs="+", type=int, default=[1, 10], metavar="N", help="steps per save")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps that count, at most")
@@ -41,15 +43,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=2, metavar="N", help="sequences of a step")
     parser.add_argument("--sequence", type=int, default=64, metavar="N", help="tokens of a sequence")
     parser.add_argument("--tiny", action="store_true", help="a model of 140 kB, to try the benchmark itself")
-    parser.add_argument("--json", metavar="PATH", help="write all samples there as well")
     parser.add_argument("--timeout", type=int, default=600, metavar="S", help="of a process")
     return parser
 
 
-def _run(arguments: argparse.Namespace, framework: str, way: str, every: int) -> dict[str, Any]:
+def _run(arguments: argparse.Namespace, scratch: str, framework: str, way: str, every: int) -> dict[str, Any]:
     """Train in a process of its own; return its samples, or what it said before it failed."""
     step_count = _WARM_UP_COUNT + 1 + -(-arguments.steps // every) * every
-    with tempfile.TemporaryDirectory(dir=arguments.directory, prefix=".trainers-") as root:
+    with tempfile.TemporaryDirectory(dir=scratch) as root:
         job = {
             "framework": framework,
             "way": way,
@@ -128,8 +129,8 @@ def _rows(framework: str, every: int, rounds: list[dict[str, dict[str, Any]]]) -
     return rows
 
 
-def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    output: dict[str, Any] = {"runs": []}
+def _measure(arguments: argparse.Namespace, scratch: str) -> list[dict[str, Any]]:
+    measured: list[dict[str, Any]] = []
     headers = ["framework", "saved by", "step s", "slowdown (by round)", "in turns", "stall per save", "durable after"]
     for every in arguments.every:
         rows = []
@@ -139,16 +140,16 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             for number in range(arguments.rounds):
                 ways = WAYS if number % 2 == 0 else WAYS[::-1]
                 print(f"… {framework}, every {every}, round {number + 1}", file=sys.stderr, flush=True)
-                rounds.append({way: _run(arguments, framework, way, every) for way in ways})
+                rounds.append({way: _run(arguments, scratch, framework, way, every) for way in ways})
             for way, run in ((way, run) for each in rounds for way, run in each.items()):
                 if "failed" in run:
                     print(f"{framework}, {way}: {run['failed']}", file=sys.stderr)
                 size_bytes = max(size_bytes, run.get("checkpoint_bytes", 0))
-            output["runs"].append({"framework": framework, "every": every, "rounds": rounds})
+            measured.append({"framework": framework, "every": every, "rounds": rounds})
             rows += _rows(framework, every, rounds)
         print(f"\nA save of {size_bytes / 1e9:.2f} GB every {every} steps, {arguments.rounds} rounds:\n")
-        print(tabulate(rows, headers, disable_numparse=True, tablefmt="pipe"))
-    return output
+        print(table(headers, rows, align="ll"))
+    return measured
 
 
 def main() -> int:
@@ -160,17 +161,17 @@ def main() -> int:
             json.dump(result, file)
         return 0
     arguments = _parser().parse_args()
-    if not os.path.isdir(arguments.directory):
-        raise SystemExit(f"{arguments.directory} is no directory; name one on the disk that shall be measured")
+    check_places(arguments.directory, [arguments.json])
+    command_line = shlex.join(["python", "benchmarks/trainers.py", *sys.argv[1:]])
     facts = machine_facts(arguments.directory)
-    print(report_facts(f"python benchmarks/trainers.py {' '.join(sys.argv[1:])}", facts))
-    output = _measure(arguments)
+    print(facts_text(command_line, facts))
+    with scratch_directory(arguments.directory) as scratch:
+        measured = _measure(arguments, scratch)
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({"machine": facts, **output}, file, indent=1)
-    failed = [run for runs in output["runs"] for each in runs["rounds"] for run in each.values() if "failed" in run]
+        write_json(arguments.json, report_head("trainers", command_line, facts, []) | {"runs": measured})
+    failed = [run for runs in measured for each in runs["rounds"] for run in each.values() if "failed" in run]
     return int(bool(failed))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

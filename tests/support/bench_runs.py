@@ -57,6 +57,6 @@ def check_interrupted(
         bench.kill()
         bench.communicate()
     assert bench.returncode == 128 + number, f"{bench.returncode}: {said}"
-    assert "Traceback" not in said
+    assert "Traceback" not in said, said
     assert list(directory.iterdir()) == []
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]

@@ -1,4 +1,7 @@
-"""What `bench.command` says: the facts without which a number means nothing, the table, and the same as JSON."""
+"""What the bench commands say: the facts without which a number means nothing, tables, notes, and the same as JSON.
+
+`report_head`, `facts_text`, `table` and `notes_text` serve all of them; the rest is of `bench save` and `bench load`.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,27 @@ import datetime
 import os
 import platform
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tabulate import tabulate
 
 import fastpersist
 from fastpersist.cli.bench.fio import CEILING_NAMES, fio_version
 from fastpersist.cli.bench.rows import Measured
 
-__all__ = ["StateResult", "machine_facts", "report_json", "report_text", "samples_json"]
+__all__ = [
+    "StateResult",
+    "facts_text",
+    "machine_facts",
+    "notes_text",
+    "report_head",
+    "report_json",
+    "report_text",
+    "samples_json",
+    "table",
+]
 
 _FORMAT = 1
 _COLUMNS = 118
@@ -101,16 +114,56 @@ def _cpu_model() -> str:
     return ""
 
 
-def report_json(
-    command: str, command_line: str, facts: dict[str, Any], notes: list[str], states: list[StateResult]
-) -> dict[str, Any]:
-    """Return everything as plain values."""
+def report_head(command: str, command_line: str, facts: dict[str, Any], notes: Sequence[str]) -> dict[str, Any]:
+    """Return what the JSON of every bench command begins with."""
     return {
         "format": _FORMAT,
         "command": command,
         "command_line": command_line,
         "machine": facts,
-        "notes": notes,
+        "notes": list(notes),
+    }
+
+
+def facts_text(command_line: str, facts: dict[str, Any]) -> str:
+    """Return the lines on top of every report."""
+    device = " ".join(filter(None, (facts["device"], facts["device_model"])))
+    return "\n".join(
+        [
+            command_line,
+            f"{facts['date']}, {device}, {facts['file_system']} ({facts['mount_options']}), {facts['directory']}",
+            f"Linux {facts['kernel']} {facts['architecture']}, {facts['cpu_count']} CPUs {facts['cpu_model']}, "
+            f"{facts['memory_bytes'] / _GIB:.0f} GiB, load {facts['load_average']:.1f}",
+            f"fastpersist {facts['fastpersist']}, torch {facts['torch']}, Python {facts['python']}, "
+            f"{facts['fio'] or 'no fio'}",
+        ]
+    )
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, align: str = "l") -> str:
+    """Return a table as text.
+
+    Args:
+        headers: Of the columns.
+        rows: Their cells; a row may end early.
+        align: "l" or "r" for each of the first columns; the others are numbers, and to the right.
+    """
+    from tabulate import tabulate  # here: benchmarks/gpu.py uses this package where tabulate is not installed
+
+    sides = [{"l": "left", "r": "right"}[side] for side in align.ljust(len(headers), "r")]
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=sides)
+
+
+def notes_text(notes: Sequence[str]) -> str:
+    """Return the lines below the tables: how it was measured."""
+    return "\n".join(textwrap.fill(f"- {note}", _COLUMNS, subsequent_indent="  ") for note in notes)
+
+
+def report_json(
+    command: str, command_line: str, facts: dict[str, Any], notes: list[str], states: list[StateResult]
+) -> dict[str, Any]:
+    """Return everything as plain values."""
+    return report_head(command, command_line, facts, notes) | {
         "states": [
             {
                 "name": state.name,
@@ -161,15 +214,7 @@ def report_text(
     command: str, command_line: str, facts: dict[str, Any], notes: list[str], states: list[StateResult]
 ) -> str:
     """Return facts, one table per state, and how it was measured."""
-    device = " ".join(filter(None, (facts["device"], facts["device_model"])))
-    lines = [
-        command_line,
-        f"{facts['date']}, {device}, {facts['file_system']} ({facts['mount_options']}), {facts['directory']}",
-        f"Linux {facts['kernel']} {facts['architecture']}, {facts['cpu_count']} CPUs {facts['cpu_model']}, "
-        f"{facts['memory_bytes'] / _GIB:.0f} GiB, load {facts['load_average']:.1f}",
-        f"fastpersist {facts['fastpersist']}, torch {facts['torch']}, Python {facts['python']}, "
-        f"{facts['fio'] or 'no fio'}",
-    ]
+    lines = [facts_text(command_line, facts)]
     above = "state" if command == "save" else "result"
     headers = [command, "engine", "median s", "min – max s", "GB/s", "of fio", f"peak MiB above the {above}"]
     for state in states:
@@ -178,16 +223,10 @@ def report_text(
             f"{state.name}: {state.payload_bytes / 1e9:.3f} GB in {state.tensor_count} tensors; "
             f'engine="auto" took {state.auto_engine or "none"}',
             "",
-            tabulate(
-                [_cells(row, _ceiling(command, state)) for row in state.rows],
-                headers=headers,
-                disable_numparse=True,
-                colalign=("left", "left", "right", "right", "right", "right", "right"),
-            ),
+            table(headers, [_cells(row, _ceiling(command, state)) for row in state.rows], align="ll"),
         ]
         lines += [f"{row.row.name}: {row.note}" for row in state.rows if row.note]
-    lines += ["", *(textwrap.fill(f"- {note}", _COLUMNS, subsequent_indent="  ") for note in notes)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", notes_text(notes)])
 
 
 def _cells(measured: Measured, ceiling: float | None) -> list[str]:

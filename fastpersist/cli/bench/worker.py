@@ -22,7 +22,7 @@ from fastpersist.cli.bench.states import StateRecipe
 from fastpersist.cli.child_process import Answers, ChildProcess
 from fastpersist.errors import FastPersistError, UnsupportedError
 
-__all__ = ["Job", "Worker", "main", "resident_bytes"]
+__all__ = ["Job", "Worker", "forget_peak", "main", "resident_bytes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def _run(job: Job, row: Row, path: str) -> dict[str, Any]:
     if row.run is None:
         raise UnsupportedError(row.why_not)
     gc.collect()
-    peak_is_known = _forget_peak()
+    peak_is_known = forget_peak()
     # What the state itself takes: it is here already (saves), or part of what is about to be read (loads).
     state_bytes = resident_bytes("VmRSS") + (job.payload_bytes if job.command == "load" else 0)
     sample = row.run(path)
@@ -163,7 +163,7 @@ def resident_bytes(name: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{name}:"))
 
 
-def _forget_peak() -> bool:
+def forget_peak() -> bool:
     """Set VmHWM to what is resident now; False where the kernel does not allow it."""
     try:
         with open("/proc/self/clear_refs", "w") as control:

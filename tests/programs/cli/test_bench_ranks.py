@@ -16,8 +16,9 @@ from support.bench_runs import check_interrupted, children_of
 
 from fastpersist.cli import main
 from fastpersist.cli.bench.ranks import command as bench_ranks
-from fastpersist.cli.bench.ranks import processes as work
+from fastpersist.cli.bench.ranks import work
 from fastpersist.cli.bench.ranks.processes import Failed, RankProcesses, whole_span
+from fastpersist.cli.bench.ranks.tables import Result, row_json
 from fastpersist.cli.bench.rows import Measured, Row, Sample
 from fastpersist.errors import ConfigError
 
@@ -81,6 +82,34 @@ def test_every_way_is_measured_with_real_ranks_and_nothing_is_left(
     assert "none of it was left" in " ".join(text.split())
 
 
+def test_what_limits_ranks_and_what_agreement_costs_is_measured_when_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--ranks 3 --size-mb 8 --repeat 2 --warm --load-ways --limits --one-core-each --parts save load agreement"
+    result = run_ranks(tmp_path, *words.split())
+    assert result["command_line"] == (
+        f"fastpersist bench ranks {tmp_path} --ranks 3 --size-mb 8 --repeat 2 --warm --load-ways --limits "
+        "--one-core-each --parts save load agreement"
+    )
+    rows = {row["name"]: row for name in ("save", "load", "agreement") for row in result[name]}
+    limits = ("bare pwrite, one file", "bare pwrite, a file each", "null engine", "memcpy")
+    names = [f"{limit}, {ranks}" for limit in limits for ranks in ("1 rank", "3 ranks")]
+    names += [f"fp.load, 3 ranks together: {way}" for way in ("ahead", "exchange", "alone")]
+    for name in names:
+        assert rows[name]["note"] == ""
+        assert len(rows[name]["seconds"]) == 2
+    for name in ("4 KiB, 1 rank", "4 KiB, 3 ranks"):
+        assert len(rows[name]["seconds"]) == len(rows[name]["stall_s"]) == 20
+        assert all(
+            0 < stall_s <= whole_s
+            for stall_s, whole_s in zip(rows[name]["stall_s"], rows[name]["seconds"], strict=True)
+        )
+    text = " ".join(capsys.readouterr().out.split())
+    assert "all of it was there" in text
+    assert "is kept on one core" in text
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_rows_fail_alone_and_only_our_own_make_the_command_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +159,9 @@ def command_of(pid: int) -> str:
     [
         (["--size-mb", str(10**9)], "ask for less"),
         (["--json", "none/x.json"], "x.json"),
+        (["--parts", "async"], "--sharded"),
+        (["--sharded", "--limits"], "--limits is about one file"),
+        (["--sharded", "--parts", "agreement"], "agreement is about one file"),
     ],
 )
 def test_what_cannot_be_measured_here_is_refused_at_once(
@@ -192,7 +224,9 @@ def test_rank_that_dies_is_an_error_not_a_hang_and_no_more_is_asked(tmp_path: Pa
     before = set(children_of(os.getpid()))
     with RankProcesses([2], str(tmp_path), 60) as ranks:
         assert ranks.call(2, work.hold_state, 4 * MIB)[1] > 3 * MIB
-        victim = next(pid for pid in set(children_of(os.getpid())) - before if "bench.ranks" in command_of(pid))
+        victim = next(
+            pid for pid in set(children_of(os.getpid())) - before if "bench.ranks.processes" in command_of(pid)
+        )
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(Failed, match=r"rank [01] of 2 has died in hold_state"):
             ranks.call(2, work.hold_state, 4 * MIB)
@@ -200,6 +234,30 @@ def test_rank_that_dies_is_an_error_not_a_hang_and_no_more_is_asked(tmp_path: Pa
             ranks.call(1, work.drop_state)
         started = set(children_of(os.getpid())) - before
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_rank_that_fails_ends_the_call_and_says_why(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing" / "x.pt")
+    with RankProcesses([2], str(tmp_path), 30) as ranks, pytest.raises(Failed, match="of 2 failed in save"):
+        ranks.call(2, work.hold_state, 4 << 20)
+        ranks.call(2, work.save_together, missing, 2)
+
+
+def test_a_span_is_from_the_first_beginning_to_the_last_end() -> None:
+    assert whole_span([(2.0, 5.0), (1.5, 3.0), (4.0, 4.5)]) == 3.5
+
+
+def test_bare_writes_of_all_ranks_are_the_state(tmp_path: Path) -> None:
+    with RankProcesses([2], str(tmp_path), 60) as ranks:
+        size_bytes = ranks.call(2, work.hold_state, 4 * MIB)[0]
+        ranks.call(1, work.save_alone, str(tmp_path / "state.pt"))
+        for path, one_each in (("one", False), ("each", True)):
+            ranks.call(2, work.write_bare, str(tmp_path / path), 2, one_each)
+    weights = torch.load(tmp_path / "state.pt", weights_only=True)["weights"].values()
+    whole = b"".join(tensor.numpy().tobytes() for tensor in weights)
+    assert len(whole) == size_bytes
+    assert (tmp_path / "one").read_bytes() == whole
+    assert (tmp_path / "each.0").read_bytes() + (tmp_path / "each.1").read_bytes() == whole
 
 
 def test_files_of_all_ways_hold_the_same(tmp_path: Path) -> None:
@@ -220,6 +278,6 @@ def test_files_of_all_ways_hold_the_same(tmp_path: Path) -> None:
 def test_rates_are_of_the_one_file_and_of_all_ranks() -> None:
     fio = Measured(Row("fio read", "ceiling", None), "", [Sample(1.0, 100)])
     ours = Measured(Row("fp.load, 4 ranks together", "fastpersist", None), "", [Sample(2.0, 100)])
-    row = bench_ranks._row_json(bench_ranks._Result(ours, 4, fio), "load")
+    row = row_json(Result(ours, 4, fio), "load")
     assert (row["bytes_per_s"], row["all_ranks_bytes_per_s"], row["ratio_to_fio"]) == (50, 200, 0.5)
     assert row["ratio_to_one_rank"] is None

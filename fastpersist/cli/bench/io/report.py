@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from tabulate import tabulate
-
 from fastpersist.cli.bench.io.points import IoSample, Setup, size_name
 from fastpersist.cli.bench.io.rows import IoResult
-from fastpersist.cli.bench.report import report_text, samples_json
+from fastpersist.cli.bench.report import facts_text, notes_text, report_head, samples_json, table
 
 __all__ = ["io_report_json", "io_report_text"]
-
-_FORMAT = 1
-_COLUMNS = 118
 
 
 def io_report_json(
     command_line: str, facts: dict[str, Any], notes: list[str], setup: Setup, results: Sequence[IoResult]
 ) -> dict[str, Any]:
     """Return everything as plain values."""
-    return {
-        "format": _FORMAT,
-        "command": "io",
-        "command_line": command_line,
-        "machine": facts,
-        "notes": notes,
+    return report_head("io", command_line, facts, notes) | {
         "setup": dataclasses.asdict(setup),
         "rows": [_row_json(result, setup) for result in results],
     }
@@ -83,15 +72,9 @@ def io_report_text(
     """Return facts, the table, and how it was measured."""
     headers = ["what", "block", "depth", "by", "median s", "min – max s", "GB/s", "of fio"]
     headers += ["IOPS", "CPU µs per I/O"] if setup.random else []
-    table = tabulate(
-        [_cells(result, setup) for result in results],
-        headers=headers,
-        disable_numparse=True,
-        colalign=["left", "right", "right", "left", *["right"] * (len(headers) - 4)],
-    )
-    lines = [report_text("io", command_line, facts, [], []).rstrip(), "", table, *_remarks(results), ""]
-    lines += [textwrap.fill(f"- {note}", _COLUMNS, subsequent_indent="  ") for note in notes]
-    return "\n".join(lines)
+    cells = [_cells(result, setup) for result in results]
+    lines = [facts_text(command_line, facts), "", table(headers, cells, align="lrrl"), *_remarks(results), ""]
+    return "\n".join([*lines, notes_text(notes)])
 
 
 def _cells(result: IoResult, setup: Setup) -> list[str]:

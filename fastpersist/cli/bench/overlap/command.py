@@ -1,8 +1,8 @@
 """`fastpersist bench overlap DIR`: what a checkpoint in every step costs a training, against others.
 
-Each way of saving trains in a process of its own (`bench.overlap.worker`), the ways in turn for several rounds. Here
-are the command line and the table. As in the other benchmarks, nothing fails because a machine is slow: the exit code
-is 0 unless the row of fastpersist itself fails.
+Each way of saving trains in a process of its own (`overlap.worker`), the ways in turn for several rounds. Here is the
+command line; what is said is `overlap.report`'s. As in the other benchmarks, nothing fails because a machine is slow:
+the exit code is 0 unless a row of fastpersist itself fails, or --soak finds that something grows.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ import dataclasses
 import os
 import random
 import shlex
-import statistics
 import tempfile
-import textwrap
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tabulate import tabulate
 
 from fastpersist import require_engine
-from fastpersist.cli.bench.overlap.run import summarize_run
-from fastpersist.cli.bench.overlap.worker import WARM_UP_COUNT, WAYS, Job
+from fastpersist.cli.bench.overlap.report import NONE, condense, overlap_remarks, overlap_text, report_soak
+from fastpersist.cli.bench.overlap.training import GPT2, GPT2_STATE_BYTES, LAYERS, MODELS
+from fastpersist.cli.bench.overlap.worker import ALL_WAYS, WAYS, Job
 from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
-from fastpersist.cli.bench.report import machine_facts, report_text
+from fastpersist.cli.bench.report import facts_text, machine_facts, report_head
 from fastpersist.cli.child_process import ChildProcess
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.transfer.arena import available_host_bytes
@@ -34,10 +31,8 @@ from fastpersist.transfer.progress import progress_bar
 __all__ = ["add_parser", "run"]
 
 _MIB = 1 << 20
-_FORMAT = 1
-_COLUMNS = 118
 _PROGRAM = "from fastpersist.cli.bench.overlap.worker import main; main()"
-_NONE, _OURS = "no checkpoints", "fp.Checkpointer"
+_OURS = "fp.Checkpointer"
 _STEP_OF_WRITE = 1.25  # the write fits into the step, with some air
 _FILE_COUNT = 4  # two checkpoints are kept while one is written and one removed
 _COPY_COUNT = 4  # parameters, moments and gradients, and a copy of the state by who saves
@@ -69,10 +64,48 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=positive,
         metavar="N",
         help=f"length of a step without checkpoints (default: {_STEP_OF_WRITE} times what writing a checkpoint takes "
-        "with nothing beside it, which is measured first)",
+        f"with nothing beside it, which is measured first; with --model {GPT2} what it takes by itself)",
     )
     parser.add_argument("--steps", type=positive, default=8, metavar="N", help="steps of a run that count (default: 8)")
+    parser.add_argument("--every", type=positive, default=1, metavar="N", help="steps per checkpoint (default: 1)")
     parser.add_argument("--repeat", type=positive, default=3, metavar="N", help="rounds: runs of each way (default: 3)")
+    further = ", ".join(f'"{name}"' for name in ALL_WAYS if name not in WAYS)
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        action="extend",
+        choices=["all", *ALL_WAYS],
+        metavar="NAME",
+        help=f"rows, by their names, or all (default: those without {further}); a row without checkpoints is always "
+        "there",
+    )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--turns",
+        type=positive,
+        metavar="N",
+        help="instead of whole runs, N steps of each way in turn in one process, each save awaited: less is measured, "
+        "and the drift of a shared machine cancels out",
+    )
+    instead.add_argument(
+        "--soak",
+        type=positive,
+        metavar="N",
+        help="instead, N saves of each way in a row; exit code 1 if memory, threads or descriptors grow",
+    )
+    parser.add_argument(
+        "--growth-mb", type=positive, default=8, metavar="N", help="MiB of growth that --soak allows (default: 8)"
+    )
+    parser.add_argument(
+        "--model", choices=MODELS, default=LAYERS, help=f"what is trained; {GPT2} has 1.5 GB of state (default: layers)"
+    )
+    parser.add_argument(
+        "--batch", type=positive, metavar="N", help="rows of the layers' input, or sequences (default: 16, or 1)"
+    )
+    parser.add_argument("--tokens", type=positive, metavar="N", help=f"of a sequence of {GPT2} (default: 96)")
+    parser.add_argument(
+        "--max-host-mb", type=positive, metavar="N", help="MiB that the Checkpointer may copy to (default: no limit)"
+    )
     parser.add_argument(
         "--threads", type=positive, metavar="N", help="threads that compute on the CPU (default: half of the CPUs)"
     )
@@ -85,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, print the table, write the JSON.
 
     Returns:
-        0, or 1 if a run with fastpersist failed.
+        0, or 1 if a run with fastpersist failed, or something grew.
 
     Raises:
         ConfigError: Options make no sense, or ask for what is not there.
@@ -94,19 +127,22 @@ def run(arguments: argparse.Namespace) -> int:
     """
     _check(arguments)
     facts = machine_facts(arguments.directory)
-    with scratch_directory(arguments.directory) as scratch:
-        lengths, rounds, notes = _measure(arguments, scratch)
-    rows = _rows(rounds, notes)
     command_line = _command_line(arguments)
-    remarks = _remarks(arguments, lengths)
-    print(_text(command_line, facts, lengths, rows, remarks))
+    head = report_head("overlap", command_line, facts, [])
+    with scratch_directory(arguments.directory) as scratch:
+        if arguments.soak:
+            results, grown = _soak(arguments, scratch, facts_text(command_line, facts))
+            report: dict[str, Any] = head | {"soak": results, "grown": grown}
+        else:
+            lengths, rounds, notes = _measure(arguments, scratch)
+            rows = condense(arguments.ways, rounds, notes, every=arguments.every, write_s=lengths["write_s"])
+            remarks = overlap_remarks(arguments, lengths)
+            print(overlap_text(command_line, facts, lengths, rows, remarks))
+            report = head | {"notes": remarks, "training": lengths, "rows": rows}
+            grown = [row["name"] for row in rows if row["name"].startswith("fp.") and row["note"].startswith("failed")]
     if arguments.json:
-        write_json(
-            arguments.json,
-            {"format": _FORMAT, "command": "overlap", "command_line": command_line, "machine": facts, "notes": remarks}
-            | {"training": lengths, "rows": rows},
-        )
-    return int(rows[list(WAYS).index(_OURS)]["note"].startswith("failed"))
+        write_json(arguments.json, report)
+    return int(bool(grown))
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -120,23 +156,40 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--device {arguments.device}: cpu, cuda or cuda:N")
     if kind == "cuda" and (torch.device(arguments.device).index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"--device {arguments.device}: torch sees no such CUDA device here")
-    needed_bytes = (_COPY_COUNT if kind == "cpu" else 1) * arguments.size_mb * _MIB
+    wanted = arguments.ways or ([_OURS] if arguments.soak else WAYS)
+    wanted = list(ALL_WAYS) if "all" in wanted else [NONE, *wanted]
+    arguments.ways = [name for name in ALL_WAYS if name in wanted and not (arguments.soak and name.startswith(NONE))]
+    arguments.steps = -(-arguments.steps // arguments.every) * arguments.every
+    state_bytes = GPT2_STATE_BYTES if arguments.model == GPT2 else arguments.size_mb * _MIB
+    needed_bytes = (_COPY_COUNT if kind == "cpu" else 1) * state_bytes
     if needed_bytes > available_host_bytes():
         raise ConfigError(
-            f"--size-mb {arguments.size_mb} needs some {needed_bytes / 1e9:.1f} GB of memory, more than is available "
+            f"--size-mb {state_bytes // _MIB} needs some {needed_bytes / 1e9:.1f} GB of memory, more than is available "
             f"({available_host_bytes() / 1e9:.1f} GB); ask for less"
         )
     arguments.threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // 2)
     check_places(arguments.directory, [arguments.json])
-    require_space(arguments.directory, _FILE_COUNT * arguments.size_mb * _MIB, smaller="--size-mb")
+    one_after_another = len(arguments.ways) if arguments.turns else 1
+    require_space(arguments.directory, one_after_another * _FILE_COUNT * state_bytes, smaller="--size-mb")
 
 
 def _command_line(arguments: argparse.Namespace) -> str:
     """Spell out the command, as it would be typed to run the same again."""
     words = ["fastpersist", "bench", "overlap", arguments.directory, "--device", arguments.device]
-    words += ["--size-mb", str(arguments.size_mb)]
-    words += ["--step-ms", str(arguments.step_ms)] if arguments.step_ms else []
-    words += ["--steps", str(arguments.steps), "--repeat", str(arguments.repeat), "--threads", str(arguments.threads)]
+    if arguments.model == LAYERS:
+        words += ["--size-mb", str(arguments.size_mb)]
+    else:
+        words += ["--model", arguments.model]
+    for name in ("step-ms", "batch", "tokens", "max-host-mb", "turns", "soak"):
+        value = getattr(arguments, name.replace("-", "_"))
+        words += [f"--{name}", str(value)] if value else []
+    if not arguments.turns and not arguments.soak:
+        words += ["--steps", str(arguments.steps)]
+        words += ["--every", str(arguments.every)] if arguments.every > 1 else []
+        words += ["--repeat", str(arguments.repeat)]
+    words += ["--threads", str(arguments.threads)]
+    if arguments.ways != list(WAYS):
+        words += ["--ways", *arguments.ways]
     return shlex.join([*words, "--engine", arguments.engine])
 
 
@@ -144,19 +197,12 @@ def _measure(
     arguments: argparse.Namespace, scratch: str
 ) -> tuple[dict[str, Any], list[dict[str, dict[str, Any]]], dict[str, str]]:
     """Run all; return what is known of the training, of each round the results by way, and why ways have none."""
-    job = Job(
-        root="",
-        size_bytes=arguments.size_mb * _MIB,
-        device=arguments.device,
-        thread_count=arguments.threads,
-        engine=arguments.engine,
-        step_count=arguments.steps,
-    )
+    job = _job(arguments)
     rounds: list[dict[str, dict[str, Any]]] = []
     notes: dict[str, str] = {}
     order = random.Random(0)
-    names = list(WAYS)
-    count = 1 + arguments.repeat * len(names)
+    names = arguments.ways
+    count = 2 if arguments.turns else 1 + arguments.repeat * len(names)
     with (
         progress_bar(total=count, desc="bench", unit="run", leave=False, disable=None) as progress,
         ChildProcess(_PROGRAM, title="the process that trains") as process,
@@ -166,16 +212,25 @@ def _measure(
         if "result" not in answer:
             raise UnsupportedError(f"the training and its first checkpoints: {_why(answer)}")
         lengths = answer["result"]
-        wanted_s = arguments.step_ms / 1000 if arguments.step_ms else _STEP_OF_WRITE * lengths["write_s"]
+        own_s = lengths["step_s"] if arguments.model == GPT2 else _STEP_OF_WRITE * lengths["write_s"]
+        wanted_s = arguments.step_ms / 1000 if arguments.step_ms else own_s
         product_count = max(round((wanted_s - lengths["step_s"]) / lengths["product_s"]), 0)
         lengths |= {"wanted_step_s": wanted_s, "product_count": product_count}
+        job = dataclasses.replace(job, product_count=product_count, every=arguments.every)
         progress.update()
+        if arguments.turns:
+            progress.set_postfix_str("turns")
+            turns = dataclasses.replace(job, ways=tuple(names), step_count=arguments.turns, every=1)
+            answer = _run_job(process, turns, scratch)
+            if "result" not in answer:
+                raise UnsupportedError(f"the turns: {_why(answer)}")
+            return lengths, answer["result"]["rounds"], answer["result"]["notes"]
         for _ in range(arguments.repeat):
             results: dict[str, dict[str, Any]] = {}
             for name in order.sample(names, len(names)):
                 progress.set_postfix_str(name)
                 if name not in notes:
-                    answer = _run_job(process, dataclasses.replace(job, way=name, product_count=product_count), scratch)
+                    answer = _run_job(process, dataclasses.replace(job, ways=(name,)), scratch)
                     if "result" in answer:
                         results[name] = answer["result"]
                     else:
@@ -183,6 +238,41 @@ def _measure(
                 progress.update()
             rounds.append(results)
     return lengths, rounds, notes
+
+
+def _job(arguments: argparse.Namespace) -> Job:
+    """Return the job of finding out how long things take; others differ in a few attributes."""
+    return Job(
+        root="",
+        size_bytes=arguments.size_mb * _MIB,
+        device=arguments.device,
+        thread_count=arguments.threads,
+        engine=arguments.engine,
+        step_count=arguments.steps,
+        model=arguments.model,
+        batch_count=arguments.batch,
+        token_count=arguments.tokens,
+        max_host_bytes=arguments.max_host_mb and arguments.max_host_mb * _MIB,
+    )
+
+
+def _soak(arguments: argparse.Namespace, scratch: str, facts: str) -> tuple[dict[str, Any], list[str]]:
+    """Save many times in a row in each way; print and return what came of it, and what grew."""
+    print(facts)
+    results: dict[str, Any] = {}
+    grown: list[str] = []
+    with ChildProcess(_PROGRAM, title="the process that trains") as process:
+        for name in arguments.ways:
+            job = dataclasses.replace(_job(arguments), ways=(name,), step_count=arguments.soak, soak=True)
+            results[name] = _run_job(process, job, scratch)
+            if "result" in results[name]:
+                text, found = report_soak(results[name]["result"], growth_bytes_max=arguments.growth_mb * _MIB)
+                grown += [f"{name}: {what}" for what in found]
+            else:
+                text = _why(results[name])
+                grown.append(f"{name}: {text}")
+            print(f"\n{name}: {text}")
+    return results, grown
 
 
 def _run_job(process: ChildProcess, job: Job, scratch: str) -> dict[str, Any]:
@@ -201,126 +291,3 @@ def _run_job(process: ChildProcess, job: Job, scratch: str) -> dict[str, Any]:
 
 def _why(answer: dict[str, Any]) -> str:
     return str(answer["unavailable"]) if "unavailable" in answer else f"failed: {answer['failed']}"
-
-
-# --- what is said ---
-
-
-def _rows(rounds: Sequence[dict[str, dict[str, Any]]], notes: dict[str, str]) -> list[dict[str, Any]]:
-    """Condense the runs of each way, as plain values. Slowdowns are against the run without checkpoints of the round.
-
-    Attributes that have no meaning, or nothing to be compared with, are None.
-    """
-    rows = []
-    alone_peaks = [results[_NONE]["peak_bytes"] for results in rounds if _NONE in results]
-    for name in WAYS:
-        found = [results[name] for results in rounds if name in results]
-        row: dict[str, Any] = {"name": name, "note": notes.get(name, "")}
-        rows.append(row)
-        if not found:
-            continue
-        runs = [summarize_run(result, 1) for result in found]
-        steps_s = [step["step_s"] for result in found for step in result["steps"]]
-        row |= {
-            "settings": found[0]["settings"],
-            "runs": [{key: value for key, value in result.items() if key != "settings"} for result in found],
-            "step_s": statistics.median(run["step_s"] for run in runs),
-            "step_min_s": min(steps_s),
-            "step_max_s": max(steps_s),
-        }
-        if name == _NONE:
-            continue
-        slowdowns = [
-            summarize_run(results[name], 1)["step_s"] / summarize_run(results[_NONE], 1)["step_s"]
-            for results in rounds
-            if name in results and _NONE in results
-        ]
-        peak_bytes = statistics.median(result["peak_bytes"] for result in found)
-        row |= {
-            "slowdowns": slowdowns,
-            "slowdown": statistics.median(slowdowns) if slowdowns else None,
-            "stall_s": statistics.median(run["stall_s"] for run in runs),
-            "stall_max_s": max(run["stall_max_s"] for run in runs),
-            "save_count": sum(len(result["steps"]) for result in found),
-            "late_count": sum(result["late_count"] for result in found),
-            "tail_s": statistics.median(run["tail_s"] for run in runs),
-            "checkpoint_bytes": found[0]["checkpoint_bytes"],
-            "peak_bytes": peak_bytes - statistics.median(alone_peaks) if alone_peaks else None,
-        }
-    return rows
-
-
-def _remarks(arguments: argparse.Namespace, lengths: dict[str, Any]) -> list[str]:
-    remarks = [
-        "step: from its start until the device has made it, and the call that saves; median of the runs' medians, and "
-        "the shortest and longest of all. slowdown: median of the rounds, each against its own run without checkpoints",
-        "stall: inside the call that saves, and waiting before the optimizer's step; median, and the longest of all",
-        "kept up: how many saves found the one before written; who was late made the next one wait. torch.save is done "
-        "when its call returns",
-        "durable after: from the end of the last step until all is durable. peak: the highest VmHWM of the process, "
-        "above that of the training without checkpoints",
-        f"the first {WARM_UP_COUNT} steps of a run, in which memory is made, do not count; the ways took turns, "
-        "each round in another order; the optimizer's time is part of every step",
-    ]
-    if lengths["device"]:
-        remarks.append(
-            f"trained on {lengths['device']}: where the optimizer's step waits on the GPU's stream, and its thread "
-            "does not, that is in the step and not in the stall"
-        )
-    else:
-        threads = f"{arguments.threads} thread{'s' if arguments.threads > 1 else ''}"
-        remarks.append(f"computed on {threads} of the CPU (--threads); what other CPUs there are is left to saving")
-    return remarks
-
-
-def _text(
-    command_line: str,
-    facts: dict[str, Any],
-    lengths: dict[str, Any],
-    rows: Sequence[dict[str, Any]],
-    remarks: Sequence[str],
-) -> str:
-    headers = ["every step", "step s", "min – max s", "slowdown", "by round", "stall ms", "longest", "kept up"]
-    headers += ["durable after s", "peak MiB above none"]
-    align = ("left",) + ("right",) * (len(headers) - 1)
-    write_s, state_bytes = lengths["write_s"], lengths["state_bytes"]
-    lines = [
-        report_text("overlap", command_line, facts, [], []).rstrip(),
-        "",
-        f"a state of {state_bytes / 1e9:.3f} GB; writing it with nothing beside takes fp.Checkpointer {write_s:.3f} s "
-        f"({state_bytes / write_s / 1e9:.2f} GB/s, {lengths['engine']})",
-        f"steps that were to take {lengths['wanted_step_s']:.3f} s: {lengths['product_count']} products beside a "
-        f"training of {lengths['step_s']:.3f} s",
-        "",
-        tabulate([_cells(row) for row in rows], headers=headers, disable_numparse=True, colalign=align),
-        "",
-        *(f"{row['name']}: {row['settings']}" for row in rows if "settings" in row),
-        *(f"{row['name']}: {row['note']}" for row in rows if row["note"]),
-        "",
-        *(textwrap.fill(f"- {remark}", _COLUMNS, subsequent_indent="  ") for remark in remarks),
-    ]
-    return "\n".join(lines)
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    if "step_s" not in row:
-        return [row["name"], "–"]
-    cells = [row["name"], f"{row['step_s']:.4f}", f"{row['step_min_s']:.4f} – {row['step_max_s']:.4f}"]
-    if row["name"] == _NONE:
-        return cells
-    slowdowns = row["slowdowns"]
-    kept_up = row["save_count"] - row["late_count"]
-    return [
-        *cells,
-        _percent(row["slowdown"]) if slowdowns else "",
-        f"{_percent(min(slowdowns))} – {_percent(max(slowdowns))}" if slowdowns else "",
-        f"{1e3 * row['stall_s']:.1f}",
-        f"{1e3 * row['stall_max_s']:.1f}",
-        "yes" if not row["late_count"] else f"{kept_up} of {row['save_count']}",
-        f"{row['tail_s']:.2f}",
-        "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / _MIB:.0f}",
-    ]
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.1f} %"

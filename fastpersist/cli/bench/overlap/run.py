@@ -72,6 +72,9 @@ class Stepping(Trained, Protocol):
     def state_bytes(self) -> int:
         """Return the bytes of all tensors of the state."""
 
+    def last_loss(self) -> float:
+        """Return the loss of the last step."""
+
 
 class TrainedModel(abc.ABC):
     """A model and its optimizer, and what its updates wait for. One thread.
@@ -86,6 +89,7 @@ class TrainedModel(abc.ABC):
         # Hooks of one optimizer run after the global ones, where a gate may wait. So this is when the gate is open.
         optimizer.register_step_pre_hook(self._note_gate_is_open)
         self._gate_open_at = 0.0
+        self._loss = torch.tensor(float("nan"))
 
     def _note_gate_is_open(self, *_: Any) -> None:
         self._gate_open_at = time.perf_counter()
@@ -104,6 +108,7 @@ class TrainedModel(abc.ABC):
         """
         start = time.perf_counter()
         loss = self.loss()
+        self._loss = loss.detach()
         loss.backward()
         self.follow_backward()
         ready = time.perf_counter()
@@ -125,6 +130,10 @@ class TrainedModel(abc.ABC):
     @abc.abstractmethod
     def end_step(self, loss: torch.Tensor) -> None:
         """Wait until the device has made the step, as a training does that reads its loss."""
+
+    def last_loss(self) -> float:
+        """Return the loss of the last step; waits for the device."""
+        return float(self._loss)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return what a training script saves; the tensors are the live ones."""
@@ -160,11 +169,13 @@ def step_and_save(training: Stepping, way: Way, step: int | None) -> tuple[StepT
 
 
 def check_newest(way: Way, step: int, state_bytes: int) -> int:
-    """Return the bytes of the newest checkpoint.
+    """Return the bytes of the newest checkpoint, 0 of a way that saves nothing.
 
     Raises:
         StorageError: It is not that of the step, or too small to be whole: this way did not do its work.
     """
+    if type(way) is Way:
+        return 0
     newest_step, size_bytes = way.newest()
     if newest_step != step or size_bytes < state_bytes:
         message = (
@@ -187,7 +198,7 @@ def train_and_save(training: Stepping, way: Way, *, every: int, warm_up_count: i
 
     Returns:
         As JSON can carry it: seconds of each step, those until all was durable after the last one, how many saves found
-        the one before still being written, bytes of memory and of the last checkpoint.
+        the one before still being written, the last loss, bytes of memory and of the last checkpoint.
     """
     last_step = warm_up_count + step_count
     gc.collect()
@@ -207,7 +218,8 @@ def train_and_save(training: Stepping, way: Way, *, every: int, warm_up_count: i
         "late_count": sum(is_late for _, is_late in steps),
         "tail_s": tail_s,
         "state_bytes": state_bytes,
-        "checkpoint_bytes": check_newest(way, last_step, state_bytes) if type(way) is not Way else 0,
+        "checkpoint_bytes": check_newest(way, last_step, state_bytes),
+        "loss": training.last_loss(),
         "peak_bytes": resident_bytes("VmHWM"),
         # Of the process that writes, where there is one; memory that it shares with the trainer counts in both.
         "child_peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,

@@ -1,6 +1,6 @@
 """The ways to save that are compared beside a training, each with the settings that serve it best.
 
-A way saves the state of a training after a step, keeps the last two checkpoints, and is told when the state is about to
+A way saves the state of a training after a step, keeps the last checkpoints, and is told when the state is about to
 change. Everything it wrote is durable when `finish` returns. Who measures what is not decided here.
 """
 
@@ -33,8 +33,6 @@ __all__ = [
     "Way",
 ]
 
-_KEEP_COUNT = 2
-
 
 class Trained(Protocol):
     """What a way has to know of a training."""
@@ -59,11 +57,15 @@ class Options:
         engine: Of fastpersist's own.
         max_host_bytes: Of fastpersist's own.
         pins: DCP's stager pins its memory, and copies without blocking: for tensors on a GPU only.
+        keep_count: Checkpoints that are kept.
+        process_group: Of the ranks that save together; None: this process saves alone.
     """
 
     engine: str = "auto"
     max_host_bytes: int | None = None
     pins: bool = False
+    keep_count: int = 2
+    process_group: Any = None
 
 
 class Way:
@@ -135,7 +137,7 @@ class OwnDirectoryWay(Way):
         Removing takes a while on some file systems, so it does not take the training's time.
         """
         self._join_removal()
-        if len(self._paths) > _KEEP_COUNT:
+        if len(self._paths) > self.options.keep_count:
             self._removal = threading.Thread(target=_remove, args=(self._paths.pop(0),))
             self._removal.start()
         self._paths.append(os.path.join(self.root, f"step-{step:08d}{self.suffix}"))
@@ -203,8 +205,9 @@ class DcpWay(OwnDirectoryWay):
         if self.in_process:
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
             torch.multiprocessing.set_sharing_strategy("file_system")  # one descriptor per tensor is too many
-            distributed: Any = torch.distributed
-            distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+            if options.process_group is None:
+                distributed: Any = torch.distributed
+                distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         self._staged: Future[Any] | None = None
         self._written: Future[Any] | None = None
 
@@ -214,6 +217,7 @@ class DcpWay(OwnDirectoryWay):
         answer = self._dcp.async_save(
             self.training.state(step),
             storage_writer=self._dcp.FileSystemWriter(self._next_path(step), sync_files=True),
+            process_group=self.options.process_group,
             async_checkpointer_type=self._type,
             async_stager=self._stager,
         )
@@ -249,7 +253,7 @@ class DcpWay(OwnDirectoryWay):
         self.settle()
         if self._stager is not None:
             self._stager.close()
-        if self.in_process:
+        if self.in_process and self.options.process_group is None:
             torch.distributed.destroy_process_group()
 
 
@@ -277,7 +281,7 @@ class CheckpointerWay(Way):
         self._checkpointer = fastpersist.Checkpointer(
             root,
             optimizer=training.optimizer,
-            keep=_KEEP_COUNT,
+            keep=options.keep_count,
             max_host_bytes=options.max_host_bytes,
             engine=options.engine,
         )

@@ -1,4 +1,4 @@
-"""The processes of `bench overlap`: a training of nothing in particular, and measurements of it.
+"""The processes of `bench overlap`: whole runs with one way of saving, turns of several, and many saves in a row.
 
 The parent (`child_process`) starts `main`, sends jobs and gets of each its result or the reason why there is none. A
 forked process does each: its peak of memory is its own, and no way of saving finds what another one has set up. The one
@@ -9,29 +9,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
+import os
+import random
 import resource
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-from fastpersist.cli.bench.overlap.run import TrainedModel, train_and_save
+from fastpersist.cli.bench.overlap.further_ways import FURTHER_WAYS
+from fastpersist.cli.bench.overlap.run import check_newest, step_and_save, train_and_save
+from fastpersist.cli.bench.overlap.training import LAYERS, SyntheticTraining
 from fastpersist.cli.bench.overlap.ways import (
     CheckpointerWay,
     DcpStagedWay,
     DcpWay,
     Options,
     TorchSaveWay,
+    Trained,
     Unavailable,
     Way,
 )
+from fastpersist.cli.bench.worker import resident_bytes
 from fastpersist.cli.child_process import Answers
 
-__all__ = ["WARM_UP_COUNT", "WAYS", "Job", "SyntheticTraining", "main"]
+__all__ = ["ALL_WAYS", "WARM_UP_COUNT", "WAYS", "Job", "main"]
 
-WAYS: dict[str, type[Way]] = {
+WAYS: dict[str, Callable[[str, Trained, Options], Way]] = {
     "no checkpoints": Way,
     "fp.Checkpointer": CheckpointerWay,
     "torch.save + fsync": TorchSaveWay,
@@ -39,13 +46,12 @@ WAYS: dict[str, type[Way]] = {
     "dcp.async_save, stager kept": DcpStagedWay,
 }
 
+ALL_WAYS = WAYS | FURTHER_WAYS
+"""By the names of their rows; WAYS are those that are measured if none is named."""
+
 WARM_UP_COUNT = 2  # with the first save, peers start threads and everybody allocates memory; the second waits for it
 
-_SEED = 20260
-_ROW_COUNT = 16  # of the inputs: so few that the length of a step is the products' affair
-_WIDTHS = (4096, 2048, 1024, 512, 256, 128, 64)
-_LAYER_COUNT_MIN = 4
-_BYTES_PER_PARAMETER = 12  # float32: itself and two moments
+_EARLY_COUNT = 100  # saves after which a training has all memory that it will ever have
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,8 +65,14 @@ class Job:
         thread_count: Threads that compute on the CPU.
         engine: Of fastpersist.
         product_count: Matrix products that each step makes beside its training.
-        way: One of WAYS; None: find out how long things take, and train nothing else.
-        step_count: Steps that count.
+        ways: Of ALL_WAYS. One: a whole run with it. Several: turns of them. None: find out how long things take.
+        step_count: Steps, or turns of each way, that count; saves of a soak.
+        every: Steps from save to save, of a whole run.
+        soak: Save in each of many steps, and look at what the process holds.
+        model: One of training.MODELS.
+        batch_count: Of a step; None for the default.
+        token_count: Of a sequence; None for the default.
+        max_host_bytes: Of the Checkpointer.
     """
 
     root: str
@@ -69,59 +81,14 @@ class Job:
     thread_count: int
     engine: str
     product_count: int = 0
-    way: str | None = None
+    ways: tuple[str, ...] = ()
     step_count: int = 1
-
-
-class SyntheticTraining(TrainedModel):
-    """Square layers under AdamW, random inputs, and products that only take time. One thread.
-
-    Args:
-        size_bytes: Of parameters and moments, about.
-        device: Where they are.
-        product_count: Products of a step; they touch nothing of the state.
-    """
-
-    def __init__(self, size_bytes: int, device: str, product_count: int = 0) -> None:
-        torch.manual_seed(_SEED)
-        self._device = torch.device(device)
-        parameter_count = max(size_bytes // _BYTES_PER_PARAMETER, 1)
-        self.width = next((w for w in _WIDTHS if _LAYER_COUNT_MIN * w * w <= parameter_count), _WIDTHS[-1])
-        layer_count, rest = divmod(parameter_count, self.width**2)
-        shapes = [(self.width, self.width)] * layer_count + [(self.width, rest // self.width)] * (rest >= self.width)
-        with self._device:
-            model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
-            side = 2048 if self._device.type == "cuda" else 256
-            self._factors = [torch.randn(side, side) for _ in range(3)]
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=self.width**-0.5)  # or gradients would vanish, and steps change nothing
-        super().__init__(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-        self.product_count = product_count
-
-    def compute(self, product_count: int) -> None:
-        """Keep the device busy."""
-        first, second, out = self._factors
-        for _ in range(product_count):
-            torch.mm(first, second, out=out)
-
-    def loss(self) -> torch.Tensor:
-        """Return the loss of random inputs."""
-        inputs = torch.randn(_ROW_COUNT, self.width, device=self._device)
-        output: torch.Tensor = self.model(inputs)
-        return output.square().mean()
-
-    def follow_backward(self) -> None:
-        """Make the step as long as wanted."""
-        self.compute(self.product_count)
-
-    def end_step(self, loss: torch.Tensor) -> None:
-        """Wait for the device."""
-        self.synchronize()
-
-    def synchronize(self) -> None:
-        """Wait for the stream that trains, and for no other: saving has streams of its own, which go on."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+    every: int = 1
+    soak: bool = False
+    model: str = LAYERS
+    batch_count: int | None = None
+    token_count: int | None = None
+    max_host_bytes: int | None = None
 
 
 def main() -> None:
@@ -135,28 +102,121 @@ def main() -> None:
 
 
 def _do(job: Job) -> dict[str, Any]:
+    measure = _find_lengths if not job.ways else _soak if job.soak else _run if len(job.ways) == 1 else _turns
     try:
         torch.set_num_threads(job.thread_count)
-        return {"result": _find_lengths(job) if job.way is None else _run(job)}
+        return {"result": measure(job)}
     except Unavailable as reason:
         return {"unavailable": str(reason)}
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the result of this way
         return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
 
 
+def _training(job: Job) -> SyntheticTraining:
+    return SyntheticTraining(
+        job.size_bytes,
+        job.device,
+        job.product_count,
+        model=job.model,
+        batch_count=job.batch_count,
+        token_count=job.token_count,
+    )
+
+
 def _options(job: Job) -> Options:
-    return Options(engine=job.engine, pins=torch.device(job.device).type == "cuda")
+    pins = torch.device(job.device).type == "cuda"
+    return Options(engine=job.engine, max_host_bytes=job.max_host_bytes, pins=pins)
 
 
 def _run(job: Job) -> dict[str, Any]:
-    training = SyntheticTraining(job.size_bytes, job.device, job.product_count)
-    way = WAYS[job.way or ""](job.root, training, _options(job))
-    return train_and_save(training, way, every=1, warm_up_count=WARM_UP_COUNT, step_count=job.step_count)
+    """Train with one way from first step to everything durable."""
+    training = _training(job)
+    way = ALL_WAYS[job.ways[0]](job.root, training, _options(job))
+    return train_and_save(
+        training, way, every=job.every, warm_up_count=WARM_UP_COUNT * job.every, step_count=job.step_count
+    )
+
+
+def _turns(job: Job) -> dict[str, Any]:
+    """Train in one process: steps take turns, each with a save before it in one of the ways, which is then awaited.
+
+    So drift of the machine hits all of them alike; each round has another order, so that none always runs in the wake
+    of the same neighbour.
+    """
+    training = _training(job)
+    for _ in range(WARM_UP_COUNT):
+        training.step()
+    ways: dict[str, Way] = {}
+    notes: dict[str, str] = {}
+    for index, name in enumerate(job.ways):
+        root = os.path.join(job.root, str(index))
+        os.mkdir(root)
+        try:
+            ways[name] = ALL_WAYS[name](root, training, _options(job))
+        except Unavailable as reason:
+            notes[name] = str(reason)
+    order = random.Random(0)
+    rounds: list[dict[str, dict[str, Any]]] = []
+    for step in range(1, WARM_UP_COUNT + job.step_count + 1):
+        rounds.append({name: _turn(training, ways[name], step) for name in order.sample(list(ways), len(ways))})
+    for way in ways.values():
+        way.finish()
+    return {"rounds": rounds[WARM_UP_COUNT:], "notes": notes}
+
+
+def _turn(training: SyntheticTraining, way: Way, step: int) -> dict[str, Any]:
+    """Save, train one step, and wait until all is durable; return what `train_and_save` does, without a peak."""
+    gc.collect()
+    start = time.perf_counter()
+    way.save(step)
+    save_s = time.perf_counter() - start
+    times = training.step(before_update=way.before_update, update_guard=way.update_guard)
+    times.save_s, times.step_s = save_s, time.perf_counter() - start
+    start = time.perf_counter()
+    way.settle()
+    return {
+        "settings": way.settings,
+        "steps": [dataclasses.asdict(times)],
+        "late_count": 0,
+        "tail_s": time.perf_counter() - start,
+        "checkpoint_bytes": check_newest(way, step, training.state_bytes()),
+        "peak_bytes": None,
+        "report": way.report()[-1:],
+    }
+
+
+def _soak(job: Job) -> dict[str, Any]:
+    """Save after every step, many times; note memory, threads and descriptors early and at the end."""
+    training = _training(job)
+    way = ALL_WAYS[job.ways[0]](job.root, training, _options(job))
+    early_count = min(_EARLY_COUNT, max(1, job.step_count // 2))
+    stalls_s, footprints = [], {}
+    for number in range(1, job.step_count + 1):
+        stalls_s.append(step_and_save(training, way, number)[0].stall_s)
+        if number in (early_count, job.step_count):
+            way.settle()
+            footprints[f"save {number}"] = _footprint()
+    checkpoint_bytes = check_newest(way, job.step_count, training.state_bytes())
+    way.finish()
+    return {
+        "footprints": footprints | {"the end": _footprint()},
+        "stall_s": statistics.median(stalls_s),
+        "checkpoint_bytes": checkpoint_bytes,
+    }
+
+
+def _footprint() -> dict[str, int]:
+    gc.collect()
+    return {
+        "resident_bytes": resident_bytes("VmRSS"),
+        "thread_count": len(os.listdir("/proc/self/task")),
+        "descriptor_count": len(os.listdir("/proc/self/fd")),
+    }
 
 
 def _find_lengths(job: Job) -> dict[str, Any]:
     """Return the bytes of the state, and the seconds of a save with nothing beside it, a step, and a product."""
-    training = SyntheticTraining(job.size_bytes, job.device)
+    training = _training(job)
     training.step()  # makes the optimizer's state
     way = CheckpointerWay(job.root, training, _options(job))
     writes_s, steps_s = [], []
@@ -167,16 +227,11 @@ def _find_lengths(job: Job) -> dict[str, Any]:
         writes_s.append(time.perf_counter() - start)
         steps_s.append(training.step().step_s)
     way.finish()
-    training.compute(3)
-    training.synchronize()
-    start = time.perf_counter()
-    training.compute(20)
-    training.synchronize()
     return {
         "state_bytes": training.state_bytes(),
         "write_s": statistics.median(writes_s[1:]),  # the first one makes the ring
         "step_s": min(steps_s),
-        "product_s": (time.perf_counter() - start) / 20,
+        "product_s": training.product_s(),
         "engine": way.report()[-1]["engine"],
         "device": torch.cuda.get_device_name(job.device) if training._device.type == "cuda" else "",
     }

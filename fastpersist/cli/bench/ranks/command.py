@@ -1,40 +1,36 @@
-"""`fastpersist bench ranks DIR`: one file written, and read, by several processes that hold the same state.
+"""`fastpersist bench ranks DIR`: one checkpoint written, and read, by several processes: replicated, or sharded.
 
-What the processes do is in `bench.ranks.processes`; here are rows, rounds and tables. As in the other benchmarks,
-nothing fails because a machine is slow: the exit code is 0 unless a row of fastpersist itself fails.
+Here is the command line; rows are `ranks.one_file`'s and `ranks.sharded`'s, tables `ranks.tables`'. As in the other
+benchmarks, nothing fails because a machine is slow: the exit code is 0 unless a row of fastpersist itself fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tabulate import tabulate
 
-from fastpersist.cli.bench.fio import fio_read_row, fio_write_bytes, fio_write_row
+from fastpersist.cli.bench.fio import fio_write_bytes
 from fastpersist.cli.bench.load_rows import PageCache
-from fastpersist.cli.bench.places import check_places, empty, positive, require_space, scratch_directory, write_json
-from fastpersist.cli.bench.ranks import processes as work
-from fastpersist.cli.bench.ranks.processes import Failed, RankProcesses, whole_span
-from fastpersist.cli.bench.report import machine_facts, report_text, samples_json
-from fastpersist.cli.bench.rows import Kind, Measured, Row, Sample, measure
+from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
+from fastpersist.cli.bench.ranks.one_file import OneFile
+from fastpersist.cli.bench.ranks.processes import Failed, RankProcesses
+from fastpersist.cli.bench.ranks.tables import Table, ranks_text, row_json
+from fastpersist.cli.bench.report import machine_facts, report_head
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.transfer.arena import available_host_bytes
 
 __all__ = ["add_parser", "run"]
 
 _MIB = 1 << 20
-_FORMAT = 1
-_COLUMNS = 118
 _TIMEOUT_S = 300.0
 _RANK_COUNT_MAX = 64
+_PARTS = ("save", "load", "agreement", "async")
+_KEPT_COUNT = 3  # what several ways have saved lies there for each to load; one more is a margin
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,7 +43,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "(fastpersist.save with process_group), by one of them alone, and by torch.save on rank 0 with fsync. Then the "
         "time until the last of them has it in memory, the file being out of the page cache: loaded together "
         "(fastpersist.load with process_group), by each for itself, and by each with torch.load. fio writes with as "
-        "many jobs, and reads the same file.",
+        "many jobs, and reads the same file. With --sharded each rank holds its shards of one state (DTensors), which "
+        "torch.distributed.checkpoint saves and loads with FastPersistWriter, with its own FileSystemWriter, and "
+        "torch_checkpointing if it is installed; then they save it in the background.",
         epilog="One disk shows that several writers do no harm; what several disks would gain, it cannot show.",
     )
     parser.add_argument("directory", metavar="DIR", help="existing directory; a scratch directory in it is removed")
@@ -64,7 +62,37 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=positive,
         default=1024,
         metavar="N",
-        help="MiB of the state; each rank holds it (default: 1024)",
+        help="MiB of the state; each rank holds it, or with --sharded a part of it (default: 1024)",
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        action="extend",
+        choices=_PARTS,
+        help="what to measure: save, load, agreement (saves of 4 KiB, of which most is agreement), async (with "
+        "--sharded; default: save load, with --sharded also async)",
+    )
+    parser.add_argument("--warm", action="store_true", help="load files that are in the page cache")
+    parser.add_argument(
+        "--load-ways", action="store_true", help="rows for each way in which ranks can read one file, not the best only"
+    )
+    parser.add_argument(
+        "--limits",
+        action="store_true",
+        help="rows for what limits several writers: bare pwrite into one file and into one each, all of a save but the "
+        "kernel's part (null engine), memcpy; none of it durable",
+    )
+    parser.add_argument("--one-core-each", action="store_true", help="keep each rank on one core")
+    parser.add_argument("--sharded", action="store_true", help="a state in shards, by torch.distributed.checkpoint")
+    parser.add_argument(
+        "--flat", action="store_true", help="with --sharded: one dict of all tensors, each of which DCP logs"
+    )
+    parser.add_argument(
+        "--between",
+        type=float,
+        default=0.5,
+        metavar="S",
+        help="with --sharded: seconds from a save in the background to the optimizer's next step (default: 0.5)",
     )
     parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="rounds (default: 5)")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
@@ -78,29 +106,6 @@ def _several(text: str) -> int:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """One row of a table.
-
-    Attributes:
-        measured: What came of it; its samples count the bytes of the file once.
-        rank_count: Who took part.
-        fio: The yardstick of this row.
-        alone: The row of one rank without a group; None where that is no comparison.
-    """
-
-    measured: Measured
-    rank_count: int
-    fio: Measured
-    alone: Measured | None = None
-
-    def of(self, other: Measured | None) -> float | None:
-        """Return by how much the rate is that of another row, None where one of them has none."""
-        if other is None or not self.measured.samples or not other.samples:
-            return None
-        return self.measured.bytes_per_s / other.bytes_per_s
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the tables, write the JSON.
 
@@ -112,31 +117,60 @@ def run(arguments: argparse.Namespace) -> int:
         StorageError: DIR has no room or takes no files; or the JSON file cannot be written.
         UnsupportedError: The ranks cannot be started, or cannot hold the state.
     """
-    arguments.ranks = arguments.ranks or [2, 4]
+    arguments.ranks = sorted(set(arguments.ranks or [2, 4]))
     _check(arguments)
-    counts = sorted(set(arguments.ranks))
     facts = machine_facts(arguments.directory)
-    with scratch_directory(arguments.directory) as scratch, scratch_directory(arguments.directory) as meeting:
-        with RankProcesses(counts, meeting, _TIMEOUT_S) as ranks:
-            bench = _Bench(ranks, counts, scratch, arguments.repeat)
-            with _one_line():
-                size_bytes = bench.prepare(arguments.size_mb * _MIB)
-            saves = bench.saves(size_bytes)
-            with _one_line():
-                file_bytes = bench.write_file()
-            loads = bench.loads(file_bytes)
     command_line = _command_line(arguments)
-    notes = _notes(facts, bench.cache)
-    print(_text(command_line, facts, notes, size_bytes, {"save": saves, "load": loads}))
+    measure = _sharded if arguments.sharded else _one_file
+    with scratch_directory(arguments.directory) as scratch, scratch_directory(arguments.directory) as meeting:
+        sizes, tables, cache = measure(arguments, scratch, meeting)
+    notes = _notes(arguments, facts, cache)
+    held = "in shards, on all ranks together" if arguments.sharded else "on each rank"
+    print(ranks_text(command_line, facts, notes, tables, f"a state of {sizes['state_bytes'] / 1e9:.3f} GB {held}"))
     if arguments.json:
-        tables = {name: [_row_json(one, name) for one in table] for name, table in (("save", saves), ("load", loads))}
-        write_json(
-            arguments.json,
-            {"format": _FORMAT, "command": "ranks", "command_line": command_line, "machine": facts, "notes": notes}
-            | {"state_bytes": size_bytes, "file_bytes": file_bytes, **tables},
-        )
-    measured = [result.measured for result in [*saves, *loads]]
+        report: dict[str, Any] = report_head("ranks", command_line, facts, notes) | sizes
+        for one in tables:
+            report[one.name] = report.get(one.name, []) + [row_json(result, one.name) for result in one.results]
+        write_json(arguments.json, report)
+    measured = [result.measured for one in tables for result in one.results]
     return int(any(one.row.kind == "fastpersist" and one.note.startswith("failed") for one in measured))
+
+
+def _one_file(
+    arguments: argparse.Namespace, scratch: str, meeting: str
+) -> tuple[dict[str, int], list[Table], PageCache]:
+    """Measure what ranks do that hold the same state; return sizes, tables, and how files came to be cold."""
+    tables = []
+    with RankProcesses(arguments.ranks, meeting, _TIMEOUT_S) as ranks:
+        bench = OneFile(ranks, arguments.ranks, scratch, arguments)
+        with _one_line():
+            sizes = {"state_bytes": bench.prepare(arguments.size_mb * _MIB)}
+        if "save" in arguments.parts:
+            tables.append(bench.saves(sizes["state_bytes"]))
+        if "agreement" in arguments.parts:
+            with _one_line():
+                tables.append(bench.agreement())
+        if "load" in arguments.parts:
+            with _one_line():
+                sizes["file_bytes"] = bench.write_file()
+            tables.append(bench.loads(sizes["file_bytes"]))
+    return sizes, tables, bench.cache
+
+
+def _sharded(
+    arguments: argparse.Namespace, scratch: str, meeting: str
+) -> tuple[dict[str, int], list[Table], PageCache]:
+    """Measure what ranks do with a sharded state, one number of ranks after the other; return the same."""
+    from fastpersist.cli.bench.ranks.sharded import Sharded  # here: it needs a torch with torch.distributed
+
+    tables = []
+    for count in arguments.ranks:
+        with RankProcesses([count], meeting, _TIMEOUT_S) as ranks:
+            with _one_line():
+                bench = Sharded(ranks, count, scratch, arguments)
+            ways = {"save": bench.saves, "load": bench.loads, "async": bench.in_background}
+            tables += [measure() for part, measure in ways.items() if part in arguments.parts]
+    return {"state_bytes": bench.size_bytes}, tables, bench.cache
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -144,14 +178,25 @@ def _check(arguments: argparse.Namespace) -> None:
     check_places(arguments.directory, [arguments.json])
     if not torch.distributed.is_available():
         raise ConfigError("this torch is built without torch.distributed, so there are no ranks to measure")
-    needed_bytes = max(arguments.ranks) * arguments.size_mb * _MIB
+    arguments.parts = arguments.parts or ["save", "load"] + ["async"] * arguments.sharded
+    if "async" in arguments.parts and not arguments.sharded:
+        raise ConfigError("--parts async is about a sharded state: --sharded")
+    if arguments.sharded:
+        for option in ("load_ways", "limits", "one_core_each"):
+            if getattr(arguments, option):
+                raise ConfigError(f"--{option.replace('_', '-')} is about one file, and --sharded about another state")
+        if "agreement" in arguments.parts:
+            raise ConfigError("--parts agreement is about one file, and --sharded about another state")
+    held_count = 2 if arguments.sharded else max(arguments.ranks)  # DCP stages a copy of all shards
+    needed_bytes = held_count * arguments.size_mb * _MIB
     if needed_bytes > available_host_bytes():
         raise ConfigError(
             f"--ranks {max(arguments.ranks)} with --size-mb {arguments.size_mb} each is more memory than is available "
             f"({available_host_bytes() / 1e9:.1f} GB); ask for less"
         )
     most_bytes = fio_write_bytes(arguments.size_mb * _MIB, max(arguments.ranks))
-    require_space(arguments.directory, most_bytes, smaller="--size-mb")
+    kept_count = _KEPT_COUNT if arguments.sharded else 1
+    require_space(arguments.directory, kept_count * most_bytes, smaller="--size-mb")
 
 
 @contextmanager
@@ -163,172 +208,47 @@ def _one_line() -> Iterator[None]:
         raise UnsupportedError(str(error).splitlines()[0]) from error
 
 
-class _Bench:
-    """Runs the rows.
-
-    Args:
-        ranks: The processes.
-        counts: Ranks of each group.
-        scratch: Directory for files.
-        round_count: Samples of each row.
-    """
-
-    def __init__(self, ranks: RankProcesses, counts: Sequence[int], scratch: str, round_count: int) -> None:
-        self._ranks, self._counts, self._scratch, self._round_count = ranks, counts, scratch, round_count
-        self._file = os.path.join(scratch, "state.pt")
-        self.cache = PageCache(warm=False, whole_machine=False)
-
-    def prepare(self, size_bytes: int) -> int:
-        """Have the ranks make their state, and each group save once: they connect, and map memory. Return its bytes."""
-        made_bytes: int = self._ranks.call(max(self._counts), work.hold_state, size_bytes)[0]
-        for count in self._counts:
-            self._ranks.call(count, work.save_together, self._file, count)
-        empty(self._scratch)
-        return made_bytes
-
-    def saves(self, size_bytes: int) -> list[_Result]:
-        """Measure the ways to write one file."""
-
-        def row(name: str, kind: Kind, count: int, function: Callable[..., Any], *more: Any) -> Row:
-            def run(path: str) -> Sample:
-                answers = self._ranks.call(count, function, path, *more)
-                return Sample(whole_span([span for span, _ in answers]), size_bytes, answers[0][1])
-
-            return Row(name, kind, run)
-
-        alone = row("fp.save, one rank alone", "fastpersist", 1, work.save_alone)
-        together = {
-            count: row(f"fp.save, {count} ranks together", "fastpersist", count, work.save_together, count)
-            for count in self._counts
-        }
-        by_torch = row("torch.save + fsync, rank 0", "peer", 1, work.save_by_torch)
-        fio = {count: fio_write_row(size_bytes, job_count=count) for count in (1, *self._counts)}
-        rows = [*fio.values(), alone, *together.values(), by_torch]
-
-        def before(suffix: str) -> str:
-            return os.path.join(self._scratch, f"run{suffix}")
-
-        found = self._measure(rows, before, lambda: empty(self._scratch))
-        return [
-            *(_Result(found[row.name], count, found[row.name]) for count, row in fio.items()),
-            _Result(found[alone.name], 1, found[fio[1].name]),
-            *(
-                _Result(found[row.name], count, found[fio[count].name], found[alone.name])
-                for count, row in together.items()
-            ),
-            _Result(found[by_torch.name], 1, found[fio[1].name], found[alone.name]),
-        ]
-
-    def write_file(self) -> int:
-        """Write the file that is loaded, and have the ranks give back the state's memory; return the file's bytes."""
-        self._ranks.call(1, work.save_alone, self._file)
-        self._ranks.call(max(self._counts), work.drop_state)
-        return os.path.getsize(self._file)
-
-    def loads(self, file_bytes: int) -> list[_Result]:
-        """Measure the ways in which all ranks get what is in one file."""
-
-        def row(name: str, kind: Kind, count: int, function: Callable[..., Any]) -> Row:
-            def run(path: str) -> Sample:
-                return Sample(whole_span(self._ranks.call(count, function, path, count)), file_bytes)
-
-            return Row(name, kind, run)
-
-        def before(_suffix: str) -> str:
-            self.cache.prepare(self._file)
-            return self._file
-
-        fio = fio_read_row(".pt")
-        rows = {
-            count: [
-                row(f"fp.load, {count} ranks together", "fastpersist", count, work.load_together),
-                row(f"fp.load, {count} ranks, by each", "fastpersist", count, work.load_alone),
-                row(f"torch.load, {count} ranks, by each", "peer", count, work.load_by_torch),
-            ]
-            for count in self._counts
-        }
-        found = self._measure([fio, *(row for some in rows.values() for row in some)], before, lambda: None)
-        return [
-            _Result(found[fio.name], 1, found[fio.name]),
-            *(_Result(found[row.name], count, found[fio.name]) for count, some in rows.items() for row in some),
-        ]
-
-    def _measure(
-        self, rows: Sequence[Row], before: Callable[[str], str], after: Callable[[], None]
-    ) -> dict[str, Measured]:
-        return {one.row.name: one for one in measure(rows, self._round_count, before=before, after=after)}
-
-
-# --- what is said ---
-
-
 def _command_line(arguments: argparse.Namespace) -> str:
     """Spell out the command, as it would be typed to run the same again."""
-    words = ["fastpersist", "bench", "ranks", arguments.directory, "--ranks", *map(str, sorted(set(arguments.ranks)))]
-    return shlex.join([*words, "--size-mb", str(arguments.size_mb), "--repeat", str(arguments.repeat)])
+    words = ["fastpersist", "bench", "ranks", arguments.directory, "--ranks", *map(str, arguments.ranks)]
+    words += ["--size-mb", str(arguments.size_mb), "--repeat", str(arguments.repeat)]
+    for name in ("sharded", "flat", "warm", "load_ways", "limits", "one_core_each"):
+        words += [f"--{name.replace('_', '-')}"] if getattr(arguments, name) else []
+    if arguments.parts != ["save", "load"] + ["async"] * arguments.sharded:
+        words += ["--parts", *arguments.parts]
+    if arguments.sharded:
+        words += ["--between", f"{arguments.between:g}"]
+    return shlex.join(words)
 
 
-def _notes(facts: dict[str, Any], cache: PageCache) -> list[str]:
+def _notes(arguments: argparse.Namespace, facts: dict[str, Any], cache: PageCache) -> list[str]:
+    load = f"load: {cache.describe()}; what the drive itself or the host of a virtual disk caches is out of our reach"
+    notes = [
+        "seconds run from the first rank that begins to the last that returns; GB/s are 10^9 bytes of the one state "
+        "per second of the median, of all ranks: what they all have got per second; the rows took turns, each round in "
+        "another order"
+    ]
+    cores = "is kept on one core" if arguments.one_core_each else "alone may use several for writing"
+    if arguments.sharded:
+        return [
+            *notes,
+            "save: ours is durable when it returns, DCP has synced its files, torch_checkpointing is made to sync; "
+            "each keeps what it has planned",
+            load,
+            "peak: what the process that grew most grew by during a run, above what it had with the state alone",
+            f"async: the call, then {arguments.between:g} s in which nothing is done, then the optimizer's step; "
+            "stall: the call and that step, on the rank where they take longest; each way was started anew for each "
+            "round, and had one save before, with memory that it keeps; of each it was checked that what is loaded "
+            "is the state of before the step",
+            "fio: io_uring, direct, bs=8M, iodepth=8 of one job a rank; writes as many bytes into one fresh, "
+            "preallocated file, with --end_fsync=1; reads the files of FastPersistWriter",
+        ]
     return [
-        "seconds run from the first rank that begins to the last that returns; GB/s are 10^9 bytes of the one file per "
-        "second of the median, of all ranks: what they all have got per second; the rows took turns, each round in "
-        "another order",
+        *notes,
         "save: a fresh file, durable with its name; its removal is synced before the next run",
-        f"load: {cache.describe()}; what the drive itself or the host of a virtual disk caches is out of our reach",
-        f"every rank computes on one thread, and one rank alone may use several for writing; this machine has "
-        f"{facts['cpu_count']} CPUs, and more ranks than that take turns",
+        load,
+        f"every rank computes on one thread, and one rank {cores}; this machine has {facts['cpu_count']} CPUs, and "
+        "more ranks than that take turns",
         "fio: io_uring, direct, bs=8M, iodepth=8 of each job; writes a fresh, preallocated file, a range by each job, "
         "with --end_fsync=1; reads the file that the ranks load, by one job",
     ]
-
-
-def _row_json(result: _Result, table: str) -> dict[str, Any]:
-    measured = result.measured
-    row = {"name": measured.row.name, "kind": measured.row.kind, "rank_count": result.rank_count, "note": measured.note}
-    if not measured.samples:
-        return row
-    return row | {
-        **samples_json(measured),
-        # A file that several write is written once; what each of them loads is loaded by each.
-        "all_ranks_bytes_per_s": result.rank_count * measured.bytes_per_s if table == "load" else None,
-        "ratio_to_fio": result.of(result.fio),
-        "ratio_to_one_rank": result.of(result.alone),
-    }
-
-
-def _text(
-    command_line: str, facts: dict[str, Any], notes: Sequence[str], size_bytes: int, tables: dict[str, list[_Result]]
-) -> str:
-    lines = [report_text("ranks", command_line, facts, [], []).rstrip()]
-    lines += ["", f"a state of {size_bytes / 1e9:.3f} GB on each rank"]
-    for name, results in tables.items():
-        last = "of one rank alone" if name == "save" else "all ranks, GB/s"
-        headers = [name, "engine", "median s", "min – max s", "GB/s", "of fio", last]
-        rows = [_cells(result, name) for result in results]
-        align = ("left", "left", "right", "right", "right", "right", "right")
-        lines += ["", tabulate(rows, headers=headers, disable_numparse=True, colalign=align)]
-        lines += [f"{one.row.name}: {one.note}" for one in (result.measured for result in results) if one.note]
-    lines += ["", *(textwrap.fill(f"- {note}", _COLUMNS, subsequent_indent="  ") for note in notes)]
-    return "\n".join(lines)
-
-
-def _cells(result: _Result, table: str) -> list[str]:
-    measured = result.measured
-    if not measured.samples:
-        return [measured.row.name, "", "–"]
-    last = (
-        f"{result.rank_count * measured.bytes_per_s / 1e9:.2f}"
-        if table == "load"
-        else _percent(result.of(result.alone))
-    )
-    return [
-        measured.row.name,
-        measured.samples[0].engine,
-        *measured.time_cells(),
-        _percent(result.of(result.fio)),
-        last,
-    ]
-
-
-def _percent(ratio: float | None) -> str:
-    return "" if ratio is None else f"{100 * ratio:.0f} %"

@@ -1,8 +1,9 @@
-"""Processes that are the ranks of one gloo group on this machine, and what ranks do in `bench ranks`.
+"""Processes that are the ranks of one gloo group on this machine.
 
 Each rank holds a state of its own in its own memory. Ranks do what they are told over a pipe, a function and its
-arguments, so that ways of saving take turns in the same processes. All times are of CLOCK_MONOTONIC, which the
-processes of one machine share: a save by several ranks lasts from the first that begins it to the last that returns.
+arguments (`ranks.work`, `ranks.sharded_work`), so that ways of saving take turns in the same processes. All times are
+of CLOCK_MONOTONIC, which the processes of one machine share: a save by several ranks lasts from the first that begins
+it to the last that returns.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import fastpersist
-from fastpersist.cli.bench.save_rows import sync_path
 from fastpersist.cli.child_process import connected_process
 
 __all__ = [
@@ -31,30 +30,14 @@ __all__ = [
     "Here",
     "RankProcesses",
     "Span",
-    "StartedRank",
-    "drop_state",
-    "hold_state",
-    "load_alone",
-    "load_by_torch",
-    "load_together",
     "main",
-    "save_alone",
-    "save_by_torch",
-    "save_together",
-    "serve",
     "whole_span",
 ]
 
-_MIB = 1 << 20
-_SEED = 20261
-_TENSOR_COUNT_MAX = 64
 _PATIENCE_S = 5.0
 
 Span = tuple[float, float]
 """When something began and ended, in seconds."""
-
-StartedRank = tuple[Connection, Callable[[float], None]]
-"""Our end of the pipe to a rank; and what ends the rank, after so many seconds in which it may end by itself."""
 
 
 class Failed(Exception):
@@ -78,7 +61,6 @@ class RankProcesses:
         counts: The n.
         scratch: A directory for the file through which they meet.
         timeout_s: So long may one call take.
-        start: Starts a process that calls `serve`; gets our ends of the pipes so far, which a fork inherits.
     """
 
     def __init__(
@@ -86,15 +68,14 @@ class RankProcesses:
         counts: Sequence[int],
         scratch: str,
         timeout_s: float,
-        start: Callable[[Sequence[Connection]], StartedRank] | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        self._ranks: list[StartedRank] = []
+        self._ranks: list[tuple[Connection, subprocess.Popen[bytes]]] = []
         self._broken = ""
         meeting_path = os.path.join(scratch, f"meeting-{max(counts)}-{time.monotonic_ns()}")
         try:
             for rank in range(max(counts)):
-                self._ranks.append((start or _start)([connection for connection, _ in self._ranks]))
+                self._ranks.append(connected_process("fastpersist.cli.bench.ranks.processes"))
                 self._ranks[-1][0].send((rank, sorted(counts), meeting_path, timeout_s))
         except BaseException:
             self._end(0.0)
@@ -145,22 +126,13 @@ class RankProcesses:
     def _end(self, patience_s: float) -> None:
         for connection, _ in self._ranks:
             connection.close()
-        for _, end in self._ranks:
-            end(patience_s)
+        for _, process in self._ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience_s)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         self._ranks = []
-
-
-def _start(_ours: Sequence[Connection]) -> StartedRank:
-    connection, process = connected_process("fastpersist.cli.bench.ranks.processes")
-
-    def end(patience_s: float) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-    return connection, end
 
 
 # --- the ranks ---
@@ -187,20 +159,14 @@ class Here:
 
 
 def main(descriptor: int) -> None:
-    """Be a rank for the parent at the other end of a connection, until it closes it.
+    """Be a rank for the parent at the other end of a connection: do what comes over it until it closes.
 
     Args:
         descriptor: Of our end.
     """
-    with Connection(descriptor) as connection:
-        serve(connection)
-
-
-def serve(connection: Connection) -> None:
-    """Do what comes over the pipe until it ends."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with Connection(descriptor) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         rank, counts, meeting_path, timeout_s = connection.recv()
         dist.init_process_group(
             "gloo",
@@ -218,76 +184,3 @@ def serve(connection: Connection) -> None:
                 said = str(error).splitlines()[0] if str(error) else ""
                 answer = (True, f"{type(error).__name__}: {said}\n{traceback.format_exc()}")
             connection.send(answer)
-
-
-# --- what they do ---
-
-
-def hold_state(here: Here, size_bytes: int) -> int:
-    """Make the state: random, in tensors of unequal lengths; return its bytes."""
-    count = max(1, min(_TENSOR_COUNT_MAX, size_bytes // (2 * _MIB)))
-    generator = torch.Generator().manual_seed(_SEED)
-    base_count = size_bytes // count // 4
-    weights = {
-        f"layers.{index}.weight": torch.empty(base_count + 13 * (index - count // 2)).uniform_(generator=generator)
-        for index in range(count)
-    }
-    here.state = {"step": 1, "weights": weights}
-    return sum(tensor.nbytes for tensor in weights.values())
-
-
-def drop_state(here: Here) -> None:
-    """Give the state's memory back."""
-    here.state = {}
-
-
-def save_together(here: Here, path: str, count: int) -> tuple[Span, str]:
-    """Save the state with the first ranks; return when, and the engine."""
-    here.together(count)
-    start_s = time.monotonic()
-    report = fastpersist.save(here.state, path, process_group=here.groups[count])
-    return (start_s, time.monotonic()), report.engine
-
-
-def save_alone(here: Here, path: str) -> tuple[Span, str]:
-    """Save the state without a group; return when, and the engine."""
-    start_s = time.monotonic()
-    report = fastpersist.save(here.state, path)
-    return (start_s, time.monotonic()), report.engine
-
-
-def save_by_torch(here: Here, path: str) -> tuple[Span, str]:
-    """Save the state as scripts do on rank 0, and make file and name durable."""
-    start_s = time.monotonic()
-    torch.save(here.state, path)
-    sync_path(path)
-    sync_path(os.path.dirname(path))
-    return (start_s, time.monotonic()), ""
-
-
-def load_together(here: Here, path: str, count: int) -> Span:
-    """Load a file with the first ranks."""
-    return _timed_load(here, count, lambda: fastpersist.load(path, process_group=here.groups[count]))
-
-
-def load_alone(here: Here, path: str, count: int) -> Span:
-    """Load a file at the same time as the others of the first ranks, and without them."""
-    return _timed_load(here, count, lambda: fastpersist.load(path))
-
-
-def load_by_torch(here: Here, path: str, count: int) -> Span:
-    """Load a file by torch.load at the same time as the others of the first ranks."""
-    return _timed_load(here, count, lambda: torch.load(path, weights_only=True))
-
-
-def _timed_load(here: Here, count: int, load: Callable[[], object]) -> Span:
-    here.together(count)
-    start_s = time.monotonic()
-    loaded = None
-    try:
-        loaded = load()
-        end_s = time.monotonic()
-    finally:
-        here.together(count)  # nobody frees what was loaded, or goes to another call, while others are still loading
-    del loaded
-    return start_s, end_s
