@@ -17,7 +17,7 @@ The ways to read, chosen alike by all ranks from what all have said:
 
 On one node: ahead; alone where the page cache has most of the file already, or an engine was named. On several
 nodes: exchange; ahead or alone where the destinations are no host memory, the backend takes none, or the ranks want
-different bytes of the file. CRCs alone are always exchanged. `python benchmarks/ranks.py DIR --parts load` measures the
+different bytes of the file. CRCs alone are always exchanged. `fastpersist bench ranks DIR --load-ways` measures the
 ways in turn; with 1 GiB in 64 tensors, 2 cores, gloo, ext4 on a virtual disk (seconds until the last rank has the
 object, smallest of 5):
 
