@@ -20,7 +20,7 @@ import fastpersist
 from fastpersist.cli.bench.rows import Row, Sample
 from fastpersist.cli.bench.states import State, flatten
 
-__all__ = ["own_save_rows", "peer_save_rows", "sync_path", "usable_engines"]
+__all__ = ["own_save_rows", "peer_save_rows", "stock_save_rows", "sync_path", "usable_engines"]
 
 _DEEPSPEED = "DeepSpeed FastFileWriter"
 _MIB = 1 << 20
@@ -63,13 +63,16 @@ def own_save_rows(state: State, engines: list[str]) -> list[Row]:
 def peer_save_rows(state: State) -> list[Row]:
     """Return the rows of torch.save, safetensors, DCP and DeepSpeed."""
     return [
-        _torch_row(state, crc=True),
-        _torch_row(state, crc=False),
-        _safetensors_row(state),
+        *stock_save_rows(state),
         _dcp_row(state, thread_count=1),
         _dcp_row(state, thread_count=2),
         _deepspeed_row(state),
     ]
+
+
+def stock_save_rows(state: State) -> list[Row]:
+    """Return the rows of torch.save and safetensors."""
+    return [_torch_row(state, crc=True), _torch_row(state, crc=False), _safetensors_row(state)]
 
 
 def _peer(state: State, name: str, write: Callable[[str], object], suffix: str = ".pt") -> Row:

@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["STATE_NAMES", "State", "StateRecipe", "flatten", "tensor_bytes"]
 
-STATE_NAMES = ("gpt2-124m", "gpt2-355m", "one-tensor", "small-tensors")
+STATE_NAMES = ("gpt-29m", "gpt2-124m", "gpt2-355m", "one-tensor", "small-tensors")
 
 _MIB = 1 << 20
 
@@ -54,8 +54,13 @@ def _projection(name: str, inputs: int, outputs: int) -> Iterator[tuple[str, tup
     yield f"{name}.bias", (outputs,)
 
 
-_GPT2 = {"gpt2-124m": _Gpt2(layer_count=12, width=768), "gpt2-355m": _Gpt2(layer_count=24, width=1024)}
+_GPT2 = {
+    "gpt-29m": _Gpt2(layer_count=4, width=768, vocabulary_count=256, context_count=512),  # of bytes, not of tokens
+    "gpt2-124m": _Gpt2(layer_count=12, width=768),
+    "gpt2-355m": _Gpt2(layer_count=24, width=1024),
+}
 _QUICK_GPT2 = {
+    "gpt-29m": _Gpt2(layer_count=2, width=256, vocabulary_count=256, context_count=512),
     "gpt2-124m": _Gpt2(layer_count=2, width=256, vocabulary_count=2048),
     "gpt2-355m": _Gpt2(layer_count=3, width=256, vocabulary_count=2048),
 }

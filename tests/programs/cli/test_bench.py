@@ -315,11 +315,12 @@ def test_dead_worker_is_an_error_not_a_hang() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameter_count", "tensor_count"), [("124m", 124_439_808, 148), ("355m", 354_823_168, 292)]
+    ("name", "parameter_count", "tensor_count"),
+    [("gpt-29m", 28_942_848, 52), ("gpt2-124m", 124_439_808, 148), ("gpt2-355m", 354_823_168, 292)],
 )
 def test_gpt2_states_have_the_real_size(name: str, parameter_count: int, tensor_count: int) -> None:
     # parameter and two moments in float32, and a float32 step for each tensor
-    assert StateRecipe(f"gpt2-{name}").payload_bytes() == 3 * 4 * parameter_count + 4 * tensor_count
+    assert StateRecipe(name).payload_bytes() == 3 * 4 * parameter_count + 4 * tensor_count
 
 
 def test_ten_thousand_small_tensors_are_small() -> None:
