@@ -141,9 +141,11 @@ def _load_part(arguments: argparse.Namespace, found: Any, device: Any, deadline_
     import gpu_ways as ways
     import gpu_yardsticks as yardsticks
 
+    from fastpersist.cli.bench.load_rows import PageCache
+
     state = measure.make_state(device, arguments.size_mb * _MIB)
     paths = ways.written_files(state, arguments.directory, found.note)
-    cold = yardsticks.ColdFiles()
+    cold = PageCache(warm=False, whole_machine=False)
     rows = [
         *ways.load_rows(device, state, paths, cold),
         *yardsticks.disk_read_rows(paths[".pt"], cold),
@@ -175,9 +177,9 @@ def _overlap_part(arguments: argparse.Namespace, found: Any, device: Any, deadli
 def _gpudirect_part(arguments: argparse.Namespace, found: Any, device: Any, deadline_s: float) -> None:
     import gpu_measure as measure
     import gpu_ways as ways
-    import gpu_yardsticks as yardsticks
 
     import fastpersist as fp
+    from fastpersist.cli.bench.load_rows import PageCache
 
     probes = fp.engines(arguments.directory)  # loads libcufile, which no part before this one does
     found.values["facts"]["engines"] = [
@@ -192,7 +194,7 @@ def _gpudirect_part(arguments: argparse.Namespace, found: Any, device: Any, dead
     path = ways.written_files(state, arguments.directory, found.note)[".pt"]
     place = os.path.join(arguments.directory, "saves")
     os.mkdir(place)
-    rows = ways.gpudirect_rows(device, state, place, path, yardsticks.ColdFiles())
+    rows = ways.gpudirect_rows(device, state, place, path, PageCache(warm=False, whole_machine=False))
     measure.take_turns(found, device, rows, arguments.rounds, deadline_s)
 
 
@@ -241,8 +243,8 @@ def _memory_part(arguments: argparse.Namespace, found: Any, device: Any, _: floa
     watched("fp.Checkpointer, max_host_bytes = half of the state", save_twice)
 
     def save_with_dcp() -> None:
-        saver = ways.DcpSaver(device)
-        saver.save(dict(state), path)
+        saver = ways.DcpSaver(device, state, path)
+        saver.save()
         saver.close()
 
     watched("torch.save", lambda: torch.save(state, path))

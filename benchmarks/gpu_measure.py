@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from fastpersist.cli.bench.worker import forget_peak, resident_bytes
+
 __all__ = [
     "Device",
     "Found",
@@ -275,19 +277,14 @@ class MemoryWatch:
 
     def __enter__(self) -> MemoryWatch:
         gc.collect()
-        self.is_exact = True
-        try:
-            with open("/proc/self/clear_refs", "w") as control:
-                control.write("5")
-        except OSError:
-            self.is_exact = False
-        self._before = _status_bytes("VmRSS")
+        self.is_exact = forget_peak()
+        self._before = resident_bytes("VmRSS")
         self._pinned_before = _pinned_by_torch_bytes()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.peak_bytes = (_status_bytes("VmHWM") if self.is_exact else _status_bytes("VmRSS")) - self._before
-        self.kept_bytes = _status_bytes("VmRSS") - self._before
+        self.peak_bytes = (resident_bytes("VmHWM") if self.is_exact else resident_bytes("VmRSS")) - self._before
+        self.kept_bytes = resident_bytes("VmRSS") - self._before
         self.pinned_by_torch_bytes = _pinned_by_torch_bytes() - self._pinned_before
 
     def as_dict(self) -> dict[str, Any]:
@@ -298,14 +295,6 @@ class MemoryWatch:
             "pinned_by_torch_bytes": self.pinned_by_torch_bytes,
             "is_exact": self.is_exact,
         }
-
-
-def _status_bytes(name: str) -> int:
-    with open("/proc/self/status") as lines:
-        for line in lines:
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def _pinned_by_torch_bytes() -> int:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 from gpu_disk import remove, sync_directory, sync_file
 from gpu_measure import Device, Row, State, check_equal, state_bytes
-from gpu_yardsticks import ColdFiles
 
 import fastpersist as fp
+from fastpersist.cli.bench.load_rows import PageCache
+from fastpersist.cli.bench.overlap.ways import DcpStagedWay, Options
 
 __all__ = ["DcpSaver", "gpudirect_rows", "load_rows", "save_rows", "written_files"]
 
@@ -31,71 +32,47 @@ def _torch_settings(**settings: object) -> Iterator[None]:
 
 
 class DcpSaver:
-    """dcp.async_save with one kept stager: pinned staging memory, copies by a thread, without blocking.
+    """dcp.async_save of one state with its best settings: `DcpStagedWay`, which here removes nothing.
 
     Args:
         device: On a CPU nothing can be pinned, and the stager copies as it can.
+        state: What is saved.
+        root: Gets a directory for each save.
     """
 
-    def __init__(self, device: Device) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    def __init__(self, device: Device, state: State, root: str) -> None:
+        self._state, self._step = state, 0
+        os.makedirs(root, exist_ok=True)
+        self._way = DcpStagedWay(root, self, Options(pins=device.is_cuda, keep_count=sys.maxsize))
 
-        self._dcp: Any = dcp
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=device.is_cuda,
-                use_shared_memory=False,  # for a process that writes; here it is a thread
-                use_async_staging=True,
-                use_non_blocking_copy=device.is_cuda,
-            )
-        )
-        self._staged: Future[Any] | None = None
-        self._written: Future[Any] | None = None
-        self._path = ""
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """There is none; DCP asks for none."""
+        raise AttributeError("a state that nobody trains")
 
-    def save(self, state: dict[str, Any], path: str) -> None:
-        """Begin a save; wait for the one before, which it does not do by itself."""
-        self.wait()
-        self._path = path
-        answer = self._dcp.async_save(
-            state,
-            storage_writer=self._dcp.FileSystemWriter(path, sync_files=True),
-            async_stager=self._stager,
-        )
-        if isinstance(answer, Future):
-            self._written = answer
-        else:
-            self._staged, self._written = answer.staging_completion, answer.upload_completion
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state, which no step changes."""
+        return dict(self._state)
 
-    def wait_staged(self) -> None:
-        """Wait until the state may change."""
-        if self._staged is not None:
-            self._staged.result()
-            self._staged = None
-
-    def wait(self) -> None:
-        """Wait until what was saved is durable."""
-        self.wait_staged()
-        if self._written is not None:
-            self._written.result()
-            self._written = None
-            sync_directory(self._path)
-            sync_directory(os.path.dirname(self._path))
+    def save(self) -> str:
+        """Save, and wait until it is durable; return where."""
+        self._step += 1
+        self._way.save(self._step)
+        self._way.settle()
+        return os.path.join(self._way.root, f"step-{self._step:08d}")
 
     def close(self) -> None:
-        """Wait, and let go of the staging memory."""
-        self.wait()
-        self._stager.close()
+        """Let go of the staging memory."""
+        self._way.finish()
 
-    @staticmethod
-    def load(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Load what lies at a path into tensors like those."""
-        import torch.distributed.checkpoint as dcp
 
-        found = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
-        dcp.load(found, storage_reader=dcp.FileSystemReader(path))
-        return found
+def _dcp_load(path: str, wanted: State) -> State:
+    """Load what lies at a path into tensors like those."""
+    import torch.distributed.checkpoint as dcp
+
+    found: State = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(path))
+    return found
 
 
 def _stock_load(path: str, device: Device) -> State:
@@ -179,23 +156,24 @@ def _safetensors_row(device: Device, state: State, directory: str) -> Row:
 
 
 def _dcp_row(device: Device, state: State, directory: str) -> Row:
-    path = os.path.join(directory, "state.dcp")
+    root = os.path.join(directory, "dcp")
     savers: list[DcpSaver] = []
+    paths: list[str] = []
 
     def prepare() -> None:
+        os.makedirs(root, exist_ok=True)
         if not savers:
-            savers.append(DcpSaver(device))
+            savers.append(DcpSaver(device, state, root))
 
     def run() -> None:
-        savers[0].save(state, path)
-        savers[0].wait()
+        paths[:] = [savers[0].save()]
 
     def clean() -> None:
-        remove(path)
+        remove(root)
 
     return Row(
         "dcp.async_save, until durable", "peer", run, state_bytes(state), prepare,
-        check=lambda: check_equal(DcpSaver.load(path, state), state), clean=clean,
+        check=lambda: check_equal(_dcp_load(paths[0], state), state), clean=clean,
     )  # fmt: skip
 
 
@@ -228,7 +206,7 @@ def written_files(state: State, directory: str, note: Callable[[str], object]) -
     return paths | {".safetensors": path}
 
 
-def load_rows(device: Device, state: State, paths: dict[str, str], cold: ColdFiles) -> list[Row]:
+def load_rows(device: Device, state: State, paths: dict[str, str], cold: PageCache) -> list[Row]:
     """Return the rows that load cold files to the device.
 
     Args:
@@ -272,7 +250,7 @@ def load_rows(device: Device, state: State, paths: dict[str, str], cold: ColdFil
 
 
 def _load_row(
-    name: str, kind: str, load: Callable[[], State], state: State, path: str, cold: ColdFiles, make: object = None
+    name: str, kind: str, load: Callable[[], State], state: State, path: str, cold: PageCache, make: object = None
 ) -> Row:
     results: list[State] = []
 
@@ -302,7 +280,7 @@ def _touched(state: State, device: Device) -> State:
 # ------------------------------------------------------------------------------------------------ GPUDirect Storage
 
 
-def gpudirect_rows(device: Device, state: State, directory: str, path: str, cold: ColdFiles) -> list[Row]:
+def gpudirect_rows(device: Device, state: State, directory: str, path: str, cold: PageCache) -> list[Row]:
     """Return the rows that save and load by the engine "cufile", each beside what auto does.
 
     Without checksums bytes go from the device to the disk; with them through host memory, where a CPU sees them.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 
 import fastpersist
-from fastpersist import _native
 from fastpersist.cli.bench.rows import Row, Sample
 from fastpersist.cli.bench.states import StateRecipe, flatten, tensor_bytes
 from fastpersist.errors import StorageError
@@ -40,26 +40,41 @@ class PageCache:
         self._warm = warm
         self._whole_machine = whole_machine and not warm and os.access(_DROP_CACHES, os.W_OK)
         self._wrong_bytes_max = 0
+        self._why_unchecked = ""
 
     def prepare(self, path: str) -> None:
         """Drop or fill, and look at the result."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            size_bytes = os.fstat(fd).st_size
             if self._warm:
-                if _native.cached_bytes(fd) < size_bytes:
-                    while os.read(fd, 1 << 24):
-                        pass
-                wrong_bytes = max(size_bytes - _native.cached_bytes(fd), 0)
+                while os.read(fd, 1 << 24):
+                    pass
             else:
                 os.fsync(fd)  # dirty pages stay
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 if self._whole_machine:
                     with open(_DROP_CACHES, "w") as control:
                         control.write("3\n")
-                wrong_bytes = _native.cached_bytes(fd)
+            self._check(fd)
         finally:
             os.close(fd)
+
+    def _check(self, fd: int) -> None:
+        """Ask mincore(2), which older kernels have as well, which pages of the file are in memory."""
+        size_bytes = os.fstat(fd).st_size
+        if not size_bytes:
+            return
+        pages = (ctypes.c_ubyte * -(-size_bytes // mmap.PAGESIZE))()
+        with mmap.mmap(fd, size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as mapped:  # not touched
+            start = ctypes.c_char.from_buffer(mapped)
+            libc = ctypes.CDLL(None, use_errno=True)
+            failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size_bytes), pages)
+            del start
+        if failed:
+            self._why_unchecked = os.strerror(ctypes.get_errno())
+            return
+        cached_count = int(torch.frombuffer(pages, dtype=torch.uint8).bitwise_and(1).sum(dtype=torch.int64))
+        wrong_bytes = (len(pages) - cached_count if self._warm else cached_count) * mmap.PAGESIZE
         self._wrong_bytes_max = max(self._wrong_bytes_max, wrong_bytes)
 
     def describe(self) -> str:
@@ -70,6 +85,8 @@ class PageCache:
             also = " and drop_caches=3" if self._whole_machine else ""
             done = f"file dropped from the page cache by fsync + posix_fadvise(DONTNEED){also}"
             wanted, wrong = "none of it was left", "were left: NOT COLD"
+        if self._why_unchecked:
+            return f"before each run: {done}; not checked, as mincore fails: {self._why_unchecked}"
         found = wanted if not self._wrong_bytes_max else f"up to {self._wrong_bytes_max} bytes {wrong}"
         return f"before each run: {done}; checked each time: {found}"
 
