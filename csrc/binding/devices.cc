@@ -7,7 +7,7 @@
 
 #include "binding/errors.h"
 #include "binding/rooms.h"
-#include "core/spare_memory.h"
+#include "core/pinned_cache.h"
 #include "device/device.h"
 #include "device/pinning.h"
 
@@ -48,8 +48,8 @@ void BindDevices(py::module_& m) {
       py::arg("grace_s"));
   m.def("why_not_pinned", [] { return FileSystemText(WhyNotPinned()); });
   m.def("pinned_bytes", &PinnedBytes);
-  m.def("spare_bytes", &SpareBytes, py::call_guard<py::gil_scoped_release>());
-  m.def("release_spares", &ReleaseSpares, py::call_guard<py::gil_scoped_release>());
+  m.def("pinned_cache_bytes", &PinnedCacheBytes, py::call_guard<py::gil_scoped_release>());
+  m.def("empty_pinned_cache", &EmptyPinnedCache, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace fastpersist

@@ -25,7 +25,7 @@ Arena::~Arena() {
       if (Holds(mapping, stranded.block)) landed.push_back(std::move(stranded.landed));
     }
     if (landed.empty() && mapping.pinned != nullptr) {
-      KeepSpare(std::move(mapping));
+      PutInPinnedCache(std::move(mapping));
     } else if (landed.empty()) {
       Unmap(std::move(mapping));
     } else {
@@ -75,7 +75,7 @@ bool Arena::Map(std::unique_lock<std::mutex>& lock, bool ahead) {
 // memory is null where there is none. REQUIRES: less than the limit is mapped.
 PinnedMemory Arena::NextMapping() const {
   const size_t size_bytes = std::min<size_t>(kBlocksPerMapping, limit_count_ - mapped_count_) * kBlockBytes;
-  PinnedMemory spare = TakeSpare(size_bytes);
+  PinnedMemory spare = TakeFromPinnedCache(size_bytes);
   if (spare.memory != nullptr) return spare;
   return {.memory = MapBuffers(size_bytes), .size_bytes = size_bytes};
 }

@@ -1,6 +1,6 @@
 // Host memory for captured bytes: blocks of one size, handed out up to a limit and used again. Memory is mapped when it
 // is first needed and kept, so a save that the writer outruns costs none, and the thousandth save maps nothing new.
-// What is pinned of it goes to the next arena (core/spare_memory.h). Blocks to which a device still copies when their
+// What is pinned of it goes to the next arena (core/pinned_cache.h). Blocks to which a device still copies when their
 // save gives up are in limbo: nobody's, and not part of the limit, so that later saves have room, until the device has
 // ended; devices see to it that this does not go on (device/device.h). What lies in the blocks is transfer/snapshot's
 // affair.
@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "core/memory.h"
-#include "core/spare_memory.h"
+#include "core/pinned_cache.h"
 
 namespace fastpersist {
 

@@ -1,6 +1,5 @@
 #include "core/memory.h"
 
-#include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -14,6 +13,7 @@
 #include <utility>
 
 #include "core/alignment.h"
+#include "core/thread.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -74,23 +74,23 @@ std::byte* MapBuffers(size_t size_bytes) {
 
 namespace {
 
-struct Kept {
+// A list that only grows, so that it needs no lock, which a fork could leave locked.
+struct Unreleased {
   const std::byte* memory;
-  const Kept* next;
+  const Unreleased* next;
 };
-std::atomic<const Kept*> g_kept{
-    nullptr};  // only ever longer, so that it needs no lock, which a fork could leave locked
+std::atomic<const Unreleased*> g_unreleased{nullptr};
 
 }  // namespace
 
 void KeepMapped(const std::byte* memory) {
-  auto* const kept = new Kept{memory, g_kept.load()};
-  while (!g_kept.compare_exchange_weak(kept->next, kept)) continue;
+  auto* const unreleased = new Unreleased{memory, g_unreleased.load()};
+  while (!g_unreleased.compare_exchange_weak(unreleased->next, unreleased)) continue;
 }
 
 void UnmapBuffers(std::byte* memory, size_t size_bytes) {
-  for (const Kept* kept = g_kept.load(); kept != nullptr; kept = kept->next) {
-    if (kept->memory == memory) return;
+  for (const Unreleased* one = g_unreleased.load(); one != nullptr; one = one->next) {
+    if (one->memory == memory) return;
   }
   munmap(memory, size_bytes);
 }
@@ -123,13 +123,7 @@ Prefault::Prefault(std::vector<std::span<std::byte>> ranges, uint64_t page_bytes
   uint64_t total_bytes = 0;
   for (const auto& range : ranges_) total_bytes += range.size();
   if (total_bytes < kWorthwhileBytes || sysconf(_SC_NPROCESSORS_ONLN) < 2) return;
-  // The application's signals are for its own threads.
-  sigset_t all_signals;
-  sigset_t before;
-  sigfillset(&all_signals);
-  pthread_sigmask(SIG_SETMASK, &all_signals, &before);
-  started_ = pthread_create(&thread_, nullptr, Run, this) == 0;
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  started_ = StartThread(thread_, "fastpersist-mem", [this] { Run(); }) == 0;
 }
 
 Prefault::~Prefault() {
@@ -137,19 +131,16 @@ Prefault::~Prefault() {
   if (started_) pthread_join(thread_, nullptr);
 }
 
-void* Prefault::Run(void* self) {
-  const Prefault& prefault = *static_cast<const Prefault*>(self);
-  pthread_setname_np(pthread_self(), "fastpersist-mem");
-  for (const auto& range : prefault.ranges_) {
-    const auto [first, last] = Inside(range, prefault.page_bytes_);
+void Prefault::Run() const {
+  for (const auto& range : ranges_) {
+    const auto [first, last] = Inside(range, page_bytes_);
     for (uint64_t at = first; at < last; at += kStepBytes) {
-      if (prefault.stopping_.load(std::memory_order_relaxed)) return nullptr;
+      if (stopping_.load(std::memory_order_relaxed)) return;
       const uint64_t size_bytes = std::min(kStepBytes, last - at);
       // Refused: an older kernel, or no memory, which the thread that fills will hear of.
-      if (madvise(reinterpret_cast<void*>(at), size_bytes, MADV_POPULATE_WRITE) != 0) return nullptr;
+      if (madvise(reinterpret_cast<void*>(at), size_bytes, MADV_POPULATE_WRITE) != 0) return;
     }
   }
-  return nullptr;
 }
 
 }  // namespace fastpersist

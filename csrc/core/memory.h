@@ -85,7 +85,7 @@ class Prefault {
   Prefault& operator=(const Prefault&) = delete;
 
  private:
-  static void* Run(void* self);
+  void Run() const;
 
   const std::vector<std::span<std::byte>> ranges_;
   const uint64_t page_bytes_;

@@ -6,7 +6,7 @@
 #include <span>
 #include <utility>
 
-#include "core/spare_memory.h"
+#include "core/pinned_cache.h"
 
 namespace fastpersist {
 namespace {
@@ -37,7 +37,7 @@ class CountedPin {
 Pin PinFor(Device& device) {
   return [&device](std::span<std::byte> memory) -> std::shared_ptr<void> {
     Pinned pinned = Pinned::Register(device, memory);
-    if (!pinned.ok() && ReleaseSpares() > 0) pinned = Pinned::Register(device, memory);  // there may be a limit
+    if (!pinned.ok() && EmptyPinnedCache() > 0) pinned = Pinned::Register(device, memory);  // there may be a limit
     if (!pinned.ok()) {
       const std::lock_guard lock(g_mutex);
       g_why_not = pinned.why_not();

@@ -3,7 +3,6 @@
 #include "engine/worker_engine.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <chrono>
@@ -15,6 +14,7 @@
 
 #include "core/check.h"
 #include "core/fork.h"
+#include "core/thread.h"
 #include "core/wakeup.h"
 #include "engine/builtin_engines.h"
 #include "engine/deadline.h"
@@ -58,9 +58,7 @@ void WakeOwner(Pool& pool) {
   }
 }
 
-void* Work(void* argument) {
-  Pool& pool = *static_cast<Pool*>(argument);
-  pthread_setname_np(pthread_self(), "fastpersist-io");
+void Work(Pool& pool) {
   std::unique_lock lock(pool.mutex);
   bool owner_waits = false;  // for a completion that is there now
   for (;;) {
@@ -70,7 +68,7 @@ void* Work(void* argument) {
       pool.work_arrived.wait(lock);
       --pool.idle_count;
     }
-    if (pool.stopping) return nullptr;
+    if (pool.stopping) return;
     const IoRequest request = pool.submitted[pool.taken_count++ % pool.submitted.size()];
     lock.unlock();
     // Only now: an owner woken before would run into the locked mutex and sleep again.
@@ -136,18 +134,12 @@ Status WorkerEngine::Open(uint32_t thread_count) {
 }
 
 Status WorkerEngine::StartThreads(uint32_t thread_count) {
-  // Workers inherit the mask: the application's signals are for its own threads.
-  sigset_t all_signals;
-  sigset_t before;
-  sigfillset(&all_signals);
-  pthread_sigmask(SIG_SETMASK, &all_signals, &before);
   int refused = 0;
   while (threads_.size() < thread_count && refused == 0) {
     pthread_t thread = {};
-    refused = pthread_create(&thread, nullptr, Work, pool_.get());
+    refused = StartThread(thread, "fastpersist-io", [&pool = *pool_] { Work(pool); });
     if (refused == 0) threads_.push_back(thread);
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (refused == 0) return Status::Ok();
   return Status::Error(
       StatusCode::kUnsupported,

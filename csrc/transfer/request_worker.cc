@@ -1,6 +1,5 @@
 #include "transfer/request_worker.h"
 
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 #include "core/alignment.h"
 #include "core/crc32.h"
 #include "core/limbo.h"
+#include "core/thread.h"
 #include "device/pinning.h"
 
 namespace fastpersist {
@@ -94,13 +94,7 @@ void RequestWorker::Add(std::shared_ptr<FileRequest> request, std::vector<FilePa
   {
     const std::lock_guard lock(mutex_);
     if (!started_) {
-      // The application's signals are for its own threads.
-      sigset_t all_signals;
-      sigset_t before;
-      sigfillset(&all_signals);
-      pthread_sigmask(SIG_SETMASK, &all_signals, &before);
-      refused = pthread_create(&thread_, nullptr, Main, this);
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      refused = StartThread(thread_, "fastpersist-ra", [this] { Run(); });
       started_ = refused == 0;
     }
     if (refused == 0) {
@@ -117,12 +111,6 @@ void RequestWorker::Add(std::shared_ptr<FileRequest> request, std::vector<FilePa
       "the thread for this file could not be started (pthread_create: " + std::generic_category().message(refused) +
           "); raise the limit of processes (ulimit -u, or pids.max of the container)");
   job->request->JobDone(0, 1, {.status = std::move(status), .part = job->parts.front()});
-}
-
-void* RequestWorker::Main(void* self) {
-  pthread_setname_np(pthread_self(), "fastpersist-ra");
-  static_cast<RequestWorker*>(self)->Run();
-  return nullptr;
 }
 
 void RequestWorker::Run() {

@@ -73,7 +73,6 @@ class RequestWorker {
     uint64_t size_bytes() const { return until_bytes - from_bytes; }
   };
 
-  static void* Main(void* self);
   void Run();
   Status StartAll();
   Status StartPieces();

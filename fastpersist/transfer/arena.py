@@ -60,7 +60,7 @@ class Arena:
             limit_bytes = self._max_bytes
         else:
             if self._half_bytes is None:
-                self._half_bytes = (available_host_bytes() + _native.spare_bytes()) // 2
+                self._half_bytes = (available_host_bytes() + _native.pinned_cache_bytes()) // 2
             # Sources start on cache lines, blocks are whole and of one save: a little more than the state itself.
             limit_bytes = min(state_bytes + state_bytes // 64 + (32 << 20), self._half_bytes)
         self._native.grow(limit_bytes)

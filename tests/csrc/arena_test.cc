@@ -168,7 +168,7 @@ void ARunEndsAtTheLimit() {
 
 // What arenas of a test had pinned is no later test's. Declared before them.
 struct Cleaner {
-  ~Cleaner() { ReleaseSpares(); }
+  ~Cleaner() { EmptyPinnedCache(); }
 };
 
 // A save that comes to fresh memory must not hold up those that have theirs.
@@ -234,7 +234,7 @@ void BlocksAreReturnedAndTakenWhileMappedMemoryIsPinned() {
 
 // How often memory was pinned, and how much of it still is.
 struct Pins {
-  ~Pins() { ReleaseSpares(); }
+  ~Pins() { EmptyPinnedCache(); }
 
   std::atomic<int> count{0};
   std::atomic<uint64_t> size_bytes{0};
@@ -266,22 +266,22 @@ std::unique_ptr<Arena> UsedArena(uint64_t limit_bytes, const Pin& pin) {
 void AnArenaHasWhatEarlierOnesHadPinned() {
   Pins pins;
   UsedArena(70 * kBlock, pins.pin()).reset();
-  EXPECT(pins.count == 3 && pins.size_bytes == 70 * kBlock && SpareBytes() == 70 * kBlock);
+  EXPECT(pins.count == 3 && pins.size_bytes == 70 * kBlock && PinnedCacheBytes() == 70 * kBlock);
   for (const uint64_t count : {70, 40, 3, 33}) {
     const auto arena = UsedArena(count * kBlock, pins.pin());
-    EXPECT_WITH(SpareBytes() + MappedBytes(*arena) == 70 * kBlock, std::to_string(count));
+    EXPECT_WITH(PinnedCacheBytes() + MappedBytes(*arena) == 70 * kBlock, std::to_string(count));
   }
   auto preparing = std::make_unique<Arena>(70 * kBlock);
   preparing->PinWith(pins.pin());
   while (preparing->Prepare(70 * kBlock)) continue;
-  EXPECT(MappedBytes(*preparing) == 70 * kBlock && SpareBytes() == 0);
+  EXPECT(MappedBytes(*preparing) == 70 * kBlock && PinnedCacheBytes() == 0);
   EXPECT(pins.count == 3);
   UsedArena(kBlock, pins.pin()).reset();  // there is nothing left
-  EXPECT(pins.count == 4 && SpareBytes() == kBlock);
-  EXPECT(ReleaseSpares() == kBlock && SpareBytes() == 0 && ReleaseSpares() == 0);
+  EXPECT(pins.count == 4 && PinnedCacheBytes() == kBlock);
+  EXPECT(EmptyPinnedCache() == kBlock && PinnedCacheBytes() == 0 && EmptyPinnedCache() == 0);
   EXPECT(pins.size_bytes == 70 * kBlock);
   preparing.reset();
-  EXPECT(ReleaseSpares() == 70 * kBlock && pins.size_bytes == 0);
+  EXPECT(EmptyPinnedCache() == 70 * kBlock && pins.size_bytes == 0);
 }
 
 void ArenasAtTheSameTimeHaveWhatOthersHadAtTheSameTime() {
@@ -290,56 +290,56 @@ void ArenasAtTheSameTimeHaveWhatOthersHadAtTheSameTime() {
     const auto first = UsedArena(40 * kBlock, pins.pin());
     const auto second = UsedArena(20 * kBlock, pins.pin());
   }
-  EXPECT(pins.count == 3 && SpareBytes() == 60 * kBlock);
-  ReleaseSpares();
+  EXPECT(pins.count == 3 && PinnedCacheBytes() == 60 * kBlock);
+  EmptyPinnedCache();
   EXPECT(pins.size_bytes == 0);
 }
 
 void WhatIsNotPinnedIsNotKept() {
   const Cleaner cleaner;
   UsedArena(3 * kBlock, [](std::span<std::byte>) { return std::make_shared<int>(0); }).reset();
-  EXPECT(ReleaseSpares() == 3 * kBlock);
+  EXPECT(EmptyPinnedCache() == 3 * kBlock);
   Arena arena(3 * kBlock);
   ReturnAll(arena, TakeAll(arena));
   Arena refused(3 * kBlock);
   refused.PinWith([](std::span<std::byte>) { return nullptr; });
   ReturnAll(refused, TakeAll(refused));
-  EXPECT(SpareBytes() == 0);
+  EXPECT(PinnedCacheBytes() == 0);
 }
 
 void WhatNobodyTakesForLongIsGivenBack() {
   Pins pins;
   UsedArena(40 * kBlock, pins.pin()).reset();
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  EXPECT(SpareBytes() == 40 * kBlock);
-  SetSpareLifetime(std::chrono::milliseconds(300));
+  EXPECT(PinnedCacheBytes() == 40 * kBlock);
+  SetPinnedCacheLifetime(std::chrono::milliseconds(300));
   const auto start = std::chrono::steady_clock::now();
   const auto passed = [start] { return std::chrono::steady_clock::now() - start; };
   while (pins.size_bytes > 0 && passed() < std::chrono::seconds(20)) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
-  EXPECT(pins.size_bytes == 0 && SpareBytes() == 0);
+  EXPECT(pins.size_bytes == 0 && PinnedCacheBytes() == 0);
   UsedArena(kBlock, pins.pin()).reset();  // and so on
-  EXPECT(SpareBytes() == kBlock);
+  EXPECT(PinnedCacheBytes() == kBlock);
   while (pins.size_bytes > 0 && passed() < std::chrono::seconds(40)) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   EXPECT(pins.size_bytes == 0);
-  SetSpareLifetime(std::chrono::minutes(10));
+  SetPinnedCacheLifetime(std::chrono::minutes(10));
 }
 
 void AForkedChildHasNothingOfWhatTheParentKeeps() {
   Pins pins;
   UsedArena(3 * kBlock, pins.pin()).reset();
   EXPECT(HoldsInAChild([&] {
-    if (SpareBytes() != 0 || ReleaseSpares() != 0) return false;
+    if (PinnedCacheBytes() != 0 || EmptyPinnedCache() != 0) return false;
 #ifndef __SANITIZE_THREAD__  // which lets no thread begin here
     UsedArena(2 * kBlock, pins.pin()).reset();
-    if (pins.count != 2 || SpareBytes() != 2 * kBlock || ReleaseSpares() != 2 * kBlock) return false;
+    if (pins.count != 2 || PinnedCacheBytes() != 2 * kBlock || EmptyPinnedCache() != 2 * kBlock) return false;
 #endif
     return true;
   }));
-  EXPECT(pins.count == 1 && ReleaseSpares() == 3 * kBlock);
+  EXPECT(pins.count == 1 && EmptyPinnedCache() == 3 * kBlock);
 }
 
 // What PinWith is at work on stays mapped, whatever the arena has too much of.

@@ -11,7 +11,7 @@
 #include "core/arena.h"
 #include "core/buffer_pool.h"
 #include "core/crc32.h"
-#include "core/spare_memory.h"
+#include "core/pinned_cache.h"
 #include "cuda_double.h"
 #include "device/device.h"
 #include "testing.h"
@@ -213,7 +213,7 @@ void EveryCaptureTakesAsFewCopies() {
   const CudaDouble& cuda = CudaDouble::Get();
   Device& device = *Must(Device::Get(0));
   constexpr uint64_t kSourceBytes = 192 << 20;
-  ReleaseSpares();  // those of other tests are in smaller pieces
+  EmptyPinnedCache();  // those of other tests are in smaller pieces
   const uint64_t address = cuda.alloc_on(0, kSourceBytes);
   const auto arena = std::make_shared<Arena>(uint64_t{256} << 20);
   for (int save = 0; save < 3; ++save) {

@@ -15,7 +15,7 @@
 #include <string>
 
 #include "core/memory.h"
-#include "core/spare_memory.h"
+#include "core/pinned_cache.h"
 #include "cuda_double.h"
 #include "device/device.h"
 #include "testing.h"
@@ -71,7 +71,7 @@ inline const std::function<Status()> no_poll;
 inline void ExpectNothingLeft() {
   EXPECT_WITH(Cuda().violation_count() == 0, Cuda().Violations());
   EXPECT(Cuda().context_depth() == 0);
-  ReleaseSpares();
+  EmptyPinnedCache();
   EXPECT(Cuda().registration_count() == 0);
 }
 

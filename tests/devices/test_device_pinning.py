@@ -90,7 +90,7 @@ def saves_of(state: dict[str, Any], directory: Path) -> dict[str, Save]:
         def end() -> None:
             checkpoints.close()
             for _ in range(2000):  # the thread that wrote comes to its end
-                if _native.spare_bytes():
+                if _native.pinned_cache_bytes():
                     break
                 time.sleep(0.01)
 
@@ -148,7 +148,7 @@ def test_a_limit_holds_where_earlier_saves_had_more(stage: Stage) -> None:
     captured(state, Arena()).release()
     wait_until_prepared()
     gc.collect()
-    assert _native.spare_bytes() > STATE_BYTES
+    assert _native.pinned_cache_bytes() > STATE_BYTES
     limited = Arena(10 * MIB)
     taken = Capture(Owners(), limited)
     taken.add(container_for(state, "state", checksum=True))
@@ -159,7 +159,7 @@ def test_a_limit_holds_where_earlier_saves_had_more(stage: Stage) -> None:
 
 def test_what_is_spare_is_available_to_the_next_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "available_host_bytes", lambda: 20 * MIB)
-    monkeypatch.setattr(_native, "spare_bytes", lambda: 80 * MIB)
+    monkeypatch.setattr(_native, "pinned_cache_bytes", lambda: 80 * MIB)
     assert room_in(Arena()) == 50 * MIB
 
 
@@ -185,7 +185,7 @@ def test_spare_memory_goes_where_a_device_pins_no_more(
     stage.cuda.set_registration_limit(stage.cuda.registered_bytes)
     fp.save(state, tmp_path / "x.pt")
     assert stage.cuda.pageable_copy_count == 0
-    assert _native.spare_bytes() == 0
+    assert _native.pinned_cache_bytes() == 0
     assert bytes_in(fp.load(tmp_path / "x.pt", map_location="cpu", weights_only=False)) == contents
 
 
@@ -204,10 +204,10 @@ devices.caller_stream = lambda ordinal: stream
 with fp.Checkpointer(sys.argv[1]) as checkpoints:
     checkpoints.save(1, device_state([1 << 20])[0])
 for _ in range(2000):  # the threads that prepared and wrote come to their ends
-    if _native.spare_bytes():
+    if _native.pinned_cache_bytes():
         break
     time.sleep(0.01)
-print(_native.spare_bytes() > 0, cuda.violations)
+print(_native.pinned_cache_bytes() > 0, cuda.violations)
 """
 
 

@@ -180,7 +180,7 @@ class Round:
 
     def _left(self) -> list[str]:
         before: Inventory = self._before
-        _native.release_spares()  # which a thread watches over
+        _native.empty_pinned_cache()  # which a thread watches over
         left = take_inventory(self._directory).leaked_since(before)
         if self._cufile:  # it lets go of a file when the next one comes
             left = [one for one in left if str(self._directory) not in one]

@@ -91,7 +91,7 @@ def device_stage(patch: pytest.MonkeyPatch) -> Iterator[Stage]:
         yield stage
         stage.end()
         gc.collect()
-        _native.release_spares()  # no later test's
+        _native.empty_pinned_cache()  # no later test's
 
 
 def use_new_ring(patch: pytest.MonkeyPatch) -> None:
