@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "core/fork.h"
-#include "core/limbo.h"
 #include "core/memory.h"
 #include "core/status.h"
 
@@ -20,16 +19,11 @@ Arena::~Arena() {
   std::unique_lock lock(mutex_);
   TakeBack(lock);
   for (PinnedMemory& mapping : mappings_) {
-    std::vector<Landed> landed;
-    for (Stranded& stranded : stranded_) {
-      if (Holds(mapping, stranded.block)) landed.push_back(std::move(stranded.landed));
-    }
-    if (landed.empty() && mapping.pinned != nullptr) {
+    const std::span memory(mapping.memory, mapping.size_bytes);
+    if (mapping.pinned != nullptr && !quarantine_.Touches(memory)) {
       PutInPinnedCache(std::move(mapping));
-    } else if (landed.empty()) {
-      Unmap(std::move(mapping));
     } else {
-      LeaveInLimbo(std::move(landed), [left = std::move(mapping)]() mutable { Unmap(std::move(left)); });
+      quarantine_.Outlive(memory, [ended = std::move(mapping)]() mutable { Unmap(std::move(ended)); });
     }
   }
 }
@@ -60,7 +54,7 @@ bool Arena::Map(std::unique_lock<std::mutex>& lock, bool ahead) {
     lock.lock();
     is_mapping_ = false;
     changed_.notify_all();
-    if (mapped_count_ + mapping.size_bytes / kBlockBytes > limit_count_) {  // blocks have come back from limbo
+    if (mapped_count_ + mapping.size_bytes / kBlockBytes > limit_count_) {  // blocks came back out of quarantine
       lock.unlock();
       Unmap(std::move(mapping));
       lock.lock();
@@ -146,44 +140,26 @@ void Arena::Return(std::byte* block) {
   free_.insert(block);
 }
 
-bool Arena::Holds(const PinnedMemory& mapping, const std::byte* block) {
-  return std::less_equal<>()(mapping.memory, block) && std::less<>()(block, mapping.memory + mapping.size_bytes);
-}
-
 bool Arena::is_pinned(const std::byte* block) const {
   return std::any_of(mappings_.begin(), mappings_.end(), [block](const PinnedMemory& mapping) {
-    return mapping.pinned != nullptr && Holds(mapping, block);
+    return mapping.pinned != nullptr && IsInside({mapping.memory, mapping.size_bytes}, block);
   });
 }
 
-void Arena::Strand(std::byte* block, Landed landed) {
+void Arena::PutInQuarantine(std::byte* block, CopiesComplete complete) {
   FP_CHECK(used_count_ > 0);
   --used_count_;
   --mapped_count_;  // so that another may be mapped
-  ++stranded_count_;
-  stranded_.push_back({block, std::move(landed)});
+  quarantine_.Add(block, std::move(complete));
 }
 
 void Arena::TakeBack(std::unique_lock<std::mutex>& lock) {
-  if (stranded_.empty()) return;
-  std::vector<Stranded> looked_at;
-  looked_at.swap(stranded_);
+  if (quarantine_.count() == 0) return;
   lock.unlock();
-  std::vector<std::byte*> landed;
-  std::vector<Stranded> kept;
-  for (Stranded& stranded : looked_at) {
-    if (stranded.landed()) {
-      landed.push_back(stranded.block);
-      stranded.landed = nullptr;
-    } else {
-      kept.push_back(std::move(stranded));
-    }
-  }
+  const std::vector<std::byte*> complete = quarantine_.TakeComplete();
   lock.lock();
-  for (Stranded& stranded : kept) stranded_.push_back(std::move(stranded));
-  free_.insert(landed.begin(), landed.end());
-  stranded_count_ -= landed.size();
-  mapped_count_ += landed.size();
+  free_.insert(complete.begin(), complete.end());
+  mapped_count_ += complete.size();
   std::vector<PinnedMemory> surplus = TakeSurplus();
   changed_.notify_all();
   lock.unlock();

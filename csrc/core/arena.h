@@ -1,9 +1,8 @@
 // Host memory for captured bytes: blocks of one size, handed out up to a limit and used again. Memory is mapped when it
-// is first needed and kept, so a save that the writer outruns costs none, and the thousandth save maps nothing new.
-// What is pinned of it goes to the next arena (core/pinned_cache.h). Blocks to which a device still copies when their
-// save gives up are in limbo: nobody's, and not part of the limit, so that later saves have room, until the device has
-// ended; devices see to it that this does not go on (device/device.h). What lies in the blocks is transfer/snapshot's
-// affair.
+// is first needed and stays mapped: a save that the writer outruns costs none, and the thousandth save maps nothing
+// new. When an arena ends, its pinned memory goes to the next one (core/pinned_cache.h). A block that a device may
+// still write to when its save gives up is quarantined (core/quarantine.h). It then does not count against the limit,
+// so that later saves find blocks. What lies in the blocks is for transfer/snapshot to say.
 #pragma once
 
 #include <condition_variable>
@@ -16,6 +15,7 @@
 
 #include "core/memory.h"
 #include "core/pinned_cache.h"
+#include "core/quarantine.h"
 
 namespace fastpersist {
 
@@ -34,13 +34,13 @@ class Arena {
   // Raise the limit; a lower one is ignored.
   void Grow(uint64_t limit_bytes);
 
-  // Let a device know the memory: all that is mapped, and what will be. The first call counts. It takes as long as the
-  // device does; others use the arena meanwhile, also the blocks that are not pinned yet.
+  // Pin the memory for a device: what is mapped, and what will be. Only the first call counts. It takes as long as the
+  // device takes; others use the arena meanwhile, also the blocks that are not pinned yet.
   void PinWith(const Pin& pin);
 
-  // Map, touch and pin some more blocks ahead of their use, unless this much is there, within the limit. Returns
-  // whether another call would do more. For a thread that has time, since it costs about as much as filling them;
-  // others use the arena meanwhile, and wait for these blocks where there are no others.
+  // Map, touch and pin some more blocks ahead of their use, until size_bytes or the limit is mapped. Returns whether
+  // another call would do more. It costs about as much as filling the blocks, so it is for a background thread. Others
+  // use the arena meanwhile, and wait for these blocks where there are no others.
   bool Prepare(uint64_t size_bytes);
 
   // This process was forked from the one that made the arena: its blocks did not come along, and its mutex may have
@@ -51,20 +51,20 @@ class Arena {
   std::condition_variable& changed() { return changed_; }
 
   // REQUIRES of what follows: mutex() is held.
-  // A block, or nullptr: at the limit, or the kernel has no memory. Of those that are free the lowest, so that runs are
-  // long however the blocks came back. The mutex is let go of while fresh memory is pinned.
+  // A block, or nullptr at the limit or where the kernel has no memory. It is the lowest free one, so that runs are
+  // long in whatever order blocks came back. The mutex is released while fresh memory is pinned.
   std::byte* TryTake(std::unique_lock<std::mutex>& lock);
   // The block behind this one, if it is free and of the same mapping; else nullptr. For runs of blocks in one piece: a
   // device copies into what was pinned in one piece.
   std::byte* TryTakeBehind(const std::byte* block);
   void Return(std::byte* block);
-  // Instead of Return: a device may still copy to the block, which comes back when it has landed.
-  void Strand(std::byte* block, Landed landed);
-  // Take back what has landed, and let go of mappings beyond the limit; the mutex is let go of meanwhile.
+  // Instead of Return: a device may still write to the block, until its copies are complete.
+  void PutInQuarantine(std::byte* block, CopiesComplete complete);
+  // Take complete blocks out of quarantine, and unmap what is beyond the limit. The mutex is released meanwhile.
   void TakeBack(std::unique_lock<std::mutex>& lock);
   // Whether a device knows this block.
   bool is_pinned(const std::byte* block) const;
-  uint64_t stranded_bytes() const { return stranded_count_ * kBlockBytes; }
+  uint64_t quarantined_bytes() const { return quarantine_.count() * kBlockBytes; }
   uint64_t used_bytes() const { return used_count_ * kBlockBytes; }
   uint64_t mapped_bytes() const { return mapped_count_ * kBlockBytes; }
 
@@ -73,12 +73,7 @@ class Arena {
   bool Map(std::unique_lock<std::mutex>& lock, bool ahead);
   PinnedMemory NextMapping() const;
   void Add(PinnedMemory mapping);
-  static bool Holds(const PinnedMemory& mapping, const std::byte* block);
   std::vector<PinnedMemory> TakeSurplus();
-  struct Stranded {
-    std::byte* block;
-    Landed landed;
-  };
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -86,8 +81,7 @@ class Arena {
   uint64_t used_count_ = 0;
   uint64_t mapped_count_ = 0;
   std::set<std::byte*> free_;
-  std::vector<Stranded> stranded_;  // but those that TakeBack looks at
-  uint64_t stranded_count_ = 0;
+  Quarantine quarantine_;
   bool is_mapping_ = false;  // a thread is at work on the next blocks
   bool is_pinning_ = false;  // a thread is in PinWith: what is mapped stays
   std::vector<PinnedMemory> mappings_;

@@ -1,13 +1,11 @@
 #include "core/buffer_pool.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <string>
 #include <utility>
 
 #include "core/alignment.h"
 #include "core/fork.h"
-#include "core/limbo.h"
 #include "core/memory.h"
 
 namespace fastpersist {
@@ -39,8 +37,7 @@ BufferPool::BufferPool(std::byte* memory, size_t buffer_count, size_t buffer_byt
       buffer_count_(buffer_count),
       buffer_bytes_(buffer_bytes),
       owner_(std::move(owner)),
-      fork_generation_(ForkGeneration()),
-      live_count_(buffer_count) {
+      fork_generation_(ForkGeneration()) {
   free_.reserve(buffer_count);
   // Handed out from the back: the first buffer first, so that small transfers touch few pages.
   for (size_t i = buffer_count; i > 0; --i) free_.push_back(memory_ + (i - 1) * buffer_bytes_);
@@ -49,22 +46,12 @@ BufferPool::BufferPool(std::byte* memory, size_t buffer_count, size_t buffer_byt
 BufferPool::~BufferPool() {
   if (ForkGeneration() != fork_generation_) return;  // the mapping did not come along
   TakeBack();
-  std::vector<Landed> landed;
-  landed.reserve(stranded_.size());
-  for (Stranded& stranded : stranded_) landed.push_back(std::move(stranded.landed));
-  auto release = [memory = memory_, size_bytes = buffer_count_ * buffer_bytes_, owner = owner_, pinned = pinned_,
-                  stand_ins = stand_ins_, stand_in_bytes = buffer_bytes_]() mutable {
+  const std::span memory(memory_, buffer_count_ * buffer_bytes_);
+  quarantine_.Outlive(memory, [memory, owner = owner_, pinned = std::move(pinned_)]() mutable {
     pinned.reset();  // the device forgets it before it is gone
-    if (owner == nullptr) UnmapBuffers(memory, size_bytes);
-    for (std::byte* buffer : stand_ins) UnmapBuffers(buffer, stand_in_bytes);
+    if (owner == nullptr) UnmapBuffers(memory.data(), memory.size());
     owner.reset();
-  };
-  pinned_.reset();
-  if (landed.empty()) {
-    release();
-  } else {
-    LeaveInLimbo(std::move(landed), std::move(release));
-  }
+  });
 }
 
 void BufferPool::PinWith(const Pin& pin) {
@@ -73,8 +60,7 @@ void BufferPool::PinWith(const Pin& pin) {
 }
 
 bool BufferPool::is_pinned(const std::byte* buffer) const {
-  return pinned_ != nullptr && std::less_equal<>()(memory_, buffer) &&
-         std::less<>()(buffer, memory_ + buffer_count_ * buffer_bytes_);
+  return pinned_ != nullptr && IsInside({memory_, buffer_count_ * buffer_bytes_}, buffer);
 }
 
 size_t BufferPool::free_count() const {
@@ -82,41 +68,54 @@ size_t BufferPool::free_count() const {
   return free_.size();
 }
 
-size_t BufferPool::stranded_count() const {
-  const std::lock_guard lock(mutex_);
-  return stranded_count_;
-}
-
-bool BufferPool::somebody_waits() const {
+bool BufferPool::has_waiting() const {
   if (ForkGeneration() != fork_generation_) return false;  // the mutex may have been held while the parent forked
   const std::lock_guard lock(mutex_);
   return !waiting_.empty();
 }
 
-Status BufferPool::Join(std::vector<std::byte*>& into, const std::function<Status()>& poll) {
-  ReleaseFromLimbo();
+// kPrivate: `into` has no buffers, since devices hold up too many.
+Result<BufferPool::Admission> BufferPool::Join(std::vector<std::byte*>& into, const std::function<Status()>& poll) {
+  ReleaseComplete();
   TakeBack();
   std::unique_lock lock(mutex_);
   const uint64_t ticket = next_ticket_++;
   waiting_.push_back(ticket);
-  const auto admitted = [&] { return waiting_.front() == ticket && free_.size() >= kBuffersPerTransfer; };
+  const auto has_buffers = [&] { return waiting_.front() == ticket && free_.size() >= kBuffersPerTransfer; };
+  const auto has_too_few = [&] { return buffer_count_ - quarantine_.count() < kBuffersPerTransfer; };
+  const auto may_be_private = [&] {
+    return owner_ == nullptr && (ticket < private_until_ticket_ || has_too_few()) &&
+           private_count_ + kBuffersPerTransfer <= buffer_count_;
+  };
   Status stop;
-  while (stop.ok() && !changed_.wait_for(lock, kPollInterval, admitted)) {
-    if (live_count_ < kBuffersPerTransfer && !AddStandIn(lock)) stop = NotEnough();
+  while (stop.ok() && !changed_.wait_for(lock, kPollInterval, [&] { return has_buffers() || may_be_private(); })) {
     lock.unlock();
     TakeBack();
-    if (poll && stop.ok()) stop = poll();
+    if (poll) stop = poll();
     lock.lock();
+    if (stop.ok() && owner_ != nullptr && has_too_few()) stop = NotEnough();
   }
-  if (stop.ok()) {
-    for (size_t i = 0; i < kBuffersPerTransfer; ++i) {
-      into.push_back(free_.back());
-      free_.pop_back();
-    }
+  const Admission admission = has_buffers() ? Admission::kShared : Admission::kPrivate;
+  if (stop.ok() && admission == Admission::kPrivate) private_count_ += kBuffersPerTransfer;
+  for (size_t i = 0; stop.ok() && admission == Admission::kShared && i < kBuffersPerTransfer; ++i) {
+    into.push_back(free_.back());
+    free_.pop_back();
   }
   std::erase(waiting_, ticket);
   changed_.notify_all();  // somebody else may be first now
-  return stop;
+  if (!stop.ok()) return stop;
+  return admission;
+}
+
+// After Join has said kPrivate.
+Result<std::unique_ptr<BufferPool>> BufferPool::CreatePrivate() {
+  Result<std::unique_ptr<BufferPool>> created = Create(kBuffersPerTransfer, buffer_bytes_);
+  if (!created.ok()) {
+    EndPrivate();
+    return NotEnough();
+  }
+  std::call_once(created.value()->pin_once_, [] {});  // nobody pins it
+  return created;
 }
 
 std::byte* BufferPool::TryTake() {
@@ -129,169 +128,115 @@ std::byte* BufferPool::TryTake() {
 
 void BufferPool::Return(std::byte* buffer) {
   if (ForkGeneration() != fork_generation_) return;
-  std::vector<std::byte*> surplus;
-  bool some_are_stranded = false;
   {
     const std::lock_guard lock(mutex_);
     free_.push_back(buffer);
-    FP_CHECK(free_.size() <= live_count_);
-    surplus = TakeSurplus();
-    some_are_stranded = !stranded_.empty();
+    FP_CHECK(free_.size() <= buffer_count_);
   }
   changed_.notify_all();
-  Unmap(surplus);
-  if (some_are_stranded) TakeBack();
+  TakeBack();
 }
 
-void BufferPool::Strand(std::byte* buffer, Landed landed) {
+void BufferPool::PutInQuarantine(std::byte* buffer, CopiesComplete complete) {
   if (ForkGeneration() != fork_generation_) return;
-  {
-    std::unique_lock lock(mutex_);
-    stranded_.push_back({buffer, std::move(landed)});
-    ++stranded_count_;
-    --live_count_;
-    if (live_count_ < buffer_count_) (void)AddStandIn(lock);  // without: those who join try again
-  }
+  quarantine_.Add(buffer, std::move(complete));
   changed_.notify_all();
 }
 
-// Take the buffers back out of limbo that have landed. What they held is let go of without the mutex.
 void BufferPool::TakeBack() {
-  std::vector<Stranded> looked_at;
+  const std::vector<std::byte*> complete = quarantine_.TakeComplete();
+  if (complete.empty()) return;
   {
     const std::lock_guard lock(mutex_);
-    looked_at.swap(stranded_);
-  }
-  if (looked_at.empty()) return;
-  std::vector<Stranded> kept;
-  std::vector<std::byte*> landed;
-  for (Stranded& stranded : looked_at) {
-    if (stranded.landed()) {
-      landed.push_back(stranded.buffer);
-      stranded.landed = nullptr;
-    } else {
-      kept.push_back(std::move(stranded));
-    }
-  }
-  std::vector<std::byte*> surplus;
-  {
-    const std::lock_guard lock(mutex_);
-    for (Stranded& stranded : kept) stranded_.push_back(std::move(stranded));
-    free_.insert(free_.end(), landed.begin(), landed.end());
-    stranded_count_ -= landed.size();
-    live_count_ += landed.size();
-    surplus = TakeSurplus();
+    free_.insert(free_.end(), complete.begin(), complete.end());
   }
   changed_.notify_all();
-  Unmap(surplus);
 }
 
-// Two more for who waits to join, since those of the ring stand still.
-void BufferPool::StandIn() {
+// Those that have the buffers wait for a device: whoever waits for buffers now gets private ones.
+void BufferPool::AdmitPrivately() {
   if (ForkGeneration() != fork_generation_) return;
   {
-    std::unique_lock lock(mutex_);
-    if (waiting_.empty()) return;
-    while (free_.size() < kBuffersPerTransfer && live_count_ < 2 * buffer_count_ && AddStandIn(lock)) continue;
+    const std::lock_guard lock(mutex_);
+    if (!waiting_.empty()) private_until_ticket_ = next_ticket_;
   }
   changed_.notify_all();
-}
-
-// False: there is no memory, or there cannot be any, since the ring's is a device's.
-bool BufferPool::AddStandIn(std::unique_lock<std::mutex>& lock) {
-  FP_CHECK(lock.owns_lock());
-  std::byte* const buffer = owner_ == nullptr ? MapBuffers(buffer_bytes_) : nullptr;
-  if (buffer == nullptr) return false;
-  stand_ins_.insert(buffer);
-  free_.push_back(buffer);
-  ++live_count_;
-  return true;
-}
-
-// The free stand-ins that nobody needs any more, which are the pool's no longer. REQUIRES: the mutex is held.
-std::vector<std::byte*> BufferPool::TakeSurplus() {
-  std::vector<std::byte*> surplus;
-  while (live_count_ > buffer_count_ && waiting_.empty()) {
-    const auto found =
-        std::find_if(free_.begin(), free_.end(), [this](std::byte* one) { return stand_ins_.contains(one); });
-    if (found == free_.end()) break;
-    surplus.push_back(*found);
-    stand_ins_.erase(*found);
-    free_.erase(found);
-    --live_count_;
-  }
-  return surplus;
-}
-
-void BufferPool::Unmap(const std::vector<std::byte*>& buffers) const {
-  for (std::byte* buffer : buffers) UnmapBuffers(buffer, buffer_bytes_);
 }
 
 Status BufferPool::NotEnough() const {
   return Status::Error(owner_ == nullptr ? StatusCode::kNoMemory : StatusCode::kDeviceError,
-                       std::to_string(stranded_count_) + " of the ring's " + std::to_string(buffer_count_) +
+                       std::to_string(quarantined_count()) + " of the ring's " + std::to_string(buffer_count_) +
                            " buffers wait for a device that does not end its copies, and there is no memory for " +
                            "others: end what the device's streams wait for, or start a new process");
 }
 
-Result<BufferShare> BufferShare::Join(BufferPool& pool, const std::function<Status()>& poll) {
-  BufferShare share(pool);
-  FP_RETURN_IF_ERROR(pool.Join(share.idle_, poll));
-  share.owned_count_ = share.idle_.size();
+Result<BufferShare> BufferShare::Join(BufferPool& ring, const std::function<Status()>& poll) {
+  BufferShare share(ring);
+  Result<BufferPool::Admission> admission = ring.Join(share.unused_, poll);
+  if (!admission.ok()) return admission.status();
+  if (admission.value() == BufferPool::Admission::kPrivate) {
+    Result<std::unique_ptr<BufferPool>> created = ring.CreatePrivate();
+    if (!created.ok()) return created.status();
+    share.private_pool_ = std::move(created).value();
+    FP_RETURN_IF_ERROR(share.private_pool_->Join(share.unused_, {}).status());
+  }
+  share.owned_count_ = share.unused_.size();
   return share;
 }
 
 BufferShare::BufferShare(BufferShare&& other) noexcept
-    : pool_(other.pool_), idle_(std::move(other.idle_)), owned_count_(other.owned_count_) {
-  other.idle_.clear();
-  other.owned_count_ = 0;
+    : ring_(other.ring_),
+      private_pool_(std::move(other.private_pool_)),
+      unused_(std::move(other.unused_)),
+      owned_count_(std::exchange(other.owned_count_, 0)) {
+  other.unused_.clear();
 }
 
 BufferShare::~BufferShare() {
-  FP_CHECK(idle_.size() == owned_count_);  // a buffer still in flight would be handed to somebody else
-  for (std::byte* buffer : idle_) pool_->Return(buffer);
+  FP_CHECK(unused_.size() == owned_count_);  // a buffer still in flight would be handed to somebody else
+  for (std::byte* buffer : unused_) pool().Return(buffer);
+  if (private_pool_ != nullptr) ring_->EndPrivate();
 }
 
 std::byte* BufferShare::Take() {
-  if (idle_.empty()) {
-    std::byte* buffer = pool_->TryTake();
-    if (buffer != nullptr) ++owned_count_;
-    if (buffer != nullptr) moved_at_ = std::chrono::steady_clock::now();
-    return buffer;
+  std::byte* buffer = nullptr;
+  if (!unused_.empty()) {
+    buffer = unused_.back();
+    unused_.pop_back();
+  } else if ((buffer = pool().TryTake()) != nullptr) {
+    ++owned_count_;
   }
-  moved_at_ = std::chrono::steady_clock::now();
-  std::byte* buffer = idle_.back();
-  idle_.pop_back();
+  if (buffer != nullptr) moved_at_ = std::chrono::steady_clock::now();
   return buffer;
 }
 
 void BufferShare::Put(std::byte* buffer) {
   moved_at_ = std::chrono::steady_clock::now();
-  if (owned_count_ > BufferPool::kBuffersPerTransfer && pool_->somebody_waits()) {
+  if (owned_count_ > BufferPool::kBuffersPerTransfer && ring_->has_waiting()) {
     --owned_count_;
-    pool_->Return(buffer);
+    ring_->Return(buffer);
     return;
   }
-  idle_.push_back(buffer);
+  unused_.push_back(buffer);
 }
 
-void BufferShare::Strand(std::byte* buffer, Landed landed) {
+void BufferShare::PutInQuarantine(std::byte* buffer, CopiesComplete complete) {
   FP_CHECK(owned_count_ > 0);
   --owned_count_;
-  pool_->Strand(buffer, std::move(landed));
+  pool().PutInQuarantine(buffer, std::move(complete));
 }
 
 void BufferShare::Rest() {
-  FP_CHECK(idle_.size() == owned_count_);
+  FP_CHECK(unused_.size() == owned_count_);
   for (; owned_count_ > BufferPool::kBuffersPerTransfer; --owned_count_) {
-    pool_->Return(idle_.back());
-    idle_.pop_back();
+    ring_->Return(unused_.back());
+    unused_.pop_back();
   }
 }
 
 void BufferShare::LetOthersJoin() {
   if (std::chrono::steady_clock::now() - moved_at_ < kPatience) return;
-  if (pool_->somebody_waits()) pool_->StandIn();
+  if (ring_->has_waiting()) ring_->AdmitPrivately();
 }
 
 }  // namespace fastpersist

@@ -1,18 +1,19 @@
 // The ring: a fixed number of aligned buffers of one size, allocated once, shared by every transfer of the process.
 // It does not grow, so host memory is bounded, and waiting for a buffer is the back-pressure of a transfer.
 //
-// What a device holds up. Buffers into or out of which a device still copies when their transfer gives up go to limbo:
-// nobody gets them before the device has ended. The pool maps stand-ins for them, so that it keeps its count, and for
-// those who want to join while a transfer stands still behind a device; stand-ins are unmapped when they are too many.
-// They are not pinned: to pin memory may wait for the very device. So the pool has at most twice its count of live
-// buffers; what is in limbo is bounded by the devices, which take no copies while they hold some up (device/device.h).
+// The sharing rule. A transfer joins with kBuffersPerTransfer buffers before it moves a byte and keeps that many until
+// it leaves; so no transfer waits for another while it holds what the other needs, and no two can deadlock. It may take
+// more while nobody waits to join, and gives those back as soon as somebody does. Transfers join in the order they
+// came.
 //
-// The sharing rule. A transfer joins with at least kBuffersPerTransfer buffers of its own before it moves a byte and
-// keeps them until it leaves; so no transfer ever waits for another while holding what the other needs, and no two can
-// deadlock. It may take more while nobody waits to join, and gives those back as soon as somebody does. Transfers join
-// in the order they came.
+// Devices that stand still. A transfer that gives up quarantines the buffers that a device may still copy from or to
+// (core/quarantine.h): the ring has fewer buffers until the device has completed its copies. Transfers of CPU tensors
+// must go on meanwhile. So a transfer joins with a private pool of kBuffersPerTransfer buffers where the ring has too
+// few buffers left, or where those that have them wait for a device. Private buffers are never pinned, since to pin
+// memory may wait for that very device. All private pools together have at most as many buffers as the ring.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -21,10 +22,10 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <vector>
 
 #include "core/memory.h"
+#include "core/quarantine.h"
 #include "core/status.h"
 
 namespace fastpersist {
@@ -38,7 +39,7 @@ class BufferPool {
   // One anonymous mapping, advised to use huge pages and to stay out of forked children. kNoMemory when it cannot be
   // had. REQUIRES: buffer_bytes is a multiple of kBufferAlignment, buffer_count >= kBuffersPerTransfer.
   static Result<std::unique_ptr<BufferPool>> Create(size_t buffer_count, size_t buffer_bytes);
-  // Over memory of somebody else, whom the pool keeps: of a device, which no thread can look into.
+  // Over the memory of `owner`, which lives as long as the pool: memory of a device, which no thread can look into.
   static std::unique_ptr<BufferPool> Over(std::byte* memory, size_t buffer_count, size_t buffer_bytes,
                                           std::shared_ptr<void> owner);
   ~BufferPool();
@@ -48,50 +49,45 @@ class BufferPool {
   size_t buffer_bytes() const { return buffer_bytes_; }
   size_t buffer_count() const { return buffer_count_; }
   size_t free_count() const;
-  // In limbo: not free, and no transfer's.
-  size_t stranded_count() const;
+  // Neither free nor a transfer's.
+  size_t quarantined_count() const { return quarantine_.count(); }
 
   // Let a device know the ring's memory. The first call counts, for as long as the pool lives; later ones do nothing.
   void PinWith(const Pin& pin);
-  // After PinWith: whether a device knows this buffer. It knows no stand-in.
+  // Whether a device knows this buffer.
   bool is_pinned(const std::byte* buffer) const;
 
  private:
   friend class BufferShare;
   BufferPool(std::byte* memory, size_t buffer_count, size_t buffer_bytes, std::shared_ptr<void> owner);
 
-  Status Join(std::vector<std::byte*>& into, const std::function<Status()>& poll);
+  enum class Admission : uint8_t { kShared, kPrivate };
+  Result<Admission> Join(std::vector<std::byte*>& into, const std::function<Status()>& poll);
+  Result<std::unique_ptr<BufferPool>> CreatePrivate();
+  void EndPrivate() { private_count_ -= kBuffersPerTransfer; }
+  void AdmitPrivately();
   std::byte* TryTake();
   void Return(std::byte* buffer);
-  void Strand(std::byte* buffer, Landed landed);
+  void PutInQuarantine(std::byte* buffer, CopiesComplete complete);
   void TakeBack();
-  void StandIn();
-  bool AddStandIn(std::unique_lock<std::mutex>& lock);
-  std::vector<std::byte*> TakeSurplus();
-  void Unmap(const std::vector<std::byte*>& buffers) const;
-  bool somebody_waits() const;
+  bool has_waiting() const;
   Status NotEnough() const;
 
   std::byte* const memory_;
   const size_t buffer_count_;
   const size_t buffer_bytes_;
-  const std::shared_ptr<void> owner_;  // of the memory; null: it is ours
+  const std::shared_ptr<void> owner_;  // of the memory; null: the pool itself
   const uint64_t fork_generation_;
   std::once_flag pin_once_;
   std::shared_ptr<void> pinned_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  struct Stranded {
-    std::byte* buffer;
-    Landed landed;
-  };
   std::vector<std::byte*> free_;
-  size_t live_count_;               // free, or a transfer's; buffer_count_ as a rule
-  std::set<std::byte*> stand_ins_;  // each a mapping of its own
-  std::vector<Stranded> stranded_;  // but those that TakeBack looks at
-  size_t stranded_count_ = 0;
+  Quarantine quarantine_;
   uint64_t next_ticket_ = 0;
-  std::deque<uint64_t> waiting_;  // tickets of those who wait to join, in order
+  std::deque<uint64_t> waiting_;          // tickets of the transfers that wait to join, in order
+  uint64_t private_until_ticket_ = 0;     // those before it need not wait for buffers of the ring
+  std::atomic<size_t> private_count_{0};  // buffers of private pools
 };
 
 // The buffers of one transfer. Not thread-safe: one owner. Returns everything on destruction.
@@ -103,27 +99,29 @@ class BufferShare {
   BufferShare& operator=(BufferShare&&) = delete;
   ~BufferShare();
 
-  // An idle buffer of this share, else one more from the pool, else nullptr: put one back first.
+  // An unused buffer of this share, else one more from the pool, else nullptr: put one back first.
   std::byte* Take();
   void Put(std::byte* buffer);
-  // Instead of Put, by who gives up: a device may still copy to or from the buffer, which comes back to the pool when
-  // it has landed. The share must not be used for anything but Put and Strand then.
-  void Strand(std::byte* buffer, Landed landed);
-  // For who will move nothing for a while: keep no more than a transfer needs. REQUIRES: all buffers are idle.
+  // Instead of Put, where a transfer gives up and a device may still copy from or to the buffer, which comes back to
+  // the pool when the copies are complete. Only Put and PutInQuarantine may be called afterwards.
+  void PutInQuarantine(std::byte* buffer, CopiesComplete complete);
+  // Give back what a transfer does not need while it moves nothing. REQUIRES: all buffers are unused.
   void Rest();
-  // For who waits for a device, now and then: let those who want to join not wait for the device, too.
+  // To be called now and then while this transfer waits for a device, so that others that join do not wait for it, too.
   void LetOthersJoin();
 
-  BufferPool& pool() const { return *pool_; }
+  // Of the buffers: the ring, or a private pool.
+  BufferPool& pool() const { return private_pool_ != nullptr ? *private_pool_ : *ring_; }
 
  private:
-  explicit BufferShare(BufferPool& pool) : pool_(&pool) {}
+  explicit BufferShare(BufferPool& ring) : ring_(&ring) {}
 
   // How long a transfer makes others wait for a device: longer than any copy of its own takes.
   static constexpr std::chrono::milliseconds kPatience{500};
 
-  BufferPool* pool_;
-  std::vector<std::byte*> idle_;
+  BufferPool* ring_;
+  std::unique_ptr<BufferPool> private_pool_;  // null: the buffers are the ring's
+  std::vector<std::byte*> unused_;
   size_t owned_count_ = 0;
   std::chrono::steady_clock::time_point moved_at_ = std::chrono::steady_clock::now();  // a buffer, the last time
 };

@@ -1,4 +1,5 @@
-// Fresh memory that is about to be filled: fewer faults, and taken by another core than the one that fills.
+// Memory of this library: mappings for buffers, which devices may know, and fresh memory that is about to be filled,
+// which meets fewer faults, and those on another core than the one that fills it.
 #pragma once
 
 #include <pthread.h>
@@ -15,8 +16,8 @@
 
 namespace fastpersist {
 
-// Ask for huge pages under the whole huge pages inside the range: filling it then takes one fault per 2 MiB instead of
-// 512. Only advice: nothing changes where it is refused, and no page is added at the ends.
+// Ask for huge pages wherever a whole one fits inside the range: filling it then takes one fault per 2 MiB instead of
+// 512. It is only advice, which the kernel may ignore.
 void AdviseHugePages(std::span<std::byte> range);
 
 // Let the kernel find and clear the pages of a range now. A kernel before 5.14 does it when they are touched.
@@ -35,23 +36,28 @@ constexpr size_t kHugePageBytes = size_t{2} << 20;
 std::byte* MapBuffers(size_t size_bytes);
 void UnmapBuffers(std::byte* memory, size_t size_bytes);
 
-// For a device that did not let go of memory of MapBuffers: UnmapBuffers leaves it mapped. What came to that address
-// next, the device would take for what was there before, and copy from and to that.
+// Whether an address is inside this memory.
+inline bool IsInside(std::span<const std::byte> memory, const std::byte* address) {
+  return std::less_equal<>()(memory.data(), address) && std::less<>()(address, memory.data() + memory.size());
+}
+
+// For memory of MapBuffers that a device did not let go of: UnmapBuffers leaves it mapped from now on. If the address
+// were mapped anew, the device would take the new memory for the old, and copy from and to it.
 void KeepMapped(const std::byte* memory);
 
 // Makes memory known to a device, so that it copies from and to it by itself; the memory is known to it as long as what
 // is returned lives. Never fails: memory that a device does not know is only slower.
 using Pin = std::function<std::shared_ptr<void>(std::span<std::byte> memory)>;
 
-// Whether a device that was told to copy into some memory does so no more. Asked now and then; not asked again once it
-// is true. What it holds, such as references to the other side of the copies, stays until then.
-using Landed = std::function<bool()>;
+// Whether a device has completed the copies that it was told to make from or to some memory. It is asked now and then,
+// and not again once it is true. What it holds, such as references to the other side of the copies, lives until then.
+using CopiesComplete = std::function<bool()>;
 
-// Memory that stays where it is: page-locked, so that it is never swapped out, zeroed, on a huge-page boundary where it
-// is large enough. A forked child has a copy that is not locked.
+// Page-locked memory, which is never swapped out: zeroed, and on a huge-page boundary where it is large enough. A
+// forked child has a copy that is not locked.
 class LockedMemory {
  public:
-  // kNoMemory, with what to do about it, where the limit (RLIMIT_MEMLOCK) or the machine has no room for it.
+  // kNoMemory, with what to do about it, where the limit (RLIMIT_MEMLOCK) or the machine does not allow it.
   // REQUIRES: size_bytes > 0.
   static Result<std::unique_ptr<LockedMemory>> Create(size_t size_bytes);
   ~LockedMemory();
@@ -70,16 +76,17 @@ class LockedMemory {
   const size_t mapped_bytes_;
 };
 
-// Makes the kernel find and clear the pages of fresh memory ahead of the thread that fills it. Clearing is a third of
-// the work of a load; done in line, it keeps the disk waiting. Changes no byte, so it may run beside the filling.
+// A thread that makes the kernel find and clear the pages of fresh memory before another one fills it. Clearing is a
+// third of the work of a load, and where the filling thread does it, the disk waits. This changes no byte, so it may
+// run beside the filling.
 //
-// Does nothing where it cannot help: one CPU, little memory, a kernel before 5.14, no thread to be had.
+// Does nothing where it cannot help: with one CPU, little memory, a kernel before 5.14, or where no thread can be had.
 class Prefault {
  public:
   // Starts at once, in the order given. The ranges stay mapped until destruction. Only whole pages inside them are
-  // prepared: the kernel refuses a range that begins within one. `page_bytes` is for tests.
+  // prepared, since the kernel refuses a range that begins within a page. `page_bytes` is for tests.
   explicit Prefault(std::vector<std::span<std::byte>> ranges, uint64_t page_bytes = PageBytes());
-  // Stops after the piece that is being done, and waits for that.
+  // Stops after the 4 MiB at which the thread is, for which it waits.
   ~Prefault();
   Prefault(const Prefault&) = delete;
   Prefault& operator=(const Prefault&) = delete;

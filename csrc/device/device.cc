@@ -21,8 +21,8 @@ namespace fastpersist {
 namespace {
 
 constexpr uintptr_t kPageBytes = 4096;
-// Copies of a ring's buffer take 100 µs and more, so that most waits end while asleep. The first looks catch those
-// that are as good as there.
+// A copy of a ring's buffer takes 100 µs and more, so most waits end in a sleep. The first looks, without sleep, catch
+// copies that are almost complete.
 constexpr int kSpinCount = 16;
 constexpr std::chrono::microseconds kSleepMin{20};
 constexpr std::chrono::microseconds kSleepMax{200};
@@ -70,13 +70,13 @@ std::string LockLimit(size_t size_bytes) {
 Result<Device*> Device::Get(int ordinal) {
   Result<const CudaDriver*> driver = CudaDriver::Get();
   if (!driver.ok()) return driver.status();
-  // Beyond this line no process comes whose parent was here: what these guard is never held or half-made by a thread
-  // that did not come along.
+  // A child of a process that was here has been refused above (CudaDriver::Get). So no mutex below was locked, and no
+  // device half made, by a thread that the fork left behind.
   static auto* const mutex = new std::mutex;
   static auto* const devices = new std::map<int, std::unique_ptr<Device>>;
   const std::lock_guard lock(*mutex);
   if (const auto known = devices->find(ordinal); known != devices->end() && known->second->is_open()) {
-    return known->second.get();  // whatever the driver has to say by now
+    return known->second.get();  // also where the driver reports errors by now
   }
   int count = 0;
   FP_RETURN_IF_ERROR(driver.value()->Check(driver.value()->DeviceGetCount(&count), "counting the CUDA devices"));
@@ -220,7 +220,7 @@ CopyMark::~CopyMark() {
   if (device_ != nullptr && CudaDriver::Get().ok()) device_->PutEvent(event_);
 }
 
-Result<bool> CopyMark::Reached() const {
+Result<bool> CopyMark::IsComplete() const {
   FP_CHECK(device_ != nullptr);
   const ContextScope scope(*device_);
   FP_RETURN_IF_ERROR(scope.status());
@@ -234,9 +234,9 @@ Status CopyMark::Wait(const std::function<Status()>& poll) const {
   auto next_poll = std::chrono::steady_clock::now() + kPollInterval;
   auto sleep = kSleepMin;
   for (int look = 0;; ++look) {
-    Result<bool> reached = Reached();
-    if (!reached.ok()) return reached.status();
-    if (reached.value()) return Status::Ok();
+    Result<bool> complete = IsComplete();
+    if (!complete.ok()) return complete.status();
+    if (complete.value()) return Status::Ok();
     if (look < kSpinCount) continue;
     std::this_thread::sleep_for(sleep);
     sleep = std::min(2 * sleep, kSleepMax);
@@ -254,17 +254,17 @@ CopyEnd::CopyEnd(CopyStream& stream) : stream_(&stream) {
 CopyEnd::CopyEnd(std::shared_ptr<const CopyMark> mark) : mark_(std::move(mark)), stream_(mark_->stream_) {}
 
 // An error of the query alone stops no copy.
-bool CopyEnd::Reached() const {
+bool CopyEnd::IsComplete() const {
   if (seen_->load()) return true;
-  Result<bool> reached = mark_ == nullptr ? Result<bool>(stream_->Idle()) : mark_->Reached();
-  const bool is_reached = reached.ok() ? reached.value() : stream_->Idle();
-  if (is_reached) seen_->store(true);
-  return is_reached;
+  Result<bool> marked = mark_ == nullptr ? Result<bool>(stream_->AllComplete()) : mark_->IsComplete();
+  const bool is_complete = marked.ok() ? marked.value() : stream_->AllComplete();
+  if (is_complete) seen_->store(true);
+  return is_complete;
 }
 
-Landed LandedWhen(std::vector<CopyEnd> reached) {
-  return [ends = std::move(reached)] {
-    return std::all_of(ends.begin(), ends.end(), [](const CopyEnd& end) { return end.Reached(); });
+CopiesComplete CompletionOf(std::vector<CopyEnd> ends) {
+  return [ends = std::move(ends)] {
+    return std::all_of(ends.begin(), ends.end(), [](const CopyEnd& end) { return end.IsComplete(); });
   };
 }
 
@@ -280,7 +280,7 @@ bool Grace::WaitFor(std::span<const CopyEnd> ends, const std::function<void()>& 
   auto next_call = std::chrono::steady_clock::now() + kPollInterval;
   auto sleep = kSleepMin;
   for (size_t first = 0; first < ends.size();) {
-    if (ends[first].Reached()) {
+    if (ends[first].IsComplete()) {
       ++first;
       continue;
     }
@@ -295,16 +295,16 @@ bool Grace::WaitFor(std::span<const CopyEnd> ends, const std::function<void()>& 
   return true;
 }
 
-Landed Grace::GiveUp(std::vector<CopyEnd> ends) {
+CopiesComplete Grace::GiveUp(std::vector<CopyEnd> ends) {
   for (const CopyEnd& end : ends) {
     CopyStream& stream = *end.stream_;
-    if (end.Reached()) continue;
+    if (end.IsComplete()) continue;
     const std::lock_guard lock(stream.given_up_mutex_);
     if (stream.given_up_.empty()) stream.given_up_since_ = std::chrono::steady_clock::now();
     stream.given_up_.push_back(end);
     stream.has_given_up_ = true;
   }
-  return LandedWhen(std::move(ends));
+  return CompletionOf(std::move(ends));
 }
 
 Status CopyStream::FollowCaller(uintptr_t caller_stream) {
@@ -357,8 +357,8 @@ Status CopyStream::Zero(CudaAddress target, size_t size_bytes) {
   return Started(device_.driver_.MemsetD8Async(target, 0, size_bytes, stream_), "clearing memory of");
 }
 
-// Marks what was started, now and then: see AwaitRoom. Where no mark can be had there is one less to wait for: an error
-// from here says that nothing was started, so that nobody gives memory away into which a copy goes.
+// Marks every kWindowCopies-th copy, for AwaitRoom. A mark that cannot be had is left out: an error from here says that
+// the copy was not started, and its caller would give away memory into which it goes.
 Status CopyStream::Started(CudaResult result, const char* what) {
   FP_RETURN_IF_ERROR(device_.Check(result, what));
   {
@@ -404,16 +404,16 @@ Result<bool> CopyStream::HasRoom(bool is_pinned) {
   }
   const std::lock_guard lock(windows_mutex_);
   while (windows_.size() >= kWindowCount) {
-    Result<bool> reached = windows_.front()->Reached();
-    if (!reached.ok() || !reached.value()) return reached;
+    Result<bool> complete = windows_.front()->IsComplete();
+    if (!complete.ok() || !complete.value()) return complete;
     windows_.pop_front();
   }
   return true;
 }
 
-// Whether no copy is on its way. A device that is lost copies no more; any other error says nothing. Never waits, as a
-// synchronisation would.
-bool CopyStream::Idle() const {
+// Whether all copies of the stream are complete. A device that is lost makes none any more; any other error says
+// nothing about them. Unlike a synchronisation, this never waits.
+bool CopyStream::AllComplete() const {
   const ContextScope scope(device_);
   if (scope.status().code() == StatusCode::kUnsupported) return true;  // the process ends, and CUDA with it
   if (!scope.status().ok()) return device_.driver_.IsLost(scope.result_);
@@ -424,7 +424,7 @@ bool CopyStream::Idle() const {
 std::optional<std::chrono::steady_clock::time_point> CopyStream::GivenUpSince() {
   if (!has_given_up_.load(std::memory_order_relaxed)) return std::nullopt;
   const std::lock_guard lock(given_up_mutex_);
-  std::erase_if(given_up_, [](const CopyEnd& end) { return end.Reached(); });
+  std::erase_if(given_up_, [](const CopyEnd& end) { return end.IsComplete(); });
   if (!given_up_.empty()) return given_up_since_;
   has_given_up_ = false;
   return std::nullopt;

@@ -1,6 +1,8 @@
 // A CUDA device as transfers use it: streams of its own, on which copies between pinned host memory and the device run
-// beside the caller's kernels, ordered against the caller's streams by events. No call here waits for the device, but
-// those that say so; none synchronises the device or the caller's streams.
+// beside the caller's kernels, ordered against the caller's streams by events. A call waits for the device only where
+// its comment says so; none synchronises the device or the caller's streams.
+//
+// A copy that was started is *complete* when the device touches neither of its sides any more.
 #pragma once
 
 #include <atomic>
@@ -39,10 +41,11 @@ class CopyMark {
 
   explicit operator bool() const { return device_ != nullptr; }
 
-  // Whether every copy before the mark has landed. An error of the device shows here, too.
-  // REQUIRES of all three: not empty.
-  Result<bool> Reached() const;
-  // Waits, looking every 20 … 200 µs; `poll` is asked about every 50 ms and its error ends the wait. May be empty.
+  // Whether every copy before the mark is complete. An error of the device shows here, too.
+  // REQUIRES of both: not empty.
+  Result<bool> IsComplete() const;
+  // Waits until IsComplete, which it asks every 20 … 200 µs. `poll` is called about every 50 ms, and its error ends the
+  // wait; it may be empty.
   Status Wait(const std::function<Status()>& poll) const;
 
  private:
@@ -55,50 +58,51 @@ class CopyMark {
   CudaEvent event_ = nullptr;
 };
 
-// The end of copies that were started, for who is about to give their memory to others: unlike a mark it has no errors,
-// and says "reached" only where none of them is on its way any more. Copyable; thread-safe.
+// The end of copies that were started. It guards their memory: unlike a mark it has no errors, and it is complete only
+// when the device makes none of these copies any more. Copyable; thread-safe.
 class CopyEnd {
  public:
-  // Of all that the stream was given so far. Where no mark can be had: the moment in which it has nothing left to do.
+  // Of all that the stream was given so far. Where no mark can be had, the end of all that the stream is ever given.
   explicit CopyEnd(CopyStream& stream);
   // REQUIRES: the mark is not empty.
   explicit CopyEnd(std::shared_ptr<const CopyMark> mark);
 
-  bool Reached() const;
+  bool IsComplete() const;
 
  private:
   friend class Grace;
 
   std::shared_ptr<const CopyMark> mark_;  // null: none could be had
   CopyStream* stream_;
-  // Of all copies of this: what was seen once stays so, also where a later look at the whole stream would not show it.
+  // Shared by all copies of this object. What was complete once stays so, also where a later look at the whole stream
+  // would not show it.
   std::shared_ptr<std::atomic<bool>> seen_ = std::make_shared<std::atomic<bool>>(false);
 };
 
-// For limbo.
-Landed LandedWhen(std::vector<CopyEnd> reached);
+// The condition for a quarantine: all of these are complete.
+CopiesComplete CompletionOf(std::vector<CopyEnd> ends);
 
-// How long who gives up waits for copies that were started: a stream that never ends, since it follows a collective
-// whose peer is gone, must hold up nobody for ever. What is then left goes to limbo (BufferPool::Strand,
-// Arena::Strand).
+// How long a transfer that gives up waits for the copies that it started. A stream that never ends, since it follows a
+// collective whose peer is gone, must not hold up anybody for ever. Memory whose copies are not complete after that
+// time is quarantined (core/quarantine.h).
 class Grace {
  public:
   static constexpr std::chrono::milliseconds kDefault{10'000};
-  // For all that begin later. For tests.
+  // The duration for all objects that are made later. For tests.
   static void Set(std::chrono::milliseconds duration);
 
-  // It begins now.
+  // The time starts now.
   Grace();
 
-  // Whether nothing is waited for any more: the time has passed, or the stream of these copies was given up before.
+  // Whether the time has passed, or the stream of these copies was given up before.
   bool IsOver() const;
   bool IsOver(const CopyEnd& end) const;
-  // Whether the ends were reached in time. Streams that were given up before are not waited for again. `meanwhile` is
+  // Whether all ends are complete in time. Streams that were given up before are not waited for again. `meanwhile` is
   // called about every 50 ms; it may be empty.
   bool WaitFor(std::span<const CopyEnd> ends, const std::function<void()>& meanwhile = {}) const;
-  // After WaitFor was in vain: the streams take no more copies until these ends are reached, so that what is in limbo
-  // stays bounded, and the next save hears of it at once. Returns what tells whether they are.
-  static Landed GiveUp(std::vector<CopyEnd> ends);
+  // After WaitFor returned false: the streams take no more copies until these ends are complete. So the quarantine
+  // stays bounded, and the next save of the device fails at once. Returns the condition for the quarantine.
+  static CopiesComplete GiveUp(std::vector<CopyEnd> ends);
 
  private:
   std::chrono::steady_clock::time_point deadline_;
@@ -113,24 +117,24 @@ class CopyStream {
 
   // What is started from now on comes after everything that the caller's stream (a CUstream as an integer, as
   // torch.cuda.Stream.cuda_stream gives it; 0: the legacy default stream) holds at this moment. kUnsupported, here and
-  // in HoldCaller, while that stream is captured into a CUDA graph: what a graph holds is not done when it is started.
+  // in HoldCaller, while that stream is captured into a CUDA graph: its work has not begun when this returns.
   Status FollowCaller(uintptr_t caller_stream);
   // What the caller's stream is given from now on comes after everything started here so far.
   Status HoldCaller(uintptr_t caller_stream);
 
-  // Wait until a copy can be started without waiting inside the driver, where nobody could end it: few enough are
-  // queued, and none where the host memory is not pinned. `poll` as of CopyMark::Wait. For one thread: what others
-  // queue meanwhile may make it wait all the same.
+  // Wait until a copy can be started that does not wait inside the driver, where nobody could end the wait: until few
+  // copies are queued, or none where the host memory is not pinned. `poll` as of CopyMark::Wait. For one thread: copies
+  // that others queue meanwhile may make the next one wait all the same.
   Status AwaitRoom(bool is_pinned, const std::function<Status()>& poll);
 
-  // Whether that is so now, for who does other things meanwhile. For any thread, as long as the memory is pinned.
+  // Whether AwaitRoom would return at once. For any thread where the memory is pinned, else for one.
   Result<bool> HasRoom(bool is_pinned);
 
   // Start one copy. The memory of both sides stays allocated, and the source unchanged, until a mark that was made
-  // afterwards is reached. Host memory that is not pinned is legal: the call then waits for the copy, or may do so.
+  // afterwards is complete. Host memory that is not pinned is legal: the call may then wait for the copy.
   Status ToHost(std::byte* target, CudaAddress source, size_t size_bytes);
   Status ToDevice(CudaAddress target, const std::byte* source, size_t size_bytes);
-  // The same between two places of the device, and for zeros.
+  // Start one copy between two places of the device, or set bytes of it to zero.
   Status Within(CudaAddress target, CudaAddress source, size_t size_bytes);
   Status Zero(CudaAddress target, size_t size_bytes);
 
@@ -142,7 +146,7 @@ class CopyStream {
   friend class Grace;
   explicit CopyStream(Device& device) : device_(device) {}
 
-  bool Idle() const;
+  bool AllComplete() const;
   std::optional<std::chrono::steady_clock::time_point> GivenUpSince();
   Status RefuseGivenUp();
   Status Started(CudaResult result, const char* what);
@@ -151,7 +155,7 @@ class CopyStream {
   CudaStream stream_ = nullptr;
   std::mutex windows_mutex_;
   uint64_t started_count_ = 0;
-  std::deque<std::shared_ptr<const CopyMark>> windows_;  // one for each kWindowCopies that may not have landed
+  std::deque<std::shared_ptr<const CopyMark>> windows_;  // one for each kWindowCopies that may be incomplete
   std::atomic<bool> has_given_up_{false};                // given_up_ is not empty
   std::mutex given_up_mutex_;
   std::vector<CopyEnd> given_up_;
@@ -206,13 +210,13 @@ class Device {
   std::vector<CudaEvent> free_events_;
 };
 
-// The device's context is the calling thread's while this lives, and what was current before is so afterwards. For
-// calls of the driver, or of libraries above it, that this room does not make; its own do so by themselves. May be
-// nested; inside a scope of the same device another one costs no call of the driver. So a scope around many calls is
-// the quicker one, but no foreign code, which could make another context current, may run inside it.
+// Makes the device's context current for the calling thread while this lives; afterwards the former context is current
+// again. Calls of this file enter it by themselves; others that call the driver, or a library above it, need one.
+// Scopes may be nested, and a scope inside one of the same device costs no call of the driver. So one scope around many
+// calls is quicker, but no foreign code, which could make another context current, may run inside it.
 //
-// The thread is in the relaxed capture mode meanwhile: what we do beside a CUDA graph that the application captures at
-// that moment has nothing to do with it, and would spoil it otherwise.
+// The thread is in the relaxed capture mode meanwhile. Otherwise a call of ours would break a CUDA graph that the
+// application captures at that moment.
 class ContextScope {
  public:
   explicit ContextScope(const Device& device) : status_(Enter(device)) {}
@@ -236,8 +240,9 @@ class ContextScope {
   Status status_;
 };
 
-// Host memory that the device reads and writes by itself, without a copy by the driver: registered with it while this
-// lives. Where that is refused the memory is as it was, only slower, and why_not() says why. Move-only.
+// Host memory that is registered with the device while this lives, so that the device reads and writes it without a
+// copy by the driver. Where the driver refuses, copies from and to the memory are slower, and why_not() says why.
+// Move-only.
 class Pinned {
  public:
   Pinned() = default;
@@ -253,9 +258,8 @@ class Pinned {
   bool ok() const { return memory_ != nullptr; }
   const std::string& why_not() const { return why_not_; }
 
-  // Early, what the destructor does. False: the driver, whose device is lost, does not let go of the memory, which then
-  // stays mapped (KeepMapped). In a forked child, and once the process ends (the driver is gone by then), nothing is
-  // done.
+  // What the destructor does, earlier. False: the device is lost and the driver does not release the memory, which then
+  // stays mapped (KeepMapped). Does nothing in a forked child, and at the end of the process, when the driver is gone.
   bool Release();
 
  private:

@@ -91,11 +91,11 @@ void DeviceCopies::TakeLanded(Lane& lane, std::vector<Ended>& ended) {
     Batch& first = lane.batches.front();
     bool is_reached = false;
     if (first.status.ok()) {
-      Result<bool> reached = first.mark->Reached();
+      Result<bool> reached = first.mark->IsComplete();
       if (!reached.ok()) first.status = reached.status();
       is_reached = reached.ok() && reached.value();
     }
-    if (!first.status.ok()) is_reached = first.end.Reached();
+    if (!first.status.ok()) is_reached = first.end.IsComplete();
     if (!is_reached) return;
     for (RequestPiece& piece : first.pieces) {
       ended.push_back({.piece = std::move(piece), .status = first.status, .late = {}});
@@ -111,7 +111,7 @@ void DeviceCopies::GiveUp(Lane& lane, bool closing, std::vector<Ended>& ended) {
     if (!failed && std::none_of(batch.pieces.begin(), batch.pieces.end(), given_up)) continue;
     if (!batch.grace.has_value()) batch.grace.emplace();
     if (!batch.grace->IsOver(batch.end)) continue;
-    const Landed landed = Grace::GiveUp({batch.end});
+    const CopiesComplete landed = Grace::GiveUp({batch.end});
     const auto kept = std::partition(batch.pieces.begin(), batch.pieces.end(),
                                      [&](const RequestPiece& piece) { return !failed && !given_up(piece); });
     for (auto piece = kept; piece != batch.pieces.end(); ++piece) {

@@ -21,7 +21,7 @@ class DeviceCopies {
   struct Ended {
     RequestPiece piece;
     Status status;
-    Landed late;  // not empty: the device may still copy, until this holds; the status is an error then
+    CopiesComplete late;  // not empty: the device may still copy, until this holds; the status is an error then
   };
 
   // Of a piece whose job is of a device: to staging if it is written, from there if it was read. The copy is started

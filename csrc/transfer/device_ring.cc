@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <span>
 
-#include "core/limbo.h"
+#include "core/quarantine.h"
 
 namespace fastpersist {
 namespace {
@@ -18,7 +18,7 @@ Status DeviceRing::WaitFor(CopyStream& stream) {
   if (status.ok()) return status;
   const CopyEnd end(stream);
   if (!Grace().WaitFor(std::span(&end, 1))) {
-    LeaveInLimbo({Grace::GiveUp({end})}, [bounce = std::exchange(bounce_, nullptr), kept = destinations_] {});
+    ReleaseWhenComplete({Grace::GiveUp({end})}, [bounce = std::exchange(bounce_, nullptr), kept = destinations_] {});
   }
   return status;
 }

@@ -39,8 +39,8 @@ Status FileReader::Poll() {
 }
 
 // Kernel and devices let go of the buffers first; only then do they go back to the share. A device that does not within
-// the grace time keeps them in limbo, and the destinations with them: it writes there when it goes on, and must not
-// find the memory given to somebody else.
+// the grace time keeps them in quarantine, and the destinations with them: it writes there when it goes on, and must
+// not find the memory given to somebody else.
 void FileReader::Abandon() {
   pump_->Abandon();
   const Grace grace;
@@ -54,8 +54,8 @@ void FileReader::Abandon() {
       continue;
     }
     is_short_of_buffers_ = true;
-    share_.Strand(landing.buffer,
-                  [landed = Grace::GiveUp(std::move(ends)), destinations = hooks_.destinations] { return landed(); });
+    share_.PutInQuarantine(landing.buffer, [landed = Grace::GiveUp(std::move(ends)),
+                                            destinations = hooks_.destinations] { return landed(); });
   }
   landing_.clear();
   for (InFlight& slot : in_flight_) {
@@ -207,7 +207,7 @@ Result<bool> FileReader::LandFirst(bool wait) {
       FP_RETURN_IF_ERROR(mark.Wait([this] { return Poll(); }));
       continue;
     }
-    Result<bool> reached = mark.Reached();
+    Result<bool> reached = mark.IsComplete();
     if (!reached.ok() || !reached.value()) return reached;
   }
   share_.Put(first.buffer);

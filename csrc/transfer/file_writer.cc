@@ -82,9 +82,9 @@ Status FileWriter::Poll() {
 }
 
 // Kernel and devices let go of the buffers first; only then do they go back to the share. A device that does not within
-// the grace time keeps them in limbo. The sources may be gone by the time it goes on, since it only reads them: memory
-// that torch's caching allocator has given to another tensor meanwhile is as good, and memory that it gives back to the
-// driver is not unmapped before the copies have ended (cuMemFree and cuMemUnmap wait for them, the allocator
+// the grace time keeps them in quarantine. The sources may be gone by the time it goes on, since it only reads them:
+// memory that torch's caching allocator has given to another tensor meanwhile is as good, and memory that it gives back
+// to the driver is not unmapped before the copies have ended (cuMemFree and cuMemUnmap wait for them, the allocator
 // synchronises before the latter).
 Status FileWriter::Abort(Status status) {
   if (failed_.ok()) failed_ = std::move(status);
@@ -103,7 +103,7 @@ Status FileWriter::Abort(Status status) {
     if (grace.WaitFor(ends, [this] { share_.LetOthersJoin(); })) {
       share_.Put(chunk.buffer);
     } else {
-      share_.Strand(chunk.buffer, Grace::GiveUp(std::move(ends)));
+      share_.PutInQuarantine(chunk.buffer, Grace::GiveUp(std::move(ends)));
     }
   }
   landing_.clear();
@@ -260,7 +260,7 @@ Result<bool> FileWriter::LandFirst(bool wait) {
   Chunk& first = landing_.front();
   if (!wait) {
     for (const CopyMark& mark : first.marks) {
-      Result<bool> reached = mark.Reached();
+      Result<bool> reached = mark.IsComplete();
       if (!reached.ok() || !reached.value()) return reached;
     }
   }

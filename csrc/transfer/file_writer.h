@@ -95,7 +95,7 @@ class FileWriter {
   Status Finish();
 
   // Wait until the kernel has let go of every buffer and give them back; buffers into which a device still copies after
-  // the grace time go to limbo. The writer is of no use after.
+  // the grace time go to quarantine. The writer is of no use after.
   void Abandon() { (void)Abort(Status::Error(StatusCode::kCancelled, "the writer was closed")); }
 
   uint64_t position() const { return chunk_.offset_bytes + chunk_.fill_bytes; }

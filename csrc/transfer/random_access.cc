@@ -7,7 +7,7 @@
 
 #include "core/alignment.h"
 #include "core/fork.h"
-#include "core/limbo.h"
+#include "core/quarantine.h"
 #include "core/wakeup.h"
 #include "transfer/request_worker.h"
 
@@ -96,7 +96,7 @@ Result<std::unique_ptr<RandomAccess>> RandomAccess::Open(RandomAccessOptions opt
                            [](const std::string& name) { return !name.ends_with("-buffered"); })) {
     return Status::Error(StatusCode::kInvalidArgument, "a direct engine cannot follow one through the page cache");
   }
-  ReleaseFromLimbo();
+  ReleaseComplete();
   std::unique_ptr<RandomAccess> file(new RandomAccess(std::move(options)));
   const RandomAccessOptions& own = file->options_;
   // A device may have blocks that are larger than the chunks that were asked for.
@@ -175,7 +175,7 @@ std::shared_ptr<FileRequest> RandomAccess::Begin(IoOp op) {
 void RandomAccess::Add(const std::shared_ptr<FileRequest>& request, std::vector<FilePart> parts) {
   FP_CHECK(ForkGeneration() == generation_);
   std::erase_if(parts, [](const FilePart& part) { return part.size_bytes == 0; });
-  if (!parts.empty() && parts.front().device != nullptr) ReleaseFromLimbo();
+  if (!parts.empty() && parts.front().device != nullptr) ReleaseComplete();
   std::vector<FilePart> edges;
   if (request->op() == IoOp::kWrite && write_unit_bytes_ > 1) {
     // [1000, 9000) becomes [4096, 8192), and through the page cache [1000, 4096) and [8192, 9000).

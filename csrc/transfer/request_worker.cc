@@ -11,7 +11,7 @@
 
 #include "core/alignment.h"
 #include "core/crc32.h"
-#include "core/limbo.h"
+#include "core/quarantine.h"
 #include "core/thread.h"
 #include "device/pinning.h"
 
@@ -449,8 +449,8 @@ Status RequestWorker::StartDevicePiece(const std::shared_ptr<Job>& job, bool& st
   const Range range = NextRange(*job);
   std::byte* const staged = TakeForDevices(*job, range.end_bytes - range.start_bytes);
   if (staged == nullptr) {
-    const bool is_held_up = staging_.has_stranded() && std::all_of(staged_bytes_.begin(), staged_bytes_.end(),
-                                                                   [](const auto& of) { return of.second == 0; });
+    const bool is_held_up = staging_.has_quarantined() && std::all_of(staged_bytes_.begin(), staged_bytes_.end(),
+                                                                      [](const auto& of) { return of.second == 0; });
     if (!is_held_up) return Status::Ok();
     Fail(job, job->next_part, job->next_part_bytes,
          Status::Error(StatusCode::kDeviceError,
@@ -502,7 +502,7 @@ void RequestWorker::LookAtCopies() {
     const Piece& piece = ended.piece;
     if (!ended.status.ok()) Fail(piece.job, piece.part, piece.from_bytes, ended.status);
     if (ended.late) {
-      LeaveInLimbo({ended.late}, [memory = piece.job->request->memory()] {});
+      ReleaseWhenComplete({ended.late}, [memory = piece.job->request->memory()] {});
       PutStaged(piece, std::move(ended.late));
       --piece.job->piece_count;
       FinishIfDone(piece.job);
@@ -523,12 +523,12 @@ void RequestWorker::LetGo(const Piece& piece) {
 }
 
 // `late`, if not empty: the device may still copy until it holds.
-void RequestWorker::PutStaged(const Piece& piece, Landed late) {
+void RequestWorker::PutStaged(const Piece& piece, CopiesComplete late) {
   if (piece.job->device() != nullptr) {
     staged_bytes_[{piece.job->device(), piece.job->request->op()}] -= piece.staged_bytes;
   }
   if (late) {
-    staging_.Strand(piece.staged, std::move(late));
+    staging_.PutInQuarantine(piece.staged, std::move(late));
   } else {
     staging_.Put(piece.staged);
   }

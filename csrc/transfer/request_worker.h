@@ -104,7 +104,7 @@ class RequestWorker {
   void FinishOfDevice(Piece piece, uint32_t done_bytes);
   void LookAtCopies();
   void LetGo(const Piece& piece);
-  void PutStaged(const Piece& piece, Landed late = {});
+  void PutStaged(const Piece& piece, CopiesComplete late = {});
 
   const DirectIoLimits limits_;
   const uint64_t chunk_bytes_;

@@ -292,7 +292,7 @@ void Snapshot::Release(Block* block) {
 
 // Give back the blocks that nobody wants any more, but into which a device still copies: whoever gets one next must not
 // find that. Waits without the lock, behind which all saves of the arena would stand still; after the grace time the
-// rest goes to limbo. give_up: the snapshot ends, and the device is held to be at fault.
+// rest goes to quarantine. give_up: the snapshot ends, and the device is held to be at fault.
 void Snapshot::ReturnUnlanded(std::unique_lock<std::mutex>& lock, bool give_up) {
   const Grace grace;
   while (!unlanded_.empty()) {
@@ -307,15 +307,15 @@ void Snapshot::ReturnUnlanded(std::unique_lock<std::mutex>& lock, bool give_up) 
       ends.emplace_back(block->device->to_host());
     }
     const bool in_time = grace.WaitFor(ends);
-    Landed landed;
-    if (!in_time) landed = give_up ? Grace::GiveUp(std::move(ends)) : LandedWhen(std::move(ends));
+    CopiesComplete landed;
+    if (!in_time) landed = give_up ? Grace::GiveUp(std::move(ends)) : CompletionOf(std::move(ends));
     lock.lock();
     --returning_count_;
     std::byte* const memory = std::exchange(block->memory, nullptr);
     if (in_time) {
       arena_->Return(memory);
     } else {
-      arena_->Strand(memory, std::move(landed));
+      arena_->PutInQuarantine(memory, std::move(landed));
     }
     arena_->changed().notify_all();
   }
@@ -576,7 +576,7 @@ Result<bool> Snapshot::Settled() {
     settling_.push_back(std::move(mark).value());
   }
   for (const CopyMark& mark : settling_) {
-    Result<bool> reached = mark.Reached();
+    Result<bool> reached = mark.IsComplete();
     if (!reached.ok() || !reached.value()) return reached;
   }
   settling_.clear();

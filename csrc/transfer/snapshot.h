@@ -96,9 +96,9 @@ class Snapshot {
   void Hurry();
 
   // Give the arena's blocks back and let everybody who waits go: the writer has finished, or never will. Blocks into
-  // which a device still copies after the grace time go to limbo, and the sources may go all the same: the device only
-  // reads them, as in FileWriter. On any thread;
-  // a writer that is between Take() and Done() keeps what it looks at until Done(), and gets no more.
+  // which a device still copies after the grace time go to quarantine, and the sources may go all the same: the device
+  // only reads them, as in FileWriter. On any thread; a writer that is between Take() and Done() keeps what it looks at
+  // until Done(), and gets no more.
   void Close();
 
   struct Counts {

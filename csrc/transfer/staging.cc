@@ -3,56 +3,46 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <iterator>
 #include <memory>
 #include <span>
-#include <tuple>
 #include <utility>
 
 #include "core/alignment.h"
 #include "core/check.h"
 #include "core/fork.h"
-#include "core/limbo.h"
 #include "core/memory.h"
+#include "core/pinned_cache.h"
+#include "core/quarantine.h"
+#include "core/reuse_cache.h"
 
 namespace fastpersist {
 namespace {
 
+// A mapping for staging, and what keeps it known to a device.
 struct Mapping {
-  std::byte* memory;
-  size_t size_bytes;
-  uint64_t fork_generation;  // of the process that has it
-  std::shared_ptr<void> pinned;
+  explicit Mapping(PinnedMemory pinned_memory) : memory(std::move(pinned_memory)) {}
+  ~Mapping() { Unmap(std::move(memory)); }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  PinnedMemory memory;
 };
 
-// What the last file has left, if anything. An exchanged pointer and no lock: a fork may come at any time.
-std::atomic<Mapping*> kept{nullptr};
+// What the last file has left, if anything.
+constinit ReuseCache<Mapping, 1> g_last_mapping;
 
-void Unmap(Mapping& mapping) {
-  mapping.pinned.reset();  // the device forgets it before it is gone
-  UnmapBuffers(mapping.memory, mapping.size_bytes);
+// The mapping of the last file if it is large enough. A smaller one is unmapped: this file leaves a larger one.
+PinnedMemory TakeLast(size_t size_bytes) {
+  const std::unique_ptr<Mapping> last = g_last_mapping.Take([](const Mapping&) { return true; });
+  return last != nullptr && last->memory.size_bytes >= size_bytes ? std::exchange(last->memory, {}) : PinnedMemory{};
 }
 
-// The mapping that was kept if it is large enough; it is kept no longer.
-std::unique_ptr<Mapping> TakeKept(size_t size_bytes) {
-  std::unique_ptr<Mapping> mapping(kept.exchange(nullptr));
-  if (mapping == nullptr || mapping->fork_generation != ForkGeneration()) return nullptr;
-  if (mapping->size_bytes >= size_bytes) return mapping;
-  Unmap(*mapping);
-  return nullptr;
-}
-
-void KeepOrUnmap(std::unique_ptr<Mapping> mapping) {
+void LeaveForNext(PinnedMemory memory) {
   // Before others can have it. Only advice; and the kernel cannot take what a device knows.
-  if (mapping->pinned == nullptr) madvise(mapping->memory, mapping->size_bytes, MADV_FREE);
-  Mapping* expected = nullptr;
-  if (kept.compare_exchange_strong(expected, mapping.get())) {
-    std::ignore = mapping.release();
-  } else {
-    Unmap(*mapping);
-  }
+  if (memory.pinned == nullptr) madvise(memory.memory, memory.size_bytes, MADV_FREE);
+  g_last_mapping.Put(std::make_unique<Mapping>(std::move(memory)));
 }
 
 }  // namespace
@@ -63,30 +53,21 @@ Staging::Staging(size_t capacity_bytes, bool keeps)
 Staging::~Staging() {
   if (memory_ == nullptr || fork_generation_ != ForkGeneration()) return;
   TakeBack();
-  auto mapping = std::make_unique<Mapping>(Mapping{.memory = memory_,
-                                                   .size_bytes = mapped_bytes_,
-                                                   .fork_generation = fork_generation_,
-                                                   .pinned = std::move(pinned_)});
-  if (stranded_.empty()) {
-    if (keeps_) {
-      KeepOrUnmap(std::move(mapping));
-    } else {
-      Unmap(*mapping);
-    }
+  PinnedMemory mapping{.memory = memory_, .size_bytes = mapped_bytes_, .pinned = std::move(pinned_)};
+  if (keeps_ && !has_quarantined()) {
+    LeaveForNext(std::move(mapping));
     return;
   }
-  std::vector<Landed> landed;
-  landed.reserve(stranded_.size());
-  for (Stranded& stranded : stranded_) landed.push_back(std::move(stranded.landed));
-  LeaveInLimbo(std::move(landed), [shared = std::shared_ptr<Mapping>(std::move(mapping))] { Unmap(*shared); });
+  quarantine_.Outlive(std::span(memory_, mapped_bytes_),
+                      [ended = std::move(mapping)]() mutable { Unmap(std::move(ended)); });
 }
 
 Status Staging::Prepare() {
   if (memory_ != nullptr) return Status::Ok();
-  if (const std::unique_ptr<Mapping> mapping = keeps_ ? TakeKept(capacity_bytes_) : nullptr; mapping != nullptr) {
-    memory_ = mapping->memory;
-    mapped_bytes_ = mapping->size_bytes;
-    pinned_ = std::move(mapping->pinned);
+  if (PinnedMemory last = keeps_ ? TakeLast(capacity_bytes_) : PinnedMemory{}; last.memory != nullptr) {
+    memory_ = last.memory;
+    mapped_bytes_ = last.size_bytes;
+    pinned_ = std::move(last.pinned);
     was_pinned_ = pinned_ != nullptr;
     touched_bytes_ = was_pinned_ ? mapped_bytes_ : 0;
     return Status::Ok();
@@ -128,16 +109,12 @@ void Staging::Put(std::byte* piece) {
   FP_CHECK(erased_count == 1);
 }
 
-void Staging::Strand(std::byte* piece, Landed landed) {
-  stranded_.push_back({.piece = piece, .landed = std::move(landed)});
+void Staging::PutInQuarantine(std::byte* piece, CopiesComplete complete) {
+  quarantine_.Add(piece, std::move(complete));
 }
 
 void Staging::TakeBack() {
-  std::erase_if(stranded_, [this](const Stranded& stranded) {
-    if (!stranded.landed()) return false;
-    Put(stranded.piece);
-    return true;
-  });
+  for (std::byte* const piece : quarantine_.TakeComplete()) Put(piece);
 }
 
 }  // namespace fastpersist

@@ -1,8 +1,9 @@
 // Memory for bytes on their way between the kernel and memory that direct I/O does not take: one mapping, out of which
 // pieces of any size are given. At most a queue depth of pieces is out at once, so a list that is searched is enough.
 //
-// Devices copy out of it and into it, too, and are let know it then. They get no place below a limit, so that what they
-// hold up leaves room for others, and what they may still touch when a file is given up is in limbo (core/limbo.h).
+// Devices copy out of it and into it, too, and it is pinned for them. They get no place below a limit, so that a device
+// that stands still leaves some to others. Pieces that a device may still touch when a file is given up are quarantined
+// (core/quarantine.h).
 //
 // One mapping is kept in the process when its file is closed, for the next file: fresh pages cost more than the copy
 // that goes through them, above all in a virtual machine, whose host has to find them, too. The kernel may take its
@@ -15,9 +16,9 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <vector>
 
 #include "core/memory.h"
+#include "core/quarantine.h"
 #include "core/status.h"
 
 namespace fastpersist {
@@ -42,9 +43,9 @@ class Staging {
   // REQUIRES: Prepare() was ok.
   std::byte* Take(size_t size_bytes, size_t from_bytes = 0);
   void Put(std::byte* piece);
-  // Instead of Put, by who gives up: a device may still copy to or from the piece, whose place is free when it has
-  // landed, at the next call of TakeBack().
-  void Strand(std::byte* piece, Landed landed);
+  // Instead of Put, where a device may still copy from or to the piece. Its place is free again at the first call of
+  // TakeBack() after the copies are complete.
+  void PutInQuarantine(std::byte* piece, CopiesComplete complete);
   void TakeBack();
 
   // Let a device know the memory. The first call counts. REQUIRES: Prepare() was ok.
@@ -52,7 +53,7 @@ class Staging {
   bool is_pinned() const { return pinned_ != nullptr; }
 
   size_t capacity_bytes() const { return capacity_bytes_; }
-  bool has_stranded() const { return !stranded_.empty(); }
+  bool has_quarantined() const { return quarantine_.count() > 0; }
 
  private:
   void TouchUntil(size_t end_bytes);
@@ -66,11 +67,7 @@ class Staging {
   bool was_pinned_ = false;  // or it was tried
   std::shared_ptr<void> pinned_;
   std::map<size_t, size_t> taken_;  // where pieces begin and end, in bytes from memory_
-  struct Stranded {
-    std::byte* piece;
-    Landed landed;
-  };
-  std::vector<Stranded> stranded_;  // taken, too
+  Quarantine quarantine_;           // its pieces are taken, too
 };
 
 }  // namespace fastpersist

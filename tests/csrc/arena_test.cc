@@ -347,17 +347,17 @@ void WhatIsBeingPinnedIsNotLetGoOf() {
   const Cleaner cleaner;
   Arena arena(4 * kBlock);
   const std::vector<std::byte*> blocks = TakeAll(arena);
-  std::atomic<bool> has_landed{false};
+  std::atomic<bool> is_complete{false};
   {
     const std::lock_guard lock(arena.mutex());
-    for (std::byte* block : blocks) arena.Strand(block, [&] { return has_landed.load(); });
+    for (std::byte* block : blocks) arena.PutInQuarantine(block, [&] { return is_complete.load(); });
   }
   const std::vector<std::byte*> others = TakeAll(arena);
   ReturnAll(arena, others);
   HeldPinning held;
   std::thread pinning([&] { arena.PinWith(held.pin()); });
   held.AwaitBegin();
-  has_landed = true;
+  is_complete = true;
   {
     std::unique_lock lock(arena.mutex());
     arena.TakeBack(lock);

@@ -244,6 +244,89 @@ void ManyTransfersShareFewBuffers() {
   EXPECT(pool->free_count() == 8);
 }
 
+// Buffers of which a device, played by the test, has not completed the copies.
+class LostDevice {
+ public:
+  // Gives up a transfer that has so many buffers.
+  void Quarantine(BufferPool& pool, size_t buffer_count) const {
+    auto share = Must(BufferShare::Join(pool, {}));
+    std::vector<std::byte*> buffers;
+    EXPECT(TakeAll(share, buffers) >= buffer_count);
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      if (i < buffer_count) {
+        share.PutInQuarantine(buffers[i], [complete = complete_] { return complete->load(); });
+      } else {
+        share.Put(buffers[i]);
+      }
+    }
+  }
+  void Complete() const { *complete_ = true; }
+
+ private:
+  const std::shared_ptr<std::atomic<bool>> complete_ = std::make_shared<std::atomic<bool>>(false);
+};
+
+void QuarantinedBuffersComeBackWhenTheDeviceHasCompletedItsCopies() {
+  const auto pool = Pool(8);
+  const LostDevice device;
+  device.Quarantine(*pool, 5);
+  EXPECT(pool->quarantined_count() == 5 && pool->free_count() == 3);
+  {
+    auto share = Must(BufferShare::Join(*pool, {}));
+    EXPECT(&share.pool() == pool.get());  // three are enough for one
+    std::vector<std::byte*> buffers;
+    EXPECT(TakeAll(share, buffers) == 3);
+    device.Complete();
+    for (std::byte* buffer : buffers) share.Put(buffer);
+  }
+  EXPECT(pool->quarantined_count() == 0 && pool->free_count() == 8);
+}
+
+void TransfersHavePrivateBuffersWhileTheRingIsInQuarantine() {
+  const auto pool = Pool(4);
+  const LostDevice device;
+  device.Quarantine(*pool, 3);
+  {
+    auto one = Must(BufferShare::Join(*pool, {}));
+    auto two = Must(BufferShare::Join(*pool, {}));
+    EXPECT(pool->free_count() == 1 && &one.pool() != pool.get() && &two.pool() != &one.pool());
+    one.pool().PinWith([](std::span<std::byte>) { return std::make_shared<int>(0); });
+    std::vector<std::byte*> buffers;
+    EXPECT(TakeAll(one, buffers) == BufferPool::kBuffersPerTransfer);
+    for (std::byte* buffer : buffers) {
+      EXPECT(!one.pool().is_pinned(buffer));  // to pin may wait for the very device
+      std::memset(buffer, 0xA5, kBufferBytes);
+      one.Put(buffer);
+    }
+    Joiner third(*pool);  // private buffers are no more than the ring has
+    third.AwaitWaiting();
+    EXPECT(!third.admitted());
+    {
+      const BufferShare gone = std::move(two);
+    }
+    third.AwaitAdmission();
+    EXPECT(pool->free_count() == 1);
+    Joiner fourth(*pool);
+    fourth.AwaitWaiting();
+    EXPECT(!fourth.admitted());
+    device.Complete();
+    fourth.AwaitAdmission();
+    EXPECT(pool->quarantined_count() == 0 && pool->free_count() == 2);
+  }
+  EXPECT(pool->free_count() == 4);
+}
+
+void ARingOfADeviceThatIsInQuarantineIsAnError() {
+  std::vector<std::byte> memory(4 * kBufferBytes);
+  const auto pool = BufferPool::Over(memory.data(), 4, kBufferBytes, std::make_shared<int>(0));
+  const LostDevice device;
+  device.Quarantine(*pool, 4);
+  const auto share = BufferShare::Join(*pool, {});
+  EXPECT(!share.ok() && share.status().code() == StatusCode::kDeviceError);
+  EXPECT_WITH(Contains(share.status().message(), "4 of the ring's 4 buffers wait for a device"),
+              share.status().message());
+}
+
 void AForkedChildHasNoRingAndMayDropWhatItInherits() {
   auto pool = Pool(4);
   auto share = std::make_unique<BufferShare>(Must(BufferShare::Join(*pool, {})));
@@ -276,5 +359,7 @@ int main(int argc, char** argv) {
               TEST(HeldBuffersAreUsedAgainWhileNobodyWaits), TEST(ATransferJoinsWhileAnotherHoldsAllBuffers),
               TEST(ATransferKeepsTwoBuffersHoweverManyWait), TEST(NobodyGrowsWhileSomebodyWaits),
               TEST(TransfersJoinInTheOrderTheyCame), TEST(AnErrorOfPollEndsTheWait), TEST(ManyTransfersShareFewBuffers),
-              TEST(AForkedChildHasNoRingAndMayDropWhatItInherits)});
+              TEST(QuarantinedBuffersComeBackWhenTheDeviceHasCompletedItsCopies),
+              TEST(TransfersHavePrivateBuffersWhileTheRingIsInQuarantine),
+              TEST(ARingOfADeviceThatIsInQuarantineIsAnError), TEST(AForkedChildHasNoRingAndMayDropWhatItInherits)});
 }

@@ -129,12 +129,12 @@ void ACopyThatFailsLaterIsFoundByTheMarksBehindIt() {
   Cuda().hold_copies(0);
   EXPECT_OK(device.to_host().ToHost(host.data(), memory.address(), kBytes));
   const CopyMark mark = Must(device.to_host().Mark());
-  EXPECT(!Must(mark.Reached()));
+  EXPECT(!Must(mark.IsComplete()));
   Cuda().hold_copies(-1);
   const Status status = mark.Wait(no_poll);
   EXPECT(status.code() == StatusCode::kDeviceError);
   EXPECT_WITH(Contains(status.message(), "CUDA_ERROR_LAUNCH_FAILED"), status.message());
-  EXPECT(mark.Reached().status().code() == StatusCode::kDeviceError);
+  EXPECT(mark.IsComplete().status().code() == StatusCode::kDeviceError);
 }
 
 // --- forked and ending processes ---
@@ -163,7 +163,7 @@ void AForkedChildLeavesTheDriverAlone() {
   const int answer = InChild([&] {
     EXPECT(ForkGeneration() == 2);
     for (const Status& status :
-         {CudaDriver::Get().status(), CudaDriver::Present(), Device::Get(0).status(), mark.Reached().status(),
+         {CudaDriver::Get().status(), CudaDriver::Present(), Device::Get(0).status(), mark.IsComplete().status(),
           mark.Wait(no_poll), device.to_host().FollowCaller(0), device.to_host().HoldCaller(0),
           device.to_host().ToHost(nullptr, memory.address(), kBytes), device.to_host().Mark().status(),
           device.to_device().ToDevice(memory.address(), nullptr, kBytes), device.RangeOf(memory.address()).status()}) {
@@ -207,7 +207,7 @@ void TheEndOfTheProcessLeavesTheDriverAlone() {
       ~Last() {
         EXPECT(CudaDriver::Get().status().code() == StatusCode::kUnsupported);
         EXPECT(Contains(CudaDriver::Get().status().message(), "ending"));
-        EXPECT(Contains(mark.Reached().status().message(), "ending"));
+        EXPECT(Contains(mark.IsComplete().status().message(), "ending"));
         if (g_failure_count > 0) std::_Exit(1);
       }
     } last;

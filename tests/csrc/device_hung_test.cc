@@ -10,7 +10,7 @@
 
 #include "core/arena.h"
 #include "core/buffer_pool.h"
-#include "core/limbo.h"
+#include "core/quarantine.h"
 #include "testing_device.h"
 #include "transfer/file_reader.h"
 #include "transfer/file_writer.h"
@@ -85,40 +85,41 @@ Status WriteHostBytes(BufferPool& pool) {
   return Status::Ok();
 }
 
-// Fails a transfer of the device's memory, which leaves its buffers in limbo.
-void StrandBuffers(BufferPool& pool, const DeviceMemory& memory, const StoppedStream& stopped) {
+// Fails a transfer of the device's memory, which leaves its buffers in quarantine.
+void QuarantineBuffers(BufferPool& pool, const DeviceMemory& memory, const StoppedStream& stopped) {
   EXPECT_OK(TheDevice().to_host().FollowCaller(stopped.stream()));
   const auto start = Clock::now();
   const Status status = Write(pool, OfDevice(memory), PeerIsGone);
   EXPECT_WITH(status.code() == StatusCode::kCancelled && status.message() == "a peer is gone", status.message());
   EXPECT(SecondsSince(start) < kInTime_s);
-  EXPECT(pool.stranded_count() > 0);
+  EXPECT(pool.quarantined_count() > 0);
 }
 
-void AWriterIsEndedInTimeAndTheRingKeepsItsCount() {
+void AWriterIsEndedInTimeAndOthersWriteWithoutItsBuffers() {
   const DeviceMemory memory;
   const StoppedStream stopped(memory);
   const auto pool = Pool();
-  StrandBuffers(*pool, memory, stopped);
-  EXPECT(pool->free_count() == kBufferCount);
+  QuarantineBuffers(*pool, memory, stopped);
+  EXPECT(pool->quarantined_count() == kBufferCount && pool->free_count() == 0);
   EXPECT_OK(WriteHostBytes(*pool));
+  EXPECT(pool->quarantined_count() == kBufferCount && pool->free_count() == 0);
   stopped.GoOn();
   EXPECT_OK(WriteHostBytes(*pool));
-  EXPECT(pool->stranded_count() == 0);
+  EXPECT(pool->quarantined_count() == 0);
   EXPECT(pool->free_count() == kBufferCount);
   EXPECT_OK(Write(*pool, OfDevice(memory)));
-  EXPECT(Cuda().pageable_copy_count() == 0);  // the buffers of the ring are back, and its stand-ins gone
+  EXPECT(Cuda().pageable_copy_count() == 0);  // the pinned buffers of the ring are back
 }
 
 void NobodyGetsABufferToWhichTheDeviceStillCopies() {
   const DeviceMemory memory;
   const StoppedStream stopped(memory);
   const auto pool = Pool();
-  StrandBuffers(*pool, memory, stopped);
+  QuarantineBuffers(*pool, memory, stopped);
   auto share = Must(BufferShare::Join(*pool, no_poll));
   std::vector<std::byte*> mine;
   while (std::byte* const buffer = share.Take()) mine.push_back(buffer);
-  EXPECT(mine.size() == kBufferCount);
+  EXPECT(mine.size() == BufferPool::kBuffersPerTransfer);
   for (std::byte* const buffer : mine) std::memset(buffer, 3, kChunkBytes);
   stopped.GoOn();
   for (std::byte* const buffer : mine) {
@@ -131,8 +132,8 @@ void TheDeviceTakesNoCopiesUntilItHasEndedThose() {
   const DeviceMemory memory;
   const StoppedStream stopped(memory);
   const auto pool = Pool();
-  StrandBuffers(*pool, memory, stopped);
-  const size_t stranded_count = pool->stranded_count();
+  QuarantineBuffers(*pool, memory, stopped);
+  const size_t quarantined_count = pool->quarantined_count();
   const uint64_t other = Cuda().stream_new(0);
   for (int again = 0; again < 3; ++again) {
     const auto start = Clock::now();
@@ -144,7 +145,7 @@ void TheDeviceTakesNoCopiesUntilItHasEndedThose() {
     EXPECT(TheDevice().to_host().HoldCaller(other).code() == StatusCode::kDeviceError);
     EXPECT(SecondsSince(start) < kInTime_s);
   }
-  EXPECT(pool->stranded_count() == stranded_count);
+  EXPECT(pool->quarantined_count() == quarantined_count);
   EXPECT_OK(TheDevice().to_device().FollowCaller(other));  // loads are another stream
   stopped.GoOn();
   EXPECT_OK(TheDevice().to_host().FollowCaller(other));
@@ -170,7 +171,7 @@ void OthersJoinWhileATransferWaitsForTheDevice() {
   Cuda().wait_for_queued_copies(kBufferCount, 20'000);  // it has the whole ring
   for (int again = 0; again < 3; ++again) EXPECT_OK(WriteHostBytes(*pool));
   EXPECT(ended_count == 0);
-  EXPECT(pool->stranded_count() == 0);
+  EXPECT(pool->quarantined_count() == 0);
   stopped.GoOn();
   stuck.join();
   EXPECT_OK(WriteHostBytes(*pool));
@@ -182,12 +183,12 @@ void ARingThatIsGoneStaysMappedAndPinnedUntilTheDeviceHasEnded() {
   const StoppedStream stopped(memory);
   {
     const auto pool = Pool();
-    StrandBuffers(*pool, memory, stopped);
+    QuarantineBuffers(*pool, memory, stopped);
   }
-  EXPECT(ReleaseFromLimbo() == 1);
+  EXPECT(ReleaseComplete() == 1);
   EXPECT(Cuda().registration_count() == 1);
   stopped.GoOn();
-  EXPECT(ReleaseFromLimbo() == 0);
+  EXPECT(ReleaseComplete() == 0);
   EXPECT(Cuda().registration_count() == 0);
 }
 
@@ -213,7 +214,7 @@ void MemoryThatIsNotPinnedIsNotWaitedForInTheDriver() {
   const Status status = Write(*pool, OfDevice(memory), PeerIsGone);
   EXPECT_WITH(status.code() == StatusCode::kCancelled, status.message());
   EXPECT(Cuda().queued_copy_count() == 0);
-  EXPECT(pool->stranded_count() == 0);
+  EXPECT(pool->quarantined_count() == 0);
   EXPECT(pool->free_count() == kBufferCount);
 }
 
@@ -225,11 +226,11 @@ void WithoutMarksTheWholeStreamIsWaitedFor() {
   Cuda().fail("cuEventRecord", 0, 1);
   const Status status = Write(*pool, OfDevice(memory));
   EXPECT_WITH(status.code() == StatusCode::kDeviceError && Contains(status.message(), "marking"), status.message());
-  EXPECT(pool->stranded_count() == 1);
+  EXPECT(pool->quarantined_count() == 1);
   Cuda().stream_unblock(stopped.stream());
   Cuda().synchronize();
   EXPECT_OK(WriteHostBytes(*pool));
-  EXPECT(pool->stranded_count() == 0);
+  EXPECT(pool->quarantined_count() == 0);
 }
 
 void AnErrorOfTheQueryAloneGivesNoBufferBack() {
@@ -239,10 +240,10 @@ void AnErrorOfTheQueryAloneGivesNoBufferBack() {
   EXPECT_OK(TheDevice().to_host().FollowCaller(stopped.stream()));
   Cuda().fail("cuEventQuery", 0, 1);
   EXPECT(Write(*pool, OfDevice(memory)).code() == StatusCode::kDeviceError);
-  EXPECT(pool->stranded_count() > 0);
+  EXPECT(pool->quarantined_count() > 0);
   stopped.GoOn();
   EXPECT_OK(WriteHostBytes(*pool));
-  EXPECT(pool->stranded_count() == 0);
+  EXPECT(pool->quarantined_count() == 0);
 }
 
 void ASnapshotIsClosedInTimeAndItsArenaKeepsItsRoom() {
@@ -260,11 +261,11 @@ void ASnapshotIsClosedInTimeAndItsArenaKeepsItsRoom() {
     snapshot.Close();
     EXPECT(SecondsSince(start) < kInTime_s);
   }
-  const auto stranded_bytes = [&] {
+  const auto quarantined_bytes = [&] {
     const std::lock_guard lock(arena->mutex());
-    return arena->stranded_bytes();
+    return arena->quarantined_bytes();
   };
-  EXPECT(stranded_bytes() == Arena::kBlockBytes);
+  EXPECT(quarantined_bytes() == Arena::kBlockBytes);
   const auto save_of_cpu_tensors = [&] {
     Bytes source = RandomBytes(kLimitBytes, 2);
     const Bytes as_saved = source;
@@ -273,7 +274,7 @@ void ASnapshotIsClosedInTimeAndItsArenaKeepsItsRoom() {
     EXPECT_OK(snapshot.Capture(SourceKind::kVolatile, false, no_poll));
     EXPECT(snapshot.counts().copied_bytes[static_cast<size_t>(SourceKind::kVolatile)] == kLimitBytes);
     std::fill(source.begin(), source.end(), std::byte{0});
-    if (stranded_bytes() > 0) stopped.GoOn();  // the late copies change nothing here
+    if (quarantined_bytes() > 0) stopped.GoOn();  // the late copies change nothing here
     for (uint64_t at = 0; at < source.size();) {
       const Snapshot::Taken taken = Must(snapshot.Take(0, at, kChunkBytes, no_poll));
       EXPECT(std::memcmp(taken.host_bytes().data(), as_saved.data() + at, taken.size_bytes) == 0);
@@ -283,7 +284,7 @@ void ASnapshotIsClosedInTimeAndItsArenaKeepsItsRoom() {
   };
   save_of_cpu_tensors();
   save_of_cpu_tensors();
-  EXPECT(stranded_bytes() == 0);
+  EXPECT(quarantined_bytes() == 0);
   const std::lock_guard lock(arena->mutex());
   EXPECT(arena->used_bytes() == 0);
   EXPECT(arena->mapped_bytes() < kLimitBytes + Arena::kBlockBytes);
@@ -298,10 +299,10 @@ void AnArenaThatIsGoneStaysMappedUntilTheDeviceHasEnded() {
     snapshot.Add(TheDevice(), memory.address(), kBytes, SourceKind::kVolatile);
     EXPECT_OK(snapshot.Capture(SourceKind::kVolatile, true, no_poll));
   }
-  EXPECT(ReleaseFromLimbo() == 1);
+  EXPECT(ReleaseComplete() == 1);
   EXPECT(Cuda().registration_count() == 1);
   stopped.GoOn();
-  EXPECT(ReleaseFromLimbo() == 0);
+  EXPECT(ReleaseComplete() == 0);
 }
 
 // Nobody else asks: there may be no arena and no device any more in this process.
@@ -327,7 +328,7 @@ void AGateOfADeviceThatStandsStillFailsTheSaveAndWaitsForNothing() {
   const DeviceMemory memory;
   const StoppedStream stopped(memory);
   const auto pool = Pool();
-  StrandBuffers(*pool, memory, stopped);
+  QuarantineBuffers(*pool, memory, stopped);
   Snapshot snapshot(std::make_shared<Arena>(4 * Arena::kBlockBytes));
   snapshot.Add(TheDevice(), memory.address(), kBytes, SourceKind::kStable);
   EXPECT_OK(snapshot.Capture(SourceKind::kStable, true, no_poll));
@@ -362,14 +363,14 @@ void AReaderKeepsTheDestinationsUntilTheDeviceHasWrittenThere() {
     EXPECT(reader->Read(extents).status().code() == StatusCode::kDeviceError);
   }
   EXPECT(!destinations.expired());
-  EXPECT(pool->stranded_count() > 0);
+  EXPECT(pool->quarantined_count() > 0);
   EXPECT(target.AllAre(kFresh));
   EXPECT_OK(WriteHostBytes(*pool));
   stopped.GoOn();
   EXPECT(!destinations.expired());
   EXPECT_OK(WriteHostBytes(*pool));
   EXPECT(destinations.expired());
-  EXPECT(pool->stranded_count() == 0);
+  EXPECT(pool->quarantined_count() == 0);
 }
 
 }  // namespace
@@ -379,7 +380,7 @@ int main(int argc, char** argv) {
   using namespace fastpersist;
   return Run(
       argc, argv,
-      {WITH_DOUBLE(AWriterIsEndedInTimeAndTheRingKeepsItsCount),
+      {WITH_DOUBLE(AWriterIsEndedInTimeAndOthersWriteWithoutItsBuffers),
        WITH_DOUBLE(NobodyGetsABufferToWhichTheDeviceStillCopies),
        WITH_DOUBLE(TheDeviceTakesNoCopiesUntilItHasEndedThose), WITH_DOUBLE(OthersJoinWhileATransferWaitsForTheDevice),
        WITH_DOUBLE(ARingThatIsGoneStaysMappedAndPinnedUntilTheDeviceHasEnded),

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/limbo.h"
+#include "core/quarantine.h"
 #include "testing_device.h"
 #include "transfer/edge_lock.h"
 #include "transfer/random_access.h"
@@ -161,7 +161,7 @@ void ClosingLeavesMemoryAloneThatTheDeviceMayStillTouch() {
   EXPECT(Cuda().registration_count() == 1);  // staging
   Cuda().stream_unblock(stopped);
   Cuda().synchronize();
-  EXPECT(ReleaseFromLimbo() == 0);
+  EXPECT(ReleaseComplete() == 0);
   EXPECT(kept.expired());
   EXPECT(Cuda().registration_count() == 0);
   OpenFile file(scratch.path());

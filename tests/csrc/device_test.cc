@@ -150,11 +150,11 @@ void CopiesComeAfterWhatTheCallersStreamHolds(uint64_t stream) {
   const DeviceMemory other;
   EXPECT_OK(device.to_device().ToDevice(other.address(), host.data(), 0));
   EXPECT_OK(Must(device.to_device().Mark()).Wait(no_poll));
-  EXPECT(!Must(mark.Reached()));
+  EXPECT(!Must(mark.IsComplete()));
   EXPECT(host.AllAre(std::byte{0}));
   Cuda().stream_unblock(stream);
   EXPECT_OK(mark.Wait(no_poll));
-  EXPECT(Must(mark.Reached()));
+  EXPECT(Must(mark.IsComplete()));
   EXPECT(host.AllAre(std::byte{7}));
 }
 
@@ -234,7 +234,7 @@ void AMarkIsReachedWhenTheCopiesBeforeItHaveLanded() {
   const CopyMark after_second = Must(device.to_host().Mark());
   EXPECT_OK(after_first.Wait(no_poll));
   EXPECT(first.AllAre(kFresh) && second.AllAre(std::byte{0}));
-  EXPECT(!Must(after_second.Reached()));
+  EXPECT(!Must(after_second.IsComplete()));
   Cuda().hold_copies(-1);
   EXPECT_OK(after_second.Wait(no_poll));
   EXPECT(second.AllAre(kFresh));
@@ -277,11 +277,11 @@ void AnEventOfAMarkThatWasDroppedTooEarlyTellsTheNextMarkNothing() {
   EXPECT(static_cast<bool>(Must(device.to_host().Mark())));
   Cuda().hold_copies(0);
   EXPECT_OK(device.to_host().ToHost(host.data(), memory.address(), kBytes));
-  EXPECT(!Must(Must(device.to_host().Mark()).Reached()));  // dropped
+  EXPECT(!Must(Must(device.to_host().Mark()).IsComplete()));  // dropped
   const CopyMark of_other = Must(device.to_device().Mark());
   EXPECT_OK(of_other.Wait(no_poll));
   const CopyMark mark = Must(device.to_host().Mark());
-  EXPECT(!Must(mark.Reached()));
+  EXPECT(!Must(mark.IsComplete()));
   Cuda().hold_copies(-1);
   EXPECT_OK(mark.Wait(no_poll));
 }

@@ -13,7 +13,7 @@
 #include <span>
 #include <utility>
 
-#include "core/limbo.h"
+#include "core/quarantine.h"
 #include "testing.h"
 
 namespace fastpersist {
@@ -243,19 +243,19 @@ void PiecesFromALimitOnLeaveRoomBelowIt() {
   EXPECT(staging.Take(kUnit, 6 * kUnit) == nullptr);
 }
 
-void AStrandedPieceIsNobodysUntilItHasLanded() {
-  bool has_landed = false;
+void AQuarantinedPieceIsNobodysUntilItsCopiesAreComplete() {
+  bool is_complete = false;
   Staging staging(2 * kUnit);
   EXPECT_OK(staging.Prepare());
   std::byte* const piece = staging.Take(kUnit);
-  staging.Strand(piece, [&has_landed] { return has_landed; });
+  staging.PutInQuarantine(piece, [&is_complete] { return is_complete; });
   staging.TakeBack();
-  EXPECT(staging.has_stranded() && staging.Take(2 * kUnit) == nullptr);
+  EXPECT(staging.has_quarantined() && staging.Take(2 * kUnit) == nullptr);
   EXPECT(staging.Take(kUnit) == piece + kUnit);
   staging.Put(piece + kUnit);
-  has_landed = true;
+  is_complete = true;
   staging.TakeBack();
-  EXPECT(!staging.has_stranded() && staging.Take(2 * kUnit) == piece);
+  EXPECT(!staging.has_quarantined() && staging.Take(2 * kUnit) == piece);
 }
 
 void WhatADeviceKnowsItKnowsForTheNextFileToo() {
@@ -281,8 +281,8 @@ void WhatADeviceKnowsItKnowsForTheNextFileToo() {
   EXPECT(!larger.is_pinned() && pin_count == 1);
 }
 
-void MemoryThatIsStrandedWhenItsFileIsGoneStaysUntilItHasLanded() {
-  bool has_landed = false;
+void MemoryQuarantinedWhenItsFileIsGoneStaysUntilItsCopiesAreComplete() {
+  bool is_complete = false;
   auto pinned = std::make_shared<int>(0);
   const std::weak_ptr<int> known = pinned;
   std::byte* piece = nullptr;
@@ -291,15 +291,15 @@ void MemoryThatIsStrandedWhenItsFileIsGoneStaysUntilItHasLanded() {
     EXPECT_OK(staging.Prepare());
     staging.PinWith([&pinned](std::span<std::byte>) { return std::exchange(pinned, nullptr); });
     piece = staging.Take(kUnit);
-    staging.Strand(piece, [&has_landed] { return has_landed; });
+    staging.PutInQuarantine(piece, [&is_complete] { return is_complete; });
   }
-  EXPECT(ReleaseFromLimbo() == 1 && !known.expired());
+  EXPECT(ReleaseComplete() == 1 && !known.expired());
   std::memset(piece, 1, kUnit);  // mapped
   Staging next(16384 * kUnit);
   EXPECT_OK(next.Prepare());
   EXPECT(next.Take(kUnit) != piece);
-  has_landed = true;
-  EXPECT(ReleaseFromLimbo() == 0 && known.expired());
+  is_complete = true;
+  EXPECT(ReleaseComplete() == 0 && known.expired());
 }
 
 // Of a device that is lost the driver keeps what it knows: whatever came to that address next would be taken for it.
@@ -335,15 +335,15 @@ void WhatADeviceDoesNotLetGoOfStaysMapped() {
   }
   EXPECT(is_mapped(alone));
 
-  bool has_landed = false;
+  bool is_complete = false;
   std::byte* late = nullptr;
   {
     Staging staging(64 * kUnit, /*keeps=*/false);
     late = known_piece(staging);
-    staging.Strand(late, [&has_landed] { return has_landed; });
+    staging.PutInQuarantine(late, [&is_complete] { return is_complete; });
   }
-  has_landed = true;
-  EXPECT(ReleaseFromLimbo() == 0 && is_mapped(late));
+  is_complete = true;
+  EXPECT(ReleaseComplete() == 0 && is_mapped(late));
 }
 
 }  // namespace
@@ -351,14 +351,14 @@ void WhatADeviceDoesNotLetGoOfStaysMapped() {
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(
-      argc, argv,
-      {TEST(EveryPieceIsAlignedAndHoldsItsBytes), TEST(AnySizeUpToTheCapacityFitsWhenNothingIsOut),
-       TEST(WhatDoesNotFitIsRefusedAndFitsLater), TEST(TheLowestPlaceIsTaken), TEST(PiecesNeverMeetWhateverTheOrder),
-       TEST(TheNextFileHasTheMemoryOfTheLastIfItIsLargeEnough), TEST(MemoryOfTheLastFileIsNotTakenFromUnderARead),
-       TEST(MemoryOfTheLastFileIsThereBeforeADeviceKnowsIt), TEST(TooLittleMemoryOfTheLastFileIsNotTaken),
-       TEST(AForkedChildHasMemoryOfItsOwn), TEST(MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain),
-       TEST(PiecesFromALimitOnLeaveRoomBelowIt), TEST(AStrandedPieceIsNobodysUntilItHasLanded),
-       TEST(WhatADeviceKnowsItKnowsForTheNextFileToo), TEST(MemoryThatIsStrandedWhenItsFileIsGoneStaysUntilItHasLanded),
-       TEST(WhatADeviceDoesNotLetGoOfStaysMapped)});
+  return Run(argc, argv,
+             {TEST(EveryPieceIsAlignedAndHoldsItsBytes), TEST(AnySizeUpToTheCapacityFitsWhenNothingIsOut),
+              TEST(WhatDoesNotFitIsRefusedAndFitsLater), TEST(TheLowestPlaceIsTaken),
+              TEST(PiecesNeverMeetWhateverTheOrder), TEST(TheNextFileHasTheMemoryOfTheLastIfItIsLargeEnough),
+              TEST(MemoryOfTheLastFileIsNotTakenFromUnderARead), TEST(MemoryOfTheLastFileIsThereBeforeADeviceKnowsIt),
+              TEST(TooLittleMemoryOfTheLastFileIsNotTaken), TEST(AForkedChildHasMemoryOfItsOwn),
+              TEST(MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain), TEST(PiecesFromALimitOnLeaveRoomBelowIt),
+              TEST(AQuarantinedPieceIsNobodysUntilItsCopiesAreComplete), TEST(WhatADeviceKnowsItKnowsForTheNextFileToo),
+              TEST(MemoryQuarantinedWhenItsFileIsGoneStaysUntilItsCopiesAreComplete),
+              TEST(WhatADeviceDoesNotLetGoOfStaysMapped)});
 }
