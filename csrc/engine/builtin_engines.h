@@ -11,19 +11,15 @@
 
 namespace fastpersist {
 
-// Old kernels and bare machines are rare where tests run, so tests ask for their code paths by these.
+// Old kernels are rare where tests run, so tests ask for their code paths by this.
 enum class UringAbi : uint8_t {
   kNewest,   // whatever the kernel offers
   kLinux54,  // as on Linux 5.4: readv and writev only, no timeout argument, no cooperative task work
 };
-enum class AioCalls : uint8_t {
-  kLibrary,  // libaio when it can be loaded, else the system calls
-  kSystem,   // the system calls
-};
 
 // `options` are checked by CreateEngine; options.name becomes name() and `direct` becomes limits().direct.
 Result<std::unique_ptr<IoEngine>> CreateUringEngine(const EngineOptions& options, bool direct, UringAbi abi);
-Result<std::unique_ptr<IoEngine>> CreateLibaioEngine(const EngineOptions& options, bool direct, AioCalls calls);
+Result<std::unique_ptr<IoEngine>> CreateLibaioEngine(const EngineOptions& options, bool direct);
 Result<std::unique_ptr<IoEngine>> CreateThreadsEngine(const EngineOptions& options, bool direct, TmpfsMapping tmpfs);
 Result<std::unique_ptr<IoEngine>> CreateCuFileEngine(const EngineOptions& options, bool direct);
 Result<std::unique_ptr<IoEngine>> CreateNullEngine(const EngineOptions& options, bool direct);

@@ -24,9 +24,6 @@ struct Entry {
 EngineResult CreateUring(const EngineOptions& options, bool direct) {
   return CreateUringEngine(options, direct, UringAbi::kNewest);
 }
-EngineResult CreateLibaio(const EngineOptions& options, bool direct) {
-  return CreateLibaioEngine(options, direct, AioCalls::kLibrary);
-}
 EngineResult CreateThreads(const EngineOptions& options, bool direct) {
   return CreateThreadsEngine(options, direct, TmpfsMapping::kWherePays);
 }
@@ -35,11 +32,11 @@ EngineResult CreateThreads(const EngineOptions& options, bool direct) {
 // stands aside: it is for memory of a device.
 constexpr std::array<Entry, 8> kEntries = {{
     {.name = "uring", .direct = true, .create = CreateUring},
-    {.name = "libaio", .direct = true, .create = CreateLibaio},
+    {.name = "libaio", .direct = true, .create = CreateLibaioEngine},
     {.name = "threads", .direct = true, .create = CreateThreads},
     {.name = "threads-buffered", .direct = false, .create = CreateThreads},
     {.name = "uring-buffered", .direct = false, .create = CreateUring},
-    {.name = "libaio-buffered", .direct = false, .create = CreateLibaio},
+    {.name = "libaio-buffered", .direct = false, .create = CreateLibaioEngine},
     {.name = "cufile", .direct = true, .create = CreateCuFileEngine},
     {.name = "null", .direct = false, .create = CreateNullEngine},
 }};

@@ -108,10 +108,6 @@ inline std::vector<Candidate> Candidates() {
         {.name = "uring" + suffix + " as on Linux 5.4",
          .create = [direct](const EngineOptions& o) { return CreateUringEngine(o, direct, UringAbi::kLinux54); },
          .direct = direct});
-    candidates.push_back(
-        {.name = "libaio" + suffix + " by system calls",
-         .create = [direct](const EngineOptions& o) { return CreateLibaioEngine(o, direct, AioCalls::kSystem); },
-         .direct = direct});
   }
   return candidates;
 }
