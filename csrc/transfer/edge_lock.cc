@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
-#include <thread>
 
 #include "core/alignment.h"
 #include "core/file.h"
@@ -57,12 +57,12 @@ Result<bool> EdgeLock::TryEnter(bool alone) {
     in_turnstile_ = false;
     held_ = true;
     alone_ = alone;
-    refused_since_ = std::chrono::steady_clock::time_point::max();
-    next_look_ = std::chrono::steady_clock::now() + kLookInterval;
+    refused_since_ = TimePoint::max();
+    next_look_ = Now(clock_) + kLookInterval;
     return true;
   }
   const int sys_errno = errno;
-  const auto now = std::chrono::steady_clock::now();
+  const auto now = Now(clock_);
   const bool in_the_way = sys_errno == EAGAIN || sys_errno == EACCES || sys_errno == EINTR;
   refused_since_ = std::min(refused_since_, now);
   if (in_the_way && now - refused_since_ < kPatience) return false;
@@ -90,21 +90,21 @@ Status EdgeLock::Enter(bool alone) {
     Result<bool> entered = TryEnter(alone);
     if (!entered.ok()) return entered.status();
     if (entered.value()) return Status::Ok();
-    std::this_thread::sleep_for(kPause);
+    Sleep(clock_, kPause);
   }
 }
 
 void EdgeLock::Leave() {
   if (in_turnstile_) Change(F_UNLCK, kTurnstile);
   in_turnstile_ = false;
-  refused_since_ = std::chrono::steady_clock::time_point::max();
+  refused_since_ = TimePoint::max();
   if (!held_) return;
   held_ = false;
   Change(F_UNLCK, kGate);  // if that failed, nothing could be mended here
 }
 
 bool EdgeLock::SomebodyWaits() {
-  const auto now = std::chrono::steady_clock::now();
+  const auto now = Now(clock_);
   if (now < next_look_) return false;
   next_look_ = now + kLookInterval;
   // Everybody who waits holds the turnstile. Who is not alone does not mind others who do not want to be.

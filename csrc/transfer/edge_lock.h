@@ -13,13 +13,13 @@
 // Possible data corruption due to collision with buffered I/O!" (mm/filemap.c).
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <span>
 #include <string>
 #include <utility>
 
 #include "core/status.h"
+#include "transfer/clock.h"
 
 namespace fastpersist {
 
@@ -27,8 +27,9 @@ namespace fastpersist {
 class EdgeLock {
  public:
   // `fd` stays the caller's, is open for reading and writing, of a file description that has no other use, and is
-  // closed in forked children, who would hold the lock for ever. -1: every call does nothing.
-  EdgeLock(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
+  // closed in forked children, who would hold the lock for ever. -1: every call does nothing. `clock` null: the steady
+  // clock.
+  EdgeLock(int fd, std::string path, TransferClock* clock = nullptr) : fd_(fd), path_(std::move(path)), clock_(clock) {}
 
   // Take the lock if nobody is in the way; false: try again, in a millisecond or so. An error if somebody has been in
   // the way for half a minute, or the kernel refuses: then, too, it may be tried again.
@@ -58,11 +59,12 @@ class EdgeLock {
 
   const int fd_;
   const std::string path_;
+  TransferClock* const clock_;
   bool in_turnstile_ = false;
   bool held_ = false;
   bool alone_ = false;
-  std::chrono::steady_clock::time_point refused_since_ = std::chrono::steady_clock::time_point::max();
-  std::chrono::steady_clock::time_point next_look_;
+  TimePoint refused_since_ = TimePoint::max();
+  TimePoint next_look_;
 };
 
 // Cut a file or let it grow, or reserve a range: alone, since the kernel zeroes the rest of the page in which the file

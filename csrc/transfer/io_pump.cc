@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <thread>
 
 #include "core/alignment.h"
 #include "core/wakeup.h"
-#include "engine/deadline.h"
 
 namespace fastpersist {
 namespace {
@@ -27,11 +25,14 @@ const char* Name(IoOp op) { return op == IoOp::kRead ? "read of" : "write to"; }
 }  // namespace
 
 IoPump::IoPump(int fd, std::string path, PumpOptions options)
-    : fd_(fd), path_(std::move(path)), options_(std::move(options)), limits_(DirectIoLimitsOf(fd)) {
+    : fd_(fd),
+      path_(std::move(path)),
+      options_(std::move(options)),
+      limits_(options_.simulation == nullptr ? DirectIoLimitsOf(fd) : options_.simulation->limits) {
   slots_.resize(options_.queue_depth);
   completions_.resize(options_.queue_depth);
   for (size_t i = options_.queue_depth; i > 0; --i) free_slots_.push_back(i - 1);
-  last_poll_ = std::chrono::steady_clock::now();
+  last_poll_ = Now();
 }
 
 IoPump::~IoPump() = default;
@@ -45,29 +46,35 @@ Result<std::unique_ptr<IoPump>> IoPump::Open(int fd, std::string path, PumpOptio
   return pump;
 }
 
-// Take the first engine from `index` on that can be created and whose descriptor flag can be set.
+// An engine that can be created and whose descriptor flag can be set.
+Result<std::unique_ptr<IoEngine>> IoPump::OpenEngine(const std::string& name) const {
+  if (options_.simulation != nullptr) return options_.simulation->create_engine(name);
+  Result<std::unique_ptr<IoEngine>> engine = CreateEngine({.name = name,
+                                                           .queue_depth = options_.queue_depth,
+                                                           .thread_count = options_.thread_count,
+                                                           .wake_fd = options_.wake_fd});
+  if (!engine.ok()) return engine;
+  const bool direct = engine.value()->limits().direct;
+  if (direct && !limits_.supported) {
+    return Status::Error(StatusCode::kUnsupported, name + " on " + path_ + ": " + limits_.why_not);
+  }
+  FP_RETURN_IF_ERROR(SetDirect(fd_, direct, path_));
+  return engine;
+}
+
+// Take the first engine from `index` on that opens.
 Status IoPump::UseEngine(size_t index, Status why_left) {
   for (; index < options_.engines.size(); ++index) {
     const std::string& name = options_.engines[index];
-    Result<std::unique_ptr<IoEngine>> created = CreateEngine({.name = name,
-                                                              .queue_depth = options_.queue_depth,
-                                                              .thread_count = options_.thread_count,
-                                                              .wake_fd = options_.wake_fd});
-    Status status = created.status();
-    if (created.ok()) {
-      const bool direct = created.value()->limits().direct;
-      status = direct && !limits_.supported
-                   ? Status::Error(StatusCode::kUnsupported, name + " on " + path_ + ": " + limits_.why_not)
-                   : SetDirect(fd_, direct, path_);
-      if (status.ok()) {
-        engine_ = std::move(created).value();
-        engine_name_ = name;
-        engine_index_ = index;
-        return Status::Ok();
-      }
+    Result<std::unique_ptr<IoEngine>> engine = OpenEngine(name);
+    if (engine.ok()) {
+      engine_ = std::move(engine).value();
+      engine_name_ = name;
+      engine_index_ = index;
+      return Status::Ok();
     }
-    why_left = status;
-    demotions_.push_back(name + ": " + status.message());
+    why_left = engine.status();
+    demotions_.push_back(name + ": " + why_left.message());
   }
   FP_CHECK(!why_left.ok());
   return why_left;
@@ -123,14 +130,17 @@ Status IoPump::Start(const Request& request, bool more_follow) {
 }
 
 Status IoPump::Poll() {
-  const auto now = std::chrono::steady_clock::now();
-  if (!options_.poll || now - last_poll_ < kPollInterval) return Status::Ok();
+  if (!options_.poll) return Status::Ok();
+  const TimePoint now = Now();
+  if (now - last_poll_ < kPollInterval) return Status::Ok();
   last_poll_ = now;
   return options_.poll(done_bytes_);
 }
 
 Status IoPump::Collect(std::chrono::milliseconds wait_at_most, std::vector<Finished>& finished) {
-  const Deadline deadline(wait_at_most);
+  // A day is for ever here, and cannot overflow.
+  const bool has_deadline = wait_at_most < std::chrono::hours(24);
+  const TimePoint deadline = has_deadline ? Now() + wait_at_most : TimePoint::max();
   while (failed_.ok() && in_flight_count_ > 0) {
     if (!demote_because_.ok() && engine_->in_flight() == 0) {
       if (Status status = Demote(finished); !status.ok()) return Fail(std::move(status));
@@ -150,7 +160,7 @@ Status IoPump::Collect(std::chrono::milliseconds wait_at_most, std::vector<Finis
       if (!status.ok()) return Fail(std::move(status));
     }
     if (Status status = Poll(); !status.ok()) return Fail(std::move(status));
-    if (!finished.empty() || deadline.Passed() || IsReadable(options_.wake_fd)) break;
+    if (!finished.empty() || (has_deadline && Now() >= deadline) || IsReadable(options_.wake_fd)) break;
   }
   return failed_;
 }
@@ -173,12 +183,12 @@ Status IoPump::Complete(const IoCompletion& completion, std::vector<Finished>& f
 
   // ECANCELED: the kernel gave the request up before it started, because the thread that submitted it went away.
   if (completion.sys_errno == EINTR || completion.sys_errno == EAGAIN || completion.sys_errno == ECANCELED) {
-    const auto now = std::chrono::steady_clock::now();
+    const TimePoint now = Now();
     if (slot.attempt_count++ == 0) slot.first_refused = now;
     if (now - slot.first_refused > kRefusedLimit) {
       return Give(index, Status::FromErrno(completion.sys_errno, Name(request.op), path_, place), finished);
     }
-    if (slot.attempt_count > 1) std::this_thread::sleep_for(kRefusedPause);
+    if (slot.attempt_count > 1) Sleep(options_.clock, kRefusedPause);
     waiting_slots_.push_back(index);
     return Status::Ok();
   }

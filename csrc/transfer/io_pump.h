@@ -14,6 +14,7 @@
 #include "core/file.h"
 #include "core/status.h"
 #include "engine/engine.h"
+#include "transfer/clock.h"
 
 namespace fastpersist {
 
@@ -32,6 +33,15 @@ struct PumpOptions {
   // Writes that a direct engine has left over, and that could only go through the page cache now, are given back. For
   // files where that needs a lock. Otherwise the pump does them by itself.
   bool gives_writes_back = false;
+  // Null: the steady clock.
+  TransferClock* clock = nullptr;
+  // For simulations: engines of theirs, and the limits of the direct ones, in place of CreateEngine and of the file's;
+  // the descriptor is not touched then.
+  struct Simulation {
+    std::function<Result<std::unique_ptr<IoEngine>>(const std::string& name)> create_engine;
+    DirectIoLimits limits;
+  };
+  const Simulation* simulation = nullptr;
 };
 
 // One owner thread at a time.
@@ -89,11 +99,13 @@ class IoPump {
     Request request;
     uint32_t done_bytes = 0;
     uint32_t attempt_count = 0;
-    std::chrono::steady_clock::time_point first_refused;
+    TimePoint first_refused;
   };
 
   IoPump(int fd, std::string path, PumpOptions options);
 
+  TimePoint Now() const { return fastpersist::Now(options_.clock); }
+  Result<std::unique_ptr<IoEngine>> OpenEngine(const std::string& name) const;
   Status UseEngine(size_t index, Status why_left);
   Status Demote(std::vector<Finished>& finished);
   void Queue(size_t slot_index);
@@ -119,7 +131,7 @@ class IoPump {
   Status failed_;
   size_t in_flight_count_ = 0;
   uint64_t done_bytes_ = 0;
-  std::chrono::steady_clock::time_point last_poll_;
+  TimePoint last_poll_;
 };
 
 }  // namespace fastpersist

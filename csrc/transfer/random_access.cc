@@ -54,9 +54,10 @@ void FileRequest::AddJob() {
   ++open_job_count_;
 }
 
-void FileRequest::JobDone(uint64_t done_bytes, uint64_t failed_count, Failure first_failure) {
-  std::function<void()> on_done;  // destroyed when the mutex is free: it holds what the file holds
+void FileRequest::CompleteJob(uint64_t done_bytes, uint64_t failed_count, Failure first_failure) {
+  OnComplete on_complete;  // destroyed when the mutex is free: it holds what the file holds
   const std::lock_guard lock(mutex_);
+  FP_CHECK(open_job_count_ > 0);
   done_bytes_ += done_bytes;
   const bool is_end = first_failure.status.code() == StatusCode::kEndOfFile;
   // See RequestJob::Note.
@@ -67,9 +68,9 @@ void FileRequest::JobDone(uint64_t done_bytes, uint64_t failed_count, Failure fi
   }
   failed_count_ += failed_count;
   if (--open_job_count_ > 0) return;
-  // The file notes it and the request is done, in one step for whoever looks at both.
-  on_done = std::move(on_done_);
-  if (on_done) on_done();
+  // The file notes it and the request is complete, in one step for whoever looks at both.
+  on_complete = std::move(on_complete_);
+  if (on_complete) on_complete(shared_from_this());
   changed_.notify_all();
 }
 
@@ -119,9 +120,10 @@ Result<std::unique_ptr<RandomAccess>> RandomAccess::Open(RandomAccessOptions opt
   const uint64_t staging_bytes =
       std::max(kStagedChunkCount * chunk_bytes,
                std::min(own.staging_bytes, AlignUp(chunk_bytes, Staging::kUnitBytes) * own.queue_depth));
-  file->worker_ = std::make_unique<RequestWorker>(std::move(wakeup).value(), std::move(pump).value(), file->limits_,
-                                                  chunk_bytes, staging_bytes, EdgeLock(own.direct_lock_fd, own.path),
-                                                  RequestWorker::Side::kShared);
+  file->worker_ = std::make_unique<RequestWorker>(
+      std::move(wakeup).value(),
+      std::make_unique<RequestFlow>(std::move(pump).value(), file->limits_, chunk_bytes, staging_bytes,
+                                    EdgeLock(own.direct_lock_fd, own.path), WriteSide::kShared));
   return file;
 }
 
@@ -150,26 +152,25 @@ Result<RequestWorker*> RandomAccess::EdgeWorker() {
     if (!pump.ok()) return pump.status();
     FP_CHECK(!pump.value()->direct());
     edge_worker_ = std::make_unique<RequestWorker>(
-        std::move(wakeup).value(), std::move(pump).value(), limits_, options_.chunk_bytes,
-        kEdgeCount * write_unit_bytes_, EdgeLock(options_.edge_lock_fd, options_.path), RequestWorker::Side::kAlone);
+        std::move(wakeup).value(),
+        std::make_unique<RequestFlow>(std::move(pump).value(), limits_, options_.chunk_bytes,
+                                      kEdgeCount * write_unit_bytes_, EdgeLock(options_.edge_lock_fd, options_.path),
+                                      WriteSide::kAlone));
   }
   return edge_worker_.get();
 }
 
 std::shared_ptr<FileRequest> RandomAccess::Begin(IoOp op) {
   FP_CHECK(ForkGeneration() == generation_);
-  std::shared_ptr<FileRequest> request(new FileRequest(op));
   {
     const std::lock_guard lock(tally_->mutex);
     ++tally_->open_count;
   }
-  request->on_done_ = [tally = tally_, weak = std::weak_ptr(request)] {
-    const std::shared_ptr<FileRequest> done = weak.lock();  // whoever calls this holds it
+  return std::make_shared<FileRequest>(op, [tally = tally_](const std::shared_ptr<FileRequest>& request) {
     const std::lock_guard lock(tally->mutex);
-    if (done->op() == IoOp::kWrite && done->failed_count() > 0) tally->failed_writes.push_back(done);
+    if (request->op() == IoOp::kWrite && request->failed_count() > 0) tally->failed_writes.push_back(request);
     if (--tally->open_count == 0) tally->none_open.notify_all();
-  };
-  return request;
+  });
 }
 
 void RandomAccess::Add(const std::shared_ptr<FileRequest>& request, std::vector<FilePart> parts) {
@@ -203,11 +204,11 @@ void RandomAccess::Add(const std::shared_ptr<FileRequest>& request, std::vector<
   if (edge_worker.ok()) {
     edge_worker.value()->Add(request, std::move(edges));
   } else {
-    request->JobDone(0, 1, {.status = edge_worker.status(), .part = edges.front(), .done_bytes = 0});
+    request->CompleteJob(0, 1, {.status = edge_worker.status(), .part = edges.front(), .done_bytes = 0});
   }
 }
 
-void RandomAccess::End(const std::shared_ptr<FileRequest>& request) { request->JobDone(0, 0, {}); }
+void RandomAccess::End(const std::shared_ptr<FileRequest>& request) { request->CompleteJob(0, 0, {}); }
 
 void RandomAccess::GiveUpOnDevices() {
   worker_->GiveUpOnDevices();
@@ -226,9 +227,9 @@ std::vector<std::shared_ptr<FileRequest>> RandomAccess::TakeFailedWrites() {
 }
 
 Status RandomAccess::WrittenBack() {
-  FP_RETURN_IF_ERROR(worker_->written_back());
+  FP_RETURN_IF_ERROR(worker_->write_back_error());
   const std::lock_guard lock(*edge_mutex_);
-  return edge_worker_ == nullptr ? Status::Ok() : edge_worker_->written_back();
+  return edge_worker_ == nullptr ? Status::Ok() : edge_worker_->write_back_error();
 }
 
 std::string RandomAccess::engine_name() const { return worker_->engine_name(); }

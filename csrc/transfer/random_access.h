@@ -52,8 +52,10 @@ struct FilePart {
 //
 // A read that reaches beyond the end of the file leaves in memory what is there, and is told to have failed at that
 // end, unless it has failed otherwise, too.
-class FileRequest {
+class FileRequest : public std::enable_shared_from_this<FileRequest> {
  public:
+  using OnComplete = std::function<void(const std::shared_ptr<FileRequest>&)>;
+
   IoOp op() const { return op_; }
   bool done() const;
   // Wait until it is done, or the time is over; say whether it is.
@@ -78,27 +80,24 @@ class FileRequest {
   bool told() const { return told_.load(std::memory_order_relaxed); }
   void SetTold() { told_.store(true, std::memory_order_relaxed); }
 
- private:
-  friend class RandomAccess;
-  friend class RequestWorker;
-  friend struct RequestJob;
-
+  // What follows is for those who do the work. A request is complete when every job is, and `on_complete` is called
+  // then, with its mutex held; the one job that it begins with is for whoever adds the others.
   struct Failure {
     Status status;
     FilePart part;
     uint64_t done_bytes = 0;
   };
-
-  explicit FileRequest(IoOp op) : op_(op) {}
+  FileRequest(IoOp op, OnComplete on_complete) : op_(op), on_complete_(std::move(on_complete)) {}
   void AddJob();
-  void JobDone(uint64_t done_bytes, uint64_t failed_count, Failure first_failure);
+  void CompleteJob(uint64_t done_bytes, uint64_t failed_count, Failure first_failure);
   std::shared_ptr<const void> memory() const;
 
+ private:
   const IoOp op_;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   size_t open_job_count_ = 1;  // guarded by mutex_, as all below; one more than there are until End()
-  std::function<void()> on_done_;
+  OnComplete on_complete_;
   std::shared_ptr<const void> memory_;
   Status status_;
   uint64_t failed_count_ = 0;

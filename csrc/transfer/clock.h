@@ -1,0 +1,35 @@
+// Time for what gives up or looks again after a while. Null stands for the steady clock, so that the usual way is a
+// branch and no virtual call; simulations (tests/csrc) bring a clock that they move themselves.
+#pragma once
+
+#include <chrono>
+#include <thread>
+
+namespace fastpersist {
+
+using TimePoint = std::chrono::steady_clock::time_point;
+
+class TransferClock {
+ public:
+  TransferClock() = default;
+  TransferClock(const TransferClock&) = delete;
+  TransferClock& operator=(const TransferClock&) = delete;
+  virtual ~TransferClock() = default;
+
+  virtual TimePoint Now() const = 0;
+  virtual void Sleep(std::chrono::nanoseconds duration) = 0;
+};
+
+inline TimePoint Now(const TransferClock* clock) {
+  return clock == nullptr ? std::chrono::steady_clock::now() : clock->Now();
+}
+
+inline void Sleep(TransferClock* clock, std::chrono::nanoseconds duration) {
+  if (clock == nullptr) {
+    std::this_thread::sleep_for(duration);
+  } else {
+    clock->Sleep(duration);
+  }
+}
+
+}  // namespace fastpersist
