@@ -278,6 +278,16 @@ EXPORT void double_hold_copies(int64_t allowed_count) {
   });
 }
 
+EXPORT void double_step_by_step(int on) {
+  Locked([&](Machine& machine) { machine.is_stepped = on != 0; });
+}
+
+EXPORT int double_step(uint64_t choice) {
+  Machine& machine = Machine::Get();
+  Lock lock(machine.mutex);
+  return machine.Step(lock, choice) ? 1 : 0;
+}
+
 EXPORT void double_hold_registrations(int on) {
   Locked([&](Machine& machine) {
     machine.registrations_are_held = on != 0;

@@ -73,6 +73,11 @@ void double_stream_synchronize(uint64_t stream);
 void double_synchronize();  // all streams
 // Let so many more copies start, in whichever stream, and hold the rest; -1: hold none.
 void double_hold_copies(int64_t allowed_count);
+// As long as it is on, streams have no threads: what they hold is done by double_step, one work a call, so that the order
+// is the test's. Durations are nothing then. To be set before anything is queued.
+void double_step_by_step(int on);
+// Do one of the works that may start now: the (choice modulo their count)th. 0: there is none.
+int double_step(uint64_t choice);
 // As long as it is on, cuMemHostRegister does not return, as for large memory that has no pages yet.
 void double_hold_registrations(int on);
 // Wait for the calls by that name, or for the copies that are queued, to be so many at least. 1: they are; 0: timeout.
@@ -106,8 +111,9 @@ int double_context_depth();  // contexts on the calling thread's stack
   X(reset) X(clear) X(set_driver_version) X(set_pci_bus_id) X(alloc) X(alloc_on) X(free) X(read) X(write) X(fail)  \
   X(fail_async) X(set_registration_limit) X(set_pageable_waits) X(delay_us) X(stream_new) X(default_stream)        \
   X(stream_free) X(stream_add_work) X(stream_add_copy) X(stream_wait) X(stream_block) X(stream_unblock) X(capture) \
-  X(stream_synchronize) X(synchronize) X(hold_copies) X(hold_registrations) X(wait_for_calls)                      \
-  X(wait_for_queued_copies) X(call_count) X(has_call) X(violation_count) X(violation) X(queued_copy_count)         \
-  X(peak_queued_copy_count) X(pageable_copy_count) X(copied_to_host_bytes) X(copied_to_device_bytes)               \
-  X(registration_count) X(registered_bytes) X(stream_count) X(event_count) X(allocation_count) X(context_depth)
+  X(step_by_step) X(step) X(stream_synchronize) X(synchronize) X(hold_copies) X(hold_registrations)                \
+  X(wait_for_calls) X(wait_for_queued_copies) X(call_count) X(has_call) X(violation_count) X(violation)            \
+  X(queued_copy_count) X(peak_queued_copy_count) X(pageable_copy_count) X(copied_to_host_bytes)                    \
+  X(copied_to_device_bytes) X(registration_count) X(registered_bytes) X(stream_count) X(event_count)               \
+  X(allocation_count) X(context_depth)
 // clang-format on

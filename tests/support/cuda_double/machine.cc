@@ -187,7 +187,7 @@ Point Machine::Enqueue(const std::shared_ptr<Stream>& stream, Work work) {
   if (work.is_copy) peak_queued_copy_count = std::max(peak_queued_copy_count, ++queued_copy_count);
   stream->queue.push_back(std::move(work));
   ++stream->queued_count;
-  if (!stream->has_worker) {
+  if (!stream->has_worker && !is_stepped) {
     // The application's signals are for its own threads.
     sigset_t all_signals;
     sigset_t before;
@@ -227,25 +227,43 @@ void Machine::WorkOff(const std::shared_ptr<Stream>& stream) {
     const auto end = Clock::now() + work.duration + (work.is_copy ? copy_delay : std::chrono::microseconds(0));
     while (!stream->is_dead && stream->context->error == kSuccess && Clock::now() < end) changed.wait_until(lock, end);
     if (stream->is_dead) break;
-    int& context_error = stream->context->error;
-    if (stream->error == kSuccess && context_error == kSuccess) {
-      if (work.error == kSuccess) {
-        Do(lock, work);
-      } else {
-        stream->error = work.error;
-        stream->error_position = stream->done_count + 1;
-        if (IsSticky(work.error)) context_error = work.error;
-      }
-    }
-    if (stream->is_dead) break;
-    if (work.is_copy) --queued_copy_count;
-    stream->queue.pop_front();
-    ++stream->done_count;
+    Finish(lock, *stream);
     Notify();
   }
   stream->has_worker = false;
   --worker_count;
   Notify();
+}
+
+// Do the first work of a stream, or let it fail. The stream may be dead afterwards.
+void Machine::Finish(Lock& lock, Stream& stream) {
+  const Work& work = stream.queue.front();
+  int& context_error = stream.context->error;
+  if (stream.error == kSuccess && context_error == kSuccess) {
+    if (work.error == kSuccess) {
+      Do(lock, work);
+    } else {
+      stream.error = work.error;
+      stream.error_position = stream.done_count + 1;
+      if (IsSticky(work.error)) context_error = work.error;
+    }
+  }
+  if (stream.is_dead) return;
+  if (work.is_copy) --queued_copy_count;
+  stream.queue.pop_front();
+  ++stream.done_count;
+}
+
+bool Machine::Step(Lock& lock, uint64_t choice) {
+  std::vector<std::shared_ptr<Stream>> ready;
+  for (const auto& [id, stream] : streams) {
+    if (MayStart(*stream)) ready.push_back(stream);
+  }
+  if (ready.empty()) return false;
+  Stream& stream = *ready[choice % ready.size()];
+  if (stream.queue.front().is_copy && allowed_copy_count > 0) --allowed_copy_count;
+  Finish(lock, stream);
+  return true;
 }
 
 void Machine::Do(Lock& lock, const Work& work) {

@@ -174,6 +174,7 @@ struct Machine {
   bool registrations_are_held = false;
   std::chrono::microseconds copy_delay{0};
   int64_t allowed_copy_count = -1;
+  bool is_stepped = false;  // no threads: Step does the work
   uint64_t queued_copy_count = 0;
   uint64_t peak_queued_copy_count = 0;
   uint64_t pageable_copy_count = 0;
@@ -196,6 +197,8 @@ struct Machine {
 
   // The work's position. Starts the stream's thread where there is none.
   Point Enqueue(const std::shared_ptr<Stream>& stream, Work work);
+  // Do one of the works that may start: the (choice modulo their count)th. False: there is none.
+  bool Step(Lock& lock, uint64_t choice);
   // Until the point is reached, or never will be.
   void Wait(Lock& lock, const Point& point);
   void WaitForAll(Lock& lock);
@@ -218,6 +221,7 @@ struct Machine {
   void WorkOff(const std::shared_ptr<Stream>& stream);
   bool MayStart(const Stream& stream) const;
   void Do(Lock& lock, const Work& work);
+  void Finish(Lock& lock, Stream& stream);
   void ForgetPlans();
 };
 
