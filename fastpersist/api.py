@@ -1,35 +1,21 @@
-"""save, save_async and load: each wires the rooms together in one screen."""
+"""The public functions of one file: save, save_async, load, load_into, verify and inspect.
+
+Each checks its arguments and hands over to the packages that do the work: `saving`, `loading`, and `distributed` where
+several ranks take part.
+"""
 
 from __future__ import annotations
 
-import errno
-import functools
-import logging
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from fastpersist.arguments import local_path, require_bools
-from fastpersist.commit.file_commit import ClosedDirectoryError, PendingFile, Target, resolve_target
-from fastpersist.commit.filesystem import (
-    close_quietly,
-    filesystem,
-    hint_at_make_parents,
-    make_directories,
-    storage_errors,
-    tell_free,
-)
-from fastpersist.distributed.follower_save import PeerSave
-from fastpersist.distributed.group_save import Writers, end_session, save_together, together_with
-from fastpersist.distributed.replica_check import replicas_in
-from fastpersist.distributed.shared_file import FirstShare, Together
+from fastpersist.distributed.group_save import Writers, save_together, save_together_async, together_with
 from fastpersist.distributed.shared_reader import reader_for
-from fastpersist.errors import ConfigError, StorageError, UnsupportedError
+from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
 from fastpersist.loading import directory_inspection, file_inspection
 from fastpersist.loading.checkpoint_file import CheckpointSource
@@ -38,24 +24,17 @@ from fastpersist.loading.fill_target import fill_target
 from fastpersist.loading.misfit import IncompatibleKeys, misfit
 from fastpersist.loading.restore import restore_whole
 from fastpersist.loading.unpickle import MapLocation, load_checkpoint
-from fastpersist.saving.capture import Capture
-from fastpersist.saving.containers import SaveReport, container_for, is_safetensors, padded_bytes, write_container
+from fastpersist.saving.file_save import FileOptions, SaveReport, save_file, save_file_async, save_to_stream
 from fastpersist.saving.ownership import Owners
-from fastpersist.saving.pacing import Spread
-from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
-from fastpersist.saving.refused_globals import warn_of_file
-from fastpersist.transfer.arena import Arena
-from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine, require_engine
-from fastpersist.transfer.pipeline import Poll
-from fastpersist.transfer.progress import progress_bar
-from fastpersist.transfer.torch_boundary import stock_load, stock_save, untraced
+from fastpersist.saving.pending_save import PendingSave
+from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine
+from fastpersist.transfer.progress import showing_progress
+from fastpersist.transfer.torch_boundary import stock_load, untraced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["SaveReport", "inspect", "load", "load_into", "save", "save_async", "verify"]
-
-_log = logging.getLogger("fastpersist")
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -125,79 +104,17 @@ def save(
     Thread safety: any thread, any number at once; of saves to one path, the one that finishes last stays. With a
     process_group: one at a time, and in the same order on all ranks.
     """
-    started_s = time.monotonic()
     name = _destination(obj, path)
-    require_bools(
-        durable=durable,
-        checksum=checksum,
-        replace_links=replace_links,
-        make_parents=make_parents,
-        in_place=in_place,
-    )
+    options = FileOptions(durable, checksum, engine, format, metadata, replace_links, make_parents, in_place)
     if process_group is not None:
         if name is None:
             raise UnsupportedError("ranks of a process group write to a path, not to a file object")
         with together_with(process_group, name, writers, check_replicas=check_replicas) as together:
             if together is not None:
-                return save_together(
-                    obj,
-                    name,
-                    together,
-                    durable=durable,
-                    checksum=checksum,
-                    engine=engine,
-                    file_format=format,
-                    metadata=metadata,
-                    replace_links=replace_links,
-                    make_parents=make_parents,
-                )
+                return save_together(obj, name, together, options)
     if name is None:
-        if metadata is not None:
-            raise ConfigError("a file object goes to torch.save, which keeps no metadata; pass a .safetensors path")
-        stock_save(obj, path)
-        return SaveReport("", 0, "torch.save", 0.0, 0.0, 0.0, time.monotonic() - started_s)
-    require_engine(engine)
-    if make_parents:
-        make_directories(os.path.dirname(os.path.abspath(name)))
-    target = resolve_target(name, replace_links=replace_links)
-    why_not = _why_in_place(target, name, in_place)
-    if why_not is None and torch.serialization._serialization_tls.skip_data:
-        why_not = "torch's skip_data() is active"
-    if why_not is not None:
-        return _save_in_place(obj, name, format, why_not, durable, started_s)
-    container = container_for(obj, name, checksum=checksum, file_format=format, metadata=metadata)
-    warn_of_file(container, obj)
-    planned_s = time.monotonic()
-    pending = None
-    try:
-        with hint_at_make_parents(name):
-            pending = _pending_file(target, name, in_place)
-        if pending is None:
-            return _save_in_place(obj, name, format, _CLOSED_DIRECTORY, durable, started_s)
-        pending.allocate(padded_bytes(container))
-        with _progress(name, container.size_bytes, progress) as poll:
-            written = write_container(container, pending.fd, target.path, engine=engine, poll=poll)
-        written_s = time.monotonic()
-        pending.publish(container.size_bytes, durable=durable)
-    except BaseException as error:
-        if pending is not None:
-            pending.abort()
-        tell_free(error)
-        raise
-    return SaveReport(
-        path=name,
-        size_bytes=container.size_bytes,
-        engine=written.engine,
-        plan_s=planned_s - started_s,
-        write_s=written_s - planned_s,
-        sync_s=pending.sync_s,
-        total_s=time.monotonic() - started_s,
-    )
-
-
-_async_arena = Arena()
-_lanes: dict[str, Lane] = {}
-_lanes_lock = threading.RLock()
+        return save_to_stream(obj, path, options)
+    return save_file(obj, name, options, progress=progress)
 
 
 @untraced
@@ -262,206 +179,12 @@ def save_async(
     name = _destination(obj, path)
     if name is None:
         raise UnsupportedError("save_async writes to a path, not to a file object; save takes both")
-    require_bools(
-        durable=durable,
-        checksum=checksum,
-        replace_links=replace_links,
-        make_parents=make_parents,
-        in_place=in_place,
-    )
+    options = FileOptions(durable, checksum, engine, format, metadata, replace_links, make_parents, in_place)
     with together_with(process_group, name, writers, check_replicas=check_replicas) as together:
-        return _save_async(
-            obj,
-            name,
-            Owners(optimizer, constant, gate),
-            together,
-            durable=durable,
-            checksum=checksum,
-            engine=engine,
-            file_format=format,
-            metadata=metadata,
-            replace_links=replace_links,
-            make_parents=make_parents,
-            in_place=in_place,
-        )
-
-
-def _save_async(
-    obj: object,
-    name: str,
-    owners: Owners,
-    together: Together | None,
-    *,
-    durable: bool,
-    checksum: bool,
-    engine: str,
-    file_format: str,
-    metadata: Mapping[str, str] | None,
-    replace_links: bool,
-    make_parents: bool,
-    in_place: bool,
-) -> PendingSave:
-    started_s = time.monotonic()
-    require_engine(engine)
-    stats = SaveStats(path=name)
-    if together is not None and together.session.rank:
-        lane = Lane("fastpersist-save")  # the order of saves to one path is the first rank's
-        peer = PeerSave(name, together, engine=engine, durable=durable, arena=_async_arena, lane=lane, stats=stats)
-        peer.save(obj, "", owners, owners.look, checksum=checksum, file_format=file_format, metadata=metadata)
-        return peer.publish()
-    if make_parents:
-        make_directories(os.path.dirname(os.path.abspath(name)))
-    target = resolve_target(name, replace_links=replace_links)
-    file = None
-    if _why_in_place(target, name, in_place) is None and not torch.serialization._serialization_tls.skip_data:
-        container = container_for(obj, name, checksum=checksum, file_format=file_format, metadata=metadata)
-        look = functools.cache(owners.look)
-        capture = Capture(owners, _async_arena, on_gate=stats.add_stall, look=look)
-        with hint_at_make_parents(name):
-            file = _pending_file(target, name, in_place and together is None)
-    if file is None and together is not None:
-        raise UnsupportedError(f"several ranks cannot write {name}: {target.why_not_replaceable}; choose another path")
-    if file is None:
-        report = save(
-            obj,
-            name,
-            durable=durable,
-            checksum=checksum,
-            engine=engine,
-            format=file_format,
-            metadata=metadata,
-            in_place=in_place,
-        )
-        stats.bytes, stats.engine, stats.stall_s = report.size_bytes, report.engine, report.total_s
-        done = PendingSave(name, stats)
-        done.succeed()
-        return done
-    pending = PendingSave(name, stats)
-    pending.when_failed(lambda _: file.abort())
-    if together is not None:
-        pending.around_parts(together.session.working)
-        pending.when_failed(together.session.fail)
-    spread = Spread()
-    spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
-    try:
-        share = None
+        owners = Owners(optimizer, constant, gate)
         if together is not None:
-            found = look() if container.sources else None
-            share = FirstShare(container, replicas_in(container, found), together)
-        snapshot = capture.add(share or container)
-    except BaseException:
-        file.abort()
-        raise
-    spread.add_file(snapshot, sum(source.size_bytes for source in (share or container).sources))
-    spread.begin()
-    stats.plan_s = time.monotonic() - started_s
-    stats.bytes = container.size_bytes
-
-    def write() -> None:
-        begun_s = time.monotonic()
-        file.allocate(padded_bytes(container))
-        pending.refuse_torn()
-        if share is None:
-            written = write_container(
-                container, file.fd, target.path, engine=engine, poll=pending.poll, snapshot=snapshot
-            )
-        else:
-            written = share.write(
-                file.fd, target.path, engine=engine, pending_path=file.path, poll=pending.poll, snapshot=snapshot
-            )
-            stats.add_shares(share.bytes_by_rank())
-        stats.engine = written.engine
-        stats.write_s = time.monotonic() - begun_s
-        pending.check()
-        if together is not None:
-            together.session.settle()
-        file.publish(container.size_bytes, durable=durable)
-        stats.sync_s = file.sync_s
-        if together is not None:
-            end_session(together.session, container.size_bytes)
-        pending.succeed()
-
-    pending.begin(capture, lambda: _in_line(target.path, lambda: pending.run(write)))
-    stats.stall_s += time.monotonic() - started_s
-    return pending
-
-
-def _in_line(path: str, task: Callable[[], None]) -> None:
-    """Run a task behind those of earlier saves to the same path."""
-    with _lanes_lock:
-        for idle in [known for known, lane in _lanes.items() if known != path and lane.is_idle()]:
-            del _lanes[idle]
-        _lanes.setdefault(path, Lane("fastpersist-save")).submit(task)
-
-
-def _forget_lanes() -> None:
-    """In a forked child: the saves under way are the parent's."""
-    global _lanes_lock
-    _lanes_lock = threading.RLock()
-    _lanes.clear()
-
-
-os.register_at_fork(after_in_child=_forget_lanes)
-
-
-_CLOSED_DIRECTORY = "its directory takes no new file"
-
-
-def _why_in_place(target: Target, path: str, in_place: bool) -> str | None:
-    """Return why a file can only be written where it is; None where a new one can take its place.
-
-    Raises:
-        StorageError: It would lose the old one, and the caller has not asked for that.
-    """
-    if target.is_protected and not in_place:
-        raise _in_place_only(path, errno.EPERM, str(target.why_not_replaceable))
-    return target.why_not_replaceable
-
-
-def _pending_file(target: Target, path: str, in_place: bool) -> PendingFile | None:
-    """Begin a new file; None where the directory takes none, and the caller has asked for the old one to be written.
-
-    Raises:
-        StorageError: It could not be created.
-    """
-    try:
-        return PendingFile.create(target)
-    except ClosedDirectoryError as error:
-        if in_place:
-            return None
-        raise _in_place_only(path, error.errno, _CLOSED_DIRECTORY) from error
-
-
-def _in_place_only(path: str, sys_errno: int | None, why: str) -> StorageError:
-    return StorageError(
-        sys_errno,
-        f"cannot save {path}: {why}, so it cannot be replaced, and overwriting it where it is leaves no checkpoint at "
-        "all if that fails. Save to a directory of your own, or let torch.save overwrite it with in_place=True",
-        path,
-    )
-
-
-def _save_in_place(obj: object, path: str, file_format: str, why: str, durable: bool, started_s: float) -> SaveReport:
-    """Let torch write what a rename cannot replace: not atomic, as torch.save never is."""
-    if is_safetensors(path, file_format):
-        raise UnsupportedError(f"cannot write a safetensors file to {path}: {why}; choose another path")
-    _log.warning("torch.save itself writes %s, in place and without our guarantees: %s", path, why)
-    stock_save(obj, path)
-    written_s = time.monotonic()
-    size_bytes = 0
-    if os.path.isfile(path):
-        size_bytes = os.path.getsize(path)
-        if durable:
-            with storage_errors("opening", path):
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                filesystem().sync(fd, path)
-            finally:
-                close_quietly(fd, path)
-    ended_s = time.monotonic()
-    return SaveReport(
-        path, size_bytes, "torch.save", 0.0, written_s - started_s, ended_s - written_s, ended_s - started_s
-    )
+            return save_together_async(obj, name, owners, together, options)
+        return save_file_async(obj, name, owners, options)
 
 
 @untraced
@@ -515,7 +238,7 @@ def load(
             )
         return stock_load(path, map_location=map_location, weights_only=weights_only)
     with reader_for(process_group, name) as read, CheckpointSource(name) as source:
-        with _progress(source.path, source.size_bytes, progress) as poll:
+        with showing_progress(source.path, source.size_bytes, progress) as poll:
             return load_checkpoint(
                 source,
                 map_location=map_location,
@@ -610,10 +333,10 @@ def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> V
     """
     name = local_path(path)
     if os.path.isdir(name):
-        with _progress(name, directory_inspection.directory_bytes(name) if progress else 0, progress) as poll:
+        with showing_progress(name, directory_inspection.directory_bytes(name) if progress else 0, progress) as poll:
             return directory_inspection.verify_directory(name, engine=engine, poll=poll, explain=_with_damaged_shards)
     with CheckpointSource(name) as source:
-        with _progress(source.path, source.size_bytes, progress) as poll:
+        with showing_progress(source.path, source.size_bytes, progress) as poll:
             listed = directory_inspection.verify_listed(name, engine=engine, poll=poll)
             return file_inspection.verify_source(source, engine=engine, poll=poll) if listed is None else listed
 
@@ -674,18 +397,3 @@ def _destination(obj: object, path: object) -> str | None:
     ):
         raise ConfigError(f"the object to save comes first, then the path: save(obj, {os.fspath(obj)!r})")
     return _path_of(path, "write")
-
-
-@contextmanager
-def _progress(path: str, size_bytes: int, wanted: bool) -> Iterator[Poll | None]:
-    """Show a progress bar while the block runs, and give it the bytes done so far."""
-    if not wanted:
-        yield None
-        return
-    with progress_bar(total=size_bytes, unit="B", unit_scale=True, desc=os.path.basename(path)) as bar:
-
-        def poll(done_bytes: int) -> None:
-            bar.update(min(done_bytes, size_bytes) - bar.n)
-
-        yield poll
-        bar.update(size_bytes - bar.n)

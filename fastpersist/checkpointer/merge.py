@@ -44,7 +44,8 @@ from fastpersist.loading.part_files import (
     read_record,
     require_whole,
 )
-from fastpersist.saving.containers import SaveReport, is_safetensors
+from fastpersist.saving.containers import is_safetensors
+from fastpersist.saving.file_save import SaveReport
 from fastpersist.transfer.engine_selection import refuse_null_engine, require_engine
 from fastpersist.transfer.pipeline import Extents, Pieces, Writer, read_extents
 from fastpersist.transfer.progress import progress_bar

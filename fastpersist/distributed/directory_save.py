@@ -28,7 +28,6 @@ from fastpersist.commit.filesystem import (
     storage_errors,
 )
 from fastpersist.commit.step_listing import candidate_steps
-from fastpersist.config import BLOCK_BYTES
 from fastpersist.distributed.file_producer import Guest, Site
 from fastpersist.distributed.node_local.detection import Split, Stores, find_stores, manifest_now
 from fastpersist.distributed.rank_files import confirmed, refusing_second
@@ -43,14 +42,15 @@ from fastpersist.distributed.shared_file import (
     telling,
 )
 from fastpersist.errors import ConfigError, CoordinationError, SkippedError, StorageError
-from fastpersist.formats.layout import align_up
 from fastpersist.formats.manifest import FileEntry, check_file_name, checked_step, encode_manifest
 from fastpersist.formats.split_manifest import PARTS_NAME, part_name
 from fastpersist.saving.capture import Capture
-from fastpersist.saving.containers import Container, WrittenFile, container_for, write_container
+from fastpersist.saving.containers import Container, container_for
 from fastpersist.saving.ownership import Owners, Ownership, step_count
 from fastpersist.saving.pacing import Spread
-from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
+from fastpersist.saving.pending_save import PendingSave, SaveStats
+from fastpersist.saving.work_queue import Lane
+from fastpersist.saving.write_file import WrittenFile, capture_file, write_container, write_file
 from fastpersist.transfer.arena import Arena, ArenaOfSave
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.pipeline import Extents, Poll, read_extents
@@ -184,13 +184,6 @@ class DirectorySave:
             return
         given = (owners, optimizer, constant, gate)
         owners = owners or Owners(optimizer, constant, gate)
-        capture = Capture(
-            owners,
-            self._arena,
-            paranoid=self._paranoid,
-            on_gate=self._stats.add_stall,
-            look=lambda: self._look(owners, given),
-        )
         final_path = os.path.join(self._directory.final_path, name)
         share = None
         with telling(self._together):
@@ -198,10 +191,15 @@ class DirectorySave:
             if self._together is not None and not own:
                 found = self._look(owners, given) if container.sources else None
                 share = FirstShare(container, replicas_in(container, found), self._together, name)
-            self._spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
-            captured = share or container
-            snapshot = capture.add(captured)
-        self._spread.add_file(snapshot, sum(source.size_bytes for source in captured.sources))
+            capture, snapshot, _ = capture_file(
+                share or container,
+                owners,
+                arena=self._arena,
+                spread=self._spread,
+                on_gate=self._stats.add_stall,
+                look=lambda: self._look(owners, given),
+                paranoid=self._paranoid,
+            )
         self._entries[name] = None
         self.captures.append(capture)
         self._stats.plan_s += time.monotonic() - started_s
@@ -353,10 +351,7 @@ class DirectorySave:
                 del self._entries[name]
                 own_name, size_bytes = part_name(name, 0), share.size_bytes
             fd = self._create(own_name, own=share is None)
-            filesystem().allocate(fd, align_up(size_bytes, BLOCK_BYTES), final_path)
-            self._pending.refuse_torn()
-            written = self._write(name, container, share, fd, snapshot)
-            filesystem().truncate(fd, size_bytes, final_path)
+            written = write_file(fd, final_path, size_bytes, lambda: self._write(name, container, share, fd, snapshot))
             self._stats.write_s += time.monotonic() - begun_s
             self._sync_later(fd, final_path)
             self._stats.engine = written.engine
@@ -367,6 +362,7 @@ class DirectorySave:
     def _write(
         self, name: str, container: Container, share: FirstShare | None, fd: int, snapshot: _native.Snapshot
     ) -> WrittenFile:
+        self._pending.refuse_torn()
         final_path = os.path.join(self._directory.final_path, name)
         engine = self._engine
         poll: Poll = self._pending.poll

@@ -24,7 +24,8 @@ from fastpersist.distributed.shared_file import (
 from fastpersist.errors import StorageError
 from fastpersist.formats.byte_ranges import ExtentMap
 from fastpersist.formats.split_manifest import part_name
-from fastpersist.saving.containers import Container, PieceStream
+from fastpersist.saving.containers import Container
+from fastpersist.saving.write_file import PieceStream
 from fastpersist.transfer.engine_selection import refuse_null_engine
 from fastpersist.transfer.pipeline import Poll, Writer
 

@@ -30,11 +30,13 @@ from fastpersist.distributed.shared_file import (
     telling,
 )
 from fastpersist.errors import StorageError
-from fastpersist.saving.capture import Capture
+from fastpersist.saving.capture import Capture, Sources
 from fastpersist.saving.containers import container_for
 from fastpersist.saving.ownership import Owners, Ownership
 from fastpersist.saving.pacing import Spread
-from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
+from fastpersist.saving.pending_save import PendingSave, SaveStats
+from fastpersist.saving.work_queue import Lane
+from fastpersist.saving.write_file import CapturedFile, capture_file
 from fastpersist.transfer.arena import Arena, ArenaOfSave
 
 __all__ = ["PeerSave"]
@@ -119,13 +121,9 @@ class PeerSave:
         final_path = os.path.join(self._path, name) if name else self._path
         with telling(self._together):
             container = container_for(obj, final_path, checksum=checksum, file_format=file_format, metadata=metadata)
-            capture = self._capture(owners, look)
             found = look() if container.sources else None
             share = OtherShare(container, replicas_in(container, found), self._together, name)
-            self._spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
-            snapshot = capture.add(share)
-            size_bytes = sum(source.size_bytes for source in share.sources)
-            self._spread.add_file(snapshot, size_bytes)
+            capture, snapshot, size_bytes = self._capture(share, owners, look)
 
         def write() -> None:
             begun_s = time.monotonic()
@@ -222,10 +220,8 @@ class PeerSave:
         final_path = os.path.join(self._path, name)
         with telling(self._together):
             container = container_for(obj, final_path, checksum=True, file_format=file_format, metadata=metadata)
-            capture = self._capture(owners, owners.look)
-            self._spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
-            file = OwnFile(name, final_path, container, capture, capture.add(container))
-            self._spread.add_file(file.snapshot, sum(source.size_bytes for source in container.sources))
+            capture, snapshot, _ = self._capture(container, owners, owners.look)
+            file = OwnFile(name, final_path, container, capture, snapshot)
         self._stats.plan_s += time.monotonic() - started_s
         self._begin(capture, lambda: self._write_own(file))
         self._stats.stall_s += time.monotonic() - started_s
@@ -296,8 +292,16 @@ class PeerSave:
             after(decoded(said, 0))
         self._pending.succeed()
 
-    def _capture(self, owners: Owners, look: Callable[[], Ownership]) -> Capture:
-        return Capture(owners, self._arena, paranoid=self._paranoid, on_gate=self._stats.add_stall, look=look)
+    def _capture(self, sources: Sources, owners: Owners, look: Callable[[], Ownership]) -> CapturedFile:
+        return capture_file(
+            sources,
+            owners,
+            arena=self._arena,
+            spread=self._spread,
+            on_gate=self._stats.add_stall,
+            look=look,
+            paranoid=self._paranoid,
+        )
 
 
 def _remove_made(paths: list[str]) -> None:

@@ -23,7 +23,8 @@ from fastpersist.distributed.shared_file import Together
 from fastpersist.errors import ConfigError, SkippedError
 from fastpersist.formats.manifest import check_file_name
 from fastpersist.saving.ownership import Owners
-from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
+from fastpersist.saving.pending_save import PendingSave, SaveStats
+from fastpersist.saving.work_queue import Lane
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.torch_boundary import untraced

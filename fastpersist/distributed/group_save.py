@@ -1,4 +1,4 @@
-"""`fp.save` by several ranks: all of them write one file, the first one publishes it.
+"""`fp.save` and `fp.save_async` by several ranks: all of them write one file, the first one publishes it.
 
 The file is planned and written by `shared_file`, made visible by `file_commit`, what the ranks say to each other goes
 through `coordination`. The ranks of a process group meet once, at its first save.
@@ -9,29 +9,38 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch.distributed as dist
 
-from fastpersist.commit.file_commit import PendingFile, resolve_target
-from fastpersist.commit.filesystem import hint_at_make_parents, make_directories
+from fastpersist import _native
+from fastpersist.commit.file_commit import PendingFile
+from fastpersist.commit.filesystem import hint_at_make_parents
 from fastpersist.config import config_at
-from fastpersist.distributed.coordination import Ranks, Session
+from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.follower_file import OtherShare
+from fastpersist.distributed.follower_save import PeerSave
 from fastpersist.distributed.partition import choose_writers
-from fastpersist.distributed.replica_check import replicas_of
+from fastpersist.distributed.replica_check import replicas_in, replicas_of
 from fastpersist.distributed.shared_file import FirstShare, Together
 from fastpersist.errors import ConfigError, UnsupportedError
-from fastpersist.saving.containers import Container, SaveReport, container_for, padded_bytes
+from fastpersist.saving import file_save
+from fastpersist.saving.containers import Container
+from fastpersist.saving.file_save import FileOptions, SaveReport
+from fastpersist.saving.ownership import Owners, Ownership
+from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_of_file
+from fastpersist.saving.work_queue import Lane
+from fastpersist.saving.write_file import WrittenFile, publish_file
 from fastpersist.transfer.engine_selection import require_engine
+from fastpersist.transfer.pipeline import Poll
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Writers", "end_session", "save_together", "together_with", "tuned_writer_count"]
+__all__ = ["Writers", "save_together", "save_together_async", "together_with", "tuned_writer_count"]
 
 Writers: TypeAlias = Literal["auto", "all", "node"] | int
 """Which ranks write what is shared: see `partition.choose_writers`."""
@@ -112,76 +121,102 @@ def together_with(
         raise
 
 
-def save_together(
-    obj: object,
-    path: str,
-    together: Together,
-    *,
-    durable: bool,
-    checksum: bool,
-    engine: str,
-    file_format: str,
-    metadata: Mapping[str, str] | None,
-    replace_links: bool,
-    make_parents: bool,
-) -> SaveReport:
+def save_together(obj: object, path: str, together: Together, options: FileOptions) -> SaveReport:
     """Save an object with all ranks; see `api.save`. Each rank returns when the file is published."""
     started_s = time.monotonic()
-    require_engine(engine)
-    container = container_for(obj, path, checksum=checksum, file_format=file_format, metadata=metadata)
+    require_engine(options.engine)
+    container = options.plan(obj, path)
     with together.session.working():
         if together.session.rank:
-            return _write_part(container, path, together, durable, engine, started_s)
+            return _write_part(container, path, together, options.durable, options.engine, started_s)
         warn_of_file(container, obj)
-        if make_parents:
-            make_directories(os.path.dirname(os.path.abspath(path)))
-        return _write_and_publish(container, path, together, durable, engine, replace_links, started_s)
+        return _write_and_publish(container, path, together, options, started_s)
+
+
+def save_together_async(
+    obj: object, path: str, owners: Owners, together: Together, options: FileOptions
+) -> PendingSave:
+    """Save an object with all ranks while training goes on; see `api.save_async`."""
+    arena = file_save.async_arena
+    if together.session.rank:
+        require_engine(options.engine)
+        peer = PeerSave(
+            path,
+            together,
+            engine=options.engine,
+            durable=options.durable,
+            arena=arena,
+            lane=Lane("fastpersist-save"),  # the first rank keeps saves to the same path in order
+            stats=SaveStats(path=path),
+        )
+        checksum, file_format, metadata = options.checksum, options.file_format, options.metadata
+        peer.save(obj, "", owners, owners.look, checksum=checksum, file_format=file_format, metadata=metadata)
+        return peer.publish()
+
+    def share(container: Container, look: Callable[[], Ownership]) -> PublishedShare:
+        return PublishedShare(container, replicas_in(container, look() if container.sources else None), together)
+
+    return file_save.save_file_async(obj, path, owners, options, share=share)
+
+
+class PublishedShare(FirstShare):
+    """The first rank's share of a file that this rank publishes under a name of its own: a `file_save.SharedFile`."""
+
+    def working(self) -> AbstractContextManager[None]:
+        """Return the context in which this rank talks to the others."""
+        return self._session.working()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that the save has failed here."""
+        self._session.fail(error)
+
+    def write_pending(
+        self, file: PendingFile, *, engine: str, poll: Poll | None = None, snapshot: _native.Snapshot | None = None
+    ) -> WrittenFile:
+        """Write this rank's share; see `FirstShare.write`."""
+        return self.write(
+            file.fd, file.target.path, engine=engine, pending_path=file.path, poll=poll, snapshot=snapshot
+        )
+
+    def settle(self) -> None:
+        """Return when no other rank can make the save fail any more."""
+        self._session.settle()
+
+    def tell_published(self) -> None:
+        """Tell the other ranks that the file is published, and how long it is."""
+        self._session.answer(str(self.container.size_bytes).encode())
+        self._session.finish()
 
 
 def _write_and_publish(
-    container: Container,
-    path: str,
-    together: Together,
-    durable: bool,
-    engine: str,
-    replace_links: bool,
-    started_s: float,
+    container: Container, path: str, together: Together, options: FileOptions, started_s: float
 ) -> SaveReport:
-    target = resolve_target(path, replace_links=replace_links)
+    target = options.target(path)
     if target.why_not_replaceable is not None:
         raise UnsupportedError(
             f"several ranks cannot write {path}: {target.why_not_replaceable}; choose another path, or let one rank "
             "save"
         )
     with hint_at_make_parents(path):
-        pending = PendingFile.create(target)
+        file = PendingFile.create(target)
     try:
-        share = FirstShare(container, replicas_of(container), together)
+        share = PublishedShare(container, replicas_of(container), together)
         planned_s = time.monotonic()
-        pending.allocate(padded_bytes(container))
-        written = share.write(pending.fd, target.path, engine=engine, pending_path=pending.path)
-        written_s = time.monotonic()
-        together.session.settle()
-        pending.publish(container.size_bytes, durable=durable)
+        published = publish_file(
+            file,
+            container.size_bytes,
+            lambda: share.write_pending(file, engine=options.engine),
+            durable=options.durable,
+            check=share.settle,
+        )
     except BaseException:
-        pending.abort()
+        file.abort()
         raise
-    end_session(together.session, container.size_bytes)
+    share.tell_published()
+    plan_s, total_s = planned_s - started_s, time.monotonic() - started_s
     return SaveReport(
-        path=path,
-        size_bytes=container.size_bytes,
-        engine=written.engine,
-        plan_s=planned_s - started_s,
-        write_s=written_s - planned_s,
-        sync_s=pending.sync_s,
-        total_s=time.monotonic() - started_s,
+        path, container.size_bytes, published.engine, plan_s, published.write_s, published.sync_s, total_s
     )
-
-
-def end_session(session: Session, size_bytes: int) -> None:
-    """Tell the other ranks that the file is published, and how long it is."""
-    session.answer(str(size_bytes).encode())
-    session.finish()
 
 
 def _write_part(

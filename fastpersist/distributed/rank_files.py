@@ -35,7 +35,8 @@ from fastpersist.distributed.shared_file import decoded, encoded
 from fastpersist.errors import ConfigError, CoordinationError, StorageError
 from fastpersist.formats.manifest import FileEntry, check_file_name
 from fastpersist.saving.capture import Capture
-from fastpersist.saving.containers import Container, padded_bytes, write_container
+from fastpersist.saving.containers import Container
+from fastpersist.saving.write_file import write_container, write_file
 from fastpersist.transfer.pipeline import Poll
 
 __all__ = ["OwnFile", "Told", "confirmation", "confirmed", "refusing_second"]
@@ -86,13 +87,14 @@ class OwnFile:
         with refusing_second(self.name, self.final_path), needs_same_filesystem(self.final_path, rank):
             fd = _created(directory, self.name, made)
         _native.close_in_forked_child(fd)
-        size_bytes = self.container.size_bytes
+        container, path, size_bytes = self.container, self.final_path, self.container.size_bytes
         try:
-            filesystem().allocate(fd, padded_bytes(self.container), self.final_path)
-            written = write_container(
-                self.container, fd, self.final_path, engine=engine, poll=poll, snapshot=self.snapshot
+            written = write_file(
+                fd,
+                path,
+                size_bytes,
+                lambda: write_container(container, fd, path, engine=engine, poll=poll, snapshot=self.snapshot),
             )
-            filesystem().truncate(fd, size_bytes, self.final_path)
             if durable:
                 filesystem().sync(fd, self.final_path)
         finally:

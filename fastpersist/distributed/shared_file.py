@@ -50,7 +50,8 @@ from fastpersist.distributed.replica_check import bytes_of, difference, sums_of
 from fastpersist.errors import CoordinationError, InternalError, StorageError, UnsupportedError
 from fastpersist.formats.byte_ranges import ByteRange, Extent, ExtentMap, merged, overlaps, without
 from fastpersist.formats.layout import align_up
-from fastpersist.saving.containers import Checksum, Container, Literal, Part, PieceStream, Source, Stored, WrittenFile
+from fastpersist.saving.containers import Checksum, Container, Literal, Part, Source, Stored
+from fastpersist.saving.write_file import PieceStream, WrittenFile
 from fastpersist.transfer.engine_selection import is_cufile, refuse_null_engine, require_engine
 from fastpersist.transfer.pipeline import Poll, Run, Writer
 

@@ -1,49 +1,36 @@
-"""Object → the bytes of a file, in the order they are written. Each container knows its size before a byte moves.
+"""Object → planned file: its sources, its length, and which bytes lie where, before a byte moves.
 
-A container plans (pickle or header, storages, places) when it is made, and says which bytes lie where;
-`write_container` writes them through a `pipeline.Writer`. Names, durability and visibility are left to `file_commit`,
-encoding to `formats`.
+A container pickles the object, or lists its tensors, when it is made, and then knows every offset. `write_file` writes
+what it plans; names, durability and visibility are left to `commit`, encoding to `formats`.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from fastpersist import _native
-from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import ConfigError, UnsavableTensorError
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
-from fastpersist.formats.layout import align_up
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
 from fastpersist.saving.skeleton import ZERO_TENSOR, pickle_skeleton
-from fastpersist.transfer import cuda
-from fastpersist.transfer.arena import Arena
-from fastpersist.transfer.engine_selection import refuse_null_engine
-from fastpersist.transfer.pipeline import Pieces, Poll, Writer, is_host_memory
 
 __all__ = [
     "Checksum",
     "Container",
     "Literal",
     "Part",
-    "PieceStream",
     "SafetensorsContainer",
-    "SaveReport",
     "Source",
     "Stored",
     "TorchZipContainer",
-    "WrittenFile",
     "container_for",
     "is_safetensors",
-    "padded_bytes",
-    "write_container",
 ]
 
 
@@ -175,197 +162,6 @@ def is_safetensors(path: str, file_format: str) -> bool:
     if file_format not in ("auto", "torch", "safetensors"):
         raise ConfigError(f"format is 'auto', 'torch' or 'safetensors', not {file_format!r}")
     return path.endswith(".safetensors") if file_format == "auto" else file_format == "safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """What a save did.
-
-    Attributes:
-        path: The file that was written, as it was asked for.
-        size_bytes: Its length.
-        engine: The engine that wrote it; "torch.save" where the target could not be replaced by a rename.
-        plan_s: Seconds until every offset was known: pickling and layout.
-        write_s: Seconds from the first byte to the last.
-        sync_s: Seconds until the bytes and the name were durable; 0.0 with durable=False.
-        total_s: Seconds of the whole call.
-    """
-
-    path: str
-    size_bytes: int
-    engine: str
-    plan_s: float
-    write_s: float
-    sync_s: float
-    total_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """What became of a container.
-
-    Attributes:
-        engine: The engine that wrote it.
-        crc32: CRC-32 of the whole file; None when it was written without checksums.
-    """
-
-    engine: str
-    crc32: int | None
-
-
-def padded_bytes(container: Container) -> int:
-    """Return the length of a file while it is being written: whole blocks."""
-    return align_up(container.size_bytes, BLOCK_BYTES)
-
-
-def write_container(
-    container: Container,
-    fd: int,
-    path: str,
-    *,
-    engine: str,
-    poll: Poll | None = None,
-    snapshot: _native.Snapshot | None = None,
-) -> WrittenFile:
-    """Write a planned file to a descriptor whose space is reserved; its end is still padded to a whole block then.
-
-    In file order, in one pass: a source's CRC is complete when its last byte has been copied, which is just before its
-    descriptor is written; so nothing is written twice and nothing waits.
-
-    Args:
-        container: What to write.
-        fd: Open for reading and writing; stays the caller's.
-        path: For messages: the final name.
-        engine: Engine name or "auto".
-        poll: See `pipeline.Poll`.
-        snapshot: Holds the container's sources, by index; without it they are read from where they are.
-
-    Raises:
-        ConfigError, UnsupportedError: Unknown or unusable engine.
-        StorageError: An error of the disk.
-    """
-    without_crcs = () if container.has_checksums else [source.storage for source in container.sources]
-    gathering = _gathering_snapshot(container) if snapshot is None else None
-    with (
-        nullcontext() if gathering is None else closing(gathering),
-        Writer(fd, path, engine=engine, poll=poll, sparing=snapshot is not None, sources=without_crcs) as writer,
-    ):
-        snapshot = snapshot or gathering
-        stream = PieceStream(writer, snapshot)
-        for part in container.parts():
-            stream.seek(part.offset_bytes)
-            if isinstance(part, Literal):
-                stream.add_bytes(part.data)
-            elif isinstance(part, Stored):
-                slot = part.source if container.has_checksums else None
-                stream.add_source(container.sources[part.source], part.source, slot)
-            else:
-                stream.add_crc(part.source if container.has_checksums else None)
-        stream.flush()
-        crcs = writer.crcs(len(container.sources)) if container.has_checksums else [0] * len(container.sources)
-        stream.seek(container.closing_extent[0])
-        stream.add_bytes(container.closing(crcs))
-        stream.flush()
-        used_engine = writer.finish()
-        runs = writer.runs()
-    refuse_null_engine(used_engine)
-    return WrittenFile(used_engine, None if runs is None else _native.combine_runs(runs, container.size_bytes))
-
-
-_gathering = Arena(8 << 20)  # through which small tensors leave a device when nothing is captured
-
-
-def _gathering_snapshot(container: Container) -> _native.Snapshot | None:
-    """Return a snapshot that copies small tensors of devices many at a time; None where all is on the host."""
-    ordinals = [cuda.ordinal_of(source.storage) for source in container.sources]
-    on_devices = {ordinal for ordinal in ordinals if ordinal is not None}
-    if not on_devices:
-        return None
-    if any(
-        ordinal is None and not is_host_memory(source.storage)
-        for ordinal, source in zip(ordinals, container.sources, strict=True)
-    ):
-        return None  # torch copies from some
-    for device in on_devices:
-        cuda.follow_caller(device, to_host=True)
-    snapshot = _native.Snapshot(_gathering.for_state(container.size_bytes))
-    for source, ordinal in zip(container.sources, ordinals, strict=True):
-        address = source.storage.data_ptr() + source.offset_bytes
-        snapshot.add(address, source.size_bytes, _native.SourceKind.CONSTANT, ordinal)
-    return snapshot
-
-
-_BATCH_COUNT = 2048
-"""Parts handed to the writer at a time: headers of up to a block each are not all held in memory."""
-
-
-class PieceStream:
-    """Collects small pieces on their way to a writer: many in one call, and literal bytes in a row as one piece.
-
-    Args:
-        writer: Where to.
-        snapshot: Holds the sources; without it they are read from where they are.
-    """
-
-    def __init__(self, writer: Writer, snapshot: _native.Snapshot | None) -> None:
-        self._writer = writer
-        self._snapshot = snapshot
-        self._pieces = Pieces()
-        self._count = 0
-        self._literal: list[bytes] = []
-        self._position = writer.position
-
-    def seek(self, offset_bytes: int) -> None:
-        """Go on at this offset of the file: where the last piece ended, or at another block."""
-        if offset_bytes != self._position:
-            self.flush()
-            self._writer.seek(offset_bytes)
-            self._position = offset_bytes
-
-    def add_bytes(self, data: bytes) -> None:
-        """Add literal bytes."""
-        self._literal.append(data)
-        self._added(len(data))
-
-    def add_crc(self, slot: int | None) -> None:
-        """Add the CRC of a slot as it is by then; without one, four zeros."""
-        if slot is None:
-            self.add_bytes(bytes(4))
-            return
-        self._end_literal()
-        self._pieces.add_crc(slot)
-        self._added(4)
-
-    def add_source(self, source: Source, index: int, slot: int | None) -> None:
-        """Add a source, which the snapshot has under this index."""
-        self._end_literal()
-        if self._snapshot is not None:
-            self._pieces.add_captured(self._snapshot, index, source.size_bytes, slot)
-        else:
-            self._pieces.add_storage(
-                source.storage, slot, offset_bytes=source.offset_bytes, size_bytes=source.size_bytes
-            )
-        self._added(source.size_bytes)
-
-    def flush(self) -> None:
-        """Hand all over; returns when the bytes have been copied."""
-        if not self._count:
-            return
-        self._end_literal()
-        self._writer.append(self._pieces)
-        self._pieces = Pieces()
-        self._count = 0
-
-    def _added(self, size_bytes: int) -> None:
-        self._position += size_bytes
-        self._count += 1
-        if self._count >= _BATCH_COUNT:
-            self.flush()
-
-    def _end_literal(self) -> None:
-        if self._literal:
-            self._pieces.add_bytes(b"".join(self._literal))
-            self._literal.clear()
 
 
 class TorchZipContainer:

@@ -1,9 +1,8 @@
-"""Saves that are written while training goes on: what their owner holds, the thread that writes, and their order.
+"""A save that is written while training goes on: how far it is, what it costs, and its error.
 
-A `Lane` is a line of tasks that one thread runs, one after the other; the thread lives while there is work, and Python
-waits for it before it exits, so a normal end of the program finishes what was begun. A `PendingSave` is one save, made
-of one or several tasks: it says how far it is, and delivers its error exactly once. What the tasks do is their owners'
-affair (`api`, `directory_save`, `checkpointer`), who may change the bytes meanwhile `capture`'s.
+A `PendingSave` is one save, made of one or several tasks. It runs them one by one on a thread that `work_queue` has,
+lets everybody wait for it, and delivers its error exactly once. What the tasks do is left to those who make them
+(`file_save`, `DirectorySave`, `Checkpointer`), who may change the bytes meanwhile to `capture`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -22,7 +20,7 @@ from fastpersist.commit.filesystem import tell_free
 from fastpersist.errors import FastPersistError, SkippedError
 from fastpersist.saving.capture import Capture
 
-__all__ = ["Lane", "PendingSave", "SaveStats"]
+__all__ = ["PendingSave", "SaveStats"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -75,66 +73,6 @@ class SaveStats:
     def add_stall(self, seconds: float) -> None:
         """The training thread lost more time."""
         self.stall_s += seconds
-
-
-class Lane:
-    """A line of tasks, run one after the other on a thread of its own. Thread-safe.
-
-    Args:
-        name: The thread's name.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._reset()
-
-    def _reset(self) -> None:
-        self._lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
-        self._turn = threading.Lock()
-        self._tasks: deque[Callable[[], None]] = deque()
-        self._busy = False
-        self._process = os.getpid()
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Run a task when those before it are done. It catches its own exceptions."""
-        if self._process != os.getpid():
-            self._reset()  # forked: the line, and the thread, are the parent's
-        with self._lock:
-            self._tasks.append(task)
-            if self._busy:
-                return
-            self._busy = True
-        # Not a daemon: the interpreter waits for it, and so the save that is under way is finished.
-        thread = threading.Thread(target=self._work, name=self._name, daemon=False)
-        try:
-            # In atexit handlers the interpreter has stopped waiting for threads, or takes none any more.
-            if threading.main_thread().is_alive():
-                thread.start()
-                return
-        except RuntimeError:
-            pass
-        self._work()
-
-    def is_idle(self) -> bool:
-        """Tell whether nothing runs or waits."""
-        if self._process != os.getpid():
-            return True
-        with self._lock:
-            return not self._busy
-
-    def _work(self) -> None:
-        with self._turn:  # a signal handler in the middle of submit() may have started a thread, too
-            while True:
-                with self._lock:
-                    if not self._tasks:
-                        self._busy = False
-                        return
-                    task = self._tasks.popleft()
-                try:
-                    task()
-                except BaseException:  # noqa: BLE001 - the tasks behind it belong to other saves
-                    _log.exception("a bug in fastpersist: a task did not catch its own error")
-                del task  # it holds the state that was saved
 
 
 class PendingSave:

@@ -22,11 +22,11 @@ from support.cufile_double import SAYS_P2P, cufile_double
 from support.leaks import Inventory, take_inventory
 
 import fastpersist as fp
-from fastpersist import _native, api
+from fastpersist import _native
 from fastpersist.checkpointer import checkpointer
 from fastpersist.distributed import directory_save
 from fastpersist.loading import unpickle
-from fastpersist.saving import containers
+from fastpersist.saving import file_save, write_file
 from fastpersist.transfer import cuda, gpudirect
 from fastpersist.transfer.arena import Arena
 
@@ -86,7 +86,7 @@ class Round:
         rooms[1].new_storage, rooms[1]._device_for = new_storage, torch.device
         rooms[2]._lazy_init = lambda: None
         rooms[3].Arena = NotedArena
-        arenas += [api._async_arena, containers._gathering, directory_save._arena]
+        arenas += [file_save.async_arena, write_file._gathering, directory_save._arena]
         if self._cufile:
             rooms[4]._MODULES = "/proc/self"  # which the double does not look for
             cufile_double().clear()

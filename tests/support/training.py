@@ -21,9 +21,8 @@ from support.sameness import assert_same, portrait
 from support.states import pending_files
 
 import fastpersist as fp
-from fastpersist import api
 from fastpersist.commit.filesystem import Filesystem, using
-from fastpersist.saving import capture
+from fastpersist.saving import capture, file_save
 from fastpersist.transfer.arena import Arena
 
 PATIENCE_S = 30.0
@@ -97,7 +96,7 @@ class Overlap:
         self._expected.mkdir()
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
         arena_bytes = {"one block": BLOCK_BYTES, "no room": 0}.get(self.way, 256 << 20)
-        patch.setattr(api, "_async_arena", Arena(arena_bytes))
+        patch.setattr(file_save, "async_arena", Arena(arena_bytes))
         self._stack.enter_context(using(self.writers))
         if self.way == "free":
             self.writers.release()

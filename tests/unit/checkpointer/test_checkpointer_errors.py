@@ -24,7 +24,7 @@ from support.training import PATIENCE_S
 import fastpersist as fp
 from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.distributed.directory_save import DirectorySave
-from fastpersist.saving.pending_save import Lane
+from fastpersist.saving.work_queue import Lane
 
 STATE = {"weights": torch.arange(1000.0), "name": "a state"}
 

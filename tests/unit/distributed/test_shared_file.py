@@ -22,7 +22,8 @@ from fastpersist.distributed.follower_file import OtherShare
 from fastpersist.distributed.partition import CUT_BYTES_MIN
 from fastpersist.distributed.replica_check import replicas_of
 from fastpersist.distributed.shared_file import FirstShare, Together
-from fastpersist.saving.containers import container_for, padded_bytes
+from fastpersist.formats.layout import align_up
+from fastpersist.saving.containers import container_for
 
 MIB = 1 << 20
 
@@ -46,7 +47,7 @@ def share_and_write(
     share = FirstShare(container, replicas_of(container), together)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
-        os.posix_fallocate(fd, 0, padded_bytes(container))
+        os.posix_fallocate(fd, 0, align_up(container.size_bytes, 4096))
         written = share.write(fd, str(path), engine="auto", pending_path=str(path))
         os.ftruncate(fd, container.size_bytes)
     finally:
@@ -246,7 +247,7 @@ def test_each_rank_reads_only_what_it_writes(tmp_path: Path) -> None:
             share.write(str(path), engine="auto", durable=False)
             return None
         fd = os.open(path, os.O_RDWR | os.O_CREAT)
-        os.posix_fallocate(fd, 0, padded_bytes(container))
+        os.posix_fallocate(fd, 0, align_up(container.size_bytes, 4096))
         share.write(fd, str(path), engine="auto", pending_path=str(path))
         os.ftruncate(fd, container.size_bytes)
         os.close(fd)

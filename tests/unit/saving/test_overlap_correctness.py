@@ -31,8 +31,7 @@ from support.training import (
 )
 
 import fastpersist as fp
-from fastpersist import api
-from fastpersist.saving import capture
+from fastpersist.saving import capture, file_save
 
 adam = functools.partial(torch.optim.Adam, lr=0.1)
 
@@ -373,7 +372,7 @@ def test_no_optimizer_means_that_all_is_copied_at_once(overlap: Overlap) -> None
 @pytest.mark.parametrize("arena_bytes", [0, 2 << 20])
 def test_step_waits_for_the_writer_where_memory_is_short(tmp_path: Path, arena_bytes: int) -> None:
     with Overlap(tmp_path, "held") as overlap, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "_async_arena", type(api._async_arena)(arena_bytes))
+        patch.setattr(file_save, "async_arena", type(file_save.async_arena)(arena_bytes))
         model, optimizer = trained()
         state = state_of(model, optimizer)
         pending = overlap.save(state, optimizer=optimizer)

@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +32,9 @@ from support.training import (
 )
 
 import fastpersist as fp
-from fastpersist import _native, api
+from fastpersist import _native
 from fastpersist.commit.filesystem import using
-from fastpersist.saving import capture
+from fastpersist.saving import capture, write_file
 
 adam = functools.partial(torch.optim.Adam, lr=0.1)
 
@@ -258,8 +259,12 @@ def test_failed_write_opens_the_gate_and_is_told(tmp_path: Path, way: str, sys_e
 # --- what no counter sees
 
 
+def paranoid_capture(*arguments: Any, **options: Any) -> capture.Capture:
+    return capture.Capture(*arguments, **{**options, "paranoid": True})
+
+
 def test_paranoid_finds_what_torch_does_not_count(held: Overlap, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "Capture", functools.partial(capture.Capture, paranoid=True))
+    monkeypatch.setattr(write_file, "Capture", paranoid_capture)
     model, optimizer = trained()
     pending = held.save(state_of(model, optimizer), optimizer=optimizer)
     for parameter in model.parameters():
@@ -268,7 +273,7 @@ def test_paranoid_finds_what_torch_does_not_count(held: Overlap, monkeypatch: py
 
 
 def test_paranoid_finds_nothing_in_honest_training(overlap: Overlap, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "Capture", functools.partial(capture.Capture, paranoid=True))
+    monkeypatch.setattr(write_file, "Capture", paranoid_capture)
     model, optimizer = trained()
     for _ in range(3):
         state = state_of(model, optimizer)

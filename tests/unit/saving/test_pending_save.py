@@ -34,9 +34,8 @@ from support.training import (
 )
 
 import fastpersist as fp
-from fastpersist import api
 from fastpersist.commit.filesystem import filesystem, using
-from fastpersist.saving import capture
+from fastpersist.saving import capture, file_save
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.transfer.arena import Arena
 
@@ -46,7 +45,7 @@ adam = functools.partial(torch.optim.Adam, lr=0.1)
 @pytest.fixture
 def writers(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldFilesystem]:
     """Writers wait until they are released, and there is memory for as many as a test begins."""
-    monkeypatch.setattr(api, "_async_arena", Arena(64 << 20))
+    monkeypatch.setattr(file_save, "async_arena", Arena(64 << 20))
     with using(held := HeldFilesystem()):
         yield held
         held.release()
@@ -423,7 +422,7 @@ def told_when_waiting(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -
 
 def test_ctrl_c_ends_the_wait_at_the_gate_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Overlap(tmp_path, "held") as overlap:
-        monkeypatch.setattr(api, "_async_arena", Arena(0))
+        monkeypatch.setattr(file_save, "async_arena", Arena(0))
         model = small_model()
         optimizer = adam(model.parameters())
         train(model, optimizer)
@@ -447,12 +446,12 @@ def test_ctrl_c_while_save_waits_for_memory_cancels_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak_check: None
 ) -> None:
     with using(writers := HeldFilesystem()):
-        monkeypatch.setattr(api, "_async_arena", Arena(0))
+        monkeypatch.setattr(file_save, "async_arena", Arena(0))
         waits = told_when_waiting(monkeypatch, capture.Capture, "copy_volatile")
         with interrupted_when(waits), pytest.raises(KeyboardInterrupt):
             fp.save_async(make_state(1), tmp_path / "state.pt")
         writers.release()
-        monkeypatch.setattr(api, "_async_arena", Arena())
+        monkeypatch.setattr(file_save, "async_arena", Arena())
         fp.save_async(make_state(2), tmp_path / "state.pt").result(PATIENCE_S)
     assert load_step(tmp_path / "state.pt") == 2
     assert not pending_files(tmp_path)
