@@ -21,11 +21,12 @@ Source: Lib/pickletools.py of CPython.
 
 from __future__ import annotations
 
+import pickle  # for the names of the opcodes
 import struct
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
-from fastpersist.errors import FormatError
+from fastpersist.errors import FastPersistError, FormatError
 from fastpersist.formats.pickle_nodes import (
     Call,
     Global,
@@ -61,89 +62,42 @@ __all__ = [
 ]
 
 
-_MARK: Final = ord("(")
-_STOP: Final = ord(".")
-_POP: Final = ord("0")
-_POP_MARK: Final = ord("1")
-_DUP: Final = ord("2")
-_FLOAT: Final = ord("F")
-_INT: Final = ord("I")
-_BININT: Final = ord("J")
-_BININT1: Final = ord("K")
-_LONG: Final = ord("L")
-_BININT2: Final = ord("M")
-_NONE: Final = ord("N")
-_PERSID: Final = ord("P")
-_BINPERSID: Final = ord("Q")
-_REDUCE: Final = ord("R")
-_STRING: Final = ord("S")
-_BINSTRING: Final = ord("T")
-_SHORT_BINSTRING: Final = ord("U")
-_UNICODE: Final = ord("V")
-_BINUNICODE: Final = ord("X")
-_APPEND: Final = ord("a")
-_BUILD: Final = ord("b")
-_GLOBAL: Final = ord("c")
-_DICT: Final = ord("d")
-_EMPTY_DICT: Final = ord("}")
-_APPENDS: Final = ord("e")
-_GET: Final = ord("g")
-_BINGET: Final = ord("h")
-_INST: Final = ord("i")
-_LONG_BINGET: Final = ord("j")
-_LIST: Final = ord("l")
-_EMPTY_LIST: Final = ord("]")
-_OBJ: Final = ord("o")
-_PUT: Final = ord("p")
-_BINPUT: Final = ord("q")
-_LONG_BINPUT: Final = ord("r")
-_SETITEM: Final = ord("s")
-_TUPLE: Final = ord("t")
-_EMPTY_TUPLE: Final = ord(")")
-_SETITEMS: Final = ord("u")
-_BINFLOAT: Final = ord("G")
-_PROTO: Final = 0x80
-_NEWOBJ: Final = 0x81
-_EXT1: Final = 0x82
-_EXT2: Final = 0x83
-_EXT4: Final = 0x84
-_TUPLE1: Final = 0x85
-_TUPLE2: Final = 0x86
-_TUPLE3: Final = 0x87
-_NEWTRUE: Final = 0x88
-_NEWFALSE: Final = 0x89
-_LONG1: Final = 0x8A
-_LONG4: Final = 0x8B
-_BINBYTES: Final = ord("B")
-_SHORT_BINBYTES: Final = ord("C")
-_SHORT_BINUNICODE: Final = 0x8C
-_BINUNICODE8: Final = 0x8D
-_BINBYTES8: Final = 0x8E
-_EMPTY_SET: Final = 0x8F
-_ADDITEMS: Final = 0x90
-_FROZENSET: Final = 0x91
-_NEWOBJ_EX: Final = 0x92
-_STACK_GLOBAL: Final = 0x93
-_MEMOIZE: Final = 0x94
-_FRAME: Final = 0x95
-_BYTEARRAY8: Final = 0x96
-_NEXT_BUFFER: Final = 0x97
-_READONLY_BUFFER: Final = 0x98
-
-_HIGHEST_PROTOCOL: Final = 5
+# The opcodes that a state dict has for each tensor, which `_Scanner.run` evaluates itself.
+_MARK: Final = pickle.MARK[0]
+_STOP: Final = pickle.STOP[0]
+_BININT: Final = pickle.BININT[0]
+_BININT1: Final = pickle.BININT1[0]
+_BININT2: Final = pickle.BININT2[0]
+_BINPERSID: Final = pickle.BINPERSID[0]
+_REDUCE: Final = pickle.REDUCE[0]
+_BINUNICODE: Final = pickle.BINUNICODE[0]
+_BINGET: Final = pickle.BINGET[0]
+_LONG_BINGET: Final = pickle.LONG_BINGET[0]
+_BINPUT: Final = pickle.BINPUT[0]
+_LONG_BINPUT: Final = pickle.LONG_BINPUT[0]
+_TUPLE: Final = pickle.TUPLE[0]
+_TUPLE1: Final = pickle.TUPLE1[0]
+_TUPLE2: Final = pickle.TUPLE2[0]
+_SHORT_BINUNICODE: Final = pickle.SHORT_BINUNICODE[0]
+_MEMOIZE: Final = pickle.MEMOIZE[0]
 
 # Opcodes that push a constant.
-_CONSTANTS: Final[dict[int, object]] = {_NONE: None, _NEWTRUE: True, _NEWFALSE: False, _EMPTY_TUPLE: ()}
+_CONSTANTS: Final[dict[int, object]] = {
+    pickle.NONE[0]: None,
+    pickle.NEWTRUE[0]: True,
+    pickle.NEWFALSE[0]: False,
+    pickle.EMPTY_TUPLE[0]: (),
+}
 
 # Well-formed opcodes whose meaning lies outside the pickle, and why.
 _UNMODELLED: Final = {
-    _PERSID: "a persistent id in text form",
-    _STRING: "an escaped byte string of Python 2",
-    _EXT1: "a code of the extension registry",
-    _EXT2: "a code of the extension registry",
-    _EXT4: "a code of the extension registry",
-    _NEXT_BUFFER: "an out-of-band buffer",
-    _READONLY_BUFFER: "an out-of-band buffer",
+    pickle.PERSID[0]: "a persistent id in text form",
+    pickle.STRING[0]: "an escaped byte string of Python 2",
+    pickle.EXT1[0]: "a code of the extension registry",
+    pickle.EXT2[0]: "a code of the extension registry",
+    pickle.EXT4[0]: "a code of the extension registry",
+    pickle.NEXT_BUFFER[0]: "an out-of-band buffer",
+    pickle.READONLY_BUFFER[0]: "an out-of-band buffer",
 }
 
 # The pickler numbers memo entries from 0, so no pickle under 4 GiB needs more; LONG_BINPUT cannot say more.
@@ -155,6 +109,7 @@ _NUMBER_CHARACTERS_MAX: Final = 4300
 # STACK_GLOBAL names a global by two memoized strings in five bytes, so the input does not bound its length.
 _GLOBAL_CHARACTERS_MAX: Final = 512
 
+_HIGHEST_PROTOCOL: Final = 5
 _MESSAGE_CHARACTERS_MAX: Final = 200
 
 
@@ -176,15 +131,15 @@ def _decoded_long(raw: bytes) -> int:
 
 # Opcodes followed by a length and that many bytes, the frequent ones excepted.
 _COUNTED: Final[dict[int, tuple[struct.Struct, Callable[[bytes], object]]]] = {
-    _BINSTRING: (struct.Struct("<i"), _decoded_python2_text),
-    _SHORT_BINSTRING: (struct.Struct("<B"), _decoded_python2_text),
-    _LONG1: (struct.Struct("<B"), _decoded_long),
-    _LONG4: (struct.Struct("<i"), _decoded_long),
-    _BINBYTES: (struct.Struct("<I"), bytes),
-    _SHORT_BINBYTES: (struct.Struct("<B"), bytes),
-    _BINUNICODE8: (struct.Struct("<Q"), _text),
-    _BINBYTES8: (struct.Struct("<Q"), bytes),
-    _BYTEARRAY8: (struct.Struct("<Q"), bytearray),
+    pickle.BINSTRING[0]: (struct.Struct("<i"), _decoded_python2_text),
+    pickle.SHORT_BINSTRING[0]: (struct.Struct("<B"), _decoded_python2_text),
+    pickle.LONG1[0]: (struct.Struct("<B"), _decoded_long),
+    pickle.LONG4[0]: (struct.Struct("<i"), _decoded_long),
+    pickle.BINBYTES[0]: (struct.Struct("<I"), bytes),
+    pickle.SHORT_BINBYTES[0]: (struct.Struct("<B"), bytes),
+    pickle.BINUNICODE8[0]: (struct.Struct("<Q"), _text),
+    pickle.BINBYTES8[0]: (struct.Struct("<Q"), bytes),
+    pickle.BYTEARRAY8[0]: (struct.Struct("<Q"), bytearray),
 }
 
 
@@ -211,22 +166,11 @@ def _float(line: bytes) -> float:
 
 # Opcodes followed by one line of text that stands for a value.
 _LINES: Final[dict[int, Callable[[bytes], object]]] = {
-    _INT: _int_or_bool,
-    _LONG: lambda line: _decimal(line.removesuffix(b"L")),
-    _FLOAT: _float,
-    _UNICODE: lambda line: line.decode("raw-unicode-escape"),
+    pickle.INT[0]: _int_or_bool,
+    pickle.LONG[0]: lambda line: _decimal(line.removesuffix(b"L")),
+    pickle.FLOAT[0]: _float,
+    pickle.UNICODE[0]: lambda line: line.decode("raw-unicode-escape"),
 }
-
-
-def _is_negative(value: object) -> bool:
-    return type(value) is int and value < 0
-
-
-def _line_end(data: bytes, start: int) -> int:
-    end = data.find(b"\n", start)
-    if end < 0:
-        raise ValueError("a line of text does not end")
-    return end
 
 
 def _memo_index(line: bytes) -> int:
@@ -335,236 +279,352 @@ def scan_pickle(data: bytes) -> PickleScan:
 
     Source: Lib/pickle.py and Modules/_pickle.c of CPython for what each opcode does.
     """
-    size = len(data)
-    position = 0  # of the next byte to read
-    opcode = opcode_offset = 0
-    stack: list[object] = []  # above the innermost mark, so that no opcode can reach below a mark
-    marked: list[list[object]] = []  # the stacks below the open marks, innermost last
-    memo: dict[int, object] = {}
-    persistent_ids: list[PersistentId] = []
-    known_globals: dict[tuple[str, str], Global] = {}
-    u32_at = struct.Struct("<I").unpack_from
-    items: list[object]
-    number: object
-    has_negative_int = False
+    return _Scanner(data).scan()
 
-    # The order of the tests is the order of the opcodes' frequency in a state dict, with protocol 2 first.
-    try:
-        while True:
-            opcode_offset = position
-            opcode = data[position]
-            position += 1
-            if opcode == _LONG_BINPUT:
-                memo[u32_at(data, position)[0]] = stack[-1]
-                position += 4
-            elif opcode == _BININT1:
-                stack.append(data[position])
+
+class _Scanner:
+    """The state of an unpickler that imports and calls nothing.
+
+    Attributes:
+        data: The pickle.
+        position: Offset of the next byte to read.
+        stack: What lies above the innermost mark, so that no opcode can reach below a mark.
+        marked: The stacks below the open marks, innermost last.
+    """
+
+    __slots__ = ("data", "globals", "has_negative_int", "marked", "memo", "persistent_ids", "position", "stack")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.position = 0
+        self.stack: list[object] = []
+        self.marked: list[list[object]] = []
+        self.memo: dict[int, object] = {}
+        self.persistent_ids: list[PersistentId] = []
+        self.globals: dict[tuple[str, str], Global] = {}
+        self.has_negative_int = False
+
+    def scan(self) -> PickleScan:
+        """Evaluate all opcodes, and check what is left."""
+        stop_offset = self._evaluate()
+        if self.marked or len(self.stack) != 1:
+            raise FormatError("the pickle stops with other than one object on its stack", offset_bytes=stop_offset)
+        if self.position != len(self.data):
+            rest_bytes = len(self.data) - self.position
+            raise FormatError(f"{rest_bytes} bytes follow the pickle's STOP", offset_bytes=self.position)
+        return PickleScan(
+            root=self.stack[0],
+            persistent_ids=self.persistent_ids,
+            globals=tuple(f"{module}.{name}" for module, name in self.globals),
+            has_negative_int=self.has_negative_int,
+        )
+
+    def _evaluate(self) -> int:
+        """Evaluate opcodes up to STOP; return its offset.
+
+        A state dict has tens of opcodes for each tensor, and a call takes longer than most of them. So the frequent
+        ones are evaluated here, in the order of their frequency with protocol 2, on local variables. All others have a
+        method in `_HANDLERS`, which works on the attributes.
+        """
+        data, size = self.data, len(self.data)
+        stack, marked, memo, persistent_ids = self.stack, self.marked, self.memo, self.persistent_ids
+        constants = _CONSTANTS
+        u16_at, u32_at = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from
+        position = opcode = opcode_offset = 0
+        try:
+            while True:
+                opcode_offset = position
+                opcode = data[position]
                 position += 1
-            elif opcode == _BINGET:
-                stack.append(memo[data[position]])
-                position += 1
-            elif opcode == _MARK:
-                marked.append(stack)
-                stack = []
-            elif opcode == _TUPLE:
-                items = stack
-                stack = marked.pop()
-                stack.append(tuple(items))
-            elif opcode == _REDUCE:
-                arguments = stack.pop()
-                stack[-1] = _call(stack[-1], arguments)
-            elif opcode == _BINUNICODE:
-                start = position + 4
-                position = start + u32_at(data, position)[0]
-                if position > size:
-                    raise ValueError(f"a string of {position - start} bytes ends beyond the pickle's end")
-                stack.append(data[start:position].decode("utf-8", "surrogatepass"))
-            elif opcode == _TUPLE2:
-                second = stack.pop()
-                stack[-1] = (stack[-1], second)
-            elif opcode in _CONSTANTS:
-                stack.append(_CONSTANTS[opcode])
-            elif opcode == _BINPERSID:
-                persistent = PersistentId(stack[-1])
-                persistent_ids.append(persistent)
-                stack[-1] = persistent
-            elif opcode == _BINPUT:
-                memo[data[position]] = stack[-1]
-                position += 1
-            elif opcode == _LONG_BINGET:
-                stack.append(memo[u32_at(data, position)[0]])
-                position += 4
-            elif opcode == _MEMOIZE:
-                memo[len(memo)] = stack[-1]
-            elif opcode == _SHORT_BINUNICODE:
-                start = position + 1
-                position = start + data[position]
-                if position > size:
-                    raise ValueError(f"a string of {position - start} bytes ends beyond the pickle's end")
-                stack.append(data[start:position].decode("utf-8", "surrogatepass"))
-            elif opcode == _TUPLE1:
-                stack[-1] = (stack[-1],)
-            elif opcode == _TUPLE3:
-                third = stack.pop()
-                second = stack.pop()
-                stack[-1] = (stack[-1], second, third)
-            elif opcode == _BININT2:
-                stack.append(struct.unpack_from("<H", data, position)[0])
-                position += 2
-            elif opcode == _BININT:
-                number = struct.unpack_from("<i", data, position)[0]
-                has_negative_int = has_negative_int or _is_negative(number)
-                stack.append(number)
-                position += 4
-            elif opcode == _BINFLOAT:
-                stack.append(struct.unpack_from(">d", data, position)[0])
-                position += 8
-            elif opcode == _EMPTY_DICT:
-                stack.append(SymbolicDict([]))
-            elif opcode == _EMPTY_LIST:
-                stack.append([])
-            elif opcode == _SETITEM:
-                value = stack.pop()
-                key = stack.pop()
-                _set_entries(stack[-1], [key, value])
-            elif opcode == _SETITEMS:
-                items = stack
-                stack = marked.pop()
-                _set_entries(stack[-1], items)
-            elif opcode == _APPEND:
-                value = stack.pop()
-                _append(stack[-1], [value])
-            elif opcode == _APPENDS:
-                items = stack
-                stack = marked.pop()
-                _append(stack[-1], items)
-            elif opcode == _BUILD:
-                state = stack.pop()
-                _build(stack[-1], state)
-            elif opcode == _NEWOBJ:
-                arguments = stack.pop()
-                stack[-1] = _call(stack[-1], arguments)
-            elif opcode == _GLOBAL or opcode == _INST:
-                module_end = _line_end(data, position)
-                name_end = _line_end(data, module_end + 1)
-                named = _interned_global(
-                    known_globals, _text(data[position:module_end]), _text(data[module_end + 1 : name_end])
-                )
-                position = name_end + 1
-                if opcode == _INST:
+                if opcode == _LONG_BINPUT:
+                    memo[u32_at(data, position)[0]] = stack[-1]
+                    position += 4
+                elif opcode == _BININT1:
+                    stack.append(data[position])
+                    position += 1
+                elif opcode == _BINGET:
+                    stack.append(memo[data[position]])
+                    position += 1
+                elif opcode == _MARK:
+                    marked.append(stack)
+                    stack = []
+                elif opcode == _TUPLE:
                     items = stack
                     stack = marked.pop()
-                    stack.append(Call(named, tuple(items)))
+                    stack.append(tuple(items))
+                elif opcode == _REDUCE:
+                    arguments = stack.pop()
+                    stack[-1] = _call(stack[-1], arguments)
+                elif opcode == _BINUNICODE:
+                    start = position + 4
+                    position = start + u32_at(data, position)[0]
+                    if position > size:
+                        raise ValueError(f"a string of {position - start} bytes ends beyond the pickle's end")
+                    stack.append(data[start:position].decode("utf-8", "surrogatepass"))
+                elif opcode == _TUPLE2:
+                    second = stack.pop()
+                    stack[-1] = (stack[-1], second)
+                elif opcode in constants:
+                    stack.append(constants[opcode])
+                elif opcode == _BINPERSID:
+                    stack[-1] = persistent = PersistentId(stack[-1])
+                    persistent_ids.append(persistent)
+                elif opcode == _TUPLE1:
+                    stack[-1] = (stack[-1],)
+                elif opcode == _BININT2:
+                    stack.append(u16_at(data, position)[0])
+                    position += 2
+                elif opcode == _BINPUT:
+                    memo[data[position]] = stack[-1]
+                    position += 1
+                elif opcode == _LONG_BINGET:
+                    stack.append(memo[u32_at(data, position)[0]])
+                    position += 4
+                elif opcode == _MEMOIZE:
+                    memo[len(memo)] = stack[-1]
+                elif opcode == _SHORT_BINUNICODE:
+                    start = position + 1
+                    position = start + data[position]
+                    if position > size:
+                        raise ValueError(f"a string of {position - start} bytes ends beyond the pickle's end")
+                    stack.append(data[start:position].decode("utf-8", "surrogatepass"))
+                elif opcode == _STOP:
+                    self.position, self.stack = position, stack
+                    return opcode_offset
                 else:
-                    stack.append(named)
-            elif opcode == _STACK_GLOBAL:
-                name = stack.pop()
-                stack[-1] = _interned_global(known_globals, stack[-1], name)
-            elif opcode in _COUNTED:
-                length_struct, decode = _COUNTED[opcode]
-                (length_bytes,) = length_struct.unpack_from(data, position)
-                start = position + length_struct.size
-                position = start + length_bytes
-                if length_bytes < 0:
-                    raise ValueError(f"a negative length of {length_bytes}")
-                if position > size:
-                    raise ValueError(f"a value of {length_bytes} bytes ends beyond the pickle's end")
-                number = decode(data[start:position])  # or text, or bytes
-                has_negative_int = has_negative_int or _is_negative(number)
-                stack.append(number)
-            elif opcode in _LINES:
-                end = _line_end(data, position)
-                number = _LINES[opcode](data[position:end])
-                has_negative_int = has_negative_int or _is_negative(number)
-                stack.append(number)
-                position = end + 1
-            elif opcode == _GET:
-                end = _line_end(data, position)
-                stack.append(memo[_memo_index(data[position:end])])
-                position = end + 1
-            elif opcode == _PUT:
-                end = _line_end(data, position)
-                memo[_memo_index(data[position:end])] = stack[-1]
-                position = end + 1
-            elif opcode == _LIST:
-                items = stack
-                stack = marked.pop()
-                stack.append(items)
-            elif opcode == _DICT:
-                items = stack
-                stack = marked.pop()
-                if len(items) % 2:
-                    raise ValueError("a key without a value")
-                stack.append(SymbolicDict(items))
-            elif opcode == _EMPTY_SET:
-                stack.append(SymbolicSet([], is_frozen=False))
-            elif opcode == _ADDITEMS:
-                items = stack
-                stack = marked.pop()
-                _add(stack[-1], items)
-            elif opcode == _FROZENSET:
-                items = stack
-                stack = marked.pop()
-                stack.append(SymbolicSet(items, is_frozen=True))
-            elif opcode == _NEWOBJ_EX:
-                keywords = stack.pop()
-                arguments = stack.pop()
-                if keywords is None:
-                    raise ValueError("a call with None as its keyword arguments")
-                stack[-1] = _call(stack[-1], arguments, keywords)
-            elif opcode == _OBJ:
-                items = stack
-                stack = marked.pop()
-                stack.append(_call(items[0], tuple(items[1:])))
-            elif opcode == _POP:
-                # As in the unpickler: with nothing above the mark, POP takes the mark.
-                if stack:
-                    stack.pop()
-                else:
-                    stack = marked.pop()
-            elif opcode == _POP_MARK:
-                stack = marked.pop()
-            elif opcode == _DUP:
-                stack.append(stack[-1])
-            elif opcode == _PROTO:
-                if data[position] > _HIGHEST_PROTOCOL:
-                    raise Unmodelled(f"pickle protocol {data[position]}")
-                position += 1
-            elif opcode == _FRAME:
-                (length_bytes,) = struct.unpack_from("<Q", data, position)
-                position += 8
-                if length_bytes > size - position:
-                    raise ValueError(f"a frame of {length_bytes} bytes ends beyond the pickle's end")
-            elif opcode == _STOP:
-                break
-            elif opcode in _UNMODELLED:
-                raise Unmodelled(_UNMODELLED[opcode])
-            else:
-                raise ValueError("no such opcode")
-    except Unmodelled as error:
-        raise UnsupportedPickle(f"the pickle holds {error} at offset {opcode_offset}") from None
-    except struct.error:
-        raise FormatError("the pickle is cut short", offset_bytes=opcode_offset) from None
-    except IndexError:
-        # Of the stack, the marks or the bytes. With all bytes used there is no STOP, whatever else is wrong.
-        reason = "is cut short" if position >= size else f"finds its stack empty at opcode 0x{opcode:02x}"
-        raise FormatError(f"the pickle {reason}", offset_bytes=opcode_offset) from None
-    except KeyError as error:
-        reason = f"asks for memo entry {error} before it is set"
-        raise FormatError(f"the pickle {reason}", offset_bytes=opcode_offset) from None
-    except ValueError as error:
-        reason = str(error)[:_MESSAGE_CHARACTERS_MAX]
-        raise FormatError(
-            f"the pickle is malformed at opcode 0x{opcode:02x}: {reason}", offset_bytes=opcode_offset
-        ) from None
+                    self.position, self.stack = position, stack
+                    _HANDLERS[opcode](self)
+                    position, stack = self.position, self.stack
+        except (Unmodelled, struct.error, IndexError, KeyError, ValueError) as error:
+            is_all_read = max(position, self.position) >= size
+            raise _refusal(error, opcode, opcode_offset, is_all_read=is_all_read) from None
 
-    if marked or len(stack) != 1:
-        raise FormatError("the pickle stops with other than one object on its stack", offset_bytes=opcode_offset)
-    if position != size:
-        raise FormatError(f"{size - position} bytes follow the pickle's STOP", offset_bytes=position)
-    return PickleScan(
-        root=stack[0],
-        persistent_ids=persistent_ids,
-        globals=tuple(f"{module}.{name}" for module, name in known_globals),
-        has_negative_int=has_negative_int,
-    )
+    # --- what the handlers are made of
+
+    def take(self, layout: struct.Struct) -> Any:
+        """Read one number, or what else the layout says."""
+        (value,) = layout.unpack_from(self.data, self.position)
+        self.position += layout.size
+        return value
+
+    def take_line(self) -> bytes:
+        """Read the text up to the end of the line."""
+        start = self.position
+        end = self.data.find(b"\n", start)
+        if end < 0:
+            raise ValueError("a line of text does not end")
+        self.position = end + 1
+        return self.data[start:end]
+
+    def take_marked(self) -> list[object]:
+        """Take all that lies above the innermost mark, and the mark."""
+        items = self.stack
+        self.stack = self.marked.pop()
+        return items
+
+    def push_number(self, value: object) -> None:
+        """Push a number, or another value that is no container."""
+        self.has_negative_int = self.has_negative_int or (type(value) is int and value < 0)
+        self.stack.append(value)
+
+    # --- handlers
+
+    def on_bin_int(self) -> None:
+        self.push_number(self.take(_I32))
+
+    def on_bin_float(self) -> None:
+        self.stack.append(self.take(_F64_BIG_ENDIAN))
+
+    def on_counted(self) -> None:
+        """Push a value whose bytes follow their count."""
+        length_struct, decode = _COUNTED[self.data[self.position - 1]]
+        length_bytes = self.take(length_struct)
+        if length_bytes < 0:
+            raise ValueError(f"a negative length of {length_bytes}")
+        start = self.position
+        self.position = start + length_bytes
+        if self.position > len(self.data):
+            raise ValueError(f"a value of {length_bytes} bytes ends beyond the pickle's end")
+        self.push_number(decode(self.data[start : self.position]))
+
+    def on_line(self) -> None:
+        """Push a value that is written as a line of text."""
+        decode = _LINES[self.data[self.position - 1]]
+        self.push_number(decode(self.take_line()))
+
+    def on_get(self) -> None:
+        self.stack.append(self.memo[_memo_index(self.take_line())])
+
+    def on_put(self) -> None:
+        self.memo[_memo_index(self.take_line())] = self.stack[-1]
+
+    def on_global(self) -> None:
+        module = _text(self.take_line())
+        self.stack.append(_interned_global(self.globals, module, _text(self.take_line())))
+
+    def on_stack_global(self) -> None:
+        name = self.stack.pop()
+        self.stack[-1] = _interned_global(self.globals, self.stack[-1], name)
+
+    def on_inst(self) -> None:
+        module = _text(self.take_line())
+        named = _interned_global(self.globals, module, _text(self.take_line()))
+        items = self.take_marked()
+        self.stack.append(Call(named, tuple(items)))
+
+    def on_obj(self) -> None:
+        items = self.take_marked()
+        self.stack.append(_call(items[0], tuple(items[1:])))
+
+    def on_new_obj(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = _call(self.stack[-1], arguments)
+
+    def on_new_obj_ex(self) -> None:
+        keywords = self.stack.pop()
+        arguments = self.stack.pop()
+        if keywords is None:
+            raise ValueError("a call with None as its keyword arguments")
+        self.stack[-1] = _call(self.stack[-1], arguments, keywords)
+
+    def on_tuple3(self) -> None:
+        third = self.stack.pop()
+        second = self.stack.pop()
+        self.stack[-1] = (self.stack[-1], second, third)
+
+    def on_empty_list(self) -> None:
+        self.stack.append([])
+
+    def on_empty_dict(self) -> None:
+        self.stack.append(SymbolicDict([]))
+
+    def on_empty_set(self) -> None:
+        self.stack.append(SymbolicSet([], is_frozen=False))
+
+    def on_list(self) -> None:
+        items = self.take_marked()
+        self.stack.append(items)
+
+    def on_dict(self) -> None:
+        items = self.take_marked()
+        if len(items) % 2:
+            raise ValueError("a key without a value")
+        self.stack.append(SymbolicDict(items))
+
+    def on_frozen_set(self) -> None:
+        items = self.take_marked()
+        self.stack.append(SymbolicSet(items, is_frozen=True))
+
+    def on_append(self) -> None:
+        value = self.stack.pop()
+        _append(self.stack[-1], [value])
+
+    def on_appends(self) -> None:
+        items = self.take_marked()
+        _append(self.stack[-1], items)
+
+    def on_add_items(self) -> None:
+        items = self.take_marked()
+        _add(self.stack[-1], items)
+
+    def on_set_item(self) -> None:
+        value = self.stack.pop()
+        key = self.stack.pop()
+        _set_entries(self.stack[-1], [key, value])
+
+    def on_set_items(self) -> None:
+        items = self.take_marked()
+        _set_entries(self.stack[-1], items)
+
+    def on_build(self) -> None:
+        state = self.stack.pop()
+        _build(self.stack[-1], state)
+
+    def on_pop(self) -> None:
+        # As in the unpickler: with nothing above the mark, POP takes the mark.
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.stack = self.marked.pop()
+
+    def on_pop_mark(self) -> None:
+        self.take_marked()
+
+    def on_dup(self) -> None:
+        self.stack.append(self.stack[-1])
+
+    def on_proto(self) -> None:
+        protocol = self.data[self.position]
+        if protocol > _HIGHEST_PROTOCOL:
+            raise Unmodelled(f"pickle protocol {protocol}")
+        self.position += 1
+
+    def on_frame(self) -> None:
+        length_bytes = self.take(_U64)
+        if length_bytes > len(self.data) - self.position:
+            raise ValueError(f"a frame of {length_bytes} bytes ends beyond the pickle's end")
+
+    def on_unmodelled(self) -> None:
+        raise Unmodelled(_UNMODELLED[self.data[self.position - 1]])
+
+    def on_unknown(self) -> None:
+        raise ValueError("no such opcode")
+
+
+_I32: Final = struct.Struct("<i")
+_U64: Final = struct.Struct("<Q")
+_F64_BIG_ENDIAN: Final = struct.Struct(">d")
+
+# What is done for each opcode that `_Scanner._evaluate` does not evaluate itself, by its byte.
+_HANDLERS: Final[list[Callable[[_Scanner], None]]] = [_Scanner.on_unknown] * 256
+for _opcodes, _handler in (
+    ((_BININT,), _Scanner.on_bin_int),
+    ((pickle.BINFLOAT[0],), _Scanner.on_bin_float),
+    (_COUNTED, _Scanner.on_counted),
+    (_LINES, _Scanner.on_line),
+    ((pickle.GET[0],), _Scanner.on_get),
+    ((pickle.PUT[0],), _Scanner.on_put),
+    ((pickle.GLOBAL[0],), _Scanner.on_global),
+    ((pickle.STACK_GLOBAL[0],), _Scanner.on_stack_global),
+    ((pickle.INST[0],), _Scanner.on_inst),
+    ((pickle.OBJ[0],), _Scanner.on_obj),
+    ((pickle.NEWOBJ[0],), _Scanner.on_new_obj),
+    ((pickle.NEWOBJ_EX[0],), _Scanner.on_new_obj_ex),
+    ((pickle.TUPLE3[0],), _Scanner.on_tuple3),
+    ((pickle.EMPTY_LIST[0],), _Scanner.on_empty_list),
+    ((pickle.EMPTY_DICT[0],), _Scanner.on_empty_dict),
+    ((pickle.EMPTY_SET[0],), _Scanner.on_empty_set),
+    ((pickle.LIST[0],), _Scanner.on_list),
+    ((pickle.DICT[0],), _Scanner.on_dict),
+    ((pickle.FROZENSET[0],), _Scanner.on_frozen_set),
+    ((pickle.APPEND[0],), _Scanner.on_append),
+    ((pickle.APPENDS[0],), _Scanner.on_appends),
+    ((pickle.ADDITEMS[0],), _Scanner.on_add_items),
+    ((pickle.SETITEM[0],), _Scanner.on_set_item),
+    ((pickle.SETITEMS[0],), _Scanner.on_set_items),
+    ((pickle.BUILD[0],), _Scanner.on_build),
+    ((pickle.POP[0],), _Scanner.on_pop),
+    ((pickle.POP_MARK[0],), _Scanner.on_pop_mark),
+    ((pickle.DUP[0],), _Scanner.on_dup),
+    ((pickle.PROTO[0],), _Scanner.on_proto),
+    ((pickle.FRAME[0],), _Scanner.on_frame),
+    (_UNMODELLED, _Scanner.on_unmodelled),
+):
+    for _opcode in _opcodes:
+        _HANDLERS[_opcode] = _handler
+
+
+def _refusal(error: Exception, opcode: int, offset_bytes: int, *, is_all_read: bool) -> FastPersistError:
+    """Return what is wrong with a pickle, by what its evaluation met at an opcode."""
+    if isinstance(error, Unmodelled):
+        return UnsupportedPickle(f"the pickle holds {error} at offset {offset_bytes}")
+    if isinstance(error, struct.error):
+        reason = "is cut short"
+    elif isinstance(error, IndexError):
+        # Of the stack, the marks or the bytes. With all bytes used there is no STOP, whatever else is wrong.
+        reason = "is cut short" if is_all_read else f"finds its stack empty at opcode 0x{opcode:02x}"
+    elif isinstance(error, KeyError):
+        reason = f"asks for memo entry {error} before it is set"
+    else:
+        reason = f"is malformed at opcode 0x{opcode:02x}: {str(error)[:_MESSAGE_CHARACTERS_MAX]}"
+    return FormatError(f"the pickle {reason}", offset_bytes=offset_bytes)
