@@ -12,8 +12,7 @@ except ImportError as error:
 
 from fastpersist.api import SaveReport, inspect, load, load_into, save, save_async, verify
 from fastpersist.checkpointer.checkpointer import Checkpointer
-from fastpersist.distributed.directory_save import DirectorySave
-from fastpersist.distributed.group_directory import PeerDirectorySave, directory_save_together
+from fastpersist.distributed.group_save import PeerDirectorySave, directory_save_together
 from fastpersist.errors import (
     AgreementTimeoutError,
     CheckpointNotFoundError,
@@ -36,6 +35,7 @@ from fastpersist.errors import (
 )
 from fastpersist.loading.directory_inspection import require_replaceable
 from fastpersist.loading.file_inspection import Damage, Manifest, TensorEntry, VerifyReport
+from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.transfer.engine_selection import EngineProbe, engines, require_engine
 from fastpersist.transfer.pending_io import PendingIO

@@ -44,7 +44,7 @@ from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.group_save import Writers, tuned_writer_count
 from fastpersist.distributed.node_local.detection import Stores
 from fastpersist.distributed.partition import choose_writers
-from fastpersist.distributed.shared_file import Together
+from fastpersist.distributed.shared_file import SaveGroup
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -295,7 +295,7 @@ class Checkpointer:
             step = _step_of(step, state)
             require_bools(overwrite=overwrite)
             overwrite = self._ranks.rank == 0 and (overwrite or self._is_damaged(step))
-            together = Together(session, step_name(step), self._writers, self._check_replicas, stores=self._stores)
+            together = SaveGroup(session, step_name(step), self._writers, self._check_replicas, stores=self._stores)
             pending = self._save(step, state, rank_state, checked_metrics(metrics), overwrite, self._busy, together)
         except BaseException as error:
             self._failed.extendleft(reversed(earlier))
@@ -464,7 +464,7 @@ class Checkpointer:
         metrics: dict[str, float],
         overwrite: bool,
         busy: str,
-        together: Together | None = None,
+        together: SaveGroup | None = None,
     ) -> PendingSave:
         started_s = time.monotonic()
         stats = SaveStats(path=os.path.join(self._root, step_name(step)), step=step)

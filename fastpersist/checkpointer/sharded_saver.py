@@ -10,8 +10,8 @@ import torch
 from fastpersist.checkpointer.step_saver import StepSave, StepSaver
 from fastpersist.dcp.plan_agreement import SharedPlans
 from fastpersist.dcp.save_state import ShardedFiles, required_mapping, save_sharded
-from fastpersist.distributed.directory_save import DirectorySave
-from fastpersist.distributed.follower_save import PeerSave
+from fastpersist.distributed.follower_save import FollowerSave
+from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.refused_globals import warn_caller, warn_of_globals
 
 __all__ = ["ShardedSaver"]
@@ -27,8 +27,8 @@ class ShardedSaver(StepSaver):
     def _begin_first(self, step: StepSave, directory: DirectorySave) -> None:
         save_sharded(directory, step.state, owners=self._owners, plans=self._plans)
 
-    def _begin_other(self, step: StepSave, peer: PeerSave) -> None:
-        peer.save_guest(ShardedFiles(required_mapping(step.state), self._owners, self._plans))
+    def _begin_other(self, step: StepSave, peer: FollowerSave) -> None:
+        peer.save_produced(ShardedFiles(required_mapping(step.state), self._owners, self._plans))
 
     def _warn_of(self, state: Any) -> None:
         """Warn of objects that a load refuses, and of keys that come back as text."""

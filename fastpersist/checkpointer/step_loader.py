@@ -288,12 +288,10 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
 
     def read_all(held: HeldDirectory, manifest: CheckpointManifest) -> Any:
         record = read_record(held.place, manifest)
-        if record is not None and shared is not None:
-            return read_parts(StepParts(shared, held.path, manifest, record), shared)
-        if record is not None and _is_sharded(manifest):
-            _require_shards(held.place, record)
-        elif record is not None:
-            refuse_alone(held.path, record)
+        if record is not None:
+            if shared is not None:
+                return read_parts(StepParts(shared, held.path, manifest, record), shared)
+            _require_all_parts(held, manifest, record)
         names = {entry.name for entry in manifest.files}
         own_names = {name for name in names if name.startswith("rank-")}
         keys = options.keys_without(own_names)
@@ -343,14 +341,17 @@ def _read_shards(parts: StepParts, options: LoadOptions, keys: Collection[str] |
     )
 
 
-def _require_shards(path: str, record: PartsRecord) -> None:
-    """Refuse a sharded step of which parts lie in other stores, if there is nobody to get them from.
+def _require_all_parts(held: HeldDirectory, manifest: CheckpointManifest, record: PartsRecord) -> None:
+    """Refuse a step of which parts lie in other stores, if there is nobody to get them from.
 
     Raises:
         UnsupportedError: A part is not here; the message says whose, and where it was written.
     """
+    if not _is_sharded(manifest):
+        refuse_alone(held.path, record)
     from fastpersist.dcp.metadata import METADATA_NAME, read_metadata
 
+    path = held.place
     metadata, _ = read_metadata(os.path.join(path, METADATA_NAME))
     here = set(os.listdir(path))
     missing = sorted({info.relative_path for info in (metadata.storage_data or {}).values()} - here)

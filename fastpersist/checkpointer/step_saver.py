@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fastpersist.distributed.directory_save import DirectorySave
-from fastpersist.distributed.follower_save import PeerSave
-from fastpersist.distributed.shared_file import Together
+from fastpersist.distributed.coordinator_save import CoordinatorSave
+from fastpersist.distributed.follower_save import FollowerSave
+from fastpersist.distributed.shared_file import SaveGroup
 from fastpersist.formats.manifest import STATE_NAME, rank_file_name
+from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_of_globals
@@ -74,7 +75,7 @@ class StepSaver:
         self._why_volatile: str | None = None  # of the last save; None where nobody needs to be told
         self._why_told = ""
 
-    def begin(self, step: StepSave, together: Together | None) -> PendingSave:
+    def begin(self, step: StepSave, together: SaveGroup | None) -> PendingSave:
         """Begin to save a step; returns when everything that may change before the next step is copied.
 
         Args:
@@ -82,7 +83,7 @@ class StepSaver:
             together: With the other ranks; None without any.
         """
         if together is not None and together.session.rank:
-            peer = PeerSave(
+            peer = FollowerSave(
                 step.stats.path,
                 together,
                 engine=self._engine,
@@ -105,7 +106,7 @@ class StepSaver:
             _lane=self._lane,
             _stats=step.stats,
             _paranoid=self._paranoid,
-            _together=together,
+            _strategy=None if together is None else CoordinatorSave(together),
         )
         with directory:  # an error below removes it
             self._begin_first(step, directory)
@@ -142,7 +143,7 @@ class StepSaver:
         """Save the state into the directory; on the first rank."""
         directory.save(step.state, STATE_NAME, owners=self._owners)
 
-    def _begin_other(self, step: StepSave, peer: PeerSave) -> None:
+    def _begin_other(self, step: StepSave, peer: FollowerSave) -> None:
         """Save this rank's part of the state; on the others."""
         peer.save(step.state, STATE_NAME, self._owners, self._owners.look)
 

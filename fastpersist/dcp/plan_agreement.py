@@ -35,10 +35,10 @@ from torch.distributed.tensor import DTensor
 from fastpersist.dcp.metadata import build_pickled, pickled
 from fastpersist.dcp.plan_comparison import GetSums, sample, two_under_one_name
 from fastpersist.dcp.save_planner import StepSavePlanner, is_object
-from fastpersist.distributed.coordination import Session
-from fastpersist.distributed.shared_file import decoded, encoded
+from fastpersist.distributed.messages import decoded, encoded
 from fastpersist.errors import ConfigError, CoordinationError, FormatError
 from fastpersist.saving.capture import no_garbage_collection
+from fastpersist.saving.file_producer import RankSession
 from fastpersist.saving.ownership import Ownership
 
 __all__ = ["Done", "Planned", "SharedPlans", "gather_done", "tell_done"]
@@ -122,7 +122,7 @@ class SharedPlans:
     def agree(
         self,
         state: Mapping[str, Any],
-        session: Session | None,
+        session: RankSession | None,
         label: str,
         directory: str | None,
         get_sums: GetSums | None = None,
@@ -206,7 +206,7 @@ class SharedPlans:
         shared = {name for names in common.values() for name in names}
         self._alone = frozenset(item.index.fqn for item in self._local) - shared
 
-    def _lead(self, session: Session, label: str, directory: str | None, sums: _Sums) -> None:
+    def _lead(self, session: RankSession, label: str, directory: str | None, sums: _Sums) -> None:
         hellos = [decoded(one, rank) for rank, one in enumerate(session.gather(b"{}"))]
         for rank, hello in enumerate(hellos[1:], 1):
             if hello.get("label") != label:
@@ -229,7 +229,7 @@ class SharedPlans:
         others = list(zip(shared, common, strict=True))[1:]
         session.answer_each([b"", *(_packed((self._version, items, same)) for items, same in others)])
 
-    def _follow(self, session: Session, label: str, sums: _Sums) -> str:
+    def _follow(self, session: RankSession, label: str, sums: _Sums) -> str:
         joint = _joint(self._common, sums) if self._version else {}
         session.tell(encoded({"label": label, "version": self._version, "sums": joint}))
         go = decoded(session.hear(), 0)
@@ -240,13 +240,13 @@ class SharedPlans:
         return str(go["directory"])
 
 
-def tell_done(session: Session, done: Done) -> None:
+def tell_done(session: RankSession, done: Done) -> None:
     """Tell the first rank what this one has written."""
     places = zlib.compress(b"".join(_PLACE.pack(*place) for place in done.places), 1)
     session.tell(encoded({"part": done.part}) + b"\n" + places)
 
 
-def gather_done(session: Session | None, own: Done, indexes: Sequence[Sequence[MetadataIndex]]) -> list[Done]:
+def gather_done(session: RankSession | None, own: Done, indexes: Sequence[Sequence[MetadataIndex]]) -> list[Done]:
     """Return what each rank has written, when all have.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Sharded state as files of a directory that is saved while training goes on: a guest of `DirectorySave`.
+"""Sharded state as files of a directory that is saved while training goes on: a `FileProducer` of `DirectorySave`.
 
 Each rank captures the tensors that it holds. On the writing thread the ranks plan who writes what (`plan_agreement`),
 each writes its part (`part_writer`), and the first one adds DCP's `.metadata`, so that any reader of DCP finds its
@@ -19,20 +19,19 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.dcp.metadata import METADATA_NAME, pickled
 from fastpersist.dcp.part_writer import Part, WrittenPart, part_name, write_part
 from fastpersist.dcp.plan_agreement import Done, Planned, SharedPlans, gather_done, tell_done
 from fastpersist.dcp.plan_comparison import GetSums
-from fastpersist.distributed.directory_save import DirectorySave
-from fastpersist.distributed.file_producer import Held, Site
-from fastpersist.distributed.group_directory import PeerDirectorySave
-from fastpersist.distributed.shared_file import preferring_failure_of_others
+from fastpersist.distributed.group_save import PeerDirectorySave
+from fastpersist.distributed.messages import preferring_failure_of_others
 from fastpersist.errors import ConfigError, InternalError, StorageError
 from fastpersist.formats.manifest import FileEntry, check_file_name
 from fastpersist.saving.capture import no_garbage_collection
+from fastpersist.saving.directory_save import DirectorySave
+from fastpersist.saving.file_producer import CapturedFiles, WriteSite
 from fastpersist.saving.ownership import Owners
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.pipeline import Poll
@@ -41,7 +40,7 @@ __all__ = ["ShardedFiles", "required_mapping", "save_sharded"]
 
 
 class ShardedFiles:
-    """This rank's part of a sharded state, as a guest of a save.
+    """This rank's part of a sharded state, as a producer of files of a save.
 
     Args:
         state: Nested dicts and lists of tensors (plain, DTensor, ShardedTensor) and objects.
@@ -58,7 +57,7 @@ class ShardedFiles:
         self._captured: ShardedCapture | None = None
         self._get_sums: GetSums | None = None
 
-    def hold(self, arena: Arena, *, paranoid: bool, on_gate: Callable[[float], None]) -> Held:
+    def hold(self, arena: Arena, *, paranoid: bool, on_gate: Callable[[float], None]) -> CapturedFiles:
         """Look at what is to be written; called by the save.
 
         Raises:
@@ -71,9 +70,9 @@ class ShardedFiles:
         self._get_sums = self._plans.sample(captured.state, ownership)
         self._state = None
         self._captured = captured
-        return Held(captured.capture, captured.snapshot, captured.size_bytes)
+        return CapturedFiles(captured.capture, captured.snapshot, captured.size_bytes)
 
-    def write(self, site: Site) -> list[FileEntry]:
+    def write(self, site: WriteSite) -> list[FileEntry]:
         """Plan and write with the other ranks; called by the save, on its writing thread.
 
         Returns:
@@ -87,7 +86,7 @@ class ShardedFiles:
         if captured is None:
             raise InternalError("what a rank is to write was not captured")
         directory = None if site.directory is None else self._made_directory(site.directory)
-        label = f"{site.label}/{self._name}" if self._name else site.label or ""
+        label = f"{site.label}/{self._name}" if self._name else site.label
         with self._plans.taken() as plans:
             planned = plans.agree(captured.state, site.session, label, directory, self._get_sums)
             return self._write(planned, plans.planner, captured, site)
@@ -103,7 +102,9 @@ class ShardedFiles:
                     raise
         return path
 
-    def _write(self, planned: Planned, planner: SavePlanner, captured: ShardedCapture, site: Site) -> list[FileEntry]:
+    def _write(
+        self, planned: Planned, planner: SavePlanner, captured: ShardedCapture, site: WriteSite
+    ) -> list[FileEntry]:
         session = site.session
         rank = 0 if session is None else session.rank
         if rank and site.directory is not None:  # it does not see that of the first rank
@@ -119,7 +120,7 @@ class ShardedFiles:
         return self._complete(planned, gather_done(session, done, planned.indexes), site)
 
     def _write_part(
-        self, part: Part, items: list[WriteItem], planner: SavePlanner, captured: ShardedCapture, site: Site
+        self, part: Part, items: list[WriteItem], planner: SavePlanner, captured: ShardedCapture, site: WriteSite
     ) -> Done:
         written: WrittenPart | None = None
         places: list[tuple[int, int]] = []
@@ -142,7 +143,7 @@ class ShardedFiles:
         return Done(None if written is None else (written.name, written.size_bytes, written.crc32), places)
 
     @no_garbage_collection()
-    def _complete(self, planned: Planned, done: list[Done], site: Site) -> list[FileEntry]:
+    def _complete(self, planned: Planned, done: list[Done], site: WriteSite) -> list[FileEntry]:
         """Write DCP's metadata; return the files of all ranks."""
         parts = [of_rank.part for of_rank in done]
         prefix = f"{self._name}/" if self._name else ""
@@ -154,12 +155,11 @@ class ShardedFiles:
             for rank, (indexes, of_rank) in enumerate(zip(planned.indexes, done, strict=True))
             for index, (offset_bytes, size_bytes) in zip(indexes, of_rank.places, strict=True)
         }
-        if planned.metadata is None:
+        if planned.metadata is None or site.write_small is None:
             raise InternalError("the first rank has no metadata of what it has planned")
         final_path = os.path.join(site.final_path, self._name)
         data = pickled(_metadata_of(planned.metadata, storage_data, final_path))
-        _write_small(os.path.join(planned.directory, METADATA_NAME), os.path.join(final_path, METADATA_NAME), data)
-        return [*entries, FileEntry(prefix + METADATA_NAME, len(data), _native.crc32(data))]
+        return [*entries, site.write_small(prefix + METADATA_NAME, data)]
 
 
 def _metadata_of(planned: Metadata, storage_data: dict[Any, Any], path: str) -> Metadata:
@@ -170,16 +170,7 @@ def _metadata_of(planned: Metadata, storage_data: dict[Any, Any], path: str) -> 
     return metadata
 
 
-def _write_small(path: str, final_path: str, data: bytes) -> None:
-    fd = filesystem().create(path)
-    try:
-        filesystem().write(fd, data, final_path)
-        filesystem().sync(fd, final_path)
-    finally:
-        os.close(fd)
-
-
-def _checking(site: Site) -> Poll:
+def _checking(site: WriteSite) -> Poll:
     """Stop writing when the save is cancelled, or another rank has failed."""
 
     def check(done_bytes: int) -> None:
@@ -222,7 +213,7 @@ def save_sharded(
     if name:
         check_file_name(name)
     owners = owners or Owners(optimizer, constant, gate)
-    files.save_guest(ShardedFiles(required_mapping(state), owners, plans or SharedPlans(), name))
+    files.save_produced(ShardedFiles(required_mapping(state), owners, plans or SharedPlans(), name))
 
 
 def required_mapping(state: object) -> Mapping[str, Any]:

@@ -29,9 +29,9 @@ from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.dcp.checkpoint_directory import find_others, keep_others
 from fastpersist.dcp.metadata import METADATA_NAME
 from fastpersist.dcp.part_writer import Part, WrittenPart, write_part
-from fastpersist.distributed.directory_save import DirectorySave
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME, step_of
+from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
 from fastpersist.transfer.engine_selection import require_engine
 

@@ -63,7 +63,7 @@ __all__ = [
 _log = logging.getLogger("fastpersist")
 
 PROTOCOL = 5
-"""What the ranks say to each other, here and in `sessions`, `shared_file` and `rank_files`; all must speak the same."""
+"""The number of what the ranks tell each other (docs/explanation/ranks.md); all must have the same."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 TOKEN_BYTES = 32
 

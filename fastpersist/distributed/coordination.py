@@ -43,18 +43,18 @@ from fastpersist.distributed.connections import (
     Connections,
     frame,
 )
-from fastpersist.distributed.failing import Failure, named
+from fastpersist.distributed.messages import Failure, named
 from fastpersist.distributed.partition import common_block_bytes
 from fastpersist.distributed.peers import (
     is_dead,
     loopback_place,
     own_hosts,
     own_process,
-    own_version,
     refuse_other_versions,
 )
 from fastpersist.distributed.sessions import WAKE_S, Session
 from fastpersist.errors import ConfigError, CoordinationError
+from fastpersist.saving.directory_files import own_version
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

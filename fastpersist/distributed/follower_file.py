@@ -1,45 +1,48 @@
-"""What a rank writes of a file that is not the first one; `shared_file` says what the ranks do and tell each other."""
+"""What a follower writes: its part of a file that several ranks write, and files of its own.
+
+`coordinator_file` is the coordinator's half of a shared file, `file_agreement` what goes between them. A file of a
+rank's own needs no agreement, only a place, which the coordinator offers (`sessions`): each rank writes its own files
+there in the order in which it saves them, whatever the others do. A file is created exclusively, so a name that two
+ranks save is an error of whoever comes second, and never a mixture. At the end each rank tells what it has written
+(`commit_agreement`).
+"""
 
 from __future__ import annotations
 
 import errno
 import os
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem, storage_errors
-from fastpersist.distributed.node_local.detection import PeerStore
-from fastpersist.distributed.shared_file import (
-    Share,
-    Together,
-    checking,
-    decoded,
-    encoded,
-    preferring_failure_of_others,
-    unpacked_offsets,
-)
-from fastpersist.errors import StorageError
+from fastpersist.distributed.file_agreement import follow_plans, offsets_in, tell_done
+from fastpersist.distributed.messages import checking, preferring_failure_of_others
+from fastpersist.distributed.node_local.detection import StoreSeeker
+from fastpersist.distributed.shared_file import SaveGroup, Share, refusing_second
+from fastpersist.errors import InternalError, StorageError
 from fastpersist.formats.byte_ranges import ExtentMap
+from fastpersist.formats.manifest import FileEntry
 from fastpersist.formats.split_manifest import part_name
+from fastpersist.saving.capture import Capture
 from fastpersist.saving.containers import Container
-from fastpersist.saving.write_file import PieceStream
+from fastpersist.saving.write_file import PieceStream, write_container, write_file
 from fastpersist.transfer.engine_selection import refuse_null_engine
 from fastpersist.transfer.pipeline import Poll, Writer
 
-__all__ = ["OtherShare", "needs_same_filesystem"]
+__all__ = ["FollowerFile", "OwnFile", "needs_same_filesystem"]
 
 
-class OtherShare(Share):
-    """The part of a rank that is not the first."""
+class FollowerFile(Share):
+    """A follower's part of a file."""
 
-    def __init__(self, container: Container, cut: Sequence[int], together: Together, name: str = "") -> None:
-        super().__init__(container, cut, together, name)
+    def __init__(self, container: Container, cut: Sequence[int], group: SaveGroup, name: str = "") -> None:
+        super().__init__(container, cut, group, name)
         self._file_name = name
         self._made: Callable[[str], None] | None = None
-        for part in self._shard_of(together.session.rank):
+        for part in self._shard_of(group.session.rank):
             self._add_range(part)
 
     def write(
@@ -52,9 +55,9 @@ class OtherShare(Share):
         snapshot: _native.Snapshot | None = None,
         check: Callable[[], object] | None = None,
         made: Callable[[str], None] | None = None,
-        store: PeerStore | None = None,
+        store: StoreSeeker | None = None,
     ) -> str:
-        """Write this rank's part into the pending file of the first rank, which is in `FirstShare.write`.
+        """Write this rank's part into the pending file of the coordinator, which is in `CoordinatorFile.write`.
 
         Args:
             path: For messages: the final name.
@@ -64,7 +67,7 @@ class OtherShare(Share):
             snapshot: Holds `sources`; without it they are read from where they are.
             check: Called when the part is written, before that is told: raises if it may be torn.
             made: Told the path of a file that this rank makes: who gives up removes it.
-            store: Where this rank writes if it does not see the files of the first one; None: it has to.
+            store: Where this rank writes if it does not see the coordinator's files; None: it has to.
 
         Returns:
             The engine that wrote; "" if there was nothing to write.
@@ -74,7 +77,7 @@ class OtherShare(Share):
             ConfigError, UnsupportedError, StorageError: As in `write_container`.
         """
         self._made = made
-        go = self._hear_go(store)
+        go = follow_plans(self._session, self._plan(), self._description, _no_reply if store is None else store.reply)
         with preferring_failure_of_others(self._session):
             directory = None if store is None else store.directory(go)
             if directory is None:
@@ -86,20 +89,8 @@ class OtherShare(Share):
             )
             if check is not None:
                 check()
-        self._session.tell(struct.pack(f"<{len(crcs)}I", *crcs))
+        tell_done(self._session, crcs)
         return used_engine
-
-    def _hear_go(self, store: PeerStore | None) -> dict[str, Any]:
-        """Tell the plan, answer what the first rank asks, and return where to write."""
-        self._session.tell(self._plan_message())
-        while True:
-            go = decoded(self._session.hear(), 0)
-            if go.get("describe"):  # what is heard next tells what differs
-                self._session.tell(self._description())
-            elif "path" in go or store is None:
-                return go
-            else:
-                self._session.tell(encoded(store.reply(go)))
 
     def _write_part(
         self,
@@ -112,10 +103,10 @@ class OtherShare(Share):
         poll: Poll,
         snapshot: _native.Snapshot | None,
     ) -> tuple[str, list[int]]:
-        """Write the ranges of this rank, into the first one's file or into a part; return engine and CRCs."""
+        """Write the ranges of this rank, into the coordinator's file or into a part; return engine and CRCs."""
         if not self.ranges:
             return "", []
-        offsets = dict(zip(self._cut, unpacked_offsets(go["offsets"]), strict=True))
+        offsets = dict(zip(self._cut, offsets_in(go), strict=True))
         places = [offsets[part.source] + part.from_bytes for part in self.ranges]
         if is_part:
             extents = ExtentMap(self.extents_of(self._session.rank, offsets))
@@ -163,7 +154,7 @@ class OtherShare(Share):
 
 
 def _open_pending(pending_path: str, path: str, rank: int) -> int:
-    """Open the file that the first rank has made."""
+    """Open the file that the coordinator has made."""
     with needs_same_filesystem(path, rank), storage_errors("opening", pending_path):
         fd = os.open(pending_path, os.O_RDWR | os.O_CLOEXEC)  # libcufile refuses O_NOFOLLOW
         try:
@@ -189,3 +180,84 @@ def needs_same_filesystem(path: str, rank: int) -> Iterator[None]:
             "writers=1 lets rank 0 write alone, without rank_state of the others",
             path,
         ) from error
+
+
+def _no_reply(said: dict[str, Any]) -> dict[str, Any]:
+    raise InternalError(f"rank 0 asks for what nobody can answer: {sorted(said)}")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFile:
+    """A file of a follower's own, captured.
+
+    Attributes:
+        name: Below the directory.
+        final_path: That it will have.
+        container: What it is to hold.
+        capture: Of that.
+        snapshot: Likewise.
+    """
+
+    name: str
+    final_path: str
+    container: Container
+    capture: Capture
+    snapshot: _native.Snapshot
+
+    def write(
+        self, directory: str, rank: int, *, engine: str, durable: bool, poll: Poll, made: Callable[[str], None]
+    ) -> tuple[FileEntry, str]:
+        """Write it; on the writing thread.
+
+        Args:
+            directory: The pending one.
+            rank: This one.
+            engine: Engine name or "auto".
+            durable: Sync it.
+            poll: See `pipeline.Poll`.
+            made: Told the path of each file and directory that is made: who gives up removes them.
+
+        Returns:
+            What the coordinator is told of it, and the engine that wrote.
+
+        Raises:
+            ConfigError: Another rank has a file of this name.
+            StorageError, UnsupportedError: As in `write_container`; or this rank does not see the directory.
+            TornStateError: The object was changed before it was captured.
+        """
+        with refusing_second(self.name, self.final_path), needs_same_filesystem(self.final_path, rank):
+            fd = _created(directory, self.name, made)
+        _native.close_in_forked_child(fd)
+        container, path, size_bytes = self.container, self.final_path, self.container.size_bytes
+        try:
+            written = write_file(
+                fd,
+                path,
+                size_bytes,
+                lambda: write_container(container, fd, path, engine=engine, poll=poll, snapshot=self.snapshot),
+            )
+            if durable:
+                filesystem().sync(fd, self.final_path)
+        finally:
+            _native.forget_descriptor(fd)
+            filesystem().close(fd, self.final_path)
+        self.capture.check()  # of this file alone: steps go on waiting for those that come
+        return FileEntry(self.name, size_bytes, written.crc32), written.engine
+
+
+def _created(directory: str, name: str, made: Callable[[str], None]) -> int:
+    """Create a file and the directories above it, which other ranks may make at the same time."""
+    *above, _ = name.split("/")
+    path = directory
+    for part in above:
+        path = os.path.join(path, part)
+        try:
+            filesystem().make_directory(path)
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+        made(path)  # who did not make it removes it, too: only if it is empty, and the save has failed
+    path = os.path.join(directory, name)
+    fd = filesystem().create(path)
+    made(path)
+    return fd

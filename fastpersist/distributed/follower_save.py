@@ -1,8 +1,8 @@
-"""What a rank that is not the first does of a save: its shards of the first rank's files, and files of its own.
+"""What a follower does of a save: its part of the coordinator's files, and files of its own.
 
-The counterpart of `api.save_async` and of `DirectorySave`, which the first rank runs meanwhile: files that all share
-come in the same order there, those of one rank in between, as each likes (`rank_files`). Here nothing is made visible:
-the first rank does that for all, and says how it ended.
+The counterpart of `api.save_async` and of a `DirectorySave` with `coordinator_save`, which rank 0 runs meanwhile: files
+that all share come in the same order there, those of one rank in between, as each likes. Here nothing is made visible:
+the coordinator does that for all, and says how it ended (`commit_agreement`).
 """
 
 from __future__ import annotations
@@ -16,22 +16,17 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fastpersist.commit.filesystem import filesystem
-from fastpersist.distributed.file_producer import Guest, Site
-from fastpersist.distributed.follower_file import OtherShare
-from fastpersist.distributed.node_local.detection import PeerStore
-from fastpersist.distributed.rank_files import OwnFile, Told, confirmation
+from fastpersist.distributed.commit_agreement import hear_published, tell_own_files
+from fastpersist.distributed.follower_file import FollowerFile, OwnFile
+from fastpersist.distributed.messages import checking, decoded, preferring_failure_of_others, telling
+from fastpersist.distributed.node_local.publishing import FollowerStore
 from fastpersist.distributed.replica_check import replicas_in
-from fastpersist.distributed.shared_file import (
-    Together,
-    checking,
-    decoded,
-    encoded,
-    preferring_failure_of_others,
-    telling,
-)
+from fastpersist.distributed.shared_file import SaveGroup
 from fastpersist.errors import StorageError
+from fastpersist.formats.manifest import FileEntry
 from fastpersist.saving.capture import Capture, Sources
 from fastpersist.saving.containers import container_for
+from fastpersist.saving.file_producer import FileProducer, WriteSite
 from fastpersist.saving.ownership import Owners, Ownership
 from fastpersist.saving.pacing import Spread
 from fastpersist.saving.pending_save import PendingSave, SaveStats
@@ -39,15 +34,15 @@ from fastpersist.saving.work_queue import Lane
 from fastpersist.saving.write_file import CapturedFile, capture_file
 from fastpersist.transfer.arena import Arena, ArenaOfSave
 
-__all__ = ["PeerSave"]
+__all__ = ["FollowerSave"]
 
 
-class PeerSave:
-    """This rank's part of what the first rank publishes. One thread uses it; another one writes.
+class FollowerSave:
+    """This rank's part of what the coordinator publishes. One thread uses it; another one writes.
 
     Args:
         path: The final name of the file or directory.
-        together: With whom.
+        group: With whom.
         engine: "auto", or an engine's name, which then never falls back.
         durable: Sync what was written.
         arena: For copied bytes.
@@ -60,7 +55,7 @@ class PeerSave:
     def __init__(
         self,
         path: str,
-        together: Together,
+        group: SaveGroup,
         *,
         engine: str,
         durable: bool,
@@ -71,7 +66,8 @@ class PeerSave:
         confirms: bool = False,
     ) -> None:
         self._path = path
-        self._together = together
+        self._group = group
+        self._session = group.session
         self._engine = engine
         self._durable = durable
         self._arena = ArenaOfSave(arena)
@@ -80,17 +76,15 @@ class PeerSave:
         self._paranoid = paranoid
         self._confirms = confirms
         self._spread = Spread()
-        self._own_files: list[Told] = []  # written, and not told yet
+        self._own_files: list[FileEntry] = []  # written, and not told yet
         made_paths: list[str] = []
         self._made_paths = made_paths
         self._pending = PendingSave(path, stats)
-        self._pending.around_parts(together.session.working)
-        self._pending.when_failed(together.session.fail)
+        self._pending.around_parts(group.session.working)
+        self._pending.when_failed(group.session.fail)
         self._pending.when_failed(lambda _: _remove_made(made_paths))
-        self._store: PeerStore | None = None
-        if together.stores is not None:
-            self._store = store = PeerStore(path, together.session.rank, together.stores)
-            self._pending.when_failed(store.abort)
+        self._store = FollowerStore(path, group.session.rank, group.stores)
+        self._pending.when_failed(self._store.abort)
 
     def save(
         self,
@@ -106,23 +100,23 @@ class PeerSave:
         """Write this rank's part of a file; returns when what may change at once is copied.
 
         Args:
-            obj: This rank's counterpart of what the first rank saves.
+            obj: This rank's counterpart of what the coordinator saves.
             name: Of the file, below the directory; "" if `path` is the file.
             owners: Whose storages are stable, and so replicas.
             look: `owners.look`, or what knows the answer.
-            checksum: As the first rank has it.
-            file_format: As the first rank has it.
-            metadata: As the first rank has it.
+            checksum: As the coordinator has it.
+            file_format: As the coordinator has it.
+            metadata: As the coordinator has it.
         """
         if self._pending.done():
             return  # a file before this one has failed
         started_s = time.monotonic()
         look = functools.cache(look)
         final_path = os.path.join(self._path, name) if name else self._path
-        with telling(self._together):
+        with telling(self._session):
             container = container_for(obj, final_path, checksum=checksum, file_format=file_format, metadata=metadata)
             found = look() if container.sources else None
-            share = OtherShare(container, replicas_in(container, found), self._together, name)
+            share = FollowerFile(container, replicas_in(container, found), self._group, name)
             capture, snapshot, size_bytes = self._capture(share, owners, look)
 
         def write() -> None:
@@ -146,54 +140,46 @@ class PeerSave:
         self._begin(capture, write)
         self._stats.stall_s += time.monotonic() - started_s
 
-    def save_guest(self, guest: Guest) -> None:
+    def save_produced(self, producer: FileProducer) -> None:
         """Have somebody else write this rank's part of files that are not of our making; returns as `save` does."""
         if self._pending.done():
             return
         started_s = time.monotonic()
-        with telling(self._together):
-            self._spread.expect_step(guest.owners.optimizers(), manual=guest.owners.gate == "manual")
-            held = guest.hold(self._arena, paranoid=self._paranoid, on_gate=self._stats.add_stall)
+        with telling(self._session):
+            self._spread.expect_step(producer.owners.optimizers(), manual=producer.owners.gate == "manual")
+            held = producer.hold(self._arena, paranoid=self._paranoid, on_gate=self._stats.add_stall)
             self._spread.add_file(held.snapshot, held.size_bytes)
-        site = Site(
+        site = WriteSite(
             directory=None,
             final_path=self._path,
-            session=self._together.session,
-            label=self._together.label,
+            session=self._session,
+            label=self._group.label,
             engine=self._engine,
             poll=self._pending.poll,
             made=self._made_paths.append,
+            write_small=None,
             stats=self._stats,
         )
 
         def write() -> None:
             begun_s = time.monotonic()
             self._pending.refuse_torn()
-            own_site = replace(site, directory=self._own_directory())
-            self._stats.bytes += sum(entry.size_bytes for entry in guest.write(own_site))
+            own_site = replace(site, directory=self._store.directory_for(self._session, self._group.label))
+            self._stats.bytes += sum(entry.size_bytes for entry in producer.write(own_site))
             self._stats.write_s += time.monotonic() - begun_s
 
         self._stats.plan_s += time.monotonic() - started_s
         self._begin(held.capture, write)
         self._stats.stall_s += time.monotonic() - started_s
 
-    def _own_directory(self) -> str | None:
-        """Find out with the first rank who sees whose files; return where to write if this rank does not see its."""
-        if self._store is None:
-            return None
-        self._together.session.tell(encoded({"guest": True, "name": f"{self._together.label}, sharded"}))
-        while not (said := decoded(self._together.session.hear(), 0)).get("ready"):
-            self._together.session.tell(encoded(self._store.reply(said)))
-        return self._store.directory(said)
-
     def _leave_made(self) -> None:
-        """Leave what this rank has made to the first one, before that may publish it.
+        """Leave what this rank has made to the coordinator, before that may publish it.
 
         Raises:
-            PeerError: Another rank has failed: what was made after the first one has removed its directory, only this
-                one removes.
+            PeerError: Another rank has failed: what was made after the coordinator has removed its directory, only
+                this one removes.
         """
-        self._together.session.check()
+        self._session.check()
         self._made_paths.clear()
 
     def add_own(
@@ -218,7 +204,7 @@ class PeerSave:
             return
         started_s = time.monotonic()
         final_path = os.path.join(self._path, name)
-        with telling(self._together):
+        with telling(self._session):
             container = container_for(obj, final_path, checksum=True, file_format=file_format, metadata=metadata)
             capture, snapshot, _ = self._capture(container, owners, owners.look)
             file = OwnFile(name, final_path, container, capture, snapshot)
@@ -227,31 +213,30 @@ class PeerSave:
         self._stats.stall_s += time.monotonic() - started_s
 
     def _write_own(self, file: OwnFile) -> None:
-        """Write an own file into the directory that the first rank offers, or into that of this rank's store."""
-        session = self._together.session
+        """Write an own file into the directory that the coordinator offers, or into that of this rank's store."""
+        session = self._session
         offer = decoded(session.offered(), 0)
         begun_s = time.monotonic()
         self._pending.refuse_torn()
         with preferring_failure_of_others(session):
-            directory = None if self._store is None else self._store.directory(offer)
-            told, used_engine = file.write(
-                offer["path"] if directory is None else directory,
+            entry, used_engine = file.write(
+                self._store.directory(offer) or offer["path"],
                 session.rank,
                 engine=self._engine,
                 durable=self._durable,
                 poll=checking(self._pending.poll, session),
                 made=self._made_paths.append,
             )
-        self._own_files.append(told)
+        self._own_files.append(entry)
         self._stats.engine = used_engine
-        self._stats.bytes += told[1]
+        self._stats.bytes += entry.size_bytes
         self._stats.write_s += time.monotonic() - begun_s
 
     def publish(self, after: Callable[[Mapping[str, Any]], None] | None = None) -> PendingSave:
-        """Return the save, done when the first rank has published it; no more files come.
+        """Return the save, done when the coordinator has published it; no more files come.
 
         Args:
-            after: Where this rank has published a store of its own: done at the end, given what the first rank says
+            after: Where this rank has published a store of its own: done at the end, given what the coordinator says
                 then ("steps" that are there, "metrics").
         """
         self._spread.begin()
@@ -260,7 +245,7 @@ class PeerSave:
 
     def abort(self, error: BaseException) -> None:
         """Give up; the other ranks learn why."""
-        self._together.session.fail(error)
+        self._session.fail(error)
         self._pending.cancel(error)
         self._lane.submit(lambda: self._pending.run(lambda: None))
 
@@ -271,24 +256,12 @@ class PeerSave:
             capture.release()
 
     def _end(self, after: Callable[[Mapping[str, Any]], None] | None) -> None:
-        session, store = self._together.session, self._store
         if self._confirms:
             self._leave_made()
-            session.tell(confirmation(self._own_files))
-        said = session.hear()
-        if store is not None and store.is_split:
-            self._pending.check()
-            store.publish(decoded(said, 0), asdict(self._stats), session.hear)
-            session.tell(b"")
-            said = session.hear()
-            if decoded(said, 0).get("undo"):
-                store.undo()
-                said = session.hear()  # why
-        session.finish()
-        if store is not None:
-            store.finish()
+            tell_own_files(self._session, self._own_files)
+        said = hear_published(self._session, self._store, asdict(self._stats), self._pending.check)
         self._pending.written()
-        if after is not None and store is not None and store.is_first():
+        if after is not None and self._store.is_first():
             after(decoded(said, 0))
         self._pending.succeed()
 
@@ -305,7 +278,7 @@ class PeerSave:
 
 
 def _remove_made(paths: list[str]) -> None:
-    """Remove what this rank has made: the first one may have removed its directory just before that was made."""
+    """Remove what this rank has made: the coordinator may have removed its directory just before that was made."""
     for path in reversed(paths):
         with suppress(StorageError):
             filesystem().unlink(path)

@@ -1,49 +1,70 @@
-"""`fp.save` and `fp.save_async` by several ranks: all of them write one file, the first one publishes it.
+"""Saves by the ranks of a process group: a file that all of them write, and a directory of such files.
 
-The file is planned and written by `shared_file`, made visible by `file_commit`, what the ranks say to each other goes
-through `coordination`. The ranks of a process group meet once, at its first save.
+The ranks of a group meet once, at its first save. What each does then: the coordinator `coordinator_file` and
+`coordinator_save`, the others `follower_file` and `follower_save`.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch.distributed as dist
 
 from fastpersist import _native
+from fastpersist.arguments import local_path
+from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.commit.file_commit import PendingFile
 from fastpersist.commit.filesystem import hint_at_make_parents
 from fastpersist.config import config_at
 from fastpersist.distributed.coordination import Ranks
-from fastpersist.distributed.follower_file import OtherShare
-from fastpersist.distributed.follower_save import PeerSave
+from fastpersist.distributed.coordinator_file import CoordinatorFile
+from fastpersist.distributed.coordinator_save import CoordinatorSave
+from fastpersist.distributed.follower_file import FollowerFile
+from fastpersist.distributed.follower_save import FollowerSave
 from fastpersist.distributed.partition import choose_writers
 from fastpersist.distributed.replica_check import replicas_in, replicas_of
-from fastpersist.distributed.shared_file import FirstShare, Together
-from fastpersist.errors import ConfigError, UnsupportedError
+from fastpersist.distributed.shared_file import SaveGroup
+from fastpersist.errors import ConfigError, SkippedError, UnsupportedError
+from fastpersist.formats.manifest import check_file_name
 from fastpersist.saving import file_save
 from fastpersist.saving.containers import Container
+from fastpersist.saving.directory_save import DirectorySave
+from fastpersist.saving.file_producer import FileProducer
 from fastpersist.saving.file_save import FileOptions, SaveReport
 from fastpersist.saving.ownership import Owners, Ownership
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_of_file
 from fastpersist.saving.work_queue import Lane
 from fastpersist.saving.write_file import WrittenFile, publish_file
+from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.pipeline import Poll
+from fastpersist.transfer.torch_boundary import untraced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Writers", "save_together", "save_together_async", "together_with", "tuned_writer_count"]
+__all__ = [
+    "PeerDirectorySave",
+    "Writers",
+    "directory_save_together",
+    "save_together",
+    "save_together_async",
+    "together_with",
+    "tuned_writer_count",
+]
 
 Writers: TypeAlias = Literal["auto", "all", "node"] | int
 """Which ranks write what is shared: see `partition.choose_writers`."""
+
+_directory_arena = Arena()
 
 _met: weakref.WeakKeyDictionary[ProcessGroup, tuple[Ranks, int | None]] = weakref.WeakKeyDictionary()
 
@@ -96,14 +117,14 @@ def tuned_writer_count(process_group: ProcessGroup, path: str) -> int | None:
 @contextmanager
 def together_with(
     process_group: ProcessGroup | None, path: str, writers: Writers, *, check_replicas: bool
-) -> Iterator[Together | None]:
+) -> Iterator[SaveGroup | None]:
     """Begin a save with all ranks of a group; what is raised in the block, they are told.
 
     Args:
         process_group: With whom.
         path: What is saved; its last part is the same on all ranks.
         writers: The ranks that write.
-        check_replicas: See `shared_file.Together`.
+        check_replicas: See `shared_file.SaveGroup`.
 
     Yields:
         With whom; None without a group, and with a group of one rank.
@@ -115,34 +136,32 @@ def together_with(
     session = ranks.begin(path)
     try:
         label = os.path.basename(os.path.abspath(path))
-        yield Together(session, label, choose_writers(writers, ranks.nodes, tuned_count), check_replicas)
+        yield SaveGroup(session, label, choose_writers(writers, ranks.nodes, tuned_count), check_replicas)
     except BaseException as error:
         session.fail(error)
         raise
 
 
-def save_together(obj: object, path: str, together: Together, options: FileOptions) -> SaveReport:
+def save_together(obj: object, path: str, group: SaveGroup, options: FileOptions) -> SaveReport:
     """Save an object with all ranks; see `api.save`. Each rank returns when the file is published."""
     started_s = time.monotonic()
     require_engine(options.engine)
     container = options.plan(obj, path)
-    with together.session.working():
-        if together.session.rank:
-            return _write_part(container, path, together, options.durable, options.engine, started_s)
+    with group.session.working():
+        if group.session.rank:
+            return _write_part(container, path, group, options.durable, options.engine, started_s)
         warn_of_file(container, obj)
-        return _write_and_publish(container, path, together, options, started_s)
+        return _write_and_publish(container, path, group, options, started_s)
 
 
-def save_together_async(
-    obj: object, path: str, owners: Owners, together: Together, options: FileOptions
-) -> PendingSave:
+def save_together_async(obj: object, path: str, owners: Owners, group: SaveGroup, options: FileOptions) -> PendingSave:
     """Save an object with all ranks while training goes on; see `api.save_async`."""
     arena = file_save.async_arena
-    if together.session.rank:
+    if group.session.rank:
         require_engine(options.engine)
-        peer = PeerSave(
+        follower = FollowerSave(
             path,
-            together,
+            group,
             engine=options.engine,
             durable=options.durable,
             arena=arena,
@@ -150,16 +169,16 @@ def save_together_async(
             stats=SaveStats(path=path),
         )
         checksum, file_format, metadata = options.checksum, options.file_format, options.metadata
-        peer.save(obj, "", owners, owners.look, checksum=checksum, file_format=file_format, metadata=metadata)
-        return peer.publish()
+        follower.save(obj, "", owners, owners.look, checksum=checksum, file_format=file_format, metadata=metadata)
+        return follower.publish()
 
     def share(container: Container, look: Callable[[], Ownership]) -> PublishedShare:
-        return PublishedShare(container, replicas_in(container, look() if container.sources else None), together)
+        return PublishedShare(container, replicas_in(container, look() if container.sources else None), group)
 
     return file_save.save_file_async(obj, path, owners, options, share=share)
 
 
-class PublishedShare(FirstShare):
+class PublishedShare(CoordinatorFile):
     """The first rank's share of a file that this rank publishes under a name of its own: a `file_save.SharedFile`."""
 
     def working(self) -> AbstractContextManager[None]:
@@ -173,7 +192,7 @@ class PublishedShare(FirstShare):
     def write_pending(
         self, file: PendingFile, *, engine: str, poll: Poll | None = None, snapshot: _native.Snapshot | None = None
     ) -> WrittenFile:
-        """Write this rank's share; see `FirstShare.write`."""
+        """Write this rank's share; see `CoordinatorFile.write`."""
         return self.write(
             file.fd, file.target.path, engine=engine, pending_path=file.path, poll=poll, snapshot=snapshot
         )
@@ -189,7 +208,7 @@ class PublishedShare(FirstShare):
 
 
 def _write_and_publish(
-    container: Container, path: str, together: Together, options: FileOptions, started_s: float
+    container: Container, path: str, group: SaveGroup, options: FileOptions, started_s: float
 ) -> SaveReport:
     target = options.target(path)
     if target.why_not_replaceable is not None:
@@ -200,7 +219,7 @@ def _write_and_publish(
     with hint_at_make_parents(path):
         file = PendingFile.create(target)
     try:
-        share = PublishedShare(container, replicas_of(container), together)
+        share = PublishedShare(container, replicas_of(container), group)
         planned_s = time.monotonic()
         published = publish_file(
             file,
@@ -220,14 +239,14 @@ def _write_and_publish(
 
 
 def _write_part(
-    container: Container, path: str, together: Together, durable: bool, engine: str, started_s: float
+    container: Container, path: str, group: SaveGroup, durable: bool, engine: str, started_s: float
 ) -> SaveReport:
-    share = OtherShare(container, replicas_of(container), together)
+    share = FollowerFile(container, replicas_of(container), group)
     planned_s = time.monotonic()
     used_engine = share.write(os.path.realpath(path), engine=engine, durable=durable)
     written_s = time.monotonic()
-    size_bytes = int(together.session.hear())
-    together.session.finish()
+    size_bytes = int(group.session.hear())
+    group.session.finish()
     ended_s = time.monotonic()
     return SaveReport(
         path=path,
@@ -238,3 +257,177 @@ def _write_part(
         sync_s=ended_s - written_s,
         total_s=ended_s - started_s,
     )
+
+
+# --- a directory
+
+
+def directory_save_together(
+    path: str | os.PathLike[str],
+    process_group: ProcessGroup,
+    *,
+    writers: Writers = "auto",
+    check_replicas: bool = False,
+    overwrite: Overwrite = False,
+    engine: str = "auto",
+    make_parents: bool = False,
+    pending_in: str | os.PathLike[str] | None = None,
+) -> DirectorySave | PeerDirectorySave:
+    """Make a DirectorySave with all ranks of a group, which save the same files in the same order.
+
+    Of each file, rank 0's object is saved. What an optimizer owns, or constant= names, is the same on all ranks, and
+    its storages of 1 MiB and more are written by all writers, each a part. A file with `own=True` is one rank's alone:
+    each rank writes its own ones, while the others write theirs, however many and with whatever names nobody else has.
+    All ranks call publish(), and the directory is visible when rank 0 has published it for all.
+
+    Args:
+        path: Its final name; rank 0's counts.
+        process_group: With whom; torch's group itself is used by the first call for it only.
+        writers: The ranks that write, as in `fastpersist.save`.
+        check_replicas: Compare all bytes of the replicas, as in `fastpersist.save`.
+        overwrite: As in `DirectorySave`; rank 0's counts, as of the options that follow.
+        engine: "auto", or an engine's name, which then never falls back; each rank's own.
+        make_parents: As in `DirectorySave`.
+        pending_in: As in `DirectorySave`.
+
+    Returns:
+        On rank 0, and with a group of one rank, a DirectorySave. On the other ranks its counterpart; there `path` is a
+        directory that is thrown away, and `add_bytes` adds nothing.
+
+    Raises:
+        ConfigError, StorageError: As by `DirectorySave`; the other ranks learn of it when they publish.
+
+    Thread safety: in the same order on all ranks.
+    """
+    final_path = os.path.abspath(local_path(path))
+    with together_with(process_group, final_path, writers, check_replicas=check_replicas) as group:
+        require_engine(engine)
+        if group is not None and group.session.rank:
+            return PeerDirectorySave(final_path, group, engine=engine)
+        return DirectorySave(
+            path,
+            overwrite=overwrite,
+            engine=engine,
+            make_parents=make_parents,
+            pending_in=pending_in,
+            _strategy=None if group is None else CoordinatorSave(group),
+        )
+
+
+class PeerDirectorySave:
+    """A follower's part of a `DirectorySave`; `directory_save_together` makes it. One thread uses it."""
+
+    def __init__(self, path: str, group: SaveGroup, *, engine: str) -> None:
+        self._final_path = path
+        self._scratch_path = tempfile.mkdtemp(prefix="fastpersist-")
+        self._names: set[str] = set()
+        self._closed = False
+        self._process = os.getpid()
+        self._follower = FollowerSave(
+            path,
+            group,
+            engine=engine,
+            durable=True,
+            arena=_directory_arena,
+            lane=Lane("fastpersist-save"),
+            stats=SaveStats(path=path),
+            confirms=True,
+        )
+
+    @property
+    def path(self) -> str:
+        """A directory that is thrown away: what others put there, rank 0 has too."""
+        return self._scratch_path
+
+    @untraced
+    def save(
+        self,
+        obj: object,
+        name: str,
+        optimizer: object = None,
+        *,
+        constant: object = (),
+        gate: str = "optimizer",
+        format: str = "auto",
+        metadata: Mapping[str, str] | None = None,
+        owners: Owners | None = None,
+        own: bool = False,
+    ) -> None:
+        """Write this rank's part of a file, or with `own` a file that no other rank has; see `DirectorySave.save`.
+
+        Raises:
+            ConfigError: The name is no relative file name or is taken, or the format cannot hold the object.
+        """
+        self._check_new(name)
+        owners = owners or Owners(optimizer, constant, gate)
+        if own:
+            self._follower.add_own(obj, name, owners, file_format=format, metadata=metadata)
+        else:
+            self._follower.save(obj, name, owners, owners.look, file_format=format, metadata=metadata)
+        self._names.add(name)
+
+    def save_produced(self, producer: FileProducer) -> None:
+        """Have somebody else write this rank's part of files; see `DirectorySave.save_produced`."""
+        self._refuse_closed()
+        self._follower.save_produced(producer)
+
+    def add_bytes(self, name: str, data: bytes) -> None:
+        """Add nothing: rank 0's bytes are those that count.
+
+        Raises:
+            ConfigError: The name is no relative file name or is taken.
+        """
+        self._check_new(name)
+        self._names.add(name)
+
+    def publish(
+        self,
+        *,
+        durable: bool = True,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        after: Callable[[], None] | None = None,
+        apart: bool = False,
+    ) -> PendingSave:
+        """Return the save, done when rank 0 has published; the arguments are for rank 0, and do not count here.
+
+        Raises:
+            ConfigError: It was published or aborted before.
+        """
+        self._close()
+        return self._follower.publish()
+
+    def abort(self) -> None:
+        """Give up, on all ranks. May be called again, and does nothing after publish()."""
+        if not self._closed:
+            self._close()
+            self._follower.abort(SkippedError(f"{self._final_path} was given up before it was published"))
+
+    def __enter__(self) -> PeerDirectorySave:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and not self._closed:
+            self._close()
+            self._follower.abort(error)
+        self.abort()
+
+    def __del__(self) -> None:
+        # A forked child has no part in it, and the scratch directory is its parent's.
+        if not getattr(self, "_closed", True) and self._process == os.getpid():
+            self.abort()
+
+    def _close(self) -> None:
+        self._refuse_closed()
+        self._closed = True
+        shutil.rmtree(self._scratch_path, ignore_errors=True)
+
+    def _check_new(self, name: str) -> None:
+        self._refuse_closed()
+        check_file_name(name)
+        if name in self._names:
+            raise ConfigError(f"{name} is in {self._final_path} already")
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ConfigError(f"{self._final_path} was published or aborted already")

@@ -12,19 +12,9 @@ from typing import Any
 
 from fastpersist.errors import ConfigError
 
-__all__ = ["is_dead", "loopback_place", "own_hosts", "own_process", "own_version", "refuse_other_versions"]
+__all__ = ["is_dead", "loopback_place", "own_hosts", "own_process", "refuse_other_versions"]
 
 _log = logging.getLogger("fastpersist")
-
-
-def own_version() -> str:
-    """Return the version of this package, as manifests record it."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("fastpersist")
-    except PackageNotFoundError:  # imported from a source tree
-        return "unknown"
 
 
 def own_process() -> tuple[int, str, str]:

@@ -2,13 +2,14 @@
 
 In a session,
 
-    others → first   tell(message)   … gather() returns one message of each rank
-    first → others   answer(message), or answer_each(messages) … hear() returns it
+    followers → coordinator   tell(message)   … gather() returns one message of each rank
+    coordinator → followers   answer(message), or answer_each(messages) … hear() returns it
 
-These have an order, and both sides are in it at the same time. One thing the first rank *offers* beside that order:
-another rank that needs it calls offered(), which asks for it, and the first one answers whenever it looks at its
-connections, so also while it writes. A save in which nobody asks costs no message for it. What the messages mean is
-`shared_file`'s affair, what is offered `rank_files`'.
+These have an order, and both sides follow it. Beside that order the coordinator, rank 0, *offers* one thing: the place
+where the ranks write files of their own. A follower that needs it calls offered(), which asks for it, and the
+coordinator answers whenever it looks at its connections, so also while it writes. A save in which nobody asks costs no
+message for it. docs/explanation/ranks.md shows all messages; their contents are in `file_agreement`,
+`commit_agreement`, `node_local` and `dcp.plan_agreement`.
 
 A rank that fails tells rank 0, which tells all others at once who it was: their next call raises `PeerError`.
 """
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from fastpersist.distributed.connections import ASK, FRAME_BYTES, MESSAGE_LIMIT_BYTES, OFFER, Connections
-from fastpersist.distributed.failing import Failure, named
+from fastpersist.distributed.messages import Failure, named
 from fastpersist.errors import CoordinationError, InternalError
 
 __all__ = ["PULSE_THREAD", "WAKE_S", "Line", "Session"]

@@ -52,7 +52,7 @@ import torch.distributed as dist
 from fastpersist import _native
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.distributed.failing import error_as_json, error_from_json
+from fastpersist.distributed.messages import error_as_json, error_from_json
 from fastpersist.distributed.partition import CUT_BYTES_MIN
 from fastpersist.errors import (
     AgreementTimeoutError,

@@ -76,7 +76,7 @@ Part: TypeAlias = Literal | Stored | Checksum
 class Container(Protocol):
     """A file about to be written: which bytes lie where.
 
-    `parts` says what can be written as soon as it is reached, `closing` the rest, which depends on all CRCs. Together
+    `parts` says what can be written as soon as it is reached, `closing` the rest, which depends on all CRCs. SaveGroup
     they are the whole file, each byte once.
     """
 

@@ -545,7 +545,7 @@ def test_rank_that_loses_its_connection_when_all_is_told_takes_nothing_from_a_st
 
         def told_and_lost(session: Session, message: bytes) -> None:
             tell(session, message)
-            if b'"extra"' in message:
+            if b'"own"' in message:
                 wait_until((tmp_path / "all_is_told").exists)
                 raise fp.PeerError("the connection was lost", rank=0, subject="step 1")
 

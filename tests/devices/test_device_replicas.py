@@ -17,7 +17,7 @@ from support.sessions import ThreadSession, run_threads
 
 from fastpersist import _native
 from fastpersist.distributed.replica_check import replicas_of, sums_of
-from fastpersist.distributed.shared_file import Share, Together
+from fastpersist.distributed.shared_file import SaveGroup, Share
 from fastpersist.errors import DeviceError
 from fastpersist.saving.containers import container_for
 
@@ -123,7 +123,7 @@ def test_ranks_with_their_replicas_on_devices_are_compared(stage: Stage, place: 
 
     def work(session: ThreadSession) -> None:
         container = container_for(states[session.rank], "x.pt", checksum=True)
-        together = Together(session, "x.pt", [0], True)  # type: ignore[arg-type]
+        together = SaveGroup(session, "x.pt", [0], True)  # type: ignore[arg-type]
         sums.append(Share(container, replicas_of(container), together)._digest())
 
     for stream in (0, 1):

@@ -24,9 +24,8 @@ from support.leaks import Inventory, take_inventory
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.checkpointer import checkpointer
-from fastpersist.distributed import directory_save
 from fastpersist.loading import unpickle
-from fastpersist.saving import file_save, write_file
+from fastpersist.saving import directory_save, file_save, write_file
 from fastpersist.transfer import cuda, gpudirect
 from fastpersist.transfer.arena import Arena
 

@@ -35,7 +35,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 import fastpersist as fp
 from fastpersist.commit.filesystem import Filesystem, using
-from fastpersist.distributed.follower_file import OtherShare
+from fastpersist.distributed.follower_file import FollowerFile
 from fastpersist.integrations.huggingface import FastPersistCallback, attach
 from fastpersist.integrations.redirecting import saves_into
 
@@ -125,14 +125,14 @@ def assert_even(bytes_by_rank: list[int], file_count: int) -> None:
 def test_both_ranks_write_their_half_and_the_files_are_those_of_one(tmp_path: Path, alone: Path, way: str) -> None:
     def work(rank: int) -> Any:
         has_stepped = threading.Event()
-        write = OtherShare.write
+        write = FollowerFile.write
 
-        def late(self: OtherShare, path: str, **options: Any) -> str:
+        def late(self: FollowerFile, path: str, **options: Any) -> str:
             if path.endswith("checkpoint-2/model.safetensors"):
                 assert has_stepped.wait(PATIENCE_S)  # the step has copied what is not written yet
             return write(self, path, **options)
 
-        OtherShare.write = late  # type: ignore[method-assign]
+        FollowerFile.write = late  # type: ignore[method-assign]
         trainer = two_rank_trainer()
         if way == "attach":
             pending = attach(trainer).pending

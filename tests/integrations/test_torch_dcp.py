@@ -220,7 +220,7 @@ def test_parts_are_not_read_again_for_the_manifest(tmp_path: Path, monkeypatch: 
     def adopted(*_: Any) -> None:
         raise AssertionError("it reads what was written")
 
-    monkeypatch.setattr(fp.DirectorySave, "_adopt", adopted)
+    monkeypatch.setattr("fastpersist.saving.directory_files.DirectoryFiles._read", adopted)
     save(make_state(), tmp_path / "checkpoint")
     assert fp.verify(tmp_path / "checkpoint").ok
 

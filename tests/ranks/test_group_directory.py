@@ -17,7 +17,7 @@ from support.sameness import assert_same
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.distributed.follower_file import OtherShare
+from fastpersist.distributed.follower_file import FollowerFile
 
 SIZES = (400_000, 300_001, 5_000, 7)
 
@@ -69,16 +69,16 @@ def test_steps_wait_for_files_that_come_after_one_that_is_done(tmp_path: Path) -
 
     def work(rank: int, count: int) -> Any:
         first_is_done, has_stepped = threading.Event(), threading.Event()
-        write = OtherShare.write
+        write = FollowerFile.write
 
-        def slow(self: OtherShare, *arguments: Any, **options: Any) -> str:
+        def slow(self: FollowerFile, *arguments: Any, **options: Any) -> str:
             if first_is_done.is_set():
                 assert has_stepped.wait(PATIENCE_S)
             used = write(self, *arguments, **options)
             first_is_done.set()
             return used
 
-        OtherShare.write = slow  # type: ignore[method-assign]
+        FollowerFile.write = slow  # type: ignore[method-assign]
         run = Run(SIZES).advance()
         with fp.directory_save_together(path, dist.group.WORLD) as files:
             files.save(run.model.state_dict(), "model.pt", run.optimizer)

@@ -15,7 +15,7 @@ from support.runs import Run
 from support.store_runs import SIZES, checkpoints_at, step_path
 
 import fastpersist as fp
-from fastpersist.distributed.node_local.detection import PeerStore, Stores
+from fastpersist.distributed.node_local.detection import Stores, StoreSeeker
 
 
 def save_twice(rank: int, count: int, roots: list[Path], make_between: Path | None) -> list[str]:
@@ -76,7 +76,7 @@ def test_parents_are_made_where_all_ranks_see_them(tmp_path: Path) -> None:
 def test_error_of_the_disk_is_raised_and_makes_no_other_file_system_of_it(tmp_path: Path, broken: str) -> None:
     root = tmp_path / "runs" / "a"
     root.parent.mkdir()
-    peer = PeerStore(os.fspath(root / "step-00000001"), 1, Stores(lambda: pytest.fail("the root is made")))
+    follower = StoreSeeker(os.fspath(root / "step-00000001"), 1, Stores(lambda: pytest.fail("the root is made")))
     stat = os.stat
 
     def fail(path: str, *arguments: object, **options: object) -> os.stat_result:
@@ -86,6 +86,6 @@ def test_error_of_the_disk_is_raised_and_makes_no_other_file_system_of_it(tmp_pa
 
     with mock.patch("os.stat", fail), mock.patch("os.lstat", fail):
         with pytest.raises(fp.StorageError, match=broken) as raised:
-            peer.reply({"look": ".step-00000001.pending-token", "first_ranks": None, "overwrite": False})
+            follower.reply({"look": ".step-00000001.pending-token", "first_ranks": None, "overwrite": False})
     assert raised.value.errno == errno.ESTALE
     assert not root.exists()

@@ -24,8 +24,9 @@ from fastpersist import _native
 from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.distributed import group_save
 from fastpersist.distributed.coordination import Ranks
+from fastpersist.distributed.messages import encoded
 from fastpersist.distributed.sessions import Session
-from fastpersist.distributed.shared_file import encoded
+from fastpersist.saving.directory_files import DirectoryFiles
 
 SIZES = (400_000, 300_001, 7)
 SHORT_S = 1.0
@@ -161,7 +162,7 @@ def test_own_files_need_no_other_file_and_no_other_rank_to_have_some(
 
     def work(rank: int, count: int) -> None:
         unread = mock.Mock(side_effect=AssertionError("it is known, and not read for its CRC"))
-        with mock.patch.object(fp.DirectorySave, "_adopt", unread):
+        with mock.patch.object(DirectoryFiles, "_read", unread):
             save_own(path, rank, names_by_rank.get(rank, [])).result()
 
     run_ranks(3, work)

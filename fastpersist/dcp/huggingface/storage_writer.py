@@ -42,11 +42,11 @@ from fastpersist.dcp.huggingface.shared_windows import (
     make_windows,
     windowed,
 )
-from fastpersist.distributed.directory_save import DirectorySave
 from fastpersist.distributed.partition import common_block_bytes
 from fastpersist.distributed.peers import loopback_place, own_process
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME
+from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
 from fastpersist.transfer.engine_selection import require_engine
 

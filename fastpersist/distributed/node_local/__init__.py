@@ -1,1 +1,1 @@
-"""Steps on disks that not all ranks share: which ranks share what, and the exchange of bytes between them."""
+"""Ranks that share no file system: found out, saved in parts, published in each store, loaded from all of them."""

@@ -1,20 +1,20 @@
-"""Ranks that share no file system: who sees whose files is found out, and each file system gets its part of a save.
+"""Ranks that share no file system: who sees whose files is found out, and where each rank writes.
 
 A *store* is a file system as the ranks see it: those that find one another's files below their own root. Its *first
-rank* is the lowest of them, which makes the pending directory there and publishes it; rank 0 is that of store 0. What
-lies in each store is formats/parts.py's. Nothing is configured. The name of rank 0's pending directory is a token
-that nobody can guess: whoever finds it below its own root shares its file system. In the session of a save, between
-the plans and rank 0's *go* (`shared_file`):
+rank* is the lowest of them, which makes the pending directory there and publishes it (`publishing`); the coordinator,
+rank 0, is that of store 0. Nothing is configured. The name of rank 0's pending directory is a token that nobody can
+guess: whoever finds it below its own root shares its file system. In the session of a save, between the plans and
+rank 0's *go* (`file_agreement`):
 
-    first → others   look    the name; ranks that do not find it make a pending directory of their own
-    others → first   seen    whether they do; the name of their own directory, and their host; or which directory above
-                             their root is not there
-    first → others   find    if some do not: the names of all those directories; the first that a rank finds, by rank,
-                             is that of its store's first rank. The others remove theirs
-    others → first   found   which rank that is
+    coordinator → followers   look    the name; ranks that do not find it make a pending directory of their own
+    followers → coordinator   seen    whether they do; the name of their own directory, and their host; or which
+                                      directory above their root is not there
+    coordinator → followers   find    if some do not: the names of all those directories; the first that a rank finds,
+                                      by rank, is that of its store's first rank. The others remove theirs
+    followers → coordinator   found   which rank that is
 
-Where guests write (`file_producer`), there are no plans here: the others first say that they come, and hear *ready* at
-the end, with what *go* says of stores.
+Where somebody else writes the files (`saving.file_producer`) there are no plans before that: the followers first say
+that they come, and hear *ready* at the end, with what *go* says of stores.
 
 A file system that is not mounted looks like one that is not shared. So directories above the root are made on a shared
 file system only: where some ranks do not see what rank 0 has made, they must have been there on all of these ranks and
@@ -23,65 +23,33 @@ on rank 0, or the save fails, and rank 0 removes the directories that it has mad
 Rank 0 keeps the answer. If there is one store, it does not ask again: saves go their usual way, and a rank that does
 not find what it should fails the save. If there are several, the first ranks are known and are asked to *look* only,
 so that they make their directories. A save that failed makes rank 0 ask anew.
-
-When all parts are durable, they become visible, rank 0's last:
-
-    first → others   commit  what the manifests are to say, and how long the small files are that each store gets
-    first → firsts   …       the bytes of these files, in pieces, to the first rank of each other store
-    others → first   published; the first rank of each store has written its manifest and renamed its directory
-    first → others   end     rank 0 has renamed its own. From here on the step is committed
-
-So a step that rank 0's store has is whole in all stores. What a save that died between the renames has left in other
-stores is no committed step: rank 0's store knows nothing of it, loads go back over it, and the next save of that step
-replaces it. Older steps are removed after the end only, and other stores count only steps that rank 0's has. Where a
-step was replaced, they keep the old directory until the end, under a hidden name; `split_step` finds it there. The next
-save sweeps it: who was killed right there, and right there again, has the steps before it.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
-import platform
-import secrets
 import socket
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-import torch
-
-from fastpersist import _native
 from fastpersist.commit.directory_commit import PendingDirectory
-from fastpersist.commit.filesystem import filesystem, is_there, make_directories, storage_errors
+from fastpersist.commit.filesystem import filesystem, is_there, make_directories
 from fastpersist.commit.locks import ROOT_LOCK_NAME
-from fastpersist.commit.removal import remove_directory, remove_replaced
-from fastpersist.distributed.coordination import Session
-from fastpersist.distributed.peers import own_version
-from fastpersist.errors import CoordinationError, FastPersistError, PeerError, StorageError
-from fastpersist.formats.byte_ranges import Extent
-from fastpersist.formats.manifest import CheckpointManifest, FileEntry, encode_manifest, writer_of
-from fastpersist.formats.split_manifest import (
-    PARTS_NAME,
-    Part,
-    PartsRecord,
-    SplitFile,
-    Store,
-    encode_parts,
-    part_name,
-)
+from fastpersist.distributed.messages import decoded, encoded
+from fastpersist.distributed.sessions import Session
+from fastpersist.errors import CoordinationError, FastPersistError, StorageError
+from fastpersist.formats.split_manifest import PARTS_NAME
 
-__all__ = ["PeerStore", "Split", "SplitShares", "Stores", "check_lengths", "find_stores", "manifest_now"]
+__all__ = ["Say", "StoreMap", "StoreSeeker", "Stores", "find_stores", "find_stores_for_producer"]
 
 _log = logging.getLogger("fastpersist")
 
-_PIECE_BYTES = 16 << 20  # of one message
-_TOLD_STATS = ("bytes", "stall_s", "plan_s", "write_s", "sync_s", "engine")
+Say: TypeAlias = Callable[[dict[str, Any]], list[dict[str, Any]]]
+"""Sends a message to all followers, and returns their answers by rank; what stands for this rank is empty."""
 
 
 class Stores:
@@ -147,75 +115,24 @@ class Stores:
                     filesystem().remove_directory(directory)
 
 
-# ------------------------------------------------------------------------------------------- the first rank
-
-
 @dataclass(frozen=True, slots=True)
-class SplitShares:
-    """What the ranks have written of a file that lies in parts.
+class StoreMap:
+    """Which stores there are in a save, if several.
 
     Attributes:
-        name: Of the file.
-        size_bytes: Its length.
-        crc32: Of the whole file.
-        extents: By rank, where its bytes belong.
-        crcs: By rank, the CRC of its part.
-    """
-
-    name: str
-    size_bytes: int
-    crc32: int | None
-    extents: Mapping[int, Sequence[Extent]]
-    crcs: Mapping[int, int | None]
-
-    def entry(self, rank: int) -> FileEntry:
-        """Return what a manifest says of a rank's part."""
-        size_bytes = sum(extent.size_bytes for extent in self.extents[rank])
-        return FileEntry(part_name(self.name, rank), size_bytes, self.crcs[rank])
-
-
-@dataclass(slots=True)
-class Split:
-    """A save into several stores, as rank 0 knows it.
-
-    Attributes:
-        token: Of the save.
         first_ranks: By rank, the first rank of its store.
         hosts: By rank.
         name: Of rank 0's pending directory.
         names: By first rank, that of each other store's.
-        files: Those that were written.
-        own_entries: By rank, files of its own.
-        common: By name, small files of rank 0 that each store gets.
     """
 
-    token: str
     first_ranks: list[int]
     hosts: list[str]
     name: str
     names: dict[int, str]
-    files: list[SplitShares] = field(default_factory=list)
-    own_entries: dict[int, list[FileEntry]] = field(default_factory=dict)
-    common: dict[str, bytes] = field(default_factory=dict)
-
-    def takes(self, entry: FileEntry) -> bool:
-        """Note a file that somebody has written; tell whether it lies in the first store."""
-        rank = writer_of(entry.name)
-        if rank is None:
-            self.common[entry.name] = b""
-            return True
-        if not self.is_first(rank):
-            self.own_entries.setdefault(rank, []).append(entry)
-        return self.is_first(rank)
-
-    def read_common(self, path: str) -> None:
-        """Read what each store gets, from rank 0's pending directory."""
-        for name in self.common:
-            with storage_errors("reading", os.path.join(path, name)), open(os.path.join(path, name), "rb") as file:
-                self.common[name] = file.read()
 
     def go(self) -> dict[str, Any]:
-        """Return what the others are told of where they write."""
+        """Return what the followers are told of where they write."""
         names = {"0": self.name, **{str(rank): name for rank, name in self.names.items()}}
         return {"first_ranks": self.first_ranks, "names": names}
 
@@ -223,82 +140,25 @@ class Split:
         """Tell whether a rank is of the first store."""
         return self.first_ranks[rank] == 0
 
-    def entries_of(self, first_rank: int) -> list[FileEntry]:
-        """Return what the manifest of a store says of its ranks' files."""
-        ranks = self._ranks_of(first_rank)
-        found = [file.entry(rank) for file in self.files for rank in ranks if rank in file.extents]
-        return found + [entry for rank in ranks for entry in self.own_entries.get(rank, ())]
-
-    def record_of(self, first_rank: int) -> bytes:
-        """Return the PARTS.json of a store."""
-        firsts = sorted(set(self.first_ranks))
-        stores = tuple(Store(tuple(self._ranks_of(first)), self.hosts[first]) for first in firsts)
-        ranks = self._ranks_of(first_rank)
-        files = tuple(
-            SplitFile(
-                file.name,
-                file.size_bytes,
-                file.crc32,
-                tuple(Part(rank, tuple(file.extents[rank])) for rank in ranks if rank in file.extents),
-            )
-            for file in self.files
-        )
-        return encode_parts(PartsRecord(self.token, stores, firsts.index(first_rank), files))
-
-    def commits(
-        self, step: int | None, metrics: Mapping[str, float], commit_number: int | None, *, durable: bool
-    ) -> list[bytes]:
-        """Return what each rank is told when all parts are durable: something for the first rank of each store."""
-        found = [b"{}"] * len(self.first_ranks)
-        for rank in self.names:
-            found[rank] = json.dumps(
-                {
-                    "step": step,
-                    "metrics": dict(metrics),
-                    "commit_number": commit_number,
-                    "durable": durable,
-                    "rank_count": len(self.first_ranks),
-                    "entries": [[entry.name, entry.size_bytes, entry.crc32] for entry in self.entries_of(rank)],
-                    "record": self.record_of(rank).decode(),
-                    "common": {name: len(data) for name, data in self.common.items()},
-                }
-            ).encode()
-        return found
-
-    def send_common(self, session: Session) -> None:
-        """Send what each store gets to their first ranks, behind `commits`; `.metadata` may be longer than a message.
-
-        Raises:
-            CoordinationError: As by the session.
-        """
-        for data in self.common.values():
-            for start in range(0, len(data), _PIECE_BYTES):
-                session.answer_some(self.names, data[start : start + _PIECE_BYTES])
-
-    def let_others_undo(self, session: Session, path: str) -> None:
-        """Rank 0 could not publish: tell the other stores, which have, unless it is visible all the same."""
-        with suppress(FastPersistError, OSError):
-            visible = Path(path, PARTS_NAME)
-            if not visible.exists() or self.token not in visible.read_text(encoding="utf-8", errors="replace"):
-                session.answer(json.dumps({"undo": True}).encode())
-
-    def _ranks_of(self, first_rank: int) -> list[int]:
+    def ranks_of(self, first_rank: int) -> list[int]:
+        """Return the ranks of a store."""
         return [rank for rank, first in enumerate(self.first_ranks) if first == first_rank]
 
 
-def find_stores(
-    say: Callable[[dict[str, Any]], list[dict[str, Any]]], known: Stores, directory: str, *, overwrite: bool
-) -> Split | None:
-    """Find out which ranks see one another's files; on rank 0, while the others are in `PeerStore.reply`.
+# --- look, seen, find, found: the coordinator's end, then the followers'
+
+
+def find_stores(say: Say, known: Stores, directory: str, *, overwrite: bool) -> StoreMap | None:
+    """Find out which ranks see one another's files; on rank 0, while the others are in `StoreSeeker.reply`.
 
     Args:
-        say: Sends a message to all other ranks, and returns their answers by rank; what stands for this one is empty.
+        say: Asks all followers.
         known: What is known, and will be.
         directory: Rank 0's pending directory.
         overwrite: Other stores, too, may replace a checkpoint of that name.
 
     Returns:
-        How the save is split; None where all ranks see one file system.
+        Which stores there are; None where all ranks see one file system.
 
     Raises:
         StorageError: Some ranks see other file systems, and a directory above the root was not there.
@@ -333,29 +193,56 @@ def find_stores(
             )
     if not names:
         return None
-    return Split(secrets.token_hex(16), first_ranks, known.hosts, name, names)
+    return StoreMap(first_ranks, known.hosts, name, names)
 
 
-# ------------------------------------------------------------------------------------------- the others
+def find_stores_for_producer(session: Session, label: str, find: Callable[[Say], dict[str, Any]]) -> None:
+    """Find out who sees whose files before a producer writes; on rank 0, while the others are in `directory_for`.
+
+    Args:
+        session: With the followers.
+        label: What all ranks mean that save the same.
+        find: Does so, given what asks all followers; returns what *go* says of stores.
+
+    Raises:
+        CoordinationError: A follower saves its state in another way.
+        Exception: What `find` raises.
+    """
+
+    def hear() -> list[dict[str, Any]]:
+        return [decoded(answer, rank) for rank, answer in enumerate(session.gather(b"{}"))]
+
+    def say(message: dict[str, Any]) -> list[dict[str, Any]]:
+        session.answer(encoded(message))
+        return hear()
+
+    for rank, said in enumerate(hear()):
+        if rank and not said.get("guest"):
+            raise CoordinationError(
+                f"the ranks do not save the same in the same way: {label} is sharded on rank 0, and "
+                f"{said.get('name')} is not on rank {rank}"
+            )
+    session.answer(encoded({"ready": True, **find(say)}))
 
 
-class PeerStore:
-    """The store of a rank that is not rank 0, in one save. The thread that writes uses it.
+class StoreSeeker:
+    """A follower's store in one save: found, and where to write in it. The thread that writes uses it.
 
     Args:
         path: The final name of the directory, below this rank's own root.
         rank: This rank.
-        stores: Of its Checkpointer.
+        stores: Of its Checkpointer; None: all ranks need the same file system.
+
+    Attributes:
+        is_split: Whether there are several stores.
     """
 
-    def __init__(self, path: str, rank: int, stores: Stores) -> None:
+    def __init__(self, path: str, rank: int, stores: Stores | None) -> None:
         self._path = os.path.abspath(path)
         self._rank = rank
         self._stores = stores
         self._pending: PendingDirectory | None = None
         self._overwrite = False
-        self._replaced: str | None = None
-        self._published = False
         self.is_split = False
 
     def reply(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -380,6 +267,15 @@ class PeerStore:
         name = None if self._pending is None else os.path.basename(self._pending.path)
         return {"sees": sees, "name": name, "host": socket.gethostname(), "absent": absent}
 
+    def directory_for(self, session: Session, label: str) -> str | None:
+        """Find the stores before a producer writes, with rank 0 in `find_stores_for_producer`; else as `directory`."""
+        if self._stores is None:
+            return None
+        session.tell(encoded({"guest": True, "name": f"{label}, sharded"}))
+        while not (said := decoded(session.hear(), 0)).get("ready"):
+            session.tell(encoded(self.reply(said)))
+        return self.directory(said)
+
     def directory(self, go: Mapping[str, Any]) -> str | None:
         """Return where this rank writes its parts and its own files; None where all see one file system.
 
@@ -388,7 +284,7 @@ class PeerStore:
         """
         split = go.get("split")
         if split is None:
-            self.abort()
+            self._give_back()
             return None
         self.is_split = True
         first = int(split["first_ranks"][self._rank])
@@ -397,79 +293,12 @@ class PeerStore:
             raise self._changed(first)
         return os.path.join(os.path.dirname(self._path), name)
 
-    def publish(self, commit: Mapping[str, Any], stats: Mapping[str, Any], hear: Callable[[], bytes]) -> None:
-        """Make this store's directory visible, on its first rank.
-
-        Args:
-            commit: What rank 0 tells.
-            stats: For the manifest.
-            hear: Returns what rank 0 tells next.
-
-        Raises:
-            ConfigError, StorageError: As `PendingDirectory.publish`.
-            CoordinationError: Rank 0 sends something else than it has told.
-            PeerError: As the session does.
-        """
-        pending = self._pending
-        if pending is None:
-            return
-        durable = bool(commit["durable"])
-        small = {str(name): _joined(hear, int(size_bytes)) for name, size_bytes in commit["common"].items()}
-        small[PARTS_NAME] = str(commit["record"]).encode()
-        entries = [FileEntry(str(name), int(size), crc) for name, size, crc in commit["entries"]]
-        check_lengths(pending.path, self._path, entries)
-        entries += [write_small(pending, name, data, durable=durable) for name, data in small.items()]
-        manifest = manifest_now(
-            entries,
-            step=commit["step"],
-            metrics=commit["metrics"],
-            rank_count=int(commit["rank_count"]),
-            stats={name: value for name, value in stats.items() if name in _TOLD_STATS},
-            commit_number=commit["commit_number"],
-        )
-        self._replaced = pending.publish(
-            encode_manifest(manifest),
-            durable=durable,
-            overwrite=self._may_replace(),
-            keep_replaced=True,  # it is what is committed, until rank 0 has published
-        )
-        self._published = True
-
-    def finish(self) -> None:
-        """Rank 0 has published: remove what was replaced."""
-        if self._replaced is not None:
-            remove_replaced(self._replaced)
-            self._replaced = None
-
-    def undo(self) -> None:
-        """Rank 0 has not published: what this rank has made visible was never committed. May be called again."""
-        if not self._published:
-            return
-        self._published = False
-        try:
-            if self._replaced is not None:
-                filesystem().exchange(self._replaced, self._path)
-                filesystem().sync_directory(os.path.dirname(self._path))
-                remove_replaced(self._replaced)
-            else:
-                remove_directory(self._path)
-        except FastPersistError as error:
-            _log.warning("%s was never committed, and stays: %s", self._path, error)
-
     def is_first(self) -> bool:
         """Tell whether this rank publishes for its store."""
         return self._pending is not None
 
-    def abort(self, error: BaseException | None = None) -> None:
-        """Remove the pending directory, if it is this rank's. May be called again.
-
-        Args:
-            error: Why. If it is published here, and another rank than rank 0 has failed, rank 0 has not published:
-                then that is undone. Of its own failure it has told, if it could.
-        """
-        if self._published and isinstance(error, PeerError) and error.rank > 0:
-            self.undo()
-        elif self._pending is not None:
+    def _give_back(self) -> None:
+        if self._pending is not None:
             self._pending.abort()
 
     def _find(self, names: Mapping[int, str]) -> int:
@@ -477,7 +306,7 @@ class PeerStore:
             return 0
         first = next((rank for rank in sorted(names) if rank < self._rank and self._sees(names[rank])), self._rank)
         if first == self._rank:
-            self._stores.own_root()
+            self._own_root()
         else:
             self._pending.abort()
             self._pending = None
@@ -486,8 +315,12 @@ class PeerStore:
     def _make(self, *, own_root_first: bool) -> None:
         make_directories(os.path.dirname(self._path))
         if own_root_first:
-            self._stores.own_root()
+            self._own_root()
         self._pending = PendingDirectory.create(self._path, overwrite=self._may_replace())
+
+    def _own_root(self) -> None:
+        if self._stores is not None:
+            self._stores.own_root()
 
     def _may_replace(self) -> bool:
         """Parts are nobody's without rank 0's: of a save that died, or of a step that is damaged there."""
@@ -506,16 +339,6 @@ class PeerStore:
         )
 
 
-def _joined(hear: Callable[[], bytes], size_bytes: int) -> bytes:
-    """Hear the pieces of a file."""
-    pieces: list[bytes] = []
-    while (left_bytes := size_bytes - sum(map(len, pieces))) > 0:
-        pieces.append(hear())
-        if not 0 < len(pieces[-1]) <= left_bytes:
-            raise CoordinationError("rank 0 sends a file that is not as long as it has said")
-    return b"".join(pieces)
-
-
 def _absent_above(root: str) -> str | None:
     """Return the highest directory above a root that is not there; None if all are."""
     absent = None
@@ -523,68 +346,3 @@ def _absent_above(root: str) -> str | None:
     while not is_there(above):
         absent, above = above, os.path.dirname(above)
     return absent
-
-
-# ------------------------------------------------------------------------------------------- both
-
-
-def write_small(pending: PendingDirectory, name: str, data: bytes, *, durable: bool) -> FileEntry:
-    """Write a small file of a pending directory, and sync it."""
-    path = os.path.join(pending.final_path, name)
-    fd = pending.create_file(name)
-    try:
-        filesystem().write(fd, data, path)
-        if durable:
-            filesystem().sync(fd, path)
-    finally:
-        pending.close_file(fd)
-    return FileEntry(name, len(data), _native.crc32(data))
-
-
-def check_lengths(path: str, final_path: str, entries: Iterable[FileEntry]) -> None:
-    """Check files that others have written, before they are published.
-
-    Raises:
-        StorageError: One is missing, or has another length.
-    """
-    for entry in entries:
-        try:
-            size_bytes = os.stat(os.path.join(path, entry.name)).st_size
-        except OSError as error:
-            told = f"cannot save {final_path}: {entry.name} cannot be read: {error.strerror}"
-            raise StorageError(error.errno, told, final_path) from error
-        if size_bytes != entry.size_bytes:
-            told = f"{entry.name} has {size_bytes} bytes, and its writer wrote {entry.size_bytes}"
-            raise StorageError(None, f"cannot save {final_path}: {told}", final_path)
-
-
-def manifest_now(
-    files: Iterable[FileEntry],
-    *,
-    step: int | None,
-    metrics: Mapping[str, float],
-    rank_count: int | None,
-    stats: Mapping[str, float | int | str],
-    commit_number: int | None = None,
-) -> CheckpointManifest:
-    """Return a manifest of files that this process has written just now.
-
-    Args:
-        files: What it lists.
-        step: Of the training.
-        metrics: Of the training.
-        rank_count: How many ranks have saved, if several.
-        stats: What it cost.
-        commit_number: Its place among the steps of a root.
-    """
-    ranks = {} if rank_count is None else {"rank_count": rank_count}
-    return CheckpointManifest(
-        files=tuple(files),
-        step=step,
-        time_s=time.time(),
-        metrics=dict(metrics),
-        versions={"fastpersist": own_version(), "torch": torch.__version__, "python": platform.python_version()},
-        host={"name": socket.gethostname(), "pid": os.getpid(), "kernel": platform.release(), **ranks},
-        stats=dict(stats),
-        commit_number=commit_number,
-    )

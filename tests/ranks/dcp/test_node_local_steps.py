@@ -19,7 +19,7 @@ from support.store_runs import step_path, two_stores
 import fastpersist as fp
 from fastpersist.checkpointer.merge import merge
 from fastpersist.distributed import sessions as session_room
-from fastpersist.distributed.node_local import detection
+from fastpersist.distributed.node_local import publishing
 from fastpersist.distributed.node_local.exchange import PartsExchange
 from fastpersist.distributed.shared_reader import SharedReader
 
@@ -146,7 +146,7 @@ def many_tensors(rank: int) -> dict[str, torch.Tensor]:
 
 def train_many(rank: int, count: int, roots: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_room, "MESSAGE_LIMIT_BYTES", 100_000)
-    monkeypatch.setattr(detection, "_PIECE_BYTES", 10_000)
+    monkeypatch.setattr(publishing, "_PIECE_BYTES", 10_000)
     with fp.Checkpointer(roots[rank], process_group=dist.group.WORLD, sharded=True) as checkpoints:
         checkpoints.save(1, many_tensors(rank))
 

@@ -24,7 +24,7 @@ from fastpersist.commit.filesystem import using
 from fastpersist.dcp.plan_agreement import Planned, SharedPlans
 from fastpersist.dcp.save_state import save_sharded
 from fastpersist.distributed.coordination import Session
-from fastpersist.distributed.group_directory import directory_save_together
+from fastpersist.distributed.group_save import directory_save_together
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning:torch.distributed.checkpoint")
 

@@ -88,7 +88,7 @@ def test_step_that_replaces_another_is_the_newest(tmp_path: Path) -> None:
 
 def test_clock_that_is_set_back_changes_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step, now_s in ((1, 3000.0), (2, 1000.0), (3, 2000.0)):
-        monkeypatch.setattr("fastpersist.distributed.node_local.detection.time.time", lambda now_s=now_s: now_s)
+        monkeypatch.setattr("fastpersist.saving.directory_files.time.time", lambda now_s=now_s: now_s)
         save_steps(tmp_path, step, keep=2)
     assert newest_of(tmp_path) == 3
     assert fp.Checkpointer(tmp_path).steps() == [2, 3]

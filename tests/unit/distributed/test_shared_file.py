@@ -17,11 +17,12 @@ from support.sessions import ThreadSession, run_threads
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.distributed import follower_file, shared_file
-from fastpersist.distributed.follower_file import OtherShare
+from fastpersist.distributed import coordinator_file, follower_file
+from fastpersist.distributed.coordinator_file import CoordinatorFile
+from fastpersist.distributed.follower_file import FollowerFile
 from fastpersist.distributed.partition import CUT_BYTES_MIN
 from fastpersist.distributed.replica_check import replicas_of
-from fastpersist.distributed.shared_file import FirstShare, Together
+from fastpersist.distributed.shared_file import SaveGroup
 from fastpersist.formats.layout import align_up
 from fastpersist.saving.containers import container_for
 
@@ -39,12 +40,12 @@ def share_and_write(
 ) -> Any:
     """Do one rank's part; the first returns its share and what was written, the others their share."""
     container = container_for(obj, str(path), checksum=checksum)
-    together = Together(session, path.name, writers, check_replicas)  # type: ignore[arg-type]
+    together = SaveGroup(session, path.name, writers, check_replicas)  # type: ignore[arg-type]
     if session.rank:
-        other = OtherShare(container, replicas_of(container), together)
+        other = FollowerFile(container, replicas_of(container), together)
         other.write(str(path), engine="auto", durable=True)
         return other
-    share = FirstShare(container, replicas_of(container), together)
+    share = CoordinatorFile(container, replicas_of(container), together)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
         os.posix_fallocate(fd, 0, align_up(container.size_bytes, 4096))
@@ -144,13 +145,13 @@ def test_no_rank_writes_directly_where_two_of_them_write_to_one_block_of_the_dis
     monkeypatch.setattr(_native, "block_bytes", lambda _fd: 4 * BLOCK_BYTES)
     state, path = state_of(0), tmp_path / "state.pt"
     engines: list[str] = []
-    stock = shared_file.Writer
+    stock = coordinator_file.Writer
 
     def noted(*arguments: Any, engine: str, **options: Any) -> Any:
         engines.append(engine)
         return stock(*arguments, engine=engine, **options)
 
-    monkeypatch.setattr(shared_file, "Writer", noted)
+    monkeypatch.setattr(coordinator_file, "Writer", noted)
     monkeypatch.setattr(follower_file, "Writer", noted)
     save_with(3, lambda _: state, path)
     assert engines == 3 * ["threads-buffered"]
@@ -164,7 +165,7 @@ def test_a_direct_engine_that_is_named_is_refused_where_it_would_undo_what_other
     container = container_for({"w": torch.ones(8)}, "state.pt", checksum=True)
 
     def refused(session: ThreadSession) -> str:
-        share = FirstShare(container, [], Together(session, "state.pt", [0], False))  # type: ignore[arg-type]
+        share = CoordinatorFile(container, [], SaveGroup(session, "state.pt", [0], False))  # type: ignore[arg-type]
         with pytest.raises(fp.UnsupportedError) as refusal, (tmp_path / "state.pt").open("w+b") as file:
             share.write(file.fileno(), "state.pt", engine="libaio", pending_path="state.pt")
         return str(refusal.value)
@@ -235,15 +236,15 @@ def test_each_rank_reads_only_what_it_writes(tmp_path: Path) -> None:
     def work(session: ThreadSession) -> Any:
         state = {"weights": torch.ones(4 * MIB, dtype=torch.uint8)}
         container = container_for(state, str(path), checksum=True)
-        together = Together(session, path.name, [0, 1], False)  # type: ignore[arg-type]
-        kind = OtherShare if session.rank else FirstShare
+        together = SaveGroup(session, path.name, [0, 1], False)  # type: ignore[arg-type]
+        kind = FollowerFile if session.rank else CoordinatorFile
         share = kind(container, replicas_of(container), together)
         mine = [(part.from_bytes, part.from_bytes + part.size_bytes) for part in share.ranges]
         for low, high in itertools.pairwise([0, *itertools.chain(*mine), 4 * MIB]):
             if (low, high) not in mine:
                 state["weights"][low:high] = 7
         ready.wait()
-        if isinstance(share, OtherShare):
+        if isinstance(share, FollowerFile):
             share.write(str(path), engine="auto", durable=False)
             return None
         fd = os.open(path, os.O_RDWR | os.O_CREAT)

@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from fastpersist import errors
-from fastpersist.distributed.failing import error_as_json, error_from_json
+from fastpersist.distributed.messages import error_as_json, error_from_json
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ChecksumError,

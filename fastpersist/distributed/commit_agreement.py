@@ -1,0 +1,96 @@
+"""How a save of several ranks ends: what the ranks tell each other when all is written, each message with both ends.
+
+    followers → coordinator   own      of a directory: name, length and CRC of each file that is this rank's own
+    coordinator → followers   commit … only if there are several stores: `node_local.publishing`
+    coordinator → followers   end      it is published
+
+From the moment in which the coordinator knows that all is written (it *settles*), no loss of a follower can make the
+save fail. What it publishes is whole, and a follower that hears no *end* cannot tell whether it was published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fastpersist.distributed.messages import decoded, encoded
+from fastpersist.distributed.node_local.publishing import CoordinatorStores, FollowerStore
+from fastpersist.distributed.sessions import Session
+from fastpersist.errors import CoordinationError
+from fastpersist.formats.manifest import FileEntry, check_file_name
+from fastpersist.saving.directory_save import Commit
+
+__all__ = ["gather_own_files", "hear_published", "publish_for_all", "tell_own_files"]
+
+# --- own
+
+
+def tell_own_files(session: Session, files: Sequence[FileEntry]) -> None:
+    """Tell that no more files come, and which are this rank's own; on a follower."""
+    session.tell(encoded({"own": [(file.name, file.size_bytes, file.crc32) for file in files]}))
+
+
+def gather_own_files(session: Session) -> Iterator[tuple[int, FileEntry]]:
+    """Wait until no follower has more files; return those that are their own, and whose; on the coordinator.
+
+    Raises:
+        CoordinationError: A follower tells something else.
+        PeerError: Another rank has failed.
+    """
+    for rank, message in enumerate(session.gather(b"")):
+        if rank == 0:
+            continue
+        try:
+            for name, size_bytes, crc32 in decoded(message, rank)["own"]:
+                check_file_name(name)
+                yield rank, FileEntry(name, int(size_bytes), None if crc32 is None else int(crc32))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CoordinationError(f"rank {rank} tells of its files what makes no sense: {error}") from error
+
+
+# --- end
+
+
+def publish_for_all(session: Session, stores: CoordinatorStores, commit: Commit, final_path: str) -> None:
+    """Publish a directory: other stores first, then this one, and tell the followers; on the coordinator.
+
+    Args:
+        session: With the followers.
+        stores: Which there are.
+        commit: Publishes this one.
+        final_path: Of the directory.
+
+    Raises:
+        PeerError: A rank has failed; nothing is published.
+        StorageError, …: As `commit.publish`; other stores undo what they have published.
+    """
+    stores.commit(commit)
+    session.settle()
+    try:
+        commit.publish()
+    except BaseException:
+        stores.undo(final_path)
+        raise
+    session.answer(stores.end(final_path, commit.metrics))
+    session.finish()
+
+
+def hear_published(
+    session: Session, store: FollowerStore, stats: Mapping[str, Any], check: Callable[[], None]
+) -> bytes:
+    """Return the coordinator's last word, when it has published; on a follower.
+
+    Args:
+        session: With the coordinator.
+        store: This rank's, which its first rank publishes before.
+        stats: For the manifest of that.
+        check: Raises if what this rank has written may be torn.
+
+    Raises:
+        PeerError: The coordinator has not published, or is gone.
+        StorageError, …: As `FollowerStore.end`.
+    """
+    said = store.end(session, stats, check)
+    session.finish()
+    store.finish()
+    return said

@@ -1,0 +1,230 @@
+"""The files of a pending directory: written here or found there, synced, and listed for its manifest.
+
+`directory_save` says which files there are, `commit.directory_commit` makes the directory and publishes it. All but the
+names is for the thread that writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from fastpersist import _native
+from fastpersist.commit.directory_commit import PendingDirectory, files_in
+from fastpersist.commit.filesystem import close_quietly, filesystem, storage_errors
+from fastpersist.errors import ConfigError, StorageError
+from fastpersist.formats.manifest import CheckpointManifest, FileEntry, check_file_name
+from fastpersist.saving.pending_save import SaveStats
+from fastpersist.transfer.pipeline import Extents, read_extents
+
+__all__ = ["DirectoryFiles", "check_lengths", "manifest_now", "own_version", "write_small"]
+
+_OPEN_COUNT_MAX = 64
+"""So many files are written before the first is synced: more would need more descriptors than a process may have."""
+
+
+class DirectoryFiles:
+    """The files of a pending directory.
+
+    Args:
+        directory: The one.
+        stats: Counts the bytes, and the seconds of syncs.
+
+    Attributes:
+        path: Of the pending directory.
+        final_path: The name that it gets.
+    """
+
+    def __init__(self, directory: PendingDirectory, stats: SaveStats) -> None:
+        self.path = directory.path
+        self.final_path = directory.final_path
+        self._directory = directory
+        self._stats = stats
+        self._entries: dict[str, FileEntry | None] = {}  # None: it is not written yet
+        self._written_elsewhere: list[str] = []
+        self._unsynced: deque[tuple[int, str]] = deque()  # written; after an error the directory closes them
+
+    # --- names, for the thread that saves
+
+    def check_new(self, name: str) -> None:
+        """Raise ConfigError if a name is none of a file, or is taken."""
+        check_file_name(name)
+        self._refuse_taken(name, "")
+
+    def add(self, name: str) -> None:
+        """Take a name: its file will be written."""
+        self._entries[name] = None
+
+    def drop(self, name: str) -> None:
+        """Give a name back: its file is written under another one."""
+        del self._entries[name]
+
+    # --- for the thread that writes
+
+    def create(self, name: str) -> int:
+        """Create a file; return its descriptor, which belongs to the directory."""
+        return self._directory.create_file(name)
+
+    def write_bytes(self, fd: int, name: str, data: bytes) -> None:
+        """Fill a small file that was created; it is synced later."""
+        path = os.path.join(self.final_path, name)
+        filesystem().write(fd, data, path)
+        self.sync_later(fd, path)
+        self.note(FileEntry(name, len(data), _native.crc32(data)))
+
+    def write_small(self, name: str, data: bytes) -> FileEntry:
+        """Write a small file that is listed elsewhere, and sync it."""
+        return write_small(self._directory, name, data)
+
+    def sync_later(self, fd: int, path: str) -> None:
+        """A file is written. A step waits for what is written, not for what is synced, so the next file comes first."""
+        self._unsynced.append((fd, path))
+        if len(self._unsynced) >= _OPEN_COUNT_MAX:
+            self.sync(durable=True)
+
+    def sync(self, *, durable: bool) -> None:
+        """Sync what was written, and close it."""
+        while self._unsynced:
+            fd, path = self._unsynced.popleft()
+            if durable:
+                started_s = time.monotonic()
+                filesystem().sync(fd, path)
+                self._stats.sync_s += time.monotonic() - started_s
+            self._directory.close_file(fd)
+
+    def note(self, entry: FileEntry) -> None:
+        """List a file that is written."""
+        self._entries[entry.name] = entry
+        self._stats.bytes += entry.size_bytes
+
+    def note_written_elsewhere(self, entry: FileEntry, writer: str = "") -> None:
+        """List a file that somebody else has written and synced here; its length is checked before it is published.
+
+        Args:
+            entry: The file.
+            writer: Who has written it, for messages.
+
+        Raises:
+            ConfigError: Its name is taken.
+        """
+        self._refuse_taken(entry.name, f": {writer} and another one have saved such a file" if writer else "")
+        self.note(entry)
+        self._written_elsewhere.append(entry.name)
+
+    def complete(self) -> list[FileEntry]:
+        """Return all files of the directory for its manifest; read those that somebody else has put there.
+
+        Raises:
+            StorageError: A file is missing, or has another length than its writer has told.
+            UnsupportedError: Something is neither a file nor a directory.
+        """
+        present = list(files_in(self.path))
+        for name in present:
+            if self._entries.get(name) is None:
+                self.note(self._read(name))
+        if missing := sorted(set(self._entries).difference(present)):
+            message = f"cannot save {self.final_path}: {missing[0]} is gone; somebody has deleted it"
+            raise StorageError(errno.ENOENT, message, self.final_path)
+        entries = {name: entry for name, entry in self._entries.items() if entry is not None}
+        check_lengths(self.path, self.final_path, (entries[name] for name in self._written_elsewhere))
+        return list(entries.values())
+
+    def _read(self, name: str) -> FileEntry:
+        """Find length and CRC of a file that somebody else wrote; the directory's publish syncs it."""
+        path = os.path.join(self.path, name)
+        with storage_errors("opening", path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            size_bytes = filesystem().status(fd, path).st_size
+            extents = Extents()
+            extents.add_checked(0, size_bytes)
+            crcs = read_extents(fd, path, extents).crcs if size_bytes else [0]
+        finally:
+            close_quietly(fd, path)
+        return FileEntry(name, size_bytes, crcs[0])
+
+    def _refuse_taken(self, name: str, why: str) -> None:
+        if name in self._entries:
+            raise ConfigError(f"{name} is in {self.final_path} already{why}")
+
+
+def write_small(directory: PendingDirectory, name: str, data: bytes, *, durable: bool = True) -> FileEntry:
+    """Write a small file of a pending directory, and sync it."""
+    path = os.path.join(directory.final_path, name)
+    fd = directory.create_file(name)
+    try:
+        filesystem().write(fd, data, path)
+        if durable:
+            filesystem().sync(fd, path)
+    finally:
+        directory.close_file(fd)
+    return FileEntry(name, len(data), _native.crc32(data))
+
+
+def check_lengths(path: str, final_path: str, entries: Iterable[FileEntry]) -> None:
+    """Check files that others have written, before they are published.
+
+    Args:
+        path: Of the pending directory.
+        final_path: The name that it gets, for messages.
+        entries: The files, with the lengths that their writers have told.
+
+    Raises:
+        StorageError: One is missing, or has another length.
+    """
+    for entry in entries:
+        file_path = os.path.join(path, entry.name)
+        with storage_errors("looking at", file_path):
+            size_bytes = os.stat(file_path).st_size
+        if size_bytes != entry.size_bytes:
+            told = f"{entry.name} has {size_bytes} bytes, and its writer wrote {entry.size_bytes}"
+            raise StorageError(None, f"cannot save {final_path}: {told}", file_path)
+
+
+def manifest_now(
+    files: Iterable[FileEntry],
+    *,
+    step: int | None,
+    metrics: Mapping[str, float],
+    rank_count: int | None,
+    stats: Mapping[str, float | int | str],
+    commit_number: int | None = None,
+) -> CheckpointManifest:
+    """Return a manifest of files that this process has written just now.
+
+    Args:
+        files: What it lists.
+        step: Of the training.
+        metrics: Of the training.
+        rank_count: How many ranks have saved, if several.
+        stats: What it cost.
+        commit_number: Its place among the steps of a root.
+    """
+    ranks = {} if rank_count is None else {"rank_count": rank_count}
+    return CheckpointManifest(
+        files=tuple(files),
+        step=step,
+        time_s=time.time(),
+        metrics=dict(metrics),
+        versions={"fastpersist": own_version(), "torch": torch.__version__, "python": platform.python_version()},
+        host={"name": socket.gethostname(), "pid": os.getpid(), "kernel": platform.release(), **ranks},
+        stats=dict(stats),
+        commit_number=commit_number,
+    )
+
+
+def own_version() -> str:
+    """Return the version of this package, as manifests record it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("fastpersist")
+    except PackageNotFoundError:  # imported from a source tree
+        return "unknown"
