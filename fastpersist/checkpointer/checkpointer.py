@@ -9,20 +9,15 @@ With sharded state, DCP's files stand in place of state.pt: `.metadata`, and `__
 rank.
 
 A step is committed when its directory has a manifest that can be read and every file that the manifest names, at its
-length; nothing else is trusted. How a directory becomes visible: `directory_commit`. How its bytes are captured:
-`capture`. Which steps go: `retention`. How they come back: `restore`.
+length; nothing else is trusted. The order of saves is `save_queue`'s affair, the lock of the root `root_ownership`'s,
+which steps go `retention`'s, the files of a step `step_saver`'s and `step_loader`'s.
 """
 
 from __future__ import annotations
 
-import difflib
-import logging
 import os
-import re
 import signal
-import stat
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from types import TracebackType
@@ -30,28 +25,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.checkpointer.explain import explain
-from fastpersist.checkpointer.retention import RetentionPolicy
-from fastpersist.checkpointer.root_upkeep import RootUpkeep, checked_metrics
+from fastpersist.checkpointer.options import check_options, checked_metrics, meet_ranks, step_of, why_no_root
+from fastpersist.checkpointer.retention import RetentionPolicy, RootUpkeep, commits_of
+from fastpersist.checkpointer.root_ownership import RootOwnership
+from fastpersist.checkpointer.save_queue import SaveQueue
 from fastpersist.checkpointer.signal_save import SignalSave
 from fastpersist.checkpointer.step_loader import RANK_KEY, LoadOptions, best_of, find_best, load_newest, load_step
-from fastpersist.checkpointer.step_saver import StepSave, StepSaver
-from fastpersist.commit.commit_order import Commit, commit_of, in_commit_order, read_commits
-from fastpersist.commit.directory_commit import RootLock, committed_path, sweep_directories
-from fastpersist.commit.filesystem import make_directories
-from fastpersist.commit.step_listing import check_files, committed_steps, read_manifest
-from fastpersist.distributed.common_steps import done_by_first, refuse_together
+from fastpersist.checkpointer.step_saver import StepSave, saver_class
+from fastpersist.commit.commit_order import in_commit_order
+from fastpersist.commit.directory_commit import committed_path
+from fastpersist.commit.step_listing import committed_steps
 from fastpersist.distributed.coordination import Ranks
-from fastpersist.distributed.group_save import Writers, tuned_writer_count
+from fastpersist.distributed.group_save import Writers
 from fastpersist.distributed.node_local.detection import Stores
 from fastpersist.distributed.partition import choose_writers
 from fastpersist.distributed.shared_file import SaveGroup
-from fastpersist.errors import (
-    CheckpointNotFoundError,
-    ConfigError,
-    CorruptionError,
-    SkippedError,
-    StorageError,
-)
+from fastpersist.errors import CheckpointNotFoundError, ConfigError, StorageError
 from fastpersist.formats.manifest import checked_step, step_name
 from fastpersist.loading.unpickle import MapLocation
 from fastpersist.saving.capture import watch_steps
@@ -59,7 +48,6 @@ from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_caller
 from fastpersist.transfer.arena import Arena
-from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.torch_boundary import untraced
 
 if TYPE_CHECKING:
@@ -67,41 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpointer"]
 
-_log = logging.getLogger("fastpersist")
-
-_STEP_PATTERN = re.compile(r"step-[0-9]{8,19}")
-_STATS_COUNT = 1000
-_FAILED_COUNT = 16
-
 PathLike = str | os.PathLike[str]
-
-
-def _saver_class(sharded: bool) -> type[StepSaver]:
-    if not sharded:
-        return StepSaver
-    from fastpersist.checkpointer.sharded_saver import ShardedSaver  # torch.distributed.checkpoint takes long to import
-
-    return ShardedSaver
-
-
-def _why_no_root(root: str) -> str:
-    """Say why no checkpoints can be below a path, "" if nothing is known against it."""
-    try:
-        is_directory = stat.S_ISDIR(os.stat(root).st_mode)
-    except NotADirectoryError:
-        return f"{root} cannot hold checkpoints: a file is where one of its parents should be"
-    except OSError:
-        return ""  # it is not there yet; or the first save says what is wrong
-    return (
-        "" if is_directory else f"{root} is a file, and checkpoints are directories below their root: name a directory"
-    )
-
-
-def _step_of(step: object, state: object) -> int:
-    """Return the step that save() was given, as an int."""
-    if not hasattr(step, "__index__") and isinstance(state, int):
-        raise ConfigError(f"the step comes first, then the state: save({state!r}, state)")
-    return checked_step(step)
 
 
 class Checkpointer:
@@ -182,14 +136,18 @@ class Checkpointer:
         peer_timeout_s: float = 600.0,
         lock_timeout_s: float = 120.0,
     ) -> None:
-        if busy not in ("wait", "latest", "skip"):
-            raise ConfigError(f"busy is 'wait', 'latest' or 'skip', not {busy!r}")
-        if on_error not in ("raise", "warn"):
-            raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
-        require_engine(engine)
-        require_bools(paranoid=paranoid, sharded=sharded, check_replicas=check_replicas)
+        check_options(
+            busy=busy,
+            on_error=on_error,
+            engine=engine,
+            paranoid=paranoid,
+            sharded=sharded,
+            writers=writers,
+            check_replicas=check_replicas,
+            lock_timeout_s=lock_timeout_s,
+        )
         self._root = os.path.abspath(local_path(root, "root"))
-        why_not = _why_no_root(self._root)
+        why_not = why_no_root(self._root)
         if why_not and process_group is None:
             raise ConfigError(why_not)
         self._owners = Owners(optimizer, constant, gate)
@@ -201,47 +159,25 @@ class Checkpointer:
         self._busy = busy
         self._on_error = on_error
         self._engine = engine
-        self._saver = _saver_class(sharded)(self._root, self._owners, self._arena, engine=engine, paranoid=paranoid)
-        if not (isinstance(lock_timeout_s, int | float) and lock_timeout_s >= 0):
-            raise ConfigError(f"lock_timeout_s is a number of seconds, 0 or more, not {lock_timeout_s!r}")
-        self._lock: RootLock | None = None
-        self._lock_timeout_s = lock_timeout_s
-        self._unfinished: deque[PendingSave] = deque()
-        self._failed: deque[PendingSave] = deque(maxlen=_FAILED_COUNT)
-        self._stats: deque[SaveStats] = deque(maxlen=_STATS_COUNT)
-        self._unloadable: set[int] = set()  # steps that load() went back from
+        self._saver = saver_class(sharded)(self._root, self._owners, self._arena, engine=engine, paranoid=paranoid)
+        self._ownership = RootOwnership(self._root, lock_timeout_s)
+        self._saves = SaveQueue(self._root, on_error)
         self._signals = SignalSave(self._owners, self._save_for_signal, self._is_saved)
         self._process = os.getpid()
         self._closed = False
         self._metric_looked_for = False
         self._check_replicas = check_replicas
-        if sharded and (check_replicas or writers not in ("auto", "all")):
-            raise ConfigError("with sharded=True each rank writes what it holds: there is no writers or check_replicas")
         self._ranks: Ranks | None = None
         self._stores = Stores(self._own_root)
         self._writers = choose_writers(writers, [0])
         self._process_group: ProcessGroup | None = None
-        if process_group is not None:
-            self._join_group(process_group, writers, peer_timeout_s, why_not)
-
-    def _join_group(self, process_group: ProcessGroup, writers: Writers, timeout_s: float, why_not: str) -> None:
-        ranks = Ranks.meet(process_group, timeout_s=timeout_s)
-        try:
-            refuse_together(process_group, self._root, why_not)
-        except BaseException:
-            ranks.close()
-            raise
-        if ranks.count == 1:
-            return
-        tuned_count = tuned_writer_count(process_group, self._root)
-        if self._busy != "wait":
-            ranks.close()
-            raise ConfigError(
-                f"with several ranks, busy is 'wait': ranks would not leave out the same saves, as {self._busy!r} does"
-            )
-        self._ranks = ranks
-        self._writers = choose_writers(writers, ranks.nodes, tuned_count)
-        self._process_group = process_group
+        met = (
+            meet_ranks(process_group, self._root, why_not, busy, peer_timeout_s) if process_group is not None else None
+        )
+        if met is not None:
+            self._ranks, tuned_count = met
+            self._writers = choose_writers(writers, self._ranks.nodes, tuned_count)
+            self._process_group = process_group
 
     # ------------------------------------------------------------------------------------------------ saving
 
@@ -280,28 +216,28 @@ class Checkpointer:
         if self._ranks is None:
             is_last = self._signals.is_noted()  # then it is not left out, whatever became of earlier ones
             if not is_last:
-                self._deliver()
-            step = _step_of(step, state)
+                self._saves.deliver()
+            step = step_of(step, state)
             require_bools(overwrite=overwrite)
             # A loop that went back to an older step comes by the damaged one again.
-            overwrite = overwrite or self._signals.saved_step == step or self._is_damaged(step)
+            overwrite = overwrite or self._signals.saved_step == step or self._ownership.is_damaged(step)
             busy = "wait" if is_last else self._busy
             pending = self._save(step, state, rank_state, checked_metrics(metrics), overwrite, busy)
             self._signals.after_save(pending)
             return pending
         session = self._ranks.begin(f"step {step} of {self._root}")  # first: all ranks count their saves
-        earlier, self._failed = self._failed, deque(maxlen=_FAILED_COUNT)
+        earlier = self._saves.take_failed()
         try:
-            step = _step_of(step, state)
+            step = step_of(step, state)
             require_bools(overwrite=overwrite)
-            overwrite = self._ranks.rank == 0 and (overwrite or self._is_damaged(step))
+            overwrite = self._ranks.rank == 0 and (overwrite or self._ownership.is_damaged(step))
             together = SaveGroup(session, step_name(step), self._writers, self._check_replicas, stores=self._stores)
             pending = self._save(step, state, rank_state, checked_metrics(metrics), overwrite, self._busy, together)
         except BaseException as error:
-            self._failed.extendleft(reversed(earlier))
+            self._saves.give_back(earlier)
             session.fail(error)
             raise
-        self._deliver(earlier)
+        self._saves.deliver(earlier)
         return pending
 
     def wait_captured(self, timeout: float | None = None) -> None:
@@ -313,9 +249,7 @@ class Checkpointer:
         Raises:
             TimeoutError: It may not be changed yet.
         """
-        deadline_s = None if timeout is None else time.monotonic() + timeout
-        for pending in list(self._unfinished):
-            pending.wait_captured(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+        self._saves.wait_captured(timeout)
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when every save is over.
@@ -327,8 +261,8 @@ class Checkpointer:
             TimeoutError: One is still under way.
             FastPersistError: One failed (once; with on_error="raise").
         """
-        self._join_all(timeout)
-        self._deliver()
+        self._saves.join(timeout)
+        self._saves.deliver()
 
     def close(self) -> None:
         """Finish every save, give up the root, take the signal handlers back. May be called again.
@@ -343,30 +277,26 @@ class Checkpointer:
                 self._signals.poll()
         finally:
             self._close()
-        self._deliver()
+        self._saves.deliver()
 
     def _close(self) -> None:
         if self._closed or self._process != os.getpid():
             return
         try:
-            self._join_all(None)
+            self._saves.join(None)
             self._closed = True
             self._arena.let_go()
             if self._ranks is not None:
                 self._ranks.close()
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+            self._ownership.release()
         finally:
             self._signals.uninstall()  # which may end the process
 
     def __repr__(self) -> str:
-        policy = self._retention
-        rules = {"keep": policy.keep, "keep_every": policy.keep_every, "keep_best": policy.keep_best}
-        said = [f"{name}={value!r}" for name, value in rules.items() if value is not None] or ["every step is kept"]
+        said = self._retention.said()
         if self._ranks is not None:
             said.append(f"rank {self._ranks.rank} of {self._ranks.count}")
-        unfinished = sum(not pending.done() for pending in list(self._unfinished))
+        unfinished = len(self._saves.unfinished())
         said += [f"{unfinished} unfinished"] * (unfinished > 0) + ["closed"] * self._closed
         return f"<Checkpointer of {self._root}: {', '.join(said)}>"
 
@@ -380,10 +310,7 @@ class Checkpointer:
             self.close()
             return
         self._close()  # a signal that came meanwhile goes on, but the state may be half a step: it is not saved
-        for pending in self._failed:
-            if failure := pending.undelivered_error():
-                _log.error("while another exception was being raised: %s", failure)
-        self._failed.clear()
+        self._saves.log_failed()
 
     def save_on_signal(
         self,
@@ -429,7 +356,7 @@ class Checkpointer:
 
     def stats(self) -> list[SaveStats]:
         """Return what each save cost, oldest first, the last 1000 at most."""
-        return list(self._stats)
+        return list(self._saves.stats)
 
     def explain(self, state: object) -> str:
         """Return a table of what would become of a state: bytes that are stable, constant, volatile, key by key."""
@@ -439,22 +366,9 @@ class Checkpointer:
 
     def _is_saved(self, step: int) -> bool:
         """Tell whether a step is there and can be loaded as far as we know, or is being saved."""
-        if any(pending.stats.step == step and not pending.done() for pending in self._unfinished):
+        if any(pending.stats.step == step for pending in self._saves.unfinished()):
             return True
-        return committed_path(self._root, step_name(step)) is not None and not self._is_damaged(step)
-
-    def _is_damaged(self, step: int) -> bool:
-        """Tell whether a step is there, but cannot be loaded as far as we know."""
-        path = os.path.join(self._root, step_name(step))
-        if not os.path.lexists(path):
-            return False
-        try:
-            check_files(path, read_manifest(path))
-        except CorruptionError:
-            return True
-        except (StorageError, CheckpointNotFoundError):
-            return False
-        return step in self._unloadable
+        return committed_path(self._root, step_name(step)) is not None and not self._ownership.is_damaged(step)
 
     def _save(
         self,
@@ -470,10 +384,10 @@ class Checkpointer:
         stats = SaveStats(path=os.path.join(self._root, step_name(step)), step=step)
         if rank_state is not None and not (isinstance(state, Mapping) and RANK_KEY not in state):
             raise ConfigError(f"with rank_state, the state is a dict without {RANK_KEY!r}: there load() returns it")
-        if not self._make_room(busy):
+        if not self._saves.make_room(busy):
             pending = PendingSave(stats.path, stats)
             pending.skip("another one was still being written")
-            self._stats.append(stats)
+            self._saves.stats.append(stats)
             return pending
         has_root = False
         try:
@@ -484,11 +398,12 @@ class Checkpointer:
             number = self._upkeep.next_commit_number
             saved = StepSave(step, state, rank_state, metrics, overwrite, stats, after, number)
             pending = self._saver.begin(saved, together)
-            self._unfinished.append(pending)
-            pending.when_finished(lambda: self._finished(pending))
+            self._saves.add(pending)
             self._saver.tell_once(state)
-            if together is None or not together.session.rank:
-                self._look_for_metric(metrics)
+            if (together is None or not together.session.rank) and not self._metric_looked_for:
+                self._metric_looked_for = True
+                if why := self._retention.why_all_stay(metrics):
+                    warn_caller(why)
         except (StorageError, ConfigError) as error:
             if self._on_error == "raise" or (has_root and isinstance(error, ConfigError)):
                 raise
@@ -496,100 +411,21 @@ class Checkpointer:
                 together.session.fail(error)
             pending = PendingSave(stats.path, stats)
             pending.fail(error)
-            self._finished(pending)
-            self._deliver()
+            self._saves.note_finished(pending)
+            self._saves.deliver()
         stats.stall_s = time.monotonic() - started_s  # what its parts have noted included
         return pending
-
-    def _look_for_metric(self, metrics: Mapping[str, float]) -> None:
-        """Say at the first save if `keep_best` goes by a metric that it does not have: the name may be misspelt."""
-        rule = self._retention.keep_best
-        if rule is None or self._metric_looked_for:
-            return
-        self._metric_looked_for = True
-        if rule[1] not in metrics:
-            given = ", ".join(map(repr, metrics)) or "none"
-            alike = difflib.get_close_matches(rule[1], metrics, 1)
-            meant = f" (is {alike[0]!r} meant?)" if alike else ""
-            warn_caller(
-                f"keep_best goes by the metric {rule[1]!r}, and the metrics of this save are: {given}{meant}. While no "
-                "step has it, every step is kept"
-            )
 
     def _committed(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> None:
         """The step is durable; beside the writing of the next one. `among`: see `RootUpkeep.after_commit`."""
         if self._upkeep.after_commit(step, metrics, among):
-            self._unloadable.discard(step)
-
-    def _make_room(self, busy: str) -> bool:
-        """Wait for, or leave out, saves that are unfinished; False if the new one is to be left out."""
-        self._forget_finished()
-        while unwritten := [pending for pending in self._unfinished if not pending.is_written()]:
-            if busy == "skip":
-                return False
-            if len(unwritten) < 2:
-                break
-            if busy != "latest" or not unwritten[-1].skip("a newer one came before it had begun"):
-                unwritten[0].wait_written()
-        return True
+            self._ownership.unloadable.discard(step)
 
     def _own_root(self) -> None:
-        """Make the root and take its lock, once; again if somebody took the directory away meanwhile."""
-        if self._lock is not None and self._lock.is_held():
-            return
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-        self._stores.made = make_directories(self._root)
-        timeout_s, self._lock_timeout_s = self._lock_timeout_s, 0.0  # a training that goes on without waits once
-        self._lock = RootLock.acquire(self._root, timeout_s=timeout_s)
-        sweep_directories(self._root, _STEP_PATTERN, locks_work=self._lock.excludes_others)
-        self._upkeep.forget()
-
-    def _finished(self, pending: PendingSave) -> None:
-        stats = pending.stats
-        self._stats.append(stats)
-        if stats.error is not None:
-            if not pending.skipped():
-                self._failed.append(pending)
-            return
-        _log.info(
-            "step %s: %.2f GB in %.3f s (%.2f GB/s, %s), training stalled for %.1f ms, synced in %.3f s",
-            stats.step,
-            stats.bytes / 1e9,
-            stats.write_s,
-            stats.bytes / 1e9 / max(stats.write_s, 1e-9),
-            stats.engine,
-            stats.stall_s * 1e3,
-            stats.sync_s,
-        )
-
-    # --- errors
-
-    def _forget_finished(self) -> None:
-        self._unfinished = deque(pending for pending in self._unfinished if not pending.done())
-
-    def _join_all(self, timeout: float | None) -> None:
-        deadline_s = None if timeout is None else time.monotonic() + timeout
-        for pending in list(self._unfinished):
-            if not pending.join(None if deadline_s is None else max(0.0, deadline_s - time.monotonic())):
-                raise TimeoutError(f"a save to {self._root} is still under way after {timeout} s")
-        self._forget_finished()
-
-    def _deliver(self, failed: deque[PendingSave] | None = None) -> None:
-        """Raise, or warn of, the oldest failure that nobody was told of yet; of all, or of these."""
-        if failed is None:
-            failed = self._failed
-        while failed:
-            pending = failed.popleft()
-            error = pending.undelivered_error()
-            if error is None or isinstance(error, SkippedError):
-                continue
-            if self._on_error == "raise":
-                if failed is not self._failed:
-                    self._failed.extendleft(reversed(failed))
-                raise error
-            warn_caller(f"a checkpoint was not saved, training goes on: {error}")
+        made = self._ownership.take()
+        if made is not None:
+            self._stores.made = made
+            self._upkeep.forget()
 
     def _refuse_unusable(self) -> None:
         if self._process != os.getpid():
@@ -600,7 +436,7 @@ class Checkpointer:
     def _save_for_signal(self, step: int, state: object) -> None:
         """Save and commit, whatever became of earlier saves and whatever `busy` says: it may be the last one."""
         self._refuse_unusable()
-        self._save(step, state, None, {}, overwrite=self._is_damaged(step), busy="wait").result()
+        self._save(step, state, None, {}, overwrite=self._ownership.is_damaged(step), busy="wait").result()
 
     # ----------------------------------------------------------------------------------------------- resuming
 
@@ -616,7 +452,7 @@ class Checkpointer:
         not decide by it whether all of them load(), which would wait for those that do not; load(missing_ok=True)
         decides for all.
         """
-        order = in_commit_order(self._commits())
+        order = in_commit_order(commits_of(self._root))
         return order[-1] if order else None
 
     def best(self) -> int | None:
@@ -625,14 +461,11 @@ class Checkpointer:
         Raises:
             ConfigError: This Checkpointer was made without keep_best.
         """
-        return best_of(self._commits(), self._retention)
+        return best_of(commits_of(self._root), self._retention)
 
     def _resumed_from(self, step: int) -> None:
         if self._process == os.getpid():  # a forked child, which may load, removes nothing
             self._upkeep.resumed_from(step)
-
-    def _commits(self) -> dict[int, Commit | None]:
-        return {step: commit_of(manifest) for step, manifest in committed_steps(self._root).items()}
 
     def discard_after(self, step: int) -> list[int]:
         """Remove all steps with a greater number, for good: to go back to a step and forget what came of it.
@@ -640,7 +473,7 @@ class Checkpointer:
         Saves of this object that are under way are waited for first. With several ranks all of them call this.
 
         Args:
-            step: The last one that stays; whether it is there is of no matter.
+            step: The last one that stays; it need not exist.
 
         Returns:
             The steps that were removed, ascending.
@@ -677,22 +510,11 @@ class Checkpointer:
     def _remove(self, choose: Callable[[list[int]], list[int]]) -> list[int]:
         """Remove what is chosen of the steps there are, the newest first: what is left has then always been a state."""
         self._refuse_unusable()
-        self._join_all(None)
+        self._saves.join(None)
 
-        def remove() -> list[int]:
-            steps = choose(in_commit_order(read_commits(self._root))[::-1])
-            if steps:
-                self._own_root()
-            return self._upkeep.remove(steps)
-
-        group = self._process_group
-        removed = done_by_first(group, self._root, "removing steps of", remove)
-        if group is not None and self._ranks is not None and self._ranks.rank:
-            try:
-                self._upkeep.remove(removed)
-            except StorageError as error:  # what other stores have is worth nothing without the first rank's part
-                _log.warning("%s: a part of a removed step stays: %s", self._root, error)
-        self._unloadable.difference_update(removed)
+        rank = 0 if self._ranks is None else self._ranks.rank
+        removed = self._upkeep.remove_together(choose, self._own_root, self._process_group, rank)
+        self._ownership.unloadable.difference_update(removed)
         return removed
 
     @untraced
@@ -753,13 +575,13 @@ class Checkpointer:
             UnsupportedError: It lies in parts, in several file systems, and this process is alone.
         """
         if self._process == os.getpid():
-            self._join_all(None)
+            self._saves.join(None)
         if isinstance(keys, str):
             raise ConfigError(f"keys is a list of the state's keys, not a text: keys=[{keys!r}]")
         options = LoadOptions(map_location, into, keys, verify, weights_only, self._engine, self._process_group)
         resumed = self._resumed_from
         if step is None:
-            unusable = self._unloadable.add
+            unusable = self._ownership.unloadable.add
             return load_newest(
                 self._root,
                 options,

@@ -1,4 +1,4 @@
-"""Say, before it matters, what a save would do with a state, and what would keep others from reading it."""
+"""Explain what a save would do with a state, and what would keep others from reading it, before it is saved."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One ordinary file from a checkpoint that lies in pieces: parts in several stores, or shards of a DCP checkpoint.
+"""Make one ordinary file of a checkpoint that lies in pieces: parts in several stores, or shards of a DCP checkpoint.
 
-Parts are bytes of the file that one rank alone would have written. They are copied to their places, compared with
-their CRCs on the way, and the whole with the CRC that was known when it was saved. Shards are loaded into one state,
-which is saved: it needs as much memory as the state. Nothing has the final name before all of it is durable.
+Parts are byte ranges of the file that one rank alone would have written. They are copied to their places and checked
+against their CRCs, and the whole against the CRC that was recorded when it was saved. Shards are loaded into one state,
+which is then saved: that needs as much memory as the state. The file gets its final name when all of it is durable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A step of a Checkpointer whose state is sharded → the files of its directory."""
+"""Save a step of a Checkpointer whose state is sharded: the files of its directory."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A last checkpoint when the job is told to end: the signal is noted, and heeded where the state is whole.
+"""Save a last checkpoint when the job is told to end: the handler takes note of the signal, the training thread saves.
 
-A signal handler runs between any two instructions, in the middle of an optimizer's step as well; so it only takes
-note. The state is saved after the next step, on the thread that trains, or when poll() is called; or the loop saves it
-itself. What the signal did before is done behind that, and never before the log has said what was not saved.
+A signal handler may run between any two instructions, also in the middle of an optimizer's step; so it only takes note.
+The state is saved after the next step, on the training thread, or when poll() is called; or the loop saves it itself.
+What handled the signal before runs after that, and the log says first what could not be saved.
 
-Inside the optimizer's step, a loop that counts behind it still has the number of the step before, under which it may
+Inside the optimizer's step, a loop that counts after it still has the number of the previous step, under which it may
 have saved already. So a step that is there is never replaced: the next occasion is waited for.
 """
 

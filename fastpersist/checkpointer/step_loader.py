@@ -1,7 +1,7 @@
-"""A step of a root → its state: which step, what else of it belongs to this rank, and what several ranks do alike.
+"""Load a step of a root: choose the step, load its state and what belongs to this rank, alike on several ranks.
 
-One process goes back to an older step by itself when the newest is damaged. Several ranks must not choose on their own:
-the first one chooses, all try, and what fails on one has failed on all. How a file is read is `restore`'s affair.
+One process goes back to an older step by itself when the newest is damaged. Several ranks must not choose each on its
+own: the coordinator chooses, all try, and a failure on one is a failure on all. `restore` reads the file.
 """
 
 from __future__ import annotations

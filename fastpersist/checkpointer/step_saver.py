@@ -21,7 +21,7 @@ from fastpersist.saving.refused_globals import warn_of_globals
 from fastpersist.saving.work_queue import Lane
 from fastpersist.transfer.arena import Arena
 
-__all__ = ["StepSave", "StepSaver"]
+__all__ = ["StepSave", "StepSaver", "saver_class"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -150,3 +150,12 @@ class StepSaver:
     def _warn_of(self, state: object) -> None:
         """Warn of what the state holds."""
         warn_of_globals(state)
+
+
+def saver_class(sharded: bool) -> type[StepSaver]:
+    """Return what saves steps of sharded state, or of state that all ranks hold alike."""
+    if not sharded:
+        return StepSaver
+    from fastpersist.checkpointer.sharded_saver import ShardedSaver  # torch.distributed.checkpoint takes long to import
+
+    return ShardedSaver

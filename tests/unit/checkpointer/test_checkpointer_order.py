@@ -19,8 +19,7 @@ from support.runs import hidden_names
 from support.store_runs import two_stores
 
 import fastpersist as fp
-from fastpersist.checkpointer.retention import RetentionPolicy
-from fastpersist.checkpointer.root_upkeep import RootUpkeep
+from fastpersist.checkpointer.retention import RetentionPolicy, RootUpkeep
 from fastpersist.commit.locks import hold_for_reading
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError, PeerError, StorageError
 
