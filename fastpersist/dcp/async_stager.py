@@ -1,10 +1,10 @@
-"""What our storage writers share for dcp.async_save: the state is captured where it is, and torch's thread writes it.
+"""The base of our storage writers for dcp.async_save: it captures the state, and torch's thread writes it later.
 
-torch calls a storage writer that is an AsyncStager for the state that its thread then plans and writes. Ours gives back
-the same tensors, captured (`dcp.capture`): stable ones stay where they are, and the optimizer's next step waits for
-what is not written by then. However that save ends, no step waits for it any longer than its thread lives.
+torch asks a storage writer that is an AsyncStager for the state that its thread then plans and writes. Ours returns the
+same tensors, captured (`dcp.capture`): stable tensors stay where they are, and the optimizer's next step waits for the
+bytes that are not written by then. However a save ends, no step waits longer than the thread of that save lives.
 
-What is written, and where to, is the storage writers' own affair.
+What is written, and where, is decided by the storage writers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from fastpersist.transfer.torch_boundary import untraced
 __all__ = ["CapturingWriter"]
 
 _COMES_S = 60.0
-"""After so long a thread that has not begun to write what was staged will not come."""
+"""If torch's thread has not begun to write after so long, it will not."""
 _SPREAD_MAX_S = 5.0
-"""Over so long the writes are spread at most: whoever waits for torch's future cannot say so to hurry them."""
+"""The longest time over which writes are spread: code that waits for torch's future cannot tell us to hurry."""
 _CALLER_FIRST_S = 0.1
-"""So long torch's thread waits at most for the one that has started it to be through with dcp.async_save."""
+"""The longest time that torch's thread waits for the thread that started it to return from dcp.async_save."""
 
 
 class CapturingWriter(StoragePath):
@@ -103,7 +103,7 @@ class CapturingWriter(StoragePath):
         return state
 
     def synchronize_staging(self) -> None:
-        """Wait for what found no room while it was staged: it is written first; called by dcp.async_save."""
+        """Wait for bytes for which the arena had no room: they are written first; called by dcp.async_save."""
         if self._staged is not None:
             self._staged.come()
             self._staged.copy(wait=True)

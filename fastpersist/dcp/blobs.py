@@ -1,8 +1,8 @@
-"""What one tensor is in a part file of a DCP checkpoint: a blob, which is what torch.save writes of that tensor.
+"""The format of one tensor in a part file of a DCP checkpoint: a *blob*, the bytes that torch.save writes of it.
 
-A small torch zip with the bytes of that tensor alone, CRCs included, so that DCP's own reader reads it from its offset
-and length. What a plain tensor's blob looks like follows from its dtype and shape: head, the tensor's bytes, tail. So
-it is written in one stream, and found again by arithmetic. Larger tensors lie on whole blocks.
+A blob is a small torch zip with the bytes of one tensor, CRCs included, so DCP's own reader reads it from its offset
+and length. The blob of a plain tensor follows from its dtype and shape: head, the tensor's bytes, tail. So it is
+written in one stream, and its tensor is found by arithmetic. Blobs of larger tensors begin at a block of the file.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Blob:
     """All of a plain tensor's blob but the tensor's bytes and their CRC.
 
     Attributes:
-        head: What stands before the tensor's bytes.
-        payload_bytes: How many these are.
-        tail: What stands behind them, in parts between which the CRC stands.
+        head: Bytes before those of the tensor.
+        payload_bytes: Length of the tensor's bytes.
+        tail: Bytes after those of the tensor, in parts; the CRC is between them.
     """
 
     head: bytes
@@ -58,11 +58,11 @@ class Blob:
 
     @property
     def tail_bytes(self) -> int:
-        """Length of what stands behind the tensor's bytes."""
+        """Length of the tail."""
         return sum(map(len, self.tail)) + 4 * (len(self.tail) - 1)
 
     def tail_with(self, crc: int) -> bytes:
-        """Return what stands behind bytes that have this CRC."""
+        """Return the tail for bytes with this CRC."""
         return crc.to_bytes(4, "little").join(self.tail)
 
 

@@ -1,9 +1,9 @@
-"""The tensors of a state dict that this rank holds, captured before it is known which of them this rank will write.
+"""Capture the tensors of a state dict that this rank holds, before it is known which of them this rank will write.
 
-Who writes what is planned by all ranks together, which takes a while, and training does not wait for it. So all that
-is held here is captured as `saving.capture` does it: what an optimizer owns stays where it is until its step, what may
-change at once is copied. When the plan is there, `settle` drops what others write, and `part_writer` takes the rest
-from here.
+All ranks together plan who writes what. That takes a while, and training does not wait for it. So everything that this
+rank holds is captured as `saving.capture` does it: what an optimizer owns stays where it is until the next step, what
+may change at once is copied. When the plan is there, `settle` drops what other ranks write, and `part_writer` reads the
+rest from here.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class ShardedCapture:
         paranoid: As in `capture`.
         on_gate: As in `capture`.
         look: As in `capture`.
-        piece_bytes: Have longer tensors in several sources, for who takes so much at a time. None: each is one source.
+        piece_bytes: The most of one source: longer tensors are captured in several. None: each tensor is one source.
 
     Attributes:
         state: What to plan from, and to resolve items from: the same tensors, with copies of the rest.
-        capture: For whoever waits, holds or raises.
+        capture: Waits, holds back steps, and raises.
         snapshot: What the file is written from.
         size_bytes: Of the tensors.
     """

@@ -1,8 +1,8 @@
-"""The directory of a DCP checkpoint: where it is, and what else lies in it and stays when a new one takes its place.
+"""The directory of a DCP checkpoint: its path, and the other files in it, which stay when a new checkpoint replaces it.
 
-What lies beside a checkpoint gets a second name in the new directory (a hard link; what cannot have one is copied)
-before the two directories change places, so at no time is it without a name. What somebody puts there after that, and
-before they have changed places, is lost with the old directory.
+Each other file gets a second name in the new directory (a hard link, or a copy where there are no links) before the two
+directories are exchanged, so it has a name at all times. A file that somebody adds between these two moments is lost
+with the old directory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Do the chunks of a tensor cover it? What no chunk covers would be loaded as whatever its memory held before.
+"""Check that the chunks of a tensor cover it: elements that no chunk covers would be loaded as uninitialized memory.
 
-A step holds tensors as wholes, so that is asked of its metadata. Other checkpoints may hold a part (what one process
-had of a tensor, or the metadata of one rank): there it is asked of what a rank wants, when it has planned.
-Chunks may overlap, as stock readers take them: of an overlap the elements count that are read last. (DCP's planners
-refuse to save such; chunks that do not overlap, of as many elements as the tensor, are what they write.)
+A step holds whole tensors, so its metadata are checked. Other checkpoints may hold a part of a tensor (what one process
+had of it, or the metadata of one rank): there the plan of a rank is checked, for the elements that this rank wants.
+Chunks may overlap, as in stock readers: of overlapping elements, those that are read last count. (DCP's planners refuse
+to save overlapping chunks. They write chunks that do not overlap, and have as many elements as the tensor.)
 """
 
 from __future__ import annotations

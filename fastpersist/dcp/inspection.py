@@ -1,4 +1,4 @@
-"""What sharded state in a checkpoint directory holds, and which of its tensors are damaged. Changes nothing."""
+"""List the tensors of sharded state in a checkpoint directory, and name those that are damaged. Changes nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Sharded state of a step → tensors in place, whatever their sharding, and everything else as it was saved.
+"""Load the sharded state of a step: tensors in place, whatever their sharding, and everything else as it was saved.
 
-Each rank reads DCP's `.metadata`, and plans by itself what it wants of the parts. In this order: the objects, which are
-small; then whether all targets fit; with `verify` the CRCs of all files, shared out among the ranks; then all ranks
-agree, and only then tensors are filled and targets get what else is theirs.
+Each rank reads DCP's `.metadata` and plans by itself what it needs of the parts. The order is: the objects, which are
+small; the check that all targets fit; with `verify` the CRCs of all files, divided among the ranks; the agreement of
+all ranks. Only then are tensors filled, and targets changed.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The `.metadata` of a DCP checkpoint, and the plans of other ranks: pickles, read without running what they name.
 
-`scan_pickle` says of which calls a pickle consists, and makes none of them. Here each call that DCP's own classes are
-pickled as is read field by field, and the object is made from what was found. A name never leads to an object but by
+`scan_pickle` lists the calls of a pickle, and makes none of them. Here the calls that DCP's own classes are pickled as
+are read field by field, and each object is made from its fields. A name in the pickle leads to an object only through
 the tables below. The bytes may come from anywhere. Invariants:
 
-- Each node is built once, however often it is used, so time and memory are linear in the pickle's length.
-- Recursion ends at `_DEPTH_MAX`, also for what holds itself.
+- Each node is built once, however often it is used, so time and memory are linear in the length of the pickle.
+- Recursion ends at `_DEPTH_MAX`, also for a container that holds itself.
 - Keys of dicts are text or small scalars, or a `MetadataIndex` whose offset lies in the tensor that it names: tuples of
-  tuples take exponential time to hash, and tuples of any numbers can be made to have one hash.
+  tuples take exponential time to hash, and tuples of arbitrary numbers can be made to have equal hashes.
 """
 
 from __future__ import annotations

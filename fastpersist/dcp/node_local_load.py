@@ -1,9 +1,9 @@
-"""A DCP checkpoint of which each rank sees some parts, loaded by all of them: what one lacks comes from who has it.
+"""Load a DCP checkpoint whose parts lie in several node-local stores: ranks that see a part send it to the others.
 
-All parts and the metadata, one behind the other, are what a `PartsExchange` reads. Before a rank reads items
-(`FastPersistReader`), the blobs of those that lie in parts of other stores are fetched into memory, as files of the
-parts' lengths with holes, and read there. So a rank holds what it wants of other stores once more while it reads that,
-and no rank holds everything. A rank that sees nothing of the step fetches the metadata in the same way.
+A `PartsExchange` reads all parts and the metadata as one file, one behind the other. Before a rank reads items
+(`FastPersistReader`), the blobs that lie in parts of other stores are fetched into memory: into files with holes, of
+the lengths of the parts. So for that time a rank holds a second copy of what it needs from other stores, and no rank
+holds the whole checkpoint. A rank that sees nothing of the step fetches the metadata in the same way.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Reads tensors from the part files of a DCP checkpoint, ours or those of DCP's own writer, to where they belong.
+"""Read tensors from the part files of a DCP checkpoint, ours or those of DCP's own writer, into their targets.
 
-A plain tensor of ours is found by arithmetic, and only as much of it is read as is wanted, straight into the target
-where both lie together; head and tail of its blob, read with it, prove that it was there. All else is looked at first:
-what is a contiguous tensor is read likewise, what is not goes through torch.load.
+The place of a plain tensor in our parts is computed. Only the wanted elements are read, straight into the target where
+they are contiguous in both; head and tail of the blob are read as well, and prove that the tensor lies there. Any other
+item is looked at first: a contiguous tensor is then read in the same way, everything else goes through torch.load.
 """
 
 from __future__ import annotations

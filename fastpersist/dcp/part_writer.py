@@ -1,7 +1,7 @@
-"""Writes the part file of one rank of a DCP checkpoint: a row of blobs, in one stream, each item when its turn comes.
+"""Write the part file of one rank of a DCP checkpoint: blobs one after the other in one stream, item by item.
 
-What is not a plain tensor (sparse, quantized, subclasses) goes through torch.save, as in DCP's own writer. Which items
-these are is the planner's business, the directory, its name and its durability the storage writer's (torch_dcp.py).
+A tensor that is not plain (sparse, quantized, a subclass) goes through torch.save, as in DCP's own writer. The planner
+decides which items these are; `storage_writer` and `save_state` own the directory, its name and its durability.
 """
 
 from __future__ import annotations

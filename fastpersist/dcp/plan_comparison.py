@@ -1,21 +1,22 @@
-"""Do ranks hold alike what has one name? Samples of tensors, taken as they are when a save begins, and compared.
+"""Check that ranks hold the same under one name: samples of tensors, taken when a save begins, are compared.
 
-One name on several ranks stands for one tensor, of which one rank's bytes are written, or some rows of each. Where two
-tensors have got one name (stages of a pipeline whose optimizers number their parameters), one of them would be lost,
-or both be mixed. So CRCs of samples are compared of what ranks have to hold alike:
+One name on several ranks stands for one tensor. One rank's bytes of it are written, or some rows of each rank's. If two
+different tensors have one name (stages of a pipeline whose optimizers number their parameters), one of them would be
+lost, or both would be mixed. So CRCs of samples are compared for what ranks have to hold alike:
 
-- shards of DTensors and ShardedTensors, but for partial sums;
-- plain tensors that an optimizer owns, or that lie in its state_dict, but for single numbers: how often a parameter
-  was updated may differ where ranks meet other data;
+- shards of DTensors and ShardedTensors, except partial sums;
+- plain tensors that an optimizer owns, or that lie in its state_dict, except single numbers: the count of updates of a
+  parameter may differ where ranks meet other data;
 - plain tensors that are large enough to be cut among ranks.
 
-Other plain tensors (statistics of batches, states of random generators) differ by design; as in DCP one rank's count.
+Other plain tensors (statistics of batches, states of random generators) differ by design: one rank's are saved, as in
+DCP.
 
 In saves of a Checkpointer `plan_agreement` compares the samples, over connections of our own. In torch's own saves they
-travel with the plans, and the first rank compares: each rank takes samples of what others may hold, too, as far as it
-can know that: tensors that would be cut, those in the state_dict of an optimizer, and chunks of DTensors, but where
-each of all ranks has its own. A plan with samples is a SavePlan to everybody else. They are taken off before DCP makes
-the plan of all ranks, so what it keeps and writes is what it would be without them.
+travel with the plans, and the coordinator compares them. Where it plans, a rank does not know what others hold, so it
+samples what they may hold: tensors that would be cut, those in the state_dict of an optimizer, and chunks of DTensors,
+unless each rank has a chunk of its own. To DCP a plan with samples is a SavePlan; the samples are removed before DCP
+makes the plan of all ranks, so what DCP keeps and writes does not depend on them.
 """
 
 from __future__ import annotations

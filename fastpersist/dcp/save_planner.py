@@ -1,8 +1,8 @@
-"""A DCP save planner that cuts large tensors which several ranks hold alike, so that all of these ranks write a part.
+"""A DCP save planner that cuts large tensors which several ranks hold alike, so that each of these ranks writes a part.
 
-DCP's own planner gives each replicated tensor to one rank as a whole, so one large embedding keeps one rank busy. Here
-it is cut along its first dimension before DCP looks for duplicates, and each holder keeps some of the chunks. To
-readers these are chunks of a sharded tensor, which every reader of DCP puts together.
+DCP's own planner gives each replicated tensor to one rank as a whole, so one large embedding keeps one rank busy. This
+one cuts it along its first dimension before DCP removes duplicates, and each holder keeps some of the chunks. Readers
+see chunks of a sharded tensor, which every reader of DCP puts together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Sharded state as files of a directory that is saved while training goes on: a `FileProducer` of `DirectorySave`.
+"""Save sharded state as files of a directory while training goes on: a `FileProducer` of `DirectorySave`.
 
 Each rank captures the tensors that it holds. On the writing thread the ranks plan who writes what (`plan_agreement`),
-each writes its part (`part_writer`), and the first one adds DCP's `.metadata`, so that any reader of DCP finds its
-way.
+and each writes its part (`part_writer`). The coordinator adds DCP's `.metadata`, so that any reader of DCP can load it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The StorageReader of torch.distributed.checkpoint that reads our files and DCP's own; what `dcp.load` calls.
+"""The StorageReader of torch.distributed.checkpoint that reads our files and DCP's own; `dcp.load` calls it.
 
-What each rank wants is the planner's business, how it is found in a part file and brought to its place
-`part_reader`'s.
+The planner decides what each rank wants. `part_reader` finds it in a part file and reads it into its target.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The StorageWriter of torch.distributed.checkpoint that writes our files; what `dcp.save` calls, in which order.
+"""The StorageWriter of torch.distributed.checkpoint that writes our files; `dcp.save` calls it.
 
-DCP makes the ranks agree; who writes which tensors is the planner's business (`save_planner`), what is in a part file
-`part_writer`'s.
+DCP makes the ranks agree, `save_planner` decides who writes which tensors, `part_writer` writes a part file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which saved tensor goes to which tensor of a target, on this rank, and every reason why the two do not fit.
+"""Plan for this rank which saved tensor goes to which tensor of a target, and note every reason why they do not fit.
 
-The counterpart of `loading.target_plan` for sharded state; `loading.target_walk` has what is alike. What is saved is a
-tree of names, with global shapes; a target may hold a shard of each. Reads no file and changes nothing: what it finds
-is a `Fit`, tensors to be filled and steps to be taken then. State that an optimizer does not have yet gets memory here,
-sharded as its parameter is.
+The counterpart of `loading.target_plan` for sharded state; both are a `loading.target_walk`. The saved state is a tree
+of names, with global shapes; a target may hold a shard of each tensor. Reads no file and changes nothing: the result is
+a `Fit`, with tensors to be filled and steps to be taken after that. State that an optimizer does not have yet gets
+memory here, sharded like its parameter.
 """
 
 from __future__ import annotations

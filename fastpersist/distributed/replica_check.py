@@ -1,8 +1,8 @@
-"""Which storages of a state are replicas, and whether the ranks really hold the same.
+"""Which storages of a state are replicas, and whether the ranks really hold the same bytes.
 
-Data-parallel ranks agree on parameters and optimizer state, not on everything that is saved. What is cut among the
-writers comes from all of them, so a difference would be a mixture that no rank has: it is looked for first, in samples
-of every cut storage, or in all of its bytes.
+Data-parallel ranks agree on parameters and optimizer state, but not on everything that is saved. Each writer writes a
+part of a replica, so ranks that differ would produce a mixture that no rank has. Before that, samples of every such
+storage are compared, or all of its bytes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""One file loaded by all ranks of a process group: who reads which bytes, and what fails on one fails on all.
+"""Load one file on all ranks of a process group: divide the reading, and let what fails on one rank fail on all.
 
 A `SharedReader` stands where `read_extents` stands in a load. Every rank loads by itself, with its own objects; each
-read of a load is a *round*, in which the ranks first say to each other, by a collective on the caller's thread, what
-they are about to read. A rank that has failed, wherever in its load, says that in the next round instead; one that is
-done says so in every round until all are. So all ranks take part in equally many rounds whatever each of them does
-(reads more often, takes another way, leaves the file to stock torch.load), nobody waits for somebody who has given up,
-and leaving the reader is the last agreement: it returns on all ranks, or raises on all.
+read of a load is a *round*: the ranks first tell each other what they are about to read, by a collective on the
+caller's thread. A rank that has failed tells that in the next round instead; a rank that is done repeats that in every
+round until all are. So all ranks take part in the same number of rounds, whatever each of them does (reads more often,
+reads in another way, leaves the file to stock torch.load). No rank waits for one that has given up, and leaving the
+reader is the last agreement: it returns on all ranks, or raises on all.
 
 The ways to read, chosen alike by all ranks from what all have said:
 
@@ -195,14 +195,14 @@ class SharedReader:
             self._over = True
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the others, who may know already: what this rank raises is its own error, whatever they say now."""
+        """Tell the other ranks, which may know already; this rank raises its own error whatever they say now."""
         if not self._over:
             with contextlib.suppress(Exception):
                 self._say(_Said("failed", error_text=f"{type(error).__name__}: {error}", error=error_as_json(error)))
             self._over = True
 
     def wait_for_all(self, stage: str, told: Any = None) -> list[Any]:
-        """Say the same until all ranks do, who may read on before; return what each tells.
+        """Say the same until all ranks do, since others may still read; return what each tells.
 
         Raises:
             PeerError: Another rank has failed, or is gone.
@@ -494,7 +494,7 @@ class _Crcs:
 
 
 def _node() -> str:
-    """Name the running kernel: whoever gives the same name has the same page cache."""
+    """Name the running kernel: ranks with the same name share a page cache."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

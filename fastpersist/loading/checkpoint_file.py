@@ -1,7 +1,7 @@
-"""An opened checkpoint file: which container it is, and what lies where in it, proven before anybody acts on it.
+"""An opened checkpoint file: which container it is, and what lies where in it, proven before anybody relies on it.
 
-Opens the file once for small reads and once for the transfers, whose O_DIRECT flag comes and goes; both are the same
-inode, so a file that is replaced meanwhile does not matter. Moves no data and makes no tensors.
+The file is opened once for small reads and once for transfers, whose O_DIRECT flag is set and cleared. Both are the
+same inode, so it does not matter if the file is replaced meanwhile. Moves no data and makes no tensors.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class CheckpointSource:
             raise FormatError(f"data.pkl: {error.message}", path=self.path, offset_bytes=error.offset_bytes) from None
 
     def forget_pickle(self) -> None:
-        """Drop what was read and learnt of data.pkl; whoever asks again reads it again."""
+        """Drop what was read and learnt of data.pkl; the next use reads it again."""
         for name in ("pickle", "summary"):
             self.__dict__.pop(name, None)
 

@@ -1,9 +1,9 @@
-"""What a checkpoint directory, or a directory of those (a root), holds, and whether it is whole. Changes nothing.
+"""List what a checkpoint directory, or a root of such directories, holds, and say whether it is whole. Changes nothing.
 
-A directory is judged by its MANIFEST.json alone: the files it lists must be there, at their length and with their CRC,
-and nothing else. Files that hold tensors are opened only to list these, or to say which of them are damaged.
-A directory is held while it is looked at, so no retention of another process removes it meanwhile; in a root, what goes
-before it could be held was not there.
+A directory is judged by its MANIFEST.json alone: the files that it lists must be there, with their lengths and CRCs,
+and no others. Files with tensors are opened only to list these, or to say which of them are damaged. The directory is
+held meanwhile, so no retention of another process removes it; in a root, a step that is removed before it could be held
+counts as not there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a checkpoint file holds and whether it is whole, without loading it and without running any of its code.
+"""List what a checkpoint file holds and say whether it is whole, without loading it and without running its code.
 
-Directories are for directory_inspection, which gives the same kinds of answer.
+`directory_inspection` gives the same kinds of answers for directories.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The directories that stores hold of one save, and the parts in them: read, compared, and found to be whole or not.
+"""Read and compare the parts of one save that lie in the directories of several stores, and check that they are whole.
 
-What a record says is formats/parts.py's. What is done with the bytes (`merge`, `exchange`) comes on top.
+`formats.split_manifest` defines the record of parts. What is done with the bytes is the business of `merge` and of
+`node_local.exchange`.
 """
 
 from __future__ import annotations

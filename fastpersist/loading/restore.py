@@ -164,8 +164,8 @@ def load_state(
         verify: Check every CRC before anything changes; what is filled in place is then read twice.
         weights_only: As in torch.load. With False, code in the file may run more than once.
         engine: "auto", or an engine's name, which then never falls back.
-        on_filled: Called with a key of `into` directly before the first change to its target. Whoever keeps these
-            keys knows after an error which targets are no longer what they were.
+        on_filled: Called with a key of `into` directly before the first change to its target. After an error, the
+            targets of these keys are no longer what they were.
         read: How storages are read: a `SharedReader` where several ranks load together.
         source: The file, if it is open already; closed at the end.
 

@@ -1,7 +1,7 @@
-"""Which storages of a file a plan needs in memory, judged from the scanned pickle: no data is read, no object built.
+"""Select the storages of a file that a plan needs in memory, from the scanned pickle: reads no data, builds no object.
 
-A tensor that is filled in place needs no memory for its storage, nor does one that nobody asked for. All that the plan
-says nothing about, or that is not understood, is needed as a whole.
+A storage behind a tensor that is filled in place, or that nobody asked for, needs no memory. Nodes that the plan does
+not mention, or that are not understood, need all storages below them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The change of targets: the steps behind the filling of tensors, and what an error leaves behind."""
+"""Change targets: take the steps that follow the filling of tensors, and name the changed targets in errors."""
 
 from __future__ import annotations
 

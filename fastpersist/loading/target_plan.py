@@ -1,8 +1,8 @@
-"""Which tensor of a saved file goes to which tensor of a target, and every reason why the two do not fit.
+"""Plan which tensor of a saved file goes to which tensor of a target, and note every reason why they do not fit.
 
-Looks at names, shapes, dtypes and memory; reads no file and changes nothing. What it finds is a `Plan`: leaves, tensors
-that are filled in place or need memory of their own, and steps, such as the load_state_dict of each target, which
-`restore` takes once all tensors are filled. `target_walk` has what is alike for files and for shards.
+Looks at names, shapes, dtypes and memory; reads no file and changes nothing. The result is a `Plan`: leaves (tensors
+that are filled in place, or need memory of their own) and steps (the load_state_dict of each target, and the like),
+which `restore` takes once all tensors are filled. `target_walk` does what is alike for files and for shards.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Walk a target beside what was saved for it: which part goes where, and every reason why the two do not fit.
+"""Walk a target beside what was saved for it: find which part goes where, and every reason why the two do not fit.
 
-The part that is alike for a file (`loading.target_plan`) and for shards (`dcp.target_plan`): dicts, lists, tuples,
-plain values, objects with load_state_dict, and the tensors that an optimizer keeps. How what was saved is looked into,
-and what happens to modules, optimizers and single tensors, are the subclasses' business. Reads no file; changes nothing
-before the steps are taken.
+What is alike for a file (`loading.target_plan`) and for shards (`dcp.target_plan`) is here: dicts, lists, tuples, plain
+values, objects with load_state_dict, and the tensors that an optimizer keeps. Subclasses look into the saved state, and
+plan modules, optimizers and single tensors. Reads no file, and changes no target before the steps are taken.
 """
 
 from __future__ import annotations

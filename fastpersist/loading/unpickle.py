@@ -289,7 +289,7 @@ def load_checkpoint(
 
 
 def _refuse_disguised(source: CheckpointSource) -> None:
-    """Refuse a pickle with the name of a safetensors file: whoever trusts that name expects that no code can be run."""
+    """Refuse a pickle with the name of a safetensors file: that name promises that no code can be run."""
     if source.kind == "torch_zip":
         with contextlib.suppress(UnsupportedError):
             _ = source.directory  # of other archives it says what they are

@@ -1,8 +1,8 @@
-"""The captured bytes of a rank's items, put into memory a window at a time, for who writes them to places of their own.
+"""Give the captured bytes of a rank's items in order, a window in memory at a time, to code that writes them anywhere.
 
-A snapshot gives its bytes to a `Writer` only, in order and once: they may be in the arena by then, or still where they
-were. Here that writer fills a file in memory, of a few windows that take turns. So while some are written to the disk
-the next one is taken, and what is held of the state beside the arena stays small, however large its tensors are.
+A snapshot gives its bytes only to a `Writer`, in order and once: they may be in the arena by then, or still in the
+tensors. Here that writer fills a file in memory that consists of a few windows, used in turn. While one window is
+written to the disk the next one is filled, so little is in memory beside the arena, however large the tensors are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Finishes the files of a HuggingFace checkpoint on the first rank: what others have left for it, and the headers.
+"""Finish the files of a HuggingFace checkpoint on the coordinator: bytes that other ranks left to it, and the headers.
 
-That is what ranks of several machines would write to the same pages, and tensors of many short runs that could not go
-through windows (`shared_windows`). It is in a scratch file of each rank. Everything else is written already
-(`model_part`).
+Ranks leave two kinds of bytes: those at the edges of pages to which ranks of several machines would write, and tensors
+of many short runs that could not go through `shared_windows`. They lie in a scratch file of each rank. Everything else
+is written already (`model_part`).
 """
 
 from __future__ import annotations

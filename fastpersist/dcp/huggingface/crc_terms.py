@@ -1,8 +1,8 @@
-"""What a part of a tensor adds to the CRC of all of it, wherever it lies and whoever computes that.
+"""Compute what a chunk of a tensor contributes to the CRC of the whole tensor, wherever the chunk lies.
 
-The CRC of bytes of which some are exchanged for zeros differs from theirs by a term that only depends on what was
-exchanged, and on how far from the end it lay. So each chunk of a tensor, whoever has it, adds a term of its own to the
-CRC of as many zeros, and it does not matter in which order: crc(a b) = crc(0 0) ^ term(a, behind=|b|) ^ term(b).
+If some bytes are replaced by zeros, the CRC changes by a term that depends only on these bytes and on their distance
+from the end. So the CRC of a tensor is the CRC of as many zeros, XORed with one term for each chunk, in any order and
+from any rank: crc(a b) = crc(0 0) ^ term(a, behind=|b|) ^ term(b).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Where each tensor of a model lies in the files of a HuggingFace checkpoint, and each rank's pieces of it: no I/O.
+"""Plan where each tensor of a model lies in the files of a HuggingFace checkpoint, and each rank's runs of it; no I/O.
 
-Tensors are whole in the files, however they are sharded: what is known of the plans of all ranks (names, shapes,
-dtypes, chunks) says where every byte goes. A chunk that is cut along inner dimensions lies there in many runs. Where
-these are tiny, the ranks of one machine put them together in windows (`shared_windows`). Of several machines, and
-where these would write to the same page, the bytes go through a scratch file to the first rank, which puts them in
-their place at the end.
+Tensors are whole in the files, however they are sharded: names, shapes, dtypes and chunks in the plans of all ranks
+give the place of every byte. A chunk that is cut along inner dimensions lies in many runs. Where these are tiny, the
+ranks of one machine put them together in windows (`shared_windows`). On several machines, and where runs of several
+ranks share a page, the bytes go through a scratch file to the coordinator, which writes them at the end.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Writes what a rank has of a model into the files of a HuggingFace checkpoint.
+"""Write the chunks of one rank into the files of a HuggingFace checkpoint.
 
-All ranks write to the same files at once, each where its own bytes belong; `layout` says where. What lies
-in many short runs goes through windows first (`shared_windows`), and what is left for the first rank into a
-scratch file (`coordinator`). CRCs are computed while the bytes are written: of each chunk what it adds to the
-CRC of its tensor.
+All ranks write to the same files at once, each to the places that `layout` gives its bytes. Tensors of many short runs
+go through `shared_windows`; what the coordinator has to write goes to a scratch file (`coordinator`). CRCs are computed
+while the bytes are written: for each chunk its term in the CRC of its tensor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The StorageReader of torch.distributed.checkpoint that reads HuggingFace checkpoints, whoever has written them.
 
-A directory of safetensors files, with an index or without: ours, those of `save_pretrained`, and those of DCP's own
-HuggingFace writer, whose files may hold parts of tensors. Each rank reads only what it wants, straight to its place;
-what that is, is the planner's business, how it comes there `part_reader`'s.
+It reads a directory of safetensors files, with an index or without: ours, those of `save_pretrained`, and those of
+DCP's own HuggingFace writer, whose files may hold parts of tensors. The planner decides what each rank wants; each rank
+reads only that, straight into its targets (`part_reader`).
 """
 
 from __future__ import annotations

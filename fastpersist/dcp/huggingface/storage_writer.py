@@ -1,8 +1,8 @@
 """The StorageWriter of torch.distributed.checkpoint that writes a HuggingFace checkpoint: safetensors and an index.
 
-As `save_pretrained` lays it out: each tensor whole, in one file, whatever its sharding. There is no second pass over
-the bytes. The plans of all ranks say where each byte goes (`layout`), all ranks write at once
-(`model_part`), and the first one publishes the directory.
+The files are those of `save_pretrained`: each tensor whole, in one file, whatever its sharding. There is no second pass
+over the bytes: the plans of all ranks give the place of each byte (`layout`), all ranks write at once (`model_part`),
+and the coordinator publishes the directory.
 """
 
 from __future__ import annotations
