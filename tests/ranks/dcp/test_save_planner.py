@@ -262,8 +262,8 @@ def test_a_step_between_staging_and_planning_is_no_difference(tmp_path: Path, wr
 def names_sampled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list to which the names of all tensors are added of which samples are taken from now on."""
     sampled: list[str] = []
-    sample_each: Callable[[Any], Any] = plan_comparison.sample_each
-    monkeypatch.setattr(plan_comparison, "sample_each", lambda found: sampled.extend(found) or sample_each(found))
+    sample_each: Callable[[Any], Any] = plan_comparison._sample_each
+    monkeypatch.setattr(plan_comparison, "_sample_each", lambda found: sampled.extend(found) or sample_each(found))
     return sampled
 
 
