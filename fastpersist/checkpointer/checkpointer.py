@@ -583,12 +583,7 @@ class Checkpointer:
         if step is None:
             unusable = self._ownership.unloadable.add
             return load_newest(
-                self._root,
-                options,
-                strict=strict,
-                missing_ok=missing_ok,
-                on_unusable=unusable,
-                on_loaded=resumed,
+                self._root, options, strict=strict, missing_ok=missing_ok, on_unusable=unusable, on_loaded=resumed
             )
         if step == "best":
             step = find_best(self._root, options, self._retention, missing_ok=missing_ok)
