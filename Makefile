@@ -31,7 +31,7 @@ TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc tests/abi/*.cc tests/abi/*.h))
 WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 
-.PHONY: help setup build check test test-all test-rest test-oldest san abi crash fuzz bench overlap trainers ranks dcp io gpu emulated-gpu demo wheel warnings tidy
+.PHONY: help setup build check docs test test-all test-rest test-oldest san abi crash fuzz bench overlap trainers ranks dcp io gpu emulated-gpu demo wheel warnings tidy
 .DELETE_ON_ERROR:
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo 'make test                  the tests that take two minutes together (PART=saving: all tests of that folder)'
 	@echo 'make test-all              all tests, but those that take many minutes each'
 	@echo 'make check                 formatters, linters, type checker, house rules'
+	@echo 'make docs                  the documentation, in build/site/, with every link checked'
 	@echo 'make setup                 only the environment, in $(VENV)/ (PYTHON=… chooses the interpreter)'
 	@echo 'make build                 only the native module (FASTPERSIST_DEBUG=1, FASTPERSIST_SANITIZE=… as in setup.py)'
 	@echo 'make test-oldest           the tests with the oldest torch supported, in .venv-oldest/'
@@ -128,6 +129,22 @@ build/check/%.tidied: %.cc $(HEADERS) .clang-tidy Makefile | $(BUILT)
 	@$(BIN)/clang-tidy --quiet --warnings-as-errors='*' $< -- -std=c++20 -Icsrc $(FOREIGN_INCLUDES) \
 	  -Xclang -analyzer-config -Xclang max-nodes=$(NODES)
 	@touch $@
+
+# --- documents ---
+
+# In an environment of its own, without torch: the site is made from sources. Only the page of the command line is
+# written by the program itself, beforehand.
+DOCS := build/docs/venv
+DOCS_PINNED = $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
+$(DOCS)/environment.stamp: pyproject.toml
+	@test -x $(DOCS)/bin/pip || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --disable-pip-version-check --quiet $(DOCS_PINNED)
+	@touch $@
+
+docs: $(BUILT) $(DOCS)/environment.stamp
+	$(BIN)/python docs/tools/command_line.py build/docs/command_line.md
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	$(BIN)/python docs/tools/check_links.py build/site
 
 # --- tests ---
 

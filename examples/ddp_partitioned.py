@@ -36,6 +36,7 @@ def main(root: Path, steps: int, width: int) -> None:
     step = 0
     torch.manual_seed(rank)  # dropout differs from rank to rank
 
+    # --8<-- [start:load]
     with fp.Checkpointer(root, optimizer=optimizer, keep=3, process_group=dist.group.WORLD) as checkpoints:
         targets = {"model": model, "optimizer": optimizer}
         found = checkpoints.load(into=targets, missing_ok=True)  # each rank reads a part of it; None on all, or on none
@@ -44,6 +45,7 @@ def main(root: Path, steps: int, width: int) -> None:
             if "rank_state" in found:  # not with another number of ranks
                 torch.set_rng_state(found["rank_state"]["rng"])
             print(f"rank {rank} of {count} resumed at step {step}", flush=True)
+        # --8<-- [end:load]
         while step < steps:
             rows = torch.arange(rank, ROWS, count)
             starts = (step * CONTEXT + rows * (len(text) // ROWS)) % (len(text) - CONTEXT - 1)
@@ -53,9 +55,11 @@ def main(root: Path, steps: int, width: int) -> None:
             loss.backward()
             optimizer.step()
             step += 1
+            # --8<-- [start:save]
             state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             own = {"rng": torch.get_rng_state()}  # which differs from rank to rank
             checkpoints.save(step, state, rank_state=own)  # written by all ranks while the next step computes
+            # --8<-- [end:save]
             if rank == 0:
                 print(f"step {step}  loss {loss.item():.6f}", flush=True)
     if rank == 0:

@@ -37,11 +37,13 @@ def main(root: Path, steps: int, width: int) -> None:
     model = GPT(width)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # nobody changes its output in place
     warnings.filterwarnings("ignore", ".*rank_state is left out", RuntimeWarning)  # with other ranks, dropout differs
+    # --8<-- [start:shard]
     mesh = init_device_mesh("cpu", (count,))
     for layer in model.layers.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # --8<-- [end:shard]
     step = 0
 
     def loss_of(number: int, rows: torch.Tensor) -> torch.Tensor:
@@ -60,6 +62,7 @@ def main(root: Path, steps: int, width: int) -> None:
         if rank == 0:
             print(line, flush=True)
 
+    # --8<-- [start:load]
     group = dist.group.WORLD
     with fp.Checkpointer(root, sharded=True, process_group=group, optimizer=optimizer, keep=3) as checkpoints:
         torch.manual_seed(rank)
@@ -71,13 +74,16 @@ def main(root: Path, steps: int, width: int) -> None:
                 torch.set_rng_state(found["rank_state"]["rng"])
             before = found["loss"]
             say(f"resumed at step {step} (ranks: {count})  loss {measure():.6f}, and {before:.6f} when it was saved")
+        # --8<-- [end:load]
         for _ in range(steps):
             optimizer.zero_grad()
             loss_of(step, torch.arange(rank, ROWS, count)).backward()
             optimizer.step()
             step, loss = step + 1, measure()
+            # --8<-- [start:save]
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "loss": loss}
             checkpoints.save(step, state, rank_state={"rng": torch.get_rng_state()})  # written while the next computes
+            # --8<-- [end:save]
             say(f"step {step}  loss {loss:.6f}")
     say(f"checkpoints in {root}: steps {', '.join(map(str, checkpoints.steps()))}")
 

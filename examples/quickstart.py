@@ -37,25 +37,33 @@ def main(path: Path) -> None:
     """Show save, verify, load, load_into, and that resuming gives the same loss bit for bit."""
     model, optimizer = build()
     train(model, optimizer, range(50))
+    # --8<-- [start:save]
     report = fp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 50}, path)
     print(f"saved {report.size_bytes / 1e6:.1f} MB by {report.engine} in {report.total_s * 1e3:.1f} ms, durable")
+    # --8<-- [end:save]
     uninterrupted = train(model, optimizer, range(50, 100))
 
+    # --8<-- [start:look]
     print("verify:", "good" if fp.verify(path).ok else "damaged")
     for tensor in fp.inspect(path).tensors[:3]:
         print(f"  {tensor.name:24} {tensor.dtype:8} {tensor.shape} at {tensor.offset_bytes}")
+    # --8<-- [end:look]
 
     model, optimizer = build()
+    # --8<-- [start:load]
     state = fp.load(path)  # or torch.load(path): it is an ordinary torch.save file
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    # --8<-- [end:load]
     resumed = train(model, optimizer, range(state["step"], 100))
     print(f"loss without interruption {uninterrupted:.9f}, resumed {resumed:.9f}")
     if resumed != uninterrupted:
         raise SystemExit("the resumed run took another way")
 
+    # --8<-- [start:safetensors]
     fp.save(model.state_dict(), path.with_suffix(".safetensors"), metadata={"format": "pt"})
     fp.load_into(path.with_suffix(".safetensors"), model)  # fills the parameters in place, no second copy
+    # --8<-- [end:safetensors]
     print("also as", path.with_suffix(".safetensors").name)
 
 

@@ -44,10 +44,14 @@ def main(root: Path, steps: int, width: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step, position = 0, 0
 
+    # --8<-- [start:state]
     def state() -> dict[str, object]:  # all that the next step depends on; the generator is for dropout
         own = {"step": step, "position": position, "rng": torch.get_rng_state()}
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **own}
 
+    # --8<-- [end:state]
+
+    # --8<-- [start:resume]
     with fp.Checkpointer(root, optimizer=optimizer, keep=3) as checkpoints:
         targets = {"model": model, "optimizer": optimizer}  # filled in place
         found = checkpoints.load(into=targets, keys=["rng"], missing_ok=True)
@@ -56,6 +60,8 @@ def main(root: Path, steps: int, width: int) -> None:
             torch.set_rng_state(found["rng"])
             print(f"resumed at step {step}", flush=True)
         checkpoints.save_on_signal(lambda: (step, state()))  # SIGTERM: saved after the step, then the process ends
+        # --8<-- [end:resume]
+        # --8<-- [start:loop]
         while step < steps:
             starts = (position + torch.arange(ROWS) * (len(text) // ROWS)) % (len(text) - CONTEXT - 1)
             batch = text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
@@ -66,6 +72,7 @@ def main(root: Path, steps: int, width: int) -> None:
             optimizer.step()
             checkpoints.save(step, state(), metrics={"loss": loss.item()})  # written while the next step computes
             print(f"step {step}  loss {loss.item():.6f}", flush=True)
+        # --8<-- [end:loop]
     print(f"checkpoints in {root}: steps {', '.join(map(str, checkpoints.steps()))}")
 
 

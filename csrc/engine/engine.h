@@ -1,7 +1,7 @@
 // The one interface to the kernel: three verbs. An engine queues requests, submits them, and reaps completions; it
 // never splits, retries, pads or finishes anything short: transfer/io_pump does that, once, for all engines.
 //
-// How to add an engine: csrc/engine/ENGINES.md.
+// How to add an engine: docs/explanation/engines.md.
 #pragma once
 
 #include <chrono>

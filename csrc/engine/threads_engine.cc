@@ -1,5 +1,5 @@
 // The threads engine: workers that call pread and pwrite. It works wherever
-// files do, so it is the last rung of the ladder; ENGINES.md walks through it.
+// files do, so it is the last rung of the ladder; docs/explanation/engines.md walks through it.
 // Into tmpfs they write by tmpfs_writes, where that pays.
 #include <unistd.h>
 

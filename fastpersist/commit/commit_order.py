@@ -2,7 +2,8 @@
 
 It is not the order of their numbers. A run that goes back from step 30 to step 10 saves step 11, and that is the newest
 then. It is not the order of time either: clocks differ from host to host, and are set back. So each manifest has a
-number, one more than the greatest that its root held. FORMAT.md, section 4, is the format. Pure but for `read_commits`.
+number, one more than the greatest that its root held. docs/reference/file-format.md, section 4, is the format. Pure but
+for `read_commits`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """MANIFEST.json ⇄ dataclasses, and the names in a checkpoint directory. Pure: no I/O, no torch, hostile input expected.
 
 The manifest says which files make up a checkpoint. It is written last, so a directory that has one is complete.
-FORMAT.md, section 4, is the format. A manifest may come from anywhere: what passes here names only files below its own
-directory, each once, and was found so in time and memory linear in its length. Whether those files are there, and are
-what the manifest says, is for those who do I/O.
+docs/reference/file-format.md, section 4, is the format. A manifest may come from anywhere: what passes here names only
+files below its own directory, each once, and was found so in time and memory linear in its length. Whether those files
+are there, and are what the manifest says, is for those who do I/O.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Ranks that share no file system write one checkpoint into several directories, one in each file system: a *store*. A
 file that several ranks write together is no file there: each writer has a *part* of it, its bytes in file order, one
 extent right behind the other. PARTS.json stands in every store's directory and says which part holds what, and which
-stores there are, so that each of them can tell who is missing. FORMAT.md, section 5, is the format.
+stores there are, so that each of them can tell who is missing. docs/reference/file-format.md, section 5, is the format.
 """
 
 from __future__ import annotations

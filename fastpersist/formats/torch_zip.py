@@ -6,7 +6,7 @@ digits of `.data/serialization_id`.
 
 Reading: `read_directory` proves a central directory (bounds, overlaps, duplicates, method) before anybody acts on it.
 
-FORMAT.md beside this file describes the bytes.
+docs/reference/file-format.md describes the bytes.
 """
 
 from __future__ import annotations

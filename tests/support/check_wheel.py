@@ -31,7 +31,7 @@ for name in names:
 for name in ("fastpersist._native", "fastpersist.cli", "fastpersist.formats", "fastpersist.integrations"):
     assert name in names, f"{name} is not in the wheel"
 package = pathlib.Path(fastpersist.__file__).parent
-for data in ("py.typed", "_native.pyi", "formats/FORMAT.md"):
+for data in ("py.typed", "_native.pyi"):
     assert (package / data).is_file(), f"{data} is not in the wheel"
 
 path = pathlib.Path("model.pt")

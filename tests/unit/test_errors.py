@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +29,12 @@ from fastpersist.errors import (
 @pytest.mark.parametrize("name", errors.__all__)
 def test_every_error_is_ours(name: str) -> None:
     assert issubclass(getattr(errors, name), FastPersistError)
+
+
+def test_troubleshooting_has_an_entry_for_each_error_and_for_no_other() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "troubleshooting.md"
+    entries = re.findall(r"^## (\w+Error)$", page.read_text(), re.MULTILINE)
+    assert sorted(entries) == sorted(errors.__all__)
 
 
 @pytest.mark.parametrize(

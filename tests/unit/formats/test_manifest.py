@@ -1,4 +1,4 @@
-"""Manifests: what is written is read back, in the bytes FORMAT.md fixes; hostile input is refused, soon and by name."""
+"""Manifests: what is written is read back, in the format's bytes; hostile input is refused, soon and by name."""
 
 from __future__ import annotations
 
