@@ -19,7 +19,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from harness import argument_parser, run_benchmark
@@ -32,8 +32,8 @@ from fastpersist.cli.bench.fio import FIO_NOT_INSTALLED, FioJob, run_fio
 from fastpersist.cli.bench.io.points import parse_size
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import check_places, empty, require_space, scratch_directory, write_json
-from fastpersist.cli.bench.report import facts_text, machine_facts, notes_text, report_head, samples_json, table
-from fastpersist.cli.bench.rows import Measured, Row, Sample, measure
+from fastpersist.cli.bench.report import StateResult, machine_facts, report_json, report_text
+from fastpersist.cli.bench.rows import Row, Sample, exit_code, measure
 from fastpersist.cli.bench.save_rows import sync_path
 from fastpersist.integrations import deepnvme
 
@@ -123,17 +123,15 @@ def _rows(direction: Any, ways: dict[str, Any], arguments: argparse.Namespace) -
                     raise fp.CorruptionError(f"{name} has read other bytes than were written", path=path)
             return Sample(seconds, size_bytes)
 
-        return Row(f"{direction}, {name}", "peer" if name == "DeepNVMe" else "fastpersist", run)
+        return Row(name, "peer" if name == "DeepNVMe" else "fastpersist", run)
 
     job = FioJob(direction, size_bytes, block_bytes=arguments.block, depth=arguments.depth)
-    has_fio = shutil.which("fio") is not None
-    fio = Row(f"{direction}, fio", "ceiling", (lambda path: run_fio(job, [path])) if has_fio else None)
+    run_it = (lambda path: run_fio(job, [path])) if shutil.which("fio") else None
+    fio = Row(f"fio {direction}", "ceiling", run_it, why_not="" if run_it else FIO_NOT_INSTALLED)
     return [*(row(name, way) for name, way in ways.items()), fio]
 
 
-def _measure(
-    ways: dict[str, Any], arguments: argparse.Namespace, scratch: str, cache: PageCache
-) -> dict[str, list[Measured]]:
+def _measure(ways: dict[str, Any], arguments: argparse.Namespace, scratch: str, cache: PageCache) -> list[StateResult]:
     """Run all ways in turn, each round in another order, writing first."""
     kept, fresh = os.path.join(scratch, "kept"), os.path.join(scratch, "fresh")
     os.mkdir(fresh)
@@ -153,14 +151,8 @@ def _measure(
         after=lambda: empty(fresh),
     )
     reads = measure(_rows("read", ways, arguments), arguments.rounds, before=before_read, after=lambda: None)
-    return {"write": writes, "read": reads}
-
-
-def _cells(measured: Measured, fio: Measured) -> list[str]:
-    if not measured.samples:
-        return [measured.row.name, "–"]
-    of_fio = f"{100 * measured.bytes_per_s / fio.bytes_per_s:.0f} %" if fio.samples else ""
-    return [measured.row.name, *measured.time_cells(), of_fio]
+    size_bytes = arguments.size_mb * _MIB
+    return [StateResult(name, size_bytes, 1, "", rows) for name, rows in (("write", writes), ("read", reads))]
 
 
 def main() -> int:
@@ -179,26 +171,14 @@ def main() -> int:
         facts["deepspeed"] = deepspeed.__version__
         notes.append(f"DeepSpeed {deepspeed.__version__}")
         ways["DeepNVMe"] = _Handle(theirs, arguments)
-    notes += [] if facts["fio"] else [FIO_NOT_INSTALLED]
     cache = PageCache(warm=False, whole_machine=False)
     with scratch_directory(arguments.directory) as scratch:
-        tables = _measure(ways, arguments, scratch, cache)
+        states = _measure(ways, arguments, scratch, cache)
     notes += [f"blocks of {arguments.block} bytes, {arguments.depth} in flight", f"reads: {cache.describe()}"]
-    measured = [one for found in tables.values() for one in found]
-    cells = [_cells(one, found[-1]) for found in tables.values() for one in found]
-    text: Sequence[str] = [
-        facts_text(command_line, facts),
-        "",
-        table(["tensor", "median s", "min – max s", "GB/s", "of fio"], cells),
-        *(f"{one.row.name}: {one.note}" for one in measured if one.note),
-        "",
-        notes_text(notes),
-    ]
-    print("\n".join(text))
     if arguments.json:
-        rows = {one.row.name: samples_json(one) if one.samples else {"note": one.note} for one in measured}
-        write_json(arguments.json, report_head("deepnvme", command_line, facts, notes) | {"rows": rows})
-    return int(any(one.row.kind == "fastpersist" and one.note for one in measured))
+        write_json(arguments.json, report_json("deepnvme", command_line, facts, notes, states))
+    print(report_text("deepnvme", command_line, facts, notes, states))
+    return exit_code(one for state in states for one in state.rows)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ __all__ = [
     "probe_write_bytes_per_s",
     "read_loop",
     "remove",
-    "sync_directory",
-    "sync_file",
+    "sync",
     "write_loop",
 ]
 
@@ -95,7 +94,7 @@ def write_loop(path: str, size_bytes: int) -> float:
         allocated_s = time.perf_counter() - begun_s
         started_s = _in_threads(write, whole_bytes)
         os.fsync(fd)
-        sync_directory(os.path.dirname(path))
+        sync(os.path.dirname(path))
         return time.perf_counter() - started_s + allocated_s
     finally:
         os.close(fd)
@@ -132,18 +131,13 @@ def probe_write_bytes_per_s(directory: str, size_bytes: int) -> float:
         remove(path)
 
 
-def sync_file(path: str) -> None:
-    """Make a file durable that somebody else has written."""
+def sync(path: str) -> None:
+    """Make a file durable that somebody else has written, or the names in a directory."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def sync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
-    sync_file(path)
 
 
 def remove(path: str) -> None:
@@ -154,7 +148,7 @@ def remove(path: str) -> None:
         os.rmdir(path)
     elif os.path.lexists(path):
         os.unlink(path)
-        sync_directory(os.path.dirname(path))
+        sync(os.path.dirname(path))
 
 
 def free_bytes(directory: str) -> int:

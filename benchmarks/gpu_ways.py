@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpu_disk import remove, sync_directory, sync_file
+from gpu_disk import remove, sync
 from gpu_measure import Device, Row, State, check_equal, state_bytes
 
 import fastpersist as fp
@@ -84,9 +84,9 @@ def _published(write: Callable[[str], object], path: str) -> None:
     """Write under another name, sync, rename, sync the directory: what a careful user does around torch.save."""
     pending_path = f"{path}.pending"
     write(pending_path)
-    sync_file(pending_path)
+    sync(pending_path)
     os.rename(pending_path, path)
-    sync_directory(os.path.dirname(path))
+    sync(os.path.dirname(path))
 
 
 def save_rows(device: Device, state: State, directory: str, *, only_files_of_torch: bool) -> list[Row]:

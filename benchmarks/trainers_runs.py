@@ -22,6 +22,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fastpersist as fp
+from fastpersist.cli.bench.save_rows import sync_below
 from fastpersist.saving import capture
 
 __all__ = ["FRAMEWORKS", "WAYS", "train"]
@@ -105,14 +106,6 @@ def _optimizer(model: Any) -> torch.optim.Optimizer:
 
 def _batches(job: dict[str, Any]) -> torch.utils.data.DataLoader[Any]:
     return torch.utils.data.DataLoader(_Tokens(job), batch_size=job["batch_count"])
-
-
-def _sync_below(root: str) -> None:
-    for directory, _, names in os.walk(root):
-        for path in [*(os.path.join(directory, name) for name in names), directory]:
-            fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
 
 
 def _keep_newest(paths: list[Path]) -> None:
@@ -282,7 +275,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         for _ in range(3):
             start = time.perf_counter()
             save()
-            _sync_below(job["root"])
+            sync_below(job["root"])
             watch.durable_s.append(time.perf_counter() - start)
     return {
         "intervals_s": list(_differences(watch.step_ends)),

@@ -15,13 +15,12 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, TextIO
 
 from fastpersist.errors import UnsupportedError
 
-__all__ = ["Answers", "ChildProcess", "connected_process", "python_command"]
+__all__ = ["Answers", "ChildProcess", "ConnectedProcess", "python_command"]
 
 
 def python_command(program: str, *arguments: str) -> list[str]:
@@ -104,25 +103,39 @@ class ChildProcess:
         self.end()
 
 
-def connected_process(module: str) -> tuple[Connection, subprocess.Popen[bytes]]:
-    """Start a process at the other end of a connection, which it serves until we close our end.
+class ConnectedProcess:
+    """A process at the other end of a connection, which it serves until we close our end. One owner thread.
 
     Args:
         module: Whose `main` a fresh interpreter calls with the descriptor of its end.
 
-    Returns:
-        Our end; and the process, which leads a session of its own. The caller ends it, and what it has forked.
+    Attributes:
+        connection: Our end.
     """
-    ours, theirs = multiprocessing.Pipe()
-    with theirs:
-        process = subprocess.Popen(
-            python_command(f"from {module} import main; main({theirs.fileno()})"),
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # the table's
-            start_new_session=True,  # Ctrl-C is for the parent alone
-        )
-    return ours, process
+
+    def __init__(self, module: str) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                python_command(f"from {module} import main; main({theirs.fileno()})"),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # the table's
+                start_new_session=True,  # Ctrl-C is for the parent alone; and `end` reaches what it has forked, too
+            )
+
+    def wait(self) -> int:
+        """Wait until the process has ended; return its exit status."""
+        return self._process.wait()
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """Close our end; after so many seconds end the process, and all that it has forked, and wait for it."""
+        self.connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 class Answers:

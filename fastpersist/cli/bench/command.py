@@ -24,11 +24,12 @@ from fastpersist.cli.bench.overlap import command as bench_overlap
 from fastpersist.cli.bench.places import check_places, empty, positive, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.ranks import command as bench_ranks
 from fastpersist.cli.bench.report import StateResult, machine_facts, report_json, report_text
-from fastpersist.cli.bench.rows import Measured, Row, Sample, measure
+from fastpersist.cli.bench.rows import Measured, Row, Sample, exit_code, measure
 from fastpersist.cli.bench.save_rows import own_save_rows, peer_save_rows, usable_engines
 from fastpersist.cli.bench.states import STATE_NAMES, StateRecipe, flatten
 from fastpersist.cli.bench.worker import Job, Worker
 from fastpersist.errors import UnsupportedError
+from fastpersist.transfer.arena import available_host_bytes
 
 __all__ = ["add_parser", "run"]
 
@@ -91,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: DIR is no directory.
         StorageError: DIR has no room or takes no files; or the JSON file cannot be written.
     """
+    arguments.repeat = arguments.repeat or (1 if arguments.quick else 7)
+    arguments.state = arguments.state or ["gpt2-124m"]
     check_places(arguments.directory, [arguments.json])
     facts = machine_facts(arguments.directory)
     notes, states = _measure_all(arguments)
@@ -98,23 +101,15 @@ def run(arguments: argparse.Namespace) -> int:
     print(report_text(arguments.command, command_line, facts, notes, states))
     if arguments.json:
         write_json(arguments.json, report_json(arguments.command, command_line, facts, notes, states))
-    rows = [row for state in states for row in state.rows]
-    return int(any(row.row.kind == "fastpersist" and row.note.startswith("failed") for row in rows))
+    return exit_code(row for state in states for row in state.rows)
 
 
 def _command_line(arguments: argparse.Namespace) -> str:
     """Spell out the command, as it would be typed to run the same again."""
-    words = [
-        "fastpersist",
-        "bench",
-        arguments.command,
-        arguments.directory,
-        "--repeat",
-        str(_rounds(arguments)),
-    ]
-    for state in _state_names(arguments):
+    words = ["fastpersist", "bench", arguments.command, arguments.directory, "--repeat", str(arguments.repeat)]
+    for state in arguments.state:
         words += ["--state", state]
-    if "one-tensor" in _state_names(arguments) and not arguments.quick:
+    if "one-tensor" in arguments.state and not arguments.quick:
         words += ["--size-mb", str(arguments.size_mb)]
     if arguments.engine:
         words += ["--engine", *arguments.engine]
@@ -124,20 +119,12 @@ def _command_line(arguments: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def _rounds(arguments: argparse.Namespace) -> int:
-    return arguments.repeat or (1 if arguments.quick else 7)
-
-
-def _state_names(arguments: argparse.Namespace) -> list[str]:
-    return arguments.state or ["gpt2-124m"]
-
-
 def _measure_all(arguments: argparse.Namespace) -> tuple[list[str], list[StateResult]]:
     """Measure every state; return the notes and the results."""
     measure_state = _measure_saves if arguments.command == "save" else _measure_loads
     results, notes = [], []
     with scratch_directory(arguments.directory) as scratch:
-        for name in _state_names(arguments):
+        for name in arguments.state:
             recipe = StateRecipe(name, quick=arguments.quick, one_tensor_bytes=arguments.size_mb * _MIB)
             result, state_notes = measure_state(arguments, recipe, scratch)
             results.append(result)
@@ -179,7 +166,7 @@ def _measure_saves(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
             denied.row("fp.save"),
             *peer_save_rows(state),
         ]
-        measured = measure(rows, _rounds(arguments), before=before, after=after)
+        measured = measure(rows, arguments.repeat, before=before, after=after)
     notes = [
         "seconds run from the call until file and name are durable: who does not sync is followed by fsync of the file "
         "and of its directory; every run writes a fresh file, and its removal is synced before the next run",
@@ -216,7 +203,7 @@ def _measure_loads(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
             denied.row("fp.load"),
             *peer_load_rows(payload_bytes),
         ]
-        measured = measure(rows, _rounds(arguments), before=before, after=after)
+        measured = measure(rows, arguments.repeat, before=before, after=after)
     empty(scratch)
     notes = [
         cache.describe(),
@@ -256,7 +243,7 @@ class _Denied:
         self.peaks: dict[str, int | None] = {}
         self._worker: Worker | None = None
         self._needed_bytes = needed_bytes
-        if needed_bytes <= _available_bytes():
+        if needed_bytes <= available_host_bytes():
             self._worker = Worker(dataclasses.replace(job, deny_io_uring=True))
 
     def row(self, of_row: str) -> Row:
@@ -284,11 +271,6 @@ class _Denied:
     def __exit__(self, *exception: object) -> None:
         if self._worker is not None:
             self._worker.end()
-
-
-def _available_bytes() -> int:
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
 
 
 def _peaks(job: Job, before: Callable[[str], str], after: Callable[[], None]) -> dict[str, int | None]:

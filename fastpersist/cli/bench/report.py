@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import fastpersist
-from fastpersist.cli.bench.fio import CEILING_NAMES, fio_version
+from fastpersist.cli.bench.fio import fio_version
 from fastpersist.cli.bench.rows import Measured
 
 __all__ = [
@@ -44,7 +44,7 @@ class StateResult:
         name: Of the state.
         payload_bytes: Bytes of its tensors.
         tensor_count: How many tensors.
-        auto_engine: What engine="auto" took; empty if that row failed.
+        auto_engine: What engine="auto" took; empty if that row failed, or there is none.
         rows: In the order of the table.
     """
 
@@ -170,19 +170,16 @@ def report_json(
                 "payload_bytes": state.payload_bytes,
                 "tensor_count": state.tensor_count,
                 "auto_engine": state.auto_engine,
-                "rows": [_row_json(row, _ceiling(command, state)) for row in state.rows],
+                "rows": [_row_json(row, _ceiling(state)) for row in state.rows],
             }
             for state in states
         ],
     }
 
 
-def _ceiling(command: str, state: StateResult) -> float | None:
+def _ceiling(state: StateResult) -> float | None:
     """Return fio's bytes per second."""
-    for measured in state.rows:
-        if measured.row.name == CEILING_NAMES[command] and measured.samples:
-            return measured.bytes_per_s
-    return None
+    return next((row.bytes_per_s for row in state.rows if row.row.kind == "ceiling" and row.samples), None)
 
 
 def _row_json(measured: Measured, ceiling: float | None) -> dict[str, Any]:
@@ -220,10 +217,10 @@ def report_text(
     for state in states:
         lines += [
             "",
-            f"{state.name}: {state.payload_bytes / 1e9:.3f} GB in {state.tensor_count} tensors; "
-            f'engine="auto" took {state.auto_engine or "none"}',
+            f"{state.name}: {state.payload_bytes / 1e9:.3f} GB in {state.tensor_count} tensors"
+            + (f'; engine="auto" took {state.auto_engine}' if state.auto_engine else ""),
             "",
-            table(headers, [_cells(row, _ceiling(command, state)) for row in state.rows], align="ll"),
+            table(headers, [_cells(row, _ceiling(state)) for row in state.rows], align="ll"),
         ]
         lines += [f"{row.row.name}: {row.note}" for row in state.rows if row.note]
     return "\n".join([*lines, "", notes_text(notes)])

@@ -10,13 +10,13 @@ import gc
 import random
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from fastpersist.transfer.progress import progress_bar
 
-__all__ = ["Kind", "Measured", "Row", "Sample", "measure"]
+__all__ = ["Kind", "Measured", "Row", "Sample", "exit_code", "measure"]
 
 Kind = Literal["ceiling", "fastpersist", "peer"]
 
@@ -78,6 +78,11 @@ class Measured:
         """Return the cells of a table for the median, the range of the seconds, and the rate in GB/s."""
         seconds = [sample.seconds for sample in self.samples]
         return [f"{self.median_s:.3f}", f"{min(seconds):.3f} – {max(seconds):.3f}", f"{self.bytes_per_s / 1e9:.2f}"]
+
+
+def exit_code(results: Iterable[Measured]) -> int:
+    """Return 1 if a row of fastpersist failed, else 0: nothing fails because a machine is slow, or lacks something."""
+    return int(any(one.row.kind == "fastpersist" and one.note.startswith("failed") for one in results))
 
 
 def measure(

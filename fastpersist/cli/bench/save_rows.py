@@ -20,7 +20,7 @@ import fastpersist
 from fastpersist.cli.bench.rows import Row, Sample
 from fastpersist.cli.bench.states import State, flatten
 
-__all__ = ["own_save_rows", "peer_save_rows", "stock_save_rows", "sync_path", "usable_engines"]
+__all__ = ["own_save_rows", "peer_save_rows", "stock_save_rows", "sync_below", "sync_path", "usable_engines"]
 
 _DEEPSPEED = "DeepSpeed FastFileWriter"
 _MIB = 1 << 20
@@ -95,6 +95,14 @@ def sync_path(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def sync_below(path: str) -> None:
+    """Make all files and names in a directory durable."""
+    for directory, _, names in os.walk(path):
+        for name in names:
+            sync_path(os.path.join(directory, name))
+        sync_path(directory)
 
 
 def _torch_row(state: State, *, crc: bool) -> Row:

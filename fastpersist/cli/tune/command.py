@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text, stopped_by_signals
+from fastpersist.transfer.arena import available_host_bytes
 
 if TYPE_CHECKING:
     from fastpersist.cli.tune.search import Choice, Comparison
@@ -415,7 +416,7 @@ def _compare_writers(foreman: Foreman, scratch: str, choice: Choice, found: _Fou
     from fastpersist.cli.tune import search
     from fastpersist.cli.tune.search import WRITER_COUNTS, Race
 
-    if WRITER_COUNTS[-1] * choice.ring_bytes > _available_bytes() // 2:
+    if WRITER_COUNTS[-1] * choice.ring_bytes > available_host_bytes() // 2:
         return
     foreman.keep(set())
 
@@ -442,7 +443,7 @@ def _sized(
     """Have bytes ready to be saved; return how many, the seconds of a save and of all around it, and the engine."""
     from fastpersist.cli.tune.search import DEFAULTS
 
-    most = min(shutil.disk_usage(scratch).free, _available_bytes()) // _DISK_SHARE
+    most = min(shutil.disk_usage(scratch).free, available_host_bytes()) // _DISK_SHARE
     size_bytes = max(_MIB, min(_SIZE_MIN_BYTES, most // _MIB * _MIB)) if size_mib is None else size_mib * _MIB
     _require_room(scratch, size_bytes)
     while True:
@@ -479,8 +480,3 @@ def _require_room(directory: str, size_bytes: int) -> None:
             "directory, or a smaller --size-mb",
             directory,
         )
-
-
-def _available_bytes() -> int:
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))

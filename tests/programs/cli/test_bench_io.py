@@ -341,7 +341,7 @@ def test_failure_in_a_process_is_the_rows_and_the_next_row_runs(tmp_path: Path) 
         sample = processes.run(WRITE, str(tmp_path / "x"))
         assert (sample.size_bytes, sample.io_count) == (MIB, 16)
 
-        processes._ends[0][1].kill()
+        processes._ends[0]._process.kill()
         with pytest.raises(fp.UnsupportedError, match="has ended"):
             processes.run(WRITE, str(tmp_path / "y"))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fastpersist
-from fastpersist.cli.child_process import ChildProcess, connected_process, python_command
+from fastpersist.cli.child_process import ChildProcess, ConnectedProcess, python_command
 
 ENDS_SLOWLY = """
 import os, time
@@ -45,6 +45,6 @@ def test_children_import_what_we_import_whatever_lies_in_the_working_directory(
     with ChildProcess(ENDS_SLOWLY, title="the process") as process:
         process.send({})
         assert process.receive()["pid"] != os.getpid()
-    connection, started = connected_process("fastpersist.cli.bench.io.worker")
-    connection.close()  # which ends what has come so far
-    assert started.wait() == 0
+    connected = ConnectedProcess("fastpersist.cli.bench.io.worker")
+    connected.connection.close()  # which ends what has come so far
+    assert connected.wait() == 0

@@ -376,7 +376,7 @@ def test_full_disk_is_refused_before_anything_is_written(disk: Path, capsys: pyt
 def test_little_memory_is_not_used_up(
     disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "_available_bytes", lambda: 0)
+    monkeypatch.setattr(tune, "available_host_bytes", lambda: 0)
     assert main(["tune", str(disk), "--seconds", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["size_bytes"] == MIB
 

@@ -33,6 +33,7 @@ from fastpersist.cli.bench.io.worker import IoProcesses
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.report import machine_facts
+from fastpersist.cli.bench.rows import exit_code
 from fastpersist.errors import ConfigError, StorageError
 from fastpersist.transfer.arena import available_host_bytes
 
@@ -129,8 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_json(arguments.json, report)
     if arguments.plot:
         draw(arguments.plot, results, setup, command_line)
-    measured = [result.measured for result in results]
-    return int(any(one.row.kind == "fastpersist" and one.note.startswith("failed") for one in measured))
+    return exit_code(result.measured for result in results)
 
 
 def _check(arguments: argparse.Namespace) -> list[Direction]:

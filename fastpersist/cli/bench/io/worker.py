@@ -12,8 +12,6 @@ import ctypes
 import gc
 import os
 import pickle
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ import torch
 
 from fastpersist import TensorFile, locked_tensor
 from fastpersist.cli.bench.io.points import IoSample, Point, Setup, chunk_bytes_for, file_paths, thread_count_for
-from fastpersist.cli.child_process import connected_process
+from fastpersist.cli.child_process import ConnectedProcess
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import CorruptionError, FastPersistError, InternalError, StorageError, UnsupportedError
 
@@ -213,11 +211,11 @@ class IoProcesses:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._ends: list[tuple[Connection, subprocess.Popen[bytes]]] = []
+        self._ends: list[ConnectedProcess] = []
         try:
             for seed in range(setup.process_count):
-                self._ends.append(connected_process("fastpersist.cli.bench.io.worker"))
-                self._ends[-1][0].send((setup, seed))
+                self._ends.append(ConnectedProcess("fastpersist.cli.bench.io.worker"))
+                self._ends[-1].connection.send((setup, seed))
             self._receive()
         except BaseException:
             self.end()
@@ -248,21 +246,21 @@ class IoProcesses:
         return file_paths(path, self._setup.process_count)
 
     def _call(self, step: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        for (connection, process), words in zip(self._ends, arguments, strict=True):
+        for end, words in zip(self._ends, arguments, strict=True):
             try:
-                connection.send((step, words))
+                end.connection.send((step, words))
             except BrokenPipeError:
-                raise _dead(process) from None
+                raise _dead(end) from None
         return self._receive()
 
     def _receive(self) -> list[Any]:
         """Wait for all, so that none is still at it when the next step comes; raise what the first one raised."""
         answers: list[Any] = []
-        for connection, process in self._ends:
+        for end in self._ends:
             try:
-                answers.append(connection.recv())
+                answers.append(end.connection.recv())
             except (EOFError, ConnectionResetError):
-                answers.append(_dead(process))
+                answers.append(_dead(end))
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
@@ -270,11 +268,8 @@ class IoProcesses:
 
     def end(self) -> None:
         """End the processes and wait for them."""
-        for connection, process in self._ends:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            connection.close()
+        for end in self._ends:
+            end.end()
         self._ends = []
 
     def __enter__(self) -> IoProcesses:
@@ -297,7 +292,7 @@ def together(timings: Sequence[Timing]) -> IoSample:
     )
 
 
-def _dead(process: subprocess.Popen[bytes]) -> UnsupportedError:
+def _dead(process: ConnectedProcess) -> UnsupportedError:
     return UnsupportedError(f"a process that reads and writes has ended (exit status {process.wait()})")
 
 

@@ -13,6 +13,7 @@ import os
 import random
 import shlex
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -69,15 +70,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--steps", type=positive, default=8, metavar="N", help="steps of a run that count (default: 8)")
     parser.add_argument("--every", type=positive, default=1, metavar="N", help="steps per checkpoint (default: 1)")
     parser.add_argument("--repeat", type=positive, default=3, metavar="N", help="rounds: runs of each way (default: 3)")
-    further = ", ".join(f'"{name}"' for name in ALL_WAYS if name not in WAYS)
     parser.add_argument(
         "--ways",
         nargs="+",
         action="extend",
         choices=["all", *ALL_WAYS],
         metavar="NAME",
-        help=f"rows, by their names, or all (default: those without {further}); a row without checkpoints is always "
-        "there",
+        help=f"all, or the names of rows: {_quoted(ALL_WAYS)} (default: {_quoted(WAYS)}); the first is always there",
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
@@ -104,7 +103,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--tokens", type=positive, metavar="N", help=f"of a sequence of {GPT2} (default: 96)")
     parser.add_argument(
-        "--max-host-mb", type=positive, metavar="N", help="MiB that the Checkpointer may copy to (default: no limit)"
+        "--max-host-mb", type=positive, metavar="N", help="MiB of copies, max_host_bytes of the Checkpointer"
     )
     parser.add_argument(
         "--threads", type=positive, metavar="N", help="threads that compute on the CPU (default: half of the CPUs)"
@@ -112,6 +111,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--engine", default="auto", metavar="NAME", help="of fastpersist (default: auto)")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
     parser.set_defaults(run=run)
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from fastpersist.cli.bench.overlap.ways import (
     Unavailable,
     Way,
 )
-from fastpersist.cli.bench.save_rows import sync_path
+from fastpersist.cli.bench.save_rows import sync_below, sync_path
 from fastpersist.cli.bench.states import tensor_bytes
 from fastpersist.saving import pacing
 
@@ -117,10 +117,7 @@ class DcpProcessWay(DcpWay):
 
 def sync_checkpoint(arguments: Any) -> None:
     """Make what torch_checkpointing wrote durable, which it leaves to its users; runs in its writing process."""
-    for directory, _, names in os.walk(arguments.path):
-        for name in names:
-            sync_path(os.path.join(directory, name))
-        sync_path(directory)
+    sync_below(arguments.path)
 
 
 def sync_parent(arguments: Any) -> None:

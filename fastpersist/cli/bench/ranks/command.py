@@ -21,6 +21,7 @@ from fastpersist.cli.bench.ranks.one_file import OneFile
 from fastpersist.cli.bench.ranks.processes import Failed, RankProcesses
 from fastpersist.cli.bench.ranks.tables import Table, ranks_text, row_json
 from fastpersist.cli.bench.report import machine_facts, report_head
+from fastpersist.cli.bench.rows import exit_code
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.transfer.arena import available_host_bytes
 
@@ -69,6 +70,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         nargs="+",
         action="extend",
         choices=_PARTS,
+        metavar="PART",
         help="what to measure: save, load, agreement (saves of 4 KiB, of which most is agreement), async (with "
         "--sharded; default: save load, with --sharded also async)",
     )
@@ -132,8 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
         for one in tables:
             report[one.name] = report.get(one.name, []) + [row_json(result, one.name) for result in one.results]
         write_json(arguments.json, report)
-    measured = [result.measured for one in tables for result in one.results]
-    return int(any(one.row.kind == "fastpersist" and one.note.startswith("failed") for one in measured))
+    return exit_code(result.measured for one in tables for result in one.results)
 
 
 def _one_file(

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import signal
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastpersist.cli.child_process import connected_process
+from fastpersist.cli.child_process import ConnectedProcess
 
 __all__ = [
     "Failed",
@@ -70,13 +68,13 @@ class RankProcesses:
         timeout_s: float,
     ) -> None:
         self._timeout_s = timeout_s
-        self._ranks: list[tuple[Connection, subprocess.Popen[bytes]]] = []
+        self._ranks: list[ConnectedProcess] = []
         self._broken = ""
         meeting_path = os.path.join(scratch, f"meeting-{max(counts)}-{time.monotonic_ns()}")
         try:
             for rank in range(max(counts)):
-                self._ranks.append(connected_process("fastpersist.cli.bench.ranks.processes"))
-                self._ranks[-1][0].send((rank, sorted(counts), meeting_path, timeout_s))
+                self._ranks.append(ConnectedProcess("fastpersist.cli.bench.ranks.processes"))
+                self._ranks[-1].connection.send((rank, sorted(counts), meeting_path, timeout_s))
         except BaseException:
             self._end(0.0)
             raise
@@ -89,7 +87,7 @@ class RankProcesses:
         """
         if self._broken:
             raise Failed(self._broken)
-        waiting = {self._ranks[rank][0]: rank for rank in range(count)}
+        waiting = {self._ranks[rank].connection: rank for rank in range(count)}
         for connection in waiting:
             with contextlib.suppress(BrokenPipeError):  # it has ended, which shows when its answer is awaited
                 connection.send((function, arguments))
@@ -100,7 +98,7 @@ class RankProcesses:
             for ready in wait(list(waiting), max(0.0, deadline_s - time.monotonic())):
                 rank = waiting.pop(ready)  # type: ignore[call-overload]
                 try:
-                    failed, result = self._ranks[rank][0].recv()
+                    failed, result = self._ranks[rank].connection.recv()
                 except (EOFError, ConnectionResetError):
                     self._broken = f"rank {rank} of {count} has died in {function.__name__}"
                     raise Failed(self._broken) from None
@@ -124,14 +122,10 @@ class RankProcesses:
         self._end(_PATIENCE_S if error is None and not self._broken else 0.0)
 
     def _end(self, patience_s: float) -> None:
-        for connection, _ in self._ranks:
-            connection.close()
-        for _, process in self._ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(patience_s)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for rank in self._ranks:
+            rank.connection.close()  # of all, before one is waited for: so all end at the same time
+        for rank in self._ranks:
+            rank.end(patience_s)
         self._ranks = []
 
 
