@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fastpersist
@@ -53,7 +53,6 @@ class BareLoopWay(OwnDirectoryWay):
         os.close(_open_direct(os.path.join(root, "probe")))
         os.unlink(os.path.join(root, "probe"))
         self._threads = ThreadPoolExecutor(self.depth + 1, "bare-loop")  # one of them waits for the others
-        self._written: Future[None] | None = None
 
     def save(self, step: int) -> None:
         """Make the file, and begin to write."""
@@ -77,20 +76,6 @@ class BareLoopWay(OwnDirectoryWay):
         finally:
             os.close(fd)
         sync_path(self.root)
-
-    def is_written(self) -> bool:
-        """Tell whether the last file is durable."""
-        return self._written is None or self._written.done()
-
-    def _wait_written(self) -> None:
-        if self._written is not None:
-            self._written.result()
-            self._written = None
-
-    def settle(self) -> None:
-        """Wait until the file is durable and the oldest removed."""
-        self._wait_written()
-        super().settle()
 
     def finish(self) -> None:
         """Settle, and end the threads."""
@@ -159,7 +144,6 @@ class TorchCheckpointingWay(OwnDirectoryWay):
     def __init__(self, root: str, training: Trained, options: Options) -> None:
         super().__init__(root, training, options)
         self._manager = checkpointing_manager(is_async=True)
-        self._written: Any = None
         self._is_warm = False
 
     def save(self, step: int) -> None:
@@ -175,16 +159,6 @@ class TorchCheckpointingWay(OwnDirectoryWay):
         """Return its lock."""
         guard: contextlib.AbstractContextManager[Any] = self._manager.lock()
         return guard
-
-    def _wait_written(self) -> None:
-        if self._written is not None:
-            self._written.result()
-            self._written = None
-
-    def settle(self) -> None:
-        """Wait until the last one is durable."""
-        self._wait_written()
-        super().settle()
 
     def finish(self) -> None:
         """Settle, and end its process."""
@@ -212,25 +186,12 @@ class _FileWay(OwnDirectoryWay):
     settings = "fp.save_async(state, path, optimizer=optimizer), one at a time"
     suffix = ".pt"
 
-    def __init__(self, root: str, training: Trained, options: Options) -> None:
-        super().__init__(root, training, options)
-        self._pending: Any = None
-
     def save(self, step: int) -> None:
         self._wait_written()
         path, optimizer = self._next_path(step), self.training.optimizer
-        self._pending = fastpersist.save_async(
+        self._written = fastpersist.save_async(
             self.training.state(step), path, optimizer=optimizer, engine=self.options.engine
         )
-
-    def _wait_written(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
-
-    def settle(self) -> None:
-        self._wait_written()
-        super().settle()
 
 
 FURTHER_WAYS: dict[str, Callable[[str, Trained, Options], Way]] = {

@@ -122,12 +122,16 @@ def _bytes_below(path: str) -> int:
 
 
 class OwnDirectoryWay(Way):
-    """For ways that leave names, removal and order of saves to their caller."""
+    """For ways that leave names, removal and order of saves to their caller: one save at a time.
+
+    A way that writes in the background leaves in `_written` what is done when the save is durable.
+    """
 
     suffix = ""
 
     def __init__(self, root: str, training: Trained, options: Options) -> None:
         super().__init__(root, training, options)
+        self._written: Any = None
         self._paths: list[str] = []
         self._removal: threading.Thread | None = None
 
@@ -148,8 +152,18 @@ class OwnDirectoryWay(Way):
             self._removal.join()
             self._removal = None
 
+    def _wait_written(self) -> None:
+        if self._written is not None:
+            self._written.result()
+            self._written = None
+
+    def is_written(self) -> bool:
+        """Tell whether the last save is durable."""
+        return self._written is None or bool(self._written.done())
+
     def settle(self) -> None:
-        """Wait until the oldest is removed."""
+        """Wait until the last save is durable, and the oldest removed."""
+        self._wait_written()
         self._join_removal()
 
 
@@ -209,7 +223,6 @@ class DcpWay(OwnDirectoryWay):
                 distributed: Any = torch.distributed
                 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         self._staged: Future[Any] | None = None
-        self._written: Future[Any] | None = None
 
     def save(self, step: int) -> None:
         """Wait for the save before, as async_save leaves that to its caller, and begin this one."""
@@ -234,18 +247,12 @@ class DcpWay(OwnDirectoryWay):
 
     def _wait_written(self) -> None:
         if self._written is not None:
-            self._written.result()
-            self._written = None
+            super()._wait_written()
             sync_path(self.root)
-
-    def is_written(self) -> bool:
-        """Tell whether the last upload is over."""
-        return self._written is None or self._written.done()
 
     def settle(self) -> None:
         """Wait for staging, upload, and removal."""
         self.before_update()
-        self._wait_written()
         super().settle()
 
     def finish(self) -> None:
