@@ -416,6 +416,11 @@ class _Scanner:
         self.position = end + 1
         return self.data[start:end]
 
+    def take_global(self) -> Global:
+        """Read a global: a line with its module and one with its name."""
+        module, name = self.take_line(), self.take_line()
+        return _interned_global(self.globals, _text(module), _text(name))
+
     def take_marked(self) -> list[object]:
         """Take all that lies above the innermost mark, and the mark."""
         items = self.stack
@@ -456,19 +461,18 @@ class _Scanner:
         self.stack.append(self.memo[_memo_index(self.take_line())])
 
     def on_put(self) -> None:
-        self.memo[_memo_index(self.take_line())] = self.stack[-1]
+        line = self.take_line()
+        self.memo[_memo_index(line)] = self.stack[-1]
 
     def on_global(self) -> None:
-        module = _text(self.take_line())
-        self.stack.append(_interned_global(self.globals, module, _text(self.take_line())))
+        self.stack.append(self.take_global())
 
     def on_stack_global(self) -> None:
         name = self.stack.pop()
         self.stack[-1] = _interned_global(self.globals, self.stack[-1], name)
 
     def on_inst(self) -> None:
-        module = _text(self.take_line())
-        named = _interned_global(self.globals, module, _text(self.take_line()))
+        named = self.take_global()
         items = self.take_marked()
         self.stack.append(Call(named, tuple(items)))
 

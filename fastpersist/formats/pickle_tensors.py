@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from fastpersist.errors import FormatError
 from fastpersist.formats.pickle_nodes import (
@@ -306,13 +306,18 @@ def _layout(node: object) -> str:
     return layout
 
 
-def _describe(call: Call, kind: str) -> _Description | None:
-    """Read a call of a rebuild function of torch; None for every other call."""
+_Rebuild: TypeAlias = tuple[str, tuple[object, ...], list[object], bool | None, str | None]
+"""The call that makes a tensor: name of the function; arguments; attributes of the tensor and of what is wrapped around
+it; requires_grad and dtype that the wrapping gives it, else None. A plain tuple, because every tensor needs one."""
+
+
+def _unwrapped(call: Call) -> _Rebuild | None:
+    """Take off what is wrapped around a tensor; None if it is no call of a rebuild function of torch."""
     function, arguments = call.function, call.arguments
     states = [] if call.state is None else [call.state]
     requires_grad: bool | None = None  # of the outermost Parameter: it is the one that counts
     dtype: str | None = None
-    # A Parameter is a call on the call that makes its data: take off what is wrapped around the tensor.
+    # A Parameter is a call on the call that makes its data.
     for _ in range(_WRAPPINGS_MAX):
         if type(function) is not Global or function.module not in _REBUILD_MODULES:
             return None
@@ -334,7 +339,7 @@ def _describe(call: Call, kind: str) -> _Description | None:
             own_grad = arguments[3]
             dtype = dtype or _dtype(arguments[1])
         else:
-            break
+            return name, arguments, states, requires_grad, dtype
         if requires_grad is None:
             requires_grad = _flag(own_grad)
         data = arguments[0]
@@ -343,9 +348,17 @@ def _describe(call: Call, kind: str) -> _Description | None:
         if data.state is not None:
             states.append(data.state)
         function, arguments = data.function, data.arguments
-    else:
-        raise Unmodelled(f"more than {_WRAPPINGS_MAX} wrappings")
+    raise Unmodelled(f"more than {_WRAPPINGS_MAX} wrappings")
 
+
+def _describe(call: Call, kind: str) -> _Description | None:
+    """Read a call of a rebuild function of torch; None for every other call."""
+    rebuild = _unwrapped(call)
+    if rebuild is None:
+        return None
+    name, arguments, states, _, _ = rebuild
+    if name in _TENSOR_FUNCTIONS:
+        return _described_tensor(rebuild, kind)
     if name == "_rebuild_sparse_tensor":
         _require(arguments, 2, name)  # (layout, (components…, size[, is_coalesced]))
         layout = _layout(arguments[0])
@@ -360,14 +373,17 @@ def _describe(call: Call, kind: str) -> _Description | None:
         if type(keywords) is not SymbolicDict:
             raise ValueError("its jagged data are not a dict")
         return _Description(None, (), "nested", keywords, states)
-    if name not in _TENSOR_FUNCTIONS:
-        return None
+    return None
 
+
+def _described_tensor(rebuild: _Rebuild, kind: str) -> _Description | None:
+    """Read a call that makes one tensor; None if its bytes lie in the pickle."""
+    name, arguments, states, requires_grad, dtype = rebuild
     names, least = _TENSOR_FUNCTIONS[name]
     _require(arguments, least, name)
     argument = dict(zip(names, arguments, strict=False))  # the last ones may be missing
     reference = None
-    components = ()
+    components: tuple[tuple[str, object], ...] = ()
     if name == "_rebuild_meta_tensor_no_storage":
         kind = "meta"
     elif name == "_rebuild_wrapper_subclass":
@@ -375,7 +391,7 @@ def _describe(call: Call, kind: str) -> _Description | None:
     elif type(argument["storage"]) is PersistentId:
         reference = _storage_reference(argument["storage"])
     else:
-        return None  # pickled outside of torch.save: its bytes lie in the pickle
+        return None  # pickled outside of torch.save
     if name == "_rebuild_qtensor":
         # (scheme, scale, zero point) or (scheme, scales, zero points, axis); numbers are no components
         kind = "quantized"
