@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -53,6 +54,10 @@ FOREIGN_HEADER = re.compile(r"Python\.h|pybind11/|torch/|ATen/|c10/|cuda(?!_doub
 FILE_LINES_MAX = 800
 FOLDER_FILES_MAX = 18
 """Python modules of one folder, `__init__` not counted, or .cc files."""
+FULL_FOLDERS = {"fastpersist/dcp": 23, "integrations": 24, "benchmarks": 21}
+"""Folders that hold more modules than that, and how many at most: numbers that only ever become smaller."""
+FUNCTION_LINES_MAX = 80
+"""Lines of one function, its docstring not counted."""
 COLUMNS_MAX = 120
 UNFINISHED_WORDS = ("TO" + "DO", "FIX" + "ME", "XX" + "X")  # in pieces, or this file would break its own rule
 UNFINISHED_MARK = re.compile(rf"\b({'|'.join(UNFINISHED_WORDS)})\b")
@@ -68,10 +73,12 @@ def files_below(*patterns: str) -> list[Path]:
 
 PACKAGE_FILES = files_below("fastpersist/**/*.py", "integrations/**/*.py")
 EXAMPLE_FILES = files_below("examples/**/*.py")
+BENCHMARK_FILES = files_below("benchmarks/**/*.py")
 PYTHON_FILES = [
     *PACKAGE_FILES,
     *EXAMPLE_FILES,
-    *files_below("setup.py", "tests/**/*.py", "benchmarks/**/*.py", "fastpersist/**/*.pyi"),
+    *BENCHMARK_FILES,
+    *files_below("setup.py", "tests/**/*.py", "fastpersist/**/*.pyi"),
 ]
 NATIVE_FILES = files_below("csrc/**/*.cc", "csrc/**/*.h", "tests/csrc/*.cc", "tests/csrc/*.h")
 ABI_FILES = files_below("tests/abi/*.cc", "tests/abi/*.h")  # the only ones that include foreign headers
@@ -225,7 +232,39 @@ def file_says_what_it_is_for(path: Path, text: str) -> list[str]:
     return [] if ast.get_docstring(ast.parse(text)) else [f"{path}: has no docstring that states its job"]
 
 
+# --- rules on folders ---
+
+
+def folders_are_not_full(paths: Iterable[Path]) -> list[str]:
+    counts = Counter(path.parent.as_posix() for path in paths if path.name != "__init__.py")
+    limits = {folder: FULL_FOLDERS.get(folder, FOLDER_FILES_MAX) for folder in counts}
+    return [
+        f"{folder}: {count} modules, more than {limits[folder]}; make a folder of those that belong together"
+        for folder, count in sorted(counts.items())
+        if count > limits[folder]
+    ]
+
+
 # --- rules on Python code ---
+
+
+def functions_are_short(path: Path, tree: ast.Module) -> list[str]:
+    return [
+        f"{path}:{node.lineno}: {node.name} has {count} lines without its docstring, more than {FUNCTION_LINES_MAX}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (count := lines_of(node)) > FUNCTION_LINES_MAX
+    ]
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count the lines of a function from `def` to its end, without its docstring."""
+    first = function.body[0]
+    docstring_lines = 0 if ast.get_docstring(function) is None else last_line(first) - first.lineno + 1
+    return last_line(function) - function.lineno + 1 - docstring_lines
+
+
+def last_line(node: ast.stmt) -> int:
+    return node.lineno if node.end_lineno is None else node.end_lineno
 
 
 def nothing_is_printed(path: Path, tree: ast.Module) -> list[str]:
@@ -292,6 +331,7 @@ TREE_RULES: list[tuple[TreeRule, list[Path]]] = [
     ),
     (pure_rooms_do_without_torch, PACKAGE_FILES),
     (integrations_have_one_name, [p for p in PYTHON_FILES if p.suffix == ".py"]),
+    (functions_are_short, [*PACKAGE_FILES, *EXAMPLE_FILES, *BENCHMARK_FILES]),
     (nothing_is_printed, PACKAGE_FILES),
     (no_except_is_bare, [p for p in PYTHON_FILES if p.suffix == ".py"]),
     (no_assert_guards_run_time, PACKAGE_FILES),
@@ -311,6 +351,11 @@ def test_text_follows(rule: TextRule, paths: list[Path]) -> None:
 @pytest.mark.parametrize(("rule", "paths"), TREE_RULES, ids=[r.__name__ for r, _ in TREE_RULES])
 def test_code_follows(rule: TreeRule, paths: list[Path]) -> None:
     expect_none(v for path in paths for v in rule(path, ast.parse((ROOT / path).read_text())))
+
+
+def test_folders_are_not_full() -> None:
+    native_modules = [path for path in NATIVE_FILES if path.suffix == ".cc" and path.parts[0] == "csrc"]
+    expect_none(folders_are_not_full([*PACKAGE_FILES, *EXAMPLE_FILES, *BENCHMARK_FILES, *native_modules]))
 
 
 def test_rooms_have_no_cycle() -> None:
@@ -410,6 +455,10 @@ LAYOUT = Path("fastpersist/formats/layout.py")
         (no_except_is_bare, LAYOUT, "try:\n    pass\nexcept:\n    pass", 1),
         (no_except_is_bare, LAYOUT, "try:\n    pass\nexcept OSError:\n    pass", 0),
         (no_assert_guards_run_time, LAYOUT, "assert 1", 1),
+        (functions_are_short, LAYOUT, "def f():\n" + "    1\n" * FUNCTION_LINES_MAX, 1),
+        (functions_are_short, LAYOUT, "class C:\n  async def f():\n" + "    1\n" * FUNCTION_LINES_MAX, 1),
+        (functions_are_short, LAYOUT, "def f():\n" + "    1\n" * (FUNCTION_LINES_MAX - 1), 0),
+        (functions_are_short, LAYOUT, 'def f():\n    """A\nB\nC"""\n' + "    1\n" * (FUNCTION_LINES_MAX - 1), 0),
     ],
 )
 def test_code_rule_finds(rule: TreeRule, path: Path, source: str, count: int) -> None:
@@ -456,6 +505,16 @@ def test_code_rule_finds(rule: TreeRule, path: Path, source: str, count: int) ->
 )
 def test_text_rule_finds(rule: TextRule, path: Path, source: str, count: int) -> None:
     assert len(rule(path, source)) == count
+
+
+def test_full_folder_is_found() -> None:
+    modules = [Path(f"fastpersist/formats/module_{number}.py") for number in range(FOLDER_FILES_MAX)]
+    assert not folders_are_not_full([*modules, Path("fastpersist/formats/__init__.py")])
+    assert len(folders_are_not_full([*modules, Path("fastpersist/formats/one_more.py")])) == 1
+    for folder, count in FULL_FOLDERS.items():
+        full = [Path(folder) / f"module_{number}.py" for number in range(count + 1)]
+        assert not folders_are_not_full(full[1:])
+        assert len(folders_are_not_full(full)) == 1
 
 
 def test_cycle_is_found() -> None:
