@@ -38,9 +38,9 @@ from fastpersist.loading.file_inspection import Damage, Manifest, TensorEntry, V
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.transfer.engine_selection import EngineProbe, engines, require_engine
-from fastpersist.transfer.pending_io import PendingIO
 from fastpersist.transfer.tensor_file import TensorFile
 from fastpersist.transfer.tensor_memory import byte_view, locked_tensor
+from fastpersist.transfer.tensor_requests import PendingIO
 
 # isort: split
 # It uses the names above; mypy knows integrations/ by another name.

@@ -5,7 +5,7 @@ no format and no commit protocol here, only bytes at offsets; checkpoints are th
 
 Requests go to a native thread of the file (csrc/transfer/random_access.h), which cuts them into requests to the kernel,
 keeps a queue of them full, and stages what direct I/O does not take as it is, and what lies on a CUDA device. What
-callers wait for is in `pending_io`; whether a tensor's bytes can be had, `tensor_memory` knows.
+callers give and wait for is in `tensor_requests`; `tensor_memory` decides whether the bytes of a tensor can be reached.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from fastpersist.transfer.engine_selection import (
     refuse_null_engine,
     require_engine,
 )
-from fastpersist.transfer.pending_io import PendingIO, failure_of
 from fastpersist.transfer.tensor_memory import byte_view
 from fastpersist.transfer.tensor_requests import (
     SLICE_COUNT,
     Item,
     Part,
+    PendingIO,
     Slice,
     checked_number,
     checked_offset,
+    failure_of,
     in_slices,
     looked_at,
 )

@@ -22,9 +22,9 @@ from fastpersist.dcp.huggingface.crc_terms import crc_of, crc_of_zeros
 from fastpersist.dcp.huggingface.layout import ModelLayout, Run, in_file_order, runs_of
 from fastpersist.dcp.huggingface.model_part import ModelPart, said_of, scratch_engine, submit_runs
 from fastpersist.formats import safetensors
-from fastpersist.transfer.pending_io import PendingIO
 from fastpersist.transfer.tensor_file import TensorFile
 from fastpersist.transfer.tensor_memory import byte_view
+from fastpersist.transfer.tensor_requests import PendingIO
 
 __all__ = ["finish_files"]
 

@@ -38,8 +38,8 @@ from fastpersist.dcp.huggingface.layout import Place, chunk_of
 from fastpersist.distributed.peers import is_dead
 from fastpersist.errors import AgreementTimeoutError, PeerError
 from fastpersist.formats.layout import align_up
-from fastpersist.transfer.pending_io import PendingIO
 from fastpersist.transfer.tensor_file import TensorFile
+from fastpersist.transfer.tensor_requests import PendingIO
 
 __all__ = [
     "SharedWindows",
