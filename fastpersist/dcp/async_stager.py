@@ -12,21 +12,27 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from fastpersist.dcp.capture import ShardedCapture
-from fastpersist.dcp.checkpoint_directory import StoragePath
+from fastpersist.dcp.checkpoint_directory import StoragePath, find_others, keep_others
 from fastpersist.dcp.plan_comparison import GetSums, StagedMeta, samples_of_state
+from fastpersist.distributed.directory_save import DirectorySave
 from fastpersist.errors import UnsupportedError
 from fastpersist.saving.capture import watch_steps
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pacing import Spread
 from fastpersist.transfer.arena import Arena
+from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.torch_boundary import untraced
 
 __all__ = ["CapturingWriter"]
@@ -46,10 +52,18 @@ class CapturingWriter(StoragePath):
         path: As in `StoragePath`.
         owners: Whose tensors are in the state.
         max_host_bytes: Host memory for copied state; None: the bytes of the state, but at most half of what is there.
+        overwrite: Replace a checkpoint that is there.
+        engine: "auto", or an engine's name.
+        durable: Survive power loss once dcp.save has returned.
         piece_bytes: As in `ShardedCapture`.
+
+    Raises:
+        ConfigError: Unknown engine.
     """
 
     _synchronize_after_execute = True
+    _why_collectives = ""
+    """Why all ranks have to agree, for messages."""
 
     def __init__(
         self,
@@ -57,9 +71,17 @@ class CapturingWriter(StoragePath):
         owners: Owners,
         max_host_bytes: int | None,
         *,
+        overwrite: bool,
+        engine: str,
+        durable: bool,
         piece_bytes: int | None = None,
     ) -> None:
+        require_engine(engine)
         super().__init__(path)
+        self._overwrite = overwrite
+        self._engine = engine
+        self._durable = durable
+        self._alone = False
         self._owners = owners
         if owners.optimizers():
             watch_steps()
@@ -133,7 +155,57 @@ class CapturingWriter(StoragePath):
         """Be made of what __getstate__ gave."""
         self.__dict__.update(state, _arena=Arena(), _owners=Owners())
 
+    # --- torch's StorageWriter, as far as all of ours are alike
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save; called by dcp.save."""
+        self._take_staged()
+        self._give_up()
+        if checkpoint_id is not None:
+            self._path = os.fspath(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save on this rank; called by dcp.save."""
+        self._alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        if not kwargs.get("use_collectives", True) and not self._alone:
+            raise UnsupportedError(
+                f"{type(self).__name__} {self._why_collectives}, so all ranks have to agree: leave "
+                "use_collectives=True, or let one process save with no_dist=True"
+            )
+        self._take_staged()
+        self._give_up()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items, and sync them; called by dcp.save on each rank."""
+        try:
+            results = self._write(plan, planner)
+        except BaseException:
+            if self._alone:  # else others may be about to write there; they have to hear from this rank what it met
+                self._give_up()
+            raise
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
     # --- for the storage writers
+
+    @abstractmethod
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]: ...
+
+    @abstractmethod
+    def _give_up(self) -> None:
+        """Remove what a save that did not end has written; on the coordinator."""
+
+    def _keep_others(self, directory: DirectorySave, is_own: Callable[[str], object]) -> None:
+        """Keep the files beside the checkpoint that is replaced.
+
+        Args:
+            directory: Replaces it.
+            is_own: As in `find_others`.
+        """
+        final_path = os.path.abspath(self._known_path("dcp.save"))
+        for name, size_bytes in keep_others(find_others(final_path, is_own), final_path, directory.path):
+            directory.add_written(name, size_bytes, None)  # not read for a CRC: it may be anything, and long
 
     def _take_staged(self) -> None:
         """A save begins, or goes on: of what was staged for it, or of what dcp.save was given."""

@@ -38,13 +38,49 @@ from fastpersist.errors import (
 from fastpersist.formats.manifest import check_file_name
 from fastpersist.transfer.engine_selection import require_engine
 
-__all__ = ["FastPersistReader"]
+__all__ = ["CheckpointReader", "FastPersistReader", "tensor_committer"]
 
 _PACKED_MAX = 128
 """An element takes 16 bytes at most, and where a subclass packs it, one bit at least."""
 
 
-class FastPersistReader(StoragePath, StorageReader):
+class CheckpointReader(StoragePath, StorageReader):
+    """What our storage readers have in common.
+
+    Args:
+        path: As in `StoragePath`.
+        engine: "auto", or an engine's name.
+        verify: Check CRCs.
+
+    Raises:
+        ConfigError: Unknown engine.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, engine: str = "auto", verify: bool = True
+    ) -> None:
+        super().__init__(path)
+        require_engine(engine)
+        self._engine = engine
+        self._verify = verify
+        self.load_id = str(uuid.uuid4())
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load; called by dcp.load."""
+        if checkpoint_id is not None:
+            self._path = os.fspath(checkpoint_id)
+        self.load_id = str(uuid.uuid4())
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan; called by dcp.load on each rank."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans; called by dcp.load on the first rank."""
+        return plans
+
+
+class FastPersistReader(CheckpointReader):
     """Reads a DCP checkpoint that FastPersistWriter or DCP's FileSystemWriter has written, on any number of ranks.
 
     Args:
@@ -64,20 +100,14 @@ class FastPersistReader(StoragePath, StorageReader):
     def __init__(
         self, path: str | os.PathLike[str] | None = None, *, engine: str = "auto", verify: bool = True
     ) -> None:
-        super().__init__(path)
-        require_engine(engine)
-        self._engine = engine
-        self._verify = verify
-        self.load_id = str(uuid.uuid4())
+        super().__init__(path, engine=engine, verify=verify)
         self._metadata: Metadata | None = None
         self._found: Found | None = None
         self._shapes: dict[str, dict[Shape, Shape]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load; called by dcp.load."""
-        if checkpoint_id is not None:
-            self._path = os.fspath(checkpoint_id)
-        self.load_id = str(uuid.uuid4())
+        super().reset(checkpoint_id)
         self._metadata = self._found = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -102,14 +132,6 @@ class FastPersistReader(StoragePath, StorageReader):
         """Begin a load on this rank; called by dcp.load."""
         self._metadata = metadata
         self._shapes = {}
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan; called by dcp.load on each rank."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans; called by dcp.load on the first rank."""
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what this rank wants; called by dcp.load on each rank.
@@ -237,7 +259,7 @@ class FastPersistReader(StoragePath, StorageReader):
                 yield Wanted(name, info.offset, info.length, None, (), (), None, take)
             else:
                 target = target.detach()
-                done = _tensor_committer(planner, item, target)
+                done = tensor_committer(planner, item, target)
                 offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
                 yield Wanted(name, info.offset, info.length, self._stored(item), offsets, lengths, target, done)
 
@@ -284,5 +306,6 @@ def _copying_taker(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -
     return take
 
 
-def _tensor_committer(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Callable[[bytes], None]:
+def tensor_committer(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Callable[[bytes], None]:
+    """Return what tells the planner that a target is filled."""
     return lambda _: planner.commit_tensor(item, target)

@@ -13,26 +13,23 @@ import uuid
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.commit.step_listing import read_manifest
 from fastpersist.dcp.async_stager import CapturingWriter
 from fastpersist.dcp.capture import ShardedCapture
-from fastpersist.dcp.checkpoint_directory import find_others, keep_others
+from fastpersist.dcp.checkpoint_directory import find_others
 from fastpersist.dcp.metadata import METADATA_NAME
 from fastpersist.dcp.part_writer import Part, WrittenPart, write_part
-from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
+from fastpersist.errors import ConfigError, FastPersistError
 from fastpersist.formats.manifest import MANIFEST_NAME, step_of
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
-from fastpersist.transfer.engine_selection import require_engine
 
 __all__ = ["FastPersistWriter"]
 
@@ -71,6 +68,8 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
     Thread safety: one save at a time; the next one waits for an async_save before it.
     """
 
+    _why_collectives = "publishes what all ranks have written as one checkpoint"
+
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -83,33 +82,15 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         gate: Literal["optimizer", "manual"] = "optimizer",
         max_host_bytes: int | None = None,
     ) -> None:
-        require_engine(engine)
-        super().__init__(path, Owners(optimizer, constant, gate), max_host_bytes)
-        self._overwrite = overwrite
-        self._engine = engine
-        self._durable = durable
+        owners = Owners(optimizer, constant, gate)
+        super().__init__(path, owners, max_host_bytes, overwrite=overwrite, engine=engine, durable=durable)
         self.save_id = str(uuid.uuid4())
-        self._alone = False
         self._directory: DirectorySave | None = None  # on the first rank, while a save is under way
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save; called by dcp.save."""
-        self._take_staged()
-        self._give_up()
-        if checkpoint_id is not None:
-            self._path = os.fspath(checkpoint_id)
+        super().reset(checkpoint_id)
         self.save_id = str(uuid.uuid4())
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save on this rank; called by dcp.save."""
-        self._alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-        if not kwargs.get("use_collectives", True) and not self._alone:
-            raise UnsupportedError(
-                "FastPersistWriter publishes what all ranks have written as one, so they have to agree: "
-                "leave use_collectives=True, or let one process save with no_dist=True"
-            )
-        self._take_staged()
-        self._give_up()
 
     def storage_meta(self) -> StorageMeta:
         """Return what DCP notes of a save; what it calls first."""
@@ -164,18 +145,6 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
             )
         return True if MANIFEST_NAME in names or not names else "foreign"
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part, and sync it; called by dcp.save on each rank."""
-        try:
-            results = self._write(plan, planner)
-        except BaseException:
-            if self._alone:  # else others may be about to write there; they have to hear from this rank what it met
-                self._give_up()
-            raise
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         part = plan.storage_data
         if not isinstance(part, Part) or (self._directory is not None and self._directory.path != part.directory):
@@ -216,10 +185,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
             if hasattr(metadata, "version"):  # not before torch 2.9
                 metadata.version = dcp_filesystem.CURRENT_DCP_VERSION
             directory.add_bytes(METADATA_NAME, pickle.dumps(metadata))
-            final_path = os.path.abspath(self._known_path("dcp.save"))
-            others = find_others(final_path, _FILE_OF_DCP.fullmatch)
-            for name, size_bytes in keep_others(others, final_path, directory.path):
-                directory.add_written(name, size_bytes, None)  # not read for a CRC: it may be anything, and long
+            self._keep_others(directory, _FILE_OF_DCP.fullmatch)
             directory.publish(durable=self._durable).result()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,19 +24,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from fastpersist.commit.filesystem import open_regular, storage_errors
 from fastpersist.dcp.blobs import Shape
-from fastpersist.dcp.checkpoint_directory import StoragePath
 from fastpersist.dcp.coverage import require_filled
 from fastpersist.dcp.huggingface.layout import INDEX_NAME, SINGLE_NAME
 from fastpersist.dcp.part_reader import Batch, PartReader, Payload, Wanted, pieces
+from fastpersist.dcp.storage_reader import CheckpointReader, tensor_committer
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError, UnsupportedError
 from fastpersist.formats import safetensors
 from fastpersist.formats.manifest import check_file_name
-from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.pipeline import read_exactly
 
 __all__ = ["FastPersistHuggingFaceReader"]
@@ -64,7 +61,7 @@ class _Stored:
     offsets: Shape
 
 
-class FastPersistHuggingFaceReader(StoragePath, StorageReader):
+class FastPersistHuggingFaceReader(CheckpointReader):
     """Reads the safetensors files of a model, on any number of ranks, into any sharding.
 
     Args:
@@ -84,18 +81,12 @@ class FastPersistHuggingFaceReader(StoragePath, StorageReader):
     def __init__(
         self, path: str | os.PathLike[str] | None = None, *, engine: str = "auto", verify: bool = True
     ) -> None:
-        super().__init__(path)
-        require_engine(engine)
-        self._engine = engine
-        self._verify = verify
-        self.load_id = str(uuid.uuid4())
+        super().__init__(path, engine=engine, verify=verify)
         self._files: dict[str, tuple[int, int]] = {}  # device and number of each, when its header was read
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load; called by dcp.load."""
-        if checkpoint_id is not None:
-            self._path = os.fspath(checkpoint_id)
-        self.load_id = str(uuid.uuid4())
+        super().reset(checkpoint_id)
         self._files = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -138,14 +129,6 @@ class FastPersistHuggingFaceReader(StoragePath, StorageReader):
         """Begin a load on this rank; called by dcp.load."""
         self._stored: dict[MetadataIndex, _Stored] = metadata.storage_data
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan; called by dcp.load on each rank."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans; called by dcp.load on the first rank."""
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what this rank wants; called by dcp.load on each rank.
 
@@ -187,7 +170,7 @@ class FastPersistHuggingFaceReader(StoragePath, StorageReader):
                 tuple(item.storage_offsets),
                 tuple(item.lengths),
                 target,
-                _committer(planner, item, target),
+                tensor_committer(planner, item, target),
             )
             yield wanted, entry.crc
 
@@ -196,10 +179,6 @@ class FastPersistHuggingFaceReader(StoragePath, StorageReader):
         if reader.identity != self._files[os.path.basename(reader.path)]:
             message = f"{reader.path} was replaced while {self._path} was being loaded: load it again"
             raise CheckpointNotFoundError(errno.ENOENT, message, reader.path)
-
-
-def _committer(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Callable[[bytes], None]:
-    return lambda _: planner.commit_tensor(item, target)
 
 
 class _FileReader(PartReader):

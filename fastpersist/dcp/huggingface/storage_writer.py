@@ -15,16 +15,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.dcp.async_stager import CapturingWriter
-from fastpersist.dcp.checkpoint_directory import find_others, keep_others
 from fastpersist.dcp.huggingface.captured_bytes import PIECE_BYTES
 from fastpersist.dcp.huggingface.coordinator import finish_files
 from fastpersist.dcp.huggingface.layout import (
@@ -44,11 +41,10 @@ from fastpersist.dcp.huggingface.shared_windows import (
 )
 from fastpersist.distributed.partition import common_block_bytes
 from fastpersist.distributed.peers import loopback_place, own_process
-from fastpersist.errors import ConfigError, UnsupportedError
+from fastpersist.errors import ConfigError
 from fastpersist.formats.manifest import MANIFEST_NAME
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
-from fastpersist.transfer.engine_selection import require_engine
 
 __all__ = ["FastPersistHuggingFaceWriter"]
 
@@ -111,6 +107,8 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
     Thread safety: one save at a time; the next one waits for an async_save before it.
     """
 
+    _why_collectives = "makes files to which all ranks write"
+
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -126,39 +124,24 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
         gate: Literal["optimizer", "manual"] = "optimizer",
         max_host_bytes: int | None = None,
     ) -> None:
-        require_engine(engine)
-        super().__init__(path, Owners(optimizer, constant, gate), max_host_bytes, piece_bytes=PIECE_BYTES)
+        super().__init__(
+            path,
+            Owners(optimizer, constant, gate),
+            max_host_bytes,
+            overwrite=overwrite,
+            engine=engine,
+            durable=durable,
+            piece_bytes=PIECE_BYTES,
+        )
         if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes!r}; it must be a number of bytes, 1 or more")
         self._max_shard_bytes = max_shard_bytes
         self._indices = None if fqn_to_index_mapping is None else dict(fqn_to_index_mapping)
         self._metadata = {"format": "pt", **(metadata or {})}
-        self._overwrite = overwrite
-        self._engine = engine
-        self._durable = durable
         self._order: list[str] = []
         self._plans: list[SavePlan] = []  # the last that was heard of each rank, and on which machine it is
         self._sites: list[_Site | None] = []
-        self._alone = False
         self._begun: _Begun | None = None  # on the first rank, while a save is under way
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save; called by dcp.save."""
-        self._take_staged()
-        self._give_up()
-        if checkpoint_id is not None:
-            self._path = os.fspath(checkpoint_id)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save on this rank; called by dcp.save."""
-        self._alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-        if not kwargs.get("use_collectives", True) and not self._alone:
-            raise UnsupportedError(
-                "FastPersistHuggingFaceWriter makes files that all ranks write to, so they have to agree: "
-                "leave use_collectives=True, or let one process save with no_dist=True"
-            )
-        self._take_staged()
-        self._give_up()
 
     def storage_meta(self) -> StorageMeta:
         """Return what DCP notes of a save; what it calls first."""
@@ -244,18 +227,6 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
             return True
         return "foreign"
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks, and sync them; called by dcp.save on each rank."""
-        try:
-            results = self._write(plan, planner)
-        except BaseException:
-            if self._alone:  # else others may be about to write there; they have to hear from this rank what it met
-                self._give_up()
-            raise
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         part = plan.storage_data
         if not isinstance(part, ModelPart) or (
@@ -290,11 +261,7 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
             if begun.layout.is_split:
                 directory.add_bytes(INDEX_NAME, _index_of(begun.layout))
             if self._overwrite:
-                final_path = begun.parts[0].final_path
-                for name, size_bytes in keep_others(
-                    find_others(final_path, _WEIGHTS.fullmatch), final_path, directory.path
-                ):
-                    directory.add_written(name, size_bytes, None)  # not read for a CRC: it may be anything, and long
+                self._keep_others(directory, _WEIGHTS.fullmatch)
             directory.publish(durable=self._durable).result()
 
     def __getstate__(self) -> dict[str, Any]:
