@@ -26,9 +26,9 @@ from torch.futures import Future
 from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.dcp.checkpoint_directory import StoragePath, find_others, keep_others
 from fastpersist.dcp.plan_comparison import GetSums, StagedMeta, samples_of_state
-from fastpersist.distributed.directory_save import DirectorySave
 from fastpersist.errors import UnsupportedError
 from fastpersist.saving.capture import watch_steps
+from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pacing import Spread
 from fastpersist.transfer.arena import Arena
