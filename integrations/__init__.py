@@ -1,5 +1,5 @@
-"""Glue to the frameworks, one module for each, importable as `fastpersist.integrations`.
+"""Glue to the frameworks, one module or package for each, importable as `fastpersist.integrations`.
 
-A module here uses public names of fastpersist only, and imports its framework inside itself, so that
+What is here uses public names of fastpersist only, and imports its framework inside itself, so that
 importing one integration never needs another's framework.
 """

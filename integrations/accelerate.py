@@ -6,10 +6,10 @@
     load_state(accelerator, "checkpoint")      # in place of accelerator.load_state("checkpoint")
 
 What is in a checkpoint is Accelerate's affair: its own save_state is called, with a hidden directory as its output, and
-what it saves there goes into a `DirectorySave` (`redirecting`). The files are those that it writes by itself, plus a
+what it saves there goes into a `DirectorySave` (`redirection`). The files are those that it writes by itself, plus a
 MANIFEST.json, so its own load_state reads them, and this one reads those that it wrote. New is that training goes on
 meanwhile, that a directory is visible only when it is complete, and that nothing old is removed before that. With FSDP
-each process writes its shards, and reads those that it needs (`redirecting_sharded`).
+each process writes its shards, and reads those that it needs (`sharded_redirection`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from fastpersist import (
     verify,
 )
 
-from .redirecting import saves_into
-from .requirements import require
+from ._shared.redirection import saves_into
+from ._shared.requirements import require
 
 require("accelerate", "accelerate", "1.1")
 
@@ -312,7 +312,7 @@ def _saving(accelerator: Accelerator, files: _Files | None, pending_path: str) -
         else:
             stack.enter_context(installed())
         if files is not None and _is_sharding(accelerator):
-            from .redirecting_sharded import shards_into  # slow to import, and few need it
+            from ._shared.sharded_redirection import shards_into  # slow to import, and few need it
 
             plans = _plans.setdefault(accelerator, {})
             stack.enter_context(shards_into(files, pending_path, optimizer=optimizers, plans=plans))
@@ -323,7 +323,7 @@ def _reading_shards(accelerator: Accelerator) -> AbstractContextManager[None]:
     """In the block, let what is sharded be read by us."""
     if not _is_sharding(accelerator):
         return nullcontext()
-    from .redirecting_sharded import reads_shards
+    from ._shared.sharded_redirection import reads_shards
 
     return reads_shards()
 
@@ -526,7 +526,7 @@ def _damage_of(accelerator: Accelerator, path: str) -> str:
 def _damage_of_part(path: str) -> str:
     """Say what is wrong with a file that Accelerate has written, or with a directory of shards, "" if nothing is."""
     if os.path.isdir(path):
-        from .redirecting_sharded import why_not_whole
+        from ._shared.sharded_redirection import why_not_whole
 
         return why_not_whole(path) or ""
     damages = verify(path).damages

@@ -32,7 +32,7 @@ from fastpersist import load as fast_load
 from fastpersist import save as fast_save
 from fastpersist import save_async as fast_save_async
 
-from .replacing import Function, Replacement
+from ._shared.replacement import Function, Replacement
 
 __all__ = ["Route", "TorchNoSpaceError", "TorchStorageError", "install", "installed", "routed", "uninstall"]
 

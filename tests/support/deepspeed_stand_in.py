@@ -8,7 +8,7 @@
 
 `deepspeed_integration` imports ours, upon a stand-in of DeepSpeed's abstract class if there is no DeepSpeed. The engine
 is a stand-in in any case: it calls its checkpoint engine where DeepSpeed 0.19.8 does, it trains with partitions of the
-optimizer as ZeRO does, and its files have DeepSpeed's names. tests/integrations/test_deepspeed_training.py has the same
+optimizer as ZeRO does, and its files have DeepSpeed's names. tests/integrations/deepspeed/test_training.py has the same
 questions for DeepSpeed itself.
 """
 

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from support.sameness import portrait
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-import fastpersist.integrations.redirecting_sharded  # noqa: F401
+import fastpersist.integrations._shared.sharded_redirection  # noqa: F401
 
 IGNORED = (
     "ignore:torch.distributed is disabled:UserWarning",

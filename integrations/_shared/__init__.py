@@ -1,0 +1,1 @@
+"""What several integrations use: no names for users."""

@@ -1,0 +1,338 @@
+"""What a framework saves and loads with torch.distributed.checkpoint goes our way instead.
+
+`redirection` for sharded state: frameworks call dcp.save and dcp.load with DCP's own writer and reader, or with none,
+and a directory. Here these calls are caught, on one thread. What is saved below one directory, which somebody else
+publishes as a whole, is written there under the same names, by `save_sharded`; what is loaded is read by
+`FastPersistReader`, whoever wrote it. Writers and readers that somebody has chosen for a reason are left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, Literal, TypeVar
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import optimizer as dcp_optimizer
+from torch.distributed.checkpoint import state_dict as dcp_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.stateful import Stateful
+
+from fastpersist import (
+    CheckpointNotFoundError,
+    ConfigError,
+    DirectorySave,
+    FastPersistError,
+    PeerDirectorySave,
+    PeerError,
+    UnsupportedError,
+)
+
+from ..torch_dcp import FastPersistReader, SharedPlans, save_sharded
+from .replacement import Function, Replacement
+
+__all__ = ["METADATA_NAME", "reads_shards", "shards_into", "shards_where_they_are", "why_not_whole"]
+
+METADATA_NAME = ".metadata"
+"""What every directory of DCP has."""
+
+_OPTIONS_OF_PLANNERS = {
+    "flatten_state_dict": True,
+    "flatten_sharded_tensors": True,
+    "dedup_save_to_lowest_rank": False,
+    "_enable_plan_caching": False,
+}
+
+Result = TypeVar("Result")
+
+_redirections = threading.local()
+
+
+# ------------------------------------------------------------------------------------------- saving
+
+
+@contextmanager
+def shards_into(
+    files: DirectorySave | PeerDirectorySave,
+    directory: str,
+    *,
+    optimizer: object = None,
+    gate: Literal["optimizer", "manual"] = "optimizer",
+    plans: dict[str, Any] | None = None,
+) -> Iterator[None]:
+    """Put what this thread saves below a directory with dcp.save into `files`, which are written behind the training.
+
+    All ranks are in such a block together. There dcp.save returns when what may change at once is copied, and returns
+    nothing: who writes what is not planned yet. State dicts of DCP are as in `shards_where_they_are`.
+
+    Args:
+        files: Not yet published; with several ranks, what `directory_save_together` has returned on each.
+        directory: `files.path` of the first rank.
+        optimizer: Whose tensors are written from where they are, as in `DirectorySave.save`.
+        gate: As in `DirectorySave.save`.
+        plans: Of the saves before, and those of this one are put there; for saves that do not overlap. Empty at first.
+
+    Raises:
+        ConfigError: In the block: a state is no dict. What else goes wrong is for `files.publish().result()`.
+    """
+    saves = _Saves(files, directory, optimizer, gate, {} if plans is None else plans)
+    with shards_where_they_are(), _redirected("saves", saves, _saving):
+        yield
+
+
+class _Saves:
+    def __init__(
+        self,
+        files: DirectorySave | PeerDirectorySave,
+        directory: str,
+        optimizer: object,
+        gate: str,
+        plans: dict[str, Any],
+    ) -> None:
+        self._files = files
+        self._root = os.path.realpath(directory)
+        self._optimizer = optimizer
+        self._gate = gate
+        self._plans = plans
+
+    def take(self, state_dict: dict[str, Any], directory: str) -> bool:
+        """Save a state, unless its directory is elsewhere."""
+        name = os.path.relpath(os.path.realpath(directory), self._root)
+        if name == os.pardir or name.startswith(os.pardir + os.sep):
+            return False
+        state = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+        name = "" if name == os.curdir else name
+        plans = self._plans.setdefault(name, SharedPlans())
+        save_sharded(self._files, state, name, self._optimizer, gate=self._gate, plans=plans)
+        return True
+
+
+def _wrap_save(before: Function) -> Function:
+    def save(
+        state_dict: dict[str, Any],
+        *,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        storage_writer: Any = None,
+        planner: Any = None,
+        **options: Any,
+    ) -> Any:
+        redirection: _Saves | None = _innermost("saves")
+        if redirection is not None and _is_usual(planner) and not _wants_some_ranks_only(options):
+            directory = _directory_of(checkpoint_id, storage_writer, FileSystemWriter)
+            if directory is not None and redirection.take(state_dict, directory):
+                return None
+        return before(
+            state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner, **options
+        )
+
+    return save
+
+
+def _wants_some_ranks_only(options: dict[str, Any]) -> bool:
+    group = options.get("process_group")
+    is_everybody = group is None or group is dist.group.WORLD
+    return not is_everybody or bool(options.get("no_dist", False)) or not options.get("use_collectives", True)
+
+
+def _is_usual(planner: Any) -> bool:
+    return planner is None or (
+        type(planner) is DefaultSavePlanner
+        and all(getattr(planner, name, usual) == usual for name, usual in _OPTIONS_OF_PLANNERS.items())
+    )
+
+
+@contextmanager
+def shards_where_they_are() -> Iterator[None]:
+    """Let this thread's get_model_state_dict and get_optimizer_state_dict of DCP leave shards on their device.
+
+    Frameworks have them copied to the host (cpu_offload) for writers that need it, and training waits. Ours takes them
+    from where they are.
+    """
+    with _redirected("stays", True, _staying):
+        yield
+
+
+def _wrap_getting(before: Function) -> Function:
+    def get_state_dict(*arguments: Any, options: Any = None, **others: Any) -> Any:
+        if _innermost("stays") and options is not None and options.cpu_offload and not options.full_state_dict:
+            options = replace(options, cpu_offload=False)
+        return before(*arguments, options=options, **others)
+
+    return get_state_dict
+
+
+# ------------------------------------------------------------------------------------------- loading
+
+
+@contextmanager
+def reads_shards(*, engine: str = "auto") -> Iterator[None]:
+    """Let `FastPersistReader` read what this thread loads with dcp.load. All ranks are in such a block together.
+
+    Args:
+        engine: "auto", or an engine's name, which then never falls back.
+
+    Raises:
+        FastPersistError, …: In the block, from dcp.load: a rank could not read its part. What failed there is raised
+            there; on the others it is a PeerError, or a RuntimeError if it is a mistake of the program.
+    """
+    with _redirected("loads", engine, _loading):
+        yield
+
+
+def _reader_for(checkpoint_id: Any, storage_reader: Any) -> FastPersistReader | None:
+    engine: str | None = _innermost("loads")
+    directory = None if engine is None else _directory_of(checkpoint_id, storage_reader, FileSystemReader)
+    return None if directory is None else FastPersistReader(directory, engine=engine or "auto")
+
+
+def _wrap_load(before: Function) -> Function:
+    def load(
+        state_dict: dict[str, Any],
+        *,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        storage_reader: Any = None,
+        **options: Any,
+    ) -> None:
+        reader = _reader_for(checkpoint_id, storage_reader)
+        if reader is None:
+            before(state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **options)
+        else:
+            _told(lambda: before(state_dict, storage_reader=reader, **options), "loading", reader.checkpoint_id)
+
+    return load
+
+
+def _wrap_load_optimizer(before: Function) -> Function:
+    def load_sharded_optimizer_state_dict(
+        model_state_dict: Any, optimizer_key: str, storage_reader: Any, planner: Any = None
+    ) -> Any:
+        reader = _reader_for(None, storage_reader)
+        if reader is None:
+            return before(model_state_dict, optimizer_key, storage_reader, planner)
+        return _told(lambda: before(model_state_dict, optimizer_key, reader, planner), "loading", reader.checkpoint_id)
+
+    return load_sharded_optimizer_state_dict
+
+
+# ------------------------------------------------------------------------------------------- both
+
+
+_saving = Replacement(lambda: [(dcp, "save")], _wrap_save)
+_staying = Replacement(
+    lambda: [(dcp_state_dict, name) for name in ("get_model_state_dict", "get_optimizer_state_dict", "get_state_dict")],
+    _wrap_getting,
+)
+
+
+def _places_of_loading() -> Iterator[tuple[ModuleType, str]]:
+    yield dcp, "load"
+
+
+def _places_of_optimizers() -> Iterator[tuple[ModuleType, str]]:
+    for module in (dcp, dcp_optimizer):
+        if hasattr(module, "load_sharded_optimizer_state_dict"):
+            yield module, "load_sharded_optimizer_state_dict"
+
+
+class _Both:
+    """Two replacements that are held together."""
+
+    def __init__(self, *replacements: Replacement) -> None:
+        self._replacements = replacements
+
+    def hold(self) -> None:
+        for replacement in self._replacements:
+            replacement.hold()
+
+    def release(self) -> None:
+        for replacement in self._replacements:
+            replacement.release()
+
+
+_loading = _Both(Replacement(_places_of_loading, _wrap_load), Replacement(_places_of_optimizers, _wrap_load_optimizer))
+
+
+@contextmanager
+def _redirected(kind: str, redirection: object, replacement: Replacement | _Both) -> Iterator[None]:
+    stack = _redirections.__dict__.setdefault(kind, [])
+    stack.append(redirection)
+    replacement.hold()
+    try:
+        yield
+    finally:
+        replacement.release()
+        stack.remove(redirection)
+
+
+def _innermost(kind: str) -> Any:
+    stack = _redirections.__dict__.get(kind)
+    return stack[-1] if stack else None
+
+
+def _directory_of(checkpoint_id: Any, storage: Any, usual: type) -> str | None:
+    """Return the directory of a call; None where something else than DCP's usual files is wanted."""
+    if storage is not None:
+        # Streams that somebody changes on their way (compression …), and other formats, are not ours to write.
+        extensions = getattr(getattr(storage, "transforms", None), "extensions", None)
+        form = getattr(storage, "serialization_format", None)
+        if type(storage) is not usual or extensions or getattr(form, "name", "TORCH_SAVE") != "TORCH_SAVE":
+            return None
+    found = getattr(storage, "path", None) if checkpoint_id is None else checkpoint_id
+    if not isinstance(found, str | os.PathLike) or not FastPersistReader.validate_checkpoint_id(found):
+        return None
+    return os.fspath(found)
+
+
+def _told(work: Callable[[], Result], doing: str, directory: object) -> Result:
+    """Do something of DCP's, and raise what the first of the ranks that failed met, as an exception of ours.
+
+    DCP's own is no Exception, holds the failures of all ranks, and is raised on all of them.
+    """
+    try:
+        return work()
+    except CheckpointException as error:
+        if not error.failures:
+            raise
+        rank, (failure, _) = min(error.failures.items())
+        if rank == (dist.get_rank() if dist.is_initialized() else 0):
+            raise failure from error
+        text = f"rank {rank} failed while {doing} {directory}: {type(failure).__name__}: {failure}"
+        if _is_of_the_disk(failure):
+            raise PeerError(text, rank=rank, subject=str(directory)) from error
+        raise RuntimeError(text) from error
+
+
+def _is_of_the_disk(error: BaseException) -> bool:
+    return isinstance(error, FastPersistError | OSError) and not isinstance(error, ConfigError | UnsupportedError)
+
+
+# ------------------------------------------------------------------------------------------- looking
+
+
+def why_not_whole(directory: str | os.PathLike[str]) -> str | None:
+    """Look at a directory of DCP, ours or stock: say what is missing, None if nothing is.
+
+    The metadata are read, and every part must be as long as they say; contents are not compared.
+    """
+    try:
+        metadata = FastPersistReader(directory).read_metadata()
+    except (CheckpointNotFoundError, FastPersistError) as error:
+        return str(error)
+    lengths: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        end = int(info.offset) + int(info.length)
+        lengths[info.relative_path] = max(end, lengths.get(info.relative_path, 0))
+    for name, length_bytes in sorted(lengths.items()):
+        path = os.path.join(directory, name)
+        if not os.path.isfile(path):
+            return f"{path} is missing"
+        if os.path.getsize(path) < length_bytes:
+            return f"{path} is cut off: it has {os.path.getsize(path)} bytes of {length_bytes}"
+    return None

@@ -1,0 +1,592 @@
+"""One checkpoint directory of a Trainer, put together by its own functions and published by ours, one at a time.
+
+What the ways to save share, whoever asks for it: `attachment` or `callback`. Several ranks: rank 0 owns the directory
+and decides; the others learn its hidden name, put their own files there, and hear how it ended. Weights and optimizer,
+of which each rank has a replica, are written by all ranks, each a part: for that the others have the Trainer put these
+files together as well, in a directory that is thrown away. Where somebody has replaced the functions that do it,
+perhaps for one rank only, rank 0 writes alone. With FSDP each rank writes its shards, or rank 0 what was gathered, as
+the Trainer is told to (`fsdp`). When to save, and who is told, is not decided here.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.utils.import_utils import is_sagemaker_mp_enabled
+
+from fastpersist import (
+    ConfigError,
+    DirectorySave,
+    FastPersistError,
+    PeerDirectorySave,
+    PendingSave,
+    StorageError,
+    UnsupportedError,
+    directory_save_together,
+    require_engine,
+)
+
+from .._shared.redirection import saves_into
+from .._shared.requirements import require_writers
+from .foreign_files import clear_up, drop_held, hold_foreign
+from .fsdp import is_sharding, moves_parameters, sharded_saves
+
+__all__ = ["SENTINEL_NAME", "CheckpointSaves", "Flight", "from_first_rank", "refuse_unsupported"]
+
+_log = logging.getLogger("fastpersist")
+
+SENTINEL_NAME = "checkpoint-is-incomplete.txt"
+"""What the Trainer's own save at SIGTERM puts into a directory that is not complete yet."""
+
+_SAMPLE_COUNT = 64  # elements of a frozen parameter that are compared from one save to the next
+
+Result = TypeVar("Result")
+
+
+def refuse_unsupported(args: TrainingArguments, model: object) -> None:
+    """Raise for what has savers of its own, or a layout that cannot be published as one directory.
+
+    Raises:
+        ConfigError: It does; the message names it.
+    """
+    strategy = None
+    fsdp_config: Any = args.fsdp_config or {}
+    if args.fsdp and fsdp_config.get("xla"):
+        strategy = "FSDP of XLA"
+    elif args.deepspeed:
+        strategy = "DeepSpeed"
+    elif is_sagemaker_mp_enabled():
+        strategy = "SageMaker model parallelism"
+    elif getattr(model, "is_distributed_loading_by_transformers", False):
+        strategy = "a model that was sharded when it was loaded"
+    elif AcceleratorState._shared_state:
+        kind = AcceleratorState().distributed_type.value
+        is_known = kind in ("NO", "FSDP") or kind.startswith("MULTI_")  # one process, FSDP, and DDP
+        strategy = None if is_known else kind
+    if strategy is not None:
+        raise ConfigError(
+            f"fastpersist cannot save a Trainer with {strategy} yet; without fastpersist, its own saving works as ever"
+        )
+    if args.save_on_each_node and args.world_size > 1:
+        raise ConfigError(
+            "fastpersist publishes one directory for all ranks, so save_on_each_node=True is not supported: leave it "
+            "out, and let output_dir be on a file system that all nodes share"
+        )
+
+
+@dataclass(eq=False)
+class Flight:
+    """One save from its start to its end.
+
+    Attributes:
+        path: The final name.
+        state: The state of the training that was saved, to correct it if the save fails.
+        best_before: Its best_model_checkpoint without this save.
+        pending: What writes it, or this rank's part; None on ranks that have no part.
+        published: How it ended; None while it is under way.
+    """
+
+    path: str
+    state: Any
+    best_before: str | None
+    pending: PendingSave | None = None
+    published: bool | None = None
+
+    def settle(self, *, published: bool) -> None:
+        """Note how it ended; nobody may go on calling best what does not exist."""
+        self.published = published
+        drop_held(self.path, unless=published or not _is_first_rank())
+        if not published and self.state.best_model_checkpoint == self.path:
+            self.state.best_model_checkpoint = self.best_before
+
+
+class CheckpointSaves:
+    """The saves of one Trainer, never two at once. Only the thread that trains uses it.
+
+    Args:
+        on_error: "raise" or "warn": what becomes of the error of a save.
+        engine: "auto", or an engine's name, which then never falls back.
+        writers: With several ranks, those that write what all hold: "auto", "all", "node" or a number.
+
+    Raises:
+        ConfigError: There is no such on_error, engine or writers.
+    """
+
+    def __init__(self, *, on_error: str, engine: str, writers: str | int = "auto") -> None:
+        if on_error not in ("raise", "warn"):
+            raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+        require_engine(engine)
+        require_writers(writers)
+        self._writers: Any = writers
+        self._on_error = on_error
+        self._engine = engine
+        self._flight: Flight | None = None
+        self._rotating: PendingSave | None = None  # is published, and perhaps still deletes old ones
+        self._frozen = _FrozenParameters()
+        self._plans: dict[str, Any] = {}  # of shards, for the next save
+
+    @property
+    def pending(self) -> PendingSave | None:
+        """The save that is under way, or this rank's part of it; None without one."""
+        return None if self._flight is None else self._flight.pending
+
+    @property
+    def engine(self) -> str:
+        """What writes: "auto", or an engine of that name."""
+        return self._engine
+
+    def wait_captured(self) -> None:
+        """Return when the optimizer may step."""
+        if self.pending is not None:
+            self.pending.wait_captured()
+
+    def join(self) -> None:
+        """Wait until nothing is under way on this rank; what came of it is for `finish`, or `poll`."""
+        for pending in (self.pending, self._rotating):
+            if pending is not None:
+                pending.join()
+
+    def poll(self) -> None:
+        """Tell what went wrong with the save that is under way, if that keeps nobody waiting. All ranks call it."""
+        flight = self._flight
+        if flight is not None and from_first_rank(lambda: flight.pending is not None and flight.pending.is_written()):
+            self._settle()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, and tell what went wrong with it. All ranks call it.
+
+        Raises:
+            FastPersistError, …: With on_error="raise": the save has failed.
+        """
+        self.join()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the save that is under way is published, not until old ones are deleted."""
+        flight = self._flight
+        if flight is None:
+            return
+        if flight.pending is not None:
+            flight.pending.wait_written()
+            self._rotating = flight.pending
+        error = None if flight.pending is None else flight.pending.undelivered_error()
+        failed = flight.pending is not None and flight.pending.stats.error is not None
+        failed, described = from_first_rank(lambda: (failed, None if error is None else _described(error)))
+        self._flight = None
+        flight.settle(published=not failed)
+        if described is not None:
+            self._tell(flight.path, error or _error_of(0, *described))
+
+    def finish_quietly(self) -> None:
+        """Wait, on this rank alone: an exception is on its way, and counts more. What goes wrong is in the log."""
+        flight, pending = self._flight, self.pending
+        failed = pending is not None and pending.exception() is not None
+        self._flight = None
+        if flight is not None:
+            flight.settle(published=pending is not None and not failed)
+
+    def save(self, trainer: Any, run_dir: str, *, synchronous: bool) -> Flight | None:
+        """Save a checkpoint as the Trainer itself would, but written behind its back. All ranks call it.
+
+        Args:
+            trainer: Whose functions put the files together.
+            run_dir: Where checkpoint-N goes.
+            synchronous: Return when it is published.
+
+        Returns:
+            The save; None when it has failed already, and on_error is "warn".
+
+        Raises:
+            FastPersistError, …: With on_error="raise": it has failed already, or the one before has.
+            Exception: What the Trainer's functions raise.
+        """
+        self._settle()
+        state, args = trainer.state, trainer.args
+        path = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        flight = Flight(path, state, state.best_model_checkpoint)
+        files: DirectorySave | PeerDirectorySave | None = None
+
+        def begin() -> str | None:
+            nonlocal files
+            files = self._begin(path, all_write=all_write)
+            if _is_first_rank():
+                hold_foreign(path, wait=self.join)
+            return None if files is None else files.path
+
+        try:
+            views = _on_all_ranks(lambda: self._view(trainer, path, run_dir))
+            state.best_model_checkpoint = views[0].best_checkpoint
+            synchronous = synchronous or views[0].is_urgent
+            are_allowed = self._writers != 1 or is_sharding(trainer)  # nobody else has a rank's shards
+            all_write = len(views) > 1 and are_allowed and all(view.can_take_part for view in views)
+            frozen = functools.reduce(int.__and__, (view.frozen for view in views)) if all_write else views[0].frozen
+            hidden_path = _on_all_ranks(begin)[0] or ""
+            _on_all_ranks(lambda: self._put_together(trainer, files, hidden_path, frozen, all_write=all_write))
+        except BaseException as error:
+            if files is not None:
+                files.abort()
+            flight.settle(published=False)
+            if not _is_of_the_disk(error):
+                raise
+            self._tell(path, error)
+            return None
+        if files is not None:
+            limit, best = args.save_total_limit, state.best_model_checkpoint
+            flight.pending = files.publish(after=lambda: clear_up(path, run_dir, limit, best), apart=True)
+        self._flight = flight
+        if synchronous:
+            self.finish()
+        return flight
+
+    def _view(self, trainer: Any, path: str, run_dir: str) -> _View:
+        """Look at what the ranks have to know of each other before a save begins."""
+        if is_sharding(trainer):
+            can_take_part, frozen = _are_several(), 0  # what FSDP wraps is no plain parameter
+        else:
+            can_take_part = _are_several() and _is_put_together_as_ever(trainer)
+            looks = can_take_part or _is_first_rank()
+            frozen = self._frozen.unchanged_in(trainer.model) if looks else 0
+        if not _is_first_rank():
+            return _View(can_take_part, frozen)
+        return _View(
+            can_take_part,
+            frozen,
+            _best_checkpoint(trainer, run_dir),
+            os.path.exists(os.path.join(path, SENTINEL_NAME)),
+        )
+
+    def _begin(self, path: str, *, all_write: bool) -> DirectorySave | PeerDirectorySave | None:
+        if all_write:
+            everybody: Any = dist.group.WORLD
+            return directory_save_together(
+                path,
+                everybody,
+                writers="auto" if self._writers == 1 else self._writers,
+                overwrite="foreign",
+                engine=self._engine,
+                make_parents=True,
+            )
+        if _is_first_rank():
+            return DirectorySave(path, overwrite="foreign", engine=self._engine, make_parents=True)
+        return None
+
+    def _put_together(
+        self,
+        trainer: Any,
+        files: DirectorySave | PeerDirectorySave | None,
+        path: str,
+        frozen: int,
+        *,
+        all_write: bool,
+    ) -> None:
+        args, state = trainer.args, trainer.state
+        if not _is_first_rank() and not os.path.isdir(path):
+            raise StorageError(
+                None, f"rank {args.process_index} does not see {path}: output_dir must be shared by all ranks", path
+            )
+        shards = is_sharding(trainer)
+        optimizer = _optimizer_of(trainer)
+        options: dict[str, Any] = {
+            "optimizer": optimizer,
+            "constant": _parameters_at(trainer.model, frozen),
+            "shared": (_is_none_shared if shards else _is_shared) if all_write else None,
+        }
+        if isinstance(files, PeerDirectorySave) and not shards:
+            with saves_into(files, **options), _as_first_rank(trainer):
+                _save_tensors(trainer, files.path)
+        with ExitStack() as stack:
+            if isinstance(files, DirectorySave):
+                stack.enter_context(saves_into(files, **options))
+            if shards and files is not None:
+                stack.enter_context(sharded_saves(files, path, optimizer, self._plans))
+            _save_files(trainer, path)  # of other ranks: what is their own
+        if args.should_save:
+            for exporter in [*trainer.callback_handler.callbacks, trainer.control]:
+                if isinstance(exporter, ExportableState):
+                    name = type(exporter).__name__
+                    if isinstance(state.stateful_callbacks.get(name), list):
+                        state.stateful_callbacks[name].append(exporter.state())
+                    else:
+                        state.stateful_callbacks[name] = exporter.state()
+            state.save_to_json(os.path.join(path, TRAINER_STATE_NAME))
+
+    def _tell(self, path: str, error: BaseException) -> None:
+        if self._on_error == "raise":
+            raise error
+        warnings.warn(
+            f"{path} could not be saved, and training goes on without it: {error}", RuntimeWarning, stacklevel=2
+        )
+
+
+class _View(NamedTuple):
+    """What one rank knows before a save.
+
+    Attributes:
+        can_take_part: It can put weights and optimizer together as rank 0 does.
+        frozen: Which parameters training leaves alone there, as a bit for each.
+        best_checkpoint: What best_model_checkpoint is once this save exists; rank 0 knows.
+        is_urgent: Training does not go on before it is published; rank 0 knows.
+    """
+
+    can_take_part: bool
+    frozen: int
+    best_checkpoint: str | None = None
+    is_urgent: bool = False
+
+
+def _save_tensors(trainer: Any, path: str) -> None:
+    """Save what is large, and the same on all ranks; and some that is not."""
+    trainer.save_model(path, _internal_call=True)
+    if not trainer.args.save_only_model:
+        trainer._save_optimizer_and_scheduler(path)
+
+
+def _save_files(trainer: Any, path: str) -> None:
+    _save_tensors(trainer, path)
+    if not trainer.args.save_only_model:
+        trainer._save_scaler(path)
+        trainer._save_rng_state(path)
+
+
+def _best_checkpoint(trainer: Any, run_dir: str) -> str | None:
+    """Return what best_model_checkpoint is once this save exists."""
+    state: Any = trainer.state
+    if trainer.args.save_strategy != SaveStrategy.NO and state.best_global_step:
+        best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if state.best_global_step == state.global_step or os.path.exists(best):
+            return best
+    return state.best_model_checkpoint  # type: ignore[no-any-return]
+
+
+def _optimizer_of(trainer: Any) -> object:
+    """Return the optimizer if only its step changes parameters; else None, and everything is copied at once."""
+    if moves_parameters(trainer):
+        return None
+    optimizer = trainer.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    steps_in_backward = "lomo" in str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    return optimizer if isinstance(inner, torch.optim.Optimizer) and not steps_in_backward else None
+
+
+def _is_of_the_disk(error: BaseException) -> bool:
+    """Tell an error that may be gone at the next save from a mistake of the program, which would be made again."""
+    return isinstance(error, FastPersistError | OSError) and not isinstance(error, ConfigError | UnsupportedError)
+
+
+# ------------------------------------------------------------------------------------------- written by all ranks
+
+_ASKED = "should_save_on_this_rank"  # by save_pretrained; newer models have it
+_SHARED_NAMES = re.compile(r"(.*/)?(adapter_)?model(-\d+-of-\d+)?\.safetensors|" + re.escape(OPTIMIZER_NAME))
+
+
+def _is_shared(name: str) -> bool:
+    """Tell whether a file is what all ranks have replicas of."""
+    return _SHARED_NAMES.fullmatch(name) is not None
+
+
+def _is_none_shared(_name: str) -> bool:
+    """With FSDP, each file is one rank's, and what all have a part in is no file of torch.save."""
+    return False
+
+
+def _is_put_together_as_ever(trainer: Any) -> bool:
+    """Tell whether weights and optimizer come from stock functions alone, so that other ranks can run them, too.
+
+    What a subclass does there may be meant for one rank, or speak with the others.
+    """
+    peft = sys.modules.get("peft")
+    models = [torch.nn.Module, PreTrainedModel, *([] if peft is None else [peft.PeftModel])]
+    optimizer: Any = _optimizer_of(trainer)
+    return (
+        _has_stock(trainer, ("save_model", "_save", "_save_optimizer_and_scheduler"), [Trainer])
+        and _has_stock(_model_of(trainer), ("state_dict", "save_pretrained", _ASKED), models)
+        and optimizer is not None
+        and _has_stock(getattr(optimizer, "optimizer", optimizer), ("state_dict",), [torch.optim.Optimizer])
+    )
+
+
+def _has_stock(owner: object, names: Sequence[str], kinds: Sequence[type]) -> bool:
+    """Tell whether methods are those of one of some classes; what is not there does not matter."""
+    for name in names:
+        if hasattr(owner, name):
+            function = getattr(getattr(owner, name), "__func__", None)
+            if function is None or not any(function is getattr(kind, name, None) for kind in kinds):
+                return False
+    return True
+
+
+def _model_of(trainer: Any) -> Any:
+    """Return the model whose save_pretrained the Trainer calls, if it has one."""
+    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+
+
+@contextmanager
+def _as_first_rank(trainer: Any) -> Iterator[None]:
+    """Let the Trainer's functions that save do on this rank what they do on rank 0."""
+    args, model = trainer.args, _model_of(trainer)
+    trainer.args = copy.copy(args)
+    trainer.args.__class__ = type(type(args).__name__, (type(args),), {"should_save": True})
+    asks_model = hasattr(model, _ASKED)
+    if asks_model:
+        setattr(model, _ASKED, lambda is_main_process: is_main_process)
+    try:
+        yield
+    finally:
+        trainer.args = args
+        if asks_model:
+            delattr(model, _ASKED)
+
+
+# ------------------------------------------------------------------------------------------- several ranks
+
+
+def from_first_rank(decide: Callable[[], Result]) -> Result:
+    """Decide something on rank 0, and let all ranks know it. With one rank: just decide.
+
+    Raises:
+        Exception: What `decide` raises; on other ranks a StorageError or RuntimeError that says the same.
+    """
+    if not _are_several():
+        return decide()
+    outcome: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = decide()
+        except Exception as error:  # noqa: BLE001 - raised below, when the others know
+            failure = error
+            outcome[1] = _described(error)
+    dist.broadcast_object_list(outcome, src=0)
+    if failure is not None:
+        raise failure
+    if outcome[1] is not None:
+        raise _error_of(0, *outcome[1])
+    return outcome[0]  # type: ignore[no-any-return]
+
+
+def _on_all_ranks(work: Callable[[], Result]) -> list[Result]:
+    """Do something on every rank, and return what came of it, by rank, when all are done; if one fails, all do.
+
+    Raises:
+        Exception: What `work` raises; on other ranks a StorageError or RuntimeError that says the same.
+    """
+    if not _are_several():
+        return [work()]
+    result: Result | None = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001 - raised below, when the others know
+        failure = error
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (result, None if failure is None else _described(failure)))
+    if failure is not None:
+        raise failure
+    for rank, (_, described) in enumerate(outcomes):
+        if described is not None:
+            raise _error_of(rank, *described)
+    return [result for result, _ in outcomes]
+
+
+def _are_several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _is_first_rank() -> bool:
+    return not _are_several() or dist.get_rank() == 0
+
+
+def _described(error: BaseException) -> tuple[str, bool]:
+    return f"{type(error).__name__}: {error}", _is_of_the_disk(error)
+
+
+def _error_of(rank: int, message: str, is_of_the_disk: bool) -> Exception:
+    text = f"rank {rank} could not save: {message}"
+    return StorageError(None, text) if is_of_the_disk else RuntimeError(text)
+
+
+# ------------------------------------------------------------------------------------------- frozen parameters
+
+
+class _Mark(NamedTuple):
+    """What a frozen parameter was like at a save."""
+
+    address: int
+    version: int
+    sample: bytes
+
+
+class _FrozenParameters:
+    """Which parameters training leaves alone: they need no gradient, and are what they were at the save before.
+
+    Not needing a gradient is not enough: a teacher that follows its student does not either, and moves all the same.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[str, _Mark] = {}
+
+    def unchanged_in(self, model: torch.nn.Module) -> int:
+        """Return a bit for each parameter, set for those that are as they were at the last call; none at the first."""
+        places = [
+            (position, name, parameter)
+            for position, (name, parameter) in enumerate(model.named_parameters())
+            if not parameter.requires_grad and _is_plain(parameter)
+        ]
+        marks = _marks_of([parameter for _, _, parameter in places])
+        unchanged = 0
+        for (position, name, _), mark in zip(places, marks, strict=True):
+            if self._marks.get(name) == mark:
+                unchanged |= 1 << position
+        self._marks = {name: mark for (_, name, _), mark in zip(places, marks, strict=True)}
+        return unchanged
+
+
+def _parameters_at(model: torch.nn.Module, bits: int) -> list[torch.nn.Parameter]:
+    """Return the parameters whose bit is set."""
+    return [parameter for position, parameter in enumerate(model.parameters()) if bits >> position & 1]
+
+
+def _is_plain(parameter: torch.nn.Parameter) -> bool:
+    return (
+        type(parameter) is torch.nn.Parameter
+        and parameter.layout is torch.strided
+        and parameter.is_contiguous()
+        and parameter.device.type != "meta"
+        and not (parameter.is_inference() or parameter.is_quantized or parameter.is_conj() or parameter.is_neg())
+    )
+
+
+def _marks_of(parameters: Sequence[torch.nn.Parameter]) -> list[_Mark]:
+    """Mark all of them by few copies to the host: at each one the training waits until the device has caught up."""
+    samples = [b""] * len(parameters)
+    alike: dict[tuple[torch.device, int], list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        alike.setdefault((parameter.device, parameter.element_size()), []).append(index)
+    for (_, element_bytes), indexes in alike.items():
+        flats = [parameters[index].detach().view(-1) for index in indexes]
+        taken = [
+            flat.view(torch.uint8).view(flat.numel(), element_bytes)[:: max(1, flat.numel() // _SAMPLE_COUNT)]
+            for flat in flats
+        ]
+        on_host = torch.cat(taken).cpu().split([len(one) for one in taken])
+        for index, sample in zip(indexes, on_host, strict=True):
+            samples[index] = ctypes.string_at(sample.data_ptr(), sample.nbytes) if sample.nbytes else b""
+    return [_Mark(one.data_ptr(), one._version, sample) for one, sample in zip(parameters, samples, strict=True)]

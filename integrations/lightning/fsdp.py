@@ -1,0 +1,234 @@
+"""Lightning's FSDP and ModelParallel, where each rank saves its shards: directories, written beside the training.
+
+Those strategies ask no CheckpointIO: they put a directory together with dcp.save and torch.save. `ShardedSaving` stands
+in for that function of the strategy and calls it, with a hidden directory; what it saves there goes into a
+`DirectorySave` of all ranks (`sharded_redirection`, `redirection`), which publishes it whole, with the names that
+Lightning gives. Loading calls the strategy's own function, too, and the shards are read by us.
+
+The ranks agree on the training thread that each has begun, where Lightning has a barrier anyway; all that comes after
+is between the writers. Which names wait for which is the affair of the plugin, of which each rank has one here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from fastpersist import (
+    DirectorySave,
+    PeerDirectorySave,
+    PendingSave,
+    UnsupportedError,
+    directory_save_together,
+    require_replaceable,
+)
+
+from .._shared.redirection import saves_into
+from .ddp import SLURM_PREFIX, moves_parameters, on_all_ranks, shards_checkpoints
+from .file_order import FileOrder, key_of, local_path, sync_path
+
+__all__ = ["ShardedSaving"]
+
+_FILE_OF_CHECKPOINT = re.compile(r"__\d+_\d+\.distcp|\.metadata(?:\.tmp)?|meta\.pt|MANIFEST\.json")
+"""What the strategies save into a directory."""
+
+_SLURM_NAME = ".slurm.ckpt"
+"""Lightning counts names that are like its own for Slurm, hidden ones too; so a save for Slurm has another at first."""
+
+
+class Plugin(Protocol):
+    """The plugin, as far as it is needed here."""
+
+    @property
+    def order(self) -> FileOrder:
+        """What was accepted and is not done."""
+
+    @property
+    def durable(self) -> bool:
+        """Whether what is saved survives power loss."""
+
+    @property
+    def engine(self) -> str:
+        """What writes and reads."""
+
+    def prepare(self) -> tuple[object, str]:
+        """Begin a save: wait as needed, raise what has failed; return whose step it waits for, and with which gate."""
+
+    def accept(self, key: str, pending: PendingSave) -> None:
+        """Take a save that has begun."""
+
+    def wait_for(self, path: str | os.PathLike[str]) -> None:
+        """Wait until what was saved to a path is durable."""
+
+
+class ShardedSaving:
+    """In place of `save_checkpoint` and `load_checkpoint` of a strategy, of a Trainer or of Fabric, on all ranks.
+
+    It stays for the strategy's life: what is saved after `fit()` is saved the same way.
+
+    Args:
+        strategy: That saves shards.
+        plugin: Of this rank.
+        is_of_fabric: Whose functions take other arguments.
+    """
+
+    def __init__(self, strategy: Any, plugin: Plugin, *, is_of_fabric: bool) -> None:
+        self._strategy = strategy
+        self._plugin = plugin
+        self._save_alone = strategy.save_checkpoint
+        self._load_alone = strategy.load_checkpoint
+        self._plans: dict[str, Any] = {}
+        strategy.save_checkpoint = self._save_of_fabric if is_of_fabric else self._save_of_trainer
+        strategy.load_checkpoint = self._load
+        if not is_of_fabric:  # which asks for the state when it saves
+            for name in ("lightning_module_state_dict", "optimizer_state"):
+                setattr(strategy, name, _staying(getattr(strategy, name)))
+
+    @classmethod
+    def stand_in(cls, strategy: Any, plugin: Plugin, *, is_of_fabric: bool = False) -> bool:
+        """Stand in, unless the strategy saves single files; return whether somebody stands in now."""
+        if not shards_checkpoints(strategy):
+            return False
+        found = getattr(vars(strategy).get("save_checkpoint"), "__self__", None)
+        if isinstance(found, ShardedSaving):
+            found._plugin = plugin
+        else:
+            cls(strategy, plugin, is_of_fabric=is_of_fabric)
+        return True
+
+    # --- what the Trainer and Fabric call
+
+    def _save_of_trainer(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._save(
+            filepath,
+            lambda path: self._save_alone(checkpoint, path, storage_options=storage_options),
+            is_usual=storage_options is None,
+        )
+
+    def _save_of_fabric(
+        self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
+    ) -> None:
+        self._save(
+            path,
+            lambda path: self._save_alone(path, state, storage_options=storage_options, filter=filter),
+            is_usual=storage_options is None and filter is None,
+        )
+
+    def _load(self, *arguments: Any, **options: Any) -> Any:
+        from .._shared.sharded_redirection import reads_shards  # slow to import, and few need it
+
+        given = [*arguments, *(options[name] for name in ("path", "checkpoint_path") if name in options)][0]
+        path = local_path(self._strategy.broadcast(given))
+        if path is not None:
+            on_all_ranks(path, lambda: self._plugin.wait_for(path))
+        with reads_shards(engine=self._plugin.engine):
+            return self._load_alone(*arguments, **options)
+
+    # --- inside
+
+    def _save(self, given: Any, put_together: Callable[[Any], None], *, is_usual: bool) -> None:
+        path = local_path(self._strategy.broadcast(given))
+        if path is None or not is_usual:
+            put_together(given)  # which refuses it, or saves it elsewhere
+            return
+        key = key_of(path)
+        is_for_slurm = os.path.basename(key).startswith(SLURM_PREFIX)
+        target = os.path.join(os.path.dirname(key), _SLURM_NAME) if is_for_slurm else key
+        gating: tuple[object, str] = (None, "optimizer")
+        files: DirectorySave | PeerDirectorySave | None = None
+        pending: PendingSave | None = None
+
+        def prepare() -> None:
+            nonlocal gating
+            gating = self._plugin.prepare()
+            if moves_parameters(self._strategy):
+                gating = (None, "optimizer")
+            if self._strategy.global_rank == 0:
+                self._plugin.order.make_room(key)
+                if os.path.isfile(key):  # of a strategy that saves single files
+                    os.remove(key)
+                if os.path.isdir(target):
+                    require_replaceable(target, _FILE_OF_CHECKPOINT.fullmatch)
+
+        def begin() -> str:
+            nonlocal files
+            files = self._begin(target)
+            return files.path
+
+        def fill() -> None:
+            nonlocal pending
+            pending = self._fill(files, directory, put_together, gating)
+
+        try:
+            on_all_ranks(key, prepare)
+            directory = on_all_ranks(key, begin)[0]
+            on_all_ranks(key, lambda: self._require_seen(directory))
+            on_all_ranks(key, fill)
+        except BaseException:
+            if files is not None:
+                files.abort()
+            if pending is not None:
+                pending.exception()  # it is told here, and not once more when the writer has heard of it
+            raise
+        if is_for_slurm:
+            on_all_ranks(key, lambda: self._rename(pending, target, key))
+        elif pending is not None:
+            self._plugin.accept(key, pending)
+
+    def _begin(self, target: str) -> DirectorySave | PeerDirectorySave:
+        everybody: Any = dist.group.WORLD
+        engine = self._plugin.engine
+        return directory_save_together(target, everybody, overwrite="foreign", engine=engine, make_parents=True)
+
+    def _require_seen(self, directory: str) -> None:
+        if not os.path.isdir(directory):
+            raise UnsupportedError(
+                f"rank {self._strategy.global_rank} does not see {directory}, which the first rank has made: all ranks "
+                "save shards to one file system; without fastpersist, stock saving works"
+            )
+
+    def _fill(
+        self,
+        files: Any,
+        directory: str,
+        put_together: Callable[[Any], None],
+        gating: tuple[object, Any],
+    ) -> PendingSave:
+        from .._shared.sharded_redirection import shards_into
+
+        optimizer, gate = gating
+        plans = {} if self._plugin.order.under_way() else self._plans  # which one save at a time can use
+        with ExitStack() as stack:
+            if isinstance(files, DirectorySave):  # what is no shard is small, and rank 0's
+                stack.enter_context(saves_into(files, shared=lambda _name: False))
+            stack.enter_context(shards_into(files, directory, optimizer=optimizer, gate=gate, plans=plans))
+            put_together(directory)
+        pending: PendingSave = files.publish(durable=self._plugin.durable)
+        return pending
+
+    def _rename(self, pending: PendingSave | None, target: str, key: str) -> None:
+        if pending is not None:
+            pending.result()
+        if self._strategy.global_rank == 0:
+            os.rename(target, key)
+            if self._plugin.durable:
+                sync_path(os.path.dirname(key))
+
+
+def _staying(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a strategy that gives the state where it is: the writer copies it to the host."""
+
+    @functools.wraps(stock)
+    def staying(*arguments: Any, **options: Any) -> Any:
+        from .._shared.sharded_redirection import shards_where_they_are
+
+        with shards_where_they_are():
+            return stock(*arguments, **options)
+
+    return staying
