@@ -275,6 +275,10 @@ EVERYTHING = {
 }
 
 
+IN_NO_HURRY = ("--seconds", "3600")
+"""What is compared then does not depend on the machine; it ends by the number of runs."""
+
+
 @pytest.fixture
 def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value that there is makes a difference here."""
@@ -288,7 +292,7 @@ def test_everything_it_prints_is_read_by_the_next_save(
     disk: Path, faster: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(EVERYTHING) == set(TUNING_KEYS)
-    assert run_tune(disk) == 0
+    assert run_tune(disk, *IN_NO_HURRY) == 0
     out = capsys.readouterr().out
     assert "is 2.00 times as fast as the defaults" in out
     assert "Loading from the disk with it is 1.00 times as fast" in out
@@ -317,7 +321,7 @@ def test_what_makes_loading_slower_is_not_kept(
         return 1.0 if environment == DEFAULTS.environment() else 1.1
 
     monkeypatch.setattr(FasterForeman, "load", load)
-    assert run_tune(disk, "--json") == 0
+    assert run_tune(disk, "--json", *IN_NO_HURRY) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["comparison"]["is_kept"]
     assert found["loading"]["gain"] == pytest.approx(1 / 1.1)
@@ -341,7 +345,7 @@ def test_defaults_that_are_best_replace_an_older_file(
 
 def test_output_is_for_a_named_file(disk: Path, capsys: pytest.CaptureFixture[str], faster: None) -> None:
     output = disk.parent / "mine.toml"
-    assert run_tune(disk, "--output", str(output)) == 0
+    assert run_tune(disk, "--output", str(output), *IN_NO_HURRY) == 0
     assert f"FASTPERSIST_CONFIG={output}" in capsys.readouterr().out
     assert read_tuning(str(output)) == EVERYTHING
     assert not place_of(disk).exists()
