@@ -31,6 +31,7 @@ from fastpersist import (
     require_replaceable,
 )
 
+from .._shared.agreement import PeerFailure, are_several, is_first_rank, on_all_ranks
 from .._shared.requirements import require_writers
 from .checkpoint_engine import FastPersistCheckpointEngine
 from .engine_tensors import EngineTensors
@@ -259,11 +260,11 @@ class Attachment:
         directory = os.path.join(save_dir, tag)
 
         def check() -> str:
-            if _is_first_rank() and os.path.isdir(directory):
+            if is_first_rank() and os.path.isdir(directory):
                 require_replaceable(directory, _FILE_OF_CHECKPOINT.fullmatch)
             return tag
 
-        tags = {str(one) for one in _on_all_ranks(check, directory)}
+        tags = set(_on_all_ranks(check, directory))
         if len(tags) > 1:
             raise ConfigError(f"all ranks save the same tag, and here they are {', '.join(sorted(tags))}")
 
@@ -271,7 +272,7 @@ class Attachment:
             # What appears at that place from now on is somebody's, and stays.
             overwrite: Literal["foreign", False] = "foreign" if os.path.isdir(directory) else False
             options: dict[str, Any] = {"overwrite": overwrite, "engine": self._io_engine, "make_parents": True}
-            if not _are_several():
+            if not are_several():
                 return DirectorySave(directory, **options)
             everybody: Any = dist.group.WORLD
             return directory_save_together(directory, everybody, writers=self._writers, **options)
@@ -288,7 +289,7 @@ class Attachment:
             for one in made:
                 one.abort()
             raise
-        return made[0], str(paths[0])
+        return made[0], paths[0]
 
     def _put_together(
         self,
@@ -387,7 +388,7 @@ class Attachment:
 def _have_one_model(deepspeed_engine: Any) -> bool:
     """Tell whether all ranks hold the same model, and so would save the same file."""
     return (
-        _are_several()
+        are_several()
         and not deepspeed_engine.zero_optimization_partition_weights()
         and not deepspeed_engine.has_moe_layers
         and not _is_pipeline(deepspeed_engine)
@@ -404,47 +405,23 @@ def _saves_model(deepspeed_engine: Any, checkpoint_engine: FastPersistCheckpoint
     """Tell whether this rank saves model states; DeepSpeed has asked the checkpoint engine that it had before."""
     if deepspeed_engine.zero_optimization_partition_weights() and deepspeed_engine.is_first_weights_partition_group():
         return True
-    data_parallel_rank = dist.get_rank(deepspeed_engine.seq_data_parallel_group) if _are_several() else 0
+    data_parallel_rank = dist.get_rank(deepspeed_engine.seq_data_parallel_group) if are_several() else 0
     return checkpoint_engine.is_data_parallel_writer(data_parallel_rank)
 
 
 # ------------------------------------------------------------------------------------------- several ranks
 
 
-def _are_several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def _on_all_ranks(work: Callable[[], _Result], path: str) -> list[_Result]:
+    """Do something on all ranks; raise on all of them if one of them has failed. Collective."""
 
+    def error_of(failure: PeerFailure) -> Exception:
+        text = f"rank {failure.rank} could not save {path}: {failure.text}"
+        if failure.is_of_the_disk:
+            return StorageError(None, text, path)
+        return PeerError(text, rank=failure.rank, subject=path)
 
-def _is_first_rank() -> bool:
-    return not _are_several() or dist.get_rank() == 0
-
-
-def _on_all_ranks(work: Callable[[], _Result], path: str) -> list[_Result | None]:
-    """Do something on all ranks; raise on all of them if one of them has failed. Collective.
-
-    Returns:
-        What it returned, by rank, where that is text.
-    """
-    result, failure = None, None
-    try:
-        result = work()
-    except Exception as error:  # noqa: BLE001 - the other ranks wait
-        failure = error
-    if not _are_several():
-        if failure is not None:
-            raise failure
-        return [result]
-    told: Any = None if failure is None else (f"{type(failure).__name__}: {failure}", isinstance(failure, StorageError))
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (result if isinstance(result, str) else None, told))
-    if failure is not None:
-        raise failure
-    for rank, (_, failed) in enumerate(outcomes):
-        if failed is not None:
-            text, is_of_the_disk = failed
-            text = f"rank {rank} could not save {path}: {text}"
-            raise StorageError(None, text, path) if is_of_the_disk else PeerError(text, rank=rank, subject=path)
-    return [said for said, _ in outcomes]
+    return on_all_ranks(work, error_of)
 
 
 # ------------------------------------------------------------------------------------------- latest

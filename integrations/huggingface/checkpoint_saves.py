@@ -44,6 +44,7 @@ from fastpersist import (
     require_engine,
 )
 
+from .._shared.agreement import are_several, is_first_rank, on_all_ranks
 from .._shared.redirection import saves_into
 from .._shared.requirements import require_writers
 from .foreign_files import clear_up, drop_held, hold_foreign
@@ -113,7 +114,7 @@ class Flight:
     def settle(self, *, published: bool) -> None:
         """Note how it ended; nobody may go on calling best what does not exist."""
         self.published = published
-        drop_held(self.path, unless=published or not _is_first_rank())
+        drop_held(self.path, unless=published or not is_first_rank())
         if not published and self.state.best_model_checkpoint == self.path:
             self.state.best_model_checkpoint = self.best_before
 
@@ -227,7 +228,7 @@ class CheckpointSaves:
         def begin() -> str | None:
             nonlocal files
             files = self._begin(path, all_write=all_write)
-            if _is_first_rank():
+            if is_first_rank():
                 hold_foreign(path, wait=self.join)
             return None if files is None else files.path
 
@@ -259,12 +260,12 @@ class CheckpointSaves:
     def _view(self, trainer: Any, path: str, run_dir: str) -> _View:
         """Look at what the ranks have to know of each other before a save begins."""
         if is_sharding(trainer):
-            can_take_part, frozen = _are_several(), 0  # what FSDP wraps is no plain parameter
+            can_take_part, frozen = are_several(), 0  # what FSDP wraps is no plain parameter
         else:
-            can_take_part = _are_several() and _is_put_together_as_ever(trainer)
-            looks = can_take_part or _is_first_rank()
+            can_take_part = are_several() and _is_put_together_as_ever(trainer)
+            looks = can_take_part or is_first_rank()
             frozen = self._frozen.unchanged_in(trainer.model) if looks else 0
-        if not _is_first_rank():
+        if not is_first_rank():
             return _View(can_take_part, frozen)
         return _View(
             can_take_part,
@@ -284,7 +285,7 @@ class CheckpointSaves:
                 engine=self._engine,
                 make_parents=True,
             )
-        if _is_first_rank():
+        if is_first_rank():
             return DirectorySave(path, overwrite="foreign", engine=self._engine, make_parents=True)
         return None
 
@@ -298,7 +299,7 @@ class CheckpointSaves:
         all_write: bool,
     ) -> None:
         args, state = trainer.args, trainer.state
-        if not _is_first_rank() and not os.path.isdir(path):
+        if not is_first_rank() and not os.path.isdir(path):
             raise StorageError(
                 None, f"rank {args.process_index} does not see {path}: output_dir must be shared by all ranks", path
             )
@@ -464,7 +465,7 @@ def from_first_rank(decide: Callable[[], Result]) -> Result:
     Raises:
         Exception: What `decide` raises; on other ranks a StorageError or RuntimeError that says the same.
     """
-    if not _are_several():
+    if not are_several():
         return decide()
     outcome: list[Any] = [None, None]
     failure: Exception | None = None
@@ -488,30 +489,7 @@ def _on_all_ranks(work: Callable[[], Result]) -> list[Result]:
     Raises:
         Exception: What `work` raises; on other ranks a StorageError or RuntimeError that says the same.
     """
-    if not _are_several():
-        return [work()]
-    result: Result | None = None
-    failure: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:  # noqa: BLE001 - raised below, when the others know
-        failure = error
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (result, None if failure is None else _described(failure)))
-    if failure is not None:
-        raise failure
-    for rank, (_, described) in enumerate(outcomes):
-        if described is not None:
-            raise _error_of(rank, *described)
-    return [result for result, _ in outcomes]
-
-
-def _are_several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _is_first_rank() -> bool:
-    return not _are_several() or dist.get_rank() == 0
+    return on_all_ranks(work, lambda failure: _error_of(*failure), _is_of_the_disk)
 
 
 def _described(error: BaseException) -> tuple[str, bool]:

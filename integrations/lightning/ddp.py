@@ -26,6 +26,8 @@ from torch.optim.optimizer import Optimizer
 
 from fastpersist import ConfigError, PeerError, PendingSave
 
+from .._shared import agreement
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -186,24 +188,14 @@ def _begin_on_all(key: str, begin: Callable[[], PendingSave]) -> PendingSave:
     Raises:
         PeerError: It could not begin on another rank.
     """
+    begun: list[PendingSave] = []
     try:
-        pending = begin()
-    except Exception as error:
-        _failures(_described(error))
-        raise
-    failures = _failures(None)
-    for rank, failure in enumerate(failures):
-        if failure is not None:
+        on_all_ranks(key, lambda: begun.append(begin()))
+    except PeerError:
+        for pending in begun:
             pending.exception()  # it is told here, and not once more when the writer has heard of it
-            raise PeerError(f"rank {rank} failed while saving {key}: {failure}", rank=rank, subject=key)
-    return pending
-
-
-def _failures(own: str | None) -> list[str | None]:
-    """Return what each rank says; collective."""
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
+        raise
+    return begun[0]
 
 
 def _described(error: BaseException) -> str:
@@ -216,20 +208,12 @@ def on_all_ranks(subject: str, work: Callable[[], Result]) -> list[Result]:
     Raises:
         PeerError: It failed on another rank. Where it failed, what it raised is raised.
     """
-    result: Any = None
-    failure: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:  # noqa: BLE001 - raised below, when the others know
-        failure = error
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (result, None if failure is None else _described(failure)))
-    if failure is not None:
-        raise failure
-    for rank, (_, described) in enumerate(outcomes):
-        if described is not None:
-            raise PeerError(f"rank {rank} failed while saving {subject}: {described}", rank=rank, subject=subject)
-    return [result for result, _ in outcomes]
+
+    def error_of(failure: agreement.PeerFailure) -> Exception:
+        text = f"rank {failure.rank} failed while saving {subject}: {failure.text}"
+        return PeerError(text, rank=failure.rank, subject=subject)
+
+    return agreement.on_all_ranks(work, error_of)
 
 
 def _are_worth_sharing(optimizers: Iterable[Optimizer]) -> bool:
