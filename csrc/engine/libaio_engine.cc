@@ -1,5 +1,6 @@
 // The libaio engine: Linux native AIO, by its four system calls. The library of that name, which wraps the same calls,
-// is not used: measured in turn with 4 KiB reads, it saved no time per request (ENGINES.md has the figures).
+// is not used: measured in turn with 4 KiB reads, it saved no time per request (docs/explanation/engines.md has the
+// figures).
 //
 // The kernel runs these requests asynchronously only on descriptors with O_DIRECT. On buffered ones Submit does the
 // work itself: correct, but nothing overlaps.

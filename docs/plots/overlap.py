@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import textwrap
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ def bars_of(results: dict[str, Any]) -> list[Bar]:
     """Return a bar for each method that has run, in the order of the results."""
     found: list[Bar] = []
     for row in results["rows"]:
-        runs_s = [statistics.median(step["step_s"] for step in run["steps"]) for run in row["runs"]]
+        runs_s = [statistics.median(step["step_s"] for step in run["steps"]) for run in row.get("runs", ())]
         if runs_s and not row["note"]:  # with a note, it failed in some round
             plain_s = found[0].runs_s if found else runs_s
             found.append(
@@ -55,7 +56,8 @@ def picture(results: dict[str, Any]) -> str:
     machine = results["machine"]
     state_gb = results["training"]["state_bytes"] / 1e9
     scale = (WIDTH - LABEL - RIGHT) / max(max(bar.runs_s) for bar in bars)
-    height = TOP + ROW * len(bars) + 58
+    command = textwrap.wrap(results["command_line"].replace(machine["directory"], "DIR"), 116)
+    height = TOP + ROW * len(bars) + 42 + 18 * len(command)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
         'font-family="system-ui, sans-serif">',
@@ -77,10 +79,10 @@ def picture(results: dict[str, Any]) -> str:
             f'<path d="{whisker}" stroke="#263238" stroke-width="1.5"/>',
             text(LABEL + max(bar.runs_s) * scale + 10, middle + 5, f"{step_s:.2f} s{added}", font_weight="600"),
         ]
-    line = LABEL + plain_s * scale
+    dashes = LABEL + plain_s * scale
     parts += [
-        f'<path d="M{line:.0f} {TOP} V{TOP + ROW * len(bars)}" stroke="#78909c" stroke-dasharray="4 4"/>',
-        text(20, height - 34, results["command_line"].replace(machine["directory"], "DIR"), size=12),
+        f'<path d="M{dashes:.0f} {TOP} V{TOP + ROW * len(bars)}" stroke="#78909c" stroke-dasharray="4 4"/>',
+        *(text(20, TOP + ROW * len(bars) + 24 + 18 * number, line, size=12) for number, line in enumerate(command)),
         text(
             20,
             height - 14,
