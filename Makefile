@@ -21,6 +21,8 @@ BIN := $(VENV)/bin
 ENVIRONMENT := $(VENV)/environment.stamp
 BUILT := $(VENV)/built.stamp
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
+# A checkout has the fault engine, which its tests need and a wheel does not have (setup.py).
+INSTALL_CHECKOUT := FASTPERSIST_FAULT_ENGINE=1 $(PIP_INSTALL) --quiet --no-build-isolation --editable
 JOBS := $(shell nproc)
 # One more than there are cores, since many tests wait for a disk or for a process; their memory ends that at 4.
 WORKERS := $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
@@ -84,18 +86,18 @@ $(ENVIRONMENT): pyproject.toml
 	  fi; \
 	fi
 	$(PIP_INSTALL) --quiet --force-reinstall --no-deps $(PINNED)
-	$(PIP_INSTALL) --quiet --no-build-isolation --editable '.[dev]'
+	$(INSTALL_CHECKOUT) '.[dev]'
 	@touch $@
 
 $(BUILT): $(ENVIRONMENT) setup.py $(SOURCES) $(HEADERS)
-	$(PIP_INSTALL) --quiet --no-deps --no-build-isolation --editable .
+	$(INSTALL_CHECKOUT) . --no-deps
 	@touch $@
 
 setup: $(BUILT)
 
 # Always runs, since its two switches leave no trace that make could compare; what is up to date is not compiled again.
 build: $(ENVIRONMENT)
-	$(PIP_INSTALL) --quiet --no-deps --no-build-isolation --editable .
+	$(INSTALL_CHECKOUT) . --no-deps
 	@touch $(BUILT)
 
 # --- checks ---
@@ -216,7 +218,7 @@ $(EMULATED)/environment.stamp: pyproject.toml
 
 # Not python -m pytest: that imports the source tree, which has no native module, in place of what is installed.
 emulated-gpu: $(EMULATED)/environment.stamp
-	$(EMULATED)/bin/pip install --disable-pip-version-check --quiet --no-deps .
+	FASTPERSIST_FAULT_ENGINE=1 $(EMULATED)/bin/pip install --disable-pip-version-check --quiet --no-deps .
 	$(EMULATED)/bin/python tests/support/emulated_gpu/run.py --devices 2 $(EMULATED)/bin/pytest -m gpu tests/gpu
 
 ranks: $(BUILT)

@@ -1,17 +1,21 @@
 """Build the native module `fastpersist._native` from csrc/; everything else is in pyproject.toml.
 
-Three environment variables change the build:
+Four environment variables change the build:
 
 FASTPERSIST_DEBUG=1
     -O1 -g, and warnings are errors.
 FASTPERSIST_SANITIZE=address|thread|undefined
     Instrument the module. For address and thread the sanitizer's library must be in LD_PRELOAD when Python
     runs; `make san` instruments whole programs instead, which need no such thing.
+FASTPERSIST_FAULT_ENGINE=1
+    Compile in the fault engine, by which tests make requests fail. Makefile sets it for a checkout; a wheel has
+    none of it.
 FASTPERSIST_BUILD_JOBS=N
     So many compilers at once; one for each CPU without it.
 
 A build repeats only what changed: each object has a list of the headers it was made from (-MMD), and each set
-of flags has a directory of its own below build/, so switching between two costs a link.
+of flags has a directory of its own below build/, so switching between two costs a link. The fault engine changes
+no flag: its files are compiled and linked, or not, and every other object serves both builds.
 """
 
 from __future__ import annotations
@@ -28,6 +32,19 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 SANITIZERS = ("address", "thread", "undefined")
+# Nothing else refers to these: they make themselves known when the module is loaded.
+FAULT_ENGINE = ("csrc/binding/fault_plan.cc", "csrc/engine/fault_engine.cc")
+
+
+def source_files() -> list[str]:
+    """Return the files of the module, with the fault engine if this is a build for tests."""
+    sources = sorted(glob("csrc/**/*.cc", recursive=True))
+    missing = set(FAULT_ENGINE) - set(sources)
+    if missing:
+        sys.exit(f"setup.py names {', '.join(sorted(missing))} of the fault engine, but there is no such file")
+    if os.environ.get("FASTPERSIST_FAULT_ENGINE") == "1":
+        return sources
+    return [source for source in sources if source not in FAULT_ENGINE]
 
 
 def compile_flags() -> list[str]:
@@ -87,7 +104,7 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "fastpersist._native",
-            sorted(glob("csrc/**/*.cc", recursive=True)),
+            source_files(),
             include_dirs=["csrc"],
             cxx_std=20,
             extra_compile_args=[*compile_flags(), "-MMD"],

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing_extensions import Buffer
 
 NO_CRC: int
+HAS_FAULT_ENGINE: bool
 
 class TransferOptions:
     def __init__(
@@ -198,7 +199,7 @@ def ring_buffer_count() -> int: ...
 def ring_free_count() -> int: ...
 
 class FaultPlan:
-    """For tests: which requests of the engines named "fault:<engine>" are hit, and how (csrc/engine/fault_engine.h)."""
+    """Which requests of the engines "fault:<engine>" are hit, and how (csrc/engine/fault_engine.h). Of test builds."""
 
     def __init__(
         self,

@@ -45,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
             f"fastpersist cannot be imported ({error}): run `make setup`, then .venv/bin/pytest",
             returncode=4,
         )
+    explain_missing_fault_engine()
     directory = config.getoption("--fp-dir")
     if directory is not None:
         if not Path(directory).is_dir():
@@ -60,6 +61,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(QUICK_PLACES) and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.quick)
+
+
+def explain_missing_fault_engine() -> None:
+    """Let the tests that make requests fail say what is missing where the native module was built without that."""
+    from fastpersist import _native
+
+    def needs_fault_engine(*_arguments: object, **_named: object) -> None:
+        pytest.fail("this needs the fault engine, which a wheel does not have: run `make build`", pytrace=False)
+
+    if _native.HAS_FAULT_ENGINE:
+        return
+    for name in ("FaultPlan", "set_fault_plan", "clear_fault_plan", "set_write_recording", "take_recorded_writes"):
+        setattr(_native, name, needs_fault_engine)
 
 
 def filesystem_type(directory: Path) -> str:

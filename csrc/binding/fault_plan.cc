@@ -1,4 +1,5 @@
-// What tests need to make requests fail, and to see what was written; engine/fault_engine.h has the contract.
+// What tests need to make requests fail, and to see what was written; engine/fault_engine.h has the contract. It is
+// compiled into test builds only (setup.py).
 #include <pybind11/pybind11.h>
 
 #include <string>
@@ -9,6 +10,7 @@
 namespace py = pybind11;
 
 namespace fastpersist {
+namespace {
 
 void BindFaultPlan(py::module_& m) {
   py::class_<FaultPlan>(m, "FaultPlan")
@@ -53,5 +55,9 @@ void BindFaultPlan(py::module_& m) {
     return writes;
   });
 }
+
+[[maybe_unused]] const bool g_registered = (g_bind_fault_plan = BindFaultPlan, true);
+
+}  // namespace
 
 }  // namespace fastpersist

@@ -555,6 +555,7 @@ PYBIND11_MODULE(_native, m) {
 
   BindCuFile(m);
   BindDevices(m);
-  BindFaultPlan(m);
   BindRandomAccess(m);
+  m.attr("HAS_FAULT_ENGINE") = g_bind_fault_plan != nullptr;
+  if (g_bind_fault_plan != nullptr) g_bind_fault_plan(m);
 }

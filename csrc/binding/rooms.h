@@ -16,7 +16,8 @@ std::shared_ptr<const pybind11::object> Shared(const pybind11::object& object);
 
 void BindCuFile(pybind11::module_& m);        // cufile.cc
 void BindDevices(pybind11::module_& m);       // devices.cc
-void BindFaultPlan(pybind11::module_& m);     // fault_plan.cc
 void BindRandomAccess(pybind11::module_& m);  // random_access.cc
+// Null where fault_plan.cc is not compiled in; set by it while the module is loaded.
+inline void (*g_bind_fault_plan)(pybind11::module_& m) = nullptr;
 
 }  // namespace fastpersist

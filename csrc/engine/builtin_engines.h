@@ -1,4 +1,5 @@
-// The engines of this folder, one function each; only registry.cc, which knows their names, and the tests include this.
+// The engines of this folder, one function each. Only registry.cc, which knows their names, the engines themselves and
+// the tests include this.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +24,11 @@ Result<std::unique_ptr<IoEngine>> CreateLibaioEngine(const EngineOptions& option
 Result<std::unique_ptr<IoEngine>> CreateThreadsEngine(const EngineOptions& options, bool direct, TmpfsMapping tmpfs);
 Result<std::unique_ptr<IoEngine>> CreateCuFileEngine(const EngineOptions& options, bool direct);
 Result<std::unique_ptr<IoEngine>> CreateNullEngine(const EngineOptions& options, bool direct);
+
+// What wraps another engine for the names "fault:<engine>"; null where the fault engine is not compiled in, as in a
+// wheel. `wake_fd` as in EngineOptions. Set by fault_engine.cc while the program is loaded.
+using EngineWrapper = std::unique_ptr<IoEngine> (*)(std::unique_ptr<IoEngine> wrapped, int wake_fd);
+inline EngineWrapper g_fault_wrapper = nullptr;
 
 // What no caller may ask of any engine. The offset matters most: io_uring takes UINT64_MAX as "the file's position".
 inline void CheckRequest(const IoRequest& request) {

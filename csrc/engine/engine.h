@@ -83,7 +83,7 @@ class IoEngine {
 struct EngineOptions {
   // "uring", "libaio", "threads" (direct), each also with "-buffered"; "cufile" (direct, and for memory of a CUDA
   // device: device/cufile.h); "null" (moves nothing, says it did);
-  // "fault:<engine>" wraps another and applies the FaultPlan (engine/fault_engine.h).
+  // in test builds also "fault:<engine>", which wraps another and applies the FaultPlan (engine/fault_engine.h).
   std::string name;
   uint32_t queue_depth = 8;   // 1 … 4096
   uint32_t thread_count = 0;  // threads and cufile only; 0: min(queue_depth, 16)

@@ -11,6 +11,7 @@
 #include "core/check.h"
 #include "core/fork.h"
 #include "core/wakeup.h"
+#include "engine/builtin_engines.h"
 #include "engine/deadline.h"
 
 namespace fastpersist {
@@ -136,18 +137,18 @@ void FaultEngine::Record(const Finished& finished) const {
 
 size_t FaultEngine::TakeDue(std::span<IoCompletion> out) {
   const Clock::time_point now = Clock::now();
-  std::vector<Finished> kept;
+  std::vector<Finished> not_due;
   size_t count = 0;
   for (const Finished& finished : finished_) {
     if (count == out.size() || slots_[finished.slot].due > now) {
-      kept.push_back(finished);
+      not_due.push_back(finished);
       continue;
     }
     Record(finished);
     free_slots_.push_back(finished.slot);
     out[count++] = finished.completion;
   }
-  finished_.swap(kept);
+  finished_.swap(not_due);
   return count;
 }
 
@@ -189,6 +190,13 @@ Result<size_t> FaultEngine::Reap(std::span<IoCompletion> out, size_t min_count, 
   }
 }
 
+[[maybe_unused]] const bool g_registered = [] {
+  g_fault_wrapper = [](std::unique_ptr<IoEngine> wrapped, int wake_fd) -> std::unique_ptr<IoEngine> {
+    return std::make_unique<FaultEngine>(std::move(wrapped), wake_fd);
+  };
+  return true;
+}();
+
 }  // namespace
 
 void SetFaultPlan(const FaultPlan& plan) {
@@ -216,10 +224,6 @@ std::vector<RecordedWrite> TakeRecordedWrites() {
   Script& script = TheScript();
   const std::lock_guard lock(script.mutex);
   return std::exchange(script.writes, {});
-}
-
-std::unique_ptr<IoEngine> WrapWithFaults(std::unique_ptr<IoEngine> wrapped, int wake_fd) {
-  return std::make_unique<FaultEngine>(std::move(wrapped), wake_fd);
 }
 
 }  // namespace fastpersist

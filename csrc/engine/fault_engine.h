@@ -1,6 +1,6 @@
 // A test double that wraps any engine, forwards everything, and makes chosen requests fail, be short or be slow. It can
-// also record what was written, for power-loss replay. The plan is set for the process by tests; without one it is
-// transparent. Production code knows nothing of it but its name.
+// also record what was written, for power-loss replay. Tests set one plan for the process; without a plan it changes
+// nothing. It is compiled into test builds only (setup.py), which is what makes the names "fault:<engine>" exist.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +36,5 @@ uint64_t ClearFaultPlan();
 // While recording is on, each completed write is appended, with a copy of its bytes, in completion order.
 void SetWriteRecording(bool on);
 std::vector<RecordedWrite> TakeRecordedWrites();
-
-// wake_fd: as the wrapped one has it (EngineOptions).
-std::unique_ptr<IoEngine> WrapWithFaults(std::unique_ptr<IoEngine> wrapped, int wake_fd);
 
 }  // namespace fastpersist

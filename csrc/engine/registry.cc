@@ -1,4 +1,4 @@
-// The names of the engines. Choosing among them (probing, the ladder of "auto") is for engine_choice.py.
+// The names of the engines. To choose among them (probes, the ladder of "auto") is for transfer/engine_selection.py.
 #include <algorithm>
 #include <array>
 #include <string>
@@ -8,7 +8,6 @@
 
 #include "engine/builtin_engines.h"
 #include "engine/engine.h"
-#include "engine/fault_engine.h"
 
 namespace fastpersist {
 namespace {
@@ -59,7 +58,7 @@ EngineResult CreateEngine(const EngineOptions& options) {
                                                            "; it must be 1 to " + std::to_string(kMaxQueueDepth));
   }
   EngineOptions wrapped = options;
-  const bool with_faults = options.name.starts_with(kFaultPrefix);
+  const bool with_faults = g_fault_wrapper != nullptr && options.name.starts_with(kFaultPrefix);
   if (with_faults) wrapped.name.erase(0, kFaultPrefix.size());
 
   const auto* const entry =
@@ -72,7 +71,7 @@ EngineResult CreateEngine(const EngineOptions& options) {
   }
   EngineResult engine = entry->create(wrapped, entry->direct);
   if (!with_faults || !engine.ok()) return engine;
-  return WrapWithFaults(std::move(engine).value(), options.wake_fd);
+  return g_fault_wrapper(std::move(engine).value(), options.wake_fd);
 }
 
 }  // namespace fastpersist

@@ -116,7 +116,8 @@ def require_engine(engine: str) -> str:
     if engine == "auto":
         engine = config().engine
     known = _native.engine_names()
-    if engine != "auto" and engine.removeprefix("fault:") not in known:
+    name = engine.removeprefix("fault:") if _native.HAS_FAULT_ENGINE else engine
+    if engine != "auto" and name not in known:
         raise ConfigError(f"there is no engine {engine!r}; known are auto, {', '.join(known)}")
     if is_cufile(engine):
         gpudirect.prepare()

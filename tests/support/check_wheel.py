@@ -8,6 +8,7 @@ read .pth files inside such an added directory, so the editable install there st
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,19 @@ package = pathlib.Path(fastpersist.__file__).parent
 for data in ("py.typed", "_native.pyi"):
     assert (package / data).is_file(), f"{data} is not in the wheel"
 
+from fastpersist import _native
+from fastpersist.errors import ConfigError
+
+assert not _native.HAS_FAULT_ENGINE
+for name in ("FaultPlan", "set_fault_plan", "clear_fault_plan", "set_write_recording", "take_recorded_writes"):
+    assert not hasattr(_native, name), f"the wheel has {name} of the fault engine"
+try:
+    fastpersist.save({}, "faulty.pt", engine="fault:threads")
+except ConfigError as error:
+    assert "there is no engine 'fault:threads'" in str(error), error
+else:
+    raise AssertionError("the wheel has the fault engine")
+
 path = pathlib.Path("model.pt")
 saved = {"weight": torch.arange(100_000), "step": 7}
 fastpersist.save(saved, path)
@@ -45,8 +59,11 @@ print(f"{len(names)} modules import, and a file saves and loads")
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
-    """Run a command, and end this program with its output if it fails."""
-    result = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    """Run a command, without the switches of a build for tests; end this program with its output if it fails."""
+    environment = {name: value for name, value in os.environ.items() if name != "FASTPERSIST_FAULT_ENGINE"}
+    result = subprocess.run(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if result.returncode != 0:
         sys.exit(f"{' '.join(map(str, command))} failed:\n{result.stdout}")
     print(result.stdout.strip().splitlines()[-1] if result.stdout.strip() else "", flush=True)

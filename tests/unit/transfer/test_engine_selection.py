@@ -101,6 +101,12 @@ def test_unknown_engine_is_refused_before_anything_is_written(name: str, tmp_pat
     assert os.listdir(tmp_path) == []
 
 
+def test_a_build_without_the_fault_engine_knows_no_engine_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "HAS_FAULT_ENGINE", False)
+    with pytest.raises(ConfigError, match="there is no engine 'fault:threads'; known are auto, uring"):
+        engine_selection.require_engine("fault:threads")
+
+
 def test_environment_says_what_auto_means(
     tmp_path: Path, open_file: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
