@@ -199,14 +199,15 @@ BufferShare::~BufferShare() {
 }
 
 std::byte* BufferShare::Take() {
-  std::byte* buffer = nullptr;
-  if (!unused_.empty()) {
-    buffer = unused_.back();
-    unused_.pop_back();
-  } else if ((buffer = pool().TryTake()) != nullptr) {
+  if (unused_.empty()) {
+    std::byte* const buffer = pool().TryTake();
+    if (buffer == nullptr) return nullptr;
     ++owned_count_;
+    unused_.push_back(buffer);
   }
-  if (buffer != nullptr) moved_at_ = std::chrono::steady_clock::now();
+  moved_at_ = std::chrono::steady_clock::now();
+  std::byte* const buffer = unused_.back();
+  unused_.pop_back();
   return buffer;
 }
 
