@@ -166,10 +166,10 @@ def set_device_grace_s(grace_s: float) -> None: ...
 def why_not_pinned() -> str: ...
 def pinned_bytes() -> int: ...
 def pinned_cache_bytes() -> int:
-    """Return how much of it is no arena's now, and the next one's; see csrc/core/pinned_cache.h."""
+    """Return how much of it has no arena now, and waits for the next one; see csrc/core/pinned_cache.h."""
 
 def empty_pinned_cache() -> int:
-    """Give that back to the kernel; return how much it was."""
+    """Give the pinned memory without an arena back to the kernel; return how much it was."""
 
 def allocate(fd: int, size_bytes: int, path: bytes) -> None: ...
 def filesystem_type(fd: int) -> int: ...
@@ -223,7 +223,7 @@ class FileRequest:
 
     def done(self) -> bool: ...
     def let_go(self) -> None:
-        """Drop what was kept for a request that is done."""
+        """Drop the owner of the memory of a request that is done."""
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is done, or the time is over; say whether it is. Signals are looked at."""
     def raise_failure(self) -> None:
@@ -261,17 +261,17 @@ class RandomAccess:
         self,
         write: bool,
         slices: Iterable[Sequence[tuple[int, int, int]] | tuple[int, Sequence[tuple[int, int, int]]]],
-        kept: object,
+        memory_owner: object,
     ) -> FileRequest:
         """Start a request: (address, size_bytes, offset_bytes) of each part; each slice is under way before the next.
 
         A slice that is a tuple has the ordinal of the CUDA device in whose memory its parts lie; the copies come after
-        what follow_caller was called for. `kept` is held until the request is done and somebody looks; as long as a
-        device may still copy there, too. If the iteration raises, what was started is waited for, or until a signal's
-        handler raises.
+        what follow_caller was called for. `memory_owner` is held until the request is done and somebody looks, and for
+        as long as a device may still copy there. If the iteration raises, what was started is waited for, or until a
+        signal's handler raises.
         """
     def give_up_on_devices(self) -> None:
-        """From now on, what a device has not done within the grace time fails."""
+        """Let copies fail that a device has not completed within the grace time from now on."""
     def wait_for_all(self, timeout_s: float | None = None) -> bool: ...
     def take_failed_writes(self) -> list[FileRequest]:
         """Return the writes that have failed since the last call, and that nobody was told of."""
@@ -298,7 +298,7 @@ def has_edge_locks(fd: int) -> bool:
     """Tell whether a file has the locks that keep direct and buffered writes apart."""
 
 def forget_done_requests() -> None:
-    """Drop what was kept for requests that are done by now."""
+    """Drop the owners of the memory of requests that are done by now."""
 
 def allocate_alone(lock_fd: int, fd: int, offset_bytes: int, size_bytes: int, path: bytes) -> None:
     """Reserve a range, and let the file reach as far, where the file system can; with lock_fd as in EdgeLock, or -1."""

@@ -9,8 +9,8 @@
 #include <tuple>
 #include <vector>
 
+#include "binding/bindings.h"
 #include "binding/errors.h"
-#include "binding/rooms.h"
 
 namespace py = pybind11;
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "binding/bindings.h"
 #include "binding/errors.h"
-#include "binding/rooms.h"
 #include "core/pinned_cache.h"
 #include "device/device.h"
 #include "device/pinning.h"

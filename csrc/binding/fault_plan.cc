@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "binding/rooms.h"
+#include "binding/bindings.h"
 #include "engine/fault_engine.h"
 
 namespace py = pybind11;

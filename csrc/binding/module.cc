@@ -1,5 +1,5 @@
-// The only room that sees Python: the native module fastpersist._native. Tensor memory crosses as address and length;
-// the Python side keeps it alive. The GIL is released while bytes move and taken back only to run a hook.
+// The native module fastpersist._native; this folder alone sees Python. Tensor memory crosses as address and length,
+// and the Python side keeps it alive. The GIL is released while bytes move and taken back only to run a hook.
 // Signatures and semantics for users of the module: fastpersist/_native.pyi.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
@@ -13,9 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "binding/bindings.h"
 #include "binding/errors.h"
 #include "binding/rings.h"
-#include "binding/rooms.h"
 #include "binding/type_filter.h"
 #include "core/buffer_pool.h"
 #include "core/crc32.h"
@@ -116,7 +116,7 @@ void RunTransfer(HookError& hook_error, const std::string& path, Call call) {
   ThrowIfError(status, path);
 }
 
-// For the last reference to something whose end takes a while, wherever it is let go: Python need not wait for that.
+// Deletes an object whose end takes a while, without the GIL, on whichever thread drops the last reference.
 template <class T>
 void DeleteWithoutGil(const T* last) {
   if (PyGILState_Check() == 0) {
@@ -127,7 +127,7 @@ void DeleteWithoutGil(const T* last) {
   delete last;
 }
 
-// What only waits for the kernel or a device when it ends, as a transfer that nobody has closed does.
+// For objects whose end only waits for the kernel or a device, such as a transfer that was not closed.
 template <class T>
 struct EndsWithoutGil {
   void operator()(const T* last) const { DeleteWithoutGil(last); }
@@ -217,7 +217,8 @@ void CaptureSnapshot(Snapshot& snapshot, SourceKind kind, bool wait) {
   RunTransfer(*hook_error, "", [&] { return snapshot.Capture(kind, wait, [&hooks] { return hooks.poll(0); }); });
 }
 
-// What follows a snapshot's or an arena's mutex lets go of the GIL: who holds the mutex may be pinning memory.
+// For calls that lock the mutex of a snapshot or an arena: they must not hold the GIL, since the thread that has the
+// mutex may be pinning memory, which takes long.
 template <class Function>
 auto WithoutGil(Function&& function) {
   const py::gil_scoped_release release;

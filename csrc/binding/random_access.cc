@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "binding/bindings.h"
 #include "binding/errors.h"
-#include "binding/rooms.h"
 #include "core/file.h"
 #include "core/fork.h"
 #include "core/memory.h"
@@ -53,11 +53,11 @@ bool WaitWithSignals(const std::optional<double>& timeout_s, WaitFor wait_for) {
   }
 }
 
-// A request, the path for its errors, and what keeps its memory; the last only with the GIL.
+// A request, the path for its errors, and the owner of its memory, which needs the GIL.
 struct PyRequest {
   std::shared_ptr<FileRequest> request;
   std::string path;
-  py::object kept;
+  py::object memory_owner;
 
   bool done() const { return request->done(); }
   void RaiseFailure() const {
@@ -72,10 +72,10 @@ struct PyRequest {
                         what + path + " at offset " + std::to_string(offset_bytes) + ": " + status.message()),
           path);
   }
-  // With the GIL; what it kept may run code that comes back here.
+  // With the GIL. The end of the owner may run code that comes back here.
   void LetGo() {
     request->Drop();
-    const py::object last = std::exchange(kept, py::none());
+    const py::object last = std::exchange(memory_owner, py::none());
   }
   // Where a read met the end of the file: offset, bytes that were there, bytes asked for.
   std::optional<std::tuple<uint64_t, uint64_t, uint64_t>> ended_early() const {
@@ -85,8 +85,9 @@ struct PyRequest {
   }
 };
 
-// Every request that is not known to be done: whoever waits for one may let go of it, or be interrupted before he holds
-// it, and the kernel still uses its memory. All with the GIL. Leaked on purpose, as are a forked child's parent's.
+// References to every request that may still run. Its caller may drop it, or be interrupted before it is returned,
+// while the kernel still uses its memory. Everything here needs the GIL. It is leaked on purpose, and so are the
+// requests of a forked child's parent.
 class OpenRequests {
  public:
   static void Add(const std::shared_ptr<PyRequest>& request) {
@@ -95,7 +96,7 @@ class OpenRequests {
     if (own.requests_.size() >= own.next_look_count_) Forget();
   }
 
-  // Let go of what is done.
+  // Drop the requests that are done.
   static void Forget() {
     OpenRequests& own = Own();
     std::vector<std::shared_ptr<PyRequest>> done;  // destroyed last: what it keeps may run code that comes back here
@@ -141,12 +142,12 @@ class PyRandomAccess {
 
   // `slices` is iterated while what came before is under way. If that raises, what was started is waited for, or until
   // a signal's handler raises.
-  std::shared_ptr<PyRequest> Submit(bool write, const py::iterable& slices, py::object kept) {
+  std::shared_ptr<PyRequest> Submit(bool write, const py::iterable& slices, py::object memory_owner) {
     const std::shared_ptr<RandomAccess> open = file();
-    const auto request =
-        std::make_shared<PyRequest>(PyRequest{open->Begin(write ? IoOp::kWrite : IoOp::kRead), path_, std::move(kept)});
+    const auto request = std::make_shared<PyRequest>(
+        PyRequest{open->Begin(write ? IoOp::kWrite : IoOp::kRead), path_, std::move(memory_owner)});
     OpenRequests::Add(request);
-    bool is_kept = false;
+    bool has_owner = false;
     try {
       for (const py::handle slice : slices) {
         std::vector<FilePart> parts;
@@ -155,7 +156,7 @@ class PyRandomAccess {
           parts = PartsOf(its_parts);
           Device& owner = DeviceOf(device);
           for (FilePart& part : parts) part.device = &owner;
-          if (!std::exchange(is_kept, true)) request->request->Keep(Shared(request->kept));
+          if (!std::exchange(has_owner, true)) request->request->Keep(Shared(request->memory_owner));
         } else {
           parts = PartsOf(slice);
         }
@@ -171,7 +172,7 @@ class PyRandomAccess {
     return request;
   }
 
-  // From now on what a device has not done within the grace time fails.
+  // From now on, copies that a device has not completed within the grace time fail.
   void GiveUpOnDevices() {
     const std::shared_ptr<RandomAccess> open = file();
     const py::gil_scoped_release release;
@@ -198,7 +199,7 @@ class PyRandomAccess {
   void Close() {
     if (file_ == nullptr) return;
     if (generation_ != ForkGeneration()) {
-      // The parent's: its locks may be held for ever here, so it is kept for ever.
+      // The parent's: its locks may be held for ever here, so it is never destroyed.
       static auto* const left_alone = new std::vector<std::shared_ptr<RandomAccess>>;
       left_alone->push_back(std::move(file_));
       file_ = nullptr;
@@ -289,7 +290,7 @@ void BindRandomAccess(py::module_& m) {
            py::kw_only(), py::arg("fd"), py::arg("buffered_fd"), py::arg("direct_lock_fd"), py::arg("edge_lock_fd"),
            py::arg("path"), py::arg("engines"), py::arg("edge_engines"), py::arg("queue_depth"),
            py::arg("thread_count"), py::arg("chunk_bytes"), py::arg("staging_bytes"))
-      .def("submit", &PyRandomAccess::Submit, py::arg("write"), py::arg("slices"), py::arg("kept"))
+      .def("submit", &PyRandomAccess::Submit, py::arg("write"), py::arg("slices"), py::arg("memory_owner"))
       .def("wait_for_all", &PyRandomAccess::WaitForAll, py::arg("timeout_s") = py::none())
       .def("give_up_on_devices", &PyRandomAccess::GiveUpOnDevices)
       .def("take_failed_writes", &PyRandomAccess::TakeFailedWrites)

@@ -6,8 +6,8 @@
 #include <tuple>
 #include <utility>
 
+#include "binding/bindings.h"
 #include "binding/errors.h"
-#include "binding/rooms.h"
 #include "core/fork.h"
 #include "device/cufile.h"
 

@@ -1,4 +1,4 @@
-// The buffers of transfers that Python starts: one ring for the process, and who may use it when.
+// The buffers of transfers that Python starts: one ring for the process, and the rule for nested transfers.
 #pragma once
 
 #include <atomic>

@@ -36,8 +36,9 @@ void Arena::Grow(uint64_t limit_bytes) {
   changed_.notify_all();
 }
 
-// To pin takes longer than to fill: others take and return blocks meanwhile, or wait for these. `ahead`: also find and
-// clear the pages of what is not pinned. False: no memory. REQUIRES: nobody else is at it.
+// Map the next blocks and pin them. To pin takes longer than to fill: others take and return blocks meanwhile, or wait
+// for these. `ahead`: pages that are not pinned are found and cleared, too. False: the kernel has no memory.
+// REQUIRES: !is_mapping_.
 bool Arena::Map(std::unique_lock<std::mutex>& lock, bool ahead) {
   PinnedMemory mapping = NextMapping();
   if (mapping.memory == nullptr) return false;
@@ -65,12 +66,12 @@ bool Arena::Map(std::unique_lock<std::mutex>& lock, bool ahead) {
   return true;
 }
 
-// As much as is mapped at a time, but no more than the limit, or what an earlier arena had, which may be more; its
-// memory is null where there is none. REQUIRES: less than the limit is mapped.
+// A mapping out of the pinned cache, which may be larger than the limit allows; else a fresh one, of kBlocksPerMapping
+// blocks or up to the limit. Its memory is null where the kernel has none. REQUIRES: less than the limit is mapped.
 PinnedMemory Arena::NextMapping() const {
   const size_t size_bytes = std::min<size_t>(kBlocksPerMapping, limit_count_ - mapped_count_) * kBlockBytes;
-  PinnedMemory spare = TakeFromPinnedCache(size_bytes);
-  if (spare.memory != nullptr) return spare;
+  PinnedMemory cached = TakeFromPinnedCache(size_bytes);
+  if (cached.memory != nullptr) return cached;
   return {.memory = MapBuffers(size_bytes), .size_bytes = size_bytes};
 }
 
@@ -82,7 +83,8 @@ void Arena::Add(PinnedMemory mapping) {
   mapped_count_ += block_count;
 }
 
-// What is mapped by now has its blocks taken and returned meanwhile; what is mapped from now on is pinned before that.
+// Blocks of what is mapped by now are taken and returned meanwhile. What is mapped later is pinned before its blocks are
+// taken.
 void Arena::PinWith(const Pin& pin) {
   std::unique_lock lock(mutex_);
   if (pin_) return;
@@ -167,7 +169,7 @@ void Arena::TakeBack(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-// The mappings without which there is still as much as the limit, and of which nothing is used.
+// Unused mappings, without which as much as the limit stays mapped.
 std::vector<PinnedMemory> Arena::TakeSurplus() {
   std::vector<PinnedMemory> surplus;
   for (size_t index = 0; !is_pinning_ && index < mappings_.size() && mapped_count_ > limit_count_;) {

@@ -1,5 +1,5 @@
 // CRC-32 as in zip, gzip and zlib (reflected polynomial 0xEDB88320), at memory speed: continued, fused with a copy, and
-// combined. The best implementation this CPU has is chosen on first use. Where a CRC is stored is the formats' affair.
+// combined. The first use chooses the best implementation that this CPU has. The formats decide where a CRC is stored.
 //
 // Everything here is thread-safe, and neither allocates nor fails.
 #pragma once
@@ -15,10 +15,9 @@ namespace fastpersist {
 // Crc32(0, "123456789", 9) == 0xCBF43926.
 uint32_t Crc32(uint32_t crc, const std::byte* data, size_t size_bytes);
 
-// memcpy and Crc32 in one pass. The CRC is of what was copied, not of a second look at `source`. Large copies go around
-// the cache where the CPU allows it: `target` is expected to be read next by a device, not by this core. Any alignment
-// will do; the bytes before the target's first 64-byte border are the slow ones.
-// REQUIRES: the ranges do not overlap.
+// memcpy and Crc32 in one pass. The CRC is of what was copied, not of a second look at `source`. Large copies bypass
+// the cache where the CPU allows it, since a device, not this core, reads `target` next. Any alignment is allowed; the
+// bytes before the target's first 64-byte border are copied slowly. REQUIRES: the ranges do not overlap.
 uint32_t CopyWithCrc32(uint32_t crc, std::byte* target, const std::byte* source, size_t size_bytes);
 
 // The CRC of two byte strings joined, from the CRC of each and the length of the second. O(log second_size_bytes).

@@ -60,14 +60,14 @@ Status RenameWith(unsigned flags, const std::string& source, const std::string& 
   return status;
 }
 
-// Set the size, if there is room for what is not there yet.
+// Set the size, if the file system has space for the pages that the file lacks.
 Status AllocateOnTmpfs(int fd, uint64_t size_bytes, std::string_view path) {
-  struct statfs room = {};
+  struct statfs system = {};
   struct stat file = {};
-  if (fstatfs(fd, &room) != 0 || fstat(fd, &file) != 0) return Status::FromErrno(errno, "fstat of", path);
+  if (fstatfs(fd, &system) != 0 || fstat(fd, &file) != 0) return Status::FromErrno(errno, "fstat of", path);
   const uint64_t own_bytes = static_cast<uint64_t>(file.st_blocks) * 512;
-  const uint64_t free_bytes = static_cast<uint64_t>(room.f_bavail) * static_cast<uint64_t>(room.f_bsize);
-  const bool is_limited = room.f_blocks != 0;
+  const uint64_t free_bytes = static_cast<uint64_t>(system.f_bavail) * static_cast<uint64_t>(system.f_bsize);
+  const bool is_limited = system.f_blocks != 0;
   if (is_limited && size_bytes > own_bytes && size_bytes - own_bytes > free_bytes) {
     return Status::FromErrno(ENOSPC, "reserving " + std::to_string(size_bytes) + " bytes for", path);
   }

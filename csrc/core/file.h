@@ -24,10 +24,10 @@ constexpr uint64_t kBlockBytesMin = 4096;
 // transfer. A file that wants larger ones, or no power of two, counts as one that takes no direct I/O.
 constexpr uint64_t kBlockBytesMax = 64 << 10;
 
-// What transfers cut and pad direct I/O on a file to: offsets and lengths are multiples of it, and a power of two.
+// The unit of direct I/O on a file, a power of two: transfers make offsets and lengths multiples of it.
 uint64_t BlockBytesOf(const DirectIoLimits& limits);
 
-// Of a file that asks for these alignments; 0 for the offset: it takes no direct I/O.
+// The limits of a file that asks for these alignments. An offset alignment of 0 says that it takes no direct I/O.
 DirectIoLimits DirectIoLimitsFor(uint32_t memory_alignment_bytes, uint32_t offset_alignment_bytes);
 
 // From statx(STATX_DIOALIGN) where the kernel (6.1) and the file system answer, else the logical block size of the
@@ -38,17 +38,18 @@ DirectIoLimits DirectIoLimitsOf(int fd);
 Status SetDirect(int fd, bool direct, std::string_view path);
 
 // Reserve size_bytes and make that the file's size: ENOSPC comes now, and direct writes inside the file run in
-// parallel, since none of them allocates or extends. Where the file system has no fallocate, only the size is set. On
-// tmpfs, too, once there is room: fallocate would take as long as writing does, page by page on this one thread.
+// parallel, since none of them allocates or extends. Where the file system has no fallocate, only the size is set. So
+// it is on tmpfs, once its free space has been compared: fallocate would fill page by page on this one thread, which
+// takes as long as writing.
 Status Allocate(int fd, uint64_t size_bytes, std::string_view path);
 
-// Reserve a range, and let the file reach as far. Where the file system has no fallocate, nothing happens: writing
-// does it.
+// Reserve a range, and extend the file to its end. Does nothing where the file system has no fallocate: there, writing
+// reserves and extends.
 Status AllocateRange(int fd, uint64_t offset_bytes, uint64_t size_bytes, std::string_view path);
 
 bool IsTmpfs(int fd);
 
-// The statfs type number of the file system that a file lies on, or 0 where it cannot be had.
+// The statfs type number of a file's file system, or 0 where the kernel does not tell it.
 uint64_t FilesystemTypeOf(int fd);
 
 // How many bytes of the file are in the page cache (cachestat, Linux 6.5), or 0 where the kernel cannot tell.
@@ -58,12 +59,12 @@ uint64_t CachedBytesOf(int fd);
 // False also where the kernel (before 5.8) cannot tell.
 bool IsMountPoint(const std::string& path);
 
-// Let two names on one file system change places, in one step: whoever looks sees both, before or after. kUnsupported
-// where the kernel, the file system or a sandbox has no such rename.
+// Exchange two names on one file system in one step: at every moment both names exist. kUnsupported where the kernel,
+// the file system or a sandbox has no such rename.
 Status ExchangeNames(const std::string& first, const std::string& second);
 
-// Rename, unless something has the new name already (EEXIST), be it an empty directory, which rename() would replace.
-// kUnsupported as above.
+// Rename. EEXIST where the new name exists, also as an empty directory, which rename() would replace. kUnsupported as
+// above.
 Status RenameToFreeName(const std::string& source, const std::string& target);
 
 }  // namespace fastpersist

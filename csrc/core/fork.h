@@ -1,7 +1,7 @@
 // What a forked child may touch. The kernel objects behind an engine (its ring, its completion queue, its threads) and
-// the pages of the ring (MADV_DONTFORK) belong to the parent: a child that unmapped or closed through a copied object
-// could hit something of its own. So owners remember the generation they were made in and do nothing in a later one;
-// descriptors that must not outlive fork are registered here and closed in the child.
+// the pages of the ring (MADV_DONTFORK) belong to the parent. A child that unmapped or closed through a copied object
+// could hit something of its own. So an object remembers the generation in which it was made and does nothing in a
+// later one. Descriptors that must not outlive a fork are registered here and closed in the child.
 #pragma once
 
 #include <atomic>
@@ -13,8 +13,9 @@ namespace fastpersist {
 // 0 in the process that loaded the module, one more in each fork below it. Async-signal-safe, thread-safe.
 uint64_t ForkGeneration();
 
-// One T for each process, made at first use and never destroyed, since at the process's end it may still be in use. A
-// forked child has one of its own: the parent's mutex may have been held. A static variable; thread-safe.
+// One T for each process, made at first use and never destroyed, since it may still be in use when the process ends. A
+// forked child makes its own, since the parent's may have been locked at that moment. For static variables;
+// thread-safe.
 template <typename T>
 class PerProcess {
  public:

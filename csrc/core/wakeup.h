@@ -1,4 +1,4 @@
-// Lets a thread that waits for the kernel be woken by another one, too: an eventfd, which poll(2) takes beside others.
+// An eventfd by which one thread wakes another that waits for the kernel: poll(2) takes it beside other descriptors.
 #pragma once
 
 #include <sys/types.h>
@@ -30,10 +30,10 @@ class Wakeup {
   const int fd_;
 };
 
-// Sleep until one of two descriptors (-1: none) is readable or the time is over. May end earlier: a signal comes.
+// Sleep until one of two descriptors (-1: none) is readable or the time is over. A signal ends it earlier.
 void AwaitReadable(int first_fd, int second_fd, timespec at_most);
 
-// Whether it is readable now. -1: no.
+// Whether a descriptor is readable now. False for -1.
 bool IsReadable(int fd);
 
 }  // namespace fastpersist

@@ -45,11 +45,11 @@ constexpr std::array<CudaResult, 19> kLost = {
     999,  // UNKNOWN
 };
 
-// No lock guards these, so that a fork at any moment leaves them usable. What g_driver points to is never freed:
-// transfers of other threads may outlive the interpreter's shutdown.
+// These are atomics without a lock, so that a fork at any moment leaves them usable. The driver's table is never freed,
+// since transfers of other threads may outlive the interpreter's shutdown.
 std::atomic<const CudaDriver*> g_driver{nullptr};
-// The fork generation + 1 of the process that called cuInit; 0: nobody did. Set before the call, so that a child that
-// is forked during it knows.
+// The fork generation + 1 of the process that called cuInit; 0 where none did. It is set before the call, so that a child
+// that is forked during the call sees it.
 std::atomic<uint64_t> g_used_by{0};
 std::atomic<bool> g_ending{false};
 
@@ -61,7 +61,7 @@ Status ForkedAfterUse() {
       "or the forkserver method of multiprocessing");
 }
 
-// Of the first calls.
+// The error of a call that makes the driver ready.
 Status StartError(const CudaDriver& driver, CudaResult result, const char* call) {
   switch (result) {
     case kNotInitialized:  // the parent used CUDA without us
@@ -144,7 +144,7 @@ Status Allowed() {
 Result<const CudaDriver*> CudaDriver::Get() {
   FP_RETURN_IF_ERROR(Allowed());
   if (const CudaDriver* const driver = g_driver.load(std::memory_order_acquire); driver != nullptr) return driver;
-  // Several threads may get here at once; loading and initialising again does nothing.
+  // Several threads may come here at once; to load and initialise again does nothing.
   auto fresh = std::make_unique<CudaDriver>();
   FP_RETURN_IF_ERROR(Load(*fresh));
   g_used_by.store(ForkGeneration() + 1, std::memory_order_release);

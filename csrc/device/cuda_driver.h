@@ -58,7 +58,7 @@ struct CudaDriver {
   CudaResult (*ThreadExchangeStreamCaptureMode)(int* mode);         // swaps the calling thread's mode and *mode
   // NOLINTEND(readability-identifier-naming)
 
-  // The driver of this process: loaded and initialised by the first call that succeeds, and kept. kUnsupported, with
+  // The driver of this process: loaded and initialised by the first call that succeeds. kUnsupported, with
   // the reason in one sentence: no driver, one without these calls, cuInit failed, the process is ending, or it was
   // forked after CUDA was used here (a child cannot use its parent's CUDA). Cheap once it has succeeded. Thread-safe.
   static Result<const CudaDriver*> Get();

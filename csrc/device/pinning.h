@@ -1,4 +1,4 @@
-// Rings and arenas that a device knows: how core's buffers, which know no device, are pinned for one.
+// Pins the buffers of rings and arenas for a device; core/, which has them, knows no device.
 #pragma once
 
 #include <string>

@@ -51,8 +51,8 @@ class IoEngine {
   IoEngine() = default;
   IoEngine(const IoEngine&) = delete;
   IoEngine& operator=(const IoEngine&) = delete;
-  // Blocks until the kernel has let go of every buffer, and frees all descriptors, threads and mappings. In a forked
-  // child (core/fork.h) it touches nothing: what the parent had is the parent's.
+  // Blocks until the kernel uses no buffer any more, and frees all descriptors, threads and mappings. In a forked child
+  // (core/fork.h) it touches nothing, since all of it is the parent's.
   virtual ~IoEngine() = default;
 
   virtual std::string_view name() const = 0;  // as in CreateEngine
@@ -62,7 +62,7 @@ class IoEngine {
   virtual QueueResult Queue(const IoRequest& request) = 0;
 
   // Hand everything queued to the kernel. A request that the kernel refuses at submission becomes a completion with
-  // its errno; what the kernel has no room for now (EAGAIN, EBUSY, partial io_submit) stays queued and is tried again
+  // its errno; what the kernel does not take now (EAGAIN, EBUSY, partial io_submit) stays queued and is tried again
   // by the next Submit or Reap. An error means the engine itself is broken: queued requests were not started.
   virtual Status Submit() = 0;
 

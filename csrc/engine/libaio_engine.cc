@@ -228,13 +228,13 @@ size_t LibaioEngine::TakeRefused(std::span<IoCompletion> out) {
   return count;
 }
 
-// May answer fewer than min_count before the deadline: a signal came, or the owner is wanted.
+// May return fewer than min_count before the deadline, when a signal comes or wake_fd is readable.
 Result<size_t> LibaioEngine::TakeCompletions(std::span<IoCompletion> out, size_t min_count, const Deadline& deadline) {
   const size_t max_count = std::min(out.size(), in_kernel_count_);
   if (max_count == 0) return size_t{0};
   timespec remaining = min_count > 0 ? deadline.RemainingTimespec() : timespec{};
   if (completed_ != nullptr && min_count > 0) {
-    completed_->Clear();  // then look, then wait: so that none slips through
+    completed_->Clear();  // before the look, so that a completion that comes after the look ends the wait
     Result<size_t> there = TakeCompletions(out, 0, deadline);
     if (!there.ok() || there.value() > 0) return there;
     AwaitReadable(completed_->fd(), wake_fd_, remaining);

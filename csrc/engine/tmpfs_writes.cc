@@ -30,9 +30,9 @@ constexpr int kCpuCountMin = 4;
 // More than any kernel can be built for.
 constexpr size_t kPossibleCpuCountMax = 1 << 20;
 
-// The options of a mounted file system; nothing for one that is the kernel's own, such as that of memfd_create(2),
-// whose files are written again and again, into pages that are there. Of a line of mountinfo (proc_pid_mountinfo(5))
-// the third word is the device, and the words behind the lone dash are type, source and options.
+// The options of a mounted file system; nothing for one of the kernel's own, such as that of memfd_create(2), whose
+// files are written again and again, into pages that exist. In a line of mountinfo (proc_pid_mountinfo(5)) the third
+// word is the device, and the words after the lone dash are type, source and options.
 std::optional<std::string> MountOptions(dev_t device) {
   std::ostringstream number;
   number << major(device) << ':' << minor(device);
@@ -56,10 +56,10 @@ bool GiveHugePages(const std::string& options) {
 
 }  // namespace
 
-// A set that has no room for every possible CPU of the machine is refused, and cpu_set_t has room for 1,024.
+// The kernel refuses a set that is smaller than the number of possible CPUs; cpu_set_t holds 1,024.
 int UsableCpuCount(int (*ask)(pid_t, size_t, cpu_set_t*)) {
-  for (size_t room = CPU_SETSIZE; room <= kPossibleCpuCountMax; room *= 2) {
-    std::vector<cpu_set_t> cpus(room / CPU_SETSIZE);
+  for (size_t capacity = CPU_SETSIZE; capacity <= kPossibleCpuCountMax; capacity *= 2) {
+    std::vector<cpu_set_t> cpus(capacity / CPU_SETSIZE);
     const size_t size_bytes = cpus.size() * sizeof(cpu_set_t);
     if (ask(0, size_bytes, cpus.data()) == 0) return CPU_COUNT_S(size_bytes, cpus.data());
     if (errno != EINVAL) break;

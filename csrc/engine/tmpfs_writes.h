@@ -1,9 +1,9 @@
-// Large writes into files of tmpfs, by many threads at once. pwrite(2) lets one thread at a time into a file, and most
-// of its time goes into pages that are not there yet. A mapping of the file is filled by as many threads as there are,
-// and has huge pages where the mount gives them to who asks (huge=advise).
+// Large writes into files of tmpfs, by many threads at once. pwrite(2) lets one thread at a time into a file, and
+// spends most of its time on pages that the file lacks. All threads fill a mapping of the file side by side, and it has
+// huge pages where the mount gives them on request (huge=advise).
 //
-// The kernel copies into the mapping, not this process: a page that cannot be had (no room, a file cut shorter) is an
-// error there, and no SIGBUS here.
+// The kernel copies into the mapping, not this process: a page that cannot be had (no space, a file cut shorter) is an
+// error of that call, and no SIGBUS here.
 #pragma once
 
 #include <sched.h>
@@ -30,8 +30,9 @@ class TmpfsWrites {
  public:
   explicit TmpfsWrites(TmpfsMapping mapping);
 
-  // Write a request. False: nothing that may be relied on was written, and pwrite(2) is the way, or knows why there is
-  // none: not tmpfs, a small request, one beyond the file's end, no room, a kernel that refuses. Thread-safe.
+  // Write a request. False where this way is not taken or failed (not tmpfs, a small request, one beyond the file's
+  // end, no space, a kernel that refuses): the caller then writes all of it by pwrite(2), whose error counts.
+  // Thread-safe.
   bool Write(const IoRequest& request);
 
  private:

@@ -280,7 +280,8 @@ Status UringEngine::Submit() {
   while (const uint32_t queued = queued_count()) {
     const int taken = Enter(fd_, queued, 0, 0, nullptr, 0);
     if (taken > 0 || taken == -EINTR) continue;
-    if (taken == 0 || taken == -EAGAIN || taken == -EBUSY) break;  // no room now: they stay in the ring
+    if (taken == 0 || taken == -EAGAIN || taken == -EBUSY)
+      break;  // the kernel takes no more now: they stay in the ring
     return Status::FromErrno(-taken, "io_uring_enter", "of the uring engine");
   }
   return Status::Ok();
@@ -303,7 +304,7 @@ size_t UringEngine::TakeCompletions(std::span<IoCompletion> out) {
   return count;
 }
 
-// Sleep until `count` completions are in the ring, or fewer: the deadline passed, a signal came, the owner is wanted.
+// Sleep until `count` completions are in the ring, the deadline has passed, a signal comes, or wake_fd is readable.
 Status UringEngine::Wait(size_t count, const Deadline& deadline) {
   int waited = 0;
   if (timeout_argument_ && wake_fd_ < 0) {
@@ -338,7 +339,7 @@ Result<size_t> UringEngine::Reap(std::span<IoCompletion> out, size_t min_count, 
     const uint32_t queued = queued_count();
     const size_t in_kernel = in_flight() - queued;
     if (healthy.ok() && in_kernel > 0) {
-      // With requests that found no room, one completion makes some: go and try them.
+      // Requests that the kernel did not take are tried again after one completion.
       healthy = Wait(queued > 0 ? 1 : wanted - taken, deadline);
     } else if (healthy.ok()) {
       std::this_thread::sleep_for(

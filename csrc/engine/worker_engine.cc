@@ -1,5 +1,5 @@
-// One mutex guards all that workers and owner share. It is taken once per request by a worker, once per batch by the
-// owner, and nobody is woken who is not asleep: that carries 4 KiB requests at depth 256.
+// One mutex guards all that workers and owner share. A worker takes it once per request, the owner once per batch, and
+// only threads that sleep are woken. That is quick enough for 4 KiB requests at depth 256.
 #include "engine/worker_engine.h"
 
 #include <pthread.h>
@@ -71,7 +71,7 @@ void Work(Pool& pool) {
     if (pool.stopping) return;
     const IoRequest request = pool.submitted[pool.taken_count++ % pool.submitted.size()];
     lock.unlock();
-    // Only now: an owner woken before would run into the locked mutex and sleep again.
+    // Only now: an owner that was woken earlier would meet the locked mutex and sleep again.
     if (std::exchange(owner_waits, false)) WakeOwner(pool);
     const IoCompletion completion = pool.io->Perform(request);
     lock.lock();
@@ -199,7 +199,7 @@ size_t WorkerEngine::TakeReaped(std::span<IoCompletion> out) {
   return count;
 }
 
-// Until so many are in `completed`, the deadline has passed, or the owner is wanted.
+// Sleep until `count` are in `completed`, the deadline has passed, or wake_fd is readable.
 void WorkerEngine::AwaitCompleted(std::unique_lock<std::mutex>& lock, size_t count, const Deadline& deadline) {
   const auto enough = [&] { return pool_->completed.size() >= count; };
   for (bool is_over = false; !enough() && !is_over;) {

@@ -1,5 +1,5 @@
-// An engine over calls that block: worker threads make them, side by side. What a call does is the caller's of this
-// file; the three verbs, the threads and what a fork leaves behind are done here once.
+// An engine over calls that block, which worker threads make side by side. The user of this file says what a call does;
+// this file has the three verbs, the threads, and what a forked child must leave alone.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,7 @@ class Device;
 // By torch's ordinal; raises what Device::Get says. Call it with the GIL.
 Device& DeviceOf(int ordinal);
 
-// A reference for who copies and drops it without the GIL. Call it with the GIL.
+// A reference that may be copied and dropped without the GIL. Call this with the GIL.
 std::shared_ptr<const pybind11::object> Shared(const pybind11::object& object);
 
 void BindCuFile(pybind11::module_& m);        // cufile.cc
