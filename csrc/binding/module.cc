@@ -553,6 +553,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("engine_names", &EngineNames);
   m.def("ring_buffer_count", &RingBufferCount);
   m.def("ring_free_count", &RingFreeCount);
+  m.def("ring_quarantined_count", &RingQuarantinedCount);
 
   BindCuFile(m);
   BindDevices(m);

@@ -65,16 +65,23 @@ BufferPool& Ring(const RingKey& key) {
 template <class Count>
 size_t SumOverRings(Count count) {
   if (g_ring_generation != ForkGeneration()) return 0;
-  const std::lock_guard lock(*g_ring_mutex);
+  std::vector<BufferPool*> rings;  // none is ever freed, and to count may run code that needs a ring
+  {
+    const std::lock_guard lock(*g_ring_mutex);
+    for (const auto& [key, ring] : *g_rings) rings.push_back(ring);
+  }
   size_t sum = 0;
-  for (const auto& [key, ring] : *g_rings) sum += ring == nullptr ? 0 : count(*ring);
+  for (BufferPool* const ring : rings) sum += ring == nullptr ? 0 : count(*ring);
   return sum;
 }
 
 }  // namespace
 
 size_t RingFreeCount() {
-  return SumOverRings([](const BufferPool& ring) { return ring.free_count(); });
+  return SumOverRings([](BufferPool& ring) { return ring.free_count(); });
+}
+size_t RingQuarantinedCount() {
+  return SumOverRings([](const BufferPool& ring) { return ring.quarantined_count(); });
 }
 size_t RingBufferCount() {
   return SumOverRings([](const BufferPool& ring) { return ring.buffer_count(); });

@@ -25,9 +25,10 @@ struct TransferOptions {
   std::optional<int> ring_device;  // the ring is memory of that device
 };
 
-// Buffers of all rings of this process; those that no transfer has.
+// Buffers of all rings of this process; those that no transfer has; those in quarantine.
 size_t RingBufferCount();
 size_t RingFreeCount();
+size_t RingQuarantinedCount();
 
 // The transfers that a thread has open. A transfer that is started while another of the same thread is open (a signal
 // handler or a hook that saves) must not wait for buffers that the outer one cannot give back: it gets two of its own.

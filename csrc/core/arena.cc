@@ -83,8 +83,8 @@ void Arena::Add(PinnedMemory mapping) {
   mapped_count_ += block_count;
 }
 
-// Blocks of what is mapped by now are taken and returned meanwhile. What is mapped later is pinned before its blocks are
-// taken.
+// Blocks of what is mapped by now are taken and returned meanwhile. What is mapped later is pinned before its blocks
+// are taken.
 void Arena::PinWith(const Pin& pin) {
   std::unique_lock lock(mutex_);
   if (pin_) return;

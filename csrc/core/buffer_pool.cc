@@ -63,7 +63,8 @@ bool BufferPool::is_pinned(const std::byte* buffer) const {
   return pinned_ != nullptr && IsInside({memory_, buffer_count_ * buffer_bytes_}, buffer);
 }
 
-size_t BufferPool::free_count() const {
+size_t BufferPool::free_count() {
+  TakeBack();
   const std::lock_guard lock(mutex_);
   return free_.size();
 }

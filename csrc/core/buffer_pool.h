@@ -48,7 +48,8 @@ class BufferPool {
 
   size_t buffer_bytes() const { return buffer_bytes_; }
   size_t buffer_count() const { return buffer_count_; }
-  size_t free_count() const;
+  // Takes complete buffers out of quarantine first.
+  size_t free_count();
   // Neither free nor a transfer's.
   size_t quarantined_count() const { return quarantine_.count(); }
 

@@ -48,8 +48,8 @@ constexpr std::array<CudaResult, 19> kLost = {
 // These are atomics without a lock, so that a fork at any moment leaves them usable. The driver's table is never freed,
 // since transfers of other threads may outlive the interpreter's shutdown.
 std::atomic<const CudaDriver*> g_driver{nullptr};
-// The fork generation + 1 of the process that called cuInit; 0 where none did. It is set before the call, so that a child
-// that is forked during the call sees it.
+// The fork generation + 1 of the process that called cuInit; 0 where none did. It is set before the call, so that a
+// child that is forked during the call sees it.
 std::atomic<uint64_t> g_used_by{0};
 std::atomic<bool> g_ending{false};
 

@@ -43,7 +43,8 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def ring_is_free() -> bool:
-    return _native.ring_free_count() == _native.ring_buffer_count()
+    """Tell whether no transfer has a buffer; a device that failed may hold some in quarantine."""
+    return _native.ring_free_count() + _native.ring_quarantined_count() == _native.ring_buffer_count()
 
 
 def write_sources(snapshot: _native.Snapshot, sizes_bytes: list[int], path: Path) -> bytes:
