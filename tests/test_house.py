@@ -474,7 +474,7 @@ def test_code_rule_finds(rule: TreeRule, path: Path, source: str, count: int) ->
         (
             native_includes_run_downwards,
             Path("csrc/engine/uring_engine.cc"),
-            '#include "transfer/hooks.h"',
+            '#include "transfer/transfer_callbacks.h"',
             1,
         ),
         (native_includes_run_downwards, Path("csrc/device/device.cc"), '#include "engine/engine.h"', 1),

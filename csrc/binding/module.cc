@@ -68,9 +68,9 @@ Status WithGil(HookError& hook_error, Call call) {
 
 // `pull` and `push` are called as (id, offset_bytes, address, size_bytes), `poll` as (done_bytes) or None. Signals are
 // looked at on every poll, so Ctrl-C ends a transfer that runs on the main thread.
-TransferHooks MakeHooks(const std::shared_ptr<HookError>& hook_error, const py::object& pull, const py::object& push,
-                        const py::object& poll) {
-  TransferHooks hooks;
+TransferCallbacks MakeHooks(const std::shared_ptr<HookError>& hook_error, const py::object& pull,
+                            const py::object& push, const py::object& poll) {
+  TransferCallbacks hooks;
   // Transfers copy and drop the hooks without the GIL: they share the Python objects, of which none is copied there.
   if (!pull.is_none()) {
     hooks.pull = [hook_error, pull = Shared(pull)](uint64_t id, uint64_t offset_bytes, std::byte* target,
@@ -144,7 +144,7 @@ class PyWriter {
       : path_(options.path), hook_error_(std::make_shared<HookError>()), open_transfer_(new OpenTransfer(options)) {
     BufferPool& ring = open_transfer_->buffers();
     Device* const ring_device = open_transfer_->ring_device();
-    TransferHooks hooks = MakeHooks(hook_error_, pull, py::none(), poll);
+    TransferCallbacks hooks = MakeHooks(hook_error_, pull, py::none(), poll);
     RunTransfer(*hook_error_, path_, [&] {
       Result<std::unique_ptr<FileWriter>> opened =
           FileWriter::Open(options.fd, path_, MakePumpOptions(options), ring, std::move(hooks), ring_device);
@@ -213,7 +213,7 @@ class PyWriter {
 // Waits as Snapshot::Capture does, without the GIL; signals are looked at while it waits.
 void CaptureSnapshot(Snapshot& snapshot, SourceKind kind, bool wait) {
   const auto hook_error = std::make_shared<HookError>();
-  const TransferHooks hooks = MakeHooks(hook_error, py::none(), py::none(), py::none());
+  const TransferCallbacks hooks = MakeHooks(hook_error, py::none(), py::none(), py::none());
   RunTransfer(*hook_error, "", [&] { return snapshot.Capture(kind, wait, [&hooks] { return hooks.poll(0); }); });
 }
 
@@ -282,7 +282,7 @@ ReadReport ReadExtents(TransferOptions options, const ExtentList& list, const py
   const WithoutGilPtr<OpenTransfer> open_transfer(new OpenTransfer(options));
   BufferPool& ring = open_transfer->buffers();
   Device* const ring_device = open_transfer->ring_device();
-  TransferHooks hooks = MakeHooks(hook_error, py::none(), push, poll);
+  TransferCallbacks hooks = MakeHooks(hook_error, py::none(), push, poll);
   ReadReport report;
   RunTransfer(*hook_error, options.path, [&] {
     Result<std::unique_ptr<FileReader>> opened =
@@ -305,7 +305,7 @@ void RunRequests(int fd, const std::string& path, const std::vector<std::string>
                  const std::vector<std::tuple<bool, uint64_t, uintptr_t, uint32_t>>& requests, uint32_t queue_depth,
                  uint32_t thread_count) {
   const auto hook_error = std::make_shared<HookError>();
-  TransferHooks hooks = MakeHooks(hook_error, py::none(), py::none(), py::none());
+  TransferCallbacks hooks = MakeHooks(hook_error, py::none(), py::none(), py::none());
   RunTransfer(*hook_error, path, [&] {
     Result<std::unique_ptr<IoPump>> opened = IoPump::Open(
         fd, path,

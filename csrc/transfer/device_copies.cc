@@ -78,15 +78,15 @@ void DeviceCopies::Mark(Lane& lane) {
 
 void DeviceCopies::Look(bool closing, std::vector<Ended>& ended) {
   for (Lane& lane : lanes_) {
-    TakeLanded(lane, ended);
+    TakeComplete(lane, ended);
     GiveUp(lane, closing, ended);
   }
   std::move(refused_.begin(), refused_.end(), std::back_inserter(ended));
   refused_.clear();
 }
 
-// Copies of a stream land in the order in which they were started.
-void DeviceCopies::TakeLanded(Lane& lane, std::vector<Ended>& ended) {
+// Copies of a stream are complete in the order in which they were started.
+void DeviceCopies::TakeComplete(Lane& lane, std::vector<Ended>& ended) {
   while (!lane.batches.empty()) {
     Batch& first = lane.batches.front();
     bool is_reached = false;
@@ -112,12 +112,12 @@ void DeviceCopies::GiveUp(Lane& lane, bool closing, std::vector<Ended>& ended) {
     if (!batch.grace.has_value()) batch.grace.emplace();
     if (!batch.grace->IsOver(batch.end)) continue;
     const CopiesComplete landed = Grace::GiveUp({batch.end});
-    const auto kept = std::partition(batch.pieces.begin(), batch.pieces.end(),
-                                     [&](const RequestPiece& piece) { return !failed && !given_up(piece); });
-    for (auto piece = kept; piece != batch.pieces.end(); ++piece) {
+    const auto others = std::partition(batch.pieces.begin(), batch.pieces.end(),
+                                       [&](const RequestPiece& piece) { return !failed && !given_up(piece); });
+    for (auto piece = others; piece != batch.pieces.end(); ++piece) {
       ended.push_back({.piece = std::move(*piece), .status = failed ? batch.status : HeldUp(lane), .late = landed});
     }
-    batch.pieces.erase(kept, batch.pieces.end());
+    batch.pieces.erase(others, batch.pieces.end());
   }
   std::erase_if(lane.batches, [](const Batch& batch) { return batch.pieces.empty(); });
 

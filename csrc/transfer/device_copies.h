@@ -17,7 +17,7 @@ namespace fastpersist {
 // One owner thread.
 class DeviceCopies {
  public:
-  // A copy that has come to its end, or that nobody waits for any more.
+  // A copy that is complete, has failed, or is given up.
   struct Ended {
     RequestPiece piece;
     Status status;
@@ -61,7 +61,7 @@ class DeviceCopies {
   static Status Copy(const Lane& lane, const RequestPiece& piece);
   void StartWaiting(Lane& lane, bool is_pinned);
   static void Mark(Lane& lane);
-  static void TakeLanded(Lane& lane, std::vector<Ended>& ended);
+  static void TakeComplete(Lane& lane, std::vector<Ended>& ended);
   static void GiveUp(Lane& lane, bool closing, std::vector<Ended>& ended);
   static Status HeldUp(const Lane& lane);
 

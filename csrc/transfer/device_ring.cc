@@ -18,7 +18,8 @@ Status DeviceRing::WaitFor(CopyStream& stream) {
   if (status.ok()) return status;
   const CopyEnd end(stream);
   if (!Grace().WaitFor(std::span(&end, 1))) {
-    ReleaseWhenComplete({Grace::GiveUp({end})}, [bounce = std::exchange(bounce_, nullptr), kept = destinations_] {});
+    ReleaseWhenComplete({Grace::GiveUp({end})},
+                        [bounce = std::exchange(bounce_, nullptr), destinations = destinations_] {});
   }
   return status;
 }

@@ -12,21 +12,21 @@
 namespace fastpersist {
 
 Result<std::unique_ptr<FileReader>> FileReader::Open(int fd, std::string path, PumpOptions options, BufferPool& pool,
-                                                     TransferHooks hooks, Device* ring_device) {
-  options.poll = hooks.poll;
+                                                     TransferCallbacks callbacks, Device* ring_device) {
+  options.poll = callbacks.poll;
   Result<std::unique_ptr<IoPump>> pump = IoPump::Open(fd, std::move(path), std::move(options));
   if (!pump.ok()) return pump.status();
-  const auto poll_while_waiting = [&hooks] { return hooks.poll ? hooks.poll(0) : Status::Ok(); };
+  const auto poll_while_waiting = [&callbacks] { return callbacks.poll ? callbacks.poll(0) : Status::Ok(); };
   Result<BufferShare> share = BufferShare::Join(pool, poll_while_waiting);
   if (!share.ok()) return share.status();
-  return std::unique_ptr<FileReader>(new FileReader(std::move(pump).value(), std::move(share).value(), std::move(hooks),
-                                                    pool.buffer_bytes(), ring_device));
+  return std::unique_ptr<FileReader>(new FileReader(std::move(pump).value(), std::move(share).value(),
+                                                    std::move(callbacks), pool.buffer_bytes(), ring_device));
 }
 
-FileReader::FileReader(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes,
+FileReader::FileReader(std::unique_ptr<IoPump> pump, BufferShare share, TransferCallbacks callbacks, size_t chunk_bytes,
                        Device* ring_device)
-    : pump_(std::move(pump)), share_(std::move(share)), hooks_(std::move(hooks)), chunk_bytes_(chunk_bytes) {
-  if (ring_device != nullptr) device_ring_.emplace(*ring_device, [this] { return Poll(); }, hooks_.destinations);
+    : pump_(std::move(pump)), share_(std::move(share)), callbacks_(std::move(callbacks)), chunk_bytes_(chunk_bytes) {
+  if (ring_device != nullptr) device_ring_.emplace(*ring_device, [this] { return Poll(); }, callbacks_.destinations);
   in_flight_.resize(pump_->queue_depth());
 }
 
@@ -35,7 +35,7 @@ FileReader::~FileReader() { Abandon(); }
 // For what waits for a device.
 Status FileReader::Poll() {
   share_.LetOthersJoin();
-  return hooks_.poll ? hooks_.poll(pump_->done_bytes()) : Status::Ok();
+  return callbacks_.poll ? callbacks_.poll(pump_->done_bytes()) : Status::Ok();
 }
 
 // Kernel and devices let go of the buffers first; only then do they go back to the share. A device that does not within
@@ -44,20 +44,20 @@ Status FileReader::Poll() {
 void FileReader::Abandon() {
   pump_->Abandon();
   const Grace grace;
-  for (Landing& landing : landing_) {
+  for (CopiedBuffer& copied : copying_) {
     std::vector<CopyEnd> ends;
-    ends.reserve(landing.marks.size() + landing.unmarked.size());
-    for (CopyMark& mark : landing.marks) ends.emplace_back(std::make_shared<const CopyMark>(std::move(mark)));
-    for (Device* device : landing.unmarked) ends.emplace_back(device->to_device());
+    ends.reserve(copied.marks.size() + copied.unmarked.size());
+    for (CopyMark& mark : copied.marks) ends.emplace_back(std::make_shared<const CopyMark>(std::move(mark)));
+    for (Device* device : copied.unmarked) ends.emplace_back(device->to_device());
     if (grace.WaitFor(ends, [this] { share_.LetOthersJoin(); })) {
-      share_.Put(landing.buffer);
+      share_.Put(copied.buffer);
       continue;
     }
     is_short_of_buffers_ = true;
-    share_.PutInQuarantine(landing.buffer, [landed = Grace::GiveUp(std::move(ends)),
-                                            destinations = hooks_.destinations] { return landed(); });
+    share_.PutInQuarantine(copied.buffer, [landed = Grace::GiveUp(std::move(ends)),
+                                           destinations = callbacks_.destinations] { return landed(); });
   }
-  landing_.clear();
+  copying_.clear();
   for (InFlight& slot : in_flight_) {
     if (slot.buffer != nullptr) share_.Put(slot.buffer);
     slot = {};
@@ -142,12 +142,12 @@ Result<std::vector<uint32_t>> FileReader::Read(std::span<const ReadExtent> exten
 Status FileReader::Run(std::span<const ReadExtent> extents, std::span<const Chunk> chunks) {
   std::vector<IoPump::Finished> finished;
   size_t next = 0;
-  while (next < chunks.size() || pump_->in_flight() > 0 || !landing_.empty()) {
+  while (next < chunks.size() || pump_->in_flight() > 0 || !copying_.empty()) {
     // With no read to wait for, the buffers that are missing are those out of which devices copy.
-    for (bool wait = pump_->in_flight() == 0; !landing_.empty(); wait = false) {
-      Result<bool> landed = LandFirst(wait);
-      if (!landed.ok()) return landed.status();
-      if (!landed.value()) break;
+    for (bool wait = pump_->in_flight() == 0; !copying_.empty(); wait = false) {
+      Result<bool> complete = CompleteFirst(wait);
+      if (!complete.ok()) return complete.status();
+      if (!complete.value()) break;
     }
     while (next < chunks.size() && pump_->in_flight() < pump_->queue_depth()) {
       const Chunk& chunk = chunks[next];
@@ -186,7 +186,7 @@ Status FileReader::DeliverFromDeviceRing(const ReadExtent& extent, uint64_t offs
     case ReadExtent::Target::kPush: {
       std::byte* const bounce = device_ring_->Bounce(size_bytes);
       FP_RETURN_IF_ERROR(device_ring_->TakeHost(bounce, source, size_bytes));
-      return hooks_.push(extent.id, offset_in_extent, bounce, size_bytes);
+      return callbacks_.push(extent.id, offset_in_extent, bounce, size_bytes);
     }
     case ReadExtent::Target::kNone:
       return Status::Ok();
@@ -200,8 +200,8 @@ void FileReader::CopiesOut(Device& device) {
 }
 
 // Get back the first of the buffers out of which devices copy. False: they still do. REQUIRES: there is one.
-Result<bool> FileReader::LandFirst(bool wait) {
-  const Landing& first = landing_.front();
+Result<bool> FileReader::CompleteFirst(bool wait) {
+  const CopiedBuffer& first = copying_.front();
   for (const CopyMark& mark : first.marks) {
     if (wait) {
       FP_RETURN_IF_ERROR(mark.Wait([this] { return Poll(); }));
@@ -211,7 +211,7 @@ Result<bool> FileReader::LandFirst(bool wait) {
     if (!reached.ok() || !reached.value()) return reached;
   }
   share_.Put(first.buffer);
-  landing_.pop_front();
+  copying_.pop_front();
   return true;
 }
 
@@ -225,13 +225,13 @@ Status FileReader::Finish(std::span<const ReadExtent> extents, std::span<const C
       share_.Put(slot.buffer);
       return status;
     }
-    landing_.push_back({.buffer = slot.buffer, .marks = {}, .unmarked = {}});
+    copying_.push_back({.buffer = slot.buffer, .marks = {}, .unmarked = {}});
     for (Device* device : devices_) {
       Result<CopyMark> mark = device->to_device().Mark();
       if (mark.ok()) {
-        landing_.back().marks.push_back(std::move(mark).value());
+        copying_.back().marks.push_back(std::move(mark).value());
       } else {
-        landing_.back().unmarked.push_back(device);
+        copying_.back().unmarked.push_back(device);
         if (status.ok()) status = mark.status();
       }
     }
@@ -277,7 +277,7 @@ Status FileReader::Deliver(std::span<const ReadExtent> extents, const Chunk& chu
             extent.device->to_device().ToDevice(extent.device_address + offset_in_extent, source, size_bytes));
       }
       if (extent.target == ReadExtent::Target::kPush) {
-        FP_RETURN_IF_ERROR(hooks_.push(extent.id, offset_in_extent, source, size_bytes));
+        FP_RETURN_IF_ERROR(callbacks_.push(extent.id, offset_in_extent, source, size_bytes));
       }
     }
     if (extent.with_crc) crc_parts_[i].push_back({offset_in_extent, size_bytes, crc});

@@ -19,8 +19,8 @@
 #include "core/buffer_pool.h"
 #include "device/device.h"
 #include "transfer/device_ring.h"
-#include "transfer/hooks.h"
 #include "transfer/io_pump.h"
+#include "transfer/transfer_callbacks.h"
 
 namespace fastpersist {
 
@@ -28,7 +28,7 @@ struct ReadExtent {
   enum class Target : uint8_t {
     kMemory,  // to `address`
     kDevice,  // to `device_address` in the memory of `device`
-    kPush,    // through the `push` hook as `id`
+    kPush,    // through the `push` callback as `id`
     kNone,    // nowhere: only the CRC is wanted
   };
   uint64_t offset_bytes = 0;
@@ -52,7 +52,7 @@ class FileReader {
 
   // With a ring device, the pool's buffers are memory of that device; no extent may want a CRC then (kInvalidArgument).
   static Result<std::unique_ptr<FileReader>> Open(int fd, std::string path, PumpOptions options, BufferPool& pool,
-                                                  TransferHooks hooks, Device* ring_device = nullptr);
+                                                  TransferCallbacks callbacks, Device* ring_device = nullptr);
   ~FileReader();
   FileReader(const FileReader&) = delete;
   FileReader& operator=(const FileReader&) = delete;
@@ -85,7 +85,7 @@ class FileReader {
     uint32_t crc;
   };
 
-  FileReader(std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes,
+  FileReader(std::unique_ptr<IoPump> pump, BufferShare share, TransferCallbacks callbacks, size_t chunk_bytes,
              Device* ring_device);
 
   std::vector<Chunk> Cut(std::span<const ReadExtent> extents) const;
@@ -95,12 +95,12 @@ class FileReader {
                                uint64_t size_bytes);
   void CopiesOut(Device& device);
   Status Finish(std::span<const ReadExtent> extents, std::span<const Chunk> chunks, size_t tag);
-  Result<bool> LandFirst(bool wait);
+  Result<bool> CompleteFirst(bool wait);
   Status Poll();
   void Abandon();
 
   // Out of this buffer devices copy; it is theirs until the marks are reached.
-  struct Landing {
+  struct CopiedBuffer {
     std::byte* buffer;
     std::vector<CopyMark> marks;
     std::vector<Device*> unmarked;  // whose copies have no mark: that is an error, and they are waited for otherwise
@@ -108,12 +108,12 @@ class FileReader {
 
   std::unique_ptr<IoPump> pump_;
   BufferShare share_;
-  const TransferHooks hooks_;
+  const TransferCallbacks callbacks_;
   const size_t chunk_bytes_;
   std::optional<DeviceRing> device_ring_;  // none: the buffers are host memory
   std::vector<InFlight> in_flight_;        // by tag
   bool is_short_of_buffers_ = false;
-  std::deque<Landing> landing_;                  // in the order in which the copies were started
+  std::deque<CopiedBuffer> copying_;             // in the order in which the copies were started
   std::vector<Device*> devices_;                 // that were told to copy out of the buffer that is being delivered
   std::vector<std::vector<CrcPart>> crc_parts_;  // by extent, in the order the chunks came
 };

@@ -47,24 +47,24 @@ void PieceList::AddPulled(uint64_t id, uint64_t size_bytes, uint32_t crc_slot) {
 void PieceList::AddCrc(uint32_t crc_slot) { Add(Kind::kCrc, sizeof(uint32_t), crc_slot, nullptr, 0); }
 
 Result<std::unique_ptr<FileWriter>> FileWriter::Open(int fd, std::string path, PumpOptions options, BufferPool& pool,
-                                                     TransferHooks hooks, Device* ring_device) {
-  options.poll = hooks.poll;
+                                                     TransferCallbacks callbacks, Device* ring_device) {
+  options.poll = callbacks.poll;
   Result<std::unique_ptr<IoPump>> pump = IoPump::Open(fd, std::move(path), std::move(options));
   if (!pump.ok()) return pump.status();
-  const auto poll_while_waiting = [&hooks] { return hooks.poll ? hooks.poll(0) : Status::Ok(); };
+  const auto poll_while_waiting = [&callbacks] { return callbacks.poll ? callbacks.poll(0) : Status::Ok(); };
   Result<BufferShare> share = BufferShare::Join(pool, poll_while_waiting);
   if (!share.ok()) return share.status();
   return std::unique_ptr<FileWriter>(new FileWriter(fd, std::move(pump).value(), std::move(share).value(),
-                                                    std::move(hooks), pool.buffer_bytes(), ring_device));
+                                                    std::move(callbacks), pool.buffer_bytes(), ring_device));
 }
 
-FileWriter::FileWriter(int fd, std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes,
-                       Device* ring_device)
+FileWriter::FileWriter(int fd, std::unique_ptr<IoPump> pump, BufferShare share, TransferCallbacks callbacks,
+                       size_t chunk_bytes, Device* ring_device)
     : fd_(fd),
       pump_(std::move(pump)),
       block_bytes_(pump_->block_bytes()),
       share_(std::move(share)),
-      hooks_(std::move(hooks)),
+      callbacks_(std::move(callbacks)),
       chunk_bytes_(chunk_bytes) {
   if (ring_device != nullptr) device_ring_.emplace(*ring_device, [this] { return Poll(); }, nullptr);
   in_flight_.resize(pump_->queue_depth());
@@ -78,13 +78,13 @@ FileWriter::~FileWriter() {
 // For what waits for a device, or for a snapshot that may wait for one.
 Status FileWriter::Poll() {
   share_.LetOthersJoin();
-  return hooks_.poll ? hooks_.poll(pump_->done_bytes()) : Status::Ok();
+  return callbacks_.poll ? callbacks_.poll(pump_->done_bytes()) : Status::Ok();
 }
 
 // Kernel and devices let go of the buffers first; only then do they go back to the share. A device that does not within
-// the grace time keeps them in quarantine. The sources may be gone by the time it goes on, since it only reads them:
-// memory that torch's caching allocator has given to another tensor meanwhile is as good, and memory that it gives back
-// to the driver is not unmapped before the copies have ended (cuMemFree and cuMemUnmap wait for them, the allocator
+// the grace time has them quarantined. The sources may be gone by the time it goes on, since it only reads them: memory
+// that torch's caching allocator has given to another tensor meanwhile is as good, and memory that it gives back to the
+// driver is not unmapped before the copies have ended (cuMemFree and cuMemUnmap wait for them, the allocator
 // synchronises before the latter).
 Status FileWriter::Abort(Status status) {
   if (failed_.ok()) failed_ = std::move(status);
@@ -94,7 +94,7 @@ Status FileWriter::Abort(Status status) {
   }
   PassOn();
   const Grace grace;
-  for (Chunk& chunk : landing_) {
+  for (Chunk& chunk : copying_) {
     if (chunk.buffer == nullptr) continue;
     std::vector<CopyEnd> ends;
     ends.reserve(chunk.marks.size() + chunk.devices.size());
@@ -106,7 +106,7 @@ Status FileWriter::Abort(Status status) {
       share_.PutInQuarantine(chunk.buffer, Grace::GiveUp(std::move(ends)));
     }
   }
-  landing_.clear();
+  copying_.clear();
   // All are idle now. Not only at the end of the writer: where Ctrl-C comes before anybody closes it, a traceback keeps
   // it alive, and the transfers behind it would wait for ever.
   const BufferShare given_back(std::move(share_));
@@ -125,10 +125,10 @@ Status FileWriter::EnsureBuffer() {
     chunk_.buffer = share_.Take();
     if (chunk_.buffer != nullptr) break;
     // None is idle and the pool has none to spare: one of ours must come back. There is one, since we own at least
-    // two and are filling none. First what has landed is written, so that the disk has work.
-    if (!landing_.empty()) {
-      const Result<bool> landed = LandFirst(/*wait=*/true);
-      if (!landed.ok()) return landed.status();
+    // two and are filling none. First the chunks whose copies are complete are written, so that the disk has work.
+    if (!copying_.empty()) {
+      const Result<bool> complete = CompleteFirst(/*wait=*/true);
+      if (!complete.ok()) return complete.status();
     } else {
       FP_RETURN_IF_ERROR(Collect(/*wait=*/true));
     }
@@ -140,8 +140,8 @@ Status FileWriter::EnsureBuffer() {
 
 // Put what the file has now into bytes [from, until) of the open chunk, which lie in one block. Whatever was written to
 // that block before is in the file by then.
-Status FileWriter::KeepBytes(size_t from_bytes, size_t until_bytes) {
-  FP_RETURN_IF_ERROR(WriteLanding());
+Status FileWriter::ReadOldBytes(size_t from_bytes, size_t until_bytes) {
+  FP_RETURN_IF_ERROR(WriteCopying());
   while (pump_->in_flight() > 0) FP_RETURN_IF_ERROR(Collect(/*wait=*/true));
   if (old_block_ == nullptr) old_block_ = MapBuffers(block_bytes_);
   if (old_block_ == nullptr)
@@ -160,27 +160,27 @@ Status FileWriter::KeepBytes(size_t from_bytes, size_t until_bytes) {
                                      .offset_bytes = block_start}));
     for (finished_.clear(); pump_->in_flight() > 0;) FP_RETURN_IF_ERROR(pump_->Collect(finished_));
   }
-  const std::byte* const kept = old_block_ + (chunk_.offset_bytes + from_bytes - block_start);
+  const std::byte* const old = old_block_ + (chunk_.offset_bytes + from_bytes - block_start);
   if (!device_ring_.has_value()) {
-    std::memcpy(chunk_.buffer + from_bytes, kept, until_bytes - from_bytes);
+    std::memcpy(chunk_.buffer + from_bytes, old, until_bytes - from_bytes);
     return Status::Ok();
   }
-  FP_RETURN_IF_ERROR(device_ring_->PutHost(chunk_.buffer + from_bytes, kept, until_bytes - from_bytes));
+  FP_RETURN_IF_ERROR(device_ring_->PutHost(chunk_.buffer + from_bytes, old, until_bytes - from_bytes));
   return device_ring_->Wait();
 }
 
 // The open chunk has a buffer and nothing in it: let it begin at a block.
 Status FileWriter::BeginBlock() {
   const uint64_t start_bytes = AlignDown(chunk_.offset_bytes, block_bytes_);
-  const auto kept_bytes = static_cast<size_t>(chunk_.offset_bytes - start_bytes);
-  if (kept_bytes == 0) return Status::Ok();
+  const auto before_bytes = static_cast<size_t>(chunk_.offset_bytes - start_bytes);
+  if (before_bytes == 0) return Status::Ok();
   chunk_.offset_bytes = start_bytes;
-  chunk_.fill_bytes = kept_bytes;
-  return KeepBytes(0, kept_bytes);
+  chunk_.fill_bytes = before_bytes;
+  return ReadOldBytes(0, before_bytes);
 }
 
-// Let the open chunk end at a block: zeros up to where a seek may go, behind them what is there.
-// Example with blocks of 16 KiB, 5,000 bytes in the chunk: [5000, 8192) is zeros, [8192, 16384) is kept.
+// Let the open chunk end at a block: zeros up to where a seek may go, behind them what the file has.
+// Example with blocks of 16 KiB, 5,000 bytes in the chunk: [5000, 8192) is zeros, [8192, 16384) stays as it is.
 Status FileWriter::EndBlock() {
   const size_t zeros_end = AlignUp(chunk_.fill_bytes, kBlockBytes);
   const size_t block_end = AlignUp(chunk_.fill_bytes, block_bytes_);
@@ -190,7 +190,7 @@ Status FileWriter::EndBlock() {
   } else {
     std::memset(chunk_.buffer + chunk_.fill_bytes, 0, zeros_end - chunk_.fill_bytes);
   }
-  return zeros_end == block_end ? Status::Ok() : KeepBytes(zeros_end, block_end);
+  return zeros_end == block_end ? Status::Ok() : ReadOldBytes(zeros_end, block_end);
 }
 
 // ----------------------------------------------------------------------------------- full chunks
@@ -199,16 +199,16 @@ Status FileWriter::EndBlock() {
 Status FileWriter::EndChunk() {
   if (chunk_.fill_bytes == 0) return Status::Ok();
   FP_RETURN_IF_ERROR(EndBlock());
-  if (landing_.empty() && chunk_.devices.empty()) {
+  if (copying_.empty() && chunk_.devices.empty()) {
     FP_RETURN_IF_ERROR(StartWrite(chunk_));
     chunk_.offset_bytes += std::exchange(chunk_.fill_bytes, 0);
     return Status::Ok();
   }
   PassOn();
-  FP_RETURN_IF_ERROR(MarkCopies(landing_.back()));
-  for (Result<bool> landed = true; landed.ok() && landed.value() && !landing_.empty();) {
-    landed = LandFirst(/*wait=*/false);
-    if (!landed.ok()) return landed.status();
+  FP_RETURN_IF_ERROR(MarkCopies(copying_.back()));
+  for (Result<bool> complete = true; complete.ok() && complete.value() && !copying_.empty();) {
+    complete = CompleteFirst(/*wait=*/false);
+    if (!complete.ok()) return complete.status();
   }
   return Status::Ok();
 }
@@ -216,7 +216,7 @@ Status FileWriter::EndChunk() {
 // The open chunk is full: the next one begins behind it.
 void FileWriter::PassOn() {
   const uint64_t next_offset_bytes = position();
-  landing_.push_back(std::move(chunk_));
+  copying_.push_back(std::move(chunk_));
   chunk_ = Chunk();
   chunk_.offset_bytes = next_offset_bytes;
 }
@@ -238,7 +238,7 @@ Status FileWriter::StartWrite(Chunk& chunk) {
   return Collect(/*wait=*/false);
 }
 
-// From here on it can be found out whether the copies into a chunk that were started have landed.
+// From here on it can be found out whether the copies into a chunk that were started are complete.
 Status FileWriter::MarkCopies(Chunk& chunk) {
   while (!chunk.devices.empty()) {
     Result<CopyMark> mark = chunk.devices.back()->to_host().Mark();
@@ -249,51 +249,51 @@ Status FileWriter::MarkCopies(Chunk& chunk) {
   return Status::Ok();
 }
 
-Status FileWriter::WaitForCopies(Chunk& chunk) {
+Status FileWriter::AwaitCopies(Chunk& chunk) {
   for (const CopyMark& mark : chunk.marks) FP_RETURN_IF_ERROR(mark.Wait([this] { return Poll(); }));
   chunk.marks.clear();
   return Status::Ok();
 }
 
-// Start to write the first of the full chunks. False: its copies are still on the way. REQUIRES: there is one.
-Result<bool> FileWriter::LandFirst(bool wait) {
-  Chunk& first = landing_.front();
+// Settle and start to write the first of the full chunks. False: its copies are not complete. REQUIRES: there is one.
+Result<bool> FileWriter::CompleteFirst(bool wait) {
+  Chunk& first = copying_.front();
   if (!wait) {
     for (const CopyMark& mark : first.marks) {
       Result<bool> reached = mark.IsComplete();
       if (!reached.ok() || !reached.value()) return reached;
     }
   }
-  FP_RETURN_IF_ERROR(WaitForCopies(first));
-  Settle(first);
+  FP_RETURN_IF_ERROR(AwaitCopies(first));
+  SettleCrcs(first);
   FP_RETURN_IF_ERROR(StartWrite(first));
-  landing_.pop_front();
+  copying_.pop_front();
   return true;
 }
 
 // Wait for the copies into full chunks, and start to write all of them.
-Status FileWriter::WriteLanding() {
-  while (!landing_.empty()) {
-    const Result<bool> landed = LandFirst(/*wait=*/true);
-    if (!landed.ok()) return landed.status();
+Status FileWriter::WriteCopying() {
+  while (!copying_.empty()) {
+    const Result<bool> complete = CompleteFirst(/*wait=*/true);
+    if (!complete.ok()) return complete.status();
   }
   return Status::Ok();
 }
 
-// Wait for all copies on the way, those into the open chunk, too: from here on their sources may go, and the CRCs are
-// complete.
-Status FileWriter::Drain() {
-  FP_RETURN_IF_ERROR(WriteLanding());
+// Wait until all copies are complete, those into the open chunk, too: from here on their sources may go, and the CRCs
+// are settled.
+Status FileWriter::CompleteCopies() {
+  FP_RETURN_IF_ERROR(WriteCopying());
   FP_RETURN_IF_ERROR(MarkCopies(chunk_));
-  FP_RETURN_IF_ERROR(WaitForCopies(chunk_));
-  Settle(chunk_);
+  FP_RETURN_IF_ERROR(AwaitCopies(chunk_));
+  SettleCrcs(chunk_);
   return Status::Ok();
 }
 
 // ----------------------------------------------------------------------------------- CRCs
 
-// Make the parts of a chunk that has landed part of the CRCs, in file order.
-void FileWriter::Settle(Chunk& chunk) {
+// Make the parts of a chunk, into which all copies are complete, part of the CRCs, in file order.
+void FileWriter::SettleCrcs(Chunk& chunk) {
   for (Part& part : chunk.parts) {
     std::byte* const bytes = chunk.buffer + part.offset_bytes;
     if (part.kind == Part::Kind::kCrcText) {
@@ -303,7 +303,7 @@ void FileWriter::Settle(Chunk& chunk) {
       }
       part.crc_slot = PieceList::kNoCrc;
       part.crc = Crc32(0, bytes, part.size_bytes);
-    } else if (part.kind == Part::Kind::kOnTheWay && part.crc_slot != PieceList::kNoCrc) {
+    } else if (part.kind == Part::Kind::kCopying && part.crc_slot != PieceList::kNoCrc) {
       part.crc = Crc32(0, bytes, part.size_bytes);
     }
     Account(part);
@@ -365,7 +365,7 @@ Status FileWriter::CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, 
       return status;
     }
     case PieceList::Kind::kPulled:
-      FP_RETURN_IF_ERROR(hooks_.pull(piece.id, done_bytes, target, size_limit_bytes));
+      FP_RETURN_IF_ERROR(callbacks_.pull(piece.id, done_bytes, target, size_limit_bytes));
       if (with_crc) part.crc = Crc32(0, target, size_limit_bytes);
       break;
     case PieceList::Kind::kCrc:
@@ -381,7 +381,7 @@ Status FileWriter::CopyToDeviceRing(const PieceList::Piece& piece, uint64_t done
                                     Part& part) {
   std::byte* const target = chunk_.buffer + part.offset_bytes;
   part.size_bytes = size_limit_bytes;
-  part.kind = Part::Kind::kOnTheWay;
+  part.kind = Part::Kind::kCopying;
   CopiesInto(device_ring_->device());
   if (piece.crc_slot != PieceList::kNoCrc) {
     return Status::Error(StatusCode::kInvalidArgument,
@@ -408,7 +408,7 @@ Status FileWriter::CopyToDeviceRing(const PieceList::Piece& piece, uint64_t done
     }
     case PieceList::Kind::kPulled: {
       std::byte* const bounce = device_ring_->Bounce(part.size_bytes);
-      FP_RETURN_IF_ERROR(hooks_.pull(piece.id, done_bytes, bounce, part.size_bytes));
+      FP_RETURN_IF_ERROR(callbacks_.pull(piece.id, done_bytes, bounce, part.size_bytes));
       FP_RETURN_IF_ERROR(device_ring_->PutHost(target, bounce, part.size_bytes));
       return device_ring_->Wait();
     }
@@ -428,7 +428,7 @@ void FileWriter::CopiesInto(Device& device) {
 Status FileWriter::CopyFromDevice(Device& device, CudaAddress address, Part& part) {
   share_.pool().PinWith(PinFor(device));
   FP_RETURN_IF_ERROR(device.to_host().AwaitRoom(share_.pool().is_pinned(chunk_.buffer), [this] { return Poll(); }));
-  part.kind = Part::Kind::kOnTheWay;
+  part.kind = Part::Kind::kCopying;
   CopiesInto(device);
   return device.to_host().ToHost(chunk_.buffer + part.offset_bytes, address, part.size_bytes);
 }
@@ -441,7 +441,7 @@ Status FileWriter::Fill(const PieceList::Piece& piece) {
     const size_t capacity_bytes = chunk_bytes_ - static_cast<size_t>(chunk_.offset_bytes & (chunk_bytes_ - 1));
     const auto size_bytes =
         static_cast<size_t>(std::min<uint64_t>(capacity_bytes - chunk_.fill_bytes, piece.size_bytes - done_bytes));
-    Part part{.kind = Part::Kind::kDone,
+    Part part{.kind = Part::Kind::kThere,
               .crc_slot = piece.crc_slot,
               .crc = 0,
               .skip_bytes = 0,
@@ -453,8 +453,8 @@ Status FileWriter::Fill(const PieceList::Piece& piece) {
     done_bytes += part.size_bytes;
     chunk_.fill_bytes += part.size_bytes;
     chunk_.parts.push_back(part);
-    // What waits for nothing is accounted for at once.
-    if (landing_.empty() && chunk_.devices.empty()) Settle(chunk_);
+    // Where no copy is waited for, the CRC is settled at once.
+    if (copying_.empty() && chunk_.devices.empty()) SettleCrcs(chunk_);
     if (chunk_.fill_bytes == capacity_bytes) FP_RETURN_IF_ERROR(EndChunk());
   }
   every_piece_has_crc_ &=
@@ -485,7 +485,7 @@ Status FileWriter::Append(const PieceList& pieces) {
     Status status = Fill(piece);
     if (!status.ok()) return Abort(std::move(status));
   }
-  Status status = Drain();
+  Status status = CompleteCopies();
   return status.ok() ? status : Abort(std::move(status));
 }
 
@@ -505,7 +505,7 @@ Status FileWriter::Seek(uint64_t offset_bytes) {
 Status FileWriter::Finish() {
   if (!failed_.ok()) return failed_;
   Status status = EndChunk();
-  if (status.ok()) status = Drain();
+  if (status.ok()) status = CompleteCopies();
   while (status.ok() && pump_->in_flight() > 0) status = Collect(/*wait=*/true);
   if (!status.ok()) return Abort(std::move(status));
   if (chunk_.buffer != nullptr) share_.Put(std::exchange(chunk_.buffer, nullptr));

@@ -6,7 +6,7 @@
 // Of a block that what is written covers only in part, the rest is read from the file and written again as it was.
 //
 // What lies in a device's memory is copied by the device: several chunks are being filled at once, and each one's CRC
-// and write follow when its copies have landed.
+// is settled, and its write started, when its copies are complete.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@
 #include "core/buffer_pool.h"
 #include "device/device.h"
 #include "transfer/device_ring.h"
-#include "transfer/hooks.h"
 #include "transfer/io_pump.h"
 #include "transfer/snapshot.h"
+#include "transfer/transfer_callbacks.h"
 
 namespace fastpersist {
 
@@ -40,7 +40,7 @@ class PieceList {
   // In the memory of a device, whose copies into the ring are in flight beside each other and beside the writes. As
   // AddMemory otherwise.
   void AddDevice(Device& device, CudaAddress address, uint64_t size_bytes, uint32_t crc_slot);
-  // From the `pull` hook, in pieces of at most one chunk.
+  // From the `pull` callback, in pieces of at most one chunk.
   void AddPulled(uint64_t id, uint64_t size_bytes, uint32_t crc_slot);
   // The four little-endian bytes of a slot's CRC as it is when this piece is reached.
   void AddCrc(uint32_t crc_slot);
@@ -76,7 +76,7 @@ class FileWriter {
 
   // With a ring device, the pool's buffers are memory of that device; no piece may want a CRC then (kInvalidArgument).
   static Result<std::unique_ptr<FileWriter>> Open(int fd, std::string path, PumpOptions options, BufferPool& pool,
-                                                  TransferHooks hooks, Device* ring_device = nullptr);
+                                                  TransferCallbacks callbacks, Device* ring_device = nullptr);
   ~FileWriter();
   FileWriter(const FileWriter&) = delete;
   FileWriter& operator=(const FileWriter&) = delete;
@@ -87,7 +87,7 @@ class FileWriter {
 
   // Go on at another block. What stands before is padded with zeros to a whole block, so nothing may have been
   // written between the old position and the next multiple of kBlockBytes. What else lies in the larger blocks that the
-  // file may ask for is kept, if nobody else writes to those blocks meanwhile.
+  // file may ask for stays as it is, if nobody else writes to those blocks meanwhile.
   Status Seek(uint64_t offset_bytes);
 
   // Pad the last block and wait for every write. The file may now be up to a block longer than position(): one of those
@@ -95,7 +95,7 @@ class FileWriter {
   Status Finish();
 
   // Wait until the kernel has let go of every buffer and give them back; buffers into which a device still copies after
-  // the grace time go to quarantine. The writer is of no use after.
+  // the grace time are quarantined. The writer is of no use after.
   void Abandon() { (void)Abort(Status::Error(StatusCode::kCancelled, "the writer was closed")); }
 
   uint64_t position() const { return chunk_.offset_bytes + chunk_.fill_bytes; }
@@ -113,16 +113,15 @@ class FileWriter {
   const IoPump& pump() const { return *pump_; }
 
  private:
-  FileWriter(int fd, std::unique_ptr<IoPump> pump, BufferShare share, TransferHooks hooks, size_t chunk_bytes,
+  FileWriter(int fd, std::unique_ptr<IoPump> pump, BufferShare share, TransferCallbacks callbacks, size_t chunk_bytes,
              Device* ring_device);
 
-  // Bytes in a chunk that are not part of the CRCs yet: a device's copy of them has not landed, or one of bytes before
-  // them has not.
+  // Bytes in a chunk whose CRC is not settled yet: a device's copy of them, or of bytes before them, is not complete.
   struct Part {
-    enum class Kind : uint8_t { kDone, kOnTheWay, kCrcText };
+    enum class Kind : uint8_t { kThere, kCopying, kCrcText };
     Kind kind;
     uint32_t crc_slot;
-    uint32_t crc;         // kDone: of the bytes, if it is wanted
+    uint32_t crc;         // kThere: of the bytes, if it is wanted
     uint32_t skip_bytes;  // kCrcText: of the slot's four bytes, those that lie in the chunk before
     size_t offset_bytes;  // in the chunk
     size_t size_bytes;
@@ -140,16 +139,16 @@ class FileWriter {
   Status EnsureBuffer();
   Status BeginBlock();
   Status EndBlock();
-  Status KeepBytes(size_t from_bytes, size_t until_bytes);
+  Status ReadOldBytes(size_t from_bytes, size_t until_bytes);
   Status EndChunk();
   void PassOn();
   Status StartWrite(Chunk& chunk);
   Status MarkCopies(Chunk& chunk);
-  Status WaitForCopies(Chunk& chunk);
-  Result<bool> LandFirst(bool wait);
-  Status WriteLanding();
-  Status Drain();
-  void Settle(Chunk& chunk);
+  Status AwaitCopies(Chunk& chunk);
+  Result<bool> CompleteFirst(bool wait);
+  Status WriteCopying();
+  Status CompleteCopies();
+  void SettleCrcs(Chunk& chunk);
   void Account(const Part& part);
   Status Collect(bool wait);
   Status Fill(const PieceList::Piece& piece);
@@ -166,7 +165,7 @@ class FileWriter {
   const uint64_t block_bytes_;      // that the file asks for, at least kBlockBytes
   std::byte* old_block_ = nullptr;  // as it is in the file; mapped when the first is read
   BufferShare share_;
-  const TransferHooks hooks_;
+  const TransferCallbacks callbacks_;
   const size_t chunk_bytes_;
   std::optional<DeviceRing> device_ring_;  // none: the buffers are host memory
   std::vector<uint32_t> crcs_;
@@ -175,7 +174,7 @@ class FileWriter {
   std::vector<std::byte*> in_flight_;  // by tag; null: that tag is free
   std::vector<IoPump::Finished> finished_;
   Chunk chunk_;                // the one being filled
-  std::deque<Chunk> landing_;  // full but for copies on the way, in file order: none behind the first is written before
+  std::deque<Chunk> copying_;  // full, but copies into them are not complete; in file order, in which they are written
   Status failed_;
 };
 

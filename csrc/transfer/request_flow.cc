@@ -27,7 +27,7 @@ RequestFlow::RequestFlow(std::unique_ptr<IoPump> pump, DirectIoLimits limits, ui
     : cutter_(std::move(limits), chunk_bytes),
       side_(side),
       pump_(std::move(pump)),
-      staging_(staging_bytes, chunk_bytes, /*keeps=*/side == WriteSide::kShared),
+      staging_(staging_bytes, chunk_bytes, /*reuses=*/side == WriteSide::kShared),
       turn_(std::move(lock)),
       pause_(kPauseMin),
       engine_name_(pump_->engine_name()),

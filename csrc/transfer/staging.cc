@@ -47,14 +47,14 @@ void LeaveForNext(PinnedMemory memory) {
 
 }  // namespace
 
-Staging::Staging(size_t capacity_bytes, bool keeps)
-    : fork_generation_(ForkGeneration()), capacity_bytes_(AlignUp(capacity_bytes, kUnitBytes)), keeps_(keeps) {}
+Staging::Staging(size_t capacity_bytes, bool reuses)
+    : fork_generation_(ForkGeneration()), capacity_bytes_(AlignUp(capacity_bytes, kUnitBytes)), reuses_(reuses) {}
 
 Staging::~Staging() {
   if (memory_ == nullptr || fork_generation_ != ForkGeneration()) return;
   TakeBack();
   PinnedMemory mapping{.memory = memory_, .size_bytes = mapped_bytes_, .pinned = std::move(pinned_)};
-  if (keeps_ && !has_quarantined()) {
+  if (reuses_ && !has_quarantined()) {
     LeaveForNext(std::move(mapping));
     return;
   }
@@ -64,7 +64,7 @@ Staging::~Staging() {
 
 Status Staging::Prepare() {
   if (memory_ != nullptr) return Status::Ok();
-  if (PinnedMemory last = keeps_ ? TakeLast(capacity_bytes_) : PinnedMemory{}; last.memory != nullptr) {
+  if (PinnedMemory last = reuses_ ? TakeLast(capacity_bytes_) : PinnedMemory{}; last.memory != nullptr) {
     memory_ = last.memory;
     mapped_bytes_ = last.size_bytes;
     pinned_ = std::move(last.pinned);

@@ -5,7 +5,7 @@
 // that stands still leaves some to others. Pieces that a device may still touch when a file is given up are quarantined
 // (core/quarantine.h).
 //
-// One mapping is kept in the process when its file is closed, for the next file: fresh pages cost more than the copy
+// One mapping is left in the process when its file is closed, for the next file: fresh pages cost more than the copy
 // that goes through them, above all in a virtual machine, whose host has to find them, too. The kernel may take its
 // pages at any time (MADV_FREE), unless a device knows them: to make it known costs more than anything else here. It
 // takes none that was written to since, so they are written to before anything else is: kernels before Linux 5.18 may
@@ -28,8 +28,8 @@ class Staging {
  public:
   static constexpr size_t kUnitBytes = 4096;
 
-  // `keeps`: it has the mapping that is kept in the process if it can, and leaves its own.
-  explicit Staging(size_t capacity_bytes, bool keeps = true);
+  // `reuses`: it takes the mapping that an earlier file has left, if it is large enough, and leaves its own.
+  explicit Staging(size_t capacity_bytes, bool reuses = true);
   // In a forked child, which does not have the memory, it touches nothing.
   ~Staging();
   Staging(const Staging&) = delete;
@@ -60,7 +60,7 @@ class Staging {
 
   const uint64_t fork_generation_;
   const size_t capacity_bytes_;
-  const bool keeps_;
+  const bool reuses_;
   size_t mapped_bytes_ = 0;   // at least the capacity
   size_t touched_bytes_ = 0;  // of these the kernel takes none
   std::byte* memory_ = nullptr;

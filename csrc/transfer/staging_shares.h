@@ -17,8 +17,8 @@ namespace fastpersist {
 // Not thread-safe: one owner.
 class StagingShares {
  public:
-  StagingShares(size_t capacity_bytes, uint64_t chunk_bytes, bool keeps)
-      : staging_(capacity_bytes, keeps), chunk_bytes_(chunk_bytes) {}
+  StagingShares(size_t capacity_bytes, uint64_t chunk_bytes, bool reuses)
+      : staging_(capacity_bytes, reuses), chunk_bytes_(chunk_bytes) {}
 
   // kNoMemory when the memory cannot be had. Before the first Take.
   Status Prepare() { return staging_.Prepare(); }

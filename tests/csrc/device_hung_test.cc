@@ -52,10 +52,10 @@ class StoppedStream {
 std::unique_ptr<BufferPool> Pool() { return Must(BufferPool::Create(kBufferCount, kChunkBytes)); }
 
 std::unique_ptr<FileWriter> Writer(const ScratchFile& file, BufferPool& pool, const std::function<Status()>& poll) {
-  TransferHooks hooks;
-  if (poll) hooks.poll = [poll](uint64_t) { return poll(); };
+  TransferCallbacks callbacks;
+  if (poll) callbacks.poll = [poll](uint64_t) { return poll(); };
   return Must(FileWriter::Open(file.fd(), file.path(), {.engines = {"threads-buffered"}, .queue_depth = 4, .poll = {}},
-                               pool, std::move(hooks)));
+                               pool, std::move(callbacks)));
 }
 
 PieceList OfDevice(const DeviceMemory& memory, uint64_t size_bytes = kBytes) {
@@ -347,12 +347,12 @@ void AReaderKeepsTheDestinationsUntilTheDeviceHasWrittenThere() {
   auto owner = std::make_shared<int>(0);
   const std::weak_ptr<int> destinations = owner;
   {
-    TransferHooks hooks;
-    hooks.destinations = std::exchange(owner, nullptr);
-    hooks.poll = [](uint64_t) { return PeerIsGone(); };
+    TransferCallbacks callbacks;
+    callbacks.destinations = std::exchange(owner, nullptr);
+    callbacks.poll = [](uint64_t) { return PeerIsGone(); };
     const auto reader =
         Must(FileReader::Open(file.fd(), file.path(), {.engines = {"threads-buffered"}, .queue_depth = 4, .poll = {}},
-                              *pool, std::move(hooks)));
+                              *pool, std::move(callbacks)));
     const std::vector<ReadExtent> extents = {{.size_bytes = kBytes,
                                               .target = ReadExtent::Target::kDevice,
                                               .device = &TheDevice(),

@@ -23,9 +23,9 @@ std::unique_ptr<BufferPool> Pool(size_t chunk_bytes = kChunkBytes) {
 
 Result<std::unique_ptr<FileReader>> Open(const ScratchFile& file, BufferPool& pool,
                                          const std::string& engine = "fault:threads-buffered",
-                                         TransferHooks hooks = {}) {
+                                         TransferCallbacks callbacks = {}) {
   return FileReader::Open(file.fd(), file.path(), {.engines = {engine}, .queue_depth = kBufferCount, .poll = {}}, pool,
-                          std::move(hooks));
+                          std::move(callbacks));
 }
 
 ReadExtent ToMemory(uint64_t offset_bytes, Bytes& target, bool with_crc = false) {
@@ -66,14 +66,14 @@ void ExtentsOfAllKindsAreRightWithEveryEngine() {
     Bytes memory(3 * kChunkBytes + 1);
     Bytes pushed(kChunkBytes + 99);
     uint64_t pushed_bytes = 0;
-    TransferHooks hooks;
-    hooks.push = [&](uint64_t id, uint64_t offset_bytes, const std::byte* source, uint64_t size_bytes) {
+    TransferCallbacks callbacks;
+    callbacks.push = [&](uint64_t id, uint64_t offset_bytes, const std::byte* source, uint64_t size_bytes) {
       EXPECT(id == 17 && size_bytes > 0 && size_bytes <= kChunkBytes && offset_bytes + size_bytes <= pushed.size());
       std::memcpy(pushed.data() + offset_bytes, source, size_bytes);
       pushed_bytes += size_bytes;
       return Status::Ok();
     };
-    auto reader = Open(file, *pool, engine, std::move(hooks));
+    auto reader = Open(file, *pool, engine, std::move(callbacks));
     if (!reader.ok()) continue;  // an engine or a file system that this machine does not have
     const std::vector<ReadExtent> extents = {
         ToMemory(7, memory, /*with_crc=*/true),
@@ -240,12 +240,12 @@ void AnErrorOfPushEndsTheRead() {
   const ScratchFile file("reader", RandomBytes(12 * kChunkBytes, 9));
   const auto pool = Pool();
   int count = 0;
-  TransferHooks hooks;
-  hooks.push = [&count](uint64_t, uint64_t, const std::byte*, uint64_t) {
+  TransferCallbacks callbacks;
+  callbacks.push = [&count](uint64_t, uint64_t, const std::byte*, uint64_t) {
     return ++count < 3 ? Status::Ok() : Status::Error(StatusCode::kCancelled, "the device is gone");
   };
   {
-    const auto reader = Must(Open(file, *pool, "threads-buffered", std::move(hooks)));
+    const auto reader = Must(Open(file, *pool, "threads-buffered", std::move(callbacks)));
     const std::vector<ReadExtent> extents = {
         {.offset_bytes = 0, .size_bytes = 12 * kChunkBytes, .target = Target::kPush}};
     EXPECT(reader->Read(extents).status().message() == "the device is gone");
@@ -258,10 +258,10 @@ void AnErrorOfPollStopsAtOnceWithIoInFlight() {
   const ScratchFile file("reader", RandomBytes(12 * kChunkBytes, 10));
   const auto pool = Pool();
   for (const char* engine : {"fault:threads-buffered", "fault:uring", "fault:libaio"}) {
-    TransferHooks hooks;
-    hooks.poll = [](uint64_t) { return Status::Error(StatusCode::kCancelled, "enough"); };
+    TransferCallbacks callbacks;
+    callbacks.poll = [](uint64_t) { return Status::Error(StatusCode::kCancelled, "enough"); };
     const Fault fault(Fault::Delay(10000));
-    auto reader = Open(file, *pool, engine, std::move(hooks));
+    auto reader = Open(file, *pool, engine, std::move(callbacks));
     if (!reader.ok()) continue;
     Bytes memory(12 * kChunkBytes);
     const std::vector<ReadExtent> extents = {ToMemory(0, memory)};

@@ -19,9 +19,9 @@ std::unique_ptr<BufferPool> Pool() { return Must(BufferPool::Create(kBufferCount
 
 Result<std::unique_ptr<FileWriter>> Open(const ScratchFile& file, BufferPool& pool,
                                          const std::string& engine = "fault:threads-buffered",
-                                         TransferHooks hooks = {}) {
+                                         TransferCallbacks callbacks = {}) {
   return FileWriter::Open(file.fd(), file.path(), {.engines = {engine}, .queue_depth = kBufferCount, .poll = {}}, pool,
-                          std::move(hooks));
+                          std::move(callbacks));
 }
 
 void AddAll(PieceList& pieces, const Bytes& bytes, uint32_t crc_slot = PieceList::kNoCrc) {
@@ -62,13 +62,13 @@ void BytesOfAllKindsLieOneBehindTheOther() {
   const auto pool = Pool();
   for (const char* engine : {"threads-buffered", "threads", "uring", "libaio"}) {
     const ScratchFile file("writer");
-    TransferHooks hooks;
+    TransferCallbacks callbacks;
     const Bytes pulled = RandomBytes(100000, 1);
-    hooks.pull = [&pulled](uint64_t, uint64_t offset_bytes, std::byte* target, uint64_t size_bytes) {
+    callbacks.pull = [&pulled](uint64_t, uint64_t offset_bytes, std::byte* target, uint64_t size_bytes) {
       std::memcpy(target, pulled.data() + offset_bytes, size_bytes);
       return Status::Ok();
     };
-    auto writer = Open(file, *pool, engine, std::move(hooks));
+    auto writer = Open(file, *pool, engine, std::move(callbacks));
     if (!writer.ok()) continue;  // an engine or a file system that this machine does not have
     const Bytes first = RandomBytes(200001, 2);
     const Bytes second = RandomBytes(3, 3);
@@ -296,14 +296,14 @@ void PullIsAskedForAtMostAChunkInOrder() {
   const auto pool = Pool();
   const ScratchFile file("writer");
   uint64_t expected_offset = 0;
-  TransferHooks hooks;
-  hooks.pull = [&expected_offset](uint64_t id, uint64_t offset_bytes, std::byte* target, uint64_t size_bytes) {
+  TransferCallbacks callbacks;
+  callbacks.pull = [&expected_offset](uint64_t id, uint64_t offset_bytes, std::byte* target, uint64_t size_bytes) {
     EXPECT(id == 42 && offset_bytes == expected_offset && size_bytes > 0 && size_bytes <= kChunkBytes);
     std::memset(target, 0x77, size_bytes);
     expected_offset += size_bytes;
     return Status::Ok();
   };
-  const auto writer = Must(Open(file, *pool, "null", std::move(hooks)));
+  const auto writer = Must(Open(file, *pool, "null", std::move(callbacks)));
   PieceList pieces;
   pieces.AddBytes("some bytes before");
   pieces.AddPulled(42, 3 * kChunkBytes, 0);
@@ -316,11 +316,11 @@ void AnErrorOfPullEndsTheTransferForGood() {
   const auto pool = Pool();
   const ScratchFile file("writer");
   int count = 0;
-  TransferHooks hooks;
-  hooks.pull = [&count](uint64_t, uint64_t, std::byte*, uint64_t) {
+  TransferCallbacks callbacks;
+  callbacks.pull = [&count](uint64_t, uint64_t, std::byte*, uint64_t) {
     return ++count < 3 ? Status::Ok() : Status::Error(StatusCode::kCancelled, "the source is gone");
   };
-  const auto writer = Must(Open(file, *pool, "fault:threads-buffered", std::move(hooks)));
+  const auto writer = Must(Open(file, *pool, "fault:threads-buffered", std::move(callbacks)));
   PieceList pieces;
   pieces.AddPulled(0, 10 * kChunkBytes, PieceList::kNoCrc);
   EXPECT(writer->Append(pieces).message() == "the source is gone");
@@ -359,10 +359,10 @@ void AnErrorOfPollStopsAtOnceWithIoInFlight() {
   for (const char* engine : {"fault:threads-buffered", "fault:uring", "fault:libaio"}) {
     {
       const ScratchFile file("writer");
-      TransferHooks hooks;
-      hooks.poll = [](uint64_t) { return Status::Error(StatusCode::kCancelled, "enough"); };
+      TransferCallbacks callbacks;
+      callbacks.poll = [](uint64_t) { return Status::Error(StatusCode::kCancelled, "enough"); };
       const Fault fault(Fault::Delay(10000));
-      auto writer = Open(file, *pool, engine, std::move(hooks));
+      auto writer = Open(file, *pool, engine, std::move(callbacks));
       if (!writer.ok()) continue;
       const Bytes bytes(20 * kChunkBytes);
       PieceList pieces;

@@ -11,7 +11,7 @@
 #include <set>
 
 #include "core/alignment.h"
-#include "core/limbo.h"
+#include "core/quarantine.h"
 #include "simulation.h"
 #include "testing_device.h"
 #include "transfer/request_flow.h"
@@ -489,7 +489,7 @@ void RunSchedule(uint64_t seed) {
   while (Cuda().step(0) != 0) continue;
   ALWAYS(Cuda().violation_count() == 0, Cuda().Violations());
   simulation.reset();
-  ALWAYS(ReleaseFromLimbo() == 0, "something is kept for devices that have ended all");
+  ALWAYS(ReleaseComplete() == 0, "something is kept for devices that have ended all");
   Cuda().clear();
 }
 

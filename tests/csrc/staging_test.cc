@@ -329,7 +329,7 @@ void WhatADeviceDoesNotLetGoOfStaysMapped() {
 
   std::byte* alone = nullptr;
   {
-    Staging staging(64 * kUnit, /*keeps=*/false);
+    Staging staging(64 * kUnit, /*reuses=*/false);
     alone = known_piece(staging);
     staging.Put(alone);
   }
@@ -338,7 +338,7 @@ void WhatADeviceDoesNotLetGoOfStaysMapped() {
   bool is_complete = false;
   std::byte* late = nullptr;
   {
-    Staging staging(64 * kUnit, /*keeps=*/false);
+    Staging staging(64 * kUnit, /*reuses=*/false);
     late = known_piece(staging);
     staging.PutInQuarantine(late, [&is_complete] { return is_complete; });
   }

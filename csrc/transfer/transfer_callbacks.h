@@ -1,4 +1,4 @@
-// What a transfer asks of the world outside csrc: tensors that are not host memory, and whether to go on.
+// What a transfer asks of its caller: the bytes of tensors that no address of this process holds, and whether to go on.
 #pragma once
 
 #include <cstddef>
@@ -10,15 +10,15 @@
 
 namespace fastpersist {
 
-struct TransferHooks {
+struct TransferCallbacks {
   // Copy bytes [offset_bytes, offset_bytes + size_bytes) of source `id` to `target`.
   std::function<Status(uint64_t id, uint64_t offset_bytes, std::byte* target, uint64_t size_bytes)> pull;
   // Take bytes [offset_bytes, offset_bytes + size_bytes) of destination `id` from `source`.
   std::function<Status(uint64_t id, uint64_t offset_bytes, const std::byte* source, uint64_t size_bytes)> push;
-  // Whatever keeps the destinations of a read alive, memory of devices above all. Kept for as long as a device may
-  // still copy there, which may be long after the read has failed. May be null.
+  // Keeps the destinations of a read alive, memory of devices above all. The transfer holds it for as long as a device
+  // may still copy there, which may be long after the read has failed. May be null.
   std::shared_ptr<const void> destinations;
-  // Asked about every 50 ms with the bytes done so far; its error stops the transfer.
+  // Called about every 50 ms with the bytes done so far; its error stops the transfer.
   std::function<Status(uint64_t done_bytes)> poll;
 };
 
