@@ -430,7 +430,7 @@ PYBIND11_MODULE(_native, m) {
           py::arg("device"), py::arg("stream"))
       .def("settled",
            [](Snapshot& self) {
-             Result<bool> settled = WithoutGil([&] { return self.Settled(); });
+             Result<bool> settled = WithoutGil([&] { return self.AreCopiesComplete(); });
              ThrowIfError(settled.status(), "");
              return settled.value();
            })

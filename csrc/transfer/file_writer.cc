@@ -324,7 +324,7 @@ void FileWriter::Account(const Part& part) {
 
 // ----------------------------------------------------------------------------------- pieces
 
-// The next bytes of a captured piece, until its snapshot's Done(); say in `part` how many.
+// The next bytes of a captured piece, until its snapshot's EndLease(); say in `part` how many.
 Result<Snapshot::Taken> FileWriter::Take(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes,
                                          Part& part) {
   const auto poll = [this] { return Poll(); };
@@ -361,7 +361,7 @@ Status FileWriter::CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, 
       } else {
         copy(taken.value().host_bytes().data());
       }
-      piece.snapshot->Done();
+      piece.snapshot->EndLease();
       return status;
     }
     case PieceList::Kind::kPulled:
@@ -403,7 +403,7 @@ Status FileWriter::CopyToDeviceRing(const PieceList::Piece& piece, uint64_t done
         status = device_ring_->PutHost(target, taken.value().host_bytes().data(), part.size_bytes);
         if (status.ok()) status = device_ring_->Wait();  // the arena may have the memory back then
       }
-      piece.snapshot->Done();
+      piece.snapshot->EndLease();
       return status;
     }
     case PieceList::Kind::kPulled: {

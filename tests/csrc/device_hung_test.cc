@@ -279,7 +279,7 @@ void ASnapshotIsClosedInTimeAndItsArenaKeepsItsRoom() {
       const Snapshot::Taken taken = Must(snapshot.Take(0, at, kChunkBytes, no_poll));
       EXPECT(std::memcmp(taken.host_bytes().data(), as_saved.data() + at, taken.size_bytes) == 0);
       at += taken.size_bytes;
-      snapshot.Done();
+      snapshot.EndLease();
     }
   };
   save_of_cpu_tensors();

@@ -121,7 +121,7 @@ void EveryByteIsThatOfTheSaveWhoeverIsFirst() {
     EXPECT_OK(writer->Append(pieces));
     EXPECT_OK(writer->Finish());
     gate.join();
-    while (!Must(snapshot->Settled())) std::this_thread::yield();
+    while (!Must(snapshot->AreCopiesComplete())) std::this_thread::yield();
     const Bytes content = file.Content();
     EXPECT(content.size() >= expected.size() && std::equal(expected.begin(), expected.end(), content.begin()));
     const auto runs = writer->runs();
@@ -227,7 +227,7 @@ void EveryCaptureTakesAsFewCopies() {
       auto taken = snapshot.Take(0, done, kChunkBytes, kNoPoll);
       if (!taken.ok()) break;
       done += taken.value().size_bytes;
-      snapshot.Done();
+      snapshot.EndLease();
     }
     snapshot.Close();
   }

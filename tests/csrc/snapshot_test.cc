@@ -49,7 +49,7 @@ Status TakeSource(Snapshot& snapshot, uint32_t index, uint64_t size_bytes, uint6
     EXPECT(!bytes.empty() && bytes.size() <= max_bytes && done_bytes + bytes.size() <= size_bytes);
     into.insert(into.end(), bytes.begin(), bytes.end());
     done_bytes += bytes.size();
-    snapshot.Done();
+    snapshot.EndLease();
   }
   return Status::Ok();
 }
@@ -82,7 +82,7 @@ void TheWriterAloneReadsFromWhereItIs() {
     const auto span = Must(snapshot.Take(0, done_bytes, kBlock, kNoPoll)).host_bytes();
     EXPECT(span.data() == bytes.data() + done_bytes && !span.empty() && span.size() <= kBlock);
     done_bytes += span.size();
-    snapshot.Done();
+    snapshot.EndLease();
   }
   EXPECT(done_bytes == bytes.size());
   EXPECT(TakeSource(snapshot, 1, 10) == Bytes(bytes.begin(), bytes.begin() + 10));
@@ -127,7 +127,7 @@ void WhatTheWriterHasPassedIsNotCopied() {
     const auto span = Must(snapshot.Take(0, done_bytes, 300000, kNoPoll)).host_bytes();
     written.insert(written.end(), span.begin(), span.end());
     done_bytes += span.size();
-    snapshot.Done();
+    snapshot.EndLease();
   }
   EXPECT_OK(snapshot.Capture(SourceKind::kStable, true, kNoPoll));
   EXPECT(Copied(snapshot, SourceKind::kStable) == bytes.size() - done_bytes);
@@ -136,7 +136,7 @@ void WhatTheWriterHasPassedIsNotCopied() {
     const auto span = Must(snapshot.Take(0, done_bytes, 300000, kNoPoll)).host_bytes();
     written.insert(written.end(), span.begin(), span.end());
     done_bytes += span.size();
-    snapshot.Done();
+    snapshot.EndLease();
   }
   EXPECT(written == before);
   EXPECT(UsedBytes(*arena) <= kBlock);  // blocks come back as they are written, but for the one being filled
@@ -332,7 +332,7 @@ void ALeaseHoldsTheGateUntilItIsDone() {
   auto gate = std::async(std::launch::async, [&] { return snapshot.Capture(SourceKind::kStable, true, kNoPoll); });
   WaitUntil([&] { return Copied(snapshot, SourceKind::kStable) == bytes.size() - span.size(); });
   EXPECT(gate.wait_for(std::chrono::milliseconds(20)) == std::future_status::timeout);
-  snapshot.Done();
+  snapshot.EndLease();
   EXPECT_OK(gate.get());
 }
 
@@ -406,7 +406,7 @@ void AnErrorOfPollEndsAPacedWriter() {
     status = taken.ok() ? Status::Ok() : taken.status();
     if (!taken.ok()) break;
     done_bytes += taken.value().size_bytes;
-    snapshot.Done();
+    snapshot.EndLease();
   }
   EXPECT(status.message() == "enough");
 }
@@ -458,7 +458,7 @@ void CloseLeavesTheWriterWhatItLooksAt() {
   next.Add(other.data(), other.size(), SourceKind::kVolatile);
   EXPECT_OK(next.Capture(SourceKind::kVolatile, false, kNoPoll));  // would overwrite it
   EXPECT(std::memcmp(span.data(), bytes.data(), span.size()) == 0);
-  snapshot.Done();
+  snapshot.EndLease();
   EXPECT_OK(next.Capture(SourceKind::kVolatile, false, kNoPoll));
   EXPECT(Remaining(next, SourceKind::kVolatile) == 0);
   EXPECT(snapshot.Take(0, span.size(), 1, kNoPoll).status().code() == StatusCode::kCancelled);
