@@ -13,6 +13,7 @@ PART ?=
 # `make test` has 150 s on a machine with two cores; from here on it fails, so that it stays what one runs each time.
 BUDGET_S ?= 225
 SECONDS ?= 60
+SCHEDULES ?= 1000000
 SEED ?= $(shell date +%s)
 # How deep clang-tidy looks into each function. Its own default, 225000, takes three times as long.
 NODES ?= 50000
@@ -48,7 +49,7 @@ help:
 	@echo 'make san                   the C++ tests under ASan and UBSan, then under TSan'
 	@echo 'make abi                   what we declare of CUDA and cuFile, against headers of NVIDIA that it downloads'
 	@echo 'make crash                 the crash tests with $(KILLS) kills (KILLS=…)'
-	@echo 'make fuzz                  every fuzzer for $(SECONDS) s (SECONDS=…, SEED=…)'
+	@echo 'make fuzz                  $(SCHEDULES) schedules of each simulator, and every fuzzer for $(SECONDS) s (SCHEDULES=…, SECONDS=…, SEED=…)'
 	@echo 'make bench DIR=…           save and load against fio and others, in a directory on the disk to measure'
 	@echo 'make overlap DIR=…         what checkpoints cost a training, against others (20 minutes; fastpersist bench overlap --help)'
 	@echo 'make trainers DIR=…        what checkpoints cost inside frameworks (benchmarks/trainers.py --help)'
@@ -188,7 +189,14 @@ abi:
 crash: $(BUILT)
 	$(BIN)/pytest tests/crash -m '' --kills=$(KILLS) --timeout=0
 
+SIMULATIONS := $(patsubst %,build/programs-plain/%_simulation_test,request capture)
+
 fuzz: $(BUILT)
+	@$(MAKE) --no-print-directory -f tests/csrc/Makefile VARIANT=plain $(SIMULATIONS)
+	@set -e; for simulation in $(SIMULATIONS); do \
+	  echo "$$simulation --schedules $(SCHEDULES) --seed $(SEED)"; \
+	  "$$simulation" --schedules $(SCHEDULES) --seed $(SEED); \
+	done
 	@set -e; for fuzzer in tests/fuzz/fuzz_*.py; do \
 	  echo "$$fuzzer --seconds $(SECONDS) --seed $(SEED)"; \
 	  PYTHONPATH=tests $(BIN)/python "$$fuzzer" --seconds $(SECONDS) --seed $(SEED); \

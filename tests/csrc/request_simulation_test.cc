@@ -499,7 +499,7 @@ void RunSchedule(uint64_t seed) {
 int main(int argc, char** argv) {
   using namespace fastpersist;
   const char* const directory = std::getenv("TMPDIR");
-  g_directory = directory == nullptr ? "." : directory;
+  g_directory = directory == nullptr ? "/tmp" : directory;
   g_lock_file = std::make_unique<ScratchFile>("simulated");
   g_host = MapBuffers(kMemoryBytes);
   Cuda().reset(kDeviceCount);
