@@ -18,7 +18,7 @@ constexpr size_t kRunBlocks = 32;  // 64 MiB, that a device is given to copy at 
 }  // namespace
 
 uint32_t CaptureCore::Add(uintptr_t address, uint64_t size_bytes, SourceKind kind, Device* device) {
-  memories_.push_back({.address = address, .device = device});
+  memories_.push_back({.address = address, .device = device, .segments = {}});
   if (device != nullptr && std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
     devices_.push_back(device);
   }

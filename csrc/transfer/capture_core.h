@@ -44,8 +44,7 @@ class CaptureCore {
     uint64_t size_bytes = 0;
     bool is_pinned = false;
 
-   private:
-    friend class CaptureCore;
+    // The core's own.
     CapturedBlocks::Filler filler = CapturedBlocks::Filler::kCapture;
     std::vector<uint32_t> sources;               // one, or those that are gathered
     std::vector<CapturedBlocks::Block*> blocks;  // a run
@@ -55,9 +54,9 @@ class CaptureCore {
 
   // Capture all sources of a kind.
   struct CaptureRun {
-    SourceKind kind;
-    bool may_wait;  // false: end where there is no room
-    Copy copy = {};
+    SourceKind kind = SourceKind::kStable;
+    bool may_wait = false;  // false: end where there is no room
+    Copy copy;
 
     bool is_first = false;  // the others wait
     bool is_swept = false;  // nothing is left to copy
@@ -79,13 +78,13 @@ class CaptureCore {
     }
   };
   struct TakeRun {
-    uint32_t source;
-    uint64_t offset_bytes;  // where the last take of this source ended
-    uint64_t max_bytes;
-    Copy copy = {};
+    uint32_t source = 0;
+    uint64_t offset_bytes = 0;  // where the last take of this source ended
+    uint64_t max_bytes = 0;
+    Copy copy;
     std::shared_ptr<const CopyMark> mark = nullptr;
     std::optional<TimePoint> until = std::nullopt;
-    Status status = {};                         // kEnd: an error, or
+    Status status;                              // kEnd: an error, or
     std::optional<Taken> taken = std::nullopt;  // these, leased until EndLease
 
     enum class Stage : uint8_t { kPace, kFirst, kGathering, kGathered, kLease, kCompleting } stage = Stage::kPace;
@@ -132,7 +131,7 @@ class CaptureCore {
   struct Memory {
     uintptr_t address;
     Device* device;
-    std::vector<Segment> segments = {};  // the lowest is the last: it was copied last, and is taken first
+    std::vector<Segment> segments;  // the lowest is the last: it was copied last, and is taken first
     size_t cluster = kNoCluster;
   };
   struct Lease {

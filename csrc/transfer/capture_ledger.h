@@ -24,12 +24,12 @@ constexpr size_t kSourceKindCount = 3;
 class CaptureLedger {
  public:
   struct Source {
-    SourceKind kind;
-    uint64_t size_bytes;
-    uint64_t taken_bytes = 0;    // the writer has passed these,
-    uint64_t leased_bytes = 0;   // and is looking at these behind them
-    uint64_t claimed_bytes;      // from here on it is in the arena, or is being copied there,
-    uint64_t copied_from_bytes;  // and from here on it is in the arena
+    SourceKind kind = SourceKind::kStable;
+    uint64_t size_bytes = 0;
+    uint64_t taken_bytes = 0;        // the writer has passed these,
+    uint64_t leased_bytes = 0;       // and is looking at these behind them
+    uint64_t claimed_bytes = 0;      // from here on it is in the arena, or is being copied there,
+    uint64_t copied_from_bytes = 0;  // and from here on it is in the arena
 
     uint64_t live_bytes() const { return claimed_bytes - std::min(claimed_bytes, taken_bytes + leased_bytes); }
     bool is_untouched() const { return taken_bytes == 0 && leased_bytes == 0 && claimed_bytes == size_bytes; }

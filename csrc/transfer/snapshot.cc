@@ -55,7 +55,9 @@ Status Snapshot::Perform(const CaptureCore::Copy& copy, const Poll& poll) {
 Status Snapshot::Capture(SourceKind kind, bool wait, const Poll& poll) {
   Lock lock(arena_->mutex());
   arena_->TakeBack(lock);
-  CaptureCore::CaptureRun run{.kind = kind, .may_wait = wait};
+  CaptureCore::CaptureRun run;
+  run.kind = kind;
+  run.may_wait = wait;
   Status stopped;
   std::optional<ContextScope> scope;  // one for all copies in a row; not while Wait runs the poll
   const Device* scope_device = nullptr;
@@ -87,7 +89,10 @@ Status Snapshot::Capture(SourceKind kind, bool wait, const Poll& poll) {
 
 Result<Snapshot::Taken> Snapshot::Take(uint32_t source, uint64_t offset_bytes, uint64_t max_bytes, const Poll& poll) {
   Lock lock(arena_->mutex());
-  CaptureCore::TakeRun run{.source = source, .offset_bytes = offset_bytes, .max_bytes = max_bytes};
+  CaptureCore::TakeRun run;
+  run.source = source;
+  run.offset_bytes = offset_bytes;
+  run.max_bytes = max_bytes;
   for (;;) {
     const TimePoint now = std::chrono::steady_clock::now();
     const CaptureCore::Next next = core_.NextOf(run, now, lock);

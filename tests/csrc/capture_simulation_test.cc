@@ -223,7 +223,11 @@ void Gate::Step() {
     EndRun(/*given_up=*/true);
     return;
   }
-  if (!run.has_value()) run.emplace(CaptureCore::CaptureRun{.kind = kind, .may_wait = may_wait});
+  if (!run.has_value()) {
+    run.emplace();
+    run->kind = kind;
+    run->may_wait = may_wait;
+  }
   Lock lock(s.arena.mutex());
   const Next next = s.core->NextOf(*run, lock);
   s.WakeOthers();
@@ -260,8 +264,10 @@ void Writer::StepTake() {
   if (!run.has_value()) {
     const bool is_of_device = s.sources[source].device != nullptr;
     const uint64_t max_bytes = s.random.Within(8, s.random.OneIn(2) ? kBlock : 100000);
-    run.emplace(CaptureCore::TakeRun{
-        .source = source, .offset_bytes = offset_bytes, .max_bytes = is_of_device ? max_bytes / 8 * 8 : max_bytes});
+    run.emplace();
+    run->source = source;
+    run->offset_bytes = offset_bytes;
+    run->max_bytes = is_of_device ? max_bytes / 8 * 8 : max_bytes;
   } else if (was_asleep && s.give_up_odds > 0 && s.random.OneIn(s.give_up_odds)) {
     is_over = true;  // the save is cancelled
     return;
