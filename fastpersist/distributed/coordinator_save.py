@@ -60,7 +60,7 @@ class CoordinatorSave(Alone):
         pending.when_failed(lambda _: self.stores.forget())  # what is given first is done last: it is removed by then
         pending.around_parts(self.session.working)
         if not self.stores.may_be_several():
-            self._offer()
+            self.offer()
 
     def fail(self, error: BaseException) -> None:
         """Tell the followers: what they write now is for nothing."""
@@ -122,11 +122,11 @@ class CoordinatorSave(Alone):
     def find_stores(self, say: Say) -> dict[str, Any]:
         """Find out who sees this directory, offer it then, and return what *go* says of stores."""
         self.stores.find(say, self._files.path, overwrite=self._overwrite)
-        self._offer()
+        self.offer()
         return self.stores.go()
 
-    def _offer(self) -> None:
-        """Tell the followers, as they ask for it, where they write files of their own."""
+    def offer(self) -> None:
+        """Tell the followers, as they ask for it, where they write files of their own. May be called again."""
         self.session.offer(encoded({"path": self._files.path, **self.stores.go()}))
 
 
@@ -166,6 +166,7 @@ class _SharedFile:
         entry = FileEntry(self._name, self._share.container.size_bytes, None)
         if self._save.stores.may_be_several() and self._share.agree(self._save.find_stores):
             entry = FileEntry(part_name(self._name, 0), self._share.size_bytes, None)
+        self._save.offer()  # this save may have begun before the last one had found that all see one file system
         return self._save.create(entry.name), entry
 
     def write(self, fd: int, *, engine: str, poll: Poll, snapshot: _native.Snapshot) -> WrittenFile:

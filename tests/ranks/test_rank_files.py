@@ -25,6 +25,7 @@ from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.distributed import group_save
 from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.messages import encoded
+from fastpersist.distributed.node_local.publishing import CoordinatorStores
 from fastpersist.distributed.sessions import Session
 from fastpersist.saving.directory_files import DirectoryFiles
 
@@ -259,6 +260,27 @@ def test_own_files_cost_two_messages_more_and_cost_nothing_where_there_are_none(
     assert both in (6, 7)
     assert step == 5
     assert step_with_own in (6, 7), "it may have asked before it was told"
+
+
+def test_step_that_begins_before_it_is_known_who_sees_whose_files_has_its_rank_states(tmp_path: Path) -> None:
+    both_begun = threading.Event()
+    find = CoordinatorStores.find
+
+    def find_late(self: CoordinatorStores, *arguments: Any, **options: Any) -> None:
+        assert both_begun.wait(PATIENCE_S)
+        find(self, *arguments, **options)
+
+    def work(rank: int, count: int) -> None:
+        with mock.patch.object(CoordinatorStores, "find", find_late):
+            with fp.Checkpointer(tmp_path / "run", process_group=dist.group.WORLD) as checkpoints:
+                steps = [checkpoints.save(step, {"x": torch.ones(9)}, rank_state={"rank": rank}) for step in (1, 2)]
+                both_begun.set()
+                for step in steps:
+                    step.result(PATIENCE_S)
+
+    run_ranks(2, work)
+    for step in (1, 2):
+        assert fp.load(tmp_path / "run" / f"step-{step:08d}" / "rank-00001.pt") == {"rank": 1}
 
 
 # --- what goes wrong
