@@ -45,7 +45,7 @@ struct CudaDouble {
   static const CudaDouble* Load(std::string* why_not) {
     const std::string path = FindLibrary();
     if (path.empty()) {
-      *why_not = "the double of the CUDA driver is not built: set CUDA_DOUBLE, or run tests/devices/test_cuda_double.py";
+      *why_not = "the double of the CUDA driver is not built: set CUDA_DOUBLE, or run tests/devices first";
       return nullptr;
     }
     static CudaDouble cuda;
