@@ -30,8 +30,9 @@ from fastpersist.errors import ConfigError, InternalError, StorageError
 from fastpersist.formats.manifest import FileEntry, check_file_name
 from fastpersist.saving.capture import no_garbage_collection
 from fastpersist.saving.directory_save import DirectorySave
-from fastpersist.saving.file_producer import CapturedFiles, WriteSite
+from fastpersist.saving.file_producer import WriteSite
 from fastpersist.saving.ownership import Owners
+from fastpersist.saving.write_file import CapturedFile
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.pipeline import Poll
 
@@ -56,7 +57,7 @@ class ShardedFiles:
         self._captured: ShardedCapture | None = None
         self._get_sums: GetSums | None = None
 
-    def hold(self, arena: Arena, *, paranoid: bool, on_gate: Callable[[float], None]) -> CapturedFiles:
+    def hold(self, arena: Arena, *, paranoid: bool, on_gate: Callable[[float], None]) -> CapturedFile:
         """Look at what is to be written; called by the save.
 
         Raises:
@@ -69,7 +70,7 @@ class ShardedFiles:
         self._get_sums = self._plans.sample(captured.state, ownership)
         self._state = None
         self._captured = captured
-        return CapturedFiles(captured.capture, captured.snapshot, captured.size_bytes)
+        return CapturedFile(captured.capture, captured.snapshot, captured.size_bytes)
 
     def write(self, site: WriteSite) -> list[FileEntry]:
         """Plan and write with the other ranks; called by the save, on its writing thread.

@@ -11,15 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from fastpersist import _native
 from fastpersist.formats.manifest import FileEntry
-from fastpersist.saving.capture import Capture
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import SaveStats
+from fastpersist.saving.write_file import CapturedFile
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.pipeline import Poll
 
-__all__ = ["CapturedFiles", "FileProducer", "RankSession", "WriteSite"]
+__all__ = ["FileProducer", "RankSession", "WriteSite"]
 
 
 class RankSession(Protocol):
@@ -50,21 +49,6 @@ class RankSession(Protocol):
 
     def check(self) -> None:
         """Raise PeerError if another rank is known to have failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedFiles:
-    """What a producer has captured: all its files together.
-
-    Attributes:
-        capture: For whoever waits, holds or raises.
-        snapshot: What its files are written from.
-        size_bytes: Of what was captured.
-    """
-
-    capture: Capture
-    snapshot: _native.Snapshot
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +86,7 @@ class FileProducer(Protocol):
     def owners(self) -> Owners:
         """Whose step the files wait for."""
 
-    def hold(self, arena: Arena, *, paranoid: bool, on_gate: Callable[[float], None]) -> CapturedFiles:
+    def hold(self, arena: Arena, *, paranoid: bool, on_gate: Callable[[float], None]) -> CapturedFile:
         """Look at what is to be written; on the saving thread, which captures it then."""
 
     def write(self, site: WriteSite) -> list[FileEntry]:
