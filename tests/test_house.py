@@ -10,7 +10,7 @@ import ast
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -50,6 +50,45 @@ NATIVE_LAYERS = {
     "binding": {"core", "engine", "device", "transfer", "binding"},
 }
 FOREIGN_HEADER = re.compile(r"Python\.h|pybind11/|torch/|ATen/|c10/|cuda(?!_double)|cufile|nccl|liburing|libaio")
+
+# Modules without a test file of their name, and the file, below tests/, whose tests are theirs.
+TESTED_BY = {
+    "checkpointer/explain": "unit/checkpointer/test_checkpointer_reports.py",
+    "checkpointer/options": "unit/checkpointer/test_checkpointer_errors.py",
+    "checkpointer/save_queue": "unit/checkpointer/test_checkpointer.py",
+    "checkpointer/step_saver": "unit/checkpointer/test_checkpointer.py",
+    "commit/commit_order": "unit/checkpointer/test_checkpointer_order.py",
+    "commit/step_listing": "unit/checkpointer/test_step_loader.py",
+    "dcp/blobs": "unit/dcp/test_odd_tensors.py",
+    "dcp/inspection": "unit/dcp/test_hostile_files.py",
+    "dcp/node_local_load": "ranks/dcp/test_node_local_steps.py",
+    "dcp/part_reader": "integrations/test_torch_dcp_damage.py",
+    "dcp/part_writer": "integrations/test_torch_dcp.py",
+    "dcp/plan_agreement": "ranks/dcp/test_save_state.py",
+    "dcp/storage_reader": "integrations/test_torch_dcp.py",
+    "dcp/storage_writer": "integrations/test_torch_dcp.py",
+    "dcp/target_plan": "ranks/dcp/test_load_state.py",
+    "distributed/coordinator_file": "unit/distributed/test_shared_file.py",
+    "distributed/coordinator_save": "ranks/test_group_directory.py",
+    "distributed/follower_file": "unit/distributed/test_shared_file.py",
+    "distributed/follower_save": "ranks/test_group_directory.py",
+    "distributed/group_save": "ranks/test_group_directory.py",
+    "distributed/peers": "unit/distributed/test_coordination.py",
+    "distributed/replica_check": "unit/distributed/test_shared_file.py",
+    "distributed/sessions": "unit/distributed/test_coordination_losses.py",
+    "formats/foreign": "unit/loading/test_checkpoint_file.py",
+    "formats/pickle_nodes": "unit/formats/test_pickle_scan.py",
+    "loading/fill_target": "unit/test_api_load_into.py",
+    "loading/misfit": "unit/loading/test_fill_tensors.py",
+    "loading/part_files": "unit/formats/test_split_manifest.py",
+    "loading/storage_selection": "unit/loading/test_restore.py",
+    "loading/target_change": "unit/loading/test_restore_errors.py",
+    "loading/target_plan": "unit/loading/test_restore.py",
+    "loading/target_walk": "unit/loading/test_restore.py",
+    "saving/file_producer": "ranks/dcp/test_save_state.py",
+    "saving/ownership": "unit/saving/test_capture.py",
+    "transfer/progress": "unit/test_api.py",
+}
 
 FILE_LINES_MAX = 800
 FOLDER_FILES_MAX = 18
@@ -195,6 +234,37 @@ def native_includes_run_downwards(path: Path, text: str) -> list[str]:
         target = header.split("/")[0]
         if path.parts[0] == "csrc" and target in NATIVE_LAYERS and target not in NATIVE_LAYERS[folder]:
             found.append(f"{path}:{number}: {folder}/ includes {header}, which is above it")
+    return found
+
+
+# --- rules on folders ---
+
+
+def modules_have_tests(modules: Iterable[Path], tests: Sequence[Path]) -> list[str]:
+    """Find modules that no test file is named after, nor after the folder that they are in below their package."""
+    files = {path.relative_to("tests").as_posix() for path in tests}
+    found = []
+    for path in modules:
+        inside = path.relative_to("fastpersist").with_suffix("")
+        if path.stem in ("__init__", "__main__"):
+            continue
+        # Of cli/bench/io/rows.py: rows, bench_rows, io_rows, bench, io, bench_io; in a folder of its package, or where
+        # packages have none.
+        names = {
+            test.stem.removeprefix("test_")
+            for test in tests
+            if inside.parts[0] in test.parts
+            or test.parts[1] in ("ranks", "devices", "programs")
+            or len(inside.parts) == 1
+        }
+        folders = inside.parts[1:-1]
+        wanted = {path.stem, *folders, "_".join(folders), *(f"{folder}_{path.stem}" for folder in inside.parts[:-1])}
+        named = any(name == one or name.startswith(f"{one}_") for one in wanted - {""} for name in names)
+        other = TESTED_BY.get(inside.as_posix())
+        if not named and other not in files:
+            found.append(f"{path}: no test file has its name; add one, or name it in TESTED_BY")
+        if named and other is not None:
+            found.append(f"{path}: has a test file of its name; take it out of TESTED_BY")
     return found
 
 
@@ -364,6 +434,13 @@ def test_rooms_have_no_cycle() -> None:
     expect_none(rooms_have_no_cycle(edges))
 
 
+def test_modules_have_tests() -> None:
+    modules = [path for path in PACKAGE_FILES if path.parts[0] == "fastpersist"]
+    expect_none(modules_have_tests(modules, files_below("tests/**/test_*.py")))
+    gone = [name for name in TESTED_BY if not (ROOT / "fastpersist" / name).with_suffix(".py").is_file()]
+    assert gone == []
+
+
 def test_public_names_are_documented() -> None:
     import fastpersist
 
@@ -515,6 +592,12 @@ def test_full_folder_is_found() -> None:
 def test_cycle_is_found() -> None:
     assert rooms_have_no_cycle({"saving": {"distributed"}, "distributed": {"saving"}})
     assert not rooms_have_no_cycle({"commit": {"formats"}, "formats": set()})
+
+
+def test_module_without_tests_is_found() -> None:
+    tests = [Path("tests/unit/formats/test_layout_limits.py"), Path("tests/programs/cli/test_bench_io.py")]
+    assert not modules_have_tests([LAYOUT, Path("fastpersist/cli/bench/io/rows.py")], tests)
+    assert len(modules_have_tests([Path("fastpersist/formats/lay.py"), LAYOUT], tests)) == 1
 
 
 def test_undocumented_public_names_are_found() -> None:
