@@ -422,12 +422,12 @@ class _Alone:
     "packed", [b"", b"x", zlib.compress(bytes(16)), zlib.compress(bytes(64 << 20)), zlib.compress(bytes(31))]
 )
 def test_places_that_are_not_as_many_as_were_planned_are_refused(packed: bytes) -> None:
-    own = plan_agreement.Done(None, [], [])
+    own = plan_agreement.Done(None, [])
     indexes = [[], [MetadataIndex("v"), MetadataIndex("w")]]
-    session: Any = _Alone(b'{"part": ["__1_0.distcp", 5, 6], "extra": []}\n' + packed)
+    session: Any = _Alone(b'{"part": ["__1_0.distcp", 5, 6]}\n' + packed)
     with pytest.raises(fp.CoordinationError, match="rank 1"):
         plan_agreement.gather_done(session, own, indexes)
-    session = _Alone(b'{"part": ["__1_0.distcp", 5, 6], "extra": []}\n' + zlib.compress(bytes(32)))
+    session = _Alone(b'{"part": ["__1_0.distcp", 5, 6]}\n' + zlib.compress(bytes(32)))
     assert plan_agreement.gather_done(session, own, indexes)[1].places == [(0, 0), (0, 0)]
 
 

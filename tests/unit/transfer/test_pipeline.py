@@ -183,7 +183,7 @@ def test_exception_in_a_hook_comes_out_as_it_is(
 
     fd = open_file(content=bytes(1_000_000))
     fault(kind="delay", count=EVERY, delay_ms=120)
-    options = pipeline._options(fd, "file.bin", pipeline._Way(["fault:threads-buffered"]))
+    options = pipeline._options(fd, "file.bin", ["fault:threads-buffered"], [])
     extents = _native.ExtentList()
     extents.add_pushed(0, 1_000_000, 0)
     pieces = _native.PieceList()
