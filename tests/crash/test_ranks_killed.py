@@ -154,8 +154,8 @@ def test_rank_killed_before_each_call(
     }  # fmt: skip
     for names in by_rank[1:]:
         assert names == {
-            "Session.tell", "Session.hear", "Session.finish", "Writer.append", "Writer.finish", "create", "allocate",
-            "truncate", "sync",
+            "Session.tell", "Session.hear", "Session.offered", "Session.finish", "Writer.append", "Writer.finish",
+            "create", "allocate", "truncate", "sync",
         }  # fmt: skip
     wrong = []
     states = [newest_state(root, replay)]

@@ -576,7 +576,7 @@ void RunSchedule(uint64_t seed) {
   {
     Lock lock(simulation.arena.mutex());
     simulation.arena.TakeBack(lock);
-    ALWAYS(simulation.arena.used_bytes() == 0 && simulation.arena.stranded_bytes() == 0, "a block is lost");
+    ALWAYS(simulation.arena.used_bytes() == 0 && simulation.arena.quarantined_bytes() == 0, "a block is lost");
   }
   for (const SimulatedSource& source : simulation.changed) {  // as they were at first
     const uint64_t start = source.address - g_device[source.device->ordinal()];

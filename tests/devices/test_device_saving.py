@@ -51,7 +51,8 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def nothing_is_left(directory: Path) -> bool:
-    ring_is_free = _native.ring_free_count() == _native.ring_buffer_count()
+    """Tell whether no transfer has a buffer, where a failed device may hold some in quarantine, and no file is left."""
+    ring_is_free = _native.ring_free_count() + _native.ring_quarantined_count() == _native.ring_buffer_count()
     return ring_is_free and not [name for name in os.listdir(directory) if name.startswith(".")]
 
 
