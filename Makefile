@@ -144,7 +144,9 @@ $(DOCS)/environment.stamp: pyproject.toml
 	$(DOCS)/bin/pip install --disable-pip-version-check --quiet $(DOCS_PINNED)
 	@touch $@
 
+# The folder of packages is there before mkdocs looks for it; docs/tools/site_hooks.py fills it later.
 docs: $(BUILT) $(DOCS)/environment.stamp
+	@mkdir -p build/docs/packages
 	$(BIN)/python docs/tools/command_line.py build/docs/command_line.md
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	$(BIN)/python docs/tools/check_links.py build/site
