@@ -23,7 +23,6 @@ import os
 import pickle
 import select
 import signal
-import struct
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec
@@ -52,7 +51,9 @@ class Child:
     """A forked process that runs one function. A context manager that leaves no process behind."""
 
     def __init__(self, work: Callable[[Report], None], environment: Mapping[str, str] | None = None) -> None:
-        self._reported = mmap.mmap(-1, 8)
+        self._memory = mmap.mmap(-1, 8)
+        # One store of eight bytes. struct.pack_into writes zeros first, and a child killed in between has reported 0.
+        self._reported = memoryview(self._memory).cast("q")
         self._report(NOTHING_REPORTED)
         self._ending: Ending | None = None
         self._verdict_fd, verdict_fd = os.pipe()
@@ -83,12 +84,12 @@ class Child:
 
     def _report(self, step: int) -> None:
         """Store a step number where the parent sees it at once; it survives the child."""
-        struct.pack_into("q", self._reported, 0, step)
+        self._reported[0] = step
 
     @property
     def reported(self) -> int:
         """The last step that was reported, NOTHING_REPORTED before the first."""
-        return int(struct.unpack_from("q", self._reported, 0)[0])
+        return self._reported[0]
 
     def ended(self) -> bool:
         """Whether the child has come to its end by itself."""
@@ -115,7 +116,8 @@ class Child:
 
     def __exit__(self, *exception: object) -> None:
         self.kill()
-        self._reported.close()
+        self._reported.release()
+        self._memory.close()
 
 
 def run_in_child(work: Callable[[Report], None], environment: Mapping[str, str] | None = None) -> None:
