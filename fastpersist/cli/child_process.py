@@ -15,12 +15,13 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, TextIO
 
 from fastpersist.errors import UnsupportedError
 
-__all__ = ["Answers", "ChildProcess", "ConnectedProcess", "python_command"]
+__all__ = ["Answers", "ChildProcess", "ConnectedProcess", "connection_to_parent", "python_command"]
 
 
 def python_command(program: str, *arguments: str) -> list[str]:
@@ -136,6 +137,18 @@ class ConnectedProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+@contextlib.contextmanager
+def connection_to_parent(descriptor: int) -> Iterator[Connection]:
+    """Open the process's end of a `ConnectedProcess`; leave the with block when the parent has closed its end.
+
+    Args:
+        descriptor: Of our end.
+    """
+    # A parent that closes its end before it has read an answer resets the connection.
+    with Connection(descriptor) as connection, contextlib.suppress(EOFError, ConnectionError):
+        yield connection
 
 
 class Answers:

@@ -48,3 +48,16 @@ def test_children_import_what_we_import_whatever_lies_in_the_working_directory(
     connected = ConnectedProcess("fastpersist.cli.bench.io.worker")
     connected.connection.close()  # which ends what has come so far
     assert connected.wait() == 0
+
+
+def test_a_process_ends_in_silence_when_its_parent_closes_without_reading_an_answer(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Such a close resets the connection, where another one ends it."""
+    connected = ConnectedProcess("fastpersist.cli.bench.ranks.processes")
+    connected.connection.send((0, [1], str(tmp_path / "meeting"), 120.0))
+    connected.connection.send((str, ()))
+    assert connected.connection.poll(120)  # its answer is there, and stays unread
+    connected.connection.close()
+    assert connected.wait() == 0
+    assert capfd.readouterr().err == ""

@@ -15,7 +15,6 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 
 from fastpersist import TensorFile, locked_tensor
 from fastpersist.cli.bench.io.points import IoSample, Point, Setup, chunk_bytes_for, file_paths, thread_count_for
-from fastpersist.cli.child_process import ConnectedProcess
+from fastpersist.cli.child_process import ConnectedProcess, connection_to_parent
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import CorruptionError, FastPersistError, InternalError, StorageError, UnsupportedError
 
@@ -249,7 +248,7 @@ class IoProcesses:
         for end, words in zip(self._ends, arguments, strict=True):
             try:
                 end.connection.send((step, words))
-            except BrokenPipeError:
+            except ConnectionError:
                 raise _dead(end) from None
         return self._receive()
 
@@ -259,7 +258,7 @@ class IoProcesses:
         for end in self._ends:
             try:
                 answers.append(end.connection.recv())
-            except (EOFError, ConnectionResetError):
+            except (EOFError, ConnectionError):
                 answers.append(_dead(end))
         for answer in answers:
             if isinstance(answer, Exception):
@@ -306,7 +305,7 @@ def main(descriptor: int) -> None:
         descriptor: Of our end.
     """
     torch.set_num_threads(1)
-    with Connection(descriptor) as connection, contextlib.suppress(EOFError, BrokenPipeError):
+    with connection_to_parent(descriptor) as connection:
         setup, seed = connection.recv()
         try:
             requests = Requests(setup, seed)

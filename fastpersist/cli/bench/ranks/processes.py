@@ -14,14 +14,14 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fastpersist.cli.child_process import ConnectedProcess
+from fastpersist.cli.child_process import ConnectedProcess, connection_to_parent
 
 __all__ = [
     "Failed",
@@ -89,7 +89,7 @@ class RankProcesses:
             raise Failed(self._broken)
         waiting = {self._ranks[rank].connection: rank for rank in range(count)}
         for connection in waiting:
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which shows when its answer is awaited
+            with contextlib.suppress(ConnectionError):  # it has ended, which shows when its answer is awaited
                 connection.send((function, arguments))
         results: dict[int, Any] = {}
         failures: list[Failed] = []  # raised when all have answered, or an answer would be taken for one to the next
@@ -99,7 +99,7 @@ class RankProcesses:
                 rank = waiting.pop(ready)  # type: ignore[call-overload]
                 try:
                     failed, result = self._ranks[rank].connection.recv()
-                except (EOFError, ConnectionResetError):
+                except (EOFError, ConnectionError):
                     self._broken = f"rank {rank} of {count} has died in {function.__name__}"
                     raise Failed(self._broken) from None
                 if failed:
@@ -160,7 +160,7 @@ def main(descriptor: int) -> None:
     """
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with Connection(descriptor) as connection, contextlib.suppress(EOFError, BrokenPipeError):
+    with connection_to_parent(descriptor) as connection:
         rank, counts, meeting_path, timeout_s = connection.recv()
         dist.init_process_group(
             "gloo",
