@@ -73,7 +73,6 @@ TESTED_BY = {
     "distributed/follower_file": "unit/distributed/test_shared_file.py",
     "distributed/follower_save": "ranks/test_group_directory.py",
     "distributed/group_save": "ranks/test_group_directory.py",
-    "distributed/peers": "unit/distributed/test_coordination.py",
     "distributed/replica_check": "unit/distributed/test_shared_file.py",
     "distributed/sessions": "unit/distributed/test_coordination_losses.py",
     "formats/foreign": "unit/loading/test_checkpoint_file.py",
@@ -237,6 +236,21 @@ def native_includes_run_downwards(path: Path, text: str) -> list[str]:
     return found
 
 
+# --- rules on tests ---
+
+PROGRAMS_OF_TESTS = {"subprocess", "multiprocessing"}
+PROGRAMS_OF_SUPPORT = {f"support.{name}" for name in ("process_groups", "programs", "spawned_ranks", "torchrun")}
+
+
+def unit_tests_start_no_programs(path: Path, tree: ast.Module) -> list[str]:
+    """Find imports of what starts programs or ranks; a fork that `support.forking` makes is cheap, and allowed."""
+    return [
+        f"{path}:{line}: imports {name}; what starts programs goes to tests/programs, ranks to tests/ranks"
+        for name, line in imported_modules(path, tree)
+        if name.split(".")[0] in PROGRAMS_OF_TESTS or name in PROGRAMS_OF_SUPPORT
+    ]
+
+
 # --- rules on folders ---
 
 
@@ -398,6 +412,7 @@ TREE_RULES: list[tuple[TreeRule, list[Path]]] = [
     ),
     (pure_rooms_do_without_torch, PACKAGE_FILES),
     (integrations_have_one_name, [p for p in PYTHON_FILES if p.suffix == ".py"]),
+    (unit_tests_start_no_programs, files_below("tests/unit/**/*.py")),
     (functions_are_short, [*PACKAGE_FILES, *EXAMPLE_FILES, *BENCHMARK_FILES]),
     (nothing_is_printed, PACKAGE_FILES),
     (no_except_is_bare, [p for p in PYTHON_FILES if p.suffix == ".py"]),
@@ -526,6 +541,9 @@ PLUGIN = Path("integrations/lightning/plugin.py")
         (integrations_have_one_name, Path("tests/unit/test_x.py"), "import integrations", 1),
         (integrations_have_one_name, Path("tests/unit/test_x.py"), "from integrations.lightning import X", 1),
         (integrations_have_one_name, Path("tests/unit/test_x.py"), "import fastpersist.integrations", 0),
+        (unit_tests_start_no_programs, Path("tests/unit/test_x.py"), "import subprocess", 1),
+        (unit_tests_start_no_programs, Path("tests/unit/test_x.py"), "from support.process_groups import run_ranks", 1),
+        (unit_tests_start_no_programs, Path("tests/unit/test_x.py"), "from support.forking import Child", 0),
         (nothing_is_printed, LAYOUT, "print(1)", 1),
         (nothing_is_printed, Path("fastpersist/cli/info.py"), "print(1)", 0),
         (no_except_is_bare, LAYOUT, "try:\n    pass\nexcept:\n    pass", 1),

@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 import torch
 
-GROUP_TIMEOUT_S = 20.0
+GROUP_TIMEOUT_S = 100.0
 """How long a collective waits for the others: less than the deadline, so that a hang shows as the rank's own error."""
 
 NO_ENVIRONMENT: Mapping[str, str] = {}
@@ -63,7 +63,7 @@ def run_ranks(
     count: int,
     function: Callable[..., Any],
     *arguments: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 300.0,
     group_timeout_s: float = GROUP_TIMEOUT_S,
     environment: Mapping[str, str] = NO_ENVIRONMENT,
 ) -> list[Any]:
@@ -103,7 +103,7 @@ def rank_endings(
     count: int,
     function: Callable[..., Any],
     *arguments: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 300.0,
     group_timeout_s: float = GROUP_TIMEOUT_S,
     environment: Mapping[str, str] = NO_ENVIRONMENT,
 ) -> list[RankEnding]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,42 +171,3 @@ def test_threads_save_to_one_path_and_the_last_one_stays(tmp_path: Path) -> None
 
 
 # --------------------------------------------------------------------------------------------- memory
-
-MEMORY = """
-import re, sys
-import torch
-import fastpersist as fp
-
-path = sys.argv[1]
-mib = 1 << 20
-
-def status(field):
-    return int(re.search(field + r":\\s*(\\d+) kB", open("/proc/self/status").read())[1]) << 10
-
-def peak_above_start(call):
-    before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")  # VmHWM starts again at VmRSS
-    result = call()
-    return result, (status("VmHWM") - before) / mib
-
-state = {"a": torch.ones(150 << 18), "b": torch.ones(150 << 18)}
-_, save = peak_above_start(lambda: fp.save(state, path))
-del state
-state, load = peak_above_start(lambda: fp.load(path, verify=True))
-_, verify = peak_above_start(lambda: fp.verify(path))
-state["b"] = torch.zeros(150 << 18, dtype=torch.float64)
-_, load_into = peak_above_start(lambda: fp.load_into(path, state, verify=True))
-assert state["b"][-1] == 1
-print(f"save {save} load {load - 300} verify {verify} load_into {load_into}")
-"""
-
-
-@pytest.mark.slow  # saves and loads 300 MiB in a process of its own
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_memory_above_a_state_of_300_mib_is_bounded(suffix: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", MEMORY, str(tmp_path / f"model.{suffix}")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    found = re.findall(r"(\w+) (-?[\d.]+)", result.stdout)
-    assert [name for name, _ in found] == ["save", "load", "verify", "load_into"]
-    assert {name: above for name, above in found if float(above) >= 100} == {}, result.stdout

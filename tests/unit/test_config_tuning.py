@@ -11,15 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.forking import in_child
-from support.process_groups import run_ranks
 from support.states import differences, make_state
 
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.config import TUNING_KEYS, tuning_path
-from fastpersist.distributed.group_save import tuned_writer_count
 from fastpersist.distributed.partition import choose_writers
 from fastpersist.transfer import engine_selection
 from fastpersist.transfer.engine_selection import engine_ladder
@@ -111,31 +108,21 @@ def threads_are_heeded(tmp_path: Path) -> None:
     assert first_transfer(tmp_path)["thread_count"] == 2
 
 
-def writers_are_heeded(tmp_path: Path) -> None:
-    def save(rank: int, _count: int, directory: Path) -> str:
-        state = {"weight": torch.arange(3 * MIB)}
-        return fp.save(state, directory / "shared.pt", process_group=dist.group.WORLD).engine
-
-    engines = run_ranks(3, save, tmp_path)
-    assert [engine != "" for engine in engines] == [True, True, False]
-
-
 KEYS = {
     "engine": ('engine = "threads-buffered"', engine_is_heeded),
     "chunk_bytes": ("chunk_bytes = 1048576", chunk_is_heeded),
     "ring_bytes": ("ring_bytes = 33554432", ring_is_heeded),
     "queue_depth": ("queue_depth = 3", depth_is_heeded),
     "threads": ("threads = 2", threads_are_heeded),
-    "writers": ("writers = 2", writers_are_heeded),
 }
 
 
 def test_no_key_is_left_out_here() -> None:
-    assert sorted(KEYS) == sorted(TUNING_KEYS)
+    assert sorted([*KEYS, "writers"]) == sorted(TUNING_KEYS)  # writers: tests/ranks/test_tuned_writers.py
 
 
 @pytest.mark.parametrize("how", ["named", "found"])
-@pytest.mark.parametrize("key", TUNING_KEYS)
+@pytest.mark.parametrize("key", KEYS)
 @in_child({})
 def test_key_takes_effect_in_a_save(
     key: str, how: str, tmp_path: Path, tuned: Callable[[str], Path], found: Callable[[str], Path]
@@ -315,44 +302,3 @@ def test_tuned_number_of_writers_is_that_of_one_node(
 ) -> None:
     assert choose_writers("auto", nodes, tuned_count) == writers
     assert choose_writers("all", nodes, tuned_count) == list(range(len(nodes)))
-
-
-def own_file(rank: int, directory: Path, text: str) -> None:
-    path = directory / f"rank-{rank}.toml"
-    path.write_text(text)
-    os.environ["FASTPERSIST_CONFIG"] = str(path)
-
-
-def test_all_ranks_choose_as_the_first_one_is_tuned(tmp_path: Path) -> None:
-    """Ranks that chose each for themselves would leave holes in the file, or wait for each other."""
-
-    def work(rank: int, count: int, directory: Path) -> list[bool]:
-        own_file(rank, directory, f"writers = {2 - rank or 1}\nqueue_depth = {rank + 1}")
-        state = {"weight": torch.arange(3 * MIB)}
-        group = dist.group.WORLD
-        wrote = [fp.save(state, directory / "shared.pt", process_group=group).engine != ""]
-        wrote.append(fp.save(state, directory / "all.pt", process_group=group, writers="all").engine != "")
-        with fp.Checkpointer(directory / "root", constant=state, process_group=group) as checkpointer:
-            wrote.append(checkpointer._writers == [0, 1])
-            checkpointer.save(1, state)
-        return wrote
-
-    results = run_ranks(3, work, tmp_path)
-    assert results == [[True, True, True], [True, True, True], [False, True, True]]
-    for path in (tmp_path / "shared.pt", tmp_path / "all.pt"):
-        assert torch.equal(fp.load(path, verify=True)["weight"], torch.arange(3 * MIB))
-    assert torch.equal(fp.Checkpointer(tmp_path / "root").load(1, verify=True)["weight"], torch.arange(3 * MIB))
-
-
-def test_file_of_the_first_rank_that_makes_no_sense_is_told_to_all(tmp_path: Path) -> None:
-    def work(rank: int, count: int, directory: Path) -> str:
-        own_file(rank, directory, "writers = 0" if rank == 0 else "writers = 1")
-        try:
-            tuned_writer_count(dist.group.WORLD, str(directory / "x.pt"))
-        except fp.ConfigError as error:
-            return str(error)
-        return ""
-
-    for text in run_ranks(2, work, tmp_path):
-        assert "rank 0" in text
-        assert "rank-0.toml" in text

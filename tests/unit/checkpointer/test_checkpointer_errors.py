@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -18,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.filesystems import FullFor, FullForNames
-from support.runs import Replay, Run, held_writers, hidden_names
+from support.runs import Run, held_writers, hidden_names
 from support.training import PATIENCE_S
 
 import fastpersist as fp
@@ -286,61 +283,3 @@ def test_failed_save_is_raised_at_the_end_of_the_block(tmp_path: Path) -> None:
     with pytest.raises(fp.NoSpaceError):
         with fp.Checkpointer(tmp_path) as checkpointer:
             save_that_fails(checkpointer)
-
-
-ENDINGS = {
-    "end of the script": "",
-    "interrupt": "os.kill(os.getpid(), signal.SIGINT); time.sleep(10)",
-    "exit in atexit": "atexit.register(lambda: checkpointer.save(4, state))",
-}
-
-
-@pytest.mark.slow  # starts a program, which imports torch
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_end_of_the_program_finishes_what_was_begun(tmp_path: Path, ending: str) -> None:
-    program = textwrap.dedent(f"""
-        import atexit, os, signal, sys, threading, time
-        sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-        import fastpersist as fp
-        from fastpersist.commit import filesystem
-        from support.runs import Run
-        from support.training import HeldFilesystem
-
-        filesystem._current = writers = HeldFilesystem()
-        run = Run().advance(3)
-        state = run.state()
-        checkpointer = fp.Checkpointer({str(tmp_path)!r}, optimizer=run.optimizer)
-        checkpointer.save(2, state)
-        checkpointer.save(3, state)
-        main = threading.main_thread()
-        threading.Thread(target=lambda: (time.sleep(0.2), writers.release())).start()
-        {ENDINGS[ending]}
-    """)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode == 0) == (ending != "interrupt"), ended.stderr
-    steps = [2, 3, 4] if ending == "exit in atexit" else [2, 3]
-    checkpointer = fp.Checkpointer(tmp_path)
-    assert checkpointer.steps() == steps
-    for step in steps:
-        assert Replay().check(checkpointer.load(step)) == 3
-    assert hidden_names(tmp_path) == []
-
-
-@pytest.mark.slow  # starts a program, which imports torch
-def test_failure_that_nobody_asked_about_is_printed_at_the_end(tmp_path: Path) -> None:
-    program = textwrap.dedent(f"""
-        import sys
-        sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-        import fastpersist as fp
-        from fastpersist.commit import filesystem
-        from support.filesystems import FailingFilesystem
-
-        checkpointer = fp.Checkpointer({str(tmp_path)!r})
-        checkpointer.save(1, {{"a": 1}}).result()
-        filesystem._current = FailingFilesystem(1, 28, lasting=True)
-        checkpointer.save(2, {{"a": 2}})
-    """)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert "step-00000002" in ended.stderr
-    assert "No space left" in ended.stderr
-    assert fp.Checkpointer(tmp_path).load() == {"a": 1}

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.filesystems import FullFor
-from support.process_groups import run_ranks
 
 import fastpersist as fp
 from fastpersist.commit.filesystem import Filesystem, make_directories, using
@@ -102,17 +100,6 @@ def test_a_missing_directory_is_named_with_the_argument_that_makes_it(
     assert f"there is no directory {tmp_path / 'a' / 'b'}: make it, or save with make_parents=True" in str(raised.value)
     assert raised.value.errno == errno.ENOENT
     assert os.listdir(tmp_path) == []
-
-
-def save_of_a_rank_into_nothing(rank: int, _count: int, path: Path) -> str:
-    with pytest.raises(fp.StorageError if rank == 0 else fp.PeerError) as raised:
-        fp.save({"w": torch.ones(3)}, path, process_group=dist.group.WORLD)
-    return str(raised.value)
-
-
-def test_all_ranks_hear_of_the_argument(tmp_path: Path) -> None:
-    for message in run_ranks(2, save_of_a_rank_into_nothing, tmp_path / "a" / "x.pt"):
-        assert "make_parents=True" in message
 
 
 def test_the_argument_is_not_offered_where_it_would_not_help(tmp_path: Path) -> None:

@@ -11,10 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.process_groups import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fastpersist as fp
 
@@ -63,29 +59,6 @@ def test_tensors_in_a_tuple_are_those_of_the_save(tmp_path: Path) -> None:
         tensor.zero_()
         pending.result(30)
         assert portable(checkpointer.load(1)) == {"pair": [torch.arange(300.0).tolist(), 7]}
-
-
-class Holder:
-    def __init__(self, inside: Any) -> None:
-        self.inside = inside
-
-
-@pytest.mark.parametrize("hide", [lambda shard: (shard, 5), Holder], ids=["tuple", "object"])
-def test_shards_inside_an_object_are_refused(tmp_path: Path, hide: Callable[[Any], Any]) -> None:
-    """Of what is pickled, the first rank's counts: the other shards would be gone."""
-
-    def work(rank: int, count: int) -> None:
-        mesh = init_device_mesh("cpu", (count,))
-        shard = DTensor.from_local(torch.full((4,), float(rank)), mesh, [Shard(0)])
-        alike = DTensor.from_local(torch.ones(4), mesh, [Replicate()])
-        checkpointer = fp.Checkpointer(tmp_path / "refused", sharded=True, process_group=dist.group.WORLD)
-        with pytest.raises(fp.FastPersistError, match=r"'moments', a (tuple|Holder), has shards in it"):
-            checkpointer.save(1, {"moments": hide(shard)}).result(30)
-        fp.Checkpointer(tmp_path / "saved", sharded=True, process_group=dist.group.WORLD).save(
-            1, {"moments": (alike, 5)}
-        ).result(30)
-
-    run_ranks(2, work)
 
 
 def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:

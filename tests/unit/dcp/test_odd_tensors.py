@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.process_groups import run_ranks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import fastpersist as fp
@@ -103,16 +101,6 @@ def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
     stubborn = torch.ones(3).as_subclass(Stubborn)
     with pytest.raises(fp.UnsupportedError, match=r"'a\.stubborn', a Stubborn, cannot be copied: no copies"):
         save(tmp_path, {"a": {"stubborn": stubborn}})
-
-
-def test_several_ranks_save_one_sparse_tensor(tmp_path: Path) -> None:
-    def work(rank: int, count: int) -> list[Any]:
-        with fp.Checkpointer(tmp_path, sharded=True, process_group=dist.group.WORLD) as checkpoints:
-            for step in (1, 2):
-                checkpoints.save(step, {"held": KINDS["coo"](float(step))}).result(30)
-            return numbers(checkpoints.load(2)["held"])
-
-    assert run_ranks(2, work) == [(torch.eye(3) * 2).tolist()] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from support.golden import (
     CHECKPOINTS,
@@ -24,13 +23,10 @@ from support.golden import (
     parted,
     save_parts,
 )
-from support.process_groups import run_ranks
 from support.sameness import assert_same
 
 import fastpersist as fp
 from fastpersist.checkpointer.merge import merge
-from fastpersist.distributed import replica_check
-from fastpersist.errors import FormatError, PeerError
 from fastpersist.formats import safetensors, torch_zip
 from fastpersist.formats.split_manifest import encode_parts, parse_parts
 from fastpersist.loading.checkpoint_file import CheckpointSource
@@ -141,34 +137,6 @@ def test_saving_beside_checkpoints_of_format_1_sweeps_what_was_left(tmp_path: Pa
 STEP = f"step-{PARTS_STEP:08d}"
 RANDOM_KEYS = ("time_s", "versions", "host", "stats")
 """Of a manifest: what is of the save, and not of what was saved."""
-
-
-def test_parts_of_format_1_are_loaded_by_their_ranks(tmp_path: Path) -> None:
-    shutil.copytree(PARTS, tmp_path / "stores")
-
-    def load(rank: int, _count: int) -> None:
-        with fp.Checkpointer(tmp_path / "stores" / "ab"[rank], process_group=dist.group.WORLD) as checkpointer:
-            assert checkpointer.steps() == [PARTS_STEP]
-            assert_same(checkpointer.load(verify=True), parted())
-
-    run_ranks(2, load)
-    for root in "ab":
-        assert fp.verify(PARTS / root / STEP).has_checksums
-        assert fp.inspect(PARTS / root / STEP).metrics == {"loss": 0.25}
-
-
-def test_a_step_whose_short_storage_is_cut_is_refused_by_what_it_is(tmp_path: Path) -> None:
-    def work(rank: int, _count: int) -> None:
-        replica_check.CUT_BYTES_MIN = 4096  # which no writer of ours does
-        root, state = tmp_path / "ab"[rank], {"weight": torch.arange(8 * 1024, dtype=torch.int32)}
-        with fp.Checkpointer(
-            root, constant=state["weight"], process_group=dist.group.WORLD, writers="all"
-        ) as checkpointer:
-            checkpointer.save(1, state).result()
-            with pytest.raises((FormatError, PeerError), match="less than 64 KiB"):
-                checkpointer.load(1)
-
-    run_ranks(2, work)
 
 
 def test_parts_of_format_1_are_merged_to_the_ordinary_file(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import random
@@ -14,61 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.archives import read_records, save_aligned, with_pickle
-from support.process_groups import run_ranks
+from support.archives import read_records, save_aligned
+from support.crafted_pickles import HUGE, NUMEL, Made, Storage, craft, tensor
 from support.sameness import assert_same, portrait
 
 import fastpersist as fp
 from fastpersist.loading.restore import load_state
 from fastpersist.loading.unpickle import new_storage
 
-NUMEL = 16  # of the float32 storages in the file
-HUGE = 40_000
 ENGINE = "threads-buffered"
 
 # --------------------------------------------------------------------------------------------- crafted pickles
-
-
-class Storage:
-    """A storage of the file, as the pickle names it."""
-
-    def __init__(self, key: int, kind: type = torch.FloatStorage, numel: int = NUMEL) -> None:
-        self.persistent_id = ("storage", kind, str(key), "cpu", numel)
-
-
-class Made:
-    """What the unpickler makes by calling a function, and gives a state."""
-
-    def __init__(self, function: object, *arguments: object, state: object = None) -> None:
-        self._reduced = (function, arguments) if state is None else (function, arguments, state)
-
-    def __reduce__(self) -> Any:
-        return self._reduced
-
-
-class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
-    def persistent_id(self, obj: object) -> object:
-        return obj.persistent_id if isinstance(obj, Storage) else None
-
-
-def craft(path: Path, obj: object) -> None:
-    """Write a sound archive of five storages of 64 bytes around the pickle of an object."""
-    fp.save([torch.ones(NUMEL) for _ in range(5)], path, durable=False)
-    file = io.BytesIO()
-    _Pickler(file, 2).dump(obj)
-    with_pickle(path, file.getvalue())
-
-
-def tensor(
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    offset: int = 0,
-    *,
-    storage: Storage | None = None,
-    state: object = None,
-) -> Made:
-    arguments = (storage or Storage(0), offset, shape, stride, False, OrderedDict())
-    return Made(torch._utils._rebuild_tensor_v2, *arguments, state=state)
 
 
 def longs(key: int, shape: tuple[int, ...]) -> Made:
@@ -208,19 +163,6 @@ def test_checkpointer_goes_back_before_a_step_whose_tensor_reaches_beyond_its_st
     with fp.Checkpointer(tmp_path) as checkpoints:
         with pytest.warns(RuntimeWarning, match="tensor 'w' reaches beyond"):
             assert checkpoints.load()["w"].tolist() == [1.0] * 4
-
-
-@pytest.mark.parametrize("way", ["ahead", "exchange", "alone"])
-def test_ranks_that_load_together_refuse_it_alike(way: str, path: Path) -> None:
-    from support.loads_together import watch, world
-
-    craft(path, {"w": tensor((HUGE,), (1,))})
-
-    def work(rank: int, count: int) -> str:
-        watch(way)
-        return refusal(lambda: fp.load(path, process_group=world()))
-
-    assert all("reaches beyond the 64 bytes of its storage 0" in text for text in run_ranks(2, work))
 
 
 def test_refusal_names_the_tensor(path: Path) -> None:

@@ -7,9 +7,6 @@ import gc
 import logging
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -470,52 +467,6 @@ def test_ctrl_c_ends_the_wait_for_a_result_and_not_the_save(
 
 
 # --- the end of the program
-
-PROGRAM = """
-    import sys, threading
-    import torch
-    import fastpersist as fp
-    from fastpersist.commit.filesystem import Filesystem, using
-
-    class AfterMain(Filesystem):
-        def allocate(self, fd, size_bytes, path):
-            threading.main_thread().join()
-            super().allocate(fd, size_bytes, path)
-
-    filesystem = using(AfterMain())
-    filesystem.__enter__()
-    model = torch.nn.Linear(100, 100)
-    torch.nn.init.constant_(model.weight, 7.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    def save():
-        fp.save_async(model.state_dict(), sys.argv[1], optimizer=optimizer)
-"""
-
-ENDINGS = {
-    "falls off its end": ("save()", 0),
-    "sys.exit": ("save(); sys.exit(3)", 3),
-    "an exception": ("save(); raise ValueError('on purpose')", 1),
-    "a step and del": ("save(); model(torch.ones(1, 100)).sum().backward(); optimizer.step(); del model, optimizer", 0),
-    "a thread": ("thread = threading.Thread(target=save); thread.start()", 0),
-    "atexit": ("import atexit; filesystem.__exit__(None, None, None); atexit.register(save)", 0),
-}
-
-
-@pytest.mark.slow  # starts a program, which imports torch
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_the_end_of_the_program_finishes_the_save(tmp_path: Path, ending: str) -> None:
-    path = tmp_path / "state.pt"
-    last_line, status = ENDINGS[ending]
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM) + last_line, path],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == status, result.stderr
-    assert torch.equal(fp.load(path, verify=True)["weight"], torch.full((100, 100), 7.0))
-    assert not pending_files(tmp_path)
 
 
 def test_log_of_a_failed_save_names_path_and_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

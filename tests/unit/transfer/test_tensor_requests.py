@@ -7,9 +7,7 @@ import gc
 import os
 import random
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 import weakref
@@ -437,54 +435,6 @@ def test_hundreds_of_files_may_be_open(tmp_path: Path) -> None:
         assert all(one.result() == 800 for one in pending)
         for file in files:
             file.close()
-
-
-def run_script(text: str, path: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text), str(path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-START = """
-    import sys, threading, torch, fastpersist as fp
-    from fastpersist import _native
-    def slow(ms): _native.set_fault_plan(_native.FaultPlan(kind="delay", count=2**64 - 1, delay_ms=ms))
-    file = fp.TensorFile(sys.argv[1], "w", engine="fault:threads-buffered")
-"""
-
-
-@pytest.mark.slow  # starts a program, which imports torch
-@pytest.mark.parametrize(
-    "ending",
-    [
-        "file.write_async(torch.ones(1000, dtype=torch.uint8))",
-        "pending = file.write_async(torch.ones(1000, dtype=torch.uint8)); sys.exit(0)",
-        "threading.Thread(target=lambda: file.write(torch.ones(1000, dtype=torch.uint8)), daemon=True).start(); "
-        "import time; time.sleep(0.1)",
-        "cycle = [file]; cycle.append(cycle); file.write_async(torch.ones(1000, dtype=torch.uint8)); del file",
-    ],
-    ids=["dropped", "held", "daemon thread", "cycle"],
-)
-def test_the_interpreter_ends_when_the_requests_have(ending: str, path: Path) -> None:
-    result = run_script(START + "    slow(400)\n    " + ending, path)
-    assert result.returncode == 0, result.stderr
-    assert path.read_bytes() == b"\1" * 1000
-
-
-@pytest.mark.slow  # starts a program, which imports torch
-def test_a_write_that_failed_at_the_end_of_the_interpreter_is_told(path: Path) -> None:
-    result = run_script(
-        START
-        + '    _native.set_fault_plan(_native.FaultPlan(op="write"))\n'
-        + "    file.write_async(torch.ones(1000, dtype=torch.uint8))",
-        path,
-    )
-    assert "write to" in result.stderr
-    assert str(path) in result.stderr
 
 
 def test_a_kill_with_requests_under_way_leaves_a_file_that_works(path: Path) -> None:

@@ -30,3 +30,12 @@ def test_import_brings_in_nothing_that_only_some_need(tmp_path: Path) -> None:
     done = run("import sys, fastpersist; print(*{name.partition('.')[0] for name in sys.modules})", tmp_path)
     assert done.returncode == 0, done.stderr
     assert not {"tabulate", "safetensors"} & set(done.stdout.split())  # tqdm comes with torch
+
+
+def test_the_compiler_is_not_imported_by_saving(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch, fastpersist as fp\n"
+        "fp.save({'x': torch.ones(3)}, sys.argv[1]); fp.load(sys.argv[1])\n"
+        "sys.exit('torch._dynamo' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "x.pt")], check=True)
