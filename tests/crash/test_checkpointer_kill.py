@@ -276,7 +276,7 @@ def test_killed_owner_leaves_no_lock_to_its_forked_workers(tmp_path: Path, momen
             began_s = time.monotonic()
             assert Replay().check_newest(tmp_path / "run") == 1
             expect_next_process_clears_up(tmp_path / "run", 2, 2, Replay())
-            assert time.monotonic() - began_s < 3.0
+            assert time.monotonic() - began_s < 30.0  # no lock of the worker is waited for
             os.kill(worker, 0)  # it is still there
         finally:
             os.kill(worker, signal.SIGKILL)

@@ -248,7 +248,7 @@ def test_interrupt_ends_a_transfer_at_once(tmp_path: Path, transfer: str, engine
             time.sleep(0.001)
         took_s = time.monotonic() - started_s
         assert child.wait().verdict == "passed", child.wait().message
-    assert took_s < 1.0
+    assert took_s < 10.0  # the requests take 20
     assert load_step(path) == 2
 
 
@@ -263,7 +263,7 @@ def test_interrupt_reaches_a_transfer_that_waits_for_buffers(tmp_path: Path) -> 
             with Writer(fd, "large.bin", engine="fault:null") as writer:
                 writer.append(pieces)
 
-        with slow_io(1500):
+        with slow_io(4000):
             holder = threading.Thread(target=hold_all_buffers)
             holder.start()
             while _native.ring_buffer_count() == 0 or _native.ring_free_count() > 0:
@@ -271,7 +271,7 @@ def test_interrupt_reaches_a_transfer_that_waits_for_buffers(tmp_path: Path) -> 
             report(1)
             with pytest.raises(KeyboardInterrupt):
                 fp.save(make_state(2), tmp_path / "model.pt")
-            report(2)
+            assert holder.is_alive()  # so nothing else has ended the wait
             assert pending_files(tmp_path) == []
             holder.join()
         os.close(fd)
@@ -284,10 +284,6 @@ def test_interrupt_reaches_a_transfer_that_waits_for_buffers(tmp_path: Path) -> 
             time.sleep(0.001)
         time.sleep(0.2)
         os.kill(child.pid, signal.SIGINT)
-        started_s = time.monotonic()
-        while child.reported < 2 and not child.ended():
-            time.sleep(0.001)
-        assert time.monotonic() - started_s < 1.0
         assert child.wait().verdict == "passed", child.wait().message
     assert load_step(tmp_path / "model.pt") == 3
 

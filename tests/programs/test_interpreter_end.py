@@ -140,8 +140,9 @@ START = """
     [
         "file.write_async(torch.ones(1000, dtype=torch.uint8))",
         "pending = file.write_async(torch.ones(1000, dtype=torch.uint8)); sys.exit(0)",
-        "threading.Thread(target=lambda: file.write(torch.ones(1000, dtype=torch.uint8)), daemon=True).start(); "
-        "import time; time.sleep(0.1)",
+        "pending = []; submitted = threading.Event(); "
+        "threading.Thread(target=lambda: (pending.append(file.write_async(torch.ones(1000, dtype=torch.uint8))), "
+        "submitted.set(), pending[0].wait()), daemon=True).start(); submitted.wait()",
         "cycle = [file]; cycle.append(cycle); file.write_async(torch.ones(1000, dtype=torch.uint8)); del file",
     ],
     ids=["dropped", "held", "daemon thread", "cycle"],

@@ -25,10 +25,10 @@ from support.forking import Child, Report
 from fastpersist.distributed.coordination import Exchange, Ranks, Session
 from fastpersist.errors import NoSpaceError, PeerError
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 40.0
 """Of ranks that are not to run into it."""
 
-AT_ONCE_S = 1.0
+AT_ONCE_S = 4.0
 """What should be noticed at once must be noticed within this."""
 
 SUBJECT = "step 100"

@@ -51,9 +51,9 @@ def test_ending_says_error_and_signal() -> None:
 def test_rank_that_hangs_is_killed_at_the_deadline() -> None:
     def work(rank: int, count: int) -> None:
         if rank == 0:
-            time.sleep(60)
+            time.sleep(300)
 
     started_s = time.monotonic()
     with no_leaks(), pytest.raises(pytest.fail.Exception, match=r"ranks \[0\] still ran after 1.5 s"):
         run_ranks(2, work, timeout_s=1.5)
-    assert time.monotonic() - started_s < 10
+    assert time.monotonic() - started_s < 100

@@ -305,7 +305,7 @@ def test_a_rank_that_is_killed_between_windows_leaves_the_older_model(tmp_path: 
     endings = rank_endings(2, work, group_timeout_s=5)
     assert endings[victim].signal == 9
     assert endings[1 - victim].error_type is not None
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 60
     expect_files(path, 1)
     save_on(2, path, 3)
     assert hidden_names(tmp_path) == []

@@ -176,14 +176,12 @@ def test_ctrl_c_between_the_request_and_its_owner_frees_nothing(path: Path) -> N
 def test_ctrl_c_ends_a_wait_and_not_the_request(path: Path) -> None:
     path.write_bytes(pattern(100))
     read = torch.zeros(100, dtype=torch.uint8)
-    with fp.TensorFile(path, engine="fault:threads-buffered") as file, slow(700):
+    with fp.TensorFile(path, engine="fault:threads-buffered") as file, slow(3000):
         pending = file.read_async(read)
         timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
         timer.start()
-        start_s = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             pending.wait()
-        assert time.monotonic() - start_s < 0.5
         timer.join()
         assert not pending.done()
         assert pending.result() == 100
@@ -261,12 +259,10 @@ def test_large_and_small_requests_share_a_queue(path: Path) -> None:
 def test_a_read_starts_while_others_are_under_way(path: Path) -> None:
     path.write_bytes(bytes(8192))
     with fp.TensorFile(path, engine="fault:threads-buffered", threads=2) as file:
-        with faults(kind="delay", delay_ms=1500):
+        with faults(kind="delay", delay_ms=3000):
             late = file.read_async(torch.zeros(10))
-            start_s = time.monotonic()
             for _ in range(20):
                 file.read(torch.zeros(10))
-            assert time.monotonic() - start_s < 1
             assert not late.done()
             late.wait()
 
@@ -279,13 +275,11 @@ def test_a_write_waits_for_a_lock_that_somebody_has_on_the_whole_file(path: Path
     with no_leaks(), path.open("r+b") as guard, fp.TensorFile(path, "r+") as file:
         fcntl.lockf(guard, fcntl.LOCK_EX)  # an ordinary one; it reaches beyond all offsets
         pending = file.write_async(torch.ones(9001, dtype=torch.uint8), 1)
-        start_s = time.monotonic()
         assert file.read(torch.zeros(10), 9000) == 40  # reads need no lock
-        assert time.monotonic() - start_s < 5
         with pytest.raises(TimeoutError):
             pending.wait(0.3)
         fcntl.lockf(guard, fcntl.LOCK_UN)
-        assert pending.result(10) == 9001
+        assert pending.result(300) == 9001
 
 
 @pytest.mark.long
