@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 def test_a_request_is_waited_for_as_often_as_one_likes(path: Path) -> None:
     path.write_bytes(pattern(5000))
     read = torch.zeros(5000, dtype=torch.uint8)
-    with fp.TensorFile(path, engine="fault:threads-buffered") as file, slow(200):
+    with fp.TensorFile(path, engine="fault:threads-buffered") as file, slow(1000):
         pending = file.read_async(read)
         assert not pending.done()
         for call in (pending.wait, pending.result, pending.exception):
@@ -72,7 +72,7 @@ def test_a_failure_is_raised_each_time_by_wait_and_result(path: Path) -> None:
 
 def test_many_threads_wait_for_one_request(path: Path) -> None:
     path.write_bytes(bytes(100))
-    with fp.TensorFile(path, engine="fault:threads-buffered") as file, slow(200):
+    with fp.TensorFile(path, engine="fault:threads-buffered") as file, slow(1000):
         pending = file.read_async(torch.zeros(25))
         with ThreadPoolExecutor(8) as pool:
             assert list(pool.map(lambda _: pending.result(10), range(8))) == [100] * 8
@@ -81,7 +81,7 @@ def test_many_threads_wait_for_one_request(path: Path) -> None:
 def test_waiting_and_moving_bytes_leave_the_interpreter_to_others(path: Path) -> None:
     path.write_bytes(bytes(100))
     counted = 0
-    with fp.TensorFile(path, engine="fault:threads-buffered") as file, slow(500):
+    with fp.TensorFile(path, engine="fault:threads-buffered") as file, slow(1500):
         waiting = threading.Thread(target=file.read, args=(torch.zeros(25),))
         start_s = time.monotonic()
         waiting.start()
@@ -95,7 +95,7 @@ def test_waiting_and_moving_bytes_leave_the_interpreter_to_others(path: Path) ->
 def test_a_tensor_lives_until_its_request_is_done_whoever_drops_what(path: Path) -> None:
     path.write_bytes(pattern(1 << 20))
     with fp.TensorFile(path, "r+", engine="fault:threads-buffered") as file:
-        with slow(300):
+        with slow(1500):
             read = torch.zeros(1 << 20, dtype=torch.uint8)
             there = weakref.ref(read)
             pending = file.read_async(read)
@@ -148,7 +148,7 @@ def test_requests_dropped_by_threads_lose_no_tensor(path: Path) -> None:
 
 def test_ctrl_c_between_the_request_and_its_owner_frees_nothing(path: Path) -> None:
     path.write_bytes(pattern(100))
-    with fp.TensorFile(path, engine="fault:threads-buffered") as file, slow(300):
+    with fp.TensorFile(path, engine="fault:threads-buffered") as file, slow(1500):
         tensor = torch.zeros(100, dtype=torch.uint8)
         there = weakref.ref(tensor)
 
@@ -191,7 +191,7 @@ def test_ctrl_c_ends_a_wait_and_not_the_request(path: Path) -> None:
 def test_ctrl_c_while_closing_closes_all_the_same(path: Path) -> None:
     with no_leaks():
         file = fp.TensorFile(path, "w", engine="fault:threads-buffered")
-        with slow(500):
+        with slow(1500):
             file.write_async(torch.ones(100, dtype=torch.uint8))
             timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
             timer.start()
@@ -366,7 +366,7 @@ def test_an_error_that_is_on_its_way_is_not_replaced_by_closing(path: Path, capl
 def test_close_and_drop_wait_for_what_is_under_way(path: Path) -> None:
     for end in ("close", "drop", "exit"):
         path.unlink(missing_ok=True)
-        with no_leaks(), slow(200):
+        with no_leaks(), slow(1000):
             file = fp.TensorFile(path, "w", engine="fault:threads-buffered")
             pending = file.write_async(torch.ones(1000, dtype=torch.uint8))
             if end == "close":
