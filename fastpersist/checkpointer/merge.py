@@ -47,8 +47,9 @@ from fastpersist.loading.part_files import (
 from fastpersist.saving.containers import is_safetensors
 from fastpersist.saving.file_save import SaveReport
 from fastpersist.transfer.engine_selection import refuse_null_engine, require_engine
-from fastpersist.transfer.pipeline import Extents, Pieces, Writer, read_extents
 from fastpersist.transfer.progress import progress_bar
+from fastpersist.transfer.reader import Extents, read_extents
+from fastpersist.transfer.writer import Pieces, Writer
 
 __all__ = ["merge"]
 

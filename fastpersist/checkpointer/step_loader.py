@@ -46,7 +46,7 @@ from fastpersist.loading.part_files import read_record
 from fastpersist.loading.restore import load_state
 from fastpersist.loading.unpickle import MapLocation
 from fastpersist.saving.refused_globals import warn_caller
-from fastpersist.transfer.pipeline import Read, read_extents
+from fastpersist.transfer.reader import Read, read_extents
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -27,7 +27,7 @@ from fastpersist.saving.containers import Source
 from fastpersist.saving.ownership import Owners, Ownership
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
-from fastpersist.transfer.pipeline import Pieces
+from fastpersist.transfer.writer import Pieces
 
 __all__ = ["Piece", "ShardedCapture"]
 

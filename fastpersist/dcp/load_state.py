@@ -35,7 +35,7 @@ from fastpersist.loading.restore import is_left_out, missing_keys
 from fastpersist.loading.target_change import TargetChange
 from fastpersist.loading.target_walk import tensors_in
 from fastpersist.loading.unpickle import MapLocation
-from fastpersist.transfer.pipeline import Extents, Read, read_extents
+from fastpersist.transfer.reader import Extents, Read, read_extents
 
 __all__ = ["load_sharded_state"]
 

@@ -31,7 +31,7 @@ from fastpersist.formats.manifest import NO_FILES, writer_of
 from fastpersist.formats.split_manifest import Part
 from fastpersist.loading.part_files import FoundPart
 from fastpersist.loading.unpickle import MapLocation
-from fastpersist.transfer.pipeline import Extents
+from fastpersist.transfer.reader import Extents
 
 __all__ = ["load_shards_together"]
 

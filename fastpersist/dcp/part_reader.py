@@ -39,7 +39,7 @@ from fastpersist.errors import (
 )
 from fastpersist.formats import torch_zip
 from fastpersist.formats.pickle_scan import SymbolicTensor, iter_tensors, scan_pickle
-from fastpersist.transfer.pipeline import Extents, read_extents
+from fastpersist.transfer.reader import Extents, read_extents
 
 __all__ = ["Batch", "PartReader", "Payload", "Wanted", "load_object", "pieces", "require_place"]
 

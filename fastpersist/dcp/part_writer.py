@@ -25,7 +25,8 @@ from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.errors import StorageError, UnsupportedError
 from fastpersist.formats.layout import align_up
 from fastpersist.transfer.engine_selection import refuse_null_engine
-from fastpersist.transfer.pipeline import Pieces, Poll, Writer
+from fastpersist.transfer.progress import Poll
+from fastpersist.transfer.writer import Pieces, Writer
 
 __all__ = ["Part", "WrittenPart", "write_part"]
 
@@ -86,7 +87,7 @@ def write_part(
         engine: Engine name or "auto".
         durable: Sync the file.
         capture: Has the bytes, for these items; without it they do not change meanwhile.
-        poll: See `pipeline.Poll`.
+        poll: See `progress.Poll`.
 
     Returns:
         Where each item lies, and the file.

@@ -34,7 +34,7 @@ from fastpersist.saving.file_producer import WriteSite
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.write_file import CapturedFile
 from fastpersist.transfer.arena import Arena
-from fastpersist.transfer.pipeline import Poll
+from fastpersist.transfer.progress import Poll
 
 __all__ = ["ShardedFiles", "required_mapping", "save_sharded"]
 

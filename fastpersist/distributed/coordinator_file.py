@@ -31,7 +31,8 @@ from fastpersist.formats.layout import align_up
 from fastpersist.saving.containers import Checksum, Container, Literal, Part, Stored
 from fastpersist.saving.write_file import PieceStream, WrittenFile
 from fastpersist.transfer.engine_selection import refuse_null_engine
-from fastpersist.transfer.pipeline import Poll, Run, Writer
+from fastpersist.transfer.progress import Poll
+from fastpersist.transfer.writer import Run, Writer
 
 __all__ = ["CoordinatorFile"]
 
@@ -153,7 +154,7 @@ class CoordinatorFile(Share):
             path: For messages: the final name.
             engine: Engine name or "auto".
             pending_path: Where they find the file.
-            poll: See `pipeline.Poll`.
+            poll: See `progress.Poll`.
             snapshot: Holds `sources`; without it they are read from where they are.
 
         Raises:

@@ -31,7 +31,7 @@ from fastpersist.saving.directory_save import Alone, Commit, PlannedFile, WholeF
 from fastpersist.saving.ownership import Ownership
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.saving.write_file import WrittenFile
-from fastpersist.transfer.pipeline import Poll
+from fastpersist.transfer.progress import Poll
 
 __all__ = ["CoordinatorSave"]
 

@@ -30,7 +30,8 @@ from fastpersist.saving.capture import Capture
 from fastpersist.saving.containers import Container
 from fastpersist.saving.write_file import PieceStream, write_container, write_file
 from fastpersist.transfer.engine_selection import refuse_null_engine
-from fastpersist.transfer.pipeline import Poll, Writer
+from fastpersist.transfer.progress import Poll
+from fastpersist.transfer.writer import Writer
 
 __all__ = ["FollowerFile", "OwnFile", "needs_same_filesystem"]
 
@@ -63,7 +64,7 @@ class FollowerFile(Share):
             path: For messages: the final name.
             engine: Engine name or "auto".
             durable: Sync what was written.
-            poll: See `pipeline.Poll`.
+            poll: See `progress.Poll`.
             snapshot: Holds `sources`; without it they are read from where they are.
             check: Called when the part is written, before that is told: raises if it may be torn.
             made: Told the path of a file that this rank makes: who gives up removes it.
@@ -214,7 +215,7 @@ class OwnFile:
             rank: This one.
             engine: Engine name or "auto".
             durable: Sync it.
-            poll: See `pipeline.Poll`.
+            poll: See `progress.Poll`.
             made: Told the path of each file and directory that is made: who gives up removes them.
 
         Returns:

@@ -45,7 +45,7 @@ from fastpersist.saving.work_queue import Lane
 from fastpersist.saving.write_file import WrittenFile, publish_file
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine
-from fastpersist.transfer.pipeline import Poll
+from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.torch_boundary import untraced
 
 if TYPE_CHECKING:

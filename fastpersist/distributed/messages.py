@@ -22,7 +22,7 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.transfer.pipeline import Poll
+from fastpersist.transfer.progress import Poll
 
 __all__ = [
     "Failure",

@@ -21,7 +21,8 @@ from fastpersist.errors import CoordinationError
 from fastpersist.formats.byte_ranges import Extent
 from fastpersist.saving.containers import Container, Source
 from fastpersist.saving.ownership import Ownership
-from fastpersist.transfer.pipeline import Pieces, Writer, byte_tensor
+from fastpersist.transfer.tensor_memory import byte_tensor
+from fastpersist.transfer.writer import Pieces, Writer
 
 __all__ = ["bytes_of", "difference", "host_bytes", "replicas_in", "replicas_of", "sample_crcs", "sums_of"]
 

@@ -64,7 +64,8 @@ from fastpersist.errors import (
 )
 from fastpersist.formats.byte_ranges import ByteRange, Extent, merged
 from fastpersist.transfer.engine_selection import require_engine
-from fastpersist.transfer.pipeline import Extents, Poll, Read, ReadResult, read_extents
+from fastpersist.transfer.progress import Poll
+from fastpersist.transfer.reader import Extents, Read, ReadResult, read_extents
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

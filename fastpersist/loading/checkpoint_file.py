@@ -33,7 +33,7 @@ from fastpersist.formats.pickle_scan import (
     storage_references,
 )
 from fastpersist.formats.split_manifest import PARTS_NAME
-from fastpersist.transfer.pipeline import read_exactly
+from fastpersist.transfer.reader import read_exactly
 
 __all__ = ["CheckpointSource", "open_file"]
 

@@ -40,7 +40,8 @@ from fastpersist.formats.manifest import (
 from fastpersist.loading.checkpoint_file import open_file
 from fastpersist.loading.file_inspection import Damage, Manifest, VerifyReport, inspect_source, verify_source
 from fastpersist.loading.part_files import read_record
-from fastpersist.transfer.pipeline import Extents, Poll, read_extents
+from fastpersist.transfer.progress import Poll
+from fastpersist.transfer.reader import Extents, read_extents
 
 __all__ = ["directory_bytes", "inspect_directory", "require_replaceable", "verify_directory"]
 

@@ -13,7 +13,8 @@ from fastpersist.formats.manifest import FileEntry
 from fastpersist.formats.pickle_scan import DTYPE_ITEMSIZE_BYTES, iter_tensors
 from fastpersist.formats.torch_zip import header_damages
 from fastpersist.loading.checkpoint_file import CheckpointSource
-from fastpersist.transfer.pipeline import Extents, Poll, read_extents
+from fastpersist.transfer.progress import Poll
+from fastpersist.transfer.reader import Extents, read_extents
 
 __all__ = ["Damage", "Manifest", "TensorEntry", "VerifyReport", "inspect_source", "verify_source"]
 

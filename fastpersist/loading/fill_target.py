@@ -33,7 +33,7 @@ from fastpersist.loading.unpickle import (
     torch_dtype,
     unpickle_with,
 )
-from fastpersist.transfer.pipeline import Extents, Read
+from fastpersist.transfer.reader import Extents, Read
 
 __all__ = ["fill_target"]
 

@@ -15,7 +15,7 @@ import torch
 from fastpersist.errors import FormatError, UnsupportedError
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.unpickle import new_storage
-from fastpersist.transfer.pipeline import Extents, Read, read_extents
+from fastpersist.transfer.reader import Extents, Read, read_extents
 
 __all__ = ["PLAIN_TYPES", "Pair", "StoredTensor", "described_tensor", "fill_pairs", "memory_of", "why_not_fillable"]
 

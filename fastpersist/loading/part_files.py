@@ -25,7 +25,7 @@ from fastpersist.formats.split_manifest import (
     parse_parts,
     part_name,
 )
-from fastpersist.transfer.pipeline import read_exactly
+from fastpersist.transfer.reader import read_exactly
 
 __all__ = ["FoundPart", "OpenPart", "file_in_parts", "missing_stores", "read_record", "require_whole"]
 

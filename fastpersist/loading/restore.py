@@ -60,7 +60,7 @@ from fastpersist.loading.unpickle import (
     why_stock,
 )
 from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine
-from fastpersist.transfer.pipeline import Extents, Read, read_extents
+from fastpersist.transfer.reader import Extents, Read, read_extents
 
 __all__ = ["is_left_out", "load_state", "missing_keys", "restore_whole"]
 

@@ -28,7 +28,8 @@ from fastpersist.errors import ChecksumError, FormatError, InternalError, Unsupp
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats.pickle_scan import StorageReference
 from fastpersist.loading.checkpoint_file import CheckpointSource, SkippingFile
-from fastpersist.transfer.pipeline import Extents, Poll, Read, read_extents
+from fastpersist.transfer.progress import Poll
+from fastpersist.transfer.reader import Extents, Read, read_extents
 from fastpersist.transfer.torch_boundary import no_tag, not_allowed_globals, stock_load
 
 __all__ = ["MapLocation", "load_checkpoint", "read_safetensors", "unpickle_with"]

@@ -43,7 +43,7 @@ from fastpersist.saving.ownership import PLAIN, Owners, Ownership, note_step_of,
 from fastpersist.saving.pacing import note_step
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
-from fastpersist.transfer.pipeline import byte_tensor, is_host_memory
+from fastpersist.transfer.tensor_memory import byte_tensor
 
 __all__ = ["Capture", "Kind", "Sources", "no_garbage_collection", "watch_steps"]
 
@@ -246,7 +246,7 @@ class Capture:
             storage = source.storage
             kind, watched = self._kind_of(storage, reached_by[index])
             start_bytes = source.offset_bytes
-            on_host = is_host_memory(storage)
+            on_host = cuda.is_host_memory(storage)
             ordinal = None if on_host else cuda.ordinal_of(storage)
             if ordinal is not None:
                 if ordinal not in followed:
@@ -556,7 +556,7 @@ class Capture:
         stable = [
             index
             for index, source in enumerate(container.sources)
-            if source.storage._cdata in self._stable_keys and is_host_memory(source.storage)
+            if source.storage._cdata in self._stable_keys and cuda.is_host_memory(source.storage)
         ]
         weights = [container.sources[index].size_bytes for index in stable]
         if not sum(weights):

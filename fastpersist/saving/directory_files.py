@@ -22,7 +22,7 @@ from fastpersist.commit.filesystem import close_quietly, filesystem, storage_err
 from fastpersist.errors import ConfigError, StorageError
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, check_file_name
 from fastpersist.saving.pending_save import SaveStats
-from fastpersist.transfer.pipeline import Extents, read_extents
+from fastpersist.transfer.reader import Extents, read_extents
 
 __all__ = ["DirectoryFiles", "check_lengths", "manifest_now", "own_version", "write_small"]
 

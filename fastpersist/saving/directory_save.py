@@ -35,7 +35,7 @@ from fastpersist.saving.work_queue import Lane
 from fastpersist.saving.write_file import WrittenFile, capture_file, write_container, write_file
 from fastpersist.transfer.arena import Arena, ArenaOfSave
 from fastpersist.transfer.engine_selection import require_engine
-from fastpersist.transfer.pipeline import Poll
+from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.torch_boundary import untraced
 
 __all__ = ["Alone", "Commit", "DirectorySave", "PlannedFile", "WholeFile"]

@@ -16,7 +16,7 @@ from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import SaveStats
 from fastpersist.saving.write_file import CapturedFile
 from fastpersist.transfer.arena import Arena
-from fastpersist.transfer.pipeline import Poll
+from fastpersist.transfer.progress import Poll
 
 __all__ = ["FileProducer", "RankSession", "WriteSite"]
 

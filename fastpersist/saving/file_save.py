@@ -44,8 +44,7 @@ from fastpersist.saving.work_queue import run_in_order
 from fastpersist.saving.write_file import WrittenFile, capture_file, publish_file, write_container
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine
-from fastpersist.transfer.pipeline import Poll
-from fastpersist.transfer.progress import showing_progress
+from fastpersist.transfer.progress import Poll, showing_progress
 from fastpersist.transfer.torch_boundary import stock_save
 
 __all__ = [

@@ -34,7 +34,8 @@ from fastpersist.saving.pacing import Spread
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import refuse_null_engine
-from fastpersist.transfer.pipeline import Pieces, Poll, Writer, is_host_memory
+from fastpersist.transfer.progress import Poll
+from fastpersist.transfer.writer import Pieces, Writer
 
 __all__ = [
     "CapturedFile",
@@ -186,7 +187,7 @@ def write_container(
         fd: Open for reading and writing; stays the caller's.
         path: For messages: the final name.
         engine: Engine name or "auto".
-        poll: See `pipeline.Poll`.
+        poll: See `progress.Poll`.
         snapshot: Holds the container's sources, by index; without it they are read from where they are.
 
     Raises:
@@ -231,7 +232,7 @@ def _gathering_snapshot(container: Container) -> _native.Snapshot | None:
     if not on_devices:
         return None
     if any(
-        ordinal is None and not is_host_memory(source.storage)
+        ordinal is None and not cuda.is_host_memory(source.storage)
         for ordinal, source in zip(ordinals, container.sources, strict=True)
     ):
         return None  # torch copies from some

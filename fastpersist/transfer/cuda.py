@@ -1,9 +1,9 @@
-"""CUDA devices for the native side: whose memory it copies itself, and in which order.
+"""Where storages lie, and CUDA devices for the native side: whose memory it copies itself, and in which order.
 
 The native side talks to the driver, not to torch: it gets ordinals, addresses and stream handles. Its copies run on
 streams of its own. They follow what torch's current stream holds at the moment of a save or load, and what the current
-stream is given after a gate comes behind them; so no thread waits for the device. Other devices (ROCm, XPU, MPS) are
-torch's to copy: `pipeline` does that in ring-sized pieces.
+stream is given after a gate comes behind them; so no thread waits for the device. Torch copies
+from and to other devices (ROCm, XPU, MPS): `writer` and `reader` have it do so in ring-sized pieces.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ import torch
 
 from fastpersist import _native
 
-__all__ = ["caller_stream", "follow_caller", "ordinal_of", "tell_of_paranoia", "tell_of_pinning", "why_not_native"]
+__all__ = [
+    "caller_stream",
+    "follow_caller",
+    "is_host_memory",
+    "ordinal_of",
+    "tell_of_paranoia",
+    "tell_of_pinning",
+    "why_not_native",
+]
 
 _log = logging.getLogger("fastpersist")
 
@@ -29,6 +37,11 @@ def why_not_native() -> str:
     if torch.version.hip is not None:
         return "this torch is built for ROCm"
     return _native.cuda_why_not()
+
+
+def is_host_memory(storage: torch.UntypedStorage) -> bool:
+    """Tell whether the native side can read the storage's bytes at its address."""
+    return storage.device.type == "cpu"
 
 
 def ordinal_of(storage: torch.UntypedStorage) -> int | None:

@@ -1,8 +1,8 @@
-"""Which engine moves a file's bytes, and why not the others: probes, the ladder of "auto", and what is said of it.
+"""Which engine moves a file's bytes, and why not the others: probes, the ladder of "auto", and a transfer's options.
 
-Here nothing is transferred but the blocks of a probe. What moves the bytes, and steps down the ladder in the middle of
-a file, is the native side, which `pipeline` feeds; whether "cufile" can be used, `gpudirect` finds out; what the
-environment and a tuning file wish for, `config` reads.
+This module transfers only the blocks of a probe. The native side, which `writer` and `reader` feed, moves the bytes
+of files, and steps down the ladder in the middle of a file. `gpudirect` finds out whether "cufile" can be used.
+`config` reads the environment and the tuning files.
 
 "auto" never takes "cufile" (GPUDirect Storage): it becomes part of the ladder with a measurement on a machine where it
 is at least 5 % faster than the ring in host memory; until then it is for those who name it.
@@ -15,8 +15,10 @@ import logging
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import storage_errors
@@ -28,6 +30,7 @@ from fastpersist.transfer import gpudirect
 __all__ = [
     "AUTO_LADDER",
     "EngineProbe",
+    "Placed",
     "announce_engine",
     "engine_ladder",
     "engines",
@@ -35,12 +38,18 @@ __all__ = [
     "ladder_beside_buffered_writes",
     "refuse_null_engine",
     "require_engine",
+    "transfer_options",
 ]
 
 _log = logging.getLogger("fastpersist")
 
 AUTO_LADDER = ("uring", "libaio", "threads", "threads-buffered")
 """What engine="auto" tries, best first."""
+
+Placed: TypeAlias = Iterable[tuple[int | None, int]]
+"""What a transfer moves, thing by thing: the ordinal of its CUDA device (None: elsewhere), and how many bytes."""
+
+_QUEUE_DEPTH_MAX = 4096  # of every engine
 
 # Where direct I/O is refused, pointless or slower than the page cache.
 _BUFFERED_FILESYSTEMS = {"tmpfs", "ramfs", "nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs", "fuse", "9p"}
@@ -152,6 +161,46 @@ def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[st
     if wish and not (for_reading and wish.endswith("-buffered")):
         ladder = [wish, *(name for name in ladder if name != wish)]
     return ladder
+
+
+def transfer_options(
+    fd: int, path: str, engine: str, *, placed: Placed, for_reading: bool = False, sparing: bool = False
+) -> _native.TransferOptions:
+    """Return the options of a transfer: the engines to try, and the buffers.
+
+    Args:
+        fd: The open file.
+        path: For messages.
+        engine: Engine name or "auto".
+        placed: What it moves. The ring of the engine "cufile" is memory of the device that most of it lies on.
+        for_reading: See `engine_ladder`.
+        sparing: Keep half the requests in flight.
+
+    Raises:
+        ConfigError: Unknown engine name.
+    """
+    ladder = engine_ladder(engine, fd, for_reading=for_reading)
+    limits = config_for(fd)
+    queue_depth = limits.queue_depth or min(limits.ring_bytes // limits.chunk_bytes, _QUEUE_DEPTH_MAX)
+    return _native.TransferOptions(
+        fd=fd,
+        path=os.fsencode(path),
+        engines=ladder,
+        ring_bytes=limits.ring_bytes,
+        chunk_bytes=limits.chunk_bytes,
+        queue_depth=max(1, queue_depth // 2) if sparing else queue_depth,
+        thread_count=limits.threads,
+        ring_device=_largest_share(placed) if is_cufile(ladder[0]) else None,
+    )
+
+
+def _largest_share(placed: Placed) -> int | None:
+    """Return the device that most of the bytes are on; None if nothing is on any."""
+    found: Counter[int] = Counter()
+    for device, size_bytes in placed:
+        if device is not None:
+            found[device] += size_bytes
+    return found.most_common(1)[0][0] if found else None
 
 
 def ladder_beside_buffered_writes(ladder: list[str], fd: int, path: str) -> list[str]:

@@ -3,7 +3,7 @@
 pip puts libcufile among Python packages, where the loader does not look; the native side is told the place. What the
 library says of itself is no proof: where the disk cannot write into the device, it goes through host memory without a
 word (compatibility mode). So nothing here calls GPUDirect real but the library's own statistics after real transfers.
-Choosing engines is `engine_selection`'s, and what a transfer does is `pipeline`'s.
+Choosing engines is `engine_selection`'s, and `writer` and `reader` do the transfers.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""Progress bars: tqdm, without the thread that it would leave running."""
+"""How far a transfer is: what is called meanwhile, and a progress bar by tqdm, without the thread of tqdm."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-
-from fastpersist.transfer.pipeline import Poll
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-__all__ = ["progress_bar", "showing_progress"]
+__all__ = ["Poll", "progress_bar", "showing_progress"]
+
+Poll = Callable[[int], None]
+"""Called about every 50 ms with the bytes done so far; what it raises stops the transfer."""
 
 
 def progress_bar(**options: Any) -> tqdm[Any]:

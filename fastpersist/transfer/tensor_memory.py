@@ -1,6 +1,6 @@
-"""The memory of tensors, for those who move bytes: any tensor seen as bytes, and host tensors that stay in memory.
+"""The memory of tensors, for those who move bytes: tensors, storages and addresses seen as bytes, and locked tensors.
 
-Moves nothing itself: files are `tensor_file`. The pages are locked by csrc/core/memory.
+Moves nothing itself: `writer`, `reader` and `tensor_file` do. csrc/core/memory locks the pages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastpersist import _native
 from fastpersist.errors import ConfigError
 from fastpersist.transfer.torch_boundary import untraced
 
-__all__ = ["byte_view", "locked_tensor"]
+__all__ = ["byte_tensor", "byte_view", "host_tensor", "locked_tensor"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -28,6 +28,16 @@ _ADDRESSABLE_BYTES = (1 << 63) - 1
 
 
 # ------------------------------------------------------------------------------------------------ bytes of a tensor
+
+
+def byte_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
+    """View a storage as a uint8 tensor of shape [nbytes], on its own device, without a copy."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def host_tensor(address: int, size_bytes: int) -> torch.Tensor:
+    """View host memory that somebody else owns as a uint8 tensor of shape [size_bytes]."""
+    return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
 
 
 @untraced

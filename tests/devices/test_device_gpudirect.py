@@ -19,7 +19,8 @@ import fastpersist as fp
 from fastpersist import _native
 from fastpersist.errors import ConfigError, DeviceError, StorageError, UnsupportedError
 from fastpersist.transfer import gpudirect
-from fastpersist.transfer.pipeline import Extents, Pieces, Writer, read_extents
+from fastpersist.transfer.reader import Extents, read_extents
+from fastpersist.transfer.writer import Pieces, Writer
 
 CHUNK = 1 << 16
 SIZES = [5_000, 100, 20_000, 300_000, 0, 1, 11 * CHUNK, 4096]

@@ -19,7 +19,7 @@ import fastpersist as fp
 from fastpersist import _native
 from fastpersist.errors import ChecksumError, DeviceError
 from fastpersist.formats.byte_ranges import ByteRange
-from fastpersist.transfer.pipeline import Extents
+from fastpersist.transfer.reader import Extents
 
 CHUNK = 1 << 16
 SIZES = [5_000, 100, 20_000, 300_000, 0, 1, 11 * CHUNK, 4096]

@@ -21,7 +21,7 @@ import fastpersist as fp
 from fastpersist import _native
 from fastpersist.errors import DeviceError
 from fastpersist.transfer import cuda
-from fastpersist.transfer.pipeline import Pieces, Writer
+from fastpersist.transfer.writer import Pieces, Writer
 
 CHUNK = 1 << 16
 ARENA_BYTES = 64 << 20

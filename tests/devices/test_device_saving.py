@@ -31,7 +31,7 @@ from fastpersist import _native
 from fastpersist.errors import DeviceError
 from fastpersist.saving import capture
 from fastpersist.transfer import cuda
-from fastpersist.transfer.pipeline import Pieces, Writer
+from fastpersist.transfer.writer import Pieces, Writer
 
 CHUNK = 1 << 16
 # Less than a chunk, several in one, one of many chunks, nothing, a byte, more than the ring.

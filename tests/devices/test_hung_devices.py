@@ -23,7 +23,8 @@ import fastpersist as fp
 from fastpersist import _native
 from fastpersist.errors import DeviceError, PeerError
 from fastpersist.transfer import gpudirect
-from fastpersist.transfer.pipeline import Extents, Pieces, Writer, read_extents
+from fastpersist.transfer.reader import Extents, read_extents
+from fastpersist.transfer.writer import Pieces, Writer
 
 CHUNK = 1 << 16
 RING_BYTES = 8 * CHUNK

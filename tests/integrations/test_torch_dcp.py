@@ -39,7 +39,7 @@ from fastpersist.dcp import part_reader
 from fastpersist.dcp.part_reader import PartReader, Wanted
 from fastpersist.dcp.save_planner import cut_replicas
 from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistSavePlanner, FastPersistWriter
-from fastpersist.transfer import pipeline
+from fastpersist.transfer import reader, writer
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]
 
@@ -107,7 +107,8 @@ def test_sparse_tensors_go_through_torch_load(tmp_path: Path) -> None:
 
 def test_tensors_of_a_device_are_copied_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands for the device, and what is read and written goes through the copies that a device needs."""
-    monkeypatch.setattr(pipeline, "is_host_memory", lambda _: False)
+    for side in (writer, reader):
+        monkeypatch.setattr(side, "is_host_memory", lambda _: False)
     state = make_state()
     save(state, tmp_path / "checkpoint")
     assert portrait(load(tmp_path / "checkpoint", state)) == portrait(state)

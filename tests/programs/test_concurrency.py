@@ -24,7 +24,7 @@ from support.states import load_step, make_state, pending_files
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.transfer.pipeline import Pieces, Writer
+from fastpersist.transfer.writer import Pieces, Writer
 
 EVERY = 2**64 - 1
 FIFREEZE, FITHAW = 0xC0045877, 0xC0045878
@@ -418,7 +418,7 @@ def test_a_writer_that_nobody_closed_waits_for_the_kernel_without_the_gil(tmp_pa
 def test_a_writer_that_is_left_to_the_end_of_the_interpreter_harms_nothing(keeper: str, tmp_path: Path) -> None:
     script = f"""
 import os, fastpersist
-from fastpersist.transfer.pipeline import Pieces, Writer
+from fastpersist.transfer.writer import Pieces, Writer
 fd = os.open({str(tmp_path / "file")!r}, os.O_RDWR | os.O_CREAT)
 writer = Writer(fd, "file", engine="fault:threads-buffered", poll=lambda done_bytes: None)
 pieces = Pieces()

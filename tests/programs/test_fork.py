@@ -25,7 +25,7 @@ import fastpersist as fp
 from fastpersist import _native
 from fastpersist.commit.file_commit import PendingFile, resolve_target
 from fastpersist.saving.capture import no_garbage_collection
-from fastpersist.transfer.pipeline import Pieces, Writer
+from fastpersist.transfer.writer import Pieces, Writer
 
 ENGINES = ("uring", "libaio", "threads", "threads-buffered")
 EVERY = 2**64 - 1
@@ -185,7 +185,7 @@ def test_interpreters_end_cleanly_with_an_open_writer_on_both_sides_of_a_fork(tm
     script = textwrap.dedent(
         """
         import os, sys, torch
-        from fastpersist.transfer.pipeline import Pieces, Writer
+        from fastpersist.transfer.writer import Pieces, Writer
 
         pieces = Pieces()
         pieces.add_bytes(bytes(20 << 20))

@@ -16,7 +16,7 @@ from support.loop_disks import NoLoopDisksError, disk_with_sectors, why_no_loop_
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.transfer.pipeline import Pieces, Writer
+from fastpersist.transfer.writer import Pieces, Writer
 
 SECTOR_BYTES = 16 << 10
 DIRECT = ("uring", "libaio", "threads")

@@ -24,7 +24,7 @@ from fastpersist.distributed import shared_reader
 from fastpersist.distributed.shared_reader import SharedReader
 from fastpersist.loading import unpickle
 from fastpersist.loading.restore import load_state
-from fastpersist.transfer.pipeline import ReadResult
+from fastpersist.transfer.reader import ReadResult
 
 
 @pytest.fixture(scope="module")

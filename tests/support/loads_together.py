@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fastpersist import _native
 from fastpersist.distributed import shared_reader
 from fastpersist.distributed.shared_reader import SharedReader
-from fastpersist.transfer.pipeline import Extents, ReadResult
+from fastpersist.transfer.reader import Extents, ReadResult
 
 MIB = 1 << 20
 

@@ -38,7 +38,7 @@ from support.training import PATIENCE_S
 import fastpersist as fp
 from fastpersist.commit.filesystem import using
 from fastpersist.distributed.coordination import Ranks, Session
-from fastpersist.transfer.pipeline import Writer
+from fastpersist.transfer.writer import Writer
 
 SIZES = (280_000, 7)
 """Of the parameters of a `Run`: the first, and its two moments, are cut."""

@@ -20,7 +20,7 @@ import fastpersist
 from fastpersist.cli.bench.rows import Row, Sample
 from fastpersist.cli.bench.states import StateRecipe, flatten, tensor_bytes
 from fastpersist.errors import StorageError
-from fastpersist.transfer.pipeline import Extents, read_extents
+from fastpersist.transfer.reader import Extents, read_extents
 
 __all__ = ["PageCache", "own_load_rows", "peer_load_rows"]
 

@@ -44,7 +44,7 @@ from fastpersist.cli.child_process import Answers, ChildProcess
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import FastPersistError, NoSpaceError, UnsupportedError
-from fastpersist.transfer.pipeline import Pieces, Writer
+from fastpersist.transfer.writer import Pieces, Writer
 
 __all__ = ["Foreman", "Ring", "main"]
 

@@ -18,7 +18,7 @@ import torch
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.formats.layout import align_up
-from fastpersist.transfer.pipeline import Pieces, Writer
+from fastpersist.transfer.writer import Pieces, Writer
 
 __all__ = ["PIECE_BYTES", "WINDOW_COUNT", "CapturedBytes"]
 

@@ -38,10 +38,10 @@ from fastpersist.dcp.huggingface.shared_windows import SharedWindows, write_wind
 from fastpersist.errors import StorageError, UnsupportedError
 from fastpersist.formats.layout import align_up
 from fastpersist.transfer.engine_selection import refuse_null_engine
-from fastpersist.transfer.pipeline import Pieces, Writer
 from fastpersist.transfer.tensor_file import TensorFile
 from fastpersist.transfer.tensor_memory import byte_view
 from fastpersist.transfer.tensor_requests import PendingIO
+from fastpersist.transfer.writer import Pieces, Writer
 
 __all__ = ["ModelPart", "make_files", "said_of", "scratch_engine", "submit_runs", "write_model_part"]
 

@@ -35,7 +35,7 @@ from fastpersist.dcp.storage_reader import CheckpointReader, tensor_committer
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError, UnsupportedError
 from fastpersist.formats import safetensors
 from fastpersist.formats.manifest import check_file_name
-from fastpersist.transfer.pipeline import read_exactly
+from fastpersist.transfer.reader import read_exactly
 
 __all__ = ["FastPersistHuggingFaceReader"]
 

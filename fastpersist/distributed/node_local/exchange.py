@@ -35,7 +35,8 @@ from fastpersist.formats.byte_ranges import ByteRange, Extent, ExtentMap, merged
 from fastpersist.formats.split_manifest import Part, part_name
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.part_files import FoundPart, OpenPart, require_whole
-from fastpersist.transfer.pipeline import Extents, Poll, Push, ReadResult, read_extents
+from fastpersist.transfer.progress import Poll
+from fastpersist.transfer.reader import Extents, Push, ReadResult, read_extents
 
 __all__ = ["PartedSource", "PartsExchange", "Piece", "cut_pieces", "writing_to"]
 
@@ -147,7 +148,7 @@ class PartedSource(CheckpointSource):
 
 
 class PartsExchange:
-    """Reads a file in parts together with the other ranks, as a `pipeline.Read`, until they are all through.
+    """Reads a file in parts together with the other ranks, as a `reader.Read`, until they are all through.
 
     Args:
         reader: The rounds of this load.

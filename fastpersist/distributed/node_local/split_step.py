@@ -29,7 +29,7 @@ from fastpersist.formats.manifest import DCP_METADATA_NAME, CheckpointManifest, 
 from fastpersist.formats.split_manifest import PartsRecord, Store
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.part_files import file_in_parts, read_record
-from fastpersist.transfer.pipeline import Read
+from fastpersist.transfer.reader import Read
 
 __all__ = ["StepParts", "refuse_alone"]
 

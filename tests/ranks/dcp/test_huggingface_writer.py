@@ -45,7 +45,7 @@ from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceWriter,
     FastPersistSavePlanner,
 )
-from fastpersist.transfer import pipeline
+from fastpersist.transfer import reader, writer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -198,7 +198,8 @@ def test_tensors_of_a_device_are_copied_piece_by_piece(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(model_part, "_part_on_host", copied)
     monkeypatch.setattr(model_part, "_BATCH_BYTES", 30_000)
-    monkeypatch.setattr(pipeline, "is_host_memory", lambda _: False)
+    for side in (writer, reader):
+        monkeypatch.setattr(side, "is_host_memory", lambda _: False)
     save_on(2, tmp_path / "model", 4, "columns")
     expect_files(tmp_path / "model", 4)
     expect_on(2, tmp_path / "model", 4, "rows")

@@ -24,7 +24,7 @@ from support.specimens import DTYPES, Network, PlainSubclass, tensor_of
 import fastpersist as fp
 from fastpersist.errors import FormatError
 from fastpersist.formats.safetensors import CRC_KEY, DTYPE_NAMES, place_tensors, read_header
-from fastpersist.transfer.pipeline import Writer
+from fastpersist.transfer.writer import Writer
 
 SAVABLE = [dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") in DTYPE_NAMES]
 

@@ -12,7 +12,7 @@ from support.resumables import load, network, resumable, save, state_of, storage
 from support.specimens import train
 
 from fastpersist.loading import restore
-from fastpersist.transfer.pipeline import Extents
+from fastpersist.transfer.reader import Extents
 
 
 @pytest.fixture

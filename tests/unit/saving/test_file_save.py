@@ -18,7 +18,7 @@ from fastpersist.saving.containers import Container, Source
 from fastpersist.saving.file_save import FileOptions, save_file_async
 from fastpersist.saving.ownership import Owners, Ownership
 from fastpersist.saving.write_file import WrittenFile, write_container
-from fastpersist.transfer.pipeline import Poll
+from fastpersist.transfer.progress import Poll
 
 PATIENCE_S = 30.0
 STATE = {"w": torch.arange(1000)}

@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from fastpersist import _native
 from fastpersist.errors import ConfigError, StorageError
 from fastpersist.transfer import tensor_memory
-from fastpersist.transfer.tensor_memory import byte_view, locked_tensor
+from fastpersist.transfer.tensor_memory import byte_tensor, byte_view, locked_tensor
 
 # torch warns of what such tensors will become.
 pytestmark = [
@@ -485,3 +485,15 @@ def test_a_process_that_has_lost_cuda_unregisters_nothing(cuda: Runtime, monkeyp
 def test_the_error_of_a_refused_call_can_be_taken_back() -> None:
     tensor_memory._forget_cuda_error()  # nothing to take back, and nothing to call, without CUDA
     assert _native.LockedMemory(1).size_bytes == 1
+
+
+# --- bytes of a storage
+
+
+def test_byte_tensor_shares_the_storage() -> None:
+    tensor = torch.arange(6, dtype=torch.int16)[2:].view(2, 2)
+    view = byte_tensor(tensor.untyped_storage())
+    assert view.shape == (12,)
+    assert view.dtype == torch.uint8
+    view[4] = 77
+    assert tensor[0, 0] == 77

@@ -20,7 +20,7 @@ import fastpersist
 from fastpersist.cli.bench.ranks.processes import Here, Span
 from fastpersist.cli.bench.save_rows import sync_path
 from fastpersist.distributed import shared_reader
-from fastpersist.transfer.pipeline import Pieces, Writer
+from fastpersist.transfer.writer import Pieces, Writer
 
 __all__ = [
     "LOAD_WAYS",
