@@ -8,12 +8,12 @@ which is then saved: that needs as much memory as the state. The file gets its f
 from __future__ import annotations
 
 import errno
-import logging
+import functools
 import os
 import pickle
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,7 +24,6 @@ from fastpersist.api import load, save
 from fastpersist.commit.directory_commit import hold_for_reading
 from fastpersist.commit.file_commit import PendingFile, resolve_target
 from fastpersist.commit.step_listing import candidate_steps, check_files, read_manifest
-from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ChecksumError,
@@ -33,7 +32,6 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.formats.layout import align_up
 from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, NO_FILES, step_name
 from fastpersist.formats.split_manifest import PARTS_NAME, PartsRecord, SplitFile
 from fastpersist.loading.part_files import (
@@ -46,14 +44,13 @@ from fastpersist.loading.part_files import (
 )
 from fastpersist.saving.containers import is_safetensors
 from fastpersist.saving.file_save import SaveReport
+from fastpersist.saving.write_file import WrittenFile, publish_file
 from fastpersist.transfer.engine_selection import refuse_null_engine, require_engine
 from fastpersist.transfer.progress import progress_bar
 from fastpersist.transfer.reader import Extents, read_extents
-from fastpersist.transfer.writer import Pieces, Writer
+from fastpersist.transfer.writer import Pieces, Run, Writer
 
 __all__ = ["merge"]
-
-_log = logging.getLogger("fastpersist")
 
 _COPIED_BYTES = 32 << 20
 """Held in memory of what is copied."""
@@ -188,16 +185,25 @@ def _copied(file: SplitFile, parts: Sequence[FoundPart], path: str, *, engine: s
         bar = stack.enter_context(
             progress_bar(total=file.size_bytes, unit="B", unit_scale=True, desc="merging", disable=not progress)
         )
-        pending.allocate(align_up(file.size_bytes, BLOCK_BYTES))
-        writer = stack.enter_context(Writer(pending.fd, target.path, engine=engine))
-        runs: list[tuple[int, int, int]] = []
-        memory = torch.UntypedStorage(_COPIED_BYTES)
+        write = functools.partial(_copy_parts, file, parts, pending, engine, bar.update)
+        published = publish_file(pending, file.size_bytes, write, durable=True)
+    total_s = time.monotonic() - started_s
+    return SaveReport(path, file.size_bytes, published.engine, 0.0, published.write_s, published.sync_s, total_s)
+
+
+def _copy_parts(
+    file: SplitFile, parts: Sequence[FoundPart], pending: PendingFile, engine: str, on_copied: Callable[[int], object]
+) -> WrittenFile:
+    """Copy all parts to their places in a pending file, and check them; `on_copied` is told the bytes of each piece."""
+    runs: list[Run] = []
+    memory = torch.UntypedStorage(_COPIED_BYTES)
+    with Writer(pending.fd, pending.target.path, engine=engine) as writer:
         for part in parts:
             crc = 0
             for offset_bytes, size_bytes, piece_crc in _copy_part(part, writer, memory, engine):
                 runs.append((offset_bytes, size_bytes, piece_crc))
                 crc = _native.combine_crc32(crc, piece_crc, size_bytes)
-                bar.update(size_bytes)
+                on_copied(size_bytes)
             if part.entry.crc32 not in (None, crc):
                 raise ChecksumError(
                     f"it is damaged: its CRC is {crc:08x}, not {part.entry.crc32:08x}; {part.author}",
@@ -208,25 +214,12 @@ def _copied(file: SplitFile, parts: Sequence[FoundPart], path: str, *, engine: s
         if file.crc32 not in (None, whole_crc):
             raise ChecksumError("the parts are whole, but do not make up the file that was saved", path=parts[0].path)
         used_engine = writer.finish()
-        refuse_null_engine(used_engine)
-        written_s = time.monotonic()
-        pending.publish(file.size_bytes, durable=True)
-    ended_s = time.monotonic()
-    return SaveReport(
-        path=path,
-        size_bytes=file.size_bytes,
-        engine=used_engine,
-        plan_s=0.0,
-        write_s=written_s - started_s,
-        sync_s=ended_s - written_s,
-        total_s=ended_s - started_s,
-    )
+    refuse_null_engine(used_engine)
+    return WrittenFile(used_engine, whole_crc)
 
 
-def _copy_part(
-    part: FoundPart, writer: Writer, memory: torch.UntypedStorage, engine: str
-) -> Iterator[tuple[int, int, int]]:
-    """Copy a part piece by piece; yield offset in the file, length and CRC of each."""
+def _copy_part(part: FoundPart, writer: Writer, memory: torch.UntypedStorage, engine: str) -> Iterator[Run]:
+    """Copy a part piece by piece; yield each piece."""
     with OpenPart(part.path, part.part.extents) as opened:
         for extent_offset_bytes, extent_bytes in part.part.extents:
             writer.seek(extent_offset_bytes)
