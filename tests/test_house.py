@@ -57,8 +57,6 @@ TESTED_BY = {
     "checkpointer/options": "unit/checkpointer/test_checkpointer_errors.py",
     "checkpointer/save_queue": "unit/checkpointer/test_checkpointer.py",
     "checkpointer/step_saver": "unit/checkpointer/test_checkpointer.py",
-    "commit/commit_order": "unit/checkpointer/test_checkpointer_order.py",
-    "commit/step_listing": "unit/checkpointer/test_step_loader.py",
     "dcp/blobs": "unit/dcp/test_odd_tensors.py",
     "dcp/inspection": "unit/dcp/test_hostile_files.py",
     "dcp/node_local_load": "ranks/dcp/test_node_local_steps.py",

@@ -32,9 +32,8 @@ from fastpersist.checkpointer.save_queue import SaveQueue
 from fastpersist.checkpointer.signal_save import SignalSave
 from fastpersist.checkpointer.step_loader import RANK_KEY, LoadOptions, best_of, find_best, load_newest, load_step
 from fastpersist.checkpointer.step_saver import StepSave, saver_class
-from fastpersist.commit.commit_order import in_commit_order
 from fastpersist.commit.directory_commit import committed_path
-from fastpersist.commit.step_listing import committed_steps
+from fastpersist.commit.step_listing import committed_steps, in_commit_order
 from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.group_save import Writers
 from fastpersist.distributed.node_local.detection import Stores

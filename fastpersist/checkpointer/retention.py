@@ -17,10 +17,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fastpersist.commit.commit_order import Commit, commit_of, in_commit_order, next_commit_number, read_commits
 from fastpersist.commit.directory_commit import remove_directory
 from fastpersist.commit.filesystem import filesystem
-from fastpersist.commit.step_listing import committed_steps
+from fastpersist.commit.step_listing import (
+    Commit,
+    commit_of,
+    committed_steps,
+    in_commit_order,
+    next_commit_number,
+    read_commits,
+)
 from fastpersist.distributed.common_steps import done_by_first
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, StorageError
 from fastpersist.formats.manifest import COMMIT_NUMBER_MAX, step_name
@@ -100,7 +106,7 @@ def steps_to_remove(committed: Mapping[int, Mapping[str, float]], policy: Retent
     What is left keeps itself: asked again about it, the answer is no step.
 
     Args:
-        committed: From each committed step to its metrics, in the order in which they were committed (`commit_order`).
+        committed: From each committed step to its metrics, in the order in which they were committed (`step_listing`).
         policy: The rules.
 
     Returns:

@@ -16,9 +16,15 @@ import torch.distributed as dist
 
 from fastpersist.arguments import require_bools
 from fastpersist.checkpointer.retention import RetentionPolicy, best_steps
-from fastpersist.commit.commit_order import Commit, commit_of, in_commit_order, read_commits
 from fastpersist.commit.locks import HeldDirectory
-from fastpersist.commit.step_listing import committed_steps, read_committed
+from fastpersist.commit.step_listing import (
+    Commit,
+    commit_of,
+    committed_steps,
+    in_commit_order,
+    read_commits,
+    read_committed,
+)
 from fastpersist.distributed.common_steps import hearing_all
 from fastpersist.distributed.node_local.split_step import StepParts, refuse_alone
 from fastpersist.distributed.shared_reader import SharedReader, reader_for

@@ -272,7 +272,7 @@ def _print_root(manifest: Manifest, shown: Sequence[Manifest]) -> None:
 
 def _newest(root: Manifest) -> Manifest:
     """Return the checkpoint that was committed last."""
-    from fastpersist.commit.commit_order import Commit, in_commit_order
+    from fastpersist.commit.step_listing import Commit, in_commit_order
 
     found = dict(enumerate(root.checkpoints))
     commits = {at: Commit(one.commit_number, one.time_s or 0.0, one.metrics) for at, one in found.items()}

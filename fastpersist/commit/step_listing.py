@@ -1,6 +1,12 @@
-"""What is committed below a root: directories of steps whose manifest can be read and whose files are all there.
+"""Which steps a root holds, and in which order they were committed.
 
-Reads names, manifests and lengths, nothing else; what is inside the files `loading` proves.
+A step is committed if its manifest can be read and all of its files are there. This module reads names, manifests and
+lengths. `loading` proves what is inside the files.
+
+The order of commits decides which step is the newest: for loads, for LATEST and for retention. Step numbers do not give
+it: a run that goes back from step 30 to step 10 saves step 11, and 11 is the newest then. Times do not give it either:
+clocks differ between hosts, and are set back. So each manifest has a number, one more than the greatest that its root
+held. docs/reference/file-format.md, section 4, is the format.
 """
 
 from __future__ import annotations
@@ -9,14 +15,16 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable
-from typing import TypeVar
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 from fastpersist.commit.directory_commit import committed_path, hold_for_reading
 from fastpersist.commit.filesystem import open_regular, storage_errors
 from fastpersist.commit.locks import HeldDirectory
 from fastpersist.errors import CheckpointNotFoundError, CorruptionError, FormatError, StorageError
 from fastpersist.formats.manifest import (
+    COMMIT_NUMBER_MAX,
     MANIFEST_LIMIT_BYTES,
     MANIFEST_NAME,
     CheckpointManifest,
@@ -26,7 +34,18 @@ from fastpersist.formats.manifest import (
     writer_of,
 )
 
-__all__ = ["candidate_steps", "check_files", "committed_steps", "read_committed", "read_manifest"]
+__all__ = [
+    "Commit",
+    "candidate_steps",
+    "check_files",
+    "commit_of",
+    "committed_steps",
+    "in_commit_order",
+    "next_commit_number",
+    "read_commits",
+    "read_committed",
+    "read_manifest",
+]
 
 _log = logging.getLogger("fastpersist")
 
@@ -52,13 +71,32 @@ def candidate_steps(root: str) -> set[int]:
 def committed_steps(root: str) -> dict[int, CheckpointManifest]:
     """Return the manifests of the committed steps; of those that are not whole, the log says why."""
     found = {}
-    for step in candidate_steps(root):
+
+    def read(step: int) -> bool:
         try:
             found[step] = read_committed(root, step, lambda _, manifest: manifest)
         except (CorruptionError, StorageError, CheckpointNotFoundError) as error:
-            if (path := committed_path(root, step_name(step))) is not None:
-                _log.warning("%s is no committed step: %s", path, error)
+            path = committed_path(root, step_name(step))
+            if path is None:
+                return False
+            _log.warning("%s is no committed step: %s", path, error)
+        return True
+
+    _for_each_step(root, read)
     return found
+
+
+def _for_each_step(root: str, read: Callable[[int], bool]) -> None:
+    """Call `read` with each step that has a directory; it returns False if the step is gone.
+
+    The root is then listed again: retention removes a step when it has newer ones, which the first listing may lack.
+    """
+    listed: set[int] = set()
+    while new := candidate_steps(root) - listed:
+        listed |= new
+        gone = [step for step in new if not read(step)]
+        if not gone:
+            return
 
 
 def read_committed(root: str, step: int, read: Callable[[HeldDirectory, CheckpointManifest], _Read]) -> _Read:
@@ -136,3 +174,80 @@ def check_files(path: str, manifest: CheckpointManifest) -> None:
         if status.st_size != entry.size_bytes:
             message = f"it has {status.st_size} bytes, its manifest says {entry.size_bytes}{wrote}"
             raise FormatError(message, path=file_path)
+
+
+# ------------------------------------------------------------------------------------------- the order of commits
+
+
+class Commit(NamedTuple):
+    """What a manifest says of when its step was committed, and of how good it is.
+
+    Attributes:
+        number: Its place in the order; None in manifests that are older than the field.
+        time_s: When it was written, Unix time.
+        metrics: Of the training.
+    """
+
+    number: int | None
+    time_s: float
+    metrics: Mapping[str, float]
+
+
+def commit_of(manifest: CheckpointManifest) -> Commit:
+    """Return what a manifest says."""
+    return Commit(manifest.commit_number, manifest.time_s, manifest.metrics)
+
+
+def read_commits(root: str) -> dict[int, Commit | None]:
+    """Read the manifests of all steps that have a directory; None for one that cannot be read. Looks at nothing else.
+
+    Raises:
+        StorageError: The root is no directory, or may not be listed.
+    """
+    found: dict[int, Commit | None] = {}
+
+    def read(step: int) -> bool:
+        path = committed_path(root, step_name(step))
+        if path is None:
+            return False
+        try:
+            found[step] = commit_of(read_manifest(path))
+        except (CorruptionError, StorageError, CheckpointNotFoundError) as error:
+            if committed_path(root, step_name(step)) is None:
+                return False
+            _log.info("when %s was committed is not known: %s", path, error)
+            found[step] = None
+        return True
+
+    _for_each_step(root, read)
+    return found
+
+
+def in_commit_order(commits: Mapping[int, Commit | None]) -> list[int]:
+    """Return the steps, the one that was committed last at the end.
+
+    One without a number has its place by its time among those with one. One whose manifest cannot be read (None) counts
+    right behind the step below it: of a run that never went back, that is where it was.
+
+    Thread safety: safe, as long as nobody changes `commits` meanwhile.
+    """
+    numbered = sorted((found.time_s, found.number) for found in commits.values() if found and found.number is not None)
+    times_s = [time_s for time_s, _ in numbered]
+    greatest = [0]  # of the first so many by time
+    for _, number in numbered:
+        greatest.append(max(greatest[-1], number))
+    places: dict[int, tuple[int, float, int]] = {}
+    below = (0, -1.0)
+    for step in sorted(commits):
+        found = commits[step]
+        if found is not None:
+            number = greatest[bisect_right(times_s, found.time_s)] if found.number is None else found.number
+            below = (number, found.time_s)
+        places[step] = (*below, step)
+    return sorted(places, key=places.__getitem__)
+
+
+def next_commit_number(commits: Iterable[Commit | None]) -> int:
+    """Return the number of the step that is committed next."""
+    numbers = [found.number for found in commits if found is not None and found.number is not None]
+    return min(1 + max(numbers, default=0), COMMIT_NUMBER_MAX)  # there, the time decides
