@@ -16,9 +16,8 @@ from fastpersist.distributed.shared_file import SaveGroup
 from fastpersist.formats.manifest import STATE_NAME, rank_file_name
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
-from fastpersist.saving.pending_save import PendingSave, SaveStats
+from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_of_globals
-from fastpersist.saving.work_queue import Lane
 from fastpersist.transfer.arena import Arena
 
 __all__ = ["StepSave", "StepSaver", "saver_class"]

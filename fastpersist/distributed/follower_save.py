@@ -29,8 +29,7 @@ from fastpersist.saving.containers import container_for
 from fastpersist.saving.file_producer import FileProducer, WriteSite
 from fastpersist.saving.ownership import Owners, Ownership
 from fastpersist.saving.pacing import Spread
-from fastpersist.saving.pending_save import PendingSave, SaveStats
-from fastpersist.saving.work_queue import Lane
+from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
 from fastpersist.saving.write_file import CapturedFile, capture_file
 from fastpersist.transfer.arena import Arena, ArenaOfSave
 

@@ -39,9 +39,8 @@ from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.file_producer import FileProducer
 from fastpersist.saving.file_save import FileOptions, SaveReport
 from fastpersist.saving.ownership import Owners, Ownership
-from fastpersist.saving.pending_save import PendingSave, SaveStats
+from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_of_file
-from fastpersist.saving.work_queue import Lane
 from fastpersist.saving.write_file import WrittenFile, publish_file
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine

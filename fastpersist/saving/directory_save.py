@@ -30,8 +30,7 @@ from fastpersist.saving.directory_files import DirectoryFiles, manifest_now
 from fastpersist.saving.file_producer import FileProducer, RankSession, WriteSite
 from fastpersist.saving.ownership import Owners, Ownership, step_count
 from fastpersist.saving.pacing import Spread
-from fastpersist.saving.pending_save import PendingSave, SaveStats
-from fastpersist.saving.work_queue import Lane
+from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
 from fastpersist.saving.write_file import WrittenFile, capture_file, write_container, write_file
 from fastpersist.transfer.arena import Arena, ArenaOfSave
 from fastpersist.transfer.engine_selection import require_engine

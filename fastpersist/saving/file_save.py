@@ -38,9 +38,8 @@ from fastpersist.saving.capture import Sources
 from fastpersist.saving.containers import Container, container_for, is_safetensors
 from fastpersist.saving.ownership import Owners, Ownership
 from fastpersist.saving.pacing import Spread
-from fastpersist.saving.pending_save import PendingSave, SaveStats
+from fastpersist.saving.pending_save import PendingSave, SaveStats, run_in_order
 from fastpersist.saving.refused_globals import warn_of_file
-from fastpersist.saving.work_queue import run_in_order
 from fastpersist.saving.write_file import WrittenFile, capture_file, publish_file, write_container
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine

@@ -21,7 +21,7 @@ from support.training import PATIENCE_S
 import fastpersist as fp
 from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.saving.directory_save import DirectorySave
-from fastpersist.saving.work_queue import Lane
+from fastpersist.saving.pending_save import Lane
 
 STATE = {"weights": torch.arange(1000.0), "name": "a state"}
 

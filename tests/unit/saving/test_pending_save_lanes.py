@@ -9,7 +9,7 @@ import pytest
 from support.forking import run_in_child
 from support.training import PATIENCE_S
 
-from fastpersist.saving.work_queue import Lane
+from fastpersist.saving.pending_save import Lane
 
 
 def test_tasks_run_one_after_the_other_on_another_thread() -> None:
