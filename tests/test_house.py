@@ -82,7 +82,6 @@ TESTED_BY = {
     "loading/target_change": "unit/loading/test_restore_errors.py",
     "loading/target_plan": "unit/loading/test_restore.py",
     "loading/target_walk": "unit/loading/test_restore.py",
-    "saving/file_producer": "ranks/dcp/test_save_state.py",
     "saving/ownership": "unit/saving/test_capture.py",
     "transfer/progress": "unit/test_api.py",
 }

@@ -38,7 +38,7 @@ from fastpersist.dcp.save_planner import StepSavePlanner, is_object
 from fastpersist.distributed.messages import decoded, encoded
 from fastpersist.errors import ConfigError, CoordinationError, FormatError
 from fastpersist.saving.capture import no_garbage_collection
-from fastpersist.saving.file_producer import RankSession
+from fastpersist.saving.directory_files import RankSession
 from fastpersist.saving.ownership import Ownership
 
 __all__ = ["Done", "Planned", "SharedPlans", "gather_done", "tell_done"]

@@ -29,8 +29,8 @@ from fastpersist.distributed.messages import preferring_failure_of_others
 from fastpersist.errors import ConfigError, InternalError, StorageError
 from fastpersist.formats.manifest import FileEntry, check_file_name
 from fastpersist.saving.capture import no_garbage_collection
+from fastpersist.saving.directory_files import WriteSite
 from fastpersist.saving.directory_save import DirectorySave
-from fastpersist.saving.file_producer import WriteSite
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.write_file import CapturedFile
 from fastpersist.transfer.arena import Arena

@@ -26,7 +26,7 @@ from fastpersist.errors import StorageError
 from fastpersist.formats.manifest import FileEntry
 from fastpersist.saving.capture import Capture, Sources
 from fastpersist.saving.containers import container_for
-from fastpersist.saving.file_producer import FileProducer, WriteSite
+from fastpersist.saving.directory_files import FileProducer, WriteSite
 from fastpersist.saving.ownership import Owners, Ownership
 from fastpersist.saving.pacing import Spread
 from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats

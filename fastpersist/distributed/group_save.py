@@ -35,8 +35,8 @@ from fastpersist.errors import ConfigError, SkippedError, UnsupportedError
 from fastpersist.formats.manifest import check_file_name
 from fastpersist.saving import file_save
 from fastpersist.saving.containers import Container
+from fastpersist.saving.directory_files import FileProducer
 from fastpersist.saving.directory_save import DirectorySave
-from fastpersist.saving.file_producer import FileProducer
 from fastpersist.saving.file_save import FileOptions, SaveReport
 from fastpersist.saving.ownership import Owners, Ownership
 from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats

@@ -26,8 +26,7 @@ from fastpersist.errors import ConfigError, SkippedError
 from fastpersist.formats.manifest import FileEntry, checked_step, encode_manifest
 from fastpersist.saving.capture import Capture, Sources
 from fastpersist.saving.containers import Container, container_for
-from fastpersist.saving.directory_files import DirectoryFiles, manifest_now
-from fastpersist.saving.file_producer import FileProducer, RankSession, WriteSite
+from fastpersist.saving.directory_files import DirectoryFiles, FileProducer, RankSession, WriteSite, manifest_now
 from fastpersist.saving.ownership import Owners, Ownership, step_count
 from fastpersist.saving.pacing import Spread
 from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats

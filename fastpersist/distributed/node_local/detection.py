@@ -13,8 +13,8 @@ rank 0's *go* (`file_agreement`):
                                       by rank, is that of its store's first rank. The others remove theirs
     followers → coordinator   found   which rank that is
 
-Where somebody else writes the files (`saving.file_producer`) there are no plans before that: the followers first say
-that they come, and hear *ready* at the end, with what *go* says of stores.
+Where a `FileProducer` writes the files there are no plans before that: the followers first say that they come, and hear
+*ready* at the end, with what *go* says of stores.
 
 A file system that is not mounted looks like one that is not shared. So directories above the root are made on a shared
 file system only: where some ranks do not see what rank 0 has made, they must have been there on all of these ranks and
