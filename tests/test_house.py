@@ -81,7 +81,7 @@ TESTED_BY = {
     "loading/storage_selection": "unit/loading/test_restore.py",
     "loading/target_change": "unit/loading/test_restore_errors.py",
     "loading/target_plan": "unit/loading/test_restore.py",
-    "loading/target_walk": "unit/loading/test_restore.py",
+    "loading/targets": "unit/loading/test_restore.py",
     "saving/ownership": "unit/saving/test_capture.py",
     "transfer/progress": "unit/test_api.py",
 }

@@ -1,9 +1,9 @@
 """Plan for this rank which saved tensor goes to which tensor of a target, and note every reason why they do not fit.
 
-The counterpart of `loading.target_plan` for sharded state; both are a `loading.target_walk`. The saved state is a tree
-of names, with global shapes; a target may hold a shard of each tensor. Reads no file and changes nothing: the result is
-a `Fit`, with tensors to be filled and steps to be taken after that. State that an optimizer does not have yet gets
-memory here, sharded like its parameter.
+The counterpart of `loading.target_plan` for sharded state; both are a `TargetWalk` of `loading.targets`. The saved
+state is a tree of names, with global shapes; a target may hold a shard of each tensor. Reads no file and changes
+nothing: the result is a `Fit`, with tensors to be filled and steps to be taken after that. State that an optimizer does
+not have yet gets memory here, sharded like its parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from fastpersist.dcp.blobs import QUANTIZED
 from fastpersist.errors import UnsupportedError
 from fastpersist.loading.fill_tensors import why_not_fillable
-from fastpersist.loading.target_walk import (
+from fastpersist.loading.targets import (
     MODULES,
     OPTIMIZERS,
     OTHERS,

@@ -45,7 +45,7 @@ from fastpersist.loading.storage_selection import (
 )
 from fastpersist.loading.target_change import TargetChange
 from fastpersist.loading.target_plan import Leaf, Plan
-from fastpersist.loading.target_walk import Path, tensors_in
+from fastpersist.loading.targets import Path, tensors_in
 from fastpersist.loading.unpickle import (
     MapLocation,
     StorageToFill,

@@ -13,7 +13,7 @@ import torch
 
 from fastpersist.formats.pickle_scan import Call, Global, PersistentId, SymbolicDict, SymbolicSet
 from fastpersist.loading.target_plan import Leaf
-from fastpersist.loading.target_walk import Path
+from fastpersist.loading.targets import Path
 
 __all__ = [
     "SCALAR_KEYS",

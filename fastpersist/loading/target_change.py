@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from fastpersist.errors import ConfigError, CorruptionError, FastPersistError, PeerError, StorageError
-from fastpersist.loading.target_walk import Step
+from fastpersist.loading.targets import Step
 
 __all__ = ["TargetChange"]
 

@@ -2,7 +2,7 @@
 
 Looks at names, shapes, dtypes and memory; reads no file and changes nothing. The result is a `Plan`: leaves (tensors
 that are filled in place, or need memory of their own) and steps (the load_state_dict of each target, and the like),
-which `restore` takes once all tensors are filled. `target_walk` does what is alike for files and for shards.
+which `restore` takes once all tensors are filled. `targets` does what is alike for files and for shards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fastpersist.loading.fill_tensors import PLAIN_TYPES, memory_of, why_not_fillable
 from fastpersist.loading.misfit import is_extra_state, joined_name
-from fastpersist.loading.target_walk import (
+from fastpersist.loading.targets import (
     MODULES,
     OPTIMIZERS,
     OTHERS,
