@@ -21,8 +21,8 @@ from fastpersist.loading import directory_inspection, file_inspection
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.file_inspection import Manifest, VerifyReport
 from fastpersist.loading.fill_target import fill_target
-from fastpersist.loading.misfit import IncompatibleKeys, misfit
 from fastpersist.loading.restore import restore_whole
+from fastpersist.loading.targets import IncompatibleKeys, misfit
 from fastpersist.loading.unpickle import MapLocation, load_checkpoint
 from fastpersist.saving.file_save import FileOptions, SaveReport, save_file, save_file_async, save_to_stream
 from fastpersist.saving.ownership import Owners

@@ -30,10 +30,7 @@ from fastpersist.errors import (
     UnsupportedError,
 )
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, writer_of
-from fastpersist.loading.misfit import refuse_misfit
-from fastpersist.loading.restore import is_left_out, missing_keys
-from fastpersist.loading.target_change import TargetChange
-from fastpersist.loading.targets import tensors_in
+from fastpersist.loading.targets import TargetChange, is_left_out, missing_keys, refuse_misfit, tensors_in
 from fastpersist.loading.unpickle import MapLocation
 from fastpersist.transfer.reader import Extents, Read, read_extents
 

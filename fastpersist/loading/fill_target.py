@@ -17,7 +17,7 @@ from fastpersist.errors import ChecksumError, FormatError, PeerError, StorageErr
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.fill_tensors import Pair, StoredTensor, described_tensor, fill_pairs, why_not_fillable
-from fastpersist.loading.misfit import (
+from fastpersist.loading.targets import (
     EXTRA_STATE_KEY,
     IncompatibleKeys,
     is_extra_state,

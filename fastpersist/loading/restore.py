@@ -32,7 +32,6 @@ from fastpersist.formats.pickle_scan import Call, SymbolicDict
 from fastpersist.formats.torch_zip import header_leads_to
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.fill_tensors import Pair, described_tensor, fill_pairs
-from fastpersist.loading.misfit import IncompatibleKeys, refuse_misfit
 from fastpersist.loading.storage_selection import (
     SCALAR_KEYS,
     UNREAD,
@@ -43,9 +42,16 @@ from fastpersist.loading.storage_selection import (
     storages_below,
     tree_of,
 )
-from fastpersist.loading.target_change import TargetChange
 from fastpersist.loading.target_plan import Leaf, Plan
-from fastpersist.loading.targets import Path, tensors_in
+from fastpersist.loading.targets import (
+    IncompatibleKeys,
+    Path,
+    TargetChange,
+    is_left_out,
+    missing_keys,
+    refuse_misfit,
+    tensors_in,
+)
 from fastpersist.loading.unpickle import (
     MapLocation,
     StorageToFill,
@@ -62,7 +68,7 @@ from fastpersist.loading.unpickle import (
 from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine
 from fastpersist.transfer.reader import Extents, Read, read_extents
 
-__all__ = ["is_left_out", "load_state", "missing_keys", "restore_whole"]
+__all__ = ["load_state", "restore_whole"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -80,35 +86,6 @@ class _Options:
     weights_only: bool
     engine: str
     read: Read
-
-
-def is_left_out(key: object, into: Collection[str], keys: Collection[str] | None, has_tensors: bool) -> bool:
-    """Tell whether an entry of a state is neither read nor returned: one rule for all kinds of steps.
-
-    Args:
-        key: Of the entry.
-        into: What is filled in place.
-        keys: What else is asked for; None where nothing is said of that.
-        has_tensors: Whether the entry holds a tensor.
-    """
-    if key in into or (keys is not None and key in keys):
-        return False
-    return has_tensors if into else keys is not None
-
-
-def missing_keys(
-    held: Collection[object], into: Collection[str], keys: Collection[str] | None, where: str
-) -> Iterator[str]:
-    """Say which entries are asked for and not there.
-
-    Args:
-        held: The keys that are.
-        into: What is filled in place.
-        keys: What else is asked for.
-        where: In what they were looked for.
-    """
-    for asked, by in ((into, "in the target"), (keys or (), "among the keys")):
-        yield from (f"{key} is {by}, but not in {where}" for key in asked if key not in held)
 
 
 @dataclass(frozen=True, slots=True)

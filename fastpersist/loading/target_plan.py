@@ -18,7 +18,6 @@ import torch
 from torch.optim import Optimizer
 
 from fastpersist.loading.fill_tensors import PLAIN_TYPES, memory_of, why_not_fillable
-from fastpersist.loading.misfit import is_extra_state, joined_name
 from fastpersist.loading.targets import (
     MODULES,
     OPTIMIZERS,
@@ -26,6 +25,8 @@ from fastpersist.loading.targets import (
     Path,
     TargetWalk,
     held_item,
+    is_extra_state,
+    joined_name,
     keep_group_tensors,
     keep_state_tensor,
     kind_of,

@@ -1,55 +1,203 @@
-"""Walk a target beside what was saved for it: find which part goes where, and every reason why the two do not fit.
+"""Restore what a state is for: walk a target beside what was saved for it, say why they do not fit, change the target.
 
-What is alike for a file (`loading.target_plan`) and for shards (`dcp.target_plan`) is here: dicts, lists, tuples, plain
-values, objects with load_state_dict, and the tensors that an optimizer keeps. Subclasses look into the saved state, and
-plan modules, optimizers and single tensors. Reads no file, and changes no target before the steps are taken.
+Here is all that is alike for a file (`loading.target_plan`) and for shards (`dcp.target_plan`):
+
+- which entries of a state are read at all, and how a misfit is told (`refuse_misfit`);
+- `TargetWalk`, which plans dicts, lists, tuples, plain values, objects with load_state_dict, and the tensors that an
+  optimizer keeps. Subclasses look into the saved state, and plan modules, optimizers and single tensors. The walk reads
+  no file and changes no target: it leaves `Step`s;
+- `TargetChange`, which takes these steps once all tensors are filled. Its errors name what is partly overwritten.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
-from fastpersist.loading.misfit import IncompatibleKeys, joined_name, misfit_of_shape, why_not_fitting
+from fastpersist.errors import ConfigError, CorruptionError, FastPersistError, PeerError, StorageError
 
 __all__ = [
+    "EXTRA_STATE_KEY",
     "MODULES",
     "OPTIMIZERS",
     "OTHERS",
+    "IncompatibleKeys",
     "Path",
     "Step",
+    "TargetChange",
     "TargetWalk",
     "held_item",
+    "is_extra_state",
+    "is_left_out",
+    "joined_name",
     "keep_group_tensors",
     "keep_state_tensor",
     "kind_of",
+    "misfit",
+    "missing_keys",
+    "refuse_misfit",
     "tensors_in",
     "unwrapped_optimizer",
+    "why_not_fitting",
 ]
 
 Path: TypeAlias = tuple[Any, ...]
 """Keys and indexes that lead from what was saved to a part of it."""
 
+EXTRA_STATE_KEY = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
 _WRAPPERS_MAX = 16
+_SHOWN_COUNT = 10
 
 MODULES, OPTIMIZERS, OTHERS = range(3)
 """The order of steps: modules and tensors, then optimizers, then what may look at either."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """What remains to be done with a part of what was saved once the tensors of the targets are filled.
+# --------------------------------------------------------------------------------------------- entries of a state
+
+
+def is_left_out(key: object, into: Collection[str], keys: Collection[str] | None, has_tensors: bool) -> bool:
+    """Tell whether a load neither reads nor returns an entry of a state: one rule for all kinds of steps.
+
+    Args:
+        key: The entry's key.
+        into: Keys of the entries that are filled in place.
+        keys: Keys of the other entries that the caller asked for; None if the caller named none.
+        has_tensors: Whether the entry holds a tensor.
+    """
+    if key in into or (keys is not None and key in keys):
+        return False
+    return has_tensors if into else keys is not None
+
+
+def missing_keys(
+    held: Collection[object], into: Collection[str], keys: Collection[str] | None, where: str
+) -> Iterator[str]:
+    """Name the entries that the caller asked for and the state does not have, one sentence for each.
+
+    Args:
+        held: Keys of the state.
+        into: Keys of the entries that are filled in place.
+        keys: Keys of the other entries that the caller asked for.
+        where: What holds the state, for messages.
+    """
+    for asked, by in ((into, "in the target"), (keys or (), "among the keys")):
+        yield from (f"{key} is {by}, but not in {where}" for key in asked if key not in held)
+
+
+# --------------------------------------------------------------------------------------------- misfits
+
+
+class IncompatibleKeys(NamedTuple):
+    """What `load_into` has passed over, as `Module.load_state_dict` returns it.
 
     Attributes:
-        rank: Steps with a lower one come first: MODULES, OPTIMIZERS, OTHERS.
-        path: Of the part.
-        name: Of the part of the target, for messages.
-        apply: Takes the part, in which tensors of targets stand for those that filled them.
+        missing_keys: Names that are in the target, but not in the file.
+        unexpected_keys: Names that are in the file, but not in the target.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def joined_name(name: str, key: object) -> str:
+    """Name what lies under a key: `model.weight`, `state[0]`."""
+    if isinstance(key, str):
+        return f"{name}.{key}" if name else key
+    return f"{name}[{key!r}]"
+
+
+def is_extra_state(key: object) -> bool:
+    """Tell whether a state_dict key is that of a module's get_extra_state."""
+    return isinstance(key, str) and key.rpartition(".")[2] == EXTRA_STATE_KEY
+
+
+def why_not_fitting(name: str, target: torch.Tensor, shape: Sequence[int], where: str = "file") -> str | None:
+    """Say why a tensor cannot take a saved one of a shape; None if it can."""
+    if torch.nn.parameter.is_lazy(target):
+        return f"{name} has no shape yet (a lazy module); run the module once, then load"
+    if target.shape != torch.Size(shape):
+        return misfit_of_shape(name, target.shape, shape, where)
+    return None
+
+
+def misfit_of_shape(name: str, own: Sequence[int], saved: Sequence[int], where: str = "file") -> str:
+    """Say that two shapes differ."""
+    return f"{name} has shape {tuple(own)} in the target, {tuple(saved)} in the {where}"
+
+
+def refuse_misfit(
+    path: str, problems: Sequence[str], keys: IncompatibleKeys, *, strict: bool, where: str = "file"
+) -> None:
+    """Refuse a target that does not fit; without `strict`, names that only one side has are accepted.
+
+    Raises:
+        ConfigError: The target does not fit; the message lists every difference.
+    """
+    found = [f"{name} is in the target, but not in the {where}" for name in keys.missing_keys] if strict else []
+    found += problems
+    found += [f"{name} is in the {where}, but not in the target" for name in keys.unexpected_keys] if strict else []
+    if found:
+        raise misfit(path, found)
+
+
+def misfit(path: str, problems: Sequence[str]) -> ConfigError:
+    """Say in one error why a file and a target do not fit; names that differ only by a prefix make one sentence."""
+    shown = _by_prefix(problems)
+    more = [f"… and {len(shown) - _SHOWN_COUNT} more"] if len(shown) > _SHOWN_COUNT else []
+    return ConfigError(
+        f"{path} does not fit the target, which was not changed: " + "; ".join([*shown[:_SHOWN_COUNT], *more])
+    )
+
+
+_ONE_SIDED = re.compile(r"(?s)(.+) is in the (target|file|checkpoint), but not in the (?:target|file|checkpoint)")
+
+
+def _by_prefix(problems: Sequence[str]) -> list[str]:
+    """Replace the sentences on names that one side lacks by a single one, if a prefix explains all of them."""
+    matches = [_ONE_SIDED.fullmatch(problem) for problem in problems]
+    wanted = {match[1] for match in matches if match is not None and match[2] == "target"}
+    stored = {match[1] for match in matches if match is not None and match[2] != "target"}
+    if not wanted or len(wanted) != len(stored):
+        return list(problems)
+    first, last = min(wanted | stored), max(wanted | stored)  # what these two have in common, all have
+    common = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
+    owner = first[: first.rfind(".", 0, common) + 1]
+    for longer, shorter, side in ((stored, wanted, "file"), (wanted, stored, "target")):
+        one = min(longer)
+        for name in shorter:
+            prefix = one.removeprefix(owner).removesuffix(name.removeprefix(owner))
+            if prefix.endswith(".") and {f"{owner}{prefix}{name.removeprefix(owner)}" for name in shorter} == longer:
+                others = [problem for problem, match in zip(problems, matches, strict=True) if match is None]
+                where = f" of {owner[:-1]}" if owner else ""
+                return [
+                    f"names{where} differ by the prefix {prefix!r}, which only those of the {side} have "
+                    f"({one}, {len(longer)} in all); add or remove it, as wrappers of a module do",
+                    *others,
+                ]
+    return list(problems)
+
+
+# --------------------------------------------------------------------------------------------- the walk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What to do with a part of the saved state once the tensors of the targets are filled.
+
+    Attributes:
+        rank: When: MODULES before OPTIMIZERS before OTHERS.
+        path: Where the part is in the saved state.
+        name: Name of the part of the target, for messages.
+        apply: Called with the part, in which the filled tensors of the targets replace the saved ones.
     """
 
     rank: int
@@ -62,10 +210,10 @@ class TargetWalk(ABC):
     """Plans how targets get what was saved for them.
 
     Attributes:
-        steps: To be taken, in the order of their ranks, once all tensors are filled.
-        problems: Why the targets do not fit.
-        keys: Names that are on one side only.
-        unread: Paths of saved tensors that nothing in the target takes.
+        steps: What to do, in the order of the ranks, once all tensors are filled.
+        problems: Why the targets do not fit, one sentence each.
+        keys: Names that only one side has.
+        unread: Paths of saved entries that no target takes.
     """
 
     _where = "file"
@@ -109,7 +257,7 @@ class TargetWalk(ABC):
         return key
 
     def _saved_kind(self, value: Any) -> str:
-        """Say for a message what a part of the saved state is."""
+        """Describe a part of the saved state for a message."""
         return kind_of(value)
 
     def _has_tensors(self, value: Any) -> bool:
@@ -120,21 +268,22 @@ class TargetWalk(ABC):
         return isinstance(value, list | tuple) and not any(map(self._is_restorable, target))
 
     def _is_restorable(self, item: object) -> bool:
-        """Tell what is restored in place from what is replaced, as is a tuple that holds nothing else."""
+        """Tell whether an item is restored in place; other values, and tuples of nothing but values, are replaced."""
         if isinstance(item, tuple):
             return any(map(self._is_restorable, item))
         return isinstance(item, torch.Tensor | Mapping | list) or callable(getattr(item, "load_state_dict", None))
 
-    # --- the walk
+    # --- what is alike
 
     def add(self, path: Path, name: str, target: object, value: Any) -> None:
-        """Plan how a target gets what was saved in its place.
+        """Plan how a target gets its part of the saved state.
 
         Args:
-            path: Of that.
-            name: Of the target, for messages.
-            target: A tensor, a module, an optimizer, what has load_state_dict, or dicts, lists and tuples of these.
-            value: What was saved.
+            path: Where that part is in the saved state.
+            name: Name of the target, for messages.
+            target: A tensor, a module, an optimizer, any object with load_state_dict, or dicts, lists and tuples of
+                these.
+            value: That part of the saved state.
         """
         if isinstance(target, torch.Tensor):
             self._add_tensor(path, name, target, value)
@@ -155,7 +304,7 @@ class TargetWalk(ABC):
             self.problems.append(f"{name} is {kind_of(target)} in the target, which cannot be restored in place")
 
     def fits(self, name: str, target: torch.Tensor, shape: Sequence[int] | None, value: Any) -> bool:
-        """Tell whether a tensor may take a saved one of that shape, None for no tensor; else note the reason."""
+        """Tell whether a tensor can take a saved one of this shape (None: no tensor was saved); if not, note why."""
         if shape is None:
             problem: str | None = (
                 f"{name} is a tensor in the target, but {self._saved_kind(value)} in the {self._where}"
@@ -171,7 +320,7 @@ class TargetWalk(ABC):
         self.problems.append(misfit_of_shape(name, own, saved, self._where))
 
     def add_unknown_sharding(self, name: str, saved: Sequence[int], parameter: torch.Tensor) -> None:
-        """Note that state which an optimizer does not have yet cannot be sharded like its parameter."""
+        """Note that nothing tells how to shard state which the optimizer does not have yet."""
         self.problems.append(
             f"{name} has shape {tuple(saved)}, its parameter {tuple(parameter.shape)}, so it is not known how it is "
             "sharded; one step of the optimizer, before load(), makes its state"
@@ -181,7 +330,7 @@ class TargetWalk(ABC):
         if not isinstance(value, Mapping):
             self._refuse_kind(name, "a dict", value)
             return
-        is_strict = any(map(self._is_restorable, target.values()))  # else there is nothing to restore in place
+        is_strict = any(map(self._is_restorable, target.values()))  # a dict of plain values takes whatever was saved
         known = {self._saved_key(key): key for key in target}
         for saved, key in known.items():
             item, inner = target[key], joined_name(name, saved)
@@ -229,7 +378,7 @@ class TargetWalk(ABC):
         )
 
     def _add_values(self, container: Any, key: Any, path: Path, name: str, value: Any) -> None:
-        """Plan the values beside what is restored in place in a tuple: another tuple takes its place."""
+        """Plan the plain values of a tuple that also holds targets: a new tuple with both replaces it."""
         if self._has_values(container[key]):
             self._set(container, key, path, name, value, container[key])
 
@@ -240,13 +389,13 @@ class TargetWalk(ABC):
         self._add_step(OTHERS, path, name, value, put)
 
     def _has_values(self, item: object) -> bool:
-        """Tell whether an item is a tuple that is restored in place, and holds what can only be replaced."""
+        """Tell whether an item is a tuple that holds targets and also plain values, which can only be replaced."""
         if not isinstance(item, tuple) or not self._is_restorable(item):
             return False
         return any(self._has_values(one) or not self._is_restorable(one) for one in item)
 
     def _with_values(self, item: Any, loaded: Any) -> Any:
-        """Return a tuple with what it holds that is restored in place, and the loaded values beside that."""
+        """Return a tuple of the targets in `item` and of the loaded values beside them."""
         if not self._has_values(item):
             return item if self._is_restorable(item) else loaded
         make = getattr(type(item), "_make", type(item))  # a named tuple's takes an iterable, too
@@ -254,7 +403,7 @@ class TargetWalk(ABC):
 
 
 def kind_of(value: object) -> str:
-    """Say for a message what something is."""
+    """Describe a value for a message."""
     return f"a value of type {type(value).__name__}"
 
 
@@ -270,7 +419,7 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
             stack.extend(item.values() if isinstance(item, Mapping) else item)
 
 
-# --- optimizers
+# --------------------------------------------------------------------------------------------- optimizers
 
 
 def unwrapped_optimizer(target: object) -> Optimizer | None:
@@ -285,7 +434,7 @@ def unwrapped_optimizer(target: object) -> Optimizer | None:
 
 
 def keep_group_tensors(before: Sequence[Mapping[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Put a group's own tensors (a learning rate) back, with their new values: schedulers and graphs know them."""
+    """Keep the tensors of parameter groups (a learning rate), with the new values: schedulers and graphs hold them."""
     uses: dict[int, list[tuple[dict[str, Any], str]]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for old, new in zip(before, groups, strict=False):
@@ -310,10 +459,10 @@ def _is_equal(first: torch.Tensor, other: object) -> bool:
 
 
 def keep_state_tensor(state: Any, inside: Path, target: torch.Tensor) -> None:
-    """Put a filled tensor back where load_state_dict put a conversion of it to the parameter's dtype.
+    """Put a filled tensor back where load_state_dict has replaced it by a copy in the parameter's dtype.
 
     Args:
-        state: Of the parameter, after load_state_dict.
+        state: The parameter's state after load_state_dict.
         inside: Keys that lead to the tensor in it.
         target: The tensor that was filled.
     """
@@ -326,7 +475,70 @@ def keep_state_tensor(state: Any, inside: Path, target: torch.Tensor) -> None:
 
 
 def held_item(container: Any, key: Any) -> Any:
-    """Return what a dict, a list or a tuple has there; None where it has nothing."""
+    """Return the item of a dict, a list or a tuple; None if it has no such item."""
     if isinstance(container, Mapping):
         return container.get(key)
     return container[key] if isinstance(container, (list, tuple)) and key < len(container) else None
+
+
+# --------------------------------------------------------------------------------------------- the change
+
+
+class TargetChange(AbstractContextManager["TargetChange"]):
+    """A context manager around everything that changes targets: its errors name those that are partly overwritten.
+
+    Args:
+        path: The file or directory that is loaded, for messages.
+        on_touched: Called with the key of a target directly before its first change.
+
+    Raises:
+        StorageError, CorruptionError, PeerError: The block raised it; the message now names the changed targets.
+        StorageError: Tensors were being filled, and an error that is none of ours came.
+        ConfigError: A target refused its part of the saved state.
+    """
+
+    def __init__(self, path: str, on_touched: Callable[[str], None] | None = None) -> None:
+        self._path = path
+        self._on_touched = on_touched
+        self._touched: list[str] = []
+        self._step_name: str | None = None
+
+    def touch(self, key: str) -> None:
+        """Note that the target with this key is about to change."""
+        if key not in self._touched:
+            self._touched.append(key)
+            if self._on_touched is not None:
+                self._on_touched(key)
+
+    def take(self, steps: Iterable[Step], part_of: Callable[[Step], Any]) -> None:
+        """Take the steps of a plan, each with its part of the saved state."""
+        for step in sorted(steps, key=lambda step: step.rank):
+            self._step_name = step.name
+            self.touch(step.path[0] if step.path else step.name)
+            step.apply(part_of(step))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception):
+            return
+        left = f"partly overwritten, and not usable until they are restored again: {', '.join(map(str, self._touched))}"
+        if isinstance(error, StorageError | CorruptionError | PeerError):
+            if self._touched:
+                raise _with_message(error, left) from error
+            return
+        if self._step_name is None and (isinstance(error, FastPersistError) or not self._touched):
+            return  # nothing has changed yet: for example, the named engine cannot be used here
+        reason = f"{type(error).__name__}: {error}; {left}"
+        if self._step_name is None:
+            message = f"filling the targets from {self._path} failed: {reason}"
+            raise StorageError(None, message, self._path) from error
+        raise ConfigError(f"{self._step_name} refused what {self._path} holds for it: {reason}") from error
+
+
+def _with_message(error: StorageError | CorruptionError | PeerError, left: str) -> FastPersistError:
+    if isinstance(error, PeerError):
+        return type(error)(f"{error}; {left}", rank=error.rank, subject=error.subject)
+    if isinstance(error, StorageError):
+        return type(error)(error.errno, f"{error}; {left}", error.filename, error.offset_bytes)
+    return type(error)(f"{error.message}; {left}", path=error.path, offset_bytes=error.offset_bytes)
