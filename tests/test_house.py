@@ -77,7 +77,6 @@ TESTED_BY = {
     "formats/pickle_nodes": "unit/formats/test_pickle_scan.py",
     "loading/fill_target": "unit/test_api_load_into.py",
     "loading/part_files": "unit/formats/test_split_manifest.py",
-    "loading/storage_selection": "unit/loading/test_restore.py",
     "loading/target_plan": "unit/loading/test_restore.py",
     "loading/targets": "unit/loading/test_restore.py",
     "saving/ownership": "unit/saving/test_capture.py",

@@ -1,18 +1,19 @@
-"""A saved state → a dict, with the modules and optimizers it is for filled in place: no second copy of the state.
+"""Restore modules and optimizers from a saved state in place, without a second copy of the state.
 
-1. Prove the file's structure, and the CRCs of everything in it that is no storage.
-2. Load the entries that are asked for and have no target, as every load does. Unpickle once with storages on the meta
-   device for the others: now every name, shape and dtype of them is known without a byte of data.
-3. Plan: which tensor of the file goes to which tensor of a target. Whatever does not fit is found here.
-4. Load what no memory of a target can take (state that an optimizer does not have yet, schedulers, extra state), and
-   with `verify` check the rest. Unpickle again around all that is loaded, and leave out the entries with tensors that
-   nobody asked for: their storages are never read. Up to here no target has changed.
-5. Fill the targets' tensors from the file. Then each target's own load_state_dict gets the entry of the file with
-   those very tensors in it: torch copies a tensor onto itself for nothing, an optimizer adopts what has the right
-   dtype and device, and hooks, extra state, groups and numbers take the way they always take.
+1. Prove the file's structure, and check the CRCs of all records but the storages.
+2. Load the entries that the caller asked for and that have no target. Unpickle once, with storages on the meta device
+   for all other entries: this gives their names, shapes and dtypes without a byte of data.
+3. Plan which tensor of the file goes to which tensor of a target (`target_plan`). Every misfit is found here.
+4. Load what has no memory in a target (state that an optimizer does not have yet, schedulers, extra state); with
+   `verify`, check the rest. Unpickle again, around what is loaded. Entries with tensors that nobody asked for are left
+   out, and their storages are never read. Up to here no target has changed.
+5. Fill the targets' tensors from the file. Then call each target's own load_state_dict with its entry, in which these
+   very tensors stand: a copy of a tensor onto itself costs nothing, an optimizer adopts tensors of the right dtype and
+   device, and hooks, extra state, groups and numbers go their usual way.
 
-Where 2 is not possible (a callable map_location, objects that cannot be built without data, …), the state is loaded
-whole and copied into the targets, and the log says why. Directories, steps and falling back are the Checkpointer's.
+If step 2 is impossible (a callable map_location, objects that cannot be built without data, …), the whole state is
+loaded and copied into the targets, and the log says why. Directories, steps and the fallback to an older step are in
+`checkpointer`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from fastpersist.formats.pickle_scan import Call, SymbolicDict
 from fastpersist.formats.torch_zip import header_leads_to
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.fill_tensors import Pair, described_tensor, fill_pairs
-from fastpersist.loading.storage_selection import (
+from fastpersist.loading.target_plan import (
     SCALAR_KEYS,
     UNREAD,
+    Leaf,
+    Plan,
     SortedStorages,
     Tree,
     Unread,
@@ -42,7 +45,6 @@ from fastpersist.loading.storage_selection import (
     storages_below,
     tree_of,
 )
-from fastpersist.loading.target_plan import Leaf, Plan
 from fastpersist.loading.targets import (
     IncompatibleKeys,
     Path,
@@ -77,7 +79,7 @@ _SHOWN_COUNT = 10
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """What load_state was asked for, all but the file."""
+    """The arguments of load_state, without the file."""
 
     into: Mapping[str, object] | _Whole
     keys: Collection[str] | None
@@ -90,11 +92,11 @@ class _Options:
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """What all that a file holds is for, in place of targets of its entries.
+    """One target for all that a file holds, in place of targets for its entries.
 
     Attributes:
-        target: It.
-        strict: Modules and dicts refuse what is on one side only.
+        target: The target.
+        strict: Modules and dicts refuse names that only one side has.
     """
 
     target: object
@@ -125,19 +127,19 @@ def load_state(
     read: Read = read_extents,
     source: CheckpointSource | None = None,
 ) -> Any:
-    """Load a saved dict, restoring the entries named in `into` in place.
+    """Load a saved dict, and restore the entries named in `into` in place.
 
-    Names, shapes, groups and the file's structure are checked first: until all fits, nothing changes. May be called
-    again after any error, with this file or another; every target is then restored as a whole.
+    Names, shapes, groups and the file's structure are checked first: unless all of it fits, nothing changes. After any
+    error you may call it again, with this file or another; every target is then restored as a whole.
 
     Args:
         path: A torch zip that holds a dict, such as the `state.pt` of a step.
         into: By key of that dict, what to restore in place: a Module; an optimizer, bare or wrapped (`.optimizer`);
             a tensor; dicts and lists, nested, of these (other values in them are set to the file's); or any object
             with load_state_dict. None for a plain load.
-        keys: Of that dict, too: what is read beside `into`; without `into`, nothing else is. None: with `into`, nothing
-            else that holds a tensor; without it, everything.
-        map_location: Where tensors go that have no target, as in torch.load.
+        keys: Keys of that dict that are read beside `into`; without `into`, only these are read. None: with `into`, all
+            other entries that hold no tensor are read; without it, everything.
+        map_location: Where tensors without a target go, as in torch.load.
         verify: Check every CRC before anything changes; what is filled in place is then read twice.
         weights_only: As in torch.load. With False, code in the file may run more than once.
         engine: "auto", or an engine's name, which then never falls back.
@@ -188,13 +190,13 @@ def _ready(source: CheckpointSource, options: _Options) -> _Ready:
 
 @contextmanager
 def _torch_errors(path: str, weights_only: bool) -> Iterator[None]:
-    """Give damage that torch itself finds its class: its reader of archives looks at fields that nobody else does."""
+    """Raise FormatError for damage that only torch finds: its zip reader looks at fields that we do not use."""
     try:
         yield
     except FastPersistError:
         raise
     except (RuntimeError, ValueError) as error:
-        # Other RuntimeErrors tell of devices and memory, and ValueErrors may be those of classes in the file.
+        # Other RuntimeErrors come from devices and memory, and a ValueError may come from a class in the file.
         is_reader = any(word in str(error) for word in ("PytorchStreamReader", "inline_container", "hasRecord"))
         if not (is_reader or isinstance(error, UnicodeDecodeError) or (weights_only and isinstance(error, ValueError))):
             raise
@@ -215,10 +217,10 @@ def _load_whole(source: CheckpointSource, options: _Options) -> Any:
 
 
 def _prove(source: CheckpointSource) -> None:
-    """Check all of the file but its storages, so that later errors are not the file's.
+    """Check all of the file but its storages, so that no later error is due to a damaged structure.
 
     Raises:
-        FormatError, ChecksumError: It is damaged.
+        FormatError, ChecksumError: The file is damaged.
     """
     if source.kind != "torch_zip":
         raise FormatError(f"no state was saved here: {source.explain_unknown()}", path=source.path)
@@ -241,7 +243,7 @@ def _prove(source: CheckpointSource) -> None:
     try:
         references = source.summary.references
     except UnsupportedError:
-        return  # only its own loader understands it; stock torch.load will be asked
+        return  # only stock torch.load can tell what is in this pickle
     for reference in references:
         found = entries.get(f"data/{reference.key}")
         if found is None or found.size_bytes != reference.size_bytes:
@@ -255,12 +257,12 @@ def _require_dict(source: CheckpointSource, options: _Options, loaded: object) -
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ready:
-    """All that is needed to change the targets: nothing has to be found out any longer.
+    """All that is needed to change the targets.
 
     Attributes:
-        loaded: The file's object. Tensors that are filled in place from the file have no data in it.
-        plan: What goes where.
-        pairs: What is filled from the file; empty where the dict has all data, which is then copied.
+        loaded: The file's object. Its tensors that go to targets straight from the file have no data.
+        plan: Which tensor goes where.
+        pairs: What is filled straight from the file; empty if `loaded` has all data, which is then copied.
     """
 
     loaded: Any
@@ -268,11 +270,11 @@ class _Ready:
     pairs: list[Pair]
 
 
-# --------------------------------------------------------------------------------------------- the usual way
+# --------------------------------------------------------------------------------------------- in place
 
 
 def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | str:
-    """Load all that no memory of a target takes, and plan the rest; or say why that cannot be done."""
+    """Load what has no memory in a target, and plan the rest; or say why that is impossible."""
     try:
         root = source.scan().root
     except UnsupportedError as error:
@@ -288,7 +290,7 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
         return reason
     try:
         loaded, meta = _unpickled(source, options, storages, keys)
-    except Exception as error:  # noqa: BLE001 - whatever went wrong, stock torch.load says it better, or does it
+    except Exception as error:  # noqa: BLE001 - whatever it is, stock torch.load succeeds or has the better message
         return f"it cannot be described without its data ({type(error).__name__}: {error})"
     _require_dict(source, options, loaded)
 
@@ -319,7 +321,7 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
 
 
 def _left_out_of(root: object, options: _Options) -> list[Any]:
-    """Return the keys of entries that are not read, of the scanned pickle of a dict."""
+    """Return the keys of the entries that are not read; none if the scanned pickle is not that of a dict."""
     into = options.into
     entries = root.entries if isinstance(root, Call) and is_ordered_dict(root) else root
     if (
@@ -365,7 +367,7 @@ def _load_storages(
     wanted_keys: set[str],
     devices: Mapping[str, torch.device],
 ) -> str | None:
-    """Add filled storages: on the device given, else where map_location says. Or say why that is left to torch."""
+    """Add filled storages, on `devices` or else where map_location says; or say why only torch can load them."""
     all_keys = {reference.key for reference in source.summary.references}
     judged = storages_to_fill(source, options.map_location, passed_over=(all_keys - wanted_keys) | devices.keys())
     if isinstance(judged, str):
@@ -384,7 +386,7 @@ def _load_storages(
 def _unpickled(
     source: CheckpointSource, options: _Options, storages: Mapping[str, torch.UntypedStorage], keys: set[str]
 ) -> tuple[Any, dict[str, torch.UntypedStorage]]:
-    """Unpickle around the storages there are, and ones without data for the others; return those too."""
+    """Unpickle around the given storages and around new ones without data for other keys; return those too."""
     sizes = {key: source.directory.entries[f"data/{key}"].size_bytes for key in keys - storages.keys()}
     meta = {key: new_storage(size_bytes, torch.device("meta")) for key, size_bytes in sizes.items()}
     with _torch_errors(source.path, options.weights_only):
@@ -394,7 +396,7 @@ def _unpickled(
     return loaded, meta
 
 
-# --------------------------------------------------------------------------------------------- the way by a copy
+# --------------------------------------------------------------------------------------------- by a copy
 
 
 def _planned_with_copy(source: CheckpointSource, options: _Options) -> _Ready:
@@ -418,8 +420,8 @@ def _planned_with_copy(source: CheckpointSource, options: _Options) -> _Ready:
 def _change(
     source: CheckpointSource, ready: _Ready, options: _Options, on_filled: Callable[[str], None] | None
 ) -> None:
-    """Fill the targets' tensors, then take the plan's steps. From here on, errors say what they leave behind."""
-    # Of several ranks one may have failed so far; then nothing is changed on the others.
+    """Fill the targets' tensors, then take the plan's steps. From here on, errors name the targets that changed."""
+    # If another rank has failed, this raises before anything changes here.
     options.read(source.fd, source.path, Extents(), engine=options.engine)
     plan = ready.plan
     filled = [(path, leaf, leaf.target) for path, leaf in plan.leaves.items() if leaf.target is not None]
@@ -437,7 +439,7 @@ def _change(
 
 
 def _part(value: Any, path: Path) -> Any:
-    """Follow a path as far as it leads."""
+    """Return the part of nested containers that a path leads to; None if there is none."""
     for key in path:
         if isinstance(value, dict):
             value = value.get(key)
@@ -447,7 +449,7 @@ def _part(value: Any, path: Path) -> Any:
 
 
 def _with_targets(value: Any, tree: Tree | Leaf | Unread | None) -> Any:
-    """Return a part of the file's object in which the tensors of targets, or shards, stand for their values."""
+    """Return a part of the file's object, with the tensors of targets, or shards, in place of the loaded ones."""
     if isinstance(tree, Leaf):
         return tree.of_this_rank(value)
     if not isinstance(tree, dict) or not tree:

@@ -1,8 +1,14 @@
-"""Plan which tensor of a saved file goes to which tensor of a target, and note every reason why they do not fit.
+"""Plan which tensor of a saved file goes to which tensor of a target, and which storages that leaves to be loaded.
 
-Looks at names, shapes, dtypes and memory; reads no file and changes nothing. The result is a `Plan`: leaves (tensors
-that are filled in place, or need memory of their own) and steps (the load_state_dict of each target, and the like),
-which `restore` takes once all tensors are filled. `targets` does what is alike for files and for shards.
+The first result is a `Plan`: leaves (tensors that are filled in place, or get memory of their own) and steps (the
+load_state_dict of each target, and the like), which `restore` takes once all tensors are filled; and every reason why
+file and target do not fit. `targets` does what is alike for files and for shards.
+
+The second result is `SortedStorages`: a storage needs no memory if its tensors are filled in place, or if nobody asked
+for them. This comes from the scanned pickle, before any object is built. All storages below a part of the pickle that
+the plan does not mention, or that the scan does not understand, get memory.
+
+Nothing here reads a file or changes a target.
 """
 
 from __future__ import annotations
@@ -12,11 +18,12 @@ import numbers
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
+from fastpersist.formats.pickle_scan import Call, Global, PersistentId, SymbolicDict, SymbolicSet
 from fastpersist.loading.fill_tensors import PLAIN_TYPES, memory_of, why_not_fillable
 from fastpersist.loading.targets import (
     MODULES,
@@ -33,23 +40,34 @@ from fastpersist.loading.targets import (
     unwrapped_optimizer,
 )
 
-__all__ = ["Leaf", "Plan"]
+__all__ = [
+    "SCALAR_KEYS",
+    "UNREAD",
+    "Leaf",
+    "Plan",
+    "SortedStorages",
+    "Tree",
+    "Unread",
+    "is_ordered_dict",
+    "storages_below",
+    "tree_of",
+]
 
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """A tensor of the file that the plan knows what to do with.
+    """A tensor of the file, and where its values go.
 
     Attributes:
-        name: For messages.
-        value: It; its data may be missing.
-        target: The tensor that is filled with it; None when it gets memory of its own.
-        device: Where that is; None for what map_location says.
-        is_bound: It is filled in place even where another leaf fills the same memory: the last one wins, as with
-            load_state_dict. An optimizer's state is not: it may share memory in the target, but not in the file.
-        shard_like: The DTensor of which each rank gets its shard of the value; None where all of it is wanted.
+        name: Its name in the target, for messages.
+        value: The tensor; its data may be missing.
+        target: The tensor that is filled with it; None if it gets memory of its own.
+        device: The device of that memory; None if map_location decides.
+        is_bound: The target is filled even if another leaf fills the same memory: the last one wins, as with
+            load_state_dict. False for an optimizer's state, which may share memory in the target and not in the file.
+        shard_like: A DTensor: each rank keeps the shard of the value that it has of this one. None: it keeps all.
     """
 
     name: str
@@ -60,21 +78,21 @@ class Leaf:
     shard_like: torch.Tensor | None = None
 
     def of_this_rank(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what a target gets in place of the value that was loaded: the tensor that was filled, or its shard."""
+        """Return what a target gets for the loaded value: the tensor that was filled, or this rank's shard."""
         if self.target is not None:
             return self.target
         return value if self.shard_like is None else _shard_of(value, self.shard_like)
 
 
 class Plan(TargetWalk):
-    """What goes where.
+    """Which tensors of a file go to which targets.
 
     Args:
-        has_data: Tells whether a tensor of the file is one whose values can be had.
-        strict: Modules refuse what is on one side only.
+        has_data: Tells whether the file has the values of a tensor (it has none of one on the meta device).
+        strict: Modules refuse names that only one side has.
 
     Attributes:
-        leaves: By their paths.
+        leaves: The tensors of the file that targets take, by their paths in the file's object.
     """
 
     def __init__(self, has_data: Callable[[torch.Tensor], bool], *, strict: bool = True) -> None:
@@ -84,10 +102,7 @@ class Plan(TargetWalk):
         self.leaves: dict[Path, Leaf] = {}
 
     def add_whole(self, target: object, value: Any) -> None:
-        """Plan how `target` gets all that is in the file.
-
-        What can only be replaced is replaced in the dict or list that holds it, if it is a plain value.
-        """
+        """Plan how `target` gets all that is in the file; plain values are replaced where a dict or list holds them."""
         problems = [f"{name} is {kind_of(item)}{hint}" for name, item, hint in self._unfillable("", target)]
         if problems:
             self.problems += problems
@@ -97,12 +112,12 @@ class Plan(TargetWalk):
             self.add((), "" if is_container else "the target" if optimizer is None else "optimizer", target, value)
 
     def _unfillable(self, name: str, item: object, *, in_place: bool = False) -> Iterable[tuple[str, object, str]]:
-        """Yield what is neither restored in place nor a plain value that can be replaced where it is: name, it, a hint.
+        """Yield (name, part, hint) for each part of a target that can neither be filled nor replaced.
 
         Args:
-            name: Of the item.
+            name: Name of the item.
             item: A target, or a part of one.
-            in_place: It is a part of something that can be changed.
+            in_place: The item is in a dict or list, where a plain value can be replaced.
         """
         if isinstance(item, Mapping):
             for key, inner in item.items():
@@ -129,7 +144,7 @@ class Plan(TargetWalk):
             if key not in value:
                 self._add_missing(inner, tensor)
             elif isinstance(tensor, torch.Tensor) and not is_extra_state(key):
-                # What a hook made up is no memory of the module's; load_state_dict knows what to do with its value.
+                # A tensor that a hook has made is not the module's own memory: load_state_dict takes its value.
                 self._add_leaf((*path, key), inner, tensor, value[key], can_fill=id(tensor) in live)
         unexpected = [key for key in value if key not in state]
         for key in unexpected:
@@ -157,7 +172,7 @@ class Plan(TargetWalk):
             self._add_step(MODULES, path, name, value, put)
 
     def _add_leaf(self, path: Path, name: str, target: torch.Tensor, value: Any, *, can_fill: bool) -> bool:
-        """Plan one tensor that must fit; tell whether it is filled in place."""
+        """Plan one tensor, whose shape must fit; return whether it is filled in place."""
         is_tensor = isinstance(value, torch.Tensor)
         if not self.fits(name, target, value.shape if is_tensor else None, value):
             return False
@@ -222,7 +237,7 @@ class Plan(TargetWalk):
         self._add_step(OPTIMIZERS, path, name, value, load)
 
     def follow_file_where_memory_is_shared(self) -> None:
-        """Give memory of its own to optimizer state that shares memory in the target, but not in the file."""
+        """Give optimizer state memory of its own if it shares memory in the target, but not in the file."""
         places: dict[tuple[object, ...], set[tuple[object, ...]]] = {}
         for leaf in self.leaves.values():
             if leaf.target is not None:
@@ -236,13 +251,13 @@ class Plan(TargetWalk):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OptimizerState:
-    """Plans the state of one parameter: what is there already is filled, what is not will be adopted.
+    """Plans an optimizer's state of one parameter: tensors that it has are filled; it adopts those that it lacks.
 
     Attributes:
-        plan: Gets the leaves.
-        optimizer: The one that holds the state.
-        parameter: Whose state it is; None for state that belongs to none.
-        filled: Gets the path of each tensor that is filled, from the file's object and from the parameter's state.
+        plan: Where leaves are added.
+        optimizer: The optimizer.
+        parameter: The parameter; None for state that belongs to no parameter.
+        filled: Where the paths of each filled tensor are added: in the file's object, and in the parameter's state.
     """
 
     plan: Plan
@@ -262,7 +277,7 @@ class _OptimizerState:
 
     def _add_tensor(self, path: Path, inside: Path, name: str, live: object, value: torch.Tensor) -> None:
         parameter = self.parameter
-        # torch puts all but `step` on the parameter's device. A `step` is on the host, or torch moves it itself.
+        # torch keeps state on the parameter's device, except `step`: that is on the host, or torch moves it itself.
         device = None if parameter is None else _CPU if inside[-1:] == ("step",) else parameter.device
         is_filled = False
         expected: torch.Size | None = None
@@ -270,8 +285,8 @@ class _OptimizerState:
             self.plan.problems.append(f"{name} is a tensor without data (meta) in the file")
             return
         if isinstance(live, torch.Tensor) and _is_plain(value) and not why_not_fillable(name, live, value.dtype):
-            # torch's load_state_dict moves state to the parameter's device. An optimizer's own may keep it elsewhere,
-            # and mean more by a dtype than a conversion.
+            # torch's load_state_dict moves state to the parameter's device. An optimizer that overrides it may keep
+            # state elsewhere, and treat state of another dtype in its own way.
             if _has_stock_load(self.optimizer):
                 stays = inside[-1:] == ("step",) or parameter is None or live.device == parameter.device
             else:
@@ -297,19 +312,19 @@ class _OptimizerState:
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # slow to import; who has a DTensor has done so
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import; a DTensor exists only if it is imported
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _shard_of(value: torch.Tensor, like: Any) -> torch.Tensor:
-    """Cut this rank's shard out of a tensor that all ranks have, without saying a word to the others."""
+    """Cut this rank's shard out of a tensor that all ranks have, without communication."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value.detach(), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _is_optimizer_state(value: Any) -> bool:
-    """Tell whether this is what Optimizer.state_dict returns; a scheduler, which has an optimizer too, is none."""
+    """Tell whether a value has the form of an Optimizer.state_dict()."""
     if not isinstance(value, Mapping) or not isinstance(value.get("state"), Mapping):
         return False
     groups = value.get("param_groups")
@@ -319,7 +334,7 @@ def _is_optimizer_state(value: Any) -> bool:
 
 
 def _may_take(optimizer: Optimizer, value: Any) -> bool:
-    """Tell whether an optimizer's load_state_dict may know what to do with a value."""
+    """Tell whether an optimizer's load_state_dict may accept a value."""
     if not _has_stock_load(optimizer) or not _restores_by_position(optimizer):
         return isinstance(value, Mapping)
     return _is_optimizer_state(value)
@@ -330,15 +345,15 @@ def _has_stock_load(optimizer: Optimizer) -> bool:
 
 
 def _restores_by_position(optimizer: Optimizer) -> bool:
-    """Whether the n-th state is the n-th parameter's; a hook may say otherwise, and then sees loaded tensors only."""
+    """Tell whether the n-th state is the n-th parameter's: a hook may reorder it, so with hooks nobody knows."""
     return not optimizer._optimizer_load_state_dict_pre_hooks
 
 
 def _hyperparameters_of_another_class(optimizer: Optimizer, saved: list[dict[str, Any]]) -> str:
-    """Say what the groups in the file have that optimizers of this class have not, and not the other way; "" if none.
+    """Say which hyperparameters show that the file's optimizer is of another class; "" if none do.
 
-    Numbers only: what a release of torch adds to a class is a switch, and what others add, say an `initial_lr`, is
-    there beside all that the class needs.
+    The file must lack a number of this class and have one that this class lacks. Switches do not count, for releases of
+    torch add some; nor does a number that a scheduler adds (`initial_lr`), since the file then lacks none.
     """
 
     def numbers(of: Iterable[Mapping[str, Any]]) -> set[str]:
@@ -370,7 +385,7 @@ _SHAPED_LIKE_PARAMETER: dict[type, set[str]] = {
     torch.optim.Rprop: {"prev", "step_size"},
     torch.optim.SGD: {"momentum_buffer"},
 }
-"""State of torch's own optimizers that has the shape of its parameter: all that tells what fits one without state."""
+"""State of torch's own optimizers that has its parameter's shape: the only check for an optimizer without state."""
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -382,3 +397,153 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 _PLAIN_VALUES = (type(None), numbers.Number, str, bytes, set, frozenset, range, torch.dtype, torch.device, torch.Size)
+
+
+# --------------------------------------------------------------------------------------------- storages
+
+SCALAR_KEYS = (str, int, float, bool, bytes, type(None))
+"""Types of keys that the scan knows; keys of other types may exist only after unpickling."""
+
+
+class Unread:
+    """Marks an entry that nobody asked for."""
+
+
+UNREAD = Unread()
+
+Tree: TypeAlias = "dict[object, Tree | Leaf | Unread | None]"
+"""Leaves by key, one level for each part of their paths. None: the storages below stay unsorted."""
+
+
+def tree_of(leaves: Mapping[Path, Leaf], unread: Iterable[Path] = ()) -> Tree:
+    """Return leaves and unread entries in nested dicts, one level for each part of their paths."""
+    root: Tree = {}
+    ends: dict[Path, Leaf | Unread] = {**leaves, **dict.fromkeys(unread, UNREAD)}
+    for path, leaf in ends.items():
+        level = root
+        for key in path[:-1]:
+            below = level.setdefault(key, {})
+            level = below if isinstance(below, dict) else {}
+        level[path[-1]] = leaf
+    return root
+
+
+class SortedStorages:
+    """The storages of a scanned pickle, sorted by what the plan does with the tensors in them.
+
+    Attributes:
+        in_place: Keys of storages whose tensors are filled in place, or that nobody asked for: they need no memory.
+        elsewhere: Keys of storages that get memory on a given device, and that device.
+        whole: Parts of the pickle that the plan does not mention, or the scan does not understand: every storage below
+            them gets memory.
+    """
+
+    def __init__(self) -> None:
+        self.in_place: set[str] = set()
+        self.elsewhere: dict[str, torch.device] = {}
+        self.whole: list[object] = []
+
+    def sort(self, node: object, tree: Tree | Leaf | Unread | None) -> None:
+        """Sort the storages below a node. Recursion ends at the leaves of the tree, however deep the pickle is."""
+        if tree is None:
+            return
+        if isinstance(tree, Unread):
+            self._pass_over(node)
+            return
+        if isinstance(tree, Leaf):
+            self._sort_leaf(node, tree)
+            return
+        children: Iterable[tuple[object, object]] = ()
+        if isinstance(node, (list, tuple)):
+            children = enumerate(node)
+        elif isinstance(node, SymbolicDict):
+            children = self._entries(node)
+        elif isinstance(node, Call) and is_ordered_dict(node):
+            self.whole += [node.arguments, node.keywords, node.state, node.items]
+            children = () if node.entries is None else self._entries(node.entries)
+        else:
+            self.whole.append(node)
+        for key, child in children:
+            if isinstance(key, SCALAR_KEYS) and key in tree:
+                self.sort(child, tree[key])
+            else:
+                self.whole.append(child)
+
+    def _pass_over(self, top: object) -> None:
+        """Sort an unread entry. Only plain tensors in plain containers can be built without their data."""
+        stack, seen = [top], set()
+        while stack:
+            node = stack.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if (key := _plain_storage_key(node)) is not None:
+                self.in_place.add(key)
+            elif isinstance(node, (list, tuple)):
+                stack += node
+            elif isinstance(node, SymbolicDict):
+                stack += node.flat
+            elif isinstance(node, Call) and is_ordered_dict(node):
+                self.whole += [node.arguments, node.keywords, node.state, node.items]
+                stack.append(node.entries)
+            else:
+                self.whole.append(node)
+
+    def _entries(self, node: SymbolicDict) -> list[tuple[object, object]]:
+        entries = node.items()
+        if 2 * len(entries) != len(node.flat):
+            self.whole.append(node)  # a key occurs twice: unpickling also builds the value that the second one replaces
+        return entries
+
+    def _sort_leaf(self, node: object, leaf: Leaf) -> None:
+        key = _plain_storage_key(node)
+        if key is None:
+            self.whole.append(node)
+        elif leaf.target is not None:
+            self.in_place.add(key)
+        elif leaf.device is not None and self.elsewhere.get(key, leaf.device) == leaf.device:
+            self.elsewhere[key] = leaf.device
+        else:
+            self.whole.append(node)
+
+
+def is_ordered_dict(node: Call) -> bool:
+    """Tell whether a call builds a dict of `collections`."""
+    return isinstance(node.function, Global) and node.function.module == "collections"
+
+
+def _plain_storage_key(node: object) -> str | None:
+    """Return the key of a plain tensor's storage; None for any other node, such as a tensor with attributes."""
+    for _ in range(2):  # a Parameter around a tensor
+        if not isinstance(node, Call) or not isinstance(node.function, Global) or not node.arguments:
+            return None
+        name = node.function.name if node.function.module == "torch._utils" else ""
+        if node.state is not None or storages_below(node.arguments[1:]):
+            return None
+        if name.startswith("_rebuild_tensor_v"):
+            storage = node.arguments[0]
+            return str(storage.value[2]) if isinstance(storage, PersistentId) else None  # type: ignore[index]
+        if name != "_rebuild_parameter":
+            return None
+        node = node.arguments[0]
+    return None
+
+
+def storages_below(nodes: Iterable[object]) -> set[str]:
+    """Return the keys of all storages that are reached from nodes of a scanned pickle."""
+    keys: set[str] = set()
+    seen: set[int] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, PersistentId):
+            keys.add(str(node.value[2]))  # type: ignore[index]  # its form was proven with the references
+        elif isinstance(node, (Call, SymbolicDict, SymbolicSet, list, tuple)) and id(node) not in seen:
+            seen.add(id(node))
+            if isinstance(node, Call):
+                stack += [node.function, node.arguments, node.keywords, node.state, node.items, node.entries]
+            elif isinstance(node, SymbolicDict):
+                stack += node.flat
+            else:
+                stack += node.members if isinstance(node, SymbolicSet) else node
+    return keys
