@@ -10,7 +10,7 @@ rank.
 
 A step is committed when its directory has a manifest that can be read and every file that the manifest names, at its
 length; nothing else is trusted. The order of saves is `save_queue`'s affair, the lock of the root `root_ownership`'s,
-which steps go `retention`'s, the files of a step `step_saver`'s and `step_loader`'s.
+which steps go `root`'s, the files of a step `step_saver`'s and `step_loader`'s.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.checkpointer.explain import explain
 from fastpersist.checkpointer.options import check_options, checked_metrics, meet_ranks, step_of, why_no_root
-from fastpersist.checkpointer.retention import RetentionPolicy, RootUpkeep, commits_of
+from fastpersist.checkpointer.root import RetentionPolicy, RootUpkeep, commits_of
 from fastpersist.checkpointer.root_ownership import RootOwnership
 from fastpersist.checkpointer.save_queue import SaveQueue
 from fastpersist.checkpointer.signal_save import SignalSave

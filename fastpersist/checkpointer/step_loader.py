@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fastpersist.arguments import require_bools
-from fastpersist.checkpointer.retention import RetentionPolicy, best_steps
+from fastpersist.checkpointer.root import RetentionPolicy, best_steps
 from fastpersist.commit.locks import HeldDirectory
 from fastpersist.commit.step_listing import (
     Commit,

@@ -32,7 +32,7 @@ from support.runs import Run, copied, hidden_names, wait_for_writers
 from support.sameness import portrait
 
 import fastpersist as fp
-from fastpersist.checkpointer.retention import RetentionPolicy, steps_to_remove
+from fastpersist.checkpointer.root import RetentionPolicy, steps_to_remove
 from fastpersist.commit.directory_commit import committed_path
 from fastpersist.commit.filesystem import using
 from fastpersist.commit.step_listing import committed_steps

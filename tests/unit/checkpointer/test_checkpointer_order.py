@@ -15,7 +15,7 @@ from support.forking import Child, Report
 from support.runs import hidden_names
 
 import fastpersist as fp
-from fastpersist.checkpointer.retention import RetentionPolicy, RootUpkeep
+from fastpersist.checkpointer.root import RetentionPolicy, RootUpkeep
 from fastpersist.commit.locks import hold_for_reading
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError, StorageError
 

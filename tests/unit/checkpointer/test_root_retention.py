@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastpersist.checkpointer.retention import RetentionPolicy, steps_to_remove
+from fastpersist.checkpointer.root import RetentionPolicy, steps_to_remove
 from fastpersist.errors import ConfigError
 
 COUNTS = st.none() | st.integers(1, 6)
