@@ -9,8 +9,8 @@ With sharded state, DCP's files stand in place of state.pt: `.metadata`, and `__
 rank.
 
 A step is committed when its directory has a manifest that can be read and every file that the manifest names, at its
-length; nothing else is trusted. The order of saves is `save_queue`'s affair, the lock of the root `root_ownership`'s,
-which steps go `root`'s, the files of a step `step_saver`'s and `step_loader`'s.
+length; nothing else is trusted. `root` locks the directory and removes steps; `step_saver` and `step_loader` write and
+read the files of a step; `save_queue` knows the order of saves.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.checkpointer.explain import explain
-from fastpersist.checkpointer.options import check_options, checked_metrics, meet_ranks, step_of, why_no_root
-from fastpersist.checkpointer.root import RetentionPolicy, RootUpkeep, commits_of
-from fastpersist.checkpointer.root_ownership import RootOwnership
+from fastpersist.checkpointer.options import check_options, checked_metrics, meet_ranks, step_of
+from fastpersist.checkpointer.root import RetentionPolicy, Root, commits_of, why_no_root
 from fastpersist.checkpointer.save_queue import SaveQueue
 from fastpersist.checkpointer.signal_save import SignalSave
 from fastpersist.checkpointer.step_loader import RANK_KEY, LoadOptions, best_of, find_best, load_newest, load_step
@@ -145,22 +144,21 @@ class Checkpointer:
             check_replicas=check_replicas,
             lock_timeout_s=lock_timeout_s,
         )
-        self._root = os.path.abspath(local_path(root, "root"))
-        why_not = why_no_root(self._root)
+        self._path = os.path.abspath(local_path(root, "root"))
+        why_not = why_no_root(self._path)
         if why_not and process_group is None:
             raise ConfigError(why_not)
         self._owners = Owners(optimizer, constant, gate)
         if self._owners.optimizers():
             watch_steps()
         self._retention = RetentionPolicy(keep, keep_every, keep_best)
-        self._upkeep = RootUpkeep(self._root, self._retention)
+        self._root = Root(self._path, self._retention, lock_timeout_s)
         self._arena = Arena(max_host_bytes)
         self._busy = busy
         self._on_error = on_error
         self._engine = engine
-        self._saver = saver_class(sharded)(self._root, self._owners, self._arena, engine=engine, paranoid=paranoid)
-        self._ownership = RootOwnership(self._root, lock_timeout_s)
-        self._saves = SaveQueue(self._root, on_error)
+        self._saver = saver_class(sharded)(self._path, self._owners, self._arena, engine=engine, paranoid=paranoid)
+        self._saves = SaveQueue(self._path, on_error)
         self._signals = SignalSave(self._owners, self._save_for_signal, self._is_saved)
         self._process = os.getpid()
         self._closed = False
@@ -171,7 +169,7 @@ class Checkpointer:
         self._writers = choose_writers(writers, [0])
         self._process_group: ProcessGroup | None = None
         met = (
-            meet_ranks(process_group, self._root, why_not, busy, peer_timeout_s) if process_group is not None else None
+            meet_ranks(process_group, self._path, why_not, busy, peer_timeout_s) if process_group is not None else None
         )
         if met is not None:
             self._ranks, tuned_count = met
@@ -219,17 +217,17 @@ class Checkpointer:
             step = step_of(step, state)
             require_bools(overwrite=overwrite)
             # A loop that went back to an older step comes by the damaged one again.
-            overwrite = overwrite or self._signals.saved_step == step or self._ownership.is_damaged(step)
+            overwrite = overwrite or self._signals.saved_step == step or self._root.is_damaged(step)
             busy = "wait" if is_last else self._busy
             pending = self._save(step, state, rank_state, checked_metrics(metrics), overwrite, busy)
             self._signals.after_save(pending)
             return pending
-        session = self._ranks.begin(f"step {step} of {self._root}")  # first: all ranks count their saves
+        session = self._ranks.begin(f"step {step} of {self._path}")  # first: all ranks count their saves
         earlier = self._saves.take_failed()
         try:
             step = step_of(step, state)
             require_bools(overwrite=overwrite)
-            overwrite = self._ranks.rank == 0 and (overwrite or self._ownership.is_damaged(step))
+            overwrite = self._ranks.rank == 0 and (overwrite or self._root.is_damaged(step))
             together = SaveGroup(session, step_name(step), self._writers, self._check_replicas, stores=self._stores)
             pending = self._save(step, state, rank_state, checked_metrics(metrics), overwrite, self._busy, together)
         except BaseException as error:
@@ -287,7 +285,7 @@ class Checkpointer:
             self._arena.let_go()
             if self._ranks is not None:
                 self._ranks.close()
-            self._ownership.release()
+            self._root.release()
         finally:
             self._signals.uninstall()  # which may end the process
 
@@ -297,7 +295,7 @@ class Checkpointer:
             said.append(f"rank {self._ranks.rank} of {self._ranks.count}")
         unfinished = len(self._saves.unfinished())
         said += [f"{unfinished} unfinished"] * (unfinished > 0) + ["closed"] * self._closed
-        return f"<Checkpointer of {self._root}: {', '.join(said)}>"
+        return f"<Checkpointer of {self._path}: {', '.join(said)}>"
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -367,7 +365,7 @@ class Checkpointer:
         """Tell whether a step is there and can be loaded as far as we know, or is being saved."""
         if any(pending.stats.step == step for pending in self._saves.unfinished()):
             return True
-        return committed_path(self._root, step_name(step)) is not None and not self._ownership.is_damaged(step)
+        return committed_path(self._path, step_name(step)) is not None and not self._root.is_damaged(step)
 
     def _save(
         self,
@@ -380,7 +378,7 @@ class Checkpointer:
         together: SaveGroup | None = None,
     ) -> PendingSave:
         started_s = time.monotonic()
-        stats = SaveStats(path=os.path.join(self._root, step_name(step)), step=step)
+        stats = SaveStats(path=os.path.join(self._path, step_name(step)), step=step)
         if rank_state is not None and not (isinstance(state, Mapping) and RANK_KEY not in state):
             raise ConfigError(f"with rank_state, the state is a dict without {RANK_KEY!r}: there load() returns it")
         if not self._saves.make_room(busy):
@@ -394,7 +392,7 @@ class Checkpointer:
                 self._own_root()
             has_root = True
             after = partial(self._committed, step, metrics=metrics)
-            number = self._upkeep.next_commit_number
+            number = self._root.next_commit_number
             saved = StepSave(step, state, rank_state, metrics, overwrite, stats, after, number)
             pending = self._saver.begin(saved, together)
             self._saves.add(pending)
@@ -417,31 +415,29 @@ class Checkpointer:
 
     def _committed(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> None:
         """The step is durable; beside the writing of the next one. `among`: see `RootUpkeep.after_commit`."""
-        if self._upkeep.after_commit(step, metrics, among):
-            self._ownership.unloadable.discard(step)
+        self._root.after_commit(step, metrics, among)
 
     def _own_root(self) -> None:
-        made = self._ownership.take()
+        made = self._root.take()
         if made is not None:
             self._stores.made = made
-            self._upkeep.forget()
 
     def _refuse_unusable(self) -> None:
         if self._process != os.getpid():
-            raise ConfigError(f"{self._root} is saved to by the process that this one was forked from")
+            raise ConfigError(f"{self._path} is saved to by the process that this one was forked from")
         if self._closed:
-            raise ConfigError(f"the Checkpointer of {self._root} is closed")
+            raise ConfigError(f"the Checkpointer of {self._path} is closed")
 
     def _save_for_signal(self, step: int, state: object) -> None:
         """Save and commit, whatever became of earlier saves and whatever `busy` says: it may be the last one."""
         self._refuse_unusable()
-        self._save(step, state, None, {}, overwrite=self._ownership.is_damaged(step), busy="wait").result()
+        self._save(step, state, None, {}, overwrite=self._root.is_damaged(step), busy="wait").result()
 
     # ----------------------------------------------------------------------------------------------- resuming
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending. Reads manifests and nothing else."""
-        return sorted(committed_steps(self._root))
+        return sorted(committed_steps(self._path))
 
     def latest(self) -> int | None:
         """Return the newest committed step that this process sees, None if there is none.
@@ -451,7 +447,7 @@ class Checkpointer:
         not decide by it whether all of them load(), which would wait for those that do not; load(missing_ok=True)
         decides for all.
         """
-        order = in_commit_order(commits_of(self._root))
+        order = in_commit_order(commits_of(self._path))
         return order[-1] if order else None
 
     def best(self) -> int | None:
@@ -460,11 +456,11 @@ class Checkpointer:
         Raises:
             ConfigError: This Checkpointer was made without keep_best.
         """
-        return best_of(commits_of(self._root), self._retention)
+        return best_of(commits_of(self._path), self._retention)
 
     def _resumed_from(self, step: int) -> None:
         if self._process == os.getpid():  # a forked child, which may load, removes nothing
-            self._upkeep.resumed_from(step)
+            self._root.resumed_from(step)
 
     def discard_after(self, step: int) -> list[int]:
         """Remove all steps with a greater number, for good: to go back to a step and forget what came of it.
@@ -501,7 +497,7 @@ class Checkpointer:
 
         def choose(found: list[int]) -> list[int]:
             if wanted not in found:
-                raise CheckpointNotFoundError(f"there is no step {wanted} in {self._root}")
+                raise CheckpointNotFoundError(f"there is no step {wanted} in {self._path}")
             return [wanted]
 
         self._remove(choose)
@@ -512,9 +508,7 @@ class Checkpointer:
         self._saves.join(None)
 
         rank = 0 if self._ranks is None else self._ranks.rank
-        removed = self._upkeep.remove_together(choose, self._own_root, self._process_group, rank)
-        self._ownership.unloadable.difference_update(removed)
-        return removed
+        return self._root.remove_together(choose, self._own_root, self._process_group, rank)
 
     @untraced
     def load(
@@ -580,16 +574,16 @@ class Checkpointer:
         options = LoadOptions(map_location, into, keys, verify, weights_only, self._engine, self._process_group)
         resumed = self._resumed_from
         if step is None:
-            unusable = self._ownership.unloadable.add
+            unusable = self._root.unloadable.add
             return load_newest(
-                self._root, options, strict=strict, missing_ok=missing_ok, on_unusable=unusable, on_loaded=resumed
+                self._path, options, strict=strict, missing_ok=missing_ok, on_unusable=unusable, on_loaded=resumed
             )
         if step == "best":
-            step = find_best(self._root, options, self._retention, missing_ok=missing_ok)
+            step = find_best(self._path, options, self._retention, missing_ok=missing_ok)
             if step is None:
                 return None
         number = checked_step(step)
-        found = load_step(self._root, number, options, missing_ok=missing_ok)
+        found = load_step(self._path, number, options, missing_ok=missing_ok)
         if found is not None:
             resumed(number)
         return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ from fastpersist.transfer.engine_selection import require_engine
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["check_options", "checked_metrics", "meet_ranks", "step_of", "why_no_root"]
+__all__ = ["check_options", "checked_metrics", "meet_ranks", "step_of"]
 
 
 def check_options(
@@ -49,19 +47,6 @@ def check_options(
         raise ConfigError(f"lock_timeout_s is a number of seconds, 0 or more, not {lock_timeout_s!r}")
     if sharded and (check_replicas or writers not in ("auto", "all")):
         raise ConfigError("with sharded=True each rank writes what it holds: there is no writers or check_replicas")
-
-
-def why_no_root(root: str) -> str:
-    """Say why no checkpoints can be below a path, "" if nothing is known against it."""
-    try:
-        is_directory = stat.S_ISDIR(os.stat(root).st_mode)
-    except NotADirectoryError:
-        return f"{root} cannot hold checkpoints: a file is where one of its parents should be"
-    except OSError:
-        return ""  # it is not there yet; or the first save says what is wrong
-    return (
-        "" if is_directory else f"{root} is a file, and checkpoints are directories below their root: name a directory"
-    )
 
 
 def meet_ranks(

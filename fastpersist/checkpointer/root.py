@@ -1,7 +1,7 @@
-"""Decide which steps of a root stay, and do what follows a durable step: name it in LATEST, remove what no rule keeps.
+"""The root of a Checkpointer: made and locked by its first save, named steps in it, and the rules by which steps stay.
 
-The rules are pure. A step is removed only when the newer ones are durable; `removal` removes its directory. A failure
-here costs no step: the log says what was not done.
+The rules are pure. A step is removed only when the newer ones are durable; `commit.removal` removes its directory. An
+error of upkeep after a save costs no step: the log says what was not done.
 """
 
 from __future__ import annotations
@@ -11,46 +11,54 @@ import errno
 import logging
 import math
 import os
+import re
+import stat
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fastpersist.commit.directory_commit import remove_directory
-from fastpersist.commit.filesystem import filesystem
+from fastpersist.commit.directory_commit import RootLock, remove_directory, sweep_directories
+from fastpersist.commit.filesystem import filesystem, make_directories
 from fastpersist.commit.step_listing import (
     Commit,
+    check_files,
     commit_of,
     committed_steps,
     in_commit_order,
     next_commit_number,
     read_commits,
+    read_manifest,
 )
 from fastpersist.distributed.common_steps import done_by_first
-from fastpersist.errors import CheckpointNotFoundError, ConfigError, StorageError
+from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError, StorageError
 from fastpersist.formats.manifest import COMMIT_NUMBER_MAX, step_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["RetentionPolicy", "RootUpkeep", "best_steps", "commits_of", "steps_to_remove"]
+__all__ = ["RetentionPolicy", "Root", "best_steps", "commits_of", "steps_to_remove", "why_no_root"]
 
 _log = logging.getLogger("fastpersist")
 
 _LATEST_NAME = "LATEST"
+_STEP_PATTERN = re.compile(r"step-[0-9]{8,19}")
+
+
+# --------------------------------------------------------------------------------------------- which steps stay
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """The rules that keep steps; a step stays if any of them keeps it. Without any rule, all steps stay.
+    """The rules that keep steps; a step stays if any rule keeps it. Without any rule, all steps stay.
 
     Args:
-        keep: Keep the so many steps, >= 1, that were committed last.
-        keep_every: Keep the steps that are multiples of it, >= 1; step 0 is one.
-        keep_best: (count, metric, "min" or "max"): keep the `count` steps, >= 1, with the smallest or largest value of
-            this metric. Steps without it, or with NaN, are not among them; of equal ones the one committed later stays.
-            While no step has the metric, which may be misspelt, all steps stay.
+        keep: Keep the steps that were committed last, this many; at least 1.
+        keep_every: Keep the steps that are multiples of this number, at least 1; step 0 is one.
+        keep_best: (count, metric, "min" or "max"): keep the `count` steps, at least 1, with the smallest or largest
+            value of this metric. A step without it, or with NaN, is not among them; of equal steps the one committed
+            later stays. While no step has the metric, which may be misspelt, all steps stay.
 
     Raises:
         ConfigError: A rule makes no sense.
@@ -71,12 +79,12 @@ class RetentionPolicy:
             )
 
     def said(self) -> list[str]:
-        """Return the rules as they were given, for people."""
+        """Return the rules as text, one for each."""
         rules = {"keep": self.keep, "keep_every": self.keep_every, "keep_best": self.keep_best}
         return [f"{name}={value!r}" for name, value in rules.items() if value is not None] or ["every step is kept"]
 
     def why_all_stay(self, metrics: Mapping[str, float]) -> str:
-        """Say why `keep_best` may keep every step: these metrics do not have its own, which may be misspelt; or ""."""
+        """Say that these metrics lack the one of `keep_best`, which may be misspelt; "" if they have it."""
         if self.keep_best is None or self.keep_best[1] in metrics:
             return ""
         metric = self.keep_best[1]
@@ -103,16 +111,16 @@ def _is_best_rule(rule: object) -> bool:
 def steps_to_remove(committed: Mapping[int, Mapping[str, float]], policy: RetentionPolicy) -> list[int]:
     """Return the steps that no rule keeps. The newest is never among them.
 
-    What is left keeps itself: asked again about it, the answer is no step.
+    Applied again to the steps that are left, the rules remove none.
 
     Args:
-        committed: From each committed step to its metrics, in the order in which they were committed (`step_listing`).
+        committed: The metrics of each committed step, in the order of the commits (`step_listing`).
         policy: The rules.
 
     Returns:
-        Steps to remove: the one that was committed first goes first.
+        The steps to remove, in the order of the commits.
 
-    Thread safety: safe, as long as nobody changes `committed` meanwhile.
+    Thread safety: any thread, as long as nobody changes `committed` meanwhile.
     """
     if policy.keep is None and policy.keep_every is None and policy.keep_best is None:
         return []
@@ -128,13 +136,13 @@ def steps_to_remove(committed: Mapping[int, Mapping[str, float]], policy: Retent
 
 
 def best_steps(committed: Mapping[int, Mapping[str, float]], rule: tuple[int, str, str]) -> list[int]:
-    """Return the steps that have the metric of a `keep_best`, the best one first.
+    """Return the steps that have the metric of a `keep_best` rule, the best one first.
 
     Args:
         committed: As in `steps_to_remove`.
-        rule: Its metric, and "min" or "max"; its count is not used here.
+        rule: (count, metric, "min" or "max"); the count is ignored.
 
-    Thread safety: safe, as long as nobody changes `committed` meanwhile.
+    Thread safety: any thread, as long as nobody changes `committed` meanwhile.
     """
     _, metric, direction = rule
     sign = 1.0 if direction == "min" else -1.0
@@ -146,37 +154,104 @@ def best_steps(committed: Mapping[int, Mapping[str, float]], rule: tuple[int, st
     return [step for _, _, step in sorted(values)]
 
 
+# --------------------------------------------------------------------------------------------- the directory
+
+
+def why_no_root(root: str) -> str:
+    """Say why a path cannot be the root of checkpoints; "" if nothing is known against it."""
+    try:
+        is_directory = stat.S_ISDIR(os.stat(root).st_mode)
+    except NotADirectoryError:
+        return f"{root} cannot hold checkpoints: a file is where one of its parents should be"
+    except OSError:
+        return ""  # it is not there yet; or the first save says what is wrong
+    return (
+        "" if is_directory else f"{root} is a file, and checkpoints are directories below their root: name a directory"
+    )
+
+
 def commits_of(root: str) -> dict[int, Commit]:
-    """Return when each committed step of a root was committed, and its metrics."""
+    """Return the commit of each committed step of a root: its order and its metrics."""
     return {step: commit_of(manifest) for step, manifest in committed_steps(root).items()}
 
 
-class RootUpkeep:
-    """Keeps a root in order.
+class Root:
+    """The directory of a Checkpointer. It holds the lock from the first save on, and keeps the directory in order.
 
     Args:
-        root: The directory.
-        retention: What is kept.
+        path: The directory.
+        retention: The rules by which steps stay.
+        lock_timeout_s: Seconds for which the first save waits if a process of another host holds the lock.
 
-    Thread safety: any thread.
+    Attributes:
+        path: The directory.
+        unloadable: Steps that a load could not read although their manifests are whole.
+
+    Thread safety: the training thread calls take, release, remove and remove_together; any thread calls the others.
     """
 
-    def __init__(self, root: str, retention: RetentionPolicy) -> None:
-        self._root = root
+    def __init__(self, path: str, retention: RetentionPolicy, lock_timeout_s: float = 0.0) -> None:
+        self.path = path
+        self.unloadable: set[int] = set()
         self._retention = retention
+        self._lock_timeout_s = lock_timeout_s
+        self._root_lock: RootLock | None = None
         self._lock = threading.RLock()  # re-entrant, for signal handlers; not held while anything is removed
         self._metrics: dict[int, Mapping[str, float]] | None = None  # of the committed steps, in order of commit
         self._next_number = 1
         self._resumed: int | None = None
         self._resumed_at: int | None = None  # the greatest number then, as far as it is known
 
+    # --- the lock
+
+    def take(self) -> list[str] | None:
+        """Make the directory and take its lock, once; again if somebody has moved the directory away.
+
+        Returns:
+            The directories that were made for it; None if the lock was held already.
+
+        Raises:
+            ConfigError: Another process saves there.
+            StorageError: The directory cannot be made or written.
+        """
+        if self._root_lock is not None and self._root_lock.is_held():
+            return None
+        self.release()
+        made = make_directories(self.path)
+        timeout_s, self._lock_timeout_s = self._lock_timeout_s, 0.0  # a training that goes on without it waits once
+        self._root_lock = RootLock.acquire(self.path, timeout_s=timeout_s)
+        sweep_directories(self.path, _STEP_PATTERN, locks_work=self._root_lock.excludes_others)
+        self.forget()
+        return made
+
+    def release(self) -> None:
+        """Give the lock back, if it is held."""
+        if self._root_lock is not None:
+            self._root_lock.release()
+            self._root_lock = None
+
+    # --- the steps
+
+    def is_damaged(self, step: int) -> bool:
+        """Tell whether a step is there, but is known to be damaged."""
+        path = os.path.join(self.path, step_name(step))
+        if not os.path.lexists(path):
+            return False
+        try:
+            check_files(path, read_manifest(path))
+        except CorruptionError:
+            return True
+        except (StorageError, CheckpointNotFoundError):
+            return False
+        return step in self.unloadable
+
     def forget(self) -> None:
-        """Read the root again when it is needed: somebody else may have changed it."""
+        """Read the directory again at the next use: somebody else may have changed it."""
         with self._lock:
             self._metrics = None
 
     def resumed_from(self, step: int) -> None:
-        """Count a step that was loaded as committed now: it is removed after `keep` newer ones."""
+        """Count a step that was loaded as committed now: it stays until `keep` newer ones are durable."""
         with self._lock:
             self._resumed = step
             self._resumed_at = None if self._metrics is None else self._next_number - 1
@@ -184,7 +259,7 @@ class RootUpkeep:
                 self._metrics[step] = self._metrics.pop(step)
 
     def next_commit_number(self) -> int:
-        """Return the number of the step that is about to be made visible; greater than all that were there before.
+        """Return the commit number of the step that is about to become visible: greater than all earlier ones.
 
         Raises:
             StorageError: The root cannot be listed.
@@ -198,7 +273,7 @@ class RootUpkeep:
     def _known(self) -> dict[int, Mapping[str, float]]:
         """Return the metrics of the committed steps, in order of commit. Under the lock."""
         if self._metrics is None:
-            commits = commits_of(self._root)
+            commits = commits_of(self.path)
             number = next_commit_number(commits.values())
             self._next_number = max(self._next_number, number)
             if self._resumed is not None and self._resumed in commits:
@@ -209,17 +284,14 @@ class RootUpkeep:
             self._metrics = {step: commits[step].metrics for step in in_commit_order(commits)}
         return self._metrics
 
-    def after_commit(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> bool:
+    def after_commit(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> None:
         """Name a durable step in LATEST, and remove the steps that no rule keeps.
 
         Args:
             step: Which.
             metrics: Of that step.
-            among: The steps that count, if not all of them do: a root that holds parts of steps (`node_local`) may hold
-                some of steps that were never committed.
-
-        Returns:
-            Whether the root could be read and written; the log says why not.
+            among: The steps that the rules see; None for all. A root on a node's own disk may hold parts of steps that
+                were never committed.
         """
         try:
             self._write_latest(step)
@@ -229,40 +301,40 @@ class RootUpkeep:
                 known[step] = metrics  # behind all others: these calls come in the order of the commits
                 counted = {found: known[found] for found in known if among is None or found in among}
         except StorageError as error:
-            _log.warning("%s: step %d is saved, but what comes after was not done: %s", self._root, step, error)
-            return False
+            _log.warning("%s: step %d is saved, but what comes after was not done: %s", self.path, step, error)
+            return
+        self.unloadable.discard(step)
         for old in steps_to_remove(counted, self._retention):
             try:
                 with suppress(CheckpointNotFoundError):  # somebody else has removed it
-                    if not remove_directory(os.path.join(self._root, step_name(old))):
-                        continue  # somebody reads it: later
+                    if not remove_directory(os.path.join(self.path, step_name(old))):
+                        continue  # somebody reads it; a later save removes it
                 with self._lock:
                     known.pop(old, None)
             except StorageError as error:
-                _log.warning("%s: step %d is kept no longer, but stays: %s", self._root, old, error)
-        return True
+                _log.warning("%s: step %d is kept no longer, but stays: %s", self.path, old, error)
 
     def remove(self, steps: Iterable[int]) -> list[int]:
-        """Remove steps because somebody has asked for it, and let LATEST name the newest of those that are left.
+        """Remove steps that somebody has asked to remove, and name the newest of those that are left in LATEST.
 
         Args:
-            steps: Those that are there already no longer are passed over.
+            steps: Which; those that are no longer there are passed over.
 
         Returns:
-            What was removed, in the order in which it went.
+            The removed steps, in the order of their removal.
 
         Raises:
-            StorageError: One could not be removed; the message says which, and why. The others are.
+            StorageError: A step could not be removed; the message says which, and why. The others were removed.
         """
         removed = []
         stuck: StorageError | None = None
         for step in steps:
-            path = os.path.join(self._root, step_name(step))
+            path = os.path.join(self.path, step_name(step))
             try:
                 if remove_directory(path):
                     removed.append(step)
                     continue
-                message = f"step {step} of {self._root} is being read, and stays: remove it again when that is over"
+                message = f"step {step} of {self.path} is being read, and stays: remove it again when that is over"
                 stuck = StorageError(errno.EBUSY, message, path)
             except CheckpointNotFoundError as error:
                 if os.path.lexists(path):  # without a manifest; it was never committed
@@ -282,59 +354,61 @@ class RootUpkeep:
         process_group: ProcessGroup | None,
         rank: int,
     ) -> list[int]:
-        """Remove what the first rank chooses; all ranks call this, each for its own root.
+        """Remove the steps that the coordinator chooses; all ranks call this, each for its own root.
 
         Args:
-            choose: Of the steps there are, the newest first: what is left has then always been a state.
-            take_root: Called on the first rank before anything is removed.
-            process_group: Of the ranks; None for this one alone.
-            rank: This one.
+            choose: Takes the steps of the root, the newest first, and returns those to remove. They are removed in this
+                order, so that at every moment the steps that are left have been together before.
+            take_root: Called on the coordinator before it removes anything.
+            process_group: The ranks; None if this one is alone.
+            rank: This rank.
 
         Returns:
-            What the first rank has removed.
+            The steps that the coordinator has removed.
 
         Raises:
             StorageError: As `remove`.
-            PeerError: The first rank failed.
+            PeerError: The coordinator failed.
             Exception: Whatever `choose` and `take_root` raise.
         """
 
         def remove() -> list[int]:
-            steps = choose(in_commit_order(read_commits(self._root))[::-1])
+            steps = choose(in_commit_order(read_commits(self.path))[::-1])
             if steps:
                 take_root()
             return self.remove(steps)
 
-        removed = done_by_first(process_group, self._root, "removing steps of", remove)
+        removed = done_by_first(process_group, self.path, "removing steps of", remove)
         if rank:
             try:
                 self.remove(removed)
-            except StorageError as error:  # what other stores have is worth nothing without the first rank's part
-                _log.warning("%s: a part of a removed step stays: %s", self._root, error)
+            except StorageError as error:  # without the coordinator's part, the parts of other stores are useless
+                _log.warning("%s: a part of a removed step stays: %s", self.path, error)
+        self.unloadable.difference_update(removed)
         return removed
 
     def _name_newest(self) -> None:
         with self._lock:
             self._metrics = None
-            commits = commits_of(self._root)
+            commits = commits_of(self.path)
         if commits:
             self._write_latest(in_commit_order(commits)[-1])
             return
         try:
-            filesystem().unlink(os.path.join(self._root, _LATEST_NAME))
+            filesystem().unlink(os.path.join(self.path, _LATEST_NAME))
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
 
     def _write_latest(self, step: int) -> None:
-        path = os.path.join(self._root, _LATEST_NAME)
-        temporary = os.path.join(self._root, f".{_LATEST_NAME}.new")
+        path = os.path.join(self.path, _LATEST_NAME)
+        temporary = os.path.join(self.path, f".{_LATEST_NAME}.new")
         try:
             fd = filesystem().create(temporary)
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
-            filesystem().unlink(temporary)  # a process has died here; or it is no file, such as a FIFO
+            filesystem().unlink(temporary)  # a process that died here has left it
             fd = filesystem().create(temporary)
         try:
             filesystem().write(fd, f"{step_name(step)}\n".encode(), temporary)

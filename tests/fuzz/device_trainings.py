@@ -308,7 +308,7 @@ class Training:
             self.step_saves.append((self.step, None, contents))
             if isinstance(errors[0], KeyboardInterrupt):
                 # Where the lock of the root had just been taken, there is nobody to give it up.
-                self.has_steps_no_more = self.checkpointer._lock is None
+                self.has_steps_no_more = self.checkpointer._root._root_lock is None
 
     def close_steps(self) -> None:
         if self.checkpointer is None:

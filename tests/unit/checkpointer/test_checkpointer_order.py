@@ -15,7 +15,7 @@ from support.forking import Child, Report
 from support.runs import hidden_names
 
 import fastpersist as fp
-from fastpersist.checkpointer.root import RetentionPolicy, RootUpkeep
+from fastpersist.checkpointer.root import RetentionPolicy, Root
 from fastpersist.commit.locks import hold_for_reading
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError, StorageError
 
@@ -104,14 +104,14 @@ def test_falling_back_goes_by_the_order_too(tmp_path: Path, damage: str) -> None
 
 def test_what_was_resumed_from_takes_nobody_s_place_when_the_root_is_read_again(tmp_path: Path) -> None:
     save_steps(tmp_path, 10, 30)
-    upkeep = RootUpkeep(str(tmp_path), RetentionPolicy(keep=2, keep_every=10))
-    upkeep.resumed_from(10)
+    root = Root(str(tmp_path), RetentionPolicy(keep=2, keep_every=10))
+    root.resumed_from(10)
     for step in (11, 12):
         save_steps(tmp_path, step)
-        upkeep.after_commit(step, {})
-    upkeep.forget()
+        root.after_commit(step, {})
+    root.forget()
     save_steps(tmp_path, 13)
-    upkeep.after_commit(13, {})
+    root.after_commit(13, {})
     assert fp.Checkpointer(tmp_path).steps() == [10, 12, 13, 30]
 
 
