@@ -54,8 +54,6 @@ FOREIGN_HEADER = re.compile(r"Python\.h|pybind11/|torch/|ATen/|c10/|cuda(?!_doub
 # Modules without a test file of their name, and the file, below tests/, whose tests are theirs.
 TESTED_BY = {
     "checkpointer/explain": "unit/checkpointer/test_checkpointer_reports.py",
-    "checkpointer/options": "unit/checkpointer/test_checkpointer_errors.py",
-    "checkpointer/save_queue": "unit/checkpointer/test_checkpointer.py",
     "checkpointer/step_saver": "unit/checkpointer/test_checkpointer.py",
     "dcp/blobs": "unit/dcp/test_odd_tensors.py",
     "dcp/inspection": "unit/dcp/test_hostile_files.py",

@@ -10,7 +10,7 @@ rank.
 
 A step is committed when its directory has a manifest that can be read and every file that the manifest names, at its
 length; nothing else is trusted. `root` locks the directory and removes steps; `step_saver` and `step_loader` write and
-read the files of a step; `save_queue` knows the order of saves.
+read the files of a step.
 """
 
 from __future__ import annotations
@@ -25,16 +25,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.checkpointer.explain import explain
-from fastpersist.checkpointer.options import check_options, checked_metrics, meet_ranks, step_of
 from fastpersist.checkpointer.root import RetentionPolicy, Root, commits_of, why_no_root
-from fastpersist.checkpointer.save_queue import SaveQueue
 from fastpersist.checkpointer.signal_save import SignalSave
 from fastpersist.checkpointer.step_loader import RANK_KEY, LoadOptions, best_of, find_best, load_newest, load_step
-from fastpersist.checkpointer.step_saver import StepSave, saver_class
+from fastpersist.checkpointer.step_saver import (
+    SaveQueue,
+    ShardedSaver,
+    StepSave,
+    StepSaver,
+    checked_metrics,
+    step_of,
+)
 from fastpersist.commit.directory_commit import committed_path
 from fastpersist.commit.step_listing import committed_steps, in_commit_order
+from fastpersist.distributed.common_steps import refuse_together
 from fastpersist.distributed.coordination import Ranks
-from fastpersist.distributed.group_save import Writers
+from fastpersist.distributed.group_save import Writers, tuned_writer_count
 from fastpersist.distributed.node_local.detection import Stores
 from fastpersist.distributed.partition import choose_writers
 from fastpersist.distributed.shared_file import SaveGroup
@@ -46,6 +52,7 @@ from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_caller
 from fastpersist.transfer.arena import Arena
+from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.torch_boundary import untraced
 
 if TYPE_CHECKING:
@@ -134,7 +141,7 @@ class Checkpointer:
         peer_timeout_s: float = 600.0,
         lock_timeout_s: float = 120.0,
     ) -> None:
-        check_options(
+        _check_options(
             busy=busy,
             on_error=on_error,
             engine=engine,
@@ -157,7 +164,8 @@ class Checkpointer:
         self._busy = busy
         self._on_error = on_error
         self._engine = engine
-        self._saver = saver_class(sharded)(self._path, self._owners, self._arena, engine=engine, paranoid=paranoid)
+        saver_class = ShardedSaver if sharded else StepSaver
+        self._saver = saver_class(self._path, self._owners, self._arena, engine=engine, paranoid=paranoid)
         self._saves = SaveQueue(self._path, on_error)
         self._signals = SignalSave(self._owners, self._save_for_signal, self._is_saved)
         self._process = os.getpid()
@@ -169,7 +177,7 @@ class Checkpointer:
         self._writers = choose_writers(writers, [0])
         self._process_group: ProcessGroup | None = None
         met = (
-            meet_ranks(process_group, self._path, why_not, busy, peer_timeout_s) if process_group is not None else None
+            _meet_ranks(process_group, self._path, why_not, busy, peer_timeout_s) if process_group is not None else None
         )
         if met is not None:
             self._ranks, tuned_count = met
@@ -587,3 +595,66 @@ class Checkpointer:
         if found is not None:
             resumed(number)
         return found
+
+
+def _check_options(
+    *,
+    busy: str,
+    on_error: str,
+    engine: str,
+    paranoid: bool,
+    sharded: bool,
+    writers: Writers,
+    check_replicas: bool,
+    lock_timeout_s: float,
+) -> None:
+    """Check the options of a Checkpointer that nobody else checks; see there.
+
+    Raises:
+        ConfigError: One makes no sense.
+    """
+    if busy not in ("wait", "latest", "skip"):
+        raise ConfigError(f"busy is 'wait', 'latest' or 'skip', not {busy!r}")
+    if on_error not in ("raise", "warn"):
+        raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+    require_engine(engine)
+    require_bools(paranoid=paranoid, sharded=sharded, check_replicas=check_replicas)
+    if not (isinstance(lock_timeout_s, int | float) and lock_timeout_s >= 0):
+        raise ConfigError(f"lock_timeout_s is a number of seconds, 0 or more, not {lock_timeout_s!r}")
+    if sharded and (check_replicas or writers not in ("auto", "all")):
+        raise ConfigError("with sharded=True each rank writes what it holds: there is no writers or check_replicas")
+
+
+def _meet_ranks(
+    process_group: ProcessGroup, root: str, why_not: str, busy: str, timeout_s: float
+) -> tuple[Ranks, int | None] | None:
+    """Meet the ranks of a process group; all of them call this.
+
+    Args:
+        process_group: The group.
+        root: Of this rank's Checkpointer.
+        why_not: Why no checkpoints can be there, as `why_no_root` says.
+        busy: As in `Checkpointer`.
+        timeout_s: A rank that was not heard of for so long has failed.
+
+    Returns:
+        The ranks, and how many of them write by rank 0's tuning file; None if this one is alone.
+
+    Raises:
+        ConfigError: No checkpoints can be below the root of some rank, or `busy` makes no sense for several.
+        PeerError: A rank is gone.
+    """
+    ranks = Ranks.meet(process_group, timeout_s=timeout_s)
+    try:
+        refuse_together(process_group, root, why_not)
+        if ranks.count == 1:
+            return None
+        tuned_count = tuned_writer_count(process_group, root)
+        if busy != "wait":
+            raise ConfigError(
+                f"with several ranks, busy is 'wait': ranks would not leave out the same saves, as {busy!r} does"
+            )
+    except BaseException:
+        ranks.close()
+        raise
+    return ranks, tuned_count

@@ -1,44 +1,59 @@
-"""A step of a Checkpointer → the files of its directory, on the first rank and on the others; replicated state.
+"""Save the steps of a Checkpointer: check what save() was given, begin a save, and follow it until it is over.
 
-When a step may be saved, what it replaces and how it is counted is `checkpointer`'s affair; how sharded state becomes
-files `sharded_saver`'s, which is this with other files.
+- `StepSaver` turns a step into the files of its directory, on the coordinator and on the followers; `ShardedSaver` does
+  so for sharded state.
+- `SaveQueue` knows which saves are unfinished or have failed, what each cost, and what `busy` leaves out.
+
+When a step may be saved, and what it replaces, is decided in `checkpointer`.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from fastpersist.distributed.coordinator_save import CoordinatorSave
 from fastpersist.distributed.follower_save import FollowerSave
 from fastpersist.distributed.shared_file import SaveGroup
-from fastpersist.formats.manifest import STATE_NAME, rank_file_name
+from fastpersist.errors import ConfigError, SkippedError
+from fastpersist.formats.manifest import STATE_NAME, CheckpointManifest, checked_step, encode_manifest, rank_file_name
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
-from fastpersist.saving.refused_globals import warn_of_globals
+from fastpersist.saving.refused_globals import warn_caller, warn_of_globals
 from fastpersist.transfer.arena import Arena
 
-__all__ = ["StepSave", "StepSaver", "saver_class"]
+__all__ = ["SaveQueue", "ShardedSaver", "StepSave", "StepSaver", "checked_metrics", "step_of"]
 
 _log = logging.getLogger("fastpersist")
+
+_STATS_COUNT = 1000
+_FAILED_COUNT = 16
+
+
+# --------------------------------------------------------------------------------------------- what is saved
 
 
 @dataclass(frozen=True, slots=True)
 class StepSave:
-    """What is saved of a step, and how.
+    """One call of `Checkpointer.save`, with checked arguments.
 
     Attributes:
-        step: Which.
-        state: As all ranks have it; with several, rank 0's is what is saved.
-        rank_state: This rank's own; None for none.
-        metrics: For the manifest.
+        step: The step.
+        state: The state; with several ranks the coordinator's is saved, unless it is sharded.
+        rank_state: This rank's own object; None for none.
+        metrics: Numbers for the manifest.
         overwrite: Replace the step if it is there.
-        stats: Filled in.
-        after: Done when the step is durable, beside the writing of the next one; where another rank than the first has
-            published a store of its own, with the metrics of the first, and `among`, the steps that it has.
-        next_commit_number: Asked on the first rank when all is written.
+        stats: Filled in by the save.
+        after: Called when the step is durable, while the next step may already be written. A follower that publishes a
+            store of its own calls it with the coordinator's `metrics`, and with the coordinator's steps as `among`.
+        next_commit_number: Called on the coordinator when all files are written.
     """
 
     step: int
@@ -51,15 +66,49 @@ class StepSave:
     next_commit_number: Callable[[], int]
 
 
+def step_of(step: object, state: object) -> int:
+    """Return the step that save() was given, as an int.
+
+    Raises:
+        ConfigError: It is no whole number of 0 or more; or step and state are in the wrong order.
+    """
+    if not hasattr(step, "__index__") and isinstance(state, int):
+        raise ConfigError(f"the step comes first, then the state: save({state!r}, state)")
+    return checked_step(step)
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return metrics as floats by name; a tensor of one element counts as a number.
+
+    Raises:
+        ConfigError: They are no dict, a value is no number, or a name is nothing that a manifest can hold.
+    """
+    if not isinstance(metrics, Mapping | None):
+        raise ConfigError(f'metrics is a dict from names to numbers, such as {{"loss": 0.5}}; not {metrics!r}')
+    checked = {}
+    for name, value in (metrics or {}).items():
+        try:
+            checked[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ConfigError(f"metrics are numbers; {name!r} is {type(value).__name__}: {error}") from None
+    encode_manifest(CheckpointManifest((), None, 0.0, checked, {}, {}, {}))
+    return checked
+
+
+# --------------------------------------------------------------------------------------------- how a save begins
+
+
 class StepSaver:
-    """Saves the steps of one Checkpointer. One thread uses it; another one writes.
+    """Saves the steps of one Checkpointer, whose state all ranks hold alike.
 
     Args:
-        root: Where the steps are.
-        owners: Whose storages are stable.
-        arena: For copied bytes.
+        root: The directory of the steps.
+        owners: The optimizers and constants, whose storages are not copied at once.
+        arena: Host memory for copied bytes.
         engine: "auto", or an engine's name, which then never falls back.
-        paranoid: As in `capture`.
+        paranoid: As in `Checkpointer`.
+
+    Thread safety: only the training thread calls it; the files are written by a thread of its own.
     """
 
     def __init__(self, root: str, owners: Owners, arena: Arena, *, engine: str, paranoid: bool) -> None:
@@ -69,17 +118,17 @@ class StepSaver:
         self._engine = engine
         self._paranoid = paranoid
         self._lane = Lane("fastpersist-save")
-        self._removal_lane = Lane("fastpersist-rm")  # of its own: removing gigabytes takes long enough to save some
+        self._removal_lane = Lane("fastpersist-rm")  # its own thread: the next save does not wait for a removal
         self._known_keys: tuple[str, ...] | None = None
-        self._why_volatile: str | None = None  # of the last save; None where nobody needs to be told
+        self._why_volatile: str | None = None  # of the last save; None on followers, which tell nothing
         self._why_told = ""
 
     def begin(self, step: StepSave, together: SaveGroup | None) -> PendingSave:
         """Begin to save a step; returns when everything that may change before the next step is copied.
 
         Args:
-            step: What.
-            together: With the other ranks; None without any.
+            step: The step.
+            together: The save of all ranks; None if this process is alone.
         """
         if together is not None and together.session.rank:
             peer = FollowerSave(
@@ -93,7 +142,7 @@ class StepSaver:
                 paranoid=self._paranoid,
                 confirms=True,
             )
-            self._begin_other(step, peer)
+            self._begin_follower(step, peer)
             if step.rank_state is not None:
                 peer.add_own(step.rank_state, rank_file_name(together.session.rank), self._owners)
             return peer.publish(lambda end: step.after(metrics=end["metrics"], among=end["steps"]))
@@ -108,7 +157,7 @@ class StepSaver:
             _strategy=None if together is None else CoordinatorSave(together),
         )
         with directory:  # an error below removes it
-            self._begin_first(step, directory)
+            self._begin_coordinator(step, directory)
             if step.rank_state is not None:
                 directory.save(step.rank_state, rank_file_name(0), owners=self._owners, own=True)
             self._why_volatile = directory.captures[0].why_volatile
@@ -121,10 +170,10 @@ class StepSaver:
             )
 
     def tell_once(self, state: object) -> None:
-        """Say, after `begin`, what makes saves slow, and of each new structure what a default load would refuse.
+        """Log why the whole state was copied; warn, once for each set of keys, of what a default load would refuse.
 
         Args:
-            state: That was saved; the first rank tells it for all.
+            state: The state that was saved. Followers are silent.
         """
         if self._why_volatile is None:
             return
@@ -136,25 +185,193 @@ class StepSaver:
             self._known_keys = keys
             self._warn_of(state)
 
-    # --- what sharded state does in another way
+    # --- what differs for sharded state
 
-    def _begin_first(self, step: StepSave, directory: DirectorySave) -> None:
-        """Save the state into the directory; on the first rank."""
+    def _begin_coordinator(self, step: StepSave, directory: DirectorySave) -> None:
+        """Save the coordinator's part of the state into the directory."""
         directory.save(step.state, STATE_NAME, owners=self._owners)
 
-    def _begin_other(self, step: StepSave, peer: FollowerSave) -> None:
-        """Save this rank's part of the state; on the others."""
+    def _begin_follower(self, step: StepSave, peer: FollowerSave) -> None:
+        """Save a follower's part of the state."""
         peer.save(step.state, STATE_NAME, self._owners, self._owners.look)
 
     def _warn_of(self, state: object) -> None:
-        """Warn of what the state holds."""
+        """Warn of what a default load would refuse."""
         warn_of_globals(state)
 
 
-def saver_class(sharded: bool) -> type[StepSaver]:
-    """Return what saves steps of sharded state, or of state that all ranks hold alike."""
-    if not sharded:
-        return StepSaver
-    from fastpersist.checkpointer.sharded_saver import ShardedSaver  # torch.distributed.checkpoint takes long to import
+class ShardedSaver(StepSaver):
+    """Saves the steps of one Checkpointer whose state is sharded: the files of torch.distributed.checkpoint."""
 
-    return ShardedSaver
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        from fastpersist.dcp.plan_agreement import SharedPlans  # torch.distributed.checkpoint takes long to import
+
+        super().__init__(*arguments, **options)
+        self._plans = SharedPlans()
+
+    def _begin_coordinator(self, step: StepSave, directory: DirectorySave) -> None:
+        from fastpersist.dcp.save_state import save_sharded
+
+        save_sharded(directory, step.state, owners=self._owners, plans=self._plans)
+
+    def _begin_follower(self, step: StepSave, peer: FollowerSave) -> None:
+        from fastpersist.dcp.save_state import ShardedFiles, required_mapping
+
+        peer.save_produced(ShardedFiles(required_mapping(step.state), self._owners, self._plans))
+
+    def _warn_of(self, state: Any) -> None:
+        """Warn of objects that a load refuses, and of keys that come back as text."""
+        objects: dict[str, Any] = {}
+        changed: list[str] = []
+        _find_objects(state, "", objects, changed)
+        warn_of_globals(objects)
+        if changed:
+            warn_caller(
+                f"the keys of {', '.join(map(repr, changed[:5]))} are not all text; in sharded state, as in DCP, they "
+                "come back as text"
+            )
+
+
+def _find_objects(
+    value: Any, name: str, objects: dict[str, Any], changed: list[str], *, knows_ids: bool = False
+) -> None:
+    """Find all objects that are no tensors, by name, and the dicts with keys that are not text: DCP makes them text."""
+    if isinstance(value, torch.Tensor):
+        return
+    if isinstance(value, Mapping):
+        if not knows_ids and not all(isinstance(key, str) for key in value):
+            changed.append(name)
+        # A load restores the numbers that are keys of an optimizer's state: its param_groups list them.
+        is_optimizer = isinstance(value.get("state"), Mapping) and isinstance(value.get("param_groups"), list)
+        for key, item in value.items():
+            inner = f"{name}.{key}" if name else str(key)
+            _find_objects(item, inner, objects, changed, knows_ids=is_optimizer and key == "state")
+    elif isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor | Mapping | list) for item in value):
+        for index, item in enumerate(value):
+            _find_objects(item, f"{name}.{index}", objects, changed)
+    else:
+        objects[name] = value
+
+
+# --------------------------------------------------------------------------------------------- until it is over
+
+
+class SaveQueue:
+    """The saves of a Checkpointer: which are unfinished, which have failed, and what each cost.
+
+    Args:
+        root: The directory of the steps, for messages.
+        on_error: As in `Checkpointer`.
+
+    Attributes:
+        stats: What each save cost, oldest first; the last 1000.
+
+    Thread safety: any thread may call `note_finished`; only the training thread calls the other methods.
+    """
+
+    def __init__(self, root: str, on_error: str) -> None:
+        self._root = root
+        self._on_error = on_error
+        self._unfinished: deque[PendingSave] = deque()
+        self._failed: deque[PendingSave] = deque(maxlen=_FAILED_COUNT)
+        self.stats: deque[SaveStats] = deque(maxlen=_STATS_COUNT)
+
+    def make_room(self, busy: str) -> bool:
+        """Wait until fewer than two saves are unwritten, or leave one out.
+
+        Args:
+            busy: As in `Checkpointer`.
+
+        Returns:
+            False if the new save is to be left out.
+        """
+        self._forget_finished()
+        while unwritten := [pending for pending in self._unfinished if not pending.is_written()]:
+            if busy == "skip":
+                return False
+            if len(unwritten) < 2:
+                break
+            if busy != "latest" or not unwritten[-1].skip("a newer one came before it had begun"):
+                unwritten[0].wait_written()
+        return True
+
+    def add(self, pending: PendingSave) -> None:
+        """Add a save that has begun."""
+        self._unfinished.append(pending)
+        pending.when_finished(lambda: self.note_finished(pending))
+
+    def note_finished(self, pending: PendingSave) -> None:
+        """Keep what a save has cost, and the save itself if it failed."""
+        stats = pending.stats
+        self.stats.append(stats)
+        if stats.error is not None:
+            if not pending.skipped():
+                self._failed.append(pending)
+            return
+        _log.info(
+            "step %s: %.2f GB in %.3f s (%.2f GB/s, %s), training stalled for %.1f ms, synced in %.3f s",
+            stats.step,
+            stats.bytes / 1e9,
+            stats.write_s,
+            stats.bytes / 1e9 / max(stats.write_s, 1e-9),
+            stats.engine,
+            stats.stall_s * 1e3,
+            stats.sync_s,
+        )
+
+    def unfinished(self) -> list[PendingSave]:
+        """Return the unfinished saves."""
+        return [pending for pending in list(self._unfinished) if not pending.done()]
+
+    def wait_captured(self, timeout: float | None) -> None:
+        """Return when the state of every save may change; raise TimeoutError after `timeout` seconds."""
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        for pending in list(self._unfinished):
+            pending.wait_captured(_left_s(deadline_s))
+
+    def join(self, timeout: float | None) -> None:
+        """Return when every save is finished; raise TimeoutError after `timeout` seconds."""
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        for pending in list(self._unfinished):
+            if not pending.join(_left_s(deadline_s)):
+                raise TimeoutError(f"a save to {self._root} is still under way after {timeout} s")
+        self._forget_finished()
+
+    def _forget_finished(self) -> None:
+        self._unfinished = deque(pending for pending in self._unfinished if not pending.done())
+
+    # --- failures
+
+    def take_failed(self) -> deque[PendingSave]:
+        """Return the failed saves, and forget them: the caller delivers them or gives them back."""
+        failed, self._failed = self._failed, deque(maxlen=_FAILED_COUNT)
+        return failed
+
+    def give_back(self, failed: deque[PendingSave]) -> None:
+        """Put failed saves back, before those that have failed since."""
+        self._failed.extendleft(reversed(failed))
+
+    def deliver(self, failed: deque[PendingSave] | None = None) -> None:
+        """Raise the oldest failure that nobody has been told yet, or warn of all; of `failed`, or of those it keeps."""
+        if failed is None:
+            failed = self._failed
+        while failed:
+            pending = failed.popleft()
+            error = pending.undelivered_error()
+            if error is None or isinstance(error, SkippedError):
+                continue
+            if self._on_error == "raise":
+                if failed is not self._failed:
+                    self.give_back(failed)
+                raise error
+            warn_caller(f"a checkpoint was not saved, training goes on: {error}")
+
+    def log_failed(self) -> None:
+        """Log the failures that nobody has been told yet, because another exception is being raised."""
+        for pending in self.take_failed():
+            if failure := pending.undelivered_error():
+                _log.error("while another exception was being raised: %s", failure)
+
+
+def _left_s(deadline_s: float | None) -> float | None:
+    return None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
