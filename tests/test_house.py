@@ -55,6 +55,7 @@ FOREIGN_HEADER = re.compile(r"Python\.h|pybind11/|torch/|ATen/|c10/|cuda(?!_doub
 TESTED_BY = {
     "checkpointer/explain": "unit/checkpointer/test_checkpointer_reports.py",
     "checkpointer/step_saver": "unit/checkpointer/test_checkpointer.py",
+    "commit/step_listing": "unit/checkpointer/test_step_loader.py",
     "dcp/blobs": "unit/dcp/test_odd_tensors.py",
     "dcp/inspection": "unit/dcp/test_hostile_files.py",
     "dcp/node_local_load": "ranks/dcp/test_node_local_steps.py",

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from support.directories import wait_for_report
 from support.forking import Child, Report
 from support.runs import Replay, Run, held_writers, hidden_names
-from support.training import PATIENCE_S
 
 import fastpersist as fp
 from fastpersist.commit.directory_commit import hold_for_reading
@@ -263,71 +261,6 @@ def test_step_that_was_just_saved_stays_even_if_there_are_newer_ones(tmp_path: P
 
 
 # --- who waits for whom
-
-
-def test_busy_wait_lets_two_saves_be_unfinished_and_loses_none(tmp_path: Path) -> None:
-    checkpointer = fp.Checkpointer(tmp_path)
-    with held_writers() as writers:
-        pending = [checkpointer.save(step, {"step": step}) for step in (1, 2)]
-        threading.Thread(target=lambda: (writers.reached.wait(PATIENCE_S), writers.release())).start()
-        pending.append(checkpointer.save(3, {"step": 3}))
-        assert pending[0].is_written()
-    checkpointer.close()
-    assert checkpointer.steps() == [1, 2, 3]
-    assert not any(save.skipped() for save in pending)
-
-
-def test_busy_latest_leaves_out_the_one_that_waits(tmp_path: Path, leak_check: None) -> None:
-    checkpointer = fp.Checkpointer(tmp_path, busy="latest")
-    with held_writers() as writers:
-        first = checkpointer.save(1, {"step": 1})
-        assert writers.reached.wait(PATIENCE_S)
-        others = [checkpointer.save(step, {"step": step}) for step in (2, 3, 4)]
-        assert [save.skipped() for save in others] == [True, True, False]
-        assert others[0].done()
-        with pytest.raises(fp.SkippedError, match="newer"):
-            others[0].result()
-    checkpointer.close()  # and raises nothing: a skipped save is no failure
-    assert first.result() == tmp_path / "step-00000001"
-    assert checkpointer.steps() == [1, 4]
-    assert sorted(stats.step or 0 for stats in checkpointer.stats()) == [1, 2, 3, 4]
-    assert hidden_names(tmp_path) == []
-
-
-def test_busy_skip_captures_nothing(tmp_path: Path, leak_check: None) -> None:
-    class Unpicklable:
-        def __reduce__(self) -> Any:
-            raise AssertionError("it was pickled")
-
-    checkpointer = fp.Checkpointer(tmp_path, busy="skip")
-    with held_writers():
-        checkpointer.save(1, {"step": 1})
-        skipped = checkpointer.save(2, {"step": Unpicklable()})
-        assert skipped.skipped()
-        assert skipped.done()
-        assert skipped.captured()
-        assert isinstance(skipped.exception(), fp.SkippedError)
-    checkpointer.wait()
-    assert not checkpointer.save(3, {"step": 3}).skipped()
-    checkpointer.close()
-    assert checkpointer.steps() == [1, 3]
-    assert {stats.step: stats.error is None for stats in checkpointer.stats()} == {1: True, 2: False, 3: True}
-
-
-def test_wait_returns_when_all_is_committed_and_can_be_limited(tmp_path: Path) -> None:
-    checkpointer = fp.Checkpointer(tmp_path)
-    with held_writers() as writers:
-        pending = checkpointer.save(1, STATE)
-        with pytest.raises(TimeoutError):
-            checkpointer.wait(0.01)
-        with pytest.raises(TimeoutError):
-            pending.result(0.01)
-        assert not pending.done()
-        writers.release()
-        checkpointer.wait()
-        assert pending.done()
-        assert checkpointer.steps() == [1]
-    checkpointer.close()
 
 
 def test_load_sees_the_saves_that_are_under_way(tmp_path: Path) -> None:
