@@ -71,7 +71,6 @@ TESTED_BY = {
     "distributed/group_save": "ranks/test_group_directory.py",
     "distributed/peers": "unit/distributed/test_coordination.py",
     "distributed/replica_check": "unit/distributed/test_shared_file.py",
-    "distributed/sessions": "unit/distributed/test_coordination_losses.py",
     "formats/foreign": "unit/loading/test_checkpoint_file.py",
     "formats/pickle_nodes": "unit/formats/test_pickle_scan.py",
     "loading/fill_target": "unit/test_api_load_into.py",

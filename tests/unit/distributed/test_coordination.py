@@ -1,8 +1,7 @@
-"""The ranks of a group meet, and hear each other in one session after the other; a failure reaches all of them."""
+"""The ranks of a group meet, begin one session after the other, and each failure reaches the session it is of."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import socket
@@ -29,18 +28,12 @@ from support.ranks_in_threads import (
 )
 
 from fastpersist.distributed import connections, coordination, peers
-from fastpersist.distributed import sessions as session_room
 from fastpersist.distributed.coordination import Ranks, Session
 from fastpersist.errors import (
-    AgreementTimeoutError,
     ConfigError,
     CoordinationError,
-    InternalError,
-    NoSpaceError,
     PeerError,
 )
-
-# --- all goes well, and what is offered
 
 
 def test_what_is_cut_is_cut_at_the_largest_page_of_any_rank() -> None:
@@ -74,146 +67,6 @@ def test_ranks_hear_each_other_in_one_session_after_the_other(count: int, leak_c
                 (rank, count, (0,) * count, f"step {step}") for rank in range(count)
             ]
             assert_went_well(say_all(sessions))
-
-
-def test_a_save_takes_four_messages_of_a_rank_and_64_ranks_are_at_it_together() -> None:
-    with ranks_in_threads(64) as ranks:
-        sessions = begin(ranks)
-        assert_went_well(say_all(sessions))
-        assert [session.message_count for session in sessions] == [4 * 63] + [4] * 63
-        assert sessions[1].message_bytes == 4 * (17 + 16) + len(b"plan 1" + b"go" + b"done 1" + b"end")
-        assert sessions[0].message_bytes == sum(session.message_bytes for session in sessions[1:])
-
-
-def test_large_messages_pass_both_ways_at_once() -> None:
-    large = os.urandom(1 << 20) * 24
-    with ranks_in_threads(3) as ranks:
-        first, *others = begin(ranks)
-
-        def other(session: Session) -> bytes:
-            session.tell(large)
-            return session.hear()
-
-        def answer() -> list[bytes]:
-            first.answer(large)  # before it has read anything
-            return first.gather(b"")
-
-        outcomes = at_once([answer, lambda: other(others[0]), lambda: other(others[1])])
-        assert outcomes == [[b"", large, large], large, large]
-
-
-def test_a_message_beyond_the_limit_is_refused_where_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_room, "MESSAGE_LIMIT_BYTES", 1000)
-    with ranks_in_threads(2) as ranks:
-        first, other = begin(ranks)
-        other.tell(b"x" * 1000)
-        assert first.gather(b"")[1] == b"x" * 1000
-        with pytest.raises(CoordinationError, match="1001 bytes"):
-            other.tell(b"x" * 1001)
-        with pytest.raises(CoordinationError, match="1001 bytes"):
-            first.answer(b"x" * 1001)
-
-
-def test_who_asks_hears_what_is_offered_whoever_comes_first_and_nobody_else_hears_anything() -> None:
-    with ranks_in_threads(4) as ranks:
-        asking = ranks[1].begin("a")  # before rank 0 knows of it
-        found: list[bytes] = []
-        thread = threading.Thread(target=lambda: found.append(asking.offered()))
-        thread.start()
-        first = ranks[0].begin("a")
-        late, silent = ranks[2].begin("a"), ranks[3].begin("a")
-        first.offer(b"here")
-        calls = [
-            lambda: first.gather(b""),
-            lambda: (late.offered(), late.offered(), late.tell(b"2")),
-            lambda: silent.tell(b"3"),
-            lambda: (thread.join(TIMEOUT_S), asking.tell(b"1")),
-        ]
-        outcomes = at_once(calls)
-        assert outcomes[0] == [b"", b"1", b"2", b"3"], "what is asked for has no place in the order of messages"
-        assert (found, outcomes[1]) == ([b"here"], (b"here", b"here", None))
-        assert [one.message_count for one in (asking, late, silent)] == [3, 3, 1]
-        assert first.message_count == 7
-
-
-def test_what_is_announced_is_told_once_and_waits_for_who_has_not_begun() -> None:
-    with ranks_in_threads(3) as ranks:
-        first, here = ranks[0].begin("a"), ranks[1].begin("a")
-        first.offer(b"here")
-        first.announce()
-        first.announce()
-        assert here.offered() == b"here"
-        late = ranks[2].begin("a")
-        first.answer(b"next")
-        assert late.hear() == b"next"
-        assert late.offered() == b"here"
-        assert (first.message_count, late.message_count) == (2 * 2, 2)
-
-
-@pytest.mark.parametrize("failing", [0, 2])
-def test_who_waits_for_an_offer_is_told_of_a_failure(failing: int) -> None:
-    with ranks_in_threads(3) as ranks:
-        sessions = begin(ranks)
-        outcomes = at_once([sessions[1].offered, lambda: sessions[failing].fail(FULL), lambda: sessions[0].gather(b"")])
-        assert_failed(outcomes[0], failing, "no room on /data")
-
-
-def test_rank_that_never_offers_what_is_asked_for_is_silent() -> None:
-    with ranks_in_threads(2, timeout_s=0.5) as ranks:
-        _, other = begin(ranks)
-        with pytest.raises(AgreementTimeoutError, match="rank 0 was silent"):
-            other.offered()
-
-
-def test_each_role_has_its_own_calls() -> None:
-    with ranks_in_threads(2) as ranks:
-        first, other = begin(ranks)
-        of_first = (lambda: other.gather(b""), lambda: other.answer(b""), lambda: other.answer_each([b"", b""]))
-        of_first = (*of_first, lambda: other.offer(b""), other.announce)
-        for call in (lambda: first.tell(b""), first.hear, first.offered, *of_first):
-            with pytest.raises(InternalError):
-                call()
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_each_rank_hears_its_own_answer_among_those_for_all(count: int) -> None:
-    with ranks_in_threads(count) as ranks:
-        first, *others = begin(ranks)
-        first.answer(b"to all")
-        first.answer_each([b"nobody's", *(b"to rank %d" % rank for rank in range(1, count))])
-        first.answer_each([b"x"] * count)  # one and the same goes out once for all, and is heard by each
-        for other in others:
-            assert [other.hear() for _ in range(3)] == [b"to all", b"to rank %d" % other.rank, b"x"]
-        assert first.message_count == 3 * (count - 1)
-        with pytest.raises(InternalError, match=f"{count + 1} messages for {count} ranks"):
-            first.answer_each([b""] * (count + 1))
-
-
-def test_an_answer_beyond_the_limit_is_refused_before_any_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_room, "MESSAGE_LIMIT_BYTES", 1000)
-    with ranks_in_threads(3) as ranks:
-        first, *others = begin(ranks)
-        with pytest.raises(CoordinationError, match="1001 bytes"):
-            first.answer_each([b"", b"short", b"x" * 1001])
-        first.answer(b"after")
-        assert [other.hear() for other in others] == [b"after", b"after"]
-
-
-def test_large_answers_of_each_rank_pass_while_they_tell(leak_check: None) -> None:
-    large = [os.urandom(1 << 20) * 8 for _ in range(3)]
-    with ranks_in_threads(3) as ranks:
-        first, *others = begin(ranks)
-
-        def other(session: Session) -> bytes:
-            session.tell(large[session.rank])
-            return session.hear()
-
-        def answer() -> list[bytes]:
-            first.answer_each(large)  # before it has read anything
-            return first.gather(b"")
-
-        outcomes = at_once([answer, lambda: other(others[0]), lambda: other(others[1])])
-        assert outcomes == [[b"", *large[1:]], *large[1:]]
 
 
 def test_two_groups_of_the_same_ranks_do_not_hear_each_other() -> None:
@@ -308,22 +161,6 @@ def test_messages_of_later_sessions_are_kept_and_those_of_older_ones_are_dropped
         assert_went_well(say_all(begin(ranks)))
 
 
-def test_the_first_failure_is_the_one_that_all_hear_of() -> None:
-    with ranks_in_threads(3) as ranks:
-        sessions = begin(ranks)
-        sessions[1].fail(FULL)
-        sessions[1].fail(ValueError("another"))
-        with pytest.raises(PeerError):
-            sessions[0].gather(b"")
-        sessions[0].fail(ValueError("mine, because of that"))
-        with pytest.raises(PeerError) as caught:
-            sessions[2].hear()
-        assert_failed(caught.value, 1, "no room")
-        for session in (sessions[0], sessions[2]):  # again and again
-            with pytest.raises(PeerError, match="no room"):
-                session.check()
-
-
 def test_the_first_of_two_failures_ahead_of_the_others_is_the_one_they_hear_of() -> None:
     with ranks_in_threads(4) as ranks:
         begin(ranks, "step 1")
@@ -334,54 +171,6 @@ def test_the_first_of_two_failures_ahead_of_the_others_is_the_one_they_hear_of()
             with pytest.raises(PeerError) as caught:
                 say(one.begin(SUBJECT))
             assert_failed(caught.value, 2, "no room")
-
-
-def test_after_its_end_a_session_cannot_fail() -> None:
-    with ranks_in_threads(2) as ranks:
-        first, other = begin(ranks)
-        other.finish()
-        other.fail(FULL)
-        first.check()
-        first.finish()
-        first.fail(FULL)
-        assert_went_well(say_all(begin(ranks)))
-
-
-def test_an_answer_that_came_before_a_failure_is_heard() -> None:
-    with ranks_in_threads(3) as ranks:
-        first, one, two = begin(ranks)
-        one.tell(b"")
-        two.tell(b"")
-        first.gather(b"")
-        first.answer(b"published")
-        two.fail(FULL)
-        with pytest.raises(PeerError):
-            first.gather(b"")
-        assert one.hear() == b"published"
-        with pytest.raises(PeerError):
-            one.check()
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_what_poll_raises_is_raised_and_told(culprit: int) -> None:
-    calls: list[float] = []
-
-    def poll() -> None:
-        calls.append(time.monotonic())
-        if len(calls) == 4:
-            raise FULL
-
-    with ranks_in_threads(2) as ranks:
-        sessions = begin(ranks)
-        sessions[culprit].poll = poll
-        wait = [lambda: sessions[0].gather(b""), sessions[1].hear][culprit]
-        with pytest.raises(NoSpaceError):
-            wait()
-        assert max(after - before for before, after in itertools.pairwise(calls)) < AT_ONCE_S
-        with pytest.raises(PeerError) as caught:
-            sessions[1 - culprit].check()
-        assert_failed(caught.value, culprit, "no room")
-        assert_went_well(say_all(begin(ranks)))
 
 
 # --- meeting

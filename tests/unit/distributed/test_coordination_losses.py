@@ -1,8 +1,7 @@
-"""A rank is killed, stopped, silent, or cut off for a while: all others know in time, and the next session works."""
+"""A rank is killed, stopped, or cut off for a while: all others know in time, and the next session works."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from support.forking import Child, Report
+from support.forking import Report
 from support.ranks_in_threads import (
     AT_ONCE_S,
     FULL,
@@ -31,10 +30,9 @@ from support.ranks_in_threads import (
     wait_for,
 )
 
-from fastpersist.distributed import connections, coordination, peers
+from fastpersist.distributed import connections, coordination
 from fastpersist.distributed.connections import MESSAGE, PULSE, frame
 from fastpersist.distributed.coordination import LATE_THREAD, Ranks, Session
-from fastpersist.distributed.sessions import PULSE_THREAD
 from fastpersist.errors import (
     AgreementTimeoutError,
     CoordinationError,
@@ -127,139 +125,6 @@ def test_a_session_without_a_dead_rank_does_not_wait_for_the_deadline(
         assert time.monotonic() - since_s < AT_ONCE_S
 
 
-@pytest.mark.slow  # lets a deadline of a second pass, twice
-@pytest.mark.parametrize("slow", [0, 1])
-def test_a_rank_that_works_for_longer_than_the_deadline_is_waited_for(slow: int) -> None:
-    def work(session: Session) -> None:
-        end_s = time.monotonic() + 3.0
-        while time.monotonic() < end_s:
-            session.check()  # as the writer does
-            time.sleep(0.02)
-
-    with ranks_in_threads(2, timeout_s=1.0) as ranks:
-        first, other = begin(ranks)
-
-        def be_first() -> list[bytes]:
-            if slow == 0:
-                work(first)
-            told = first.gather(b"")
-            first.answer(b"end")
-            return told
-
-        def be_other() -> bytes:
-            if slow == 1:
-                work(other)
-            other.tell(b"done")
-            return other.hear()
-
-        assert at_once([be_first, be_other]) == [[b"", b"done"], b"end"]
-
-
-@pytest.mark.parametrize("slow", [0, 1])
-def test_a_rank_in_one_call_for_longer_than_the_deadline_is_waited_for_while_it_works(
-    slow: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    with ranks_in_threads(2, timeout_s=0.5) as ranks:
-        first, other = begin(ranks)
-        waited = threading.Event()
-
-        class Waiting(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                if "still waiting" in record.getMessage():  # the deadline has passed
-                    waited.set()
-
-        handler = Waiting()
-        logging.getLogger("fastpersist").addHandler(handler)
-
-        def sync() -> None:
-            with sessions[slow].working():
-                assert waited.wait(TIMEOUT_S)
-
-        def be_first() -> list[bytes]:
-            if slow == 0:
-                sync()
-            told = first.gather(b"")
-            first.answer(b"end")
-            return told
-
-        def be_other() -> bytes:
-            if slow == 1:
-                sync()
-            other.tell(b"done")
-            return other.hear()
-
-        sessions = [first, other]
-        try:
-            assert at_once([be_first, be_other]) == [[b"", b"done"], b"end"]
-        finally:
-            logging.getLogger("fastpersist").removeHandler(handler)
-
-
-def test_a_rank_that_waits_for_rank_0_is_no_sign_of_life_and_nothing_is_after_the_end(leak_check: None) -> None:
-    with ranks_in_threads(3, timeout_s=0.5) as ranks:
-        first, one, two = begin(ranks)
-
-        def wait_in_vain() -> None:
-            with one.working():
-                one.hear()
-
-        def work_on() -> None:
-            with two.working():
-                two.tell(b"done")
-                two.hear()
-
-        outcomes = at_once([lambda: first.gather(b""), wait_in_vain, work_on])
-        for outcome in outcomes:
-            assert_failed(outcome, 1, "nothing came from rank 1", AgreementTimeoutError)
-        for session in (first, one, two):
-            session.finish()
-            with session.working():
-                pass
-    assert not [thread for thread in threading.enumerate() if thread.name == PULSE_THREAD]
-
-
-def test_processes_that_have_ended_are_known() -> None:
-    assert not peers.is_dead(peers.own_process())
-
-    def stay(report: Report) -> None:
-        report(0)
-        signal.pause()
-
-    with Child(stay) as child:
-        pid, namespace, begin = peers.own_process()
-        theirs = (child.pid, namespace, peers._begin_of(child.pid))
-        assert not peers.is_dead(theirs)
-        child.kill()
-        assert peers.is_dead(theirs)
-    assert peers.is_dead((pid, namespace, "another"))
-    assert not peers.is_dead((pid, "elsewhere", begin))
-
-
-@pytest.mark.parametrize("silent", [0, 2])
-def test_a_silent_rank_is_named_to_all_within_the_deadline(silent: int) -> None:
-    with ranks_in_threads(3, timeout_s=1.0) as ranks:
-        sessions = begin(ranks)
-        since_s = time.monotonic()
-        outcomes = say_all([session for session in sessions if session.rank != silent])
-        assert time.monotonic() - since_s > 0.7
-        for outcome in outcomes:
-            assert_failed(outcome, silent, "for 1 s" if silent == 0 else "for 0.8 s", AgreementTimeoutError)
-        assert isinstance(outcomes[0], TimeoutError)
-        with pytest.raises(AgreementTimeoutError) as caught:
-            sessions[silent].check()
-        assert caught.value.rank == silent
-        assert_went_well(say_all(begin(ranks)))
-
-
-def test_all_silent_ranks_are_named() -> None:
-    with ranks_in_threads(12, timeout_s=0.2) as ranks:
-        sessions = begin(ranks)
-        sessions[1].tell(b"")
-        with pytest.raises(AgreementTimeoutError, match="ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more for") as caught:
-            sessions[0].gather(b"")
-        assert caught.value.rank == 2
-
-
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_process_holds_nobody_up(stopped: int) -> None:
     def work(_ranks: Ranks, report: Report) -> None:
@@ -325,36 +190,6 @@ def test_nobody_waits_for_a_rank_that_has_given_up_to_read() -> None:
         assert_failed(caught.value, 1, "no room")
         first.fail(caught.value)
         assert two.hear() == bytes(48 << 20)  # it was said before
-
-
-def test_a_rank_that_is_lost_while_rank_0_settles_fails_the_save_before_it_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with ranks_in_threads(3) as ranks:
-        sessions = begin(ranks)
-        first = sessions[0]
-        looked = first._raise_failure
-
-        def lose_rank_2() -> None:
-            """Be another thread of rank 0 that serves its connections: the end of one is the next thing it sees."""
-            with ranks[0]._connections.lock:
-                ranks[0].lost(2, "for the test", False)
-
-        another = threading.Thread(target=lose_rank_2)
-
-        def look_and_lose() -> None:
-            looked()
-            another.start()
-            another.join(AT_ONCE_S / 4)  # it gets as far as it can before the session is settled
-
-        monkeypatch.setattr(first, "_raise_failure", look_and_lose)
-        first.settle()
-        monkeypatch.undo()
-        another.join(TIMEOUT_S)
-        first.check()
-        first.answer(b"published")
-        assert sessions[1].hear() == b"published"
-        sessions[1].check()  # else this rank undid what rank 0 has published
 
 
 # --- connections are lost, and made anew
