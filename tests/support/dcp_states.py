@@ -142,6 +142,9 @@ def put_metadata(step: Path, data: bytes) -> None:
     (step / "MANIFEST.json").write_bytes(encode_manifest(replace(manifest, files=(*files, entry))))
 
 
+SMALL = {"a": torch.arange(1 << 16), "b": torch.ones(7), "c": "text"}
+"""A state whose tensor "a" begins at a block of the part file, and "b" does not."""
+
 WRITERS = {
     "ours": FastPersistWriter,
     "torch's": dcp.FileSystemWriter,
