@@ -58,7 +58,6 @@ TESTED_BY = {
     "commit/step_listing": "unit/checkpointer/test_step_loader.py",
     "dcp/blobs": "unit/dcp/test_odd_tensors.py",
     "dcp/inspection": "unit/dcp/test_hostile_files.py",
-    "dcp/plan_agreement": "ranks/dcp/test_save_state.py",
     "dcp/target_plan": "ranks/dcp/test_load_state.py",
     "distributed/coordinator_file": "unit/distributed/test_shared_file.py",
     "distributed/coordinator_save": "ranks/test_group_save.py",

@@ -262,10 +262,10 @@ def gather_done(session: RankSession | None, own: Done, indexes: Sequence[Sequen
         try:
             data = _decompressed(packed, _PLACE.size * len(indexes[rank]))
             places = list(_PLACE.iter_unpack(data))
-        except (struct.error, zlib.error) as error:
-            raise CoordinationError(f"where rank {rank} has written its items cannot be read: {error}") from error
-        part = said["part"]
-        found.append(Done(None if part is None else (part[0], part[1], part[2]), places))
+            part = said["part"]
+            found.append(Done(None if part is None else (part[0], part[1], part[2]), places))
+        except (struct.error, zlib.error, LookupError, TypeError) as error:
+            raise CoordinationError(f"where rank {rank} has written its items cannot be read: {error!r}") from error
     for rank, (done, planned) in enumerate(zip(found, indexes, strict=True)):
         if len(done.places) != len(planned):
             raise CoordinationError(f"rank {rank} has written {len(done.places)} items, and not {len(planned)}")
