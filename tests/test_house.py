@@ -56,7 +56,6 @@ TESTED_BY = {
     "checkpointer/explain": "unit/checkpointer/test_checkpointer_reports.py",
     "checkpointer/step_saver": "unit/checkpointer/test_checkpointer.py",
     "commit/step_listing": "unit/checkpointer/test_step_loader.py",
-    "dcp/target_plan": "ranks/dcp/test_load_state.py",
     "distributed/coordinator_file": "unit/distributed/test_shared_file.py",
     "distributed/coordinator_save": "ranks/test_group_save.py",
     "distributed/follower_file": "unit/distributed/test_shared_file.py",
