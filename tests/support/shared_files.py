@@ -1,22 +1,32 @@
-"""One file written by several ranks, which are threads here; and what one rank alone writes."""
+"""One file written by several ranks, which are threads here, and a directory of such files; what one rank writes."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from support.ranks_in_threads import begin, ranks_in_threads
 from support.sessions import ThreadSession, run_threads
+from support.training import PATIENCE_S
 
 import fastpersist as fp
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.distributed.coordinator_file import CoordinatorFile
+from fastpersist.distributed.coordinator_save import CoordinatorSave
 from fastpersist.distributed.follower_file import FollowerFile
+from fastpersist.distributed.follower_save import FollowerSave
 from fastpersist.distributed.replica_check import replicas_of
 from fastpersist.distributed.shared_file import SaveGroup
 from fastpersist.formats.layout import align_up
 from fastpersist.saving.containers import container_for
+from fastpersist.saving.ownership import Owners
+from fastpersist.saving.pending_save import SaveStats
+from fastpersist.saving.work_queue import Lane
+from fastpersist.transfer.arena import Arena
 
 MIB = 1 << 20
 
@@ -86,3 +96,37 @@ def state_of(rank: int) -> dict[str, Any]:
         "view": torch.randn(1000, 700, generator=random).t(),
         "last": torch.randint(0, 255, (2 * MIB + 1,), dtype=torch.uint8, generator=random),
     }
+
+
+@contextmanager
+def saved_by_two(path: Path) -> Iterator[tuple[fp.DirectorySave, FollowerSave]]:
+    """Begin a directory that two ranks save: give the coordinator's end and the follower's, each on its own thread."""
+    with ranks_in_threads(2) as ranks:
+        first, other = (SaveGroup(session, path.name, [0, 1], False) for session in begin(ranks, str(path)))
+        follower = FollowerSave(
+            str(path),
+            other,
+            engine="auto",
+            durable=True,
+            arena=Arena(),
+            lane=Lane("fastpersist-save"),
+            stats=SaveStats(path=str(path)),
+            confirms=True,
+        )
+        with fp.DirectorySave(path, _strategy=CoordinatorSave(first)) as files:
+            yield files, follower
+
+
+OWNERS = Owners(None, (), "optimizer")
+"""Nothing is cut: each rank writes what is its own."""
+
+
+def replicas(state: dict[str, Any]) -> Owners:
+    """Return owners by which the large tensors of a state are the same on all ranks, and so are cut."""
+    return Owners(None, [one for one in state.values() if isinstance(one, torch.Tensor)], "optimizer")
+
+
+def end_both(files: fp.DirectorySave, follower: FollowerSave) -> list[BaseException | None]:
+    """Publish on both ranks; return how it ends on the coordinator, and on the follower."""
+    pending = files.publish(), follower.publish()
+    return [one.exception(PATIENCE_S) for one in pending]
