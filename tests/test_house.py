@@ -53,14 +53,6 @@ FOREIGN_HEADER = re.compile(r"Python\.h|pybind11/|torch/|ATen/|c10/|cuda(?!_doub
 
 # Modules without a test file of their name, and the file, below tests/, whose tests are theirs.
 TESTED_BY = {
-    "checkpointer/explain": "unit/checkpointer/test_checkpointer_reports.py",
-    "checkpointer/step_saver": "unit/checkpointer/test_checkpointer.py",
-    "commit/step_listing": "unit/checkpointer/test_step_loader.py",
-    "distributed/coordinator_save": "ranks/test_group_save.py",
-    "distributed/follower_save": "ranks/test_group_save.py",
-    "distributed/group_save": "ranks/test_group_directory.py",
-    "distributed/peers": "unit/distributed/test_coordination.py",
-    "distributed/replica_check": "unit/distributed/test_shared_file.py",
     "formats/foreign": "unit/loading/test_checkpoint_file.py",
     "formats/pickle_nodes": "unit/formats/test_pickle_scan.py",
     "loading/fill_target": "unit/test_api_load_into.py",
