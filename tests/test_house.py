@@ -256,6 +256,16 @@ def modules_have_tests(modules: Iterable[Path], tests: Sequence[Path]) -> list[s
     return found
 
 
+def packages_map_their_modules(init: Path, source: str, modules: Iterable[Path]) -> list[str]:
+    """Find modules that the first page of their package does not name, and so gives no place among the others."""
+    words = set(re.findall(r"\w+", ast.get_docstring(ast.parse(source)) or ""))
+    return [
+        f"{init}: its docstring does not say where {path.stem} belongs"
+        for path in modules
+        if path.parent == init.parent and path != init and path.stem not in words
+    ]
+
+
 # --- rules on text ---
 
 
@@ -430,6 +440,12 @@ def test_modules_have_tests() -> None:
     assert gone == []
 
 
+def test_packages_map_their_modules() -> None:
+    inits = [path for path in files_below("fastpersist/**/__init__.py") if path.parts[1] not in ("cli", "__init__.py")]
+    assert len(inits) > 8
+    expect_none(v for init in inits for v in packages_map_their_modules(init, (ROOT / init).read_text(), PACKAGE_FILES))
+
+
 def test_public_names_are_documented() -> None:
     import fastpersist
 
@@ -590,6 +606,12 @@ def test_module_without_tests_is_found() -> None:
     tests = [Path("tests/unit/formats/test_layout_limits.py"), Path("tests/programs/cli/test_bench_io.py")]
     assert not modules_have_tests([LAYOUT, Path("fastpersist/cli/bench/io/rows.py")], tests)
     assert len(modules_have_tests([Path("fastpersist/formats/lay.py"), LAYOUT], tests)) == 1
+
+
+def test_module_that_is_on_no_map_is_found() -> None:
+    init, modules = Path("fastpersist/formats/__init__.py"), [LAYOUT, Path("fastpersist/formats/pickle_scan.py")]
+    assert not packages_map_their_modules(init, '"""Files: layout, then `pickle_scan`."""', modules)
+    assert len(packages_map_their_modules(init, '"""Files: layout, then a scan."""\npickle_scan = 1', modules)) == 1
 
 
 def test_undocumented_public_names_are_found() -> None:

@@ -1,1 +1,10 @@
-"""Names on disk: temporary, durable, visible; of files and of directories. Locks, removal, the listing of steps."""
+"""Names on disk: temporary, durable, visible; of files and of directories. Locks, removal, the listing of steps.
+
+Where to look:
+
+    becoming visible             file_commit, directory_commit
+    being there, and going       step_listing (which steps, in which order), locks (who reads or writes), removal
+    below all of them            filesystem, the one seam to the kernel
+
+docs/explanation/commit.md has the protocol, and what is left when a process dies between any two of its steps.
+"""

@@ -7,7 +7,7 @@ Rank 0 is the *coordinator*, the others are *followers*; their halves stand side
     a file that all write       coordinator_file     follower_file      file_agreement
     several file systems        node_local.publishing (CoordinatorStores, FollowerStore), node_local.detection
 
-`group_save` is where both begin. Below them: `connections` (frames), `coordination` (ranks that have met), `sessions`
-(one save), `messages`. What is planned: `partition`, `replica_check`, `shared_file`. Loads: `shared_reader`,
+`group_save` is where both begin. Below them: `connections` (frames), `coordination` (ranks that have met) with `peers`,
+`sessions` (one save), `messages`. What is planned: `partition`, `replica_check`, `shared_file`. Loads: `shared_reader`,
 `common_steps`, and `node_local.split_step` with `node_local.exchange` where a step lies in parts.
 """

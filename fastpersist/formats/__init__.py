@@ -1,1 +1,9 @@
-"""The containers, layout ⇄ bytes, and what a pickle holds. Pure: no I/O, no torch, hostile input expected."""
+"""The containers, layout ⇄ bytes, and what a pickle holds. Pure: no I/O, no torch, hostile input expected.
+
+Where to look:
+
+    where bytes lie              byte_ranges; layout (every record of a file, from sizes alone)
+    the files of tensors         torch_zip, safetensors; foreign (what is neither)
+    the files beside them        manifest (MANIFEST.json), split_manifest (PARTS.json)
+    a pickle, without its code   pickle_scan reads it into pickle_nodes; pickle_tensors finds the tensors in these
+"""

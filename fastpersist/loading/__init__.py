@@ -1,1 +1,11 @@
-"""File to object: opened and proven, unpickled, filled in place, inspected."""
+"""File to object: opened and proven, unpickled, filled in place, inspected.
+
+Where to look:
+
+    every load begins with       checkpoint_file
+    fp.load                      unpickle
+    fp.load_into                 fill_target → fill_tensors
+    Checkpointer.load(into=)     restore → targets (what fits where) → target_plan
+    fp.inspect, fp.verify        file_inspection, directory_inspection
+    a step in parts              part_files
+"""

@@ -1,1 +1,7 @@
-"""Ranks that share no file system: found out, saved in parts, published in each store, loaded from all of them."""
+"""Ranks that share no file system: found out, saved in parts, published in each store, loaded from all of them.
+
+Where to look:
+
+    a save                       detection (who sees whose files), then publishing (every store, the coordinator's last)
+    a load                       split_step (what the ranks see of a step) → exchange (each reads what it sees, for all)
+"""
