@@ -5,6 +5,7 @@ Source: the magic numbers in the documents of each format; torch/serialization.p
 
 from __future__ import annotations
 
+import codecs
 from typing import Final
 
 __all__ = ["LOOK_BYTES", "is_older_torch_file", "looks_like"]
@@ -63,10 +64,9 @@ def looks_like(first: bytes) -> str | None:
 
 
 def _is_text(first: bytes) -> bool:
-    """Tell whether bytes are UTF-8 without control characters; the last character may be cut off."""
+    """Tell whether bytes are UTF-8 without control characters."""
     try:
-        first.decode()
-    except UnicodeDecodeError as error:
-        if error.start < len(first) - 3:
-            return False
+        codecs.getincrementaldecoder("utf-8")().decode(first)  # which lets the last character be cut off
+    except UnicodeDecodeError:
+        return False
     return all(byte >= 32 or byte in _TEXT_CONTROLS for byte in first) and bool(first.strip())
