@@ -1,22 +1,16 @@
-"""Who owns which storage and so what kind each is, how much memory captured bytes may take, and what each kind means.
+"""What kind each storage of a save is, what becomes of each kind, and how much memory captured bytes may take.
 
 Whole saves beside training: test_overlap_correctness and its sisters.
 """
 
 from __future__ import annotations
 
-import builtins
 import gc
-import io
-import os
-from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.training import small_model, train
 
 import fastpersist as fp
 from fastpersist.saving import capture
@@ -24,7 +18,7 @@ from fastpersist.saving.capture import Capture, Kind
 from fastpersist.saving.containers import TorchZipContainer, container_for
 from fastpersist.saving.ownership import Owners, storage_keys
 from fastpersist.transfer import arena
-from fastpersist.transfer.arena import Arena, available_host_bytes
+from fastpersist.transfer.arena import Arena
 
 GIB = 1 << 30
 
@@ -46,120 +40,6 @@ def kinds_by_name(owners: Owners, tensors: dict[str, torch.Tensor]) -> dict[str,
     kinds = dict(zip(tensors, taken.kinds, strict=True))
     taken.release()
     return kinds
-
-
-# --- owners
-
-
-def test_without_an_optimizer_nothing_is_stable() -> None:
-    owners = Owners()
-    assert owners.optimizers() == []
-    assert owners.stable() == ({}, "no optimizer was given")
-    assert owners.constant() == {}
-
-
-def test_parameters_and_state_are_stable_as_they_are_at_each_save() -> None:
-    model = small_model()
-    optimizer = torch.optim.Adam(model.parameters())
-    owners = Owners(optimizer)
-    found, why_not = owners.stable()
-    assert set(found) == {key_of(parameter) for parameter in model.parameters()}
-    assert why_not == ""
-    train(model, optimizer)
-    found, _ = owners.stable()
-    state = [tensor for entry in optimizer.state.values() for tensor in entry.values()]
-    assert len(state) == 12
-    assert set(found) == {key_of(tensor) for tensor in (*model.parameters(), *state)}
-    late = torch.nn.Parameter(torch.zeros(3))
-    optimizer.add_param_group({"params": [late]})
-    assert key_of(late) in owners.stable()[0]
-
-
-def test_tensors_are_found_anywhere_inside_state() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    inside = [torch.zeros(n) for n in range(1, 5)]
-    optimizer.state[parameter] = {"a": [inside[0], (inside[1], {"b": inside[2]})], "c": 5, "d": None, "e": "text"}
-    optimizer.state["all"] = OrderedDict(f=inside[3])  # type: ignore[index]
-    assert set(Owners(optimizer).stable()[0]) == {key_of(tensor) for tensor in (parameter, *inside)}
-
-
-class Wrapper:
-    def __init__(self, optimizer: object) -> None:
-        self.optimizer = optimizer
-
-
-def test_wrappers_are_taken_off() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
-    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
-    assert Owners(Wrapper(optimizer)).optimizers() == [optimizer]
-    assert Owners(Wrapper(Wrapper(optimizer))).optimizers() == [optimizer]
-    assert Owners([Wrapper(optimizer), other]).optimizers() == [optimizer, other]
-    assert Owners((optimizer,)).optimizers() == [optimizer]
-    assert Owners([]).optimizers() == []
-
-
-def test_what_wraps_itself_is_refused() -> None:
-    endless = Wrapper(None)
-    endless.optimizer = endless
-    with pytest.raises(fp.ConfigError, match="Wrapper"):
-        Owners(endless)
-
-
-@pytest.mark.parametrize("nonsense", [5, "adam", object(), torch.zeros(3), {"a": 1}, [None], Wrapper(7)])
-def test_what_is_no_optimizer_is_refused(nonsense: object) -> None:
-    with pytest.raises(fp.ConfigError, match=r"torch\.optim\.Optimizer"):
-        Owners(nonsense)
-
-
-@pytest.mark.parametrize("nonsense", [5, "text", b"bytes", [torch.zeros(3), None], {"a": 1.5}])
-def test_what_is_no_tensor_is_no_constant(nonsense: object) -> None:
-    with pytest.raises(fp.ConfigError, match="constant="):
-        Owners(None, nonsense)
-
-
-@pytest.mark.parametrize("gate", ["", "Optimizer", "auto", None])
-def test_unknown_gate_is_refused(gate: Any) -> None:
-    with pytest.raises(fp.ConfigError, match="gate"):
-        Owners(None, (), gate)
-
-
-def as_module(module: torch.nn.Module) -> object:
-    return module
-
-
-def as_generator(module: torch.nn.Module) -> object:
-    return (tensor for tensor in [*module.parameters(), *module.buffers()])
-
-
-def as_state_dict(module: torch.nn.Module) -> object:
-    return module.state_dict()
-
-
-def as_nest(module: torch.nn.Module) -> object:
-    return [{"a": list(module.parameters())}, iter(()), (tensor for tensor in module.buffers())]
-
-
-@pytest.mark.parametrize("named", [as_module, as_generator, as_state_dict, as_nest])
-def test_constants_are_found_at_every_save(named: Callable[[torch.nn.Module], object]) -> None:
-    module = torch.nn.BatchNorm1d(7)
-    owners = Owners(None, named(module))
-    expected = {key_of(tensor) for tensor in module.state_dict().values()}
-    assert len(expected) == 5
-    for _ in range(2):
-        assert set(owners.constant()) == expected
-
-
-@pytest.mark.parametrize("layout", ["sparse", "meta"])
-def test_tensors_without_bytes_of_their_own_have_no_key(layout: str) -> None:
-    tensor = torch.eye(3).to_sparse() if layout == "sparse" else torch.zeros(3, device="meta")
-    assert isinstance(storage_keys(tensor), list)  # and no error
-
-
-def test_views_have_the_key_of_what_they_view() -> None:
-    base = torch.nn.Parameter(torch.zeros(10, 10))
-    assert key_of(base) == key_of(base.detach()) == key_of(base[3, 2:4]) == key_of(base.t())
-    assert key_of(base) != key_of(base.clone())
 
 
 # --- kinds
@@ -400,125 +280,3 @@ def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
         mapped.add(native.mapped_bytes)
     assert len(mapped) == 1
     assert memory.for_state(GIB) is native
-
-
-# --- what is available
-
-
-class Files:
-    """Stands in for /proc and /sys."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
-        real = builtins.open
-
-        def open_file(path: Any, *arguments: Any, **keywords: Any) -> Any:
-            if not str(path).startswith(("/proc/", "/sys/")):
-                return real(path, *arguments, **keywords)
-            self.asked.append(str(path))
-            if str(path) not in files:
-                raise FileNotFoundError(path)
-            return io.StringIO(files[str(path)])
-
-        self.asked: list[str] = []
-        monkeypatch.setattr(builtins, "open", open_file)
-
-
-MEMINFO = {"/proc/meminfo": f"MemTotal: {64 << 20} kB\nMemFree: 5 kB\nMemAvailable:   {8 << 20} kB\nBuffers: 1 kB\n"}
-UNIFIED = "/sys/fs/cgroup"
-LEGACY = "/sys/fs/cgroup/memory"
-
-
-@pytest.mark.parametrize(
-    ("files", "available"),
-    [
-        (MEMINFO, 8 * GIB),
-        ({**MEMINFO, "/proc/self/cgroup": "0::/\n"}, 8 * GIB),
-        (
-            {
-                **MEMINFO,
-                "/proc/self/cgroup": "0::/\n",
-                f"{UNIFIED}/memory.max": f"{5 * GIB}\n",
-                f"{UNIFIED}/memory.current": f"{2 * GIB}\n",
-            },
-            3 * GIB,
-        ),
-        (  # what only caches files is as good as free
-            {
-                **MEMINFO,
-                "/proc/self/cgroup": "0::/job\n",
-                f"{UNIFIED}/job/memory.max": f"{5 * GIB}\n",
-                f"{UNIFIED}/job/memory.current": f"{5 * GIB}\n",
-                f"{UNIFIED}/job/memory.stat": f"anon {GIB}\nfile {4 * GIB}\nshmem {GIB}\n"
-                f"inactive_file {2 * GIB}\nactive_file {GIB}\nworkingset_refault_file 7\n",
-            },
-            3 * GIB,
-        ),
-        (
-            {
-                **MEMINFO,
-                "/proc/self/cgroup": "7:memory:/job\n",
-                f"{LEGACY}/job/memory.limit_in_bytes": f"{5 * GIB}\n",
-                f"{LEGACY}/job/memory.usage_in_bytes": f"{5 * GIB}\n",
-                f"{LEGACY}/job/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}\n",
-            },
-            2 * GIB,
-        ),
-        (  # the parent's limit counts, and "max" is none
-            {
-                **MEMINFO,
-                "/proc/self/cgroup": "0::/user.slice/job\n",
-                f"{UNIFIED}/user.slice/job/memory.max": "max\n",
-                f"{UNIFIED}/user.slice/job/memory.current": f"{GIB}\n",
-                f"{UNIFIED}/user.slice/memory.max": f"{6 * GIB}\n",
-                f"{UNIFIED}/user.slice/memory.current": f"{5 * GIB}\n",
-            },
-            GIB,
-        ),
-        (  # over its limit: nothing, not less than nothing
-            {
-                **MEMINFO,
-                "/proc/self/cgroup": "0::/job\n",
-                f"{UNIFIED}/job/memory.max": f"{GIB}\n",
-                f"{UNIFIED}/job/memory.current": f"{2 * GIB}\n",
-            },
-            0,
-        ),
-        (  # the older hierarchy, among others; an unlimited one has a huge number
-            {
-                **MEMINFO,
-                "/proc/self/cgroup": "9:cpu,cpuacct:/a\n7:hugetlb,memory:/docker/b:c\n1:name=systemd:/x\n0::/\n",
-                f"{LEGACY}/docker/b:c/memory.limit_in_bytes": f"{4 * GIB}\n",
-                f"{LEGACY}/docker/b:c/memory.usage_in_bytes": f"{2 * GIB}\n",
-                f"{LEGACY}/memory.limit_in_bytes": "9223372036854771712\n",
-                f"{LEGACY}/memory.usage_in_bytes": f"{9 * GIB}\n",
-            },
-            2 * GIB,
-        ),
-        (  # inside a container the group's own path may not be there, its root is
-            {
-                **MEMINFO,
-                "/proc/self/cgroup": "0::/../../host/path\n",
-                f"{UNIFIED}/memory.max": f"{2 * GIB}\n",
-                f"{UNIFIED}/memory.current": "0\n",
-            },
-            2 * GIB,
-        ),
-        ({**MEMINFO, "/proc/self/cgroup": "0::/job\n", f"{UNIFIED}/job/memory.max": "garbage\n"}, 8 * GIB),
-    ],
-)
-def test_available_memory_is_what_the_tightest_limit_leaves(
-    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], available: int
-) -> None:
-    Files(monkeypatch, files)
-    assert available_host_bytes() == available
-
-
-def test_without_proc_there_is_a_number_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    Files(monkeypatch, {})
-    assert available_host_bytes() > 0
-
-
-def test_available_memory_of_this_machine_is_plausible() -> None:
-    total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 <= available_host_bytes() <= total_bytes
-    assert Path("/proc/meminfo").exists()

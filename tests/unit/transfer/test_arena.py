@@ -1,17 +1,22 @@
-"""Room in the arena: for all files of a save together, and for those of the save after it."""
+"""Room in the arena: for all files of a save together, for those of the save after it, and how much a machine has."""
 
 from __future__ import annotations
 
+import builtins
+import io
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.transfer.arena import Arena, ArenaOfSave
+from fastpersist.transfer.arena import Arena, ArenaOfSave, available_host_bytes
 
 MIB = 1 << 20
+GIB = 1 << 30
 
 
 def test_files_of_one_save_have_room_together() -> None:
@@ -54,3 +59,125 @@ def test_a_directory_asks_for_room_for_all_its_files(tmp_path: Path, monkeypatch
             save.save({"w": torch.ones(count)}, name)
         save.publish().result(30)
     assert asked == [4000, 6000, 4000, 6000]
+
+
+# --- what is available
+
+
+class Files:
+    """Stands in for /proc and /sys."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
+        real = builtins.open
+
+        def open_file(path: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not str(path).startswith(("/proc/", "/sys/")):
+                return real(path, *arguments, **keywords)
+            self.asked.append(str(path))
+            if str(path) not in files:
+                raise FileNotFoundError(path)
+            return io.StringIO(files[str(path)])
+
+        self.asked: list[str] = []
+        monkeypatch.setattr(builtins, "open", open_file)
+
+
+MEMINFO = {"/proc/meminfo": f"MemTotal: {64 << 20} kB\nMemFree: 5 kB\nMemAvailable:   {8 << 20} kB\nBuffers: 1 kB\n"}
+UNIFIED = "/sys/fs/cgroup"
+LEGACY = "/sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        (MEMINFO, 8 * GIB),
+        ({**MEMINFO, "/proc/self/cgroup": "0::/\n"}, 8 * GIB),
+        (
+            {
+                **MEMINFO,
+                "/proc/self/cgroup": "0::/\n",
+                f"{UNIFIED}/memory.max": f"{5 * GIB}\n",
+                f"{UNIFIED}/memory.current": f"{2 * GIB}\n",
+            },
+            3 * GIB,
+        ),
+        (  # what only caches files is as good as free
+            {
+                **MEMINFO,
+                "/proc/self/cgroup": "0::/job\n",
+                f"{UNIFIED}/job/memory.max": f"{5 * GIB}\n",
+                f"{UNIFIED}/job/memory.current": f"{5 * GIB}\n",
+                f"{UNIFIED}/job/memory.stat": f"anon {GIB}\nfile {4 * GIB}\nshmem {GIB}\n"
+                f"inactive_file {2 * GIB}\nactive_file {GIB}\nworkingset_refault_file 7\n",
+            },
+            3 * GIB,
+        ),
+        (
+            {
+                **MEMINFO,
+                "/proc/self/cgroup": "7:memory:/job\n",
+                f"{LEGACY}/job/memory.limit_in_bytes": f"{5 * GIB}\n",
+                f"{LEGACY}/job/memory.usage_in_bytes": f"{5 * GIB}\n",
+                f"{LEGACY}/job/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}\n",
+            },
+            2 * GIB,
+        ),
+        (  # the parent's limit counts, and "max" is none
+            {
+                **MEMINFO,
+                "/proc/self/cgroup": "0::/user.slice/job\n",
+                f"{UNIFIED}/user.slice/job/memory.max": "max\n",
+                f"{UNIFIED}/user.slice/job/memory.current": f"{GIB}\n",
+                f"{UNIFIED}/user.slice/memory.max": f"{6 * GIB}\n",
+                f"{UNIFIED}/user.slice/memory.current": f"{5 * GIB}\n",
+            },
+            GIB,
+        ),
+        (  # over its limit: nothing, not less than nothing
+            {
+                **MEMINFO,
+                "/proc/self/cgroup": "0::/job\n",
+                f"{UNIFIED}/job/memory.max": f"{GIB}\n",
+                f"{UNIFIED}/job/memory.current": f"{2 * GIB}\n",
+            },
+            0,
+        ),
+        (  # the older hierarchy, among others; an unlimited one has a huge number
+            {
+                **MEMINFO,
+                "/proc/self/cgroup": "9:cpu,cpuacct:/a\n7:hugetlb,memory:/docker/b:c\n1:name=systemd:/x\n0::/\n",
+                f"{LEGACY}/docker/b:c/memory.limit_in_bytes": f"{4 * GIB}\n",
+                f"{LEGACY}/docker/b:c/memory.usage_in_bytes": f"{2 * GIB}\n",
+                f"{LEGACY}/memory.limit_in_bytes": "9223372036854771712\n",
+                f"{LEGACY}/memory.usage_in_bytes": f"{9 * GIB}\n",
+            },
+            2 * GIB,
+        ),
+        (  # inside a container the group's own path may not be there, its root is
+            {
+                **MEMINFO,
+                "/proc/self/cgroup": "0::/../../host/path\n",
+                f"{UNIFIED}/memory.max": f"{2 * GIB}\n",
+                f"{UNIFIED}/memory.current": "0\n",
+            },
+            2 * GIB,
+        ),
+        ({**MEMINFO, "/proc/self/cgroup": "0::/job\n", f"{UNIFIED}/job/memory.max": "garbage\n"}, 8 * GIB),
+    ],
+)
+def test_available_memory_is_what_the_tightest_limit_leaves(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], available: int
+) -> None:
+    Files(monkeypatch, files)
+    assert available_host_bytes() == available
+
+
+def test_without_proc_there_is_a_number_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    Files(monkeypatch, {})
+    assert available_host_bytes() > 0
+
+
+def test_available_memory_of_this_machine_is_plausible() -> None:
+    total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 <= available_host_bytes() <= total_bytes
+    assert Path("/proc/meminfo").exists()
