@@ -1,23 +1,23 @@
-"""Who may change which bytes of a save, and when: stable, constant, volatile; the gate; the alarm.
+"""Keep the bytes of a save as they were at save(), while training goes on: three kinds of storages, a gate, an alarm.
 
-*Stable* storages belong to an optimizer: its parameters and the tensors of its state. They change when it steps, and at
-no other time; so they are written from where they are while forward and backward run, and what is not written by
-then is copied when the step comes (the gate). *Constant* ones were named by the user: they do not change at all.
-Everything else is *volatile* and is copied before save() returns. That is always right, only slower; so whatever is
-in doubt is volatile: an optimizer without working hooks, a tensor without a version counter. What lies on a device that
-the native side cannot copy from is copied at once.
+*Stable* storages belong to an optimizer: its parameters and the tensors of its state. They change only when it steps.
+The writer takes them from where they are while forward and backward run, and the step first copies what the writer has
+not reached (the gate). *Constant* storages were named by the user; they do not change at all. All others are
+*volatile* and are copied before save() returns. That is always right, only slower, so a storage in doubt is volatile:
+that of an optimizer without working hooks, or of a tensor without a version counter. Storages on a device that the
+native side cannot copy from are copied at once.
 
-The gate is the guarantee. One pre-hook on all optimizers of the process, set by the first save that needs it, makes
+The gate is the guarantee. One pre-hook on all optimizers of the process, which the first save that needs it sets, makes
 a step wait until the stable bytes of every pending save that it could change are captured. With gate="manual" the
 caller promises to call wait_captured() first.
 
-The alarm is `_version`, torch's count of in-place changes, noted for every tensor by which an optimizer or the saved
-object holds a stable storage, and compared when the gate is passed, or before the file is published if no gate came.
-A change in between means that the bytes may be torn: the save fails, nothing is published, and the storage is volatile
-from then on. What no counter sees (`.data`, a kernel of somebody's own) `paranoid` looks for, by re-reading samples.
+The alarm is `_version`, torch's count of in-place changes. It is noted for every tensor by which an optimizer or the
+saved object holds a stable storage, and compared at the gate, or before the file is published if no step came. If it
+has changed, the bytes may be torn: the save fails, nothing is published, and the storage is volatile from then on.
+`paranoid` re-reads samples to find changes that no counter sees (through `.data`, or by a custom kernel).
 
-Who owns which storage: `ownership`. Where copies go: `arena`. Who copies: csrc/transfer/snapshot. Which save is written
-when: `pending_save`.
+`ownership` finds the owners of storages. Copies go to an `arena`, and csrc/transfer/snapshot makes them. `pending_save`
+decides when which save is written.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class Sources(Protocol):
 
     @property
     def sources(self) -> Sequence[_Source]:
-        """The bytes, in the order in which they are written."""
+        """The bytes, in the order of the file."""
 
     @property
     def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
-        """For each source the tensors by which the object holds it."""
+        """Return for each source the tensors by which the object holds it."""
 
     @property
     def wrappers(self) -> Sequence[torch.Tensor]:
-        """Tensors of a subclass, whose storages lie inside other tensors."""
+        """Return the tensors of a subclass, whose storages lie inside other tensors."""
 
     def names_of(self, source: int) -> list[str]:
         """Return the names of the tensors in a source."""
@@ -86,14 +86,14 @@ class _Source(Protocol):
 
 # ------------------------------------------------------------------------------------------------------ the gate
 
-_torn: dict[int, StorageWeakRef] = {}  # storages that were caught changing before the gate: volatile for good
-_pending: list[Capture] = []  # those that a step must pass
+_torn: dict[int, StorageWeakRef] = {}  # storages that have changed before the gate once: volatile for good
+_pending: list[Capture] = []  # those that a step waits for
 _pending_lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
 _watching = False
 
 
 def watch_steps() -> None:
-    """From now on every optimizer's step in this process passes the gate. May be called again."""
+    """Make every optimizer's step in this process wait at the gate from now on. May be called again."""
     global _watching
     with _pending_lock:
         if not _watching:
@@ -104,8 +104,8 @@ def watch_steps() -> None:
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # a compiled step runs it as it is
 def _before_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
-    """Nothing that this step changes may still be uncaptured."""
-    # Asking a process without CUDA about its stream, or whether there is any CUDA, would start it.
+    """Wait until everything that this step changes is captured."""
+    # To ask for the stream, or whether there is CUDA at all, would start CUDA in a process without it.
     note_step_of(optimizer, is_replayed=torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
     note_step(optimizer, manual=False)
     for capture in list(_pending):
@@ -114,16 +114,16 @@ def _before_step(optimizer: Optimizer, _arguments: object, _keywords: object) ->
 
 
 def _steps_on_current_stream(optimizer: Optimizer) -> bool:
-    """Tell whether all that a step changes on devices it changes over the current streams; those of torch do.
+    """Tell whether a step changes what is on devices only on the current streams; torch's optimizers do.
 
-    Others may bring new values over streams of their own, which nobody has told to wait.
+    Others may write new values on streams of their own, which nobody has told to wait.
     """
     return type(optimizer).__module__.startswith("torch.")
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _after_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
-    """With gate="manual" the caller should have waited by now; fused optimizers would not give themselves away."""
+    """Fail the saves with gate="manual" that nobody waited for; the counters do not show steps of fused optimizers."""
     note_step(optimizer, manual=True)
     for capture in list(_pending):
         if capture.is_manual and capture.is_changed_by(optimizer):
@@ -131,11 +131,11 @@ def _after_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> 
 
 
 def _forget_pending() -> None:
-    """In a forked child: the saves, and the threads that write them, are the parent's."""
+    """Forget all saves in a forked child: they, and the threads that write them, are the parent's."""
     global _collector_holders, _pending_lock
     _pending_lock = threading.RLock()
     _pending.clear()
-    if _collector_holders:  # by a thread that is not here to turn it on again
+    if _collector_holders:  # threads of the parent; none of them is here to turn it on again
         _collector_holders = 0
         gc.enable()
 
@@ -144,7 +144,7 @@ os.register_at_fork(after_in_child=_forget_pending)
 
 
 class _Watched(NamedTuple):
-    """The tensors by which a source is held, and each one's count of changes when save() saw it."""
+    """The tensors by which a source is held, and the count of changes of each at save()."""
 
     tensors: list[tuple[torch.Tensor, int]]
     container: Sources
@@ -155,14 +155,14 @@ class _Watched(NamedTuple):
         return any(tensor._version != version for tensor, version in self.tensors)
 
 
-_collector_holders = 0  # who have turned it off, and will turn it on again
+_collector_holders = 0  # how many have turned it off, and will turn it on again
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keep the collector away while tens of thousands of objects are made of which none is garbage.
+    """Turn the garbage collector off while tens of thousands of objects are made, none of which is garbage.
 
-    It would go through all objects of the process again and again, which takes longer than making these.
+    It would walk all objects of the process again and again, which takes longer than making these.
     """
     global _collector_holders
     was_enabled = gc.isenabled()
@@ -179,14 +179,14 @@ def no_garbage_collection() -> Iterator[None]:
 class Capture:
     """The bytes of one save, of all its files, from save() until they are written.
 
-    `add` each file, then `copy_volatile`; the saving thread does both. Then any thread may wait.
+    The thread that saves calls `add` for each file, then `copy_volatile`. After that any thread may wait.
 
     Args:
         owners: Whose storages are stable.
-        arena: Where bytes go that cannot stay where they are.
+        arena: Memory for copies.
         paranoid: Re-read samples of the stable bytes for changes that no counter sees.
         on_gate: Told the seconds that a thread waited at the gate, each time.
-        look: In place of `owners.look`, for those who know the answer.
+        look: In place of `owners.look`, for callers that know the answer already.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Capture:
         self._stable: dict[int, list[torch.Tensor]] = {}
         self._constant: dict[int, list[torch.Tensor]] = {}
         self.why_volatile = ""
-        """Why an optimizer's storages are not stable, "" when they are, or nothing was added."""
+        """Why an optimizer's storages are not stable; "" when they are, or nothing was added."""
         self._snapshots: list[_native.Snapshot] = []
         self._watched: list[_Watched] = []
         self._constants_watched: list[_Watched] = []
@@ -215,7 +215,7 @@ class Capture:
         self._places: list[tuple[Sources, int, int, int]] = []  # of stable bytes: source, address, length
         self._stable_keys: set[int] = set()
         self._kept: list[torch.UntypedStorage] = []
-        self._devices: list[int] = []  # ordinals of those that copy bytes of this save
+        self._devices: list[int] = []  # ordinals of the devices that bytes of this save are copied from
         self._lock = threading.RLock()
         self._sealed = False
         self._started_s = time.monotonic()
@@ -223,13 +223,13 @@ class Capture:
         """Seconds from the save's start until everything but constants could be changed again."""
         self._error: TornStateError | None = None
         self.kinds: list[Kind] = []
-        """What each source is, over all files in the order they were added."""
+        """The kind of each source, over all files in the order they were added."""
 
     # --- on the thread that saves
 
     @no_garbage_collection()
     def add(self, container: Sources) -> _native.Snapshot:
-        """Sort the bytes of a file by who may change them when, and note the counters of what is stable.
+        """Find the kind of each source of a file, and note the counters of the stable ones.
 
         Returns:
             The snapshot that the file is written from.
@@ -241,7 +241,7 @@ class Capture:
         snapshot = _native.Snapshot(self._arena.for_state(sum(source.size_bytes for source in container.sources)))
         reached_by = self._reached_by(container)
         on_devices_bytes = 0
-        followed: set[int] = set()  # whose copies come after what the caller's current stream holds
+        followed: set[int] = set()  # devices whose copies now come after the work of the caller's current stream
         for index, source in enumerate(container.sources):
             storage = source.storage
             kind, watched = self._kind_of(storage, reached_by[index])
@@ -254,7 +254,7 @@ class Capture:
                     followed.add(ordinal)
                 on_devices_bytes += 0 if kind == Kind.CONSTANT else source.size_bytes
             elif not on_host:
-                # This is its capture; the copy is ours and changes no more.
+                # This copy is the capture; nobody else has it, so it does not change.
                 storage = byte_tensor(storage)[start_bytes : start_bytes + source.size_bytes].cpu().untyped_storage()
                 kind, watched, start_bytes = Kind.CONSTANT, [], 0
             self._kept.append(storage)
@@ -275,13 +275,14 @@ class Capture:
         return snapshot
 
     def copy_volatile(self, *, wait: bool) -> bool:
-        """Copy what may change as soon as save() has returned; what finds no room is waited for until it is written.
+        """Copy volatile bytes, which may change as soon as save() has returned.
 
         Args:
-            wait: Without it, return when there is no room: the writer has not begun, and would never make any.
+            wait: Wait for the writer where the arena has no room. Without it, return: a writer that has not begun
+                makes no room.
 
         Returns:
-            Whether all of it is captured.
+            Whether all of them are captured.
         """
         for snapshot in reversed(self._snapshots):
             if snapshot.counts()["volatile_remaining_bytes"]:
@@ -290,7 +291,7 @@ class Capture:
         return not self.remaining_bytes("volatile")
 
     def hold(self) -> None:
-        """From now on the optimizers' steps wait for this capture."""
+        """Make the optimizers' steps wait for this capture from now on."""
         if not self._stable_keys:
             return
         watch_steps()
@@ -319,7 +320,7 @@ class Capture:
         )
 
     def captured(self) -> bool:
-        """Tell whether all may be changed again; once True, the counters have been compared for the last time."""
+        """Tell whether everything may change again; once True, the counters have been compared for the last time."""
         if not self._is_settled():
             return False
         self.seal()
@@ -330,8 +331,8 @@ class Capture:
 
         Args:
             timeout_s: Seconds to wait at most.
-            on_host: For whatever may change it. Without it, for what the caller's current streams are given from now
-                on: they wait for the devices, and this thread does not.
+            on_host: Anybody may change it when this returns. Without it, only work that the caller's current streams
+                get from now on: those streams wait for the devices, and this thread does not.
 
         Raises:
             TimeoutError: With a timeout: not all is captured.
@@ -342,14 +343,14 @@ class Capture:
                 note_step(optimizer, manual=True)
         deadline_s = None if timeout_s is None else started_s + timeout_s
         if self._sealed:
-            self._hold_caller()  # who comes later may be on another stream
+            self._hold_caller()  # this caller may be on another stream than the one before
             if on_host:
                 self._wait_settled(deadline_s)
             return
         try:
             if self.is_torn():
                 return
-            for wait in (False, True):  # first what finds room, of all files
+            for wait in (False, True):  # first, of all files, what the arena has room for
                 if wait and deadline_s is not None:
                     self._wait_until(deadline_s)
                     continue
@@ -394,7 +395,7 @@ class Capture:
             self._let_go()
 
     def is_torn(self) -> bool:
-        """Compare the counters now; when something has changed the save has failed, and no step waits for it."""
+        """Compare the counters now; if one has changed, the save has failed, and no step waits for it any more."""
         with self._lock:
             if not self._sealed:
                 self._look_for_changes()
@@ -405,7 +406,7 @@ class Capture:
         return torn
 
     def tear_by_step(self, optimizer: str) -> None:
-        """An optimizer has stepped, and nobody had waited for the capture: the save has failed."""
+        """Fail the save: an optimizer has stepped, and nobody had waited for the capture."""
         with self._lock:
             if self._sealed or self._error is not None:
                 return
@@ -420,11 +421,11 @@ class Capture:
         self._let_go()
 
     def check(self) -> None:
-        """Before a file is published: raise if what was written may be torn.
+        """Raise if what was written may be torn; called before a file is published.
 
         Raises:
-            TornStateError: It may; the message names the tensor.
-            DeviceError: A device could not copy what it was told to.
+            TornStateError: It may be; the message names the tensor.
+            DeviceError: A device has failed to copy.
         """
         self.seal()
         if self._devices:
@@ -437,12 +438,12 @@ class Capture:
                 raise self._error
 
     def hurry(self) -> None:
-        """Somebody waits: the writer need not spare the training any more."""
+        """Let the writer go at full speed: somebody waits, so it need not spare the training any more."""
         for snapshot in self._snapshots:
             snapshot.hurry()
 
     def release(self) -> None:
-        """Give everything back: all is written, or never will be."""
+        """Give everything back: all bytes are written, or will never be."""
         self._let_go()
         for snapshot in self._snapshots:
             snapshot.close()
@@ -461,8 +462,8 @@ class Capture:
     def _hold_caller(self) -> None:
         """Let the caller's current streams wait for the copies from devices: that is the gate there."""
         for ordinal in self._devices:
-            # One snapshot for all: a device's copies have one order. A stream that is being captured into a CUDA graph
-            # executes nothing now, so it cannot be told to wait; the thread that will replay the graph does.
+            # One snapshot stands for all, because a device makes all copies in one order. A stream that is being
+            # captured into a CUDA graph executes nothing now, so the thread waits, which will replay the graph.
             if not self._snapshots[0].hold_caller(ordinal, cuda.caller_stream(ordinal)):
                 self._wait_settled()
 
@@ -472,7 +473,7 @@ class Capture:
             return False
         try:
             return not self._devices or all(snapshot.settled() for snapshot in self._snapshots)
-        except DeviceError:  # there is nothing to protect: the save fails, and says so
+        except DeviceError:  # there is nothing to protect: the save fails with this error
             return True
 
     def _let_go(self) -> None:
@@ -481,7 +482,7 @@ class Capture:
                 _pending.remove(self)
 
     def _reached_by(self, container: Sources) -> list[list[torch.Tensor]]:
-        """For each source the tensors that really hold it: the pickler's list may have one too many."""
+        """Return for each source the tensors that really hold it: the pickler may list one too many."""
         around: dict[int, list[torch.Tensor]] = {}
         for wrapper in container.wrappers:
             for key in storage_keys(wrapper):
@@ -523,7 +524,7 @@ class Capture:
             self._compare_samples()
 
     def _compare_places(self) -> None:
-        """A storage that was resized has left its memory; nobody must read there any more."""
+        """Find a storage that was resized: its memory is gone, and nobody may read there any more."""
         for container, index, address, size_bytes in self._places:
             storage = container.sources[index].storage
             if storage.data_ptr() != address or storage.nbytes() != size_bytes:
@@ -539,7 +540,7 @@ class Capture:
     def _tear(self, container: Sources, source: int, rule: str) -> None:
         storage = container.sources[source].storage
         _torn[storage._cdata] = StorageWeakRef(storage)
-        for entry in (*self._watched, *self._constants_watched):  # all that changed, so that one cause fails one save
+        for entry in (*self._watched, *self._constants_watched):  # all that have changed: one cause fails one save
             if entry.has_changed():
                 changed = entry.container.sources[entry.source].storage
                 _torn[changed._cdata] = StorageWeakRef(changed)

@@ -1,7 +1,7 @@
-"""Which storages are stable, which constant: whatever the optimizers and the user own, found anew at each save.
+"""Which storages are stable and which are constant, found anew at each save.
 
-An optimizer counts only if its steps announce themselves, since the gate (`capture`) hangs on that. Tensor subclasses
-that wrap others (DTensor …) are looked into, for the storages lie inside.
+Storages of an optimizer are stable only if its step runs hooks, because the gate (`capture`) is one of them. The
+storages of tensor subclasses that wrap others (DTensor …) are those of the tensors inside.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["PLAIN", "Owners", "Ownership", "note_step_of", "step_count", "storag
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types whose storage is their own."""
 
-_step_count = 0  # of all optimizers, since the first save that a step waits for
+_step_count = 0  # steps of all optimizers since the first save that a step waits for
 _replayed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose steps are CUDA graphs: no hook runs
 
 
@@ -40,7 +40,7 @@ def storage_keys(tensor: torch.Tensor) -> list[int]:
         return [] if key is None else [key]
     anything: Any = tensor
     inside = [getattr(anything, name) for name in anything.__tensor_flatten__()[0]]
-    # A DTensor also names its mesh.
+    # A DTensor names its mesh too, which is no tensor.
     return [key for inner in inside if isinstance(inner, torch.Tensor) for key in storage_keys(inner)]
 
 
@@ -55,12 +55,12 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class Ownership:
-    """Whose which storages are, at one moment.
+    """The owners of storages at one moment.
 
     Attributes:
         stable: For each storage that only an optimizer's step changes, the tensors by which an optimizer holds it.
-        constant: The same for those that were declared constant.
-        why_volatile: Why storages of an optimizer are not among the stable ones, "" when all are.
+        constant: The same for storages that were declared constant.
+        why_volatile: Why storages of an optimizer are not among the stable ones; "" when all are.
     """
 
     stable: dict[int, list[torch.Tensor]]
@@ -97,7 +97,7 @@ class Owners:
         return [_unwrapped(one) for one in many]
 
     def look(self) -> Ownership:
-        """Find whose which storages are now."""
+        """Find the owners of storages now."""
         stable, why_volatile = self.stable()
         return Ownership(stable, self.constant(), why_volatile)
 
@@ -106,7 +106,7 @@ class Owners:
 
         Returns:
             For each storage key the tensors by which an optimizer holds it; and why storages of an optimizer are
-            not among them, "" when all are.
+            not among them; "" when all are.
         """
         found: dict[int, list[torch.Tensor]] = {}
         why_not = "" if self._given is not None else "no optimizer was given"
@@ -121,7 +121,7 @@ class Owners:
         return found, why_not
 
     def constant(self) -> dict[int, list[torch.Tensor]]:
-        """Find the storages that were declared constant, less those that an optimizer trains all the same."""
+        """Find the storages that were declared constant, without those that an optimizer trains all the same."""
         if self._constant == []:
             return {}
         trained = {
@@ -218,7 +218,7 @@ def _tensors_in(constant: object) -> Iterator[torch.Tensor]:
 
 
 def note_step_of(optimizer: Optimizer, *, is_replayed: bool) -> None:
-    """Learn that an optimizer steps; with `is_replayed` inside a CUDA graph, which runs no hook: volatile for good."""
+    """Note a step of an optimizer; with `is_replayed` a CUDA graph captures it, whose replays run no hook."""
     global _step_count
     _step_count += 1
     if is_replayed:
@@ -226,5 +226,5 @@ def note_step_of(optimizer: Optimizer, *, is_replayed: bool) -> None:
 
 
 def step_count() -> int:
-    """Return how many optimizer steps were noticed; what `Owners.look` found holds while it does not grow."""
+    """Return how many optimizer steps were noted; while it does not grow, what `Owners.look` found stays true."""
     return _step_count

@@ -1,8 +1,8 @@
 """How long after a save the next optimizer step comes, so that the writer can spread its work over that time.
 
-Measured from each save to the step that follows it, for each optimizer: to the beginning of the step, where the gate
-is. With gate="manual" to the caller's wait, or to the step's end if nobody had to wait: where forward and backward run
-inside `step(closure)`, its beginning is too early.
+The time is measured for each optimizer, from a save to the beginning of the step that follows it, where the gate is.
+With gate="manual" it ends at the caller's wait, or at the end of the step if nobody waited: the beginning is too early
+where forward and backward run inside `step(closure)`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SAMPLE_COUNT = 5
 
 
 class _Clock:
-    """What is known of one optimizer: when a save has begun, and how long its last steps were in coming."""
+    """When the last save before a step of one optimizer began, and after how long its steps came."""
 
     __slots__ = ("delays_s", "is_manual", "started_s")
 
@@ -42,7 +42,7 @@ _lock = threading.RLock()  # re-entrant, like all locks here: a signal handler m
 
 
 def note_save(optimizers: Sequence[Optimizer], *, manual: bool) -> None:
-    """A save has begun whose gate is before the next step of one of these optimizers; with `manual`: in it."""
+    """Note that a save begins, which the next step of one of these optimizers waits for; `manual`: with that gate."""
     now_s = time.monotonic()
     with _lock:
         for optimizer in optimizers:
@@ -51,7 +51,7 @@ def note_save(optimizers: Sequence[Optimizer], *, manual: bool) -> None:
 
 
 def note_step(optimizer: Optimizer, *, manual: bool) -> None:
-    """An optimizer is about to step; with `manual`: the caller has waited for that, or it has stepped."""
+    """Note that an optimizer is about to step; with `manual`: that its caller has waited, or that it has stepped."""
     clock = _clocks.get(optimizer)
     if clock is None or clock.started_s is None or clock.is_manual != manual:
         return
@@ -64,7 +64,8 @@ def note_step(optimizer: Optimizer, *, manual: bool) -> None:
 def spread_s(optimizers: Sequence[Optimizer]) -> float:
     """Return the seconds over which to spread the writing of a save; 0.0 while no step has followed one.
 
-    By the shortest of the last delays: to be through too early costs next to nothing, too late a copy at the gate.
+    It is a share of the shortest of the last delays: a writer that is done too early costs next to nothing, and one
+    that is done too late costs a copy at the gate.
     """
     with _lock:
         known = [_clocks[optimizer].delays_s for optimizer in optimizers if optimizer in _clocks]
@@ -75,7 +76,7 @@ class Spread:
     """The files of one save, written one after the other until shortly before the next step.
 
     Args:
-        at_most_s: Seconds after which all is written in any case, as far as pacing goes.
+        at_most_s: Seconds, the longest time to spread over.
     """
 
     def __init__(self, at_most_s: float = math.inf) -> None:
@@ -86,7 +87,7 @@ class Spread:
         self._spread_s = 0.0
 
     def expect_step(self, optimizers: Sequence[Optimizer], *, manual: bool) -> None:
-        """A file's tensors belong to these optimizers: learn when the next step is expected, and measure it."""
+        """Expect the next step of these optimizers, which a file's tensors belong to, and measure when it comes."""
         new = [one for one in optimizers if not any(one is known for known in self._optimizers)]
         if not new:
             return
@@ -101,7 +102,7 @@ class Spread:
         self._files.append((snapshot, size_bytes))
 
     def begin(self) -> None:
-        """All files are there: let the writer take its time, each file its share of it."""
+        """Spread the writing of the files that were added: each file gets its share of the time."""
         files, total_bytes = self._files, sum(size_bytes for _, size_bytes in self._files)
         self._files = []  # they keep the arena's blocks
         if self._started_s is None or not total_bytes:
