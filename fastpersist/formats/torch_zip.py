@@ -1,7 +1,7 @@
 """The torch zip, byte for byte: layout ⇄ bytes. Pure: no I/O of its own, no torch, hostile input expected.
 
 Writing: `plan_archive` places every record of an archive whose pickle and storages have given sizes; the encoders give
-the bytes between the storages. SaveGroup they equal what torch.save writes with `storage_alignment=4096`, but for the
+the bytes between the storages. Together they equal what torch.save writes with `storage_alignment=4096`, but for the
 digits of `.data/serialization_id`.
 
 Reading: `read_directory` proves a central directory (bounds, overlaps, duplicates, method) before anybody acts on it.

@@ -1,7 +1,7 @@
 """Object → planned file: its sources, its length, and which bytes lie where, before a byte moves.
 
 A container pickles the object, or lists its tensors, when it is made, and then knows every offset. `write_file` writes
-what it plans; names, durability and visibility are left to `commit`, encoding to `formats`.
+what it plans. `commit` cares for names, durability and visibility, and `formats` encodes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ Part: TypeAlias = Literal | Stored | Checksum
 class Container(Protocol):
     """A file about to be written: which bytes lie where.
 
-    `parts` says what can be written as soon as it is reached, `closing` the rest, which depends on all CRCs. SaveGroup
+    `parts` are what can be written as soon as it is reached, `closing` is the rest, which depends on all CRCs. Together
     they are the whole file, each byte once.
     """
 
@@ -90,11 +90,11 @@ class Container(Protocol):
 
     @property
     def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
-        """For each source the tensors by which the object holds it."""
+        """Return for each source the tensors by which the object holds it."""
 
     @property
     def wrappers(self) -> Sequence[torch.Tensor]:
-        """Tensors of a subclass in the object, whose storages lie inside other tensors."""
+        """Return the object's tensors of a subclass, whose storages lie inside other tensors."""
 
     @property
     def has_checksums(self) -> bool:

@@ -47,14 +47,14 @@ __all__ = [
 ]
 
 _OPEN_COUNT_MAX = 64
-"""So many files are written before the first is synced: more would need more descriptors than a process may have."""
+"""Files written before the first is synced; more could need more descriptors than a process may have."""
 
 
 class DirectoryFiles:
     """The files of a pending directory.
 
     Args:
-        directory: The one.
+        directory: They are in it.
         stats: Counts the bytes, and the seconds of syncs.
 
     Attributes:
@@ -74,7 +74,7 @@ class DirectoryFiles:
     # --- names, for the thread that saves
 
     def check_new(self, name: str) -> None:
-        """Raise ConfigError if a name is none of a file, or is taken."""
+        """Raise ConfigError if a name is no file name, or is taken."""
         check_file_name(name)
         self._refuse_taken(name, "")
 
@@ -104,7 +104,7 @@ class DirectoryFiles:
         return write_small(self._directory, name, data)
 
     def sync_later(self, fd: int, path: str) -> None:
-        """A file is written. A step waits for what is written, not for what is synced, so the next file comes first."""
+        """Sync a written file later: a step waits for writes, not for syncs, so the next file is written first."""
         self._unsynced.append((fd, path))
         if len(self._unsynced) >= _OPEN_COUNT_MAX:
             self.sync(durable=True)
@@ -254,18 +254,18 @@ def own_version() -> str:
 
 
 class RankSession(Protocol):
-    """What the ranks of a save tell each other: the part of `distributed.sessions.Session` that a producer uses."""
+    """How the ranks of a save talk to each other: the part of `distributed.sessions.Session` that a producer uses."""
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Return the rank of this process."""
 
     @property
     def count(self) -> int:
-        """How many ranks there are."""
+        """Return how many ranks there are."""
 
     def gather(self, own: bytes) -> list[bytes]:
-        """Return one message of each rank; on the coordinator."""
+        """Return a message of each rank, `own` for this one; on the coordinator."""
 
     def answer(self, message: bytes) -> None:
         """Send each follower a message; on the coordinator."""
@@ -292,10 +292,10 @@ class WriteSite:
             them where it is.
         final_path: The name that the directory gets.
         session: With the other ranks; None without any.
-        label: What all ranks mean that save the same; "" without any.
+        label: Names the save, the same on all ranks; "" for one process.
         engine: Engine name or "auto".
-        poll: To be called at least once a second: raises what makes the save fail.
-        made: To be told the path of each file that is made, before anything else is: who gives up removes it.
+        poll: Called at least once a second; raises what makes the save fail.
+        made: Called with the path of each file as soon as it is made: a save that fails removes these.
         write_small: Given name and bytes, writes a small file of the directory, and syncs it; on the coordinator.
         stats: Of the save; the producer notes engine and shares, the save itself times and bytes.
     """
@@ -312,14 +312,14 @@ class WriteSite:
 
 
 class FileProducer(Protocol):
-    """Somebody who writes files of a directory."""
+    """Writes files of a directory in a way of its own."""
 
     @property
     def owners(self) -> Owners:
-        """Whose step the files wait for."""
+        """Return the owners, whose step waits for the files."""
 
     def hold(self, arena: Arena, *, paranoid: bool, on_gate: Callable[[float], None]) -> CapturedFile:
-        """Look at what is to be written; on the saving thread, which captures it then."""
+        """Find what is to be written, and return it; on the thread that saves, which then captures it."""
 
     def write(self, site: WriteSite) -> list[FileEntry]:
         """Write the files, and sync them; return those of all ranks on the coordinator, on followers this rank's."""

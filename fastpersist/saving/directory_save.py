@@ -1,11 +1,11 @@
 """Many files, published at once as one directory with a manifest, while training goes on.
 
-For trainers that own their layout: `save` and `add_bytes` put files into a hidden pending directory, other code may
-put its own there too, and `publish` makes all of it visible in one step, or nothing. A `Checkpointer` is this with
-steps, retention and resume on top. The protocol is `directory_commit`'s, the capture of tensors `capture`'s.
+This is for trainers that choose the names of their files: `save` and `add_bytes` put files into a hidden pending
+directory, other code may put its own there too, and `publish` makes all of it visible in one step, or nothing. A
+`Checkpointer` adds steps, retention and resume. `directory_commit` is the protocol, and `capture` captures tensors.
 
-One process saves alone, or several ranks save together. What differs is in a strategy: `Alone` here, and
-`distributed.coordinator_save`, which rank 0 of several has. This module knows of no other rank.
+One process saves alone, or several ranks save together. A strategy has what differs: `Alone` here, and
+`distributed.coordinator_save` on rank 0 of several. This module knows of no other rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["Alone", "Commit", "DirectorySave", "PlannedFile", "WholeFile"]
 
 _log = logging.getLogger("fastpersist")
 
-_arena = Arena()  # for those that bring none of their own
+_arena = Arena()  # of all saves that bring none of their own
 _apart = Lane("fastpersist-after")
 
 
@@ -94,7 +94,7 @@ class WholeFile:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What makes a directory visible, for the strategy to do when it is time.
+    """How to make a directory visible, for the strategy to do when all ranks are ready.
 
     Attributes:
         step: For the manifest.
@@ -117,7 +117,7 @@ class Alone:
     Attributes:
         rank_count: How many ranks save; None for one process.
         session: With the other ranks; None without any.
-        label: What all ranks mean that save the same.
+        label: Names the save, the same on all ranks.
     """
 
     rank_count: int | None = None
@@ -125,11 +125,11 @@ class Alone:
     label: str = ""
 
     def begin(self, files: DirectoryFiles, pending: PendingSave, stats: SaveStats, *, overwrite: Overwrite) -> None:
-        """The directory is made, and empty."""
+        """Take the directory, which is made and empty."""
         self._files = files
 
     def fail(self, error: BaseException) -> None:
-        """The save fails, or is given up; the thread that writes may still be at it."""
+        """Tell of a save that fails, or is given up; the thread that writes may still be writing."""
 
     def planning(self) -> AbstractContextManager[None]:
         """Return the context in which a file is planned, on the thread that saves."""
@@ -145,28 +145,28 @@ class Alone:
         Args:
             container: What it holds.
             name: Below the directory.
-            look: Finds whose which storages are.
-            own: No other rank has a part in it.
+            look: Finds the owners of storages.
+            own: Only this rank writes it.
         """
         return WholeFile(container, name, self._files, self.create)
 
     def create(self, name: str) -> int:
-        """Create a file of this process; on the writing thread, as all that follows."""
+        """Create a file of this process; on the writing thread, like all methods below."""
         return self._files.create(name)
 
     def before_producer(self) -> None:
-        """Somebody is about to write files in a way of their own."""
+        """Prepare for files that a producer writes."""
 
     def take(self, entry: FileEntry) -> None:
         """List a file that somebody else has written and synced."""
         self._files.note_written_elsewhere(entry)
 
     def collect(self, *, durable: bool) -> None:
-        """No more files come: see to it that all are there, and synced."""
+        """Make sure that all files are there and synced; no more will come."""
         self._files.sync(durable=durable)
 
     def commit(self, commit: Commit) -> None:
-        """Publish the directory: all files are there and listed."""
+        """Publish the directory, of which all files are there and listed."""
         commit.publish()
 
 
@@ -179,8 +179,8 @@ class DirectorySave:
             "foreign": also a directory with files and no MANIFEST.json, such as another program's checkpoint.
         engine: "auto", or an engine's name, which then never falls back.
         make_parents: Make the directories above that are missing, durably. Without it, the parent exists.
-        pending_in: Where the pending directory is made, in the same file system, if not beside the final name: for
-            parents whose readers take hidden names for checkpoints. What dead saves have left there is removed.
+        pending_in: Make the pending directory there, in the same file system, and not beside the final name: for
+            parents whose readers take hidden names for checkpoints. Leftovers of dead saves there are removed.
 
     Raises:
         ConfigError: The path exists and overwrite is False; unknown engine, or value of overwrite.
@@ -236,7 +236,7 @@ class DirectorySave:
 
     @property
     def path(self) -> str:
-        """The pending directory; what others put there is published with the rest."""
+        """The pending directory; files that others put there are published with the rest."""
         return self._directory.path
 
     @untraced
@@ -253,19 +253,19 @@ class DirectorySave:
         owners: Owners | None = None,
         own: bool = False,
     ) -> None:
-        """Save an object to a file of the directory; returns when what may change at once is copied.
+        """Save an object to a file of the directory; return when everything that may change at once is copied.
 
         Args:
             obj: Whatever torch.save takes; for a name that ends in `.safetensors`, a dict of str to tensors.
             name: Relative to the directory, with "/" between its parts.
             optimizer: Whose tensors are in `obj`, as in `save_async`.
-            constant: What never changes, as in `save_async`.
+            constant: Tensors that never change, as in `save_async`.
             gate: "optimizer" or "manual", as in `save_async`.
             format: "torch", "safetensors", or "auto", as in `save`.
             metadata: Text to text, for safetensors only.
-            owners: Optimizer, constant and gate, for those who have them already.
-            own: With several ranks: the object is this rank's own, and no other has a part in writing it. Each rank
-                writes such files while the others write theirs, under names that no other rank has.
+            owners: In place of optimizer, constant and gate.
+            own: With several ranks: the object is this rank's own, and only this rank writes it. Each rank writes such
+                files while the others write theirs, under names that no other rank has.
 
         Raises:
             ConfigError: The name is no relative file name or is taken, or the format cannot hold the object.
@@ -299,7 +299,7 @@ class DirectorySave:
         self._stats.stall_s += time.monotonic() - started_s
 
     def save_produced(self, producer: FileProducer) -> None:
-        """Have somebody else write files of the directory, on the writing thread; returns as `save` does.
+        """Have a producer write files of the directory, on the writing thread; return as `save` does.
 
         Raises:
             FastPersistError, …: What `producer.hold` raises.
@@ -364,8 +364,8 @@ class DirectorySave:
             durable: Survive power loss once done.
             step: For the manifest.
             metrics: Names to numbers, for the manifest.
-            after: Done when the directory is visible and durable, before the save counts as done.
-            apart: Do `after` on another thread than the one that writes, so that the next save is written meanwhile.
+            after: Called when the directory is visible and durable, before the save counts as done.
+            apart: Call `after` on another thread than the one that writes, so that the next save is written meanwhile.
 
         Returns:
             The save; result() returns the final path. Errors of every file are raised there.
@@ -394,7 +394,7 @@ class DirectorySave:
             self._pending.join()
 
     def _give_up(self, why: BaseException | None = None) -> bool:
-        """Have everything removed, behind what is being written; False if it was published or given up before."""
+        """Have the writing thread remove everything; return False if it was published or given up before."""
         if self._closed:
             return False
         self._closed = True
@@ -414,12 +414,12 @@ class DirectorySave:
             self._pending.join()
 
     def __del__(self) -> None:
-        # Perhaps on the writing thread itself, which must not wait for what it has to do. A forked child has no part.
+        # This may be the writing thread, so nothing waits here. A forked child has no part in the save.
         if not getattr(self, "_closed", True) and self._process == os.getpid() and self._give_up():
             _log.warning("%s was never published and is removed", self._directory.final_path)
 
     def _look(self, owners: Owners, given: tuple[object, ...]) -> Ownership:
-        """Find whose which storages are; for further files with the same optimizer only if a step came between."""
+        """Find the owners of storages; for another file of the same optimizer only if there was a step since."""
         if self._looked is not None:
             count, before, found = self._looked
             if count == step_count() and all(one is other for one, other in zip(given, before, strict=True)):
@@ -438,7 +438,7 @@ class DirectorySave:
         self._lane.submit(lambda: self._pending.run(write, when_it_fails=self._file_failed))
 
     def _file_failed(self, error: BaseException) -> None:
-        """Nobody waits for the capture any more; but others may still put files into the directory, so it stays."""
+        """Let nobody wait for the capture any more; the directory stays, as others may still put files into it."""
         if self._closed:
             self._pending.fail(error)
         else:

@@ -1,12 +1,12 @@
-"""Object → skeleton + storages. The only room that pickles.
+"""Object → skeleton + storages: the pickle of an object without the bytes of its tensors.
 
-The pickler is the standard one with torch's persistent ids: a storage becomes ("storage", class, key, location, numel)
-and its bytes are left out, everything else takes its own `__reduce__`. So parameters, views, quantized, sparse and
-nested tensors, subclasses and DTensors come out as torch.save writes them, and the bytes of the pickle are the same.
+The pickler is Python's, with torch's persistent ids: for a storage it writes ("storage", class, key, location, numel)
+and leaves the bytes out. All other objects take their own `__reduce__`. So parameters, views, quantized, sparse and
+nested tensors, subclasses and DTensors come out as torch.save writes them, and the pickle has the same bytes.
 
-A training step waits while this runs, so the tensors of which a state has hundreds, plain and dense and on the CPU,
-take a shorter way to the same bytes. Keeping the last pickle instead would have to prove, object by object, that
-nothing but tensor bytes has changed, which costs as much.
+A training step waits for this. So plain dense tensors, of which a state has hundreds, take a shorter way to the same
+bytes. To reuse the last pickle instead, one would have to prove for each object that nothing but tensor bytes has
+changed, which costs as much.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PICKLE_PROTOCOL = 2
 """What torch.save writes and torch.load(weights_only=True) reads."""
 
 ZERO_TENSOR = "a ZeroTensor (torch._efficientzerotensor) has no memory; save tensor.clone()"
-"""What a message says of such a tensor."""
+"""Why such a tensor cannot be saved, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Skeleton:
 
     Attributes:
         pickle: The pickle, protocol 2, with persistent ids in place of storages.
-        storages: Each storage once, in the order the pickler met them; its index is its key in the file.
-        tensors: For each storage the tensors through which the pickler came to it, the outermost first.
+        storages: Each storage once, in the order in which the pickler met them; its index is its key in the file.
+        tensors: For each storage the tensors through which the pickler reached it, the outermost first.
         wrappers: Tensors of a subclass (a DTensor, say), whose own storages lie inside other tensors.
     """
 
@@ -76,13 +76,13 @@ _CLASSIC_DTYPES = {
     torch.complex64,
     torch.complex128,
 }
-"""Those that `_rebuild_tensor_v2` takes; torch pickles younger ones in another way."""
+"""Those that `_rebuild_tensor_v2` takes; torch pickles newer dtypes in another way."""
 
 _TORCH_REDUCE = torch.Tensor.__reduce_ex__
 
 
 class _PlainStorage:
-    """Stands for the storage of a plain tensor on its way to `persistent_id`, in place of a TypedStorage."""
+    """The storage of a plain tensor on its way to `persistent_id`, in place of a TypedStorage."""
 
     __slots__ = ("dtype", "storage")
 
@@ -108,16 +108,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 class _SkeletonPickler(pickle.Pickler):
     """Replaces storages by persistent ids, which a `_Storages` gives.
 
-    It knows nothing of the object afterwards, and nothing it made refers back to it: a cycle would keep the state, and
+    It keeps no reference to the object, and nothing that it makes refers back to it: a cycle would keep the state, and
     with it gigabytes, until Python next looks for cycles.
     """
 
     def __init__(self, file: io.BytesIO, storages: _Storages) -> None:
-        # Before the pickler is made: it looks its method up just once.
+        # Set before the pickler is made, which looks its method up only once.
         self.persistent_id = storages.persistent_id  # type: ignore[method-assign]
         self._zeros = storages.stand_in_for_zeros
         super().__init__(file, protocol=PICKLE_PROTOCOL)
-        # Unless somebody has changed how tensors are reduced.
+        # The shorter way is right only while nobody has changed how tensors are reduced.
         self._takes_short_way = (
             torch.Tensor.__reduce_ex__ is _TORCH_REDUCE
             and torch.Tensor not in copyreg.dispatch_table
@@ -128,7 +128,7 @@ class _SkeletonPickler(pickle.Pickler):
         if type(obj) is OrderedDict and not obj and not obj.__dict__:  # every tensor brings one
             return OrderedDict, ()
         if type(obj) in (torch.Tensor, torch.nn.Parameter) and obj._is_zerotensor():  # type: ignore[attr-defined]
-            # Has no address to ask for. It is refused when all is pickled, for then its name is known.
+            # It has no address to ask for. It is refused when all is pickled: then its name is known.
             return torch._utils._rebuild_tensor_v2, (self._zeros(), 0, (0,), (1,), False, OrderedDict())
         if type(obj) is not torch.Tensor or not self._takes_short_way or not _is_plain(obj):
             return NotImplemented
@@ -143,7 +143,7 @@ class _SkeletonPickler(pickle.Pickler):
 
 
 class _Storages:
-    """Gives each storage that is met a persistent id, and remembers by which tensors it was met."""
+    """Gives each storage a persistent id, and remembers the tensors through which the pickler reached it."""
 
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
@@ -154,7 +154,7 @@ class _Storages:
         self._keys: dict[int, str] = {}
         self._dtype_at: dict[int, torch.dtype] = {}
         self._class_by_dtype: dict[torch.dtype, type] = {}
-        # Unless somebody registered a tagger that comes before torch's own (10 and up), host memory is tagged "cpu".
+        # Host memory is tagged "cpu", unless somebody registered a tagger before torch's own (10 and up).
         registry = torch.serialization._package_registry
         self._cpu_is_plain = all(entry[0] >= 10 or entry[1] is no_tag for entry in registry)
         self._kind_of: dict[type, _Kind] = {_PlainStorage: _Kind.STORAGE}
@@ -172,7 +172,7 @@ class _Storages:
 
     @property
     def persistent_id(self) -> Callable[[object], Any]:
-        """What a pickler asks for every object in the tree."""
+        """What the pickler asks about every object in the tree."""
         return _native.type_filter(self._uninteresting, self._persistent_id)
 
     def _persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
@@ -231,7 +231,7 @@ class _Storages:
         return str(torch.serialization.location_tag(storage))
 
     def _check_dtype(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-        """Refuse one memory under two dtypes, with torch's words: its readers could not tell them apart."""
+        """Refuse, with torch's words, storages of two dtypes at one address: its readers could not tell them apart."""
         if storage.device.type == "meta":
             return
         address = storage.data_ptr()
@@ -341,6 +341,6 @@ def _fails(obj: object, kind: type[Exception]) -> bool:
         _pickled(obj)
     except kind:
         return True
-    except Exception:  # noqa: BLE001 - another matter: only the first error is explained
+    except Exception:  # noqa: BLE001 - another error than the one that is explained
         return False
     return False

@@ -1,17 +1,17 @@
-"""Planned file → bytes on the disk → its name. The one sequence by which every save writes a file.
+"""Planned file → bytes on the disk → its name: the one sequence by which every save writes a file.
 
-A save of a file takes these steps. Each has one function, whoever saves: one process or several ranks, one file or a
-directory of them, with training stopped or going on.
+A save of a file takes these steps. Each step is one function, for one process and for several ranks, for one file and
+for a directory of files, whether training waits or goes on.
 
 1. `containers.container_for` plans the file: every offset is known, and no byte has moved.
-2. `capture_file` sorts its bytes by who may change them while training goes on, and copies what it must. A save for
-   which training waits leaves this out.
-3. `write_file` reserves the space, has all bytes written, and cuts the padding off. What writes the bytes is its
-   argument: `write_container`, or with several ranks this rank's share of them.
-4. `publish_file` is step 3 for a file that gets a name of its own: it is made durable and visible. A file in a
-   directory is made visible with that directory.
+2. `capture_file` finds out who may change its bytes while training goes on, and when. A save for which training waits
+   leaves this out.
+3. `write_file` reserves the space, has all bytes written, and cuts the padding off. Its argument writes the bytes:
+   `write_container`, or with several ranks the writer of this rank's share.
+4. `publish_file` is step 3 for a file that gets a name of its own: it also makes the file durable and visible. A file
+   in a directory becomes visible with that directory.
 
-Names and durability are left to `commit`, what the bytes are to `containers`, engines to `transfer`.
+`commit` cares for names and durability, `containers` for what the bytes are, and `transfer` for engines.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What became of a container.
+    """What was written of a container.
 
     Attributes:
         engine: The engine that wrote it.
@@ -63,12 +63,12 @@ class WrittenFile:
 
 
 class CapturedFile(NamedTuple):
-    """The bytes of a file, safe from what training changes.
+    """The bytes of a file, protected from changes by training.
 
     Attributes:
-        capture: For whoever waits until they may be changed.
-        snapshot: What the file is written from.
-        size_bytes: Of what was captured.
+        capture: Lets others wait until they may be changed.
+        snapshot: The file is written from it.
+        size_bytes: How many were captured.
     """
 
     capture: Capture
@@ -92,9 +92,9 @@ def capture_file(
         sources: The container, or a share of it.
         owners: Whose storages are stable.
         arena: For copied bytes.
-        spread: Over the time until the owners' next step; the file is added to it.
+        spread: Spreads the writing over the time until the owners' next step; the file is added to it.
         on_gate: Told the seconds that a thread waited at the gate, each time.
-        look: `owners.look`, or what knows the answer.
+        look: `owners.look`, or a function that knows the answer already.
         paranoid: As in `Capture`.
     """
     capture = Capture(owners, arena, paranoid=paranoid, on_gate=on_gate, look=look)
@@ -153,7 +153,7 @@ def publish_file(
         size_bytes: Exact length of the finished file.
         write: Writes all bytes, up to the end of the last block.
         durable: Sync file and name.
-        check: Called when all is written and nothing is visible; raises what keeps the file from being published.
+        check: Called when all is written and nothing is visible; what it raises keeps the file from being published.
 
     Raises:
         NoSpaceError: The file system is full. Found before a byte is written, where it can reserve space.
@@ -177,10 +177,10 @@ def write_container(
     poll: Poll | None = None,
     snapshot: _native.Snapshot | None = None,
 ) -> WrittenFile:
-    """Write a planned file to a descriptor whose space is reserved; its end is still padded to a whole block then.
+    """Write a planned file to a descriptor whose space is reserved; its end stays padded to a whole block.
 
-    In file order, in one pass: a source's CRC is complete when its last byte has been copied, which is just before its
-    descriptor is written; so nothing is written twice and nothing waits.
+    One pass in file order is enough: a source's CRC is complete when its last byte has been copied, which is just
+    before its descriptor is written. So nothing is written twice and nothing waits.
 
     Args:
         container: What to write.
@@ -235,7 +235,7 @@ def _gathering_snapshot(container: Container) -> _native.Snapshot | None:
         ordinal is None and not cuda.is_host_memory(source.storage)
         for ordinal, source in zip(ordinals, container.sources, strict=True)
     ):
-        return None  # torch copies from some
+        return None  # torch has to copy some of them
     for device in on_devices:
         cuda.follow_caller(device, to_host=True)
     snapshot = _native.Snapshot(_gathering.for_state(container.size_bytes))
@@ -250,10 +250,10 @@ _BATCH_COUNT = 2048
 
 
 class PieceStream:
-    """Collects small pieces on their way to a writer: many in one call, and literal bytes in a row as one piece.
+    """Collects small pieces for a writer: it hands over many in one call, and literal bytes in a row as one piece.
 
     Args:
-        writer: Where to.
+        writer: Gets the pieces.
         snapshot: Holds the sources; without it they are read from where they are.
     """
 
@@ -266,7 +266,7 @@ class PieceStream:
         self._position = writer.position
 
     def seek(self, offset_bytes: int) -> None:
-        """Go on at this offset of the file: where the last piece ended, or at another block."""
+        """Go on at an offset of the file: where the last piece ended, or at another block."""
         if offset_bytes != self._position:
             self.flush()
             self._writer.seek(offset_bytes)
@@ -278,7 +278,7 @@ class PieceStream:
         self._added(len(data))
 
     def add_crc(self, slot: int | None) -> None:
-        """Add the CRC of a slot as it is by then; without one, four zeros."""
+        """Add the CRC of a slot as it is when it is written; without a slot, four zeros."""
         if slot is None:
             self.add_bytes(bytes(4))
             return
@@ -298,7 +298,7 @@ class PieceStream:
         self._added(source.size_bytes)
 
     def flush(self) -> None:
-        """Hand all over; returns when the bytes have been copied."""
+        """Hand over all pieces; return when their bytes have been copied."""
         if not self._count:
             return
         self._end_literal()
