@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch.distributed as dist
 
@@ -36,7 +36,6 @@ from fastpersist.errors import (
     FormatError,
     PeerError,
     StorageError,
-    UnsupportedError,
 )
 from fastpersist.formats.manifest import (
     DCP_METADATA_NAME,
@@ -44,9 +43,7 @@ from fastpersist.formats.manifest import (
     CheckpointManifest,
     rank_file_name,
     step_name,
-    writer_of,
 )
-from fastpersist.formats.split_manifest import PartsRecord
 from fastpersist.loading.checkpoint_file import CheckpointSource, open_file
 from fastpersist.loading.part_files import read_record
 from fastpersist.loading.restore import load_state
@@ -257,18 +254,26 @@ def _listed(root: str, options: LoadOptions, look: Callable[[], dict[int, Commit
 
 
 def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
-    def read_file(
-        path: str,
-        name: str,
-        read: Read,
-        source: CheckpointSource | None = None,
-        into: Mapping[str, object] | None = None,
-        keys: Collection[str] | None = None,
-    ) -> Any:
+    try:
+        return read_committed(
+            root, step, lambda held, manifest: _read(root, step, options, _opened(held, manifest, options, read))
+        )
+    except CheckpointNotFoundError:
+        if not _is_shared(read):
+            raise
+        parts = _StepInParts(read, os.path.join(root, step_name(step)), None, None)  # others may have all of it
+        if not parts.exists:
+            raise
+        return _read(root, step, options, parts)
+
+
+def _read(root: str, step: int, options: LoadOptions, found: _Step) -> Any:
+    """Load the state of a step, and what belongs to this rank."""
+
+    def read_file(name: str, source: CheckpointSource, read: Read, **wanted: Any) -> Any:
         return load_state(
-            os.path.join(path, name),
-            into=into,
-            keys=keys,
+            os.path.join(found.path, name),
+            **{"into": None, **wanted},
             map_location=options.map_location,
             verify=options.verify,
             weights_only=options.weights_only,
@@ -277,119 +282,124 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
             source=source,
         )
 
-    def read_parts(parts: StepParts, shared: SharedReader) -> Any:
-        path, into, own_names = parts.path, options.into, parts.own_names()
-        keys = options.keys_without(own_names)
-        if parts.are_shards:
-            state = _read_shards(parts, options, keys, shared)
+    own_names = found.own_names()
+    wanted = {"into": options.into, "keys": options.keys_without(own_names)}
+    if found.are_shards:
+        state = found.shards_loader(options.engine)(
+            **wanted,
+            map_location=options.map_location,
+            verify=options.verify,
+            weights_only=options.weights_only,
+            engine=options.engine,
+        )
+    else:
+        state = found.load(STATE_NAME, lambda source, read: read_file(STATE_NAME, source, read, **wanted))
+    own_name = _own_name(root, step, own_names, found.rank_count, options)
+    own = None if own_name is None else found.own_file(own_name)
+    if own_name is not None and own is not None:
+        if options.wants_rank_state:  # nobody else reads it
+            state[RANK_KEY] = read_file(own_name, own, read_extents)
         else:
-            state = parts.load(
-                STATE_NAME, lambda source, read: read_file(path, STATE_NAME, read, source, into=into, keys=keys)
-            )
-        own_name = _own_name(root, step, own_names, parts.rank_count, options)
-        own = None if own_name is None else parts.own_file(own_name)
-        if own_name is not None and own is not None and options.wants_rank_state:
-            state[RANK_KEY] = read_file(path, own_name, read_extents, own)
-        return state
-
-    def read_all(held: HeldDirectory, manifest: CheckpointManifest) -> Any:
-        record = read_record(held.place, manifest)
-        if record is not None:
-            if shared is not None:
-                return read_parts(StepParts(shared, held.path, manifest, record), shared)
-            _require_all_parts(held, manifest, record)
-        names = {entry.name for entry in manifest.files}
-        own_names = {name for name in names if name.startswith("rank-")}
-        keys = options.keys_without(own_names)
-        if _is_sharded(manifest):
-            state = _read_sharded(held.place, manifest, options, keys, read)
-        else:
-            source = open_file(held, STATE_NAME)
-            state = read_file(held.path, STATE_NAME, read, source, into=options.into, keys=keys)
-        own_name = _own_name(root, step, own_names, manifest.host.get("rank_count", 1), options)
-        if own_name in own_names and options.wants_rank_state:  # nobody else reads it
-            state[RANK_KEY] = read_file(held.path, own_name, read_extents, open_file(held, own_name))
-        return state
-
-    shared = read if isinstance(read, SharedReader) and read.count > 1 else None
-    try:
-        return read_committed(root, step, read_all)
-    except CheckpointNotFoundError:
-        if shared is None:
-            raise
-        path = os.path.join(root, step_name(step))
-        parts = StepParts(shared, path, None, None)  # others may have all of it between them
-        if not parts.exists:
-            raise
-        return read_parts(parts, shared)
+            own.close()
+    return state
 
 
-def _is_sharded(manifest: CheckpointManifest) -> bool:
-    """Tell whether a step holds DCP's files: its manifest says so, not who loads it."""
-    names = {entry.name for entry in manifest.files}
-    return DCP_METADATA_NAME in names and STATE_NAME not in names
+class _Step(Protocol):
+    """A step that is being loaded: where its files are, and how they are read."""
+
+    @property
+    def path(self) -> str:
+        """Its directory, for messages."""
+
+    @property
+    def rank_count(self) -> object:
+        """By how many ranks it was saved, as its manifest says."""
+
+    @property
+    def are_shards(self) -> bool:
+        """Whether it holds DCP's files."""
+
+    def own_names(self) -> set[str]:
+        """Return the names of the ranks' own files."""
+
+    def load(self, name: str, load: Callable[[CheckpointSource, Read], Any]) -> Any:
+        """Load a file: `load` is given the open file, which it closes, and what reads it."""
+
+    def shards_loader(self, engine: str) -> Callable[..., Any]:
+        """Return what loads the shards, given the other options of `load_sharded_state`."""
+
+    def own_file(self, name: str) -> CheckpointSource | None:
+        """Open a rank's own file; None if there is none. With several ranks, all of them call this."""
 
 
-def _read_shards(parts: StepParts, options: LoadOptions, keys: Collection[str] | None, shared: SharedReader) -> Any:
-    from fastpersist.dcp.node_local_load import (
-        load_shards_together,  # torch.distributed.checkpoint takes long to import
-    )
-
-    return load_shards_together(
-        parts,
-        shared,
-        into=options.into,
-        keys=keys,
-        map_location=options.map_location,
-        verify=options.verify,
-        weights_only=options.weights_only,
-        engine=options.engine,
-    )
-
-
-def _require_all_parts(held: HeldDirectory, manifest: CheckpointManifest, record: PartsRecord) -> None:
-    """Refuse a step of which parts lie in other stores, if there is nobody to get them from.
+def _opened(held: HeldDirectory, manifest: CheckpointManifest, options: LoadOptions, read: Read) -> _Step:
+    """Decide how a step is read: from its directory, or from parts that several ranks see.
 
     Raises:
-        UnsupportedError: A part is not here; the message says whose, and where it was written.
+        UnsupportedError: Parts of it are elsewhere, and there is nobody to get them from.
     """
-    if not _is_sharded(manifest):
+    record = read_record(held.place, manifest)
+    if record is not None and _is_shared(read):
+        return _StepInParts(read, held.path, manifest, record)
+    step = _WholeStep(held, manifest, options, read)
+    if record is not None and not step.are_shards:
         refuse_alone(held.path, record)
-    from fastpersist.dcp.metadata import METADATA_NAME, read_metadata
+    if record is not None:
+        from fastpersist.dcp.node_local_load import require_all_shards  # torch.distributed.checkpoint imports for long
 
-    path = held.place
-    metadata, _ = read_metadata(os.path.join(path, METADATA_NAME))
-    here = set(os.listdir(path))
-    missing = sorted({info.relative_path for info in (metadata.storage_data or {}).values()} - here)
-    if missing:
-        writers = {writer_of(name) for name in missing}
-        stores = [number for number, store in enumerate(record.stores) if writers.intersection(store.ranks)]
-        raise UnsupportedError(
-            f"{path} holds only a part of the sharded checkpoint: {missing[0]} and all other parts of "
-            f"{record.describe(stores)} are elsewhere, for the ranks that saved it share no file system. Load it "
-            "with all of them (Checkpointer(process_group=)), or copy the .distcp files of all stores here (all "
-            "names differ), or make one file of them: fastpersist merge DIR DIR… state.pt"
-        )
+        require_all_shards(held.place, record)
+    return step
 
 
-def _read_sharded(
-    path: str, manifest: CheckpointManifest, options: LoadOptions, keys: Collection[str] | None, read: Read
-) -> Any:
-    from fastpersist.dcp.load_state import load_sharded_state  # torch.distributed.checkpoint takes long to import
+def _is_shared(read: Read) -> TypeGuard[SharedReader]:
+    return isinstance(read, SharedReader) and read.count > 1
 
-    return load_sharded_state(
-        path,
-        manifest,
-        into=options.into,
-        keys=keys,
-        map_location=options.map_location,
-        verify=options.verify,
-        weights_only=options.weights_only,
-        engine=options.engine,
-        read=read,
-        rank=options.rank,
-        count=options.count,
-    )
+
+@dataclass(frozen=True, slots=True)
+class _WholeStep:
+    """A step of which all files lie in one directory."""
+
+    held: HeldDirectory
+    manifest: CheckpointManifest
+    options: LoadOptions
+    read: Read
+
+    @property
+    def path(self) -> str:
+        return self.held.path
+
+    @property
+    def rank_count(self) -> object:
+        return self.manifest.host.get("rank_count", 1)
+
+    @property
+    def are_shards(self) -> bool:
+        names = {entry.name for entry in self.manifest.files}
+        return DCP_METADATA_NAME in names and STATE_NAME not in names
+
+    def own_names(self) -> set[str]:
+        return {entry.name for entry in self.manifest.files if entry.name.startswith("rank-")}
+
+    def load(self, name: str, load: Callable[[CheckpointSource, Read], Any]) -> Any:
+        return load(open_file(self.held, name), self.read)
+
+    def shards_loader(self, engine: str) -> Callable[..., Any]:
+        from fastpersist.dcp.load_state import load_sharded_state  # torch.distributed.checkpoint imports for long
+
+        rank, count = self.options.rank, self.options.count
+        return partial(load_sharded_state, self.held.place, self.manifest, read=self.read, rank=rank, count=count)
+
+    def own_file(self, name: str) -> CheckpointSource | None:
+        return open_file(self.held, name) if name in self.own_names() else None
+
+
+class _StepInParts(StepParts):
+    """A step whose parts lie in several node-local stores: the ranks hand them to each other."""
+
+    def shards_loader(self, engine: str) -> Callable[..., Any]:
+        from fastpersist.dcp.node_local_load import loader_of_parts  # torch.distributed.checkpoint imports for long
+
+        return loader_of_parts(self, engine)
 
 
 def _own_name(root: str, step: int, names: set[str], saved_count: object, options: LoadOptions) -> str | None:

@@ -9,8 +9,9 @@ holds the whole checkpoint. A rank that sees nothing of the step fetches the met
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -25,61 +26,67 @@ from fastpersist.dcp.storage_reader import FastPersistReader
 from fastpersist.distributed.node_local.exchange import PartsExchange, writing_to
 from fastpersist.distributed.node_local.split_step import StepParts
 from fastpersist.distributed.shared_reader import SharedReader
-from fastpersist.errors import FormatError
+from fastpersist.errors import FormatError, UnsupportedError
 from fastpersist.formats.byte_ranges import Extent, merged
 from fastpersist.formats.manifest import NO_FILES, writer_of
-from fastpersist.formats.split_manifest import Part
+from fastpersist.formats.split_manifest import Part, PartsRecord
 from fastpersist.loading.part_files import FoundPart
-from fastpersist.loading.unpickle import MapLocation
 from fastpersist.transfer.reader import Extents
 
-__all__ = ["load_shards_together"]
+__all__ = ["loader_of_parts", "require_all_shards"]
 
 
-def load_shards_together(
-    parts: StepParts,
-    read: SharedReader,
-    *,
-    into: Mapping[str, object] | None,
-    keys: Collection[str] | None,
-    map_location: MapLocation,
-    verify: bool,
-    weights_only: bool,
-    engine: str,
-) -> dict[str, Any]:
-    """Load the state of a sharded step whose parts lie in several stores; all ranks call this at the same time.
+def loader_of_parts(parts: StepParts, engine: str) -> Callable[..., dict[str, Any]]:
+    """Return what loads a sharded step whose parts lie in several stores; all ranks call this, and then that.
 
     Args:
         parts: Who sees what.
-        read: The rounds of the load.
-        into: As in `load_sharded_state`, and so are those that follow.
-        keys: See there.
-        map_location: See there.
-        verify: Check the CRC of every file, each store's by the ranks that see it.
-        weights_only: See there.
-        engine: See there.
+        engine: "auto", or an engine's name, which then never falls back.
+
+    Returns:
+        `load_sharded_state` of this step, which takes the other options. With `verify`, the ranks that see a store
+        check the CRCs of its files.
 
     Raises:
         FormatError: The parts that the ranks see are not those that the metadata name.
-        FastPersistError, …: As by `load_sharded_state`.
+        PeerError: Another rank has failed.
     """
-    manifest = parts.manifest or NO_FILES
+    read, manifest = parts.reader, parts.manifest or NO_FILES
     turn, turn_count = parts.own_turn()
-    return load_sharded_state(
+    return partial(
+        load_sharded_state,
         parts.path,
         replace(manifest, files=manifest.files[turn::turn_count]),
-        into=into,
-        keys=keys,
-        map_location=map_location,
-        verify=verify,
-        weights_only=weights_only,
-        engine=engine,
         read=read,
         rank=0,
         count=1,
         reader=_ExchangingReader(parts, read, engine),
         agree=lambda: read.wait_for_all("agreed"),
     )
+
+
+def require_all_shards(path: str, record: PartsRecord) -> None:
+    """Refuse a sharded step of which parts lie in other stores, for a process that loads it alone.
+
+    Args:
+        path: Its directory.
+        record: Of its parts.
+
+    Raises:
+        UnsupportedError: A part is not here; the message says whose, and where it was written.
+    """
+    metadata, _ = read_metadata(os.path.join(path, METADATA_NAME))
+    here = set(os.listdir(path))
+    missing = sorted({info.relative_path for info in (metadata.storage_data or {}).values()} - here)
+    if missing:
+        writers = {writer_of(name) for name in missing}
+        stores = [number for number, store in enumerate(record.stores) if writers.intersection(store.ranks)]
+        raise UnsupportedError(
+            f"{path} holds only a part of the sharded checkpoint: {missing[0]} and all other parts of "
+            f"{record.describe(stores)} are elsewhere, for the ranks that saved it share no file system. Load it "
+            "with all of them (Checkpointer(process_group=)), or copy the .distcp files of all stores here (all "
+            "names differ), or make one file of them: fastpersist merge DIR DIR… state.pt"
+        )
 
 
 class _ExchangingReader(FastPersistReader):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -243,6 +244,21 @@ def test_no_rank_reads_what_another_one_has(tmp_path: Path) -> None:
         return {name for name in found if ".part-" in name}
 
     assert run_ranks(2, work) == [{"state.pt.part-00000"}, {"state.pt.part-00001"}]
+
+
+def test_a_rank_state_that_is_not_wanted_is_not_left_open(tmp_path: Path) -> None:
+    roots = two_stores(tmp_path)
+    run_ranks(2, train, roots, 1)
+
+    def work(rank: int, count: int) -> int:
+        with fp.Checkpointer(roots[rank], process_group=dist.group.WORLD) as checkpoints:
+            checkpoints.load(keys=["step"])
+            before = len(os.listdir("/proc/self/fd"))
+            for _ in range(3):
+                assert checkpoints.load(keys=["step"]) == {"step": 1}
+            return len(os.listdir("/proc/self/fd")) - before
+
+    assert run_ranks(2, work) == [0, 0]
 
 
 # --- what cannot be loaded

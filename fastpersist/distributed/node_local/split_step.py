@@ -130,6 +130,7 @@ class StepParts:
 
     Attributes:
         exists: Whether anybody sees parts of the step.
+        reader: The rounds of the load.
 
     Raises:
         FormatError: Parts are missing, or are of two saves.
@@ -140,7 +141,7 @@ class StepParts:
     def __init__(
         self, reader: SharedReader, path: str, manifest: CheckpointManifest | None, record: PartsRecord | None
     ) -> None:
-        self._reader = reader
+        self.reader = reader
         self._found = _Found(path, manifest, record)
         heard = reader.say("step", self._found.seen())
         self._seen = [told if stage == "step" else _NOTHING for stage, told in heard]
@@ -158,8 +159,8 @@ class StepParts:
 
     def _look_for_what_was_replaced(self, path: str) -> None:
         """A save that replaces a step may have died when some stores had made it visible: then they have both."""
-        hidden = list(_hidden(path, self._reader.stack))
-        everybodys = [told or [] for _, told in self._reader.say("replaced", [one.seen() for one in hidden])]
+        hidden = list(_hidden(path, self.reader.stack))
+        everybodys = [told or [] for _, told in self.reader.say("replaced", [one.seen() for one in hidden])]
         tokens = dict.fromkeys(
             seen.token for one, more in zip(self._seen, everybodys, strict=True) for seen in (one, *more)
         )
@@ -170,7 +171,7 @@ class StepParts:
             ]
             if token and _problem(chosen) is None:
                 self._seen = chosen
-                own = chosen[self._reader.rank]
+                own = chosen[self.reader.rank]
                 self._found = next(
                     (one for one in (self._found, *hidden) if one.seen() == own), _Found(path, None, None)
                 )
@@ -193,9 +194,9 @@ class StepParts:
 
     def own_turn(self) -> tuple[int, int]:
         """Return which of the ranks that see the same store this is, and how many they are."""
-        own = self._seen[self._reader.rank].store
+        own = self._seen[self.reader.rank].store
         alike = [rank for rank, seen in enumerate(self._seen) if seen.store == own]
-        return alike.index(self._reader.rank), len(alike)
+        return alike.index(self.reader.rank), len(alike)
 
     def host_of(self, rank: int) -> str:
         """Return on which host a rank has written."""
@@ -223,7 +224,7 @@ class StepParts:
         if manifest is not None and record is not None:
             own = [part for file in record.files for part in file_in_parts(path, record, manifest, file)]
         size_bytes = max(seen.size_bytes for seen in self._seen)
-        exchange = PartsExchange(self._reader, os.path.join(path, name), own, size_bytes)
+        exchange = PartsExchange(self.reader, os.path.join(path, name), own, size_bytes)
         try:
             return load(exchange.source(), exchange)
         except CorruptionError as error:
@@ -240,7 +241,7 @@ class StepParts:
             PeerError: Another rank could not read what it sees.
             StorageError, ChecksumError: This one could not.
         """
-        count = self._reader.count
+        count = self.reader.count
         sought = [rank for rank in range(count) if rank_file_name(rank) not in self._seen[rank].files]
         holders = {
             rank: holder
@@ -250,11 +251,11 @@ class StepParts:
         }
         path = os.path.join(self._found.path, name)
         if holders:  # the node of a rank is not the one that it was saved on
-            sent = {rank: self._read(rank_file_name(rank)) for rank in holders if holders[rank] == self._reader.rank}
-            told = self._reader.wait_for_all("own", sent)
-            if self._reader.rank in holders:
-                return _in_memory(path, told[holders[self._reader.rank]][self._reader.rank])
-        return CheckpointSource(path) if name in self._seen[self._reader.rank].files else None
+            sent = {rank: self._read(rank_file_name(rank)) for rank in holders if holders[rank] == self.reader.rank}
+            told = self.reader.wait_for_all("own", sent)
+            if self.reader.rank in holders:
+                return _in_memory(path, told[holders[self.reader.rank]][self.reader.rank])
+        return CheckpointSource(path) if name in self._seen[self.reader.rank].files else None
 
     def _read(self, name: str) -> bytes:
         path = os.path.join(self._found.path, name)
