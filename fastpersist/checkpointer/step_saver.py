@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -266,7 +267,8 @@ class SaveQueue:
     Attributes:
         stats: What each save cost, oldest first; the last 1000.
 
-    Thread safety: any thread may call `note_finished`; only the training thread calls the other methods.
+    Thread safety: any thread may call note_finished, unfinished and join; only the training thread calls the other
+    methods.
     """
 
     def __init__(self, root: str, on_error: str) -> None:
@@ -286,7 +288,7 @@ class SaveQueue:
             False if the new save is to be left out.
         """
         self._forget_finished()
-        while unwritten := [pending for pending in self._unfinished if not pending.is_written()]:
+        while unwritten := [pending for pending in list(self._unfinished) if not pending.is_written()]:
             if busy == "skip":
                 return False
             if len(unwritten) < 2:
@@ -338,7 +340,10 @@ class SaveQueue:
         self._forget_finished()
 
     def _forget_finished(self) -> None:
-        self._unfinished = deque(pending for pending in self._unfinished if not pending.done())
+        for pending in list(self._unfinished):  # in place: a thread that loads does this while another save is added
+            if pending.done():
+                with suppress(ValueError):
+                    self._unfinished.remove(pending)
 
     # --- failures
 

@@ -135,6 +135,23 @@ def test_waiting_can_be_limited() -> None:
         queue.join(0)
 
 
+def test_save_that_begins_while_another_thread_looks_at_the_saves_is_not_lost() -> None:
+    class Interrupted(PendingSave):
+        """Lets the training thread begin another save while it is looked at."""
+
+        def done(self) -> bool:
+            if not begun:
+                begun.append(later)
+                queue.add(later)
+            return True
+
+    begun: list[PendingSave] = []
+    later = PendingSave("/run/2", SaveStats(path="/run/2", step=2))
+    queue = queue_of(Interrupted("/run/1", SaveStats(path="/run/1", step=1)))
+    assert queue.make_room("wait")
+    assert queue.unfinished() == [later]
+
+
 # --- who waits for whom
 
 
