@@ -1,15 +1,15 @@
-"""A directory of checkpoints: one step after the other, saved while training goes on, kept as long as asked, resumed.
+"""A directory of checkpoints: steps are saved while training goes on, kept by rules, and loaded again.
 
     root/step-00000100/{state.pt, rank-00000.pt, MANIFEST.json}     committed, never changes
     root/.step-00000200.pending-<token>/                            being written
     root/LATEST                                                     a hint for people and scripts
     root/.lock                                                      held by the process that saves here
 
-With sharded state, DCP's files stand in place of state.pt: `.metadata`, and `__0_0.distcp`, `__1_0.distcp` … of each
-rank.
+A sharded step has the files of torch.distributed.checkpoint in place of state.pt: `.metadata`, and `__0_0.distcp`,
+`__1_0.distcp` … of each rank.
 
-A step is committed when its directory has a manifest that can be read and every file that the manifest names, at its
-length; nothing else is trusted. `root` locks the directory and removes steps; `step_saver` and `step_loader` write and
+A step is committed when its directory has a readable manifest, and every file in the manifest with its length; nothing
+else is trusted. `root` locks the directory and removes steps; `step_saver` and `step_loader` write and
 read the files of a step.
 """
 
@@ -64,7 +64,7 @@ PathLike = str | os.PathLike[str]
 
 
 class Checkpointer:
-    """Saves, keeps and restores the state of a training run, below one directory.
+    """Save, keep and restore the state of a training run, step by step, in one directory.
 
         ckpt = fp.Checkpointer("runs/a", optimizer=opt, keep=3)
         ...
@@ -72,51 +72,53 @@ class Checkpointer:
         ...
         ckpt.close()
 
-    Nothing is touched by making one; the first save makes the directory and takes its lock. One process saves to a
-    root at a time; any number may read.
+    The constructor touches nothing; the first save makes the directory and locks it. One process saves to a directory
+    at a time; any number of processes may read it. The checkpoint of a step is a directory of its own: it is complete
+    and durable as soon as its name appears, and never changes.
 
     Args:
-        root: The directory: a path of a mounted file system, no URL; `~` in front is expanded.
-        optimizer: Whose tensors are in the state: an optimizer, something that wraps one as `.optimizer`, or a list.
-            Its tensors are written while forward and backward run; without it everything is copied inside save().
-        constant: What never changes (frozen weights): modules, tensors, lists and dicts of them.
-        gate: "optimizer": its next step waits by itself for what is neither written nor copied. "manual": you call
-            wait_captured() before anything changes.
-        keep: Keep the so many steps that were committed last. What load() has resumed from counts as one of them from
-            then on, so it stays until so many newer ones are durable.
-        keep_every: Keep the steps that are multiples of it.
-        keep_best: (count, metric, "min" or "max"): keep these too. While no step has the metric, every step is kept.
-            Without any of the three, too.
-        max_host_bytes: Host memory for copied state. None: the bytes of the state, but at most half of what is
-            available. What does not fit is waited for: slower, never wrong.
-        busy: What save() does while two saves are unfinished: "wait" for the first; "latest": leave out the one that
-            has not begun; "skip": leave out the new one, whenever any is unfinished.
-        on_error: "raise": a failed save is raised by the next save(), wait() or close(). "warn": it is logged and
-            warned of, and training goes on; the save's own result() still raises it.
-        paranoid: Re-read 64 samples per save, to find changes in host memory that torch does not count (`.data`).
+        root: The directory: a path on a mounted file system, no URL; a leading `~` is expanded.
+        optimizer: The optimizer whose parameters and state you save: a torch optimizer, a wrapper with an `.optimizer`
+            attribute, or a list of these. Its tensors are written while forward and backward run. Without it, save()
+            copies the whole state before it returns.
+        constant: What never changes (frozen weights): modules, tensors, and lists and dicts of them. Never copied.
+        gate: "optimizer": the optimizer's next step waits by itself until its tensors are written or copied. "manual":
+            call wait_captured() before anything changes.
+        keep: Keep this many of the steps that were committed last. A step that load() resumed from counts as committed
+            at that moment: it stays until this many newer steps are durable.
+        keep_every: Keep the steps that are multiples of this number.
+        keep_best: (count, metric, "min" or "max"): also keep the `count` steps with the best values of a metric. While
+            no step has the metric, every step is kept. Without any of the three rules, every step is kept too.
+        max_host_bytes: Bytes of host memory for copied state. None: the size of the state, but at most half of the
+            available memory. If the copies do not fit, save() or the optimizer's step waits for the disk.
+        busy: What save() does while two earlier saves are unfinished. "wait": it waits for the first of them. "latest":
+            it leaves out the one that has not begun. "skip": it leaves out the new one, even if only one is unfinished.
+        on_error: "raise": the next save(), wait() or close() raises the error of a failed save. "warn": the error is
+            logged and warned of, and training goes on; the save's own result() still raises it.
+        paranoid: Read 64 samples again in each save, to find changes that torch does not count (through `.data`).
         engine: "auto", or an engine's name, which then never falls back.
-        process_group: Save with all its ranks, each with a Checkpointer of its own, made and used in the same order.
-            The state that is saved is rank 0's; what the optimizer owns, or constant= names, is the same on all ranks,
-            and its storages of 1 MiB and more are written by all writers, each a part, into one ordinary file. After
-            this constructor, torch's group is used by load(), delete() and discard_after() only. Ranks that see no
-            common directory below their roots each get a part of every step there; load() with the group puts the parts
-            together.
-        sharded: Each rank's state holds its shards (DTensors, as of FSDP2 or tensor parallelism) and what it has of the
-            rest. All ranks write what they hold, and it is loaded on any number of ranks, sharded in any way. A step
-            holds a checkpoint of torch.distributed.checkpoint, which its readers read, too.
-        writers: The ranks that write: "all", "node" (one of each node), a number, or "auto": up to 8 of one node
-            (or as many as rank 0's tuning file says), or one of each of several.
-        check_replicas: Compare all bytes of what the ranks should hold alike, not samples of it.
-        peer_timeout_s: A rank that was not heard of for so long has failed. One whose process has died is noticed at
+        process_group: Save with all ranks of this group; each makes and uses a Checkpointer of its own, in the same
+            order. The coordinator's state (rank 0's) is saved. The tensors of the optimizer and of `constant` must be
+            the same on all ranks: the writers share out those of 1 MiB and more, and write them into one ordinary file.
+            After the constructor, only load(), delete() and discard_after() use the group. If ranks do not see the
+            same root, each node keeps a part of every step; load() with the group puts the parts together.
+        sharded: The state of each rank holds shards (DTensors, as of FSDP2 or tensor parallelism). All ranks write what
+            they hold, in the format of torch.distributed.checkpoint. Any number of ranks can load it, sharded in any
+            way, and so can torch's own readers.
+        writers: The ranks that write: "all", "node" (one rank of each node), a number, or "auto": on one node up to 8
+            ranks (or as many as the coordinator's tuning file says), on several nodes one rank of each.
+        check_replicas: Compare all bytes of the tensors that the ranks must have in common, instead of samples.
+        peer_timeout_s: Seconds of silence after which a rank counts as failed. The death of its process is noticed at
             once.
-        lock_timeout_s: Seconds for which the first save waits if a process of another host has the root's lock: a host
-            that has died keeps that until its lease on the file server ends (NFSv4: 90 s). 0: it does not wait.
+        lock_timeout_s: Seconds for which the first save waits if a process of another host holds the lock. A host that
+            has died keeps its lock until its lease on the file server ends (NFSv4: 90 s). 0: it does not wait.
 
     Raises:
-        ConfigError: Options that make no sense, or the root is a file.
+        ConfigError: An option makes no sense, or the root is a file.
+        PeerError: Another rank of the process group is gone.
 
-    Thread safety: save, wait_captured, delete, discard_after and close from the training thread; steps, latest, best,
-    load and stats from any.
+    Thread safety: any thread may call steps, latest, best, load and stats; only the training thread calls the other
+    methods.
     """
 
     def __init__(
@@ -141,16 +143,16 @@ class Checkpointer:
         peer_timeout_s: float = 600.0,
         lock_timeout_s: float = 120.0,
     ) -> None:
-        _check_options(
-            busy=busy,
-            on_error=on_error,
-            engine=engine,
-            paranoid=paranoid,
-            sharded=sharded,
-            writers=writers,
-            check_replicas=check_replicas,
-            lock_timeout_s=lock_timeout_s,
-        )
+        if busy not in ("wait", "latest", "skip"):
+            raise ConfigError(f"busy is 'wait', 'latest' or 'skip', not {busy!r}")
+        if on_error not in ("raise", "warn"):
+            raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+        require_engine(engine)
+        require_bools(paranoid=paranoid, sharded=sharded, check_replicas=check_replicas)
+        if not (isinstance(lock_timeout_s, int | float) and lock_timeout_s >= 0):
+            raise ConfigError(f"lock_timeout_s is a number of seconds, 0 or more, not {lock_timeout_s!r}")
+        if sharded and (check_replicas or writers not in ("auto", "all")):
+            raise ConfigError("with sharded=True each rank writes what it holds: there is no writers or check_replicas")
         self._path = os.path.abspath(local_path(root, "root"))
         why_not = why_no_root(self._path)
         if why_not and process_group is None:
@@ -176,13 +178,12 @@ class Checkpointer:
         self._stores = Stores(self._own_root)
         self._writers = choose_writers(writers, [0])
         self._process_group: ProcessGroup | None = None
-        met = (
-            _meet_ranks(process_group, self._path, why_not, busy, peer_timeout_s) if process_group is not None else None
-        )
-        if met is not None:
-            self._ranks, tuned_count = met
-            self._writers = choose_writers(writers, self._ranks.nodes, tuned_count)
-            self._process_group = process_group
+        if process_group is not None:
+            met = _meet_ranks(process_group, self._path, why_not, busy, peer_timeout_s)
+            if met is not None:
+                self._ranks, tuned_count = met
+                self._writers = choose_writers(writers, self._ranks.nodes, tuned_count)
+                self._process_group = process_group
 
     # ------------------------------------------------------------------------------------------------ saving
 
@@ -196,26 +197,31 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         overwrite: bool = False,
     ) -> PendingSave:
-        """Save the state of a step; returns when everything that may change before the next step is copied.
+        """Save the state of a step in the background.
+
+        Returns as soon as everything that may change before the optimizer's next step is copied. The step is loadable
+        when it is complete and durable; a crash before that leaves the earlier steps as they are.
 
         Args:
-            step: 0 or more; numpy's integers, too.
-            state: Whatever torch.save takes, usually a dict; pickled before this returns.
-            rank_state: This process's own object (data position, RNG), kept beside it; load() returns it under
-                "rank_state". With several ranks, each may have one.
-            metrics: Numbers for the manifest and for keep_best.
-            overwrite: Replace the step if it is there already. One that is damaged is replaced in any case. With
-                several ranks, rank 0's word counts here and for metrics.
+            step: The number of the step, 0 or more: an int, or a numpy integer.
+            state: Any object that torch.save takes, usually a dict. It is pickled before this returns.
+            rank_state: An object of this process alone (data position, RNG). It gets a file of its own, and load()
+                returns it under the key "rank_state". Each rank may have one.
+            metrics: Numbers by name, for the manifest and for keep_best. The coordinator's count.
+            overwrite: Replace the step if it exists. A damaged step is always replaced. The coordinator's word counts.
 
         Returns:
-            The save; nobody needs to look at it.
+            The save. You may ignore it: errors come from the next save(), wait() or close().
 
         Raises:
-            ConfigError: The step exists, or an argument makes no sense.
-            ConfigError: Somebody else saves to this root (with on_error="raise").
-            StorageError: The directory cannot be made or written (with on_error="raise").
-            FastPersistError: An earlier save failed (once; with on_error="raise"). With several ranks it is raised when
-                this save has begun, and does not end it: the other ranks may not know of the failure yet.
+            ConfigError: The step exists, or an argument makes no sense; with on_error="raise" also: another process
+                saves to this root.
+            StorageError: With on_error="raise": the directory cannot be made or written.
+            RuntimeError, TypeError, …: The state cannot be pickled; nothing was written.
+            FastPersistError: With on_error="raise": an earlier save failed; raised once. With several ranks it comes
+                after this save has begun, and the save goes on: other ranks may not know of the failure yet.
+
+        Thread safety: the training thread only.
         """
         self._refuse_unusable()
         if self._ranks is None:
@@ -246,36 +252,45 @@ class Checkpointer:
         return pending
 
     def wait_captured(self, timeout: float | None = None) -> None:
-        """Return when the state of every pending save may be changed.
+        """Wait until the state of every unfinished save may change: it is written or copied.
+
+        With gate="manual" call this before the optimizer's step.
 
         Args:
-            timeout: Seconds.
+            timeout: Seconds; None waits without limit.
 
         Raises:
-            TimeoutError: It may not be changed yet.
+            TimeoutError: The time is over, and the state must not change yet.
+
+        Thread safety: the training thread only.
         """
         self._saves.wait_captured(timeout)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when every save is over.
+        """Wait until every save is durable, or has failed.
 
         Args:
-            timeout: Seconds.
+            timeout: Seconds; None waits without limit.
 
         Raises:
-            TimeoutError: One is still under way.
-            FastPersistError: One failed (once; with on_error="raise").
+            TimeoutError: A save is still under way.
+            FastPersistError: With on_error="raise": a save failed; raised once.
+
+        Thread safety: the training thread only.
         """
         self._saves.join(timeout)
         self._saves.deliver()
 
     def close(self) -> None:
-        """Finish every save, give up the root, take the signal handlers back. May be called again.
+        """Finish every save, unlock the root, and put the earlier signal handlers back. You may call it again.
 
-        A signal that was noted and not heeded yet (see `save_on_signal`) is heeded first, and goes on last.
+        If a signal has come and its step is not saved yet (see `save_on_signal`), the step is saved first, and the
+        signal's earlier handler runs last.
 
         Raises:
-            FastPersistError: A save failed that nobody was told of (once; with on_error="raise").
+            FastPersistError: With on_error="raise": a save failed, and nobody has been told; raised once.
+
+        Thread safety: the training thread only.
         """
         try:
             if not self._closed and self._process == os.getpid():
@@ -314,7 +329,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        self._close()  # a signal that came meanwhile goes on, but the state may be half a step: it is not saved
+        self._close()  # nothing is saved for a signal that came meanwhile: the state may be that of half a step
         self._saves.log_failed()
 
     def save_on_signal(
@@ -322,32 +337,33 @@ class Checkpointer:
         make_state: Callable[[], tuple[int, object] | None],
         signals: Iterable[signal.Signals] = (signal.SIGTERM,),
     ) -> None:
-        """When one of these signals comes: save a last step where the state is whole; then go on as before.
+        """Save a last step when one of these signals comes, before the process ends.
 
-        The handler itself only takes note. A step is committed on the training thread, by the first of these that can:
+        The signal handler only notes the signal. The training thread saves, at the first of these occasions:
 
-        - the optimizer's next step, at its end, and poll(): what make_state() returns is saved;
-        - the loop's own save(), which then returns when its step is durable;
-        - close(), as poll() does it, and behind it all that was being saved.
+        - at the end of the optimizer's next step, or in poll(): what make_state() returns is saved;
+        - in the loop's own save(), which then returns when its step is durable;
+        - in close(), like in poll(), after which close() finishes all other saves.
 
-        Then what handled the signal before does so; by default the process ends. It also does if nothing could be
-        saved: the log says first what failed. The same signal again changes nothing.
+        Then the signal's earlier handler runs; by default it ends the process. It also runs if the save failed: the log
+        says first what went wrong. The same signal again changes nothing.
 
-        A step that is committed, or being saved, is never replaced: then the next of these occasions is waited for.
-        That is so for a loop that counts behind the optimizer's step, in which make_state() finds the number of the
-        step before:
+        A step that is committed or being saved is never replaced; the save then waits for the next occasion. This
+        happens in a loop that counts after the optimizer's step, if make_state() returns the number of the step before:
 
             optimizer.step()     # make_state() is called in here, with the state of the step that ends
             step += 1            # so it returns (step + 1, state()), or None to leave it to save()
             checkpoints.save(step, state())
 
         Args:
-            make_state: Called when the time has come; returns the step and the state, or None to wait.
-            signals: Which.
+            make_state: Returns the step and the state when it is called, or None to wait for the next occasion.
+            signals: The signals to handle.
 
         Raises:
-            ConfigError: Not called on the main thread, which alone may set signal handlers; there are several ranks;
+            ConfigError: This is not the main thread, which alone may set signal handlers; there are several ranks;
                 make_state cannot be called; or a signal cannot be handled.
+
+        Thread safety: the main thread only.
         """
         if self._ranks is not None:
             raise ConfigError(
@@ -356,21 +372,41 @@ class Checkpointer:
         self._signals.install(make_state, signals)
 
     def poll(self) -> None:
-        """Save now if a signal asked for it; for loops without an optimizer that was given to us."""
+        """Save now if a signal has come; for training loops whose optimizer this object does not know.
+
+        Raises:
+            FastPersistError: The save failed; the signal's earlier handler has run.
+            Exception: Whatever make_state() raises.
+
+        Thread safety: the training thread only.
+        """
         self._signals.poll()
 
     def stats(self) -> list[SaveStats]:
-        """Return what each save cost, oldest first, the last 1000 at most."""
+        """Return what each save cost, oldest first; at most the last 1000.
+
+        Thread safety: any thread.
+        """
         return list(self._saves.stats)
 
     def explain(self, state: object) -> str:
-        """Return a table of what would become of a state: bytes that are stable, constant, volatile, key by key."""
+        """Tell what save() would do with a state, without saving it.
+
+        Returns:
+            A table of megabytes by key of the state: stable (written while training goes on), constant, and volatile
+            (copied inside save()); then how long save() would take, and why state of the optimizer is volatile.
+
+        Raises:
+            ConfigError, RuntimeError, TypeError, …: The state cannot be saved; as in save().
+
+        Thread safety: the training thread only.
+        """
         return explain(state, self._owners)
 
     # --- inside save()
 
     def _is_saved(self, step: int) -> bool:
-        """Tell whether a step is there and can be loaded as far as we know, or is being saved."""
+        """Tell whether a step is being saved, or is committed and not known to be damaged."""
         if any(pending.stats.step == step for pending in self._saves.unfinished()):
             return True
         return committed_path(self._path, step_name(step)) is not None and not self._root.is_damaged(step)
@@ -418,11 +454,11 @@ class Checkpointer:
             pending.fail(error)
             self._saves.note_finished(pending)
             self._saves.deliver()
-        stats.stall_s = time.monotonic() - started_s  # what its parts have noted included
+        stats.stall_s = time.monotonic() - started_s  # includes what parts of the save have noted
         return pending
 
     def _committed(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> None:
-        """The step is durable; beside the writing of the next one. `among`: see `RootUpkeep.after_commit`."""
+        """Tidy the root now that a step is durable; the next one may already be written. See `Root.after_commit`."""
         self._root.after_commit(step, metrics, among)
 
     def _own_root(self) -> None:
@@ -437,32 +473,46 @@ class Checkpointer:
             raise ConfigError(f"the Checkpointer of {self._path} is closed")
 
     def _save_for_signal(self, step: int, state: object) -> None:
-        """Save and commit, whatever became of earlier saves and whatever `busy` says: it may be the last one."""
+        """Save and commit, even if earlier saves have failed, and whatever `busy` says: this may be the last save."""
         self._refuse_unusable()
         self._save(step, state, None, {}, overwrite=self._root.is_damaged(step), busy="wait").result()
 
     # ----------------------------------------------------------------------------------------------- resuming
 
     def steps(self) -> list[int]:
-        """Return the committed steps, ascending. Reads manifests and nothing else."""
+        """Return the committed steps, in ascending order. This reads manifests only.
+
+        Raises:
+            StorageError: The root cannot be listed.
+
+        Thread safety: any thread.
+        """
         return sorted(committed_steps(self._path))
 
     def latest(self) -> int | None:
-        """Return the newest committed step that this process sees, None if there is none.
+        """Return the newest committed step that this process sees; None if there is none.
 
-        The newest is the one that was committed last, as LATEST says: after going back to step 10, step 11 is newer
-        than the 20 and 30 that are still there. Ranks may see different steps, on a disk of their own or in a cache: do
-        not decide by it whether all of them load(), which would wait for those that do not; load(missing_ok=True)
-        decides for all.
+        The newest is the one that was committed last: after a run has gone back to step 10, its step 11 is newer than
+        the steps 20 and 30 that are still there. Ranks may see different steps, on disks of their own or in caches. So
+        do not decide by it whether all ranks call load(): those that do would wait for the others. Call
+        load(missing_ok=True) on all ranks, which decides for all.
+
+        Raises:
+            StorageError: The root cannot be listed.
+
+        Thread safety: any thread.
         """
         order = in_commit_order(commits_of(self._path))
         return order[-1] if order else None
 
     def best(self) -> int | None:
-        """Return the committed step that `keep_best` ranks first; None if none has its metric.
+        """Return the committed step with the best value of the metric of `keep_best`; None if no step has the metric.
 
         Raises:
             ConfigError: This Checkpointer was made without keep_best.
+            StorageError: The root cannot be listed.
+
+        Thread safety: any thread.
         """
         return best_of(commits_of(self._path), self._retention)
 
@@ -471,35 +521,39 @@ class Checkpointer:
             self._root.resumed_from(step)
 
     def discard_after(self, step: int) -> list[int]:
-        """Remove all steps with a greater number, for good: to go back to a step and forget what came of it.
+        """Remove all steps with greater numbers, for good: go back to a step and drop what came after it.
 
-        Saves of this object that are under way are waited for first. With several ranks all of them call this.
+        This waits first for the unfinished saves of this object. With several ranks, all of them call it.
 
         Args:
-            step: The last one that stays; it need not exist.
+            step: The last step that stays; it need not exist.
 
         Returns:
-            The steps that were removed, ascending.
+            The removed steps, in ascending order.
 
         Raises:
-            ConfigError: It is no step, or another process saves to this root.
-            StorageError: One could not be removed, or somebody reads it right now; the others are.
-            PeerError: With several ranks: rank 0 failed.
+            ConfigError: `step` is no step, or another process saves to this root.
+            StorageError: A step could not be removed, or somebody is reading it; the others were removed.
+            PeerError: With several ranks: the coordinator failed.
+
+        Thread safety: the training thread only.
         """
         after = checked_step(step)
         return sorted(self._remove(lambda found: [other for other in found if other > after]))
 
     def delete(self, step: int) -> None:
-        """Remove one step, for good, whatever the rules keep. It may be damaged.
+        """Remove one step, for good, even if a rule keeps it or it is damaged.
 
-        Saves of this object that are under way are waited for first. With several ranks all of them call this.
+        This waits first for the unfinished saves of this object. With several ranks, all of them call it.
 
         Args:
-            step: Which.
+            step: The step to remove.
 
         Raises:
             CheckpointNotFoundError: There is no such step.
-            ConfigError, StorageError, PeerError: As `discard_after`.
+            ConfigError, StorageError, PeerError: As in `discard_after`.
+
+        Thread safety: the training thread only.
         """
         wanted = checked_step(step)
 
@@ -511,10 +565,9 @@ class Checkpointer:
         self._remove(choose)
 
     def _remove(self, choose: Callable[[list[int]], list[int]]) -> list[int]:
-        """Remove what is chosen of the steps there are, the newest first: what is left has then always been a state."""
+        """Remove the steps that `choose` returns; see `Root.remove_together`."""
         self._refuse_unusable()
         self._saves.join(None)
-
         rank = 0 if self._ranks is None else self._ranks.rank
         return self._root.remove_together(choose, self._own_root, self._process_group, rank)
 
@@ -531,49 +584,54 @@ class Checkpointer:
         strict: bool = False,
         weights_only: bool = True,
     ) -> Any:
-        """Load the state of a step, or of the newest one that is whole.
+        """Load the state of a step: the newest that is whole, or the one you name.
 
-        Saves of this object that are under way are waited for first. With several ranks all of them call this, and load
-        the same step; each may give another map_location. Whether a step is sharded, it says itself. A run that may be
-        the first one begins with
+        This waits first for the unfinished saves of this object. With several ranks, all of them call it and get the
+        same step; each may give a map_location of its own. Sharded steps are recognized. A run that may be the first
+        one, or a resumed one, begins with
 
             found = checkpoints.load(into={"model": model, "optimizer": optimizer}, missing_ok=True)
             if found is not None:
                 step = found["step"]
 
         Args:
-            step: Which; "best" for that which `keep_best` ranks first; None for the newest committed one, as `latest`
-                says. If that one turns out to be damaged, a warning says so and the one that was committed before it is
-                taken; an explicit step is never replaced by another.
-            map_location: As in torch.load.
-            into: From keys of the state to what is filled in place, without a second copy: modules, optimizers,
-                tensors in dicts and lists, anything with load_state_dict. Of a sharded step, tensors may be DTensors
-                with any sharding, and each rank reads what its shards consist of; tensors without a target are whole
-                on every rank.
-            keys: What else is read: keys of the state, or "rank_state"; without `into`, nothing but these. None: with
-                `into`, no tensors of other keys; without it, the whole state.
-            missing_ok: Return None where there is no such step, or no step at all. With several ranks all of them get
-                None, or none does; what latest() says, one of them may see alone.
-            verify: Check every CRC, also of what is not asked for; with `into`, before anything is changed. Without it,
-                bytes that have changed on the disk are loaded as they are, unless structures do not fit any longer; of
-                a sharded step CRCs are then checked only of pieces of tensors that one rank reads as a whole: few, if
-                other ranks saved it.
-            strict: Raise when the newest is damaged, instead of going back.
-            weights_only: Only build tensors and plain containers. Set it to False only for files that you trust.
+            step: The number of a step; "best" for the best step by `keep_best`; None for the newest step, as in
+                latest(). If the newest is damaged, this warns and takes the one that was committed before it. A step
+                that you name is never replaced by another.
+            map_location: Where tensors go that have no target in `into`, as in torch.load.
+            into: Keys of the state, and for each the target that is filled in place, without a second copy: a module,
+                an optimizer, tensors in dicts and lists, or any object with load_state_dict. Of a sharded step, targets
+                may hold DTensors of any sharding, and each rank reads the bytes of its own shards; every rank gets
+                whole tensors for entries without a target.
+            keys: What to read beside `into`: keys of the state, or "rank_state". Without `into`, only these are read.
+                None: with `into`, all entries without tensors; without `into`, the whole state.
+            missing_ok: Return None if there is no such step, or no step at all. With several ranks either all of them
+                get None, or none does.
+            verify: Check every CRC, also of entries that are not loaded; with `into`, before any target changes.
+                Without it, a byte that has changed on the disk is loaded as it is, unless it breaks the structure of
+                the file; of a sharded step, only pieces that one rank reads as a whole are checked.
+            strict: Raise if the newest step is damaged, instead of going back to an older one.
+            weights_only: Build nothing but tensors and plain containers. Pass False only for files that you trust.
 
         Returns:
-            What was saved, and a rank_state under "rank_state". With `keys` alone, a dict of these keys. With `into`, a
-            dict of the very objects of `into`, which are filled; of what `keys` names; of the rank_state; and of every
-            entry of the state that holds no tensor anywhere (a step, a scheduler's numbers). Other entries are left out
-            as a whole: for `"rng": torch.get_rng_state()` pass keys=["rng"]. With missing_ok, None
-            where nothing is committed.
+            The saved state, with a rank_state under "rank_state". With `keys` alone, a dict of these keys. With `into`,
+            a dict of the filled objects of `into`, the entries named by `keys`, the rank_state, and every entry of the
+            state that holds no tensor anywhere (a step, a scheduler's numbers). All other entries are left out: to get
+            `"rng": torch.get_rng_state()`, pass keys=["rng"]. With missing_ok, None if nothing is committed.
 
         Raises:
-            CheckpointNotFoundError: There is no such step, or no step at all, without missing_ok.
-            CorruptionError, StorageError: It is damaged (explicit step, strict, or no step is whole).
-            ConfigError: `into` does not fit the state, or one of `keys` is not in it; nothing was changed.
-            PeerError: With several ranks: another one could not load it.
-            UnsupportedError: It lies in parts, in several file systems, and this process is alone.
+            CheckpointNotFoundError: There is no such step, or no step at all, and missing_ok is False.
+            CorruptionError, StorageError: The step is damaged or cannot be read: the one you named, the newest with
+                `strict`, or all steps. If the message says *partly overwritten*, the targets it names are not usable
+                until they are loaded again.
+            ConfigError: `into` does not fit the state, or a key of `keys` is not in it, and nothing was changed; or a
+                target's load_state_dict refused its entry, and the message says what is partly overwritten.
+            UnsupportedError: The step lies in parts on several file systems, and this process is alone; or `verify`,
+                and it was saved without checksums; or the named engine cannot be used.
+            pickle.UnpicklingError: With weights_only: torch refuses an object that is not known to be safe.
+            PeerError: With several ranks: another rank could not load the step.
+
+        Thread safety: any thread; nobody else may use the targets meanwhile.
         """
         if self._process == os.getpid():
             self._saves.join(None)
@@ -597,34 +655,6 @@ class Checkpointer:
         return found
 
 
-def _check_options(
-    *,
-    busy: str,
-    on_error: str,
-    engine: str,
-    paranoid: bool,
-    sharded: bool,
-    writers: Writers,
-    check_replicas: bool,
-    lock_timeout_s: float,
-) -> None:
-    """Check the options of a Checkpointer that nobody else checks; see there.
-
-    Raises:
-        ConfigError: One makes no sense.
-    """
-    if busy not in ("wait", "latest", "skip"):
-        raise ConfigError(f"busy is 'wait', 'latest' or 'skip', not {busy!r}")
-    if on_error not in ("raise", "warn"):
-        raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
-    require_engine(engine)
-    require_bools(paranoid=paranoid, sharded=sharded, check_replicas=check_replicas)
-    if not (isinstance(lock_timeout_s, int | float) and lock_timeout_s >= 0):
-        raise ConfigError(f"lock_timeout_s is a number of seconds, 0 or more, not {lock_timeout_s!r}")
-    if sharded and (check_replicas or writers not in ("auto", "all")):
-        raise ConfigError("with sharded=True each rank writes what it holds: there is no writers or check_replicas")
-
-
 def _meet_ranks(
     process_group: ProcessGroup, root: str, why_not: str, busy: str, timeout_s: float
 ) -> tuple[Ranks, int | None] | None:
@@ -632,16 +662,16 @@ def _meet_ranks(
 
     Args:
         process_group: The group.
-        root: Of this rank's Checkpointer.
-        why_not: Why no checkpoints can be there, as `why_no_root` says.
+        root: The root of this rank.
+        why_not: Why that cannot be a root, as `why_no_root` says; "" if it can.
         busy: As in `Checkpointer`.
-        timeout_s: A rank that was not heard of for so long has failed.
+        timeout_s: Seconds of silence after which a rank counts as failed.
 
     Returns:
-        The ranks, and how many of them write by rank 0's tuning file; None if this one is alone.
+        The ranks, and how many of them write by the coordinator's tuning file; None if this rank is alone.
 
     Raises:
-        ConfigError: No checkpoints can be below the root of some rank, or `busy` makes no sense for several.
+        ConfigError: The root of some rank cannot be one, or `busy` makes no sense for several ranks.
         PeerError: A rank is gone.
     """
     ranks = Ranks.meet(process_group, timeout_s=timeout_s)
