@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,42 +139,6 @@ def test_lbfgs_with_its_lists_of_tensors(steps_before: int, path: Path) -> None:
     assert_same(target.state_dict(), source.state_dict())
 
 
-class Wrapped:
-    """An optimizer inside another object, as trainers have it."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-        self.calls = 0
-
-    def state_dict(self) -> Any:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.calls += 1
-        self.optimizer.load_state_dict(state)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_wrapped_optimizers_are_filled_through_the_wrapper(depth: int, path: Path) -> None:
-    source = network()
-    optimizer = torch.optim.Adam(source.parameters())
-    train(source, optimizer, 2)
-    save({"optimizer": optimizer.state_dict()}, path)
-    target = torch.optim.Adam(network(9).parameters())
-    train(network(9), target, 0)
-    inner = network(9)
-    target = torch.optim.Adam(inner.parameters())
-    train(inner, target, 1)
-    addresses = storages_of(target)
-    wrapper: Any = target
-    for _ in range(depth):
-        wrapper = Wrapped(wrapper)
-    load(path, {"optimizer": wrapper})
-    assert wrapper.calls == 1
-    assert storages_of(target) == addresses
-    assert_same(target.state_dict(), optimizer.state_dict())
-
-
 def test_several_optimizers_in_a_list(path: Path) -> None:
     models = [network(1), network(2)]
     optimizers = [torch.optim.Adam(model.parameters()) for model in models]
@@ -187,103 +150,6 @@ def test_several_optimizers_in_a_list(path: Path) -> None:
     targets = [(model, torch.optim.Adam(model.parameters())) for model in others]
     assert load(path, {"parts": targets})["parts"] is targets
     assert_same([(m.state_dict(), o.state_dict()) for m, o in targets], state["parts"])
-
-
-def test_tensor_lr_stays_the_tensor_that_schedulers_and_graphs_know(path: Path) -> None:
-    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
-    optimizer = torch.optim.Adam([{"params": [w]} for w in weights], lr=torch.tensor(0.5), foreach=False)
-    save({"shared": optimizer.state_dict()}, path)
-    kept = optimizer.param_groups[0]["lr"]
-    kept.fill_(9)
-    load(path, {"shared": optimizer})
-    assert [group["lr"] is kept for group in optimizer.param_groups] == [True] * 3
-    assert kept.item() == 0.5
-    # In a file where the groups differ, one tensor cannot be the rate of both.
-    state = optimizer.state_dict()
-    state["param_groups"][1]["lr"] = torch.tensor(0.25)
-    save({"shared": state}, path)
-    load(path, {"shared": optimizer})
-    assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 0.25, 0.5]
-
-
-def test_state_that_parameters_share_in_the_target_only_is_not_shared_afterwards(path: Path) -> None:
-    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
-    shared = torch.zeros(2)
-    for value, weight in enumerate(weights):
-        optimizer.state[weight]["momentum_buffer"] = torch.full((2,), float(value))
-    save({"optimizer": optimizer.state_dict()}, path)
-    for weight in weights:
-        optimizer.state[weight]["momentum_buffer"] = shared
-    load(path, {"optimizer": optimizer})
-    assert [optimizer.state[weight]["momentum_buffer"].tolist() for weight in weights] == [[0, 0], [1, 1]]
-
-
-def test_state_of_more_precision_than_its_parameters_keeps_it_where_it_is_filled(path: Path) -> None:
-    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    master = torch.tensor([1.0001, 2.0001])
-    optimizer.state[weight]["momentum_buffer"] = master
-    save({"optimizer": optimizer.state_dict()}, path)
-    wanted = master.clone()
-    master.zero_()
-    load(path, {"optimizer": optimizer})
-    assert optimizer.state[weight]["momentum_buffer"] is master
-    assert torch.equal(master, wanted)
-
-
-def test_state_that_the_file_does_not_have_is_dropped_and_missing_state_is_added(path: Path) -> None:
-    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
-    optimizer.state[weights[0]]["momentum_buffer"] = torch.full((2,), 5.0)
-    save({"optimizer": optimizer.state_dict()}, path)
-    optimizer.state.clear()
-    optimizer.state[weights[1]]["momentum_buffer"] = torch.ones(2)
-    load(path, {"optimizer": optimizer})
-    assert {weight: dict(state) for weight, state in optimizer.state.items()}.keys() == {weights[0]}
-    assert optimizer.state[weights[0]]["momentum_buffer"].tolist() == [5, 5]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_load_state_dict_of_the_optimizers_own_sees_the_dtypes_of_the_file(dtype: torch.dtype, path: Path) -> None:
-    class Own(torch.optim.SGD):
-        def load_state_dict(self, state_dict: Any) -> None:
-            seen.append(state_dict["state"][0]["momentum_buffer"])
-            self.state[weight]["momentum_buffer"] = seen[0]
-
-    seen: list[torch.Tensor] = []
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = Own([weight], lr=0.1, momentum=0.9)
-    optimizer.state[weight]["momentum_buffer"] = torch.full((2,), 3, dtype=torch.float64)
-    save({"optimizer": optimizer.state_dict()}, path)
-    live = torch.zeros(2, dtype=dtype)
-    optimizer.state[weight]["momentum_buffer"] = live
-    load(path, {"optimizer": optimizer})
-    assert seen[0].dtype == torch.float64
-    assert seen[0].tolist() == [3, 3]
-    assert (seen[0] is live) == (dtype == torch.float64)
-    assert optimizer.state[weight]["momentum_buffer"] is seen[0]
-
-
-def test_hooks_of_the_optimizer_see_loaded_values(path: Path) -> None:
-    source = network()
-    optimizer = torch.optim.Adam(source.parameters())
-    train(source, optimizer, 2)
-    save({"optimizer": optimizer.state_dict()}, path)
-    target = network(9)
-    target_optimizer = torch.optim.Adam(target.parameters())
-    train(target, target_optimizer, 1)
-    called = []
-
-    def before(_: Any, state: dict[str, Any]) -> None:
-        called.append(state["state"][0]["exp_avg"].clone())
-
-    target_optimizer.register_load_state_dict_pre_hook(before)
-    target_optimizer.register_load_state_dict_post_hook(lambda _: called.append("post"))
-    load(path, {"optimizer": target_optimizer})
-    assert torch.equal(called[0], optimizer.state_dict()["state"][0]["exp_avg"])
-    assert called[1:] == ["post"]
-    assert_same(target_optimizer.state_dict(), optimizer.state_dict())
 
 
 # --------------------------------------------------------------------------------------------- modules
@@ -319,23 +185,6 @@ def test_hooks_of_the_module_run(path: Path) -> None:
     target.register_load_state_dict_post_hook(lambda *_: called.append("after"))
     load(path, {"model": target})
     assert called == ["before", "after"]
-
-
-def test_module_whose_state_dict_makes_its_tensors_gets_them_through_load_state_dict(path: Path) -> None:
-    def double(_: Any, state: dict[str, Any], *__: Any) -> None:
-        state["weight"] = state["weight"] * 2
-
-    def halve(_: Any, state: dict[str, Any], *__: Any) -> None:
-        state["weight"] = state["weight"] / 2
-
-    source, target = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    for module in (source, target):
-        module.register_state_dict_post_hook(double)
-        module.register_load_state_dict_pre_hook(halve)
-    save({"model": source.state_dict()}, path)
-    load(path, {"model": target})
-    assert torch.equal(target.weight, source.weight)
-    assert torch.equal(target.bias, source.bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -426,41 +275,6 @@ def test_schedulers_and_scalers_get_their_state(path: Path) -> None:
     others["optimizer"].step()
     others["scheduler"].step()
     assert others["optimizer"].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-
-
-def test_nested_containers_are_filled_and_their_numbers_set(path: Path) -> None:
-    Pair = namedtuple("Pair", "left right")
-    save({"ema": {"w": torch.ones(2), 3: [torch.zeros(1), 4], "n": 5, "new": "x"}, "pair": (torch.ones(1), 2)}, path)
-    weight, inner = torch.zeros(2), torch.ones(1)
-    target: dict[str, Any] = {"w": weight, 3: [inner, 0], "n": 0}
-    pair = Pair(torch.zeros(1), "left alone")
-    loaded = load(path, {"ema": target, "pair": pair})
-    assert loaded["ema"] is target
-    assert loaded["pair"] is pair
-    assert target["w"] is weight
-    assert target == {"w": weight, 3: [inner, 4], "n": 5, "new": "x"}
-    assert (weight.tolist(), inner.tolist(), pair.left.tolist(), pair.right) == ([1, 1], [0], [1], "left alone")
-
-
-def test_empty_containers_take_what_the_file_has(path: Path) -> None:
-    save({"log": {"losses": [1.0, 2.0]}, "queue": [torch.ones(2), torch.zeros(1)]}, path)
-    target: dict[str, Any] = {"log": {"losses": []}, "queue": []}
-    queue = target["queue"]
-    load(path, target)
-    assert target["log"] == {"losses": [1.0, 2.0]}
-    assert [tensor.tolist() for tensor in queue] == [[1, 1], [0]]
-
-
-def test_storage_that_an_entry_without_target_shares_is_loaded_for_it(path: Path) -> None:
-    source = network()
-    state = source.state_dict()
-    save({"model": state, "best": state, "head": source.head.weight[:2]}, path)
-    target = network(9)
-    loaded = load(path, {"model": target}, keys=["best", "head"])
-    assert_same(target.state_dict(), source.state_dict())
-    assert_same(loaded["best"], copy.deepcopy(state))
-    assert torch.equal(loaded["head"], source.head.weight[:2])
-    assert not storages_of(target) & {t.untyped_storage().data_ptr() for t in loaded["best"].values()}
 
 
 def test_views_with_gaps_and_of_one_storage(path: Path) -> None:

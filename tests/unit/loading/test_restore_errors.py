@@ -81,46 +81,6 @@ def test_every_difference_is_listed_and_nothing_changes(path: Path) -> None:
         assert part in message
 
 
-MISFITS: dict[str, tuple[Any, Callable[[], Any], str]] = {
-    "shape": (torch.ones(3), lambda: torch.zeros(4), r"x has shape \(4,\) in the target, \(3,\) in the file"),
-    "no tensor": (5, lambda: torch.zeros(4), "x is a tensor in the target, but a value of type int"),
-    "no dict": ([], lambda: {"a": torch.zeros(1)}, "x is a dict in the target, but a value of type list"),
-    "no list": ({}, lambda: [torch.zeros(1)], "x is a value of type list in the target"),
-    "lengths": ([torch.ones(1)], lambda: [torch.ones(1), torch.ones(1)], "x has 2 elements in the target, 1"),
-    "no module": (5, lambda: torch.nn.Linear(1, 1), "x is a Module in the target, but a value of type int"),
-    "lazy": (torch.nn.Linear(1, 2).state_dict(), lambda: torch.nn.LazyLinear(2), "lazy module"),
-    "meta target": (
-        torch.ones(3),
-        lambda: torch.zeros(3, device="meta"),
-        "on the meta device and has no memory yet; call to_empty",
-    ),
-    "meta file": (torch.ones(3, device="meta"), lambda: torch.zeros(3), r"without data \(meta\)"),
-    "expanded": (torch.ones(3), lambda: torch.zeros(1).expand(3), "expanded"),
-    "complex": (torch.ones(3, dtype=torch.complex64), lambda: torch.zeros(3), "complex64 in the file"),
-    "no optimizer": (5, lambda: torch.optim.SGD([torch.ones(1)]), "x is an optimizer in the target"),
-    "no optimizer state": ({"a": 1}, lambda: torch.optim.SGD([torch.ones(1)]), "x is an optimizer in the target"),
-    "parameters": (
-        torch.optim.SGD([torch.ones(1)]).state_dict(),
-        lambda: torch.optim.SGD([torch.ones(1), torch.ones(1)]),
-        r"x.param_groups\[0\] has 2 parameters in the target, 1 in the file",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MISFITS)
-def test_misfit_is_refused_before_anything_changes(name: str, path: Path) -> None:
-    value, make, match = MISFITS[name]
-    save({"good": torch.ones(2), "x": value}, path)
-    with pytest.raises(fp.ConfigError, match=match):
-        load(path, {"good": torch.zeros(2), "x": make()})
-    good, bad = torch.zeros(2), make()
-    touched: list[str] = []
-    with pytest.raises(fp.ConfigError, match="was not changed"):
-        load(path, {"good": good, "x": bad}, on_filled=touched.append)
-    assert good.tolist() == [0, 0]
-    assert touched == []
-
-
 def test_optimizer_state_of_another_shape_is_refused(path: Path) -> None:
     def made(size: int) -> torch.optim.Optimizer:
         weight = torch.nn.Parameter(torch.ones(size))
@@ -155,18 +115,6 @@ def test_file_without_checksums_is_not_verified(path: Path) -> None:
     save({"w": torch.ones(1)}, path, checksum=False)
     refused(path, {"w": torch.zeros(1)}, fp.UnsupportedError, verify=True)
     assert load(path, {"w": torch.zeros(1)})["w"].tolist() == [1]
-
-
-def test_target_that_refuses_its_state_is_named_and_so_is_what_changed(path: Path) -> None:
-    class Proud:
-        def load_state_dict(self, state: Any) -> None:
-            raise LookupError(f"no, not {state}")
-
-    save({"w": torch.ones(2), "proud": {"a": 1}, "also": torch.ones(2)}, path)
-    touched: list[str] = []
-    with pytest.raises(fp.ConfigError, match=r"proud refused .*LookupError: no, not {'a': 1}.*overwritten.*: w, proud"):
-        load(path, {"w": torch.zeros(2), "proud": Proud()}, on_filled=touched.append)
-    assert touched == ["w", "proud"]
 
 
 # --------------------------------------------------------------------------------------------- damage

@@ -1,0 +1,285 @@
+"""fp.load_into fills modules and containers of tensors from a file, and changes nothing when anything does not fit."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.archives import flip_bit, read_records, record_places, save_aligned, with_pickle
+from support.leaks import no_leaks
+from support.sameness import assert_same, portrait
+from support.specimens import SPECIMENS, Network, train
+
+import fastpersist as fp
+from fastpersist.loading.checkpoint_file import CheckpointSource
+from fastpersist.loading.fill_target import fill_target
+from fastpersist.transfer.pipeline import read_extents
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with no_leaks(tmp_path_factory.getbasetemp()):
+        yield
+
+
+def refused(path: Path, target: Any, match: str, error: type[Exception] = fp.ConfigError, **options: Any) -> str:
+    """Expect a refusal that leaves the target as it was, down to its version counters; return the message."""
+    before = portrait(target)
+    versions = [tensor._version for tensor in tensors_in(target)]
+    with pytest.raises(error, match=match) as raised:
+        fp.load_into(path, target, **options)
+    assert portrait(target) == before
+    assert [tensor._version for tensor in tensors_in(target)] == versions
+    return str(raised.value)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.nn.Module):
+        yield from value.state_dict(keep_vars=True).values()
+    elif isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+# --- modules
+
+
+def trained() -> Network:
+    torch.manual_seed(3)
+    network = Network()
+    train(network, torch.optim.SGD(network.parameters(), lr=0.5))
+    return network
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("suffix", ["pt", "safetensors", "stock.pt", "stock.safetensors"])
+def test_module_is_filled_in_place(suffix: str, verify: bool, tmp_path: Path) -> None:
+    source, target, path = trained(), Network(), tmp_path / f"model.{suffix}"
+    state = source.state_dict()
+    if "safetensors" in suffix:
+        del state["head.weight"]  # tied; the format cannot say so
+    if suffix == "stock.pt":
+        save_aligned(state, path, alignment=64)
+    elif suffix == "stock.safetensors":
+        save_file(state, path)
+    else:
+        fp.save(state, path)
+    if verify and suffix == "stock.safetensors":
+        refused(path, target, "without checksums", fp.UnsupportedError, strict=False, verify=True)
+        return
+    pointers = [tensor.data_ptr() for tensor in tensors_in(target)]
+    fp.load_into(path, target, strict="safetensors" not in suffix, verify=verify)
+    assert_same(target.state_dict(), source.state_dict())
+    assert [tensor.data_ptr() for tensor in tensors_in(target)] == pointers
+    assert target.head.weight is target.embedding.weight
+
+
+# --- extra state
+
+
+class Extra(torch.nn.Module):
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+EXTRA_STATES: dict[str, Any] = {
+    "plain": {"scale": 2.0, "history": [1, 2]},
+    "none": None,
+    "tensor": torch.arange(4.0),
+    "tensors inside": {"amax": torch.arange(4.0), "step": 3},
+}
+
+
+@pytest.mark.parametrize("kind", EXTRA_STATES)
+def test_extra_state_is_set_as_load_state_dict_sets_it(kind: str, tmp_path: Path) -> None:
+    source = torch.nn.Sequential(Extra(EXTRA_STATES[kind]), torch.nn.Linear(2, 2))
+    fp.save(source.state_dict(), tmp_path / "model.pt")
+    stock = torch.nn.Sequential(Extra("old"), torch.nn.Linear(2, 2))
+    stock.load_state_dict(torch.load(tmp_path / "model.pt"))
+    target = torch.nn.Sequential(Extra("old"), torch.nn.Linear(2, 2))
+    fp.load_into(tmp_path / "model.pt", target)
+    assert_same(target.state_dict(), stock.state_dict())
+
+
+# --- refusals
+
+
+def test_every_difference_is_listed_and_nothing_changes(tmp_path: Path) -> None:
+    fp.save({"a": torch.ones(3), "b": torch.ones(2), "extra": torch.ones(1), "same": torch.ones(5)}, tmp_path / "m.pt")
+    target = {"a": torch.zeros(4), "b": torch.zeros(2, 1), "missing": torch.zeros(1), "same": torch.zeros(5)}
+    message = refused(tmp_path / "m.pt", target, "was not changed")
+    for part in (
+        "a has shape (4,) in the target, (3,) in the file",
+        "b has shape (2, 1) in the target, (2,) in the file",
+        "missing is in the target, but not in the file",
+        "extra is in the file, but not in the target",
+    ):
+        assert part in message
+    assert "same" not in message
+
+
+def test_long_lists_of_differences_are_cut(tmp_path: Path) -> None:
+    fp.save({}, tmp_path / "model.pt")
+    message = refused(tmp_path / "model.pt", {str(i): torch.zeros(1) for i in range(50)}, "was not changed")
+    assert "40 more" in message
+
+
+def test_without_strict_the_common_part_is_filled(tmp_path: Path) -> None:
+    fp.save({"a": torch.ones(3), "extra": torch.ones(1)}, tmp_path / "model.pt")
+    target = {"a": torch.zeros(3), "missing": torch.zeros(1)}
+    fp.load_into(tmp_path / "model.pt", target, strict=False)
+    assert target["a"].tolist() == [1, 1, 1]
+    assert target["missing"].tolist() == [0]
+
+
+def test_without_strict_shapes_must_agree_all_the_same(tmp_path: Path) -> None:
+    fp.save({"a": torch.ones(3)}, tmp_path / "model.pt")
+    refused(tmp_path / "model.pt", {"a": torch.zeros(4)}, "shape", strict=False)
+
+
+def test_module_with_other_names_is_refused(tmp_path: Path) -> None:
+    fp.save(Network().state_dict(), tmp_path / "model.pt")
+    message = refused(tmp_path / "model.pt", torch.nn.Linear(6, 6), "was not changed")
+    assert "weight is in the target, but not in the file" in message
+    assert "embedding.weight is in the file, but not in the target" in message
+
+
+def test_lazy_module_is_refused(tmp_path: Path) -> None:
+    fp.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "model.pt")
+    with pytest.raises(fp.ConfigError, match="weight"):
+        fp.load_into(tmp_path / "model.pt", torch.nn.LazyLinear(2))
+
+
+TARGETS: dict[str, Callable[[], torch.Tensor]] = {
+    "meta": lambda: torch.zeros(2, 2, device="meta"),
+    "expanded": lambda: torch.zeros(1, 2).expand(2, 2),
+    "sparse": lambda: torch.zeros(2, 2).to_sparse(),
+    "subclass": lambda: torch.zeros(2, 2).as_subclass(type("Sub", (torch.Tensor,), {})),
+    "conjugated": lambda: torch.zeros(2, 2, dtype=torch.complex64).conj(),
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_target_that_cannot_be_filled_is_refused(kind: str, tmp_path: Path) -> None:
+    fp.save({"w": torch.ones(2, 2), "other": torch.ones(3)}, tmp_path / "model.pt")
+    refused(tmp_path / "model.pt", {"w": TARGETS[kind](), "other": torch.zeros(3)}, "w is")
+
+
+@pytest.mark.parametrize("name", ["sparse_coo", "conjugated", "negated", "nested_strided", "quantized"])
+def test_file_that_cannot_fill_is_refused(name: str, tmp_path: Path) -> None:
+    with SPECIMENS[name].made() as obj:
+        fp.save([torch.ones(2), obj], tmp_path / "model.pt")
+    refused(tmp_path / "model.pt", [torch.zeros(2), [torch.zeros(2)]], "load", fp.UnsupportedError)
+
+
+def test_file_of_tensors_without_data_is_refused(tmp_path: Path) -> None:
+    fp.save({"w": torch.empty(2, device="meta")}, tmp_path / "model.pt")
+    refused(tmp_path / "model.pt", {"w": torch.zeros(2)}, "without data", fp.UnsupportedError)
+
+
+def test_other_kinds_of_file_are_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    refused(tmp_path / "legacy.pt", {"w": torch.zeros(2)}, "load_state_dict", fp.UnsupportedError)
+    with pytest.raises(fp.CheckpointNotFoundError):
+        fp.load_into(tmp_path / "nothing.pt", {"w": torch.zeros(2)})
+
+
+def test_pickled_module_is_refused_by_torch(tmp_path: Path) -> None:
+    fp.save(Network(), tmp_path / "model.pt")
+    refused(tmp_path / "model.pt", Network(), "Weights only load failed", pickle.UnpicklingError)
+
+
+def test_file_whose_tensors_reach_beyond_their_storage_is_refused(tmp_path: Path) -> None:
+    fp.save({"w": torch.ones(4)}, tmp_path / "model.pt")
+    pkl = read_records(tmp_path / "model.pt")["model/data.pkl"]
+    shape = b"K\x04\x85q\x08"
+    assert pkl.count(shape) == 1
+    with_pickle(tmp_path / "model.pt", pkl.replace(shape, b"K\x09\x85q\x08"))
+    with pytest.raises((fp.FormatError, RuntimeError)):
+        fp.load_into(tmp_path / "model.pt", {"w": torch.zeros(9)})
+
+
+def test_module_on_the_meta_device_is_told_to_get_memory(tmp_path: Path) -> None:
+    fp.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "model.pt")
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+    with pytest.raises(fp.ConfigError, match=r"weight is on the meta device and has no memory yet; call to_empty"):
+        fp.load_into(tmp_path / "model.pt", model)
+    model.to_empty(device="cpu")
+    fp.load_into(tmp_path / "model.pt", model)
+
+
+# --- damage
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_verify_leaves_the_target_alone_when_any_byte_is_damaged(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"model.{suffix}"
+    fp.save({"a": torch.ones(3), "b": torch.full((5000,), 2.0)}, path)
+    if suffix == "pt":
+        offset = record_places(path.read_bytes())["data/1"][0] + 17
+    else:
+        offset = next(t.offset_bytes for t in fp.inspect(path).tensors if t.name == "b") + 17
+    flip_bit(path, offset)
+    refused(path, {"a": torch.zeros(3), "b": torch.zeros(5000)}, "b", fp.ChecksumError, verify=True)
+
+
+def test_file_without_checksums_is_not_verified(tmp_path: Path) -> None:
+    fp.save({"a": torch.ones(3)}, tmp_path / "model.pt", checksum=False)
+    refused(tmp_path / "model.pt", {"a": torch.zeros(3)}, "without checksums", fp.UnsupportedError, verify=True)
+
+
+@pytest.mark.parametrize("kind", ["disk", "peer"])
+def test_error_while_tensors_are_filled_names_those_that_may_have_changed(kind: str, tmp_path: Path) -> None:
+    fp.save({f"w{index}": torch.ones(5) for index in range(12)}, tmp_path / "model.pt")
+    error: fp.FastPersistError = (
+        fp.StorageError(5, "no", "model.pt", 7) if kind == "disk" else fp.PeerError("no", rank=3)
+    )
+
+    def read(fd: int, path: str, extents: Any, **options: Any) -> Any:
+        if not len(extents):
+            return read_extents(fd, path, extents, **options)
+        raise error
+
+    target = {f"w{index}": torch.zeros(5) for index in range(12)}
+    with CheckpointSource(str(tmp_path / "model.pt")) as source:
+        with pytest.raises(type(error), match=r"no; target partly overwritten.*: w0, w1, .*w9 and 2 more") as caught:
+            fill_target(source, target, strict=True, verify=False, engine="auto", read=read)
+    for name in ("errno", "filename", "offset_bytes", "rank"):
+        assert getattr(caught.value, name, None) == getattr(error, name, None)
+
+
+def test_nothing_changes_when_another_rank_has_failed_before(tmp_path: Path) -> None:
+    fp.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "model.pt")
+    target = torch.nn.Linear(2, 2)
+    before = portrait(target.state_dict())
+
+    def read(fd: int, path: str, extents: Any, **options: Any) -> Any:
+        raise fp.PeerError("rank 1 has failed", rank=1)
+
+    with CheckpointSource(str(tmp_path / "model.pt")) as source:
+        with pytest.raises(fp.PeerError) as caught:
+            fill_target(source, target, strict=True, verify=False, engine="auto", read=read)
+    assert str(caught.value) == "rank 1 has failed"
+    assert portrait(target.state_dict()) == before
