@@ -53,33 +53,6 @@ FOREIGN_HEADER = re.compile(r"Python\.h|pybind11/|torch/|ATen/|c10/|cuda(?!_doub
 
 # Modules without a test file of their name, and the file, below tests/, whose tests are theirs.
 TESTED_BY = {
-    "checkpointer/explain": "unit/checkpointer/test_checkpointer_reports.py",
-    "checkpointer/step_saver": "unit/checkpointer/test_checkpointer.py",
-    "dcp/blobs": "unit/dcp/test_odd_tensors.py",
-    "dcp/inspection": "unit/dcp/test_hostile_files.py",
-    "dcp/node_local_load": "ranks/dcp/test_node_local_steps.py",
-    "dcp/part_reader": "integrations/test_torch_dcp_damage.py",
-    "dcp/part_writer": "integrations/test_torch_dcp.py",
-    "dcp/plan_agreement": "ranks/dcp/test_save_state.py",
-    "dcp/storage_reader": "integrations/test_torch_dcp.py",
-    "dcp/storage_writer": "integrations/test_torch_dcp.py",
-    "dcp/target_plan": "ranks/dcp/test_load_state.py",
-    "distributed/coordinator_file": "unit/distributed/test_shared_file.py",
-    "distributed/coordinator_save": "ranks/test_group_directory.py",
-    "distributed/follower_file": "unit/distributed/test_shared_file.py",
-    "distributed/follower_save": "ranks/test_group_directory.py",
-    "distributed/group_save": "ranks/test_group_directory.py",
-    "distributed/peers": "unit/distributed/test_coordination.py",
-    "distributed/replica_check": "unit/distributed/test_shared_file.py",
-    "distributed/sessions": "unit/distributed/test_coordination_losses.py",
-    "formats/foreign": "unit/loading/test_checkpoint_file.py",
-    "formats/pickle_nodes": "unit/formats/test_pickle_scan.py",
-    "loading/fill_target": "unit/test_api_load_into.py",
-    "loading/part_files": "unit/formats/test_split_manifest.py",
-    "loading/target_plan": "unit/loading/test_restore.py",
-    "loading/targets": "unit/loading/test_restore.py",
-    "saving/ownership": "unit/saving/test_capture.py",
-    "transfer/progress": "unit/test_api.py",
 }
 
 FILE_LINES_MAX = 800
