@@ -51,10 +51,6 @@ NATIVE_LAYERS = {
 }
 FOREIGN_HEADER = re.compile(r"Python\.h|pybind11/|torch/|ATen/|c10/|cuda(?!_double)|cufile|nccl|liburing|libaio")
 
-# Modules without a test file of their name, and the file, below tests/, whose tests are theirs.
-TESTED_BY = {
-}
-
 FILE_LINES_MAX = 800
 FOLDER_FILES_MAX = 18
 """Python modules of one folder, `__init__` not counted, or .cc files."""
@@ -222,7 +218,6 @@ def unit_tests_start_no_programs(path: Path, tree: ast.Module) -> list[str]:
 
 def modules_have_tests(modules: Iterable[Path], tests: Sequence[Path]) -> list[str]:
     """Find modules that no test file is named after, nor after the folder that they are in below their package."""
-    files = {path.relative_to("tests").as_posix() for path in tests}
     found = []
     for path in modules:
         inside = path.relative_to("fastpersist").with_suffix("")
@@ -240,11 +235,8 @@ def modules_have_tests(modules: Iterable[Path], tests: Sequence[Path]) -> list[s
         folders = inside.parts[1:-1]
         wanted = {path.stem, *folders, "_".join(folders), *(f"{folder}_{path.stem}" for folder in inside.parts[:-1])}
         named = any(name == one or name.startswith(f"{one}_") for one in wanted - {""} for name in names)
-        other = TESTED_BY.get(inside.as_posix())
-        if not named and other not in files:
-            found.append(f"{path}: no test file has its name; add one, or name it in TESTED_BY")
-        if named and other is not None:
-            found.append(f"{path}: has a test file of its name; take it out of TESTED_BY")
+        if not named:
+            found.append(f"{path}: no test file has its name")
     return found
 
 
@@ -428,8 +420,6 @@ def test_rooms_have_no_cycle() -> None:
 def test_modules_have_tests() -> None:
     modules = [path for path in PACKAGE_FILES if path.parts[0] == "fastpersist"]
     expect_none(modules_have_tests(modules, files_below("tests/**/test_*.py")))
-    gone = [name for name in TESTED_BY if not (ROOT / "fastpersist" / name).with_suffix(".py").is_file()]
-    assert gone == []
 
 
 def test_packages_map_their_modules() -> None:
