@@ -24,8 +24,7 @@ from fastpersist.distributed.shared_file import SaveGroup
 from fastpersist.formats.layout import align_up
 from fastpersist.saving.containers import container_for
 from fastpersist.saving.ownership import Owners
-from fastpersist.saving.pending_save import SaveStats
-from fastpersist.saving.work_queue import Lane
+from fastpersist.saving.pending_save import Lane, SaveStats
 from fastpersist.transfer.arena import Arena
 
 MIB = 1 << 20

@@ -19,7 +19,7 @@ from fastpersist.formats import torch_zip
 from fastpersist.formats.byte_ranges import Extent, without
 from fastpersist.formats.split_manifest import Part
 from fastpersist.loading.part_files import OpenPart
-from fastpersist.transfer.pipeline import Extents
+from fastpersist.transfer.reader import Extents
 
 UNIT = 4096
 PIECE = 16 * UNIT

@@ -18,7 +18,7 @@ from support.specimens import SPECIMENS, Network, train
 import fastpersist as fp
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.fill_target import fill_target
-from fastpersist.transfer.pipeline import read_extents
+from fastpersist.transfer.reader import read_extents
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
