@@ -345,7 +345,7 @@ def _opened(held: HeldDirectory, manifest: CheckpointManifest, options: LoadOpti
     if record is not None and not step.are_shards:
         refuse_alone(held.path, record)
     if record is not None:
-        from fastpersist.dcp.node_local_load import require_all_shards  # torch.distributed.checkpoint imports for long
+        from fastpersist.dcp.node_local_load import require_all_shards  # slow import
 
         require_all_shards(held.place, record)
     return step
@@ -384,7 +384,7 @@ class _WholeStep:
         return load(open_file(self.held, name), self.read)
 
     def shards_loader(self, engine: str) -> Callable[..., Any]:
-        from fastpersist.dcp.load_state import load_sharded_state  # torch.distributed.checkpoint imports for long
+        from fastpersist.dcp.load_state import load_sharded_state  # slow import
 
         rank, count = self.options.rank, self.options.count
         return partial(load_sharded_state, self.held.place, self.manifest, read=self.read, rank=rank, count=count)
@@ -397,7 +397,7 @@ class _StepInParts(StepParts):
     """A step whose parts lie in several node-local stores: the ranks hand them to each other."""
 
     def shards_loader(self, engine: str) -> Callable[..., Any]:
-        from fastpersist.dcp.node_local_load import loader_of_parts  # torch.distributed.checkpoint imports for long
+        from fastpersist.dcp.node_local_load import loader_of_parts  # slow import
 
         return loader_of_parts(self, engine)
 
