@@ -32,13 +32,13 @@ class Arena:
         self._wanted_bytes = 0
 
     def prepare(self, state_bytes: int) -> None:
-        """Have memory for this much mapped and pinned, in the background: pinning is too slow to be done at a gate."""
+        """Map and pin memory for this much in the background: pinning is too slow for the gate."""
         native = self._native
         if native is None or native.mapped_bytes >= min(state_bytes, self._limit_bytes):
             return
         self._wanted_bytes = state_bytes
         if self._preparing is not None and self._preparing.is_alive():
-            return  # it hears of it
+            return  # the thread reads the new number
 
         floor_bytes = available_host_bytes() // 2  # other processes of the machine may do the same at this moment
 
@@ -48,7 +48,7 @@ class Arena:
                     break
 
         self._preparing = threading.Thread(target=prepare, name="fastpersist-arena")
-        with suppress(RuntimeError):  # no thread is to be had, as at the interpreter's end: it is done in line then
+        with suppress(RuntimeError):  # no thread can start, as at the interpreter's end: the gate does the work then
             self._preparing.start()
 
     def for_state(self, state_bytes: int) -> _native.Arena:
@@ -61,19 +61,19 @@ class Arena:
         else:
             if self._half_bytes is None:
                 self._half_bytes = (available_host_bytes() + _native.pinned_cache_bytes()) // 2
-            # Sources start on cache lines, blocks are whole and of one save: a little more than the state itself.
+            # A little more than the state: sources start on cache lines, and a block belongs to one save.
             limit_bytes = min(state_bytes + state_bytes // 64 + (32 << 20), self._half_bytes)
         self._native.grow(limit_bytes)
         self._limit_bytes = limit_bytes
         return self._native
 
     def let_go(self) -> None:
-        """Leave the memory to other arenas, when no save has any of it any more: there will be none, or not soon."""
+        """Leave the memory to other arenas as soon as no save holds any of it; called when no save comes soon."""
         self._native = None
 
 
 class ArenaOfSave(Arena):
-    """An arena in the eyes of one save of several files, which it has room for together.
+    """An arena for one save of several files, which has room for all of them together.
 
     Args:
         arena: Shared with the saves before and after.
@@ -86,7 +86,7 @@ class ArenaOfSave(Arena):
         self._device_bytes = 0
 
     def prepare(self, state_bytes: int) -> None:
-        """Have memory for this much more of the save prepared."""
+        """Prepare memory for this much more of the save."""
         self._device_bytes += state_bytes
         self._arena.prepare(self._device_bytes)
 
@@ -110,7 +110,7 @@ def available_host_bytes() -> int:
 
 
 def _cgroup_room_bytes() -> Iterator[int]:
-    """Yield what each memory cgroup above this process still has room for."""
+    """Yield how many bytes each memory cgroup above this process has left."""
     try:
         with open("/proc/self/cgroup", encoding="utf-8") as file:
             lines = file.read().splitlines()

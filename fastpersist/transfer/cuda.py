@@ -1,9 +1,9 @@
 """Where storages lie, and CUDA devices for the native side: whose memory it copies itself, and in which order.
 
 The native side talks to the driver, not to torch: it gets ordinals, addresses and stream handles. Its copies run on
-streams of its own. They follow what torch's current stream holds at the moment of a save or load, and what the current
-stream is given after a gate comes behind them; so no thread waits for the device. Torch copies
-from and to other devices (ROCm, XPU, MPS): `writer` and `reader` have it do so in ring-sized pieces.
+streams of its own. They come after the work that torch's current stream has at a save or load, and before the work that
+the current stream gets after a gate; so no thread waits for the device. Torch copies from and to other devices (ROCm,
+XPU, MPS): `writer` and `reader` have it do so in ring-sized pieces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 _log = logging.getLogger("fastpersist")
 
-_told: set[str] = set()  # what was logged, once each
+_told: set[str] = set()  # warnings that were logged, each once
 
 
 def why_not_native() -> str:
@@ -45,7 +45,7 @@ def is_host_memory(storage: torch.UntypedStorage) -> bool:
 
 
 def ordinal_of(storage: torch.UntypedStorage) -> int | None:
-    """Return the ordinal of the CUDA device a storage lies on; None if it is none, or torch has to copy from it."""
+    """Return the ordinal of the CUDA device of a storage; None if it is on no such device, or torch has to copy it."""
     device = storage.device
     if device.type != "cuda":
         return None
@@ -61,7 +61,7 @@ def caller_stream(ordinal: int) -> int:
 
 
 def follow_caller(ordinal: int, *, to_host: bool) -> None:
-    """Let the copies that are started from now on come after what the calling thread's current stream holds.
+    """Let copies that start from now on come after the work that the calling thread's current stream has now.
 
     Args:
         ordinal: Of the device.

@@ -32,9 +32,9 @@ Push = Callable[[int, torch.Tensor], None]
 
 
 class _Extent(NamedTuple):
-    """One extent and where its bytes go: to host memory, to a push, or nowhere but into a CRC.
+    """One extent and where its bytes go: to host memory, to a push, or only into a CRC.
 
-    With a device, the address is one of its memory, and the push brings bytes there that somebody else has read.
+    With a device, the address is in the memory of that, and the push takes bytes there that another rank has read.
     """
 
     offset_bytes: int
@@ -82,7 +82,7 @@ class Extents:
             offset_bytes: Where they lie in the file.
             storage: Kept alive until this object is dropped.
             with_crc: Compute their CRC.
-            fresh: Nobody has touched the storage since it was allocated, so its pages may be prepared ahead.
+            fresh: The storage was just allocated and not touched, so its pages may be prepared ahead.
             from_bytes: First byte, in the storage.
             size_bytes: How many; None for all from there.
         """
@@ -111,18 +111,18 @@ class Extents:
         return [(extent.offset_bytes, extent.size_bytes) for extent in self._wanted]
 
     def host_memory(self, index: int) -> torch.Tensor | None:
-        """View where an extent goes as a uint8 tensor; None if that is no host memory."""
+        """View the destination of an extent as a uint8 tensor; None if that is no host memory."""
         extent = self._wanted[index]
         if extent.address is None or extent.device is not None:
             return None
         return host_tensor(extent.address, extent.size_bytes)
 
     def wants_crc(self, index: int) -> bool:
-        """Whether the CRC of an extent is asked for."""
+        """Tell whether the CRC of an extent is asked for."""
         return self._wanted[index].with_crc
 
     def bring(self, index: int, from_bytes: int, data: torch.Tensor) -> None:
-        """Bring bytes of an extent, which somebody else has read, to where they belong.
+        """Bring bytes of an extent, which another rank has read, to where they belong.
 
         Args:
             index: Of the extent.
@@ -136,14 +136,15 @@ class Extents:
             self._pushes[extent.push_index](from_bytes, data)
 
     def keeps_nothing(self) -> bool:
-        """Whether all extents are read for their CRCs alone."""
+        """Tell whether all extents are read for their CRCs alone."""
         return all(extent.address is None and extent.push_index is None for extent in self._wanted)
 
     def parts(self, wanted: Iterable[ByteRange]) -> Extents:
         """Return parts of these extents, with the same destinations, as extents of their own.
 
         Args:
-            wanted: Of the extent `source`, by index. Destinations that convert elements want parts of whole elements.
+            wanted: Each is a part of the extent with index `source`. For destinations that convert elements, parts
+                are whole elements.
         """
         found = Extents()
         found._kept.append(self)
@@ -193,7 +194,7 @@ class Extents:
         return ReadResult(crcs, report.engine)
 
     def _placed(self) -> Placed:
-        """Say where the extents go; nothing when there are CRCs to compute, which the host does."""
+        """Yield where the extents go; nothing if there are CRCs to compute, which the host does."""
         if not any(extent.with_crc for extent in self._wanted):
             for extent in self._wanted:
                 yield extent.device, extent.size_bytes
@@ -215,7 +216,7 @@ class ReadResult:
 
 
 class Read(Protocol):
-    """What reads extents for a load: `read_extents`, or several ranks together."""
+    """A function that reads extents for a load: `read_extents`, or one by which several ranks read together."""
 
     def __call__(
         self, fd: int, path: str, extents: Extents, *, engine: str = "auto", poll: Poll | None = None

@@ -1,11 +1,11 @@
 """Tensors read from and written to any place of an open file: `TensorFile`.
 
-For those who keep tensors on a disk themselves: weights that are streamed, rows that are gathered, swap space. There is
-no format and no commit protocol here, only bytes at offsets; checkpoints are the affair of `save` and `Checkpointer`.
+This is for programs that keep tensors on a disk themselves: weights that are streamed, rows that are gathered, swap
+space. It has no format and no commit protocol, only bytes at offsets; `save` and `Checkpointer` write checkpoints.
 
-Requests go to a native thread of the file (csrc/transfer/random_access.h), which cuts them into requests to the kernel,
-keeps a queue of them full, and stages what direct I/O does not take as it is, and what lies on a CUDA device. What
-callers give and wait for is in `tensor_requests`; `tensor_memory` decides whether the bytes of a tensor can be reached.
+Requests go to a native thread of the file (csrc/transfer/random_access.h). It cuts them into requests to the kernel,
+keeps a queue of those full, and stages bytes of CUDA devices and bytes that direct I/O does not take as they are.
+`tensor_requests` has what callers give and wait for; `tensor_memory` decides whether a tensor's bytes can be reached.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _log = logging.getLogger("fastpersist")
 _FLAGS = {
     "r": os.O_RDONLY,
     "r+": os.O_RDWR,
-    "w": os.O_RDWR | os.O_CREAT,  # and emptied when nothing can fail any more
+    "w": os.O_RDWR | os.O_CREAT,  # emptied later, when nothing can fail any more
     "x": os.O_RDWR | os.O_CREAT | os.O_EXCL,
 }
 _QUEUE_DEPTH = 64
@@ -71,30 +71,30 @@ _THREAD_COUNT_MAX = 1024
 class TensorFile:
     """An open file that tensors are read from and written to, at any offset, many at once.
 
-    Any contiguous tensor will do, of any dtype, size, offset and alignment. Whole pages, as memory from `locked_tensor`
-    has, go straight from and to the disk where offset and size are whole blocks; other memory is copied once on the
-    way, and so are tensors of CUDA devices: by the device, chunk by chunk, through the same pinned memory, of at most
-    64 MiB a file, or three chunks if these are larger. Tensors of other devices go through host memory of their size.
+    Tensors are contiguous, of any dtype, size, offset and alignment. Whole pages, such as those of `locked_tensor`, go
+    straight from and to the disk where offset and size are whole blocks. Other memory is copied once on the way. A CUDA
+    device copies its tensors chunk by chunk through the same pinned memory, of at most 64 MiB a file, or three chunks
+    if these are larger. Tensors of other devices go through host memory of their size.
 
-    Nothing is said about the order of requests that are under way at the same time: if they overlap, wait in between.
-    What is written is seen by later reads at once, and is durable after `sync()`. Closing waits for all requests, and
-    makes nothing durable. A write that fails, and that nobody asks about, is raised by the next `sync()` or `close()`.
+    Requests that are under way at the same time have no order: if they overlap, wait in between. Later reads see at
+    once what is written; it is durable after `sync()`. Closing waits for all requests, and makes nothing durable. The
+    next `sync()` or `close()` raises the error of a write that nobody has asked about.
 
-    On a CUDA device a request comes after what the calling thread's current stream holds when it is made; when it is
-    done, the bytes are there for every stream. Requests of one device and direction are copied in turn, so a stream
-    that never ends (a collective whose peer is gone) holds up those behind it, too; others go on. Who waits for it, or
-    closes, waits until Ctrl-C; what is not copied 10 s after that, or after another error in the `with` block, fails.
+    On a CUDA device a request comes after the work that the calling thread's current stream has at the call; when it is
+    done, the bytes are there for every stream. A device copies its requests of one direction in turn, so a stream that
+    never ends (a collective whose peer is gone) also holds up the requests behind it, and no others. A thread that
+    waits for such a request, or closes, waits until Ctrl-C. Bytes that are not copied within 10 s after that, or after
+    another error in the `with` block, fail.
 
     Args:
         path: The file.
-        mode: "r" read; "r+" read and write a file that is there; "w" make it or empty it, read and write; "x" the
-            same, if nothing is there. A "b" changes nothing, nor does a "+" behind "w" or "x": "rb", "r+b" and "wb+"
-            will do.
+        mode: "r" reads; "r+" reads and writes a file that is there; "w" makes or empties it, reads and writes; "x" does
+            the same if nothing is there. A "b" changes nothing, nor does a "+" behind "w" or "x", as in "rb" and "wb+".
         engine: As in `save`: "auto", or one that `engines()` lists, which never falls back.
         queue_depth: Requests to the kernel at once, 1 … 4096. By default what `fastpersist tune` found, or 64.
         chunk_bytes: Of one request to the kernel at most, a power of two, 4 KiB … 1 GiB. By default what was tuned, or
             8 MiB.
-        threads: Of the threads engines, 1 … 1024. By default what was tuned, or as many as the queue is deep, but 16.
+        threads: Of the threads engines, 1 … 1024. By default what was tuned, or the depth of the queue, at most 16.
 
     Attributes:
         path: As it was given, as a string.
@@ -105,7 +105,7 @@ class TensorFile:
         UnsupportedError: The named engine cannot work here.
         StorageError: The file cannot be opened.
 
-    Thread safety: any thread. A forked child may use it too: it opens the same file anew when it first does.
+    Thread safety: any thread. A forked child may use it too: its first use opens the same file anew.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class TensorFile:
         _open_files.add(self)
 
     def _open_native(self, given: tuple[int | None, int | None, int | None]) -> None:
-        """Give the native side its descriptors: one for direct I/O, and, to write edges, one through the page cache."""
+        """Open the native side: one descriptor for direct I/O, one through the page cache for edges of blocks."""
         fd = self._fds[0]
         self._refuse_kind(os.fstat(fd).st_mode)
         tuned = config_for(fd)
@@ -179,7 +179,7 @@ class TensorFile:
         self.chunk_bytes = chunk_bytes or tuned.chunk_bytes
         self.threads = threads or tuned.threads
         ladder = engine_ladder(self._wished_engine, fd, for_reading=self.mode == "r")
-        if ladder[0].endswith("-buffered"):  # requests that were cut for it would not do for a direct one
+        if ladder[0].endswith("-buffered"):  # a direct engine could not take requests that were cut for it
             ladder = [name for name in ladder if name.endswith("-buffered")]
         buffered_fd = direct_lock_fd = edge_lock_fd = -1
         if self.mode != "r":
@@ -208,7 +208,7 @@ class TensorFile:
     def _open_for_lock(self) -> int:
         fd = reopened(self._fds[0], self.path, os.O_RDWR)
         self._lock_fds.append(fd)
-        _native.close_in_forked_child(fd)  # who would hold the lock as long as it lives
+        _native.close_in_forked_child(fd)  # or the child would hold the lock as long as it lives
         return fd
 
     def _close_native(self) -> None:
@@ -238,15 +238,15 @@ class TensorFile:
         """Fill a tensor with the bytes at an offset; return how many.
 
         Args:
-            tensor: Contiguous; its bytes are those of the file as they are there.
+            tensor: Contiguous; it gets the bytes of the file as they are.
             offset_bytes: From the start of the file.
 
         Raises:
             ConfigError: No such tensor or offset, or the file is closed.
-            EndOfFileError: The file ends earlier; what is there was read.
-            StorageError: What the kernel said.
-            DeviceError: What the driver said of a CUDA device; other requests go on.
-            UnsupportedError: Its current stream is being captured into a CUDA graph.
+            EndOfFileError: The file ends earlier; the bytes before its end were read.
+            StorageError: The kernel reports an error.
+            DeviceError: The driver of a CUDA device reports an error; other requests go on.
+            UnsupportedError: The device's current stream is being captured into a CUDA graph.
         """
         return self.read_async(tensor, offset_bytes).result()
 
@@ -260,7 +260,7 @@ class TensorFile:
         Raises:
             ConfigError: No such tensor or offset, or the file is closed, or open for reading only.
             NoSpaceError: The file system is full.
-            StorageError: What the kernel said.
+            StorageError: The kernel reports an error.
             DeviceError, UnsupportedError: As `read`.
         """
         return self.write_async(tensor, offset_bytes).result()
@@ -295,14 +295,14 @@ class TensorFile:
         """Start what `read_list` does."""
         tensors: list[torch.Tensor] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        given = list(in_slices(items))  # here, since what callers compute on the way may use this very file
+        given = list(in_slices(items))  # without the lock: an iterator of the caller's may use this very file
 
         followed: set[int] = set()
 
         def slices() -> Iterator[Slice]:
             for some in given:
                 found = looked_at(some, len(tensors))
-                # What goes by a tensor's version must hear that it changes.
+                # Whoever compares a tensor's version must see that it changes.
                 torch.autograd.graph.increment_version([one for one in found.tensors if not one.is_inference()])
                 tensors.extend(found.tensors)
                 for tensor, offset_bytes in found.elsewhere:
@@ -329,7 +329,7 @@ class TensorFile:
         """Start what `write_list` does."""
         if self.mode == "r":
             raise ConfigError(f'{self.path} is open for reading only; open it with mode="r+" to write')
-        # All are looked at before one is written: a list with a mistake in it changes nothing.
+        # Check all items before the first is written: a list with a mistake in it changes nothing.
         found = [looked_at(some, number * SLICE_COUNT) for number, some in enumerate(in_slices(items))]
         tensors = [tensor for some in found for tensor in some.tensors]
         copies = [(byte_view(tensor).cpu(), at) for some in found for tensor, at in some.elsewhere]
@@ -348,23 +348,23 @@ class TensorFile:
         return PendingIO(request, self.path, tell_of_pinning if on_devices else None)
 
     def _submit(self, is_write: bool, slices: Iterable[Slice], kept: object) -> _native.FileRequest:
-        with self._lock:  # so that close() either sees this request or comes first
+        with self._lock:  # close() either sees this request or comes first
             return self._opened().submit(is_write, slices, kept)
 
     def _reserve(self, native: _native.RandomAccess, parts: Sequence[Part]) -> None:
-        """Give the file its length before direct writes reach beyond it: writes that extend a file take turns."""
+        """Extend the file before direct writes reach beyond its end: writes that extend a file run one by one."""
         beyond = [(offset, offset + size) for _, size, offset in parts if size and offset + size > self._end_bytes]
         if not beyond:
             return
         start_bytes, end_bytes = min(beyond)[0], max(end for _, end in beyond)
         written_bytes = sum(end - offset for offset, end in beyond)
-        # Not where they lie far apart: holes are to stay holes.
+        # Where writes lie far apart nothing is reserved: holes stay holes.
         if written_bytes >= _RESERVED_BYTES_MIN and end_bytes - start_bytes <= 2 * written_bytes:
             if not native.engine.endswith(("-buffered", "null")):
                 self._allocate(start_bytes, end_bytes - start_bytes)
             self._end_bytes = end_bytes
         elif self._lock_fds and self._end_bytes % mmap.PAGESIZE:
-            # Else the write would move the end, and the kernel make the page dirty in which it was.
+            # Otherwise the write would move the end, and the kernel would make the page of the old end dirty.
             self._allocate(end_bytes - 1, 1)
             self._end_bytes = end_bytes
 
@@ -374,8 +374,8 @@ class TensorFile:
         """Wait for all requests, and make what was written durable: bytes, length, and the name of a new file.
 
         Raises:
-            StorageError: A write failed that nobody has asked about; or what the kernel said, now or at an earlier sync
-                of this object: what it could not write then is lost.
+            StorageError: A write failed that nobody has asked about; or the kernel reports an error, now or at an
+                earlier sync of this object: what it could not write then is lost.
         """
         with self._lock:
             native = self._opened()
@@ -386,12 +386,12 @@ class TensorFile:
             raise self._sync_error
         with self._lock:
             self._opened()
-            fd = os.dup(self._fds[0])  # others go on meanwhile, and may close the file
+            fd = os.dup(self._fds[0])  # other threads go on meanwhile, and may close the file
         try:
             native.raise_lost_writes()
             filesystem().sync(fd, self.path)
         except FastPersistError as error:
-            self._sync_error = error  # the kernel says it once, and drops what it could not write
+            self._sync_error = error  # the kernel reports it once, and drops what it could not write
             raise
         finally:
             os.close(fd)
@@ -407,11 +407,11 @@ class TensorFile:
                 return os.lseek(self._fds[0], 0, os.SEEK_END)
 
     def truncate(self, size_bytes: int) -> None:
-        """Wait for all requests, and give the file another length; what is added reads as zeros.
+        """Wait for all requests, and give the file another length; bytes that are added read as zeros.
 
         Raises:
             ConfigError: A negative length, or the file is open for reading only.
-            StorageError: What the kernel said.
+            StorageError: The kernel reports an error.
         """
         size_bytes = self._checked_size(size_bytes)
         with self._lock:
@@ -423,12 +423,12 @@ class TensorFile:
             self._end_bytes = size_bytes
 
     def allocate(self, size_bytes: int) -> None:
-        """Reserve the first bytes of the file, which is made as long if it is shorter: a full disk shows now.
+        """Reserve the first bytes of a file, and make it as long if it is shorter: a full disk fails here, not later.
 
         Raises:
             ConfigError: A negative length, or the file is open for reading only.
-            NoSpaceError: There is no room.
-            StorageError: What the kernel said.
+            NoSpaceError: The file system is full.
+            StorageError: The kernel reports an error.
         """
         size_bytes = self._checked_size(size_bytes)
         with self._lock:
@@ -448,7 +448,7 @@ class TensorFile:
 
     @contextlib.contextmanager
     def _lock_fd_for_the_end(self, new_end_bytes: int) -> Iterator[int]:
-        """Give a descriptor for the lock under which the end of the file is moved; -1 where it can be moved without."""
+        """Yield a descriptor for the lock under which the end of the file is moved; -1 where no lock is needed."""
         end_bytes = os.lseek(self._fds[0], 0, os.SEEK_END)
         if not self._lock_fds or (end_bytes | new_end_bytes) % mmap.PAGESIZE == 0:
             yield -1
@@ -467,7 +467,7 @@ class TensorFile:
         return checked_offset(size_bytes, "a length")
 
     def fileno(self) -> int:
-        """Return the file's descriptor, which stays this object's. Direct I/O may be switched on for it."""
+        """Return the file's descriptor, which this object keeps. Direct I/O may be on for it."""
         with self._lock:
             self._opened()
             return self._fds[0]
@@ -503,7 +503,7 @@ class TensorFile:
                 native.close()
         finally:
             if native is not None:
-                native.close()  # Ctrl-C ended the wait: descriptors may be closed only after this
+                native.close()  # after a Ctrl-C in the wait, too: descriptors may be closed only after this
             self._close_descriptors()
             _native.forget_done_requests()
         self._raise_first(failures)
@@ -523,7 +523,7 @@ class TensorFile:
         self._close_in_time("")
 
     def _close_in_time(self, when: str) -> None:
-        """Close, give up on devices that stand still, and log what goes wrong."""
+        """Close, give up on devices that hang, and log errors."""
         try:
             if self._native is not None and os.getpid() == self._process_id:
                 self._native.give_up_on_devices()
@@ -568,17 +568,17 @@ class TensorFile:
             raise errors[0]
 
     def _forget_parent(self) -> None:
-        self._lock = threading.Lock()  # the parent's may be held for ever here
+        self._lock = threading.Lock()  # the parent's may be held, and nobody here would release it
         self._native = None
         self._lock_fds = []  # closed already
 
 
 def _checked_mode(mode: object) -> str:
-    """Return which of our modes a mode as of `open` is."""
+    """Return our mode for one as `open` takes it."""
     if isinstance(mode, str):
-        name = mode.replace("b", "", 1)  # there is no other way than bytes
+        name = mode.replace("b", "", 1)  # files are always bytes
         if name in ("w+", "x+"):
-            name = name[0]  # which read anyway
+            name = name[0]  # which can read anyway
         if name in _FLAGS:
             return name
     raise ConfigError(
@@ -597,7 +597,7 @@ _open_files: weakref.WeakSet[TensorFile] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Wait for all requests: the memory that they use ends with the interpreter."""
+    """Wait for all requests: their memory is freed when the interpreter ends."""
     for file in list(_open_files):
         try:
             file.close()

@@ -1,8 +1,8 @@
 """A request of a `TensorFile`: the checks of what its caller gives, and what its caller waits for.
 
-`looked_at` turns tensors and offsets into addresses, fast enough for ten thousand rows in one call; `tensor_memory`
+`looked_at` turns tensors and offsets into addresses, fast enough for ten thousand rows in one call. `tensor_memory`
 decides whether the bytes of a tensor can be reached at all. A `PendingIO` is a request under way: the native side keeps
-its tensors alive until it is done, whether anybody waits or not. Files, engines and queues are left to `tensor_file`.
+its tensors alive until it is done, even if nobody waits. `tensor_file` has files, engines and queues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 SLICE_COUNT = 1024
-"""Of a list that is read, so many are under way while the next are looked at."""
+"""Items of a list that is read are submitted so many at a time, while the next ones are checked."""
 
 Item: TypeAlias = "tuple[torch.Tensor, int]"
 """A tensor and where its bytes are in the file."""
@@ -45,17 +45,17 @@ Part: TypeAlias = "tuple[int, int, int]"
 """Address, bytes, offset in the file."""
 
 Slice: TypeAlias = "Sequence[Part] | tuple[int, Sequence[Part]]"
-"""Parts in host memory, not in a tuple; or the ordinal of a CUDA device, and parts in its memory."""
+"""Parts in host memory (in no tuple), or a tuple: the ordinal of a CUDA device, and parts in its memory."""
 
 
 class Parts(NamedTuple):
-    """Some items, by who moves their bytes.
+    """Some items, sorted by who moves their bytes.
 
     Attributes:
         tensors: All of them.
-        in_host_memory: Parts.
-        on_devices: Parts, by the ordinal of a CUDA device that the native side copies to and from.
-        elsewhere: Items on other devices, which are torch's to copy.
+        in_host_memory: Parts that the native side moves directly.
+        on_devices: Parts by the ordinal of their CUDA device, which the native side copies to and from.
+        elsewhere: Items on other devices, which torch copies.
     """
 
     tensors: list[torch.Tensor]
@@ -81,7 +81,7 @@ def checked_offset(value: int, what: str) -> int:
     """Return a number of bytes as an int.
 
     Raises:
-        ConfigError: It is none; `what` names it.
+        ConfigError: It is no number of bytes; `what` names it.
     """
     try:
         number = operator.index(value)
@@ -103,12 +103,12 @@ def in_slices(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 
 def looked_at(items: Sequence[Item], before_count: int) -> Parts:
-    """Check items of a request, before which there were others."""
+    """Check items of a request, and sort them; `before_count` items of it came before."""
     found = Parts([], [], {}, [])
     tensors, parts = found.tensors, found.in_host_memory
     for item in items:
         try:
-            if isinstance(item, torch.Tensor):  # which can be unpacked, too
+            if isinstance(item, torch.Tensor):  # a tensor could be unpacked, too
                 raise TypeError
             tensor, offset_bytes = item
         except (TypeError, ValueError):
@@ -132,7 +132,7 @@ def looked_at(items: Sequence[Item], before_count: int) -> Parts:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether byte_view would take it, if that can be told in less than a microsecond; it takes ten times that."""
+    """Tell whether byte_view would surely take a tensor, in less than a microsecond; byte_view takes ten times that."""
     if type(tensor) not in _PLAIN:
         return False
     try:
@@ -147,7 +147,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
             and tensor.data_ptr() != 0
             and tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes
         )
-    except (RuntimeError, NotImplementedError):  # inside a transformation of torch.func, for one
+    except (RuntimeError, NotImplementedError):  # such as inside a transformation of torch.func
         return False
 
 
@@ -173,13 +173,13 @@ _PLAIN_DTYPES = frozenset(
 
 
 class PendingIO:
-    """Reads or writes under way. Made by `TensorFile.read_async` and its like.
+    """Reads or writes under way. `TensorFile.read_async` and the like make it.
 
-    Until it is done, the tensors of a read hold anything, and those of a write must not be changed. They are kept
-    alive as long, also when this object is not. A read into a tensor of a device that is neither the CPU nor CUDA is
-    done when one of the methods here has said so: its last step, the copy to the device, is theirs.
+    Until it is done, the tensors of a read hold anything, and those of a write must not be changed. The tensors are
+    kept alive until then, even if this object is not. A read into a tensor of a device that is neither the CPU nor CUDA
+    is done when one of the methods here has said so: these make its last step, the copy to the device.
 
-    Thread safety: any thread; but not in a forked child.
+    Thread safety: any thread, but not in a forked child.
     """
 
     def __init__(self, request: _native.FileRequest, path: str, then: Callable[[], None] | None) -> None:
@@ -190,7 +190,7 @@ class PendingIO:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Tell whether it is done, well or not."""
+        """Tell whether it is done, with or without an error."""
         self._refuse_child()
         if not self._request.done():
             return False
@@ -205,9 +205,9 @@ class PendingIO:
 
         Raises:
             TimeoutError: It is still under way; nothing is lost.
-            EndOfFileError: A read reached beyond the end of the file; what is there was read.
-            StorageError: What the kernel said. Of several failures in one request the first that was met.
-            DeviceError: What the driver of a CUDA device said.
+            EndOfFileError: A read reached beyond the end of the file; the bytes before its end were read.
+            StorageError: The kernel reports an error. Of several failures in one request, the first that was met.
+            DeviceError: The driver of a CUDA device reports an error.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -231,10 +231,10 @@ class PendingIO:
         return failure_of(self._request, self._path)
 
     def _settle(self) -> None:
-        """Do what is left to do when the bytes have come, once, and let the tensors go."""
+        """Make the last step of a request whose bytes are there, once, and let the tensors go."""
         with self._lock:
-            # Of a read that failed nothing is copied: the host's copy holds anything. What fails here is done again by
-            # whoever asks next.
+            # Nothing of a failed read is copied on: its buffer holds anything. If the step fails here, the next caller
+            # of a method repeats it.
             if self._then is not None and self._request.failed_count == 0:
                 self._then()
             self._then = None

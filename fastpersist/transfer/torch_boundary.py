@@ -1,7 +1,7 @@
-"""Where torch begins: its own save and load as they were at our import, what its loads allow, its compiler kept out.
+"""What we take from torch: its own save and load, what its loads allow, and a way around its compiler.
 
-`fastpersist.install` puts ours in place of torch's save and load; what we leave to torch goes to these, never to
-ourselves.
+`stock_save` and `stock_load` are torch's functions as they were at our import. `fastpersist.install` replaces those of
+torch by ours, so what we leave to torch must go to the stock ones.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ stock_load = torch.load
 
 
 def no_tag(storage: object) -> None:
-    """Tag no storage: what a load registers with `register_package`, where a function that tags is asked for."""
+    """Tag no storage; a load registers this with `register_package`, which asks for a function that tags."""
 
 
 def not_allowed_globals(global_names: tuple[str, ...]) -> list[str]:
-    """Return the globals that weights_only=True would not go past.
+    """Return the globals that weights_only=True would refuse.
 
-    Only an early look: torch checks for itself when it unpickles.
+    This is only for early warnings: torch checks for itself when it unpickles.
     """
     unpickler = torch._weights_only_unpickler
     allowed = {*unpickler._get_allowed_globals(), *unpickler._get_user_allowed_globals()}
@@ -51,9 +51,9 @@ Result = TypeVar("Result")
 
 
 def untraced(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Let a function run as it is where compiled code calls it.
+    """Let a function run uncompiled where compiled code calls it.
 
-    torch's own decorator imports the compiler, which takes a second; so it is applied once compiled code calls.
+    torch's own decorator imports the compiler, which takes a second; so it is applied only when compiled code calls.
     """
     disabled: Callable[Parameters, Result] | None = None
 

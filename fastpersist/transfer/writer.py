@@ -32,14 +32,14 @@ class Pieces:
         self.native = _native.PieceList()
         self.pulled: list[torch.Tensor] = []
         self._kept: list[torch.UntypedStorage] = []
-        self.devices: set[int] = set()  # whose memory is among them
+        self.devices: set[int] = set()  # ordinals of those whose memory is among the pieces
 
     def add_bytes(self, data: bytes) -> None:
         """Add literal bytes."""
         self.native.add_bytes(data)
 
     def add_crc(self, crc_slot: int) -> None:
-        """Add the four little-endian bytes of a slot's CRC, as it is when they are reached."""
+        """Add the four little-endian bytes of a slot's CRC, as it is when the writer reaches them."""
         self.native.add_crc(crc_slot)
 
     def add_storage(
@@ -73,7 +73,7 @@ class Pieces:
             self.pulled.append(byte_tensor(storage)[offset_bytes : offset_bytes + size_bytes])
 
     def add_captured(self, snapshot: _native.Snapshot, source: int, size_bytes: int, crc_slot: int | None) -> None:
-        """Add a whole source of a snapshot, wherever its bytes are by then."""
+        """Add a whole source of a snapshot, wherever its bytes are when the writer reaches them."""
         self.native.add_captured(snapshot, source, size_bytes, _native.NO_CRC if crc_slot is None else crc_slot)
 
 
@@ -85,9 +85,9 @@ class Writer:
         path: For messages.
         engine: Engine name or "auto".
         poll: See `Poll`.
-        sparing: Keep half the requests in flight: enough for the disk, less memory, and less in the way of others.
+        sparing: Keep half the requests in flight: enough for the disk, less memory, and less load beside training.
         sources: What will be written to a file from its start, if no piece wants a CRC. With the engine "cufile" the
-            ring is then memory of the device on which they lie, and nothing goes through host memory that need not.
+            ring is then memory of the device on which they lie, so that their bytes need not go through host memory.
 
     Raises:
         ConfigError, UnsupportedError: Unknown or unusable engine.
@@ -112,9 +112,9 @@ class Writer:
         self._native = _native.FileWriter(options, pull=self._pulled.copy, poll=poll)
 
     def append(self, pieces: Pieces) -> None:
-        """Write pieces behind what is there; returns when their bytes have been copied, not when they are on disk.
+        """Write pieces behind those before; return when their bytes have been copied, not when they are on disk.
 
-        Bytes of devices are those that the caller's current streams have made of them by now.
+        The copies from devices come after the work that the caller's current streams have now.
         """
         for ordinal in pieces.devices:
             cuda.follow_caller(ordinal, to_host=True)
@@ -122,7 +122,7 @@ class Writer:
         self._native.append(pieces.native)
 
     def seek(self, offset_bytes: int) -> None:
-        """Go on at another block; the block that is left is padded with zeros."""
+        """Go on at another block; the rest of the current one is filled with zeros."""
         self._native.seek(offset_bytes)
 
     def crcs(self, count: int) -> list[int]:
@@ -139,9 +139,10 @@ class Writer:
         return self._native.runs()
 
     def rest(self) -> None:
-        """Wait for every write, and keep no more of the ring than a transfer needs: before a wait for other ranks.
+        """Wait for every write, and keep no more of the ring than a transfer needs.
 
-        Whoever else saves in this process may be who they wait for. What is appended next comes after a seek.
+        Call it before a wait for other ranks: those may wait for another save of this process, which needs the rest of
+        the ring. Call `seek` before the next `append`.
         """
         self._native.finish()
 
@@ -164,7 +165,7 @@ class Writer:
 
 
 class _Pulled:
-    """What the native side pulls of the pieces that are appended; not the writer itself, which would keep itself."""
+    """Tensors of which the native side pulls bytes; apart from the writer, which would otherwise keep itself alive."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
