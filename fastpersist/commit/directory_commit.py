@@ -1,15 +1,15 @@
 """Make a finished directory visible, all of it or none of it.
 
-`<parent>/.<name>.pending-<token>` is being written; `<parent>/<name>` is committed and never changes again. It is only
-ever replaced by another directory or removed as a whole, and then first loses its name in one step.
+`<parent>/.<name>.pending-<token>` is being written. `<parent>/<name>` is committed and never changes again: another
+directory may replace it, or it is removed as a whole, and either takes its name away first, in one step.
 
 1. Remove leftovers: pending directories of this name whose writer is dead.
-2. Make the pending directory, with a MANIFEST.json in it, empty, and lock that (F_SETLK). A sweeper may have come in
-   between and removed it: then begin again with a new token.
-3. Write every file, and sync it: the caller.
+2. Make the pending directory and an empty MANIFEST.json in it, and lock that (F_SETLK). If a sweeper has removed it
+   between the two, begin again with a new token.
+3. The caller writes every file, and syncs it.
 4. Sync the files that others put there, write and sync MANIFEST.json, then sync every directory, the deepest first.
-5. Rename the pending directory to its final name, unless something has it. To replace a checkpoint, let the two names
-   change places (RENAME_EXCHANGE): the old one is now the pending one, and nobody's.              <- the commit point
+5. Rename the pending directory to its final name, unless something has that name. To replace a checkpoint, exchange
+   the two names (RENAME_EXCHANGE): the old one is pending now, and has no writer.                 <- the commit point
 6. Sync the parent. Only now has the save returned durable.
 7. Remove the directory that was replaced.
 
@@ -17,25 +17,26 @@ Where the kernel or the file system refuses to exchange names, 5 is two steps: t
 `.<name>.retired-<token>`, then the pending one is renamed. In between nothing has the final name, and the retired one
 counts as committed: `committed_path` finds it, and a sweep gives it its name back (then 5 begins again).
 
-Power lost before 5: the old checkpoint, perhaps under its retired name, and perhaps a pending directory, dead, which
-the next save of this name removes, however much of it is there. After 5 and before 6: the old or the new one, each of
-them whole, since 4 came first. After 6: the new one, and perhaps the old one as a leftover. Nothing is deleted before
-the sync of the parent that makes its new name durable, be it by 7, by `remove_directory` or by a sweep: else a power
-failure might keep the deletions and lose the rename. An error before 5 removes the pending directory.
+After a power failure before 5 there is the old checkpoint, perhaps under its retired name, and perhaps a dead pending
+directory, whole or not, which the next save of this name removes. After one between 5 and 6 there is the old or the new
+one, each of them whole, because 4 came first. After 6 there is the new one, and perhaps the old one as a leftover.
+Nothing is deleted before the sync of the parent that makes its new name durable, whether by 7, by `remove_directory` or
+by a sweep: otherwise a power failure might keep the deletions and lose the rename. An error before 5 removes the
+pending directory.
 
-A pending directory may lie elsewhere in the file system, where whoever lists the parent looks at hidden names too; then
-both parents are synced in 6.
+A pending directory may lie elsewhere in the file system, for parents whose readers look at hidden names too. Then 6
+syncs both parents.
 
-A pending directory is live while its writer holds the record lock on its MANIFEST.json; commit.py says why that kind,
-and keeps the registry of those of this process, which nobody here may open. Who removes a directory deletes
-MANIFEST.json last, and until nothing else is left holds a lock on it that conflicts with a writer's and with readers'.
-Where a file system has no locks, leftovers are removed when a day old, and readers are not seen. Locks are in
-directory_locks.py, removal and sweep in directory_removal.py.
+A pending directory is live while its writer holds the record lock on its MANIFEST.json. `file_commit` has the reasons
+for that kind of lock, and the list of locked files that this process must not open. A process that removes a directory
+deletes MANIFEST.json last; until nothing else is left it holds a lock on it that conflicts with a writer's and with
+readers'. Where a file system has no locks, leftovers are removed when a day old, and readers are not noticed. `locks`
+has the locks, `removal` removes and sweeps.
 
-Not supported: a final name that is a file, a symbolic link, a mount point, or a directory with files and without a
-MANIFEST.json, which is somebody's and no checkpoint. With overwrite="foreign" the caller says that it is one, of
-another program; it is replaced by an exchange only: of two steps, a sweep would not undo the first. What the manifest
-says is for its callers.
+The final name may not be that of a file, a symbolic link, a mount point, or a directory that has files and no
+MANIFEST.json, and so is no checkpoint. With overwrite="foreign" the caller says that such a directory is a checkpoint
+of another program; only an exchange replaces it, because a sweep would not undo the first of two steps. Callers decide
+what the manifest says.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class PendingDirectory:
     Use `create`, then `create_file` and `close_file`, then `publish` or `abort`.
 
     Attributes:
-        path: The hidden name. Others may put files below it, too; they become part of the checkpoint.
+        path: The hidden name. Files that others put below it become part of the checkpoint, too.
         final_path: The name that `publish` gives it.
         sync_s: Seconds that `publish` has spent in syncs.
     """
@@ -119,18 +120,18 @@ class PendingDirectory:
 
     @classmethod
     def create(cls, path: str, *, overwrite: Overwrite, pending_in: str | None = None) -> PendingDirectory:
-        """Steps 1 and 2 of the protocol.
+        """Do steps 1 and 2 of the protocol.
 
         Args:
             path: The final name. Its parent must exist.
-            overwrite: Whether a checkpoint that has this name may be replaced; "foreign": also one without a
-                MANIFEST.json. The new directory gets its permission bits then, and never has more; else those that
-                mkdir() gives.
+            overwrite: Whether to replace a checkpoint that has this name; "foreign": also one without a MANIFEST.json.
+                The new directory then gets the permission bits of the old one, and never has more; without an old one,
+                those that mkdir() gives.
             pending_in: A directory of the same file system, where the pending one is made in place of the parent of
-                `path`; all that dead saves have left there is removed.
+                `path`; everything that dead saves have left there is removed.
 
         Raises:
-            ConfigError: The name is taken, by something that may not be replaced.
+            ConfigError: Something that may not be replaced has the name.
             StorageError: The directory could not be made.
         """
         final_path = resolve_final_path(path)
@@ -150,7 +151,7 @@ class PendingDirectory:
 
     @classmethod
     def _make(cls, path: str, final_path: str, mode: int | None) -> PendingDirectory | None:
-        """Step 2, once; None when a sweeper was faster."""
+        """Try step 2; return None if a sweeper was faster."""
         manifest_path = os.path.join(path, MANIFEST_NAME)
         filesystem().make_directory(path, 0o777 if mode is None else 0o700)
         pending = None
@@ -181,7 +182,7 @@ class PendingDirectory:
 
         Raises:
             ConfigError: This is no name of a file in a checkpoint.
-            StorageError: It is there already, or could not be created.
+            StorageError: The file exists already, or could not be created.
         """
         self._check_owner()
         check_file_name(name)
@@ -214,7 +215,7 @@ class PendingDirectory:
         """Close a file that `create_file` opened.
 
         Raises:
-            StorageError: What the kernel said; it is closed all the same, but what was written may be lost.
+            StorageError: The kernel reports an error; the file is closed all the same, but its bytes may be lost.
         """
         self._check_owner()
         name = self._open_files.pop(fd, None)
@@ -227,22 +228,22 @@ class PendingDirectory:
     def publish(
         self, manifest: bytes, *, durable: bool = True, overwrite: Overwrite = False, keep_replaced: bool = False
     ) -> str | None:
-        """Steps 4 to 7, and close.
+        """Do steps 4 to 7, and close.
 
         Args:
-            manifest: What MANIFEST.json is to hold.
-            durable: Sync what steps 4 and 6 say; without it, the directory is complete for readers, but may be lost or
-                torn by a power failure.
+            manifest: The content of MANIFEST.json.
+            durable: Sync as steps 4 and 6 say; without it, the directory is complete for readers, but a power failure
+                may lose or tear it.
             overwrite: Replace a checkpoint that has the final name by now; as in `create`.
             keep_replaced: Leave step 7 to the caller: others may have to commit first.
 
         Returns:
-            With `keep_replaced`, where the directory is that was replaced, if one was.
+            With `keep_replaced`, the path of the directory that was replaced, if there was one.
 
         Raises:
-            ConfigError: Something has the final name that may not be replaced; nothing was published.
-            UnsupportedError: A file below the directory is neither a file nor a directory; nothing was published.
-            StorageError: Nothing was published, unless the message says that it is, and what was not done.
+            ConfigError: Something that may not be replaced has the final name; nothing was published.
+            UnsupportedError: Something below the directory is neither a file nor a directory; nothing was published.
+            StorageError: Nothing was published, unless the message says that the directory is, and what has failed.
         """
         self._check_owner()
         if self._open_files:
@@ -254,7 +255,7 @@ class PendingDirectory:
         except BaseException:
             self.abort()
             raise
-        # After an error what was replaced stays: it may be all that a power failure leaves.
+        # After an error the replaced directory stays: it may be all that is left after a power failure.
         with closing_published(self.final_path, self._close, durable=durable):
             for parent in dict.fromkeys((os.path.dirname(self.final_path), os.path.dirname(self.path))):
                 if durable:
@@ -264,7 +265,7 @@ class PendingDirectory:
         return replaced if keep_replaced else None
 
     def _complete(self, manifest: bytes, durable: bool) -> None:
-        """Step 4."""
+        """Do step 4."""
         directories, files = _contents(self.path)
         if missing := sorted(self._names.difference(files)):
             message = f"{missing[0]} is gone from {self.path}; somebody has deleted it"
@@ -306,7 +307,7 @@ class PendingDirectory:
         self.sync_s += time.monotonic() - started_s
 
     def _make_visible(self, overwrite: Overwrite) -> str | None:
-        """Step 5. Return where the directory is that was replaced. Others may take or free the name meanwhile."""
+        """Do step 5, while others may take or free the name; return the path of the directory that was replaced."""
         for _ in range(_ATTEMPT_COUNT):
             replaces = _check_name(self.final_path, overwrite) is not None
             try:
@@ -321,7 +322,7 @@ class PendingDirectory:
                     _log.debug("%s is replaced in two steps: %s", self.final_path, refused)
                     return self._retire_and_rename()
             except StorageError as error:
-                # ENOENT: of two names, so it may be the pending one that is gone.
+                # ENOENT may be about either name, so the pending directory itself may be gone.
                 raced = errno.ENOENT if replaces else errno.EEXIST
                 if error.errno not in (raced, errno.EEXIST) or not os.path.lexists(self.path):
                     raise
@@ -355,7 +356,7 @@ class PendingDirectory:
             status = os.lstat(self._manifest_path)
         except OSError:
             status = None
-        # Another manifest: an exception came right after the exchange, and this is what was replaced.
+        # With another manifest this is the directory that was replaced: an exception came right after the exchange.
         if status is None or (status.st_dev, status.st_ino) == self._identity:
             remove_quietly(self.path, let_go=self._close_in_abort)
         self._close_in_abort()
@@ -409,7 +410,7 @@ def _contents(path: str) -> tuple[list[str], list[str]]:
     """Return the names of all directories below `path`, each before what is in it, "" first, and of all files, sorted.
 
     Raises:
-        UnsupportedError: Something is neither: a link would lead out of the checkpoint.
+        UnsupportedError: Something is neither; a link, for one, would lead out of the checkpoint.
     """
     directories = [""]
     files = []

@@ -1,27 +1,28 @@
 """Make a finished file visible, all of it or none of it.
 
-`<directory>/.<name>.pending-<token>` is being written; `<directory>/<name>` is committed and never changes again: it is
-only ever replaced by another file, so readers that have it open or mapped keep what they had.
+`<directory>/.<name>.pending-<token>` is being written. `<directory>/<name>` is committed and never changes again:
+another file may only replace it, so readers that have it open or mapped keep their bytes.
 
 1. Remove leftovers: pending files of this name whose writer is dead.
-2. Create the pending file exclusively, readable by nobody who may not read the file that it replaces, and lock it
-   (F_SETLK). A sweeper may have come between the two and removed it: then begin again with a new token.
-3. Reserve all of its space, so that a full disk is found before a byte is written.
+2. Create the pending file exclusively, readable only by those who may read the file that it replaces, and lock it
+   (F_SETLK). If a sweeper has removed it between the two, begin again with a new token.
+3. Reserve all of its space, so that a full disk is noticed before a byte is written.
 4. Write every byte, cut the padding off, sync the file.
 5. Rename the pending file to its final name.                       <- the commit point
 6. Sync the directory. Only now has the save returned durable.
 
-Power lost before 5: the old file, and perhaps a pending file, which the next save of this name removes. After 5 and
-before 6: the old or the new file, each of them whole, since 4 came first. An error before 5 removes the pending file.
+After a power failure before 5 there is the old file, and perhaps a pending file, which the next save of this name
+removes. After one between 5 and 6 there is the old or the new file, each of them whole, because 4 came first. An error
+before 5 removes the pending file.
 
 A pending file is live while its writer holds a record lock on it. Record locks end with their process however it dies,
-and are not inherited by fork; flock() locks are, and would outlive their owner in data-loading workers. A record lock
-is also dropped when the process closes *any* descriptor of that file, so nobody in this process may open a pending
-file of ours: `_live` knows them, and `_live_guard` is held from creation to lock, and while a leftover is looked at.
-Where a file system has no locks, leftovers are reported, and removed when a day old.
+and a forked child does not inherit them. It would inherit flock() locks, which in data-loading workers would outlive
+the writer. The kernel also drops a record lock when the process closes *any* descriptor of that file, so this process
+must not open its own pending files: `_live` lists them, and `_live_guard` is held from creation to lock, and while a
+leftover is examined. Where a file system has no locks, leftovers are reported, and removed when a day old.
 
-Not supported: targets that a rename cannot replace (`why_not_replaceable` says which); callers write those torch's way,
-and those that are protected (`is_protected`, ClosedDirectoryError) only if they were asked to.
+A rename cannot replace every target (`why_not_replaceable` has the reason). Callers let torch write those in place, and
+protected ones (`is_protected`, ClosedDirectoryError) only if their user has asked for it.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ __all__ = [
 
 _log = logging.getLogger("fastpersist")
 
-# What directory_commit does alike is public here; it is no more public than the module.
+# `directory_commit`, `locks` and `removal` share these.
 TOKEN_BYTES = 8
 LEFTOVER_AGE_S = 24 * 3600.0
 LOCK_HELD = (errno.EACCES, errno.EAGAIN)
@@ -81,12 +82,12 @@ _CREATE_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Lock(enum.Enum):
-    """What became of the wish to lock a file."""
+    """The result of an attempt to lock a file."""
 
     TAKEN = enum.auto()
-    BUSY = enum.auto()  # somebody else has it, or may
+    BUSY = enum.auto()  # somebody else holds it, or may hold it
     UNSUPPORTED = enum.auto()
-    NO_MANIFEST = enum.auto()  # of a directory: there is no file to lock
+    NO_MANIFEST = enum.auto()  # a directory without a manifest has no file to lock
 
 
 _live: set[tuple[int, int]] = set()  # device and inode: a directory can be reached by several paths
@@ -94,7 +95,7 @@ _live_guard = threading.RLock()  # re-entrant: a signal handler may save, whatev
 
 
 def _forget_live_files() -> None:
-    """In a forked child: what was being written is the parent's."""
+    """Forget in a forked child what is being written: it is the parent's."""
     global _live_guard
     _live.clear()
     _live_guard = threading.RLock()
@@ -104,15 +105,17 @@ os.register_at_fork(after_in_child=_forget_live_files)
 
 
 def live_guard() -> AbstractContextManager[object]:
-    """Return the lock that is held from creation to lock of a pending file, and while a leftover is looked at."""
+    """Return the lock to hold from creation to lock of a pending file, and while a leftover is examined."""
     return _live_guard
 
 
 def mark_live(fd: int, path: str) -> tuple[int, int]:
-    """Note an open file as being written by this process; call with the guard held. Returns what `close_live` wants.
+    """Note an open file as being written by this process; return its identity for `close_live`.
+
+    Call it with the guard held.
 
     Raises:
-        StorageError: It cannot be looked at, and is closed.
+        StorageError: Its status cannot be read; it is closed.
     """
     try:
         identity = _identity(filesystem().status(fd, path))
@@ -125,15 +128,15 @@ def mark_live(fd: int, path: str) -> tuple[int, int]:
 
 
 def is_live(status: os.stat_result) -> bool:
-    """Tell whether this process is writing the file: then nobody may open it, since closing drops its record lock."""
+    """Tell whether this process is writing a file: then it must not open it, because closing drops the record lock."""
     return _identity(status) in _live
 
 
 def close_live(fd: int, identity: tuple[int, int], path: str) -> None:
-    """Close a file that `mark_live` noted, and with it drop its lock.
+    """Close a file that `mark_live` noted, and so drop its lock.
 
     Raises:
-        StorageError: What the kernel said; it is closed all the same.
+        StorageError: The kernel reports an error; the file is closed all the same.
     """
     _native.forget_descriptor(fd)
     with _live_guard:
@@ -149,11 +152,11 @@ class Target:
 
     Attributes:
         path: The path with symbolic links followed: the file that is replaced.
-        mode: Permission bits that the new file gets, None where nothing is replaced (as open() would give).
+        mode: Permission bits for the new file; None where nothing is replaced, for those that open() gives.
         owner: User and group of the file that is replaced.
         why_not_replaceable: Why a rename cannot put a new file there; None where it can.
-        is_protected: It is a file that this user may write, but not replace. Overwriting it where it is would lose the
-            old one if the save fails, so that is done only for those who ask for it.
+        is_protected: This user may write the file, but not replace it. A failure while it is overwritten in place would
+            lose the old file, so that is done only on request.
     """
 
     path: str
@@ -217,7 +220,7 @@ def _is_protected(path: str, status: os.stat_result) -> bool:
 
 
 class ClosedDirectoryError(StorageError):
-    """A directory takes no new file, while the file that was to be replaced can be written."""
+    """A directory takes no new file, but the file to replace can be written."""
 
 
 class PendingFile:
@@ -236,7 +239,7 @@ class PendingFile:
 
     @classmethod
     def create(cls, target: Target) -> PendingFile:
-        """Steps 1 and 2 of the protocol.
+        """Do steps 1 and 2 of the protocol.
 
         Raises:
             ClosedDirectoryError: The directory takes no new file, but the target itself can be written.
@@ -269,20 +272,20 @@ class PendingFile:
         raise InternalError(f"no pending file for {target.path} could be kept in 100 attempts")
 
     def allocate(self, size_bytes: int) -> None:
-        """Step 3. Raises NoSpaceError before a byte is written."""
+        """Do step 3; raise NoSpaceError before a byte is written."""
         with saving(self.target.path):
             filesystem().allocate(self.fd, size_bytes, self.path)
 
     def publish(self, size_bytes: int, *, durable: bool) -> None:
-        """Steps 4 (from the truncation on) to 6, and close.
+        """Do steps 4 (from the truncation on) to 6, and close.
 
         Args:
             size_bytes: Exact length of the finished file.
-            durable: Sync file and directory; without it, the file is complete for readers but may be lost or torn by
-                a power failure.
+            durable: Sync file and directory; without it, the file is complete for readers, but a power failure may lose
+                or tear it.
 
         Raises:
-            StorageError: Nothing was published, unless the message says that it is, and what was not done.
+            StorageError: Nothing was published, unless the message says that the file is, and what has failed.
         """
         try:
             with saving(self.target.path):
@@ -340,7 +343,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 @contextmanager
 def saving(path: str) -> Iterator[None]:
-    """Let errors name the file that the caller asked for; the pending file's name would tell nobody anything."""
+    """Let errors name the file that the caller has asked for, in place of the pending file."""
     try:
         yield
     except StorageError as error:
@@ -349,7 +352,7 @@ def saving(path: str) -> Iterator[None]:
 
 @contextmanager
 def errors_in_log() -> Iterator[None]:
-    """Let errors of the block be told in the log, because another one is being raised."""
+    """Log errors of the block, because another one is being raised."""
     try:
         yield
     except StorageError as error:
@@ -358,10 +361,10 @@ def errors_in_log() -> Iterator[None]:
 
 @contextmanager
 def closing_published(path: str, close: Callable[[], None], *, durable: bool) -> Iterator[None]:
-    """Close what has got its final name, then run the block that makes the name durable. Errors of both say what holds.
+    """Close what has got its final name, then run the block that makes the name durable.
 
     Raises:
-        StorageError: One of the two failed. `path` is published all the same.
+        StorageError: One of the two failed. `path` is published all the same, and the message says so.
     """
     failed = None
     try:
@@ -379,7 +382,7 @@ def closing_published(path: str, close: Callable[[], None], *, durable: bool) ->
 
 
 def hidden_prefix(path: str, kind: Literal["pending", "retired"] = "pending") -> str:
-    """Return what the names of all pending (or retired) files and directories of this target start with.
+    """Return the prefix of the names of all pending (or retired) files and directories of this target.
 
     A long final name is shortened to a digest, so that the hidden name fits wherever the final one does.
     """
@@ -391,7 +394,7 @@ def hidden_prefix(path: str, kind: Literal["pending", "retired"] = "pending") ->
 
 
 def lock_record(fd: int, path: str) -> Lock:
-    """Take the record lock of a writer, and say whether it was had. Where it is UNSUPPORTED, leftovers age out."""
+    """Take the record lock of a writer. Where it is UNSUPPORTED, leftovers are removed by their age."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -405,7 +408,7 @@ def lock_record(fd: int, path: str) -> Lock:
 
 
 def _unlink_quietly(path: str) -> None:
-    """Remove a pending file while another error is being reported; what is left, the next save removes."""
+    """Remove a pending file while another error is being raised; if that fails, the next save removes it."""
     try:
         filesystem().unlink(path)
     except StorageError as error:
@@ -420,11 +423,11 @@ def find_leftovers(target: Target) -> list[str]:
         with os.scandir(target.directory) as entries:
             return [entry.path for entry in entries if name.fullmatch(entry.name)]
     except OSError:
-        return []  # a directory that can be written but not listed; creation will say what is wrong, if anything
+        return []  # it may be writable and not listable; if not, creating the file will raise
 
 
 def sweep(target: Target) -> list[str]:
-    """Step 1: remove the pending files of dead saves to this target, never those of live ones.
+    """Do step 1: remove the pending files of dead saves to this target, never those of live ones.
 
     Returns:
         The paths that were removed.
@@ -437,14 +440,14 @@ def sweep(target: Target) -> list[str]:
                     continue
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             except OSError:
-                continue  # gone meanwhile, or somebody else's: not ours to remove
+                continue  # it is gone meanwhile, or another user's
             try:
                 if _is_dead(fd, path):
                     filesystem().unlink(path)
                     removed.append(path)
                     _log.info("removed %s, left by a save that died", path)
             except StorageError as error:
-                if error.errno != errno.ENOENT:  # else its writer has just published it
+                if error.errno != errno.ENOENT:  # its writer has just published it
                     _log.warning("a leftover stays: %s", error)
             finally:
                 close_quietly(fd, path)
@@ -452,7 +455,7 @@ def sweep(target: Target) -> list[str]:
 
 
 def _is_dead(fd: int, path: str) -> bool:
-    """Tell whether nobody holds the writer's lock. A shared lock is enough to know, and needs no right to write."""
+    """Tell whether nobody holds the writer's lock, by a shared lock, which needs no right to write."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Names on disk: create, size, sync, rename, remove. The one seam between the commit protocol and the kernel.
+"""Names on disk: create, size, sync, rename, remove. All calls of the commit protocol to the kernel are here.
 
-Every operation whose order matters for power loss goes through `filesystem`, so a test can record all of them, make
-one fail, and replay any prefix. Data bytes go through the engines; they are ordered against these by `sync` alone.
-Errors are `StorageError` with operation, path and errno.
+Every operation whose order matters after a power failure goes through `filesystem`, so a test can record all of them,
+make one fail, and replay any prefix. Data bytes go through the engines; only `sync` orders them against these
+operations. Errors are `StorageError` with operation, path and errno.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 
 _log = logging.getLogger("fastpersist")
 
-# What rename() answers when a directory with something in it, or a file, has the name.
+# The errors of rename() when a directory that is not empty, or a file, has the name.
 _NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 
 
 @contextmanager
 def storage_errors(operation: str, path: str) -> Iterator[None]:
-    """Turn an OSError of the block into StorageError (NoSpaceError), naming operation and path."""
+    """Turn an OSError of the block into a StorageError (NoSpaceError) that names operation and path."""
     try:
         yield
     except StorageError:
@@ -51,11 +51,11 @@ def storage_errors(operation: str, path: str) -> Iterator[None]:
 
 
 def tell_free(error: BaseException, hint: str = "") -> None:
-    """Add to a NoSpaceError how much is free where its file was to be; ask when what was begun of it is removed again.
+    """Add to a NoSpaceError how much space is free where its file was to be. Call it when the pending file is removed.
 
     Args:
-        error: Other errors are left as they are.
-        hint: What to do, for its end.
+        error: Other errors stay as they are.
+        hint: What to do, for the end of the message.
     """
     if not isinstance(error, NoSpaceError) or not isinstance(error.filename, str):
         return
@@ -63,7 +63,7 @@ def tell_free(error: BaseException, hint: str = "") -> None:
     while not os.path.isdir(directory):
         directory = os.path.dirname(directory)
     said = [str(error)]
-    if error.errno == errno.ENOSPC:  # of a quota (EDQUOT), the rest is not told here
+    if error.errno == errno.ENOSPC:  # statvfs does not know what is left of a quota (EDQUOT)
         with suppress(OSError):
             room = os.statvfs(directory)
             free_bytes = room.f_bavail * room.f_frsize
@@ -74,7 +74,7 @@ def tell_free(error: BaseException, hint: str = "") -> None:
 
 
 class Filesystem:
-    """The real file system. Thread-safe: it has no state."""
+    """The real file system. It has no state, so it is thread-safe."""
 
     def create(self, path: str, mode: int = 0o666) -> int:
         """Create a file exclusively, with `mode` as open() takes it (less the umask); return its descriptor."""
@@ -87,11 +87,11 @@ class Filesystem:
             os.mkdir(path, mode)
 
     def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        """Reserve `size_bytes` of space and make that the size of the file; on tmpfs, see only that there is room."""
+        """Reserve `size_bytes` of space and make that the size of the file; on tmpfs, only check that there is room."""
         _native.allocate(fd, size_bytes, os.fsencode(path))
 
     def write(self, fd: int, data: bytes, path: str) -> None:
-        """Write all of `data` where the descriptor stands. For a few bytes; tensors go through the engines."""
+        """Write all of `data` at the descriptor's position. For a few bytes: tensors go through the engines."""
         with storage_errors("writing", path):
             rest = memoryview(data)
             while rest:
@@ -108,22 +108,22 @@ class Filesystem:
             os.fdatasync(fd)
 
     def status(self, fd: int, path: str) -> os.stat_result:
-        """Look at an open file."""
+        """Return the status of an open file."""
         with storage_errors("looking at", path):
             return os.fstat(fd)
 
     def close(self, fd: int, path: str) -> None:
-        """Close a file; it is closed, too, where that is an error. Network file systems tell here what they lost."""
+        """Close a file; after an error it is closed, too. Network file systems report here what they have lost."""
         with storage_errors("closing", path):
             os.close(fd)
 
     def rename(self, source: str, target: str) -> None:
-        """Give the file its new name, replacing what had it, in one step."""
+        """Give a file its new name in one step, and replace what has that name."""
         with storage_errors(f"renaming {source} to", target):
             os.rename(source, target)
 
     def rename_to_free_name(self, source: str, target: str) -> None:
-        """Give a file or directory a name that nothing has, in one step; EEXIST when it is taken.
+        """Give a file or directory a name that is free, in one step; EEXIST when it is taken.
 
         Where the kernel cannot do that in one step, an empty directory that appears in between is replaced.
         """
@@ -141,7 +141,7 @@ class Filesystem:
                     raise
 
     def exchange(self, first: str, second: str) -> None:
-        """Let two names change places, in one step. UnsupportedError where the kernel or file system cannot."""
+        """Exchange two names in one step; UnsupportedError where the kernel or file system cannot."""
         _native.exchange_names(os.fsencode(first), os.fsencode(second))
 
     def sync_directory(self, path: str) -> None:
@@ -151,8 +151,8 @@ class Filesystem:
             try:
                 os.fsync(fd)
             except OSError as error:
-                # Some network file systems order names themselves and refuse to sync a directory; there is nothing
-                # further that a program could do there.
+                # Some network file systems order names themselves and refuse to sync a directory; a program can do
+                # nothing more there.
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
             finally:
@@ -170,7 +170,7 @@ class Filesystem:
 
 
 def close_quietly(fd: int, path: str) -> None:
-    """Close a file through which nothing was written that is to stay; an error is told in the log alone."""
+    """Close a file through which nothing was written that must stay; an error only goes to the log."""
     try:
         filesystem().close(fd, path)
     except StorageError as error:
@@ -181,13 +181,13 @@ _current = Filesystem()
 
 
 def filesystem() -> Filesystem:
-    """Return the file system that saves go to: the real one, unless a test has put its own in place."""
+    """Return the file system that saves go to: the real one, or that of a test."""
     return _current
 
 
 @contextmanager
 def using(replacement: Filesystem) -> Iterator[None]:
-    """Send the saves of the whole process through `replacement` while the block runs. For tests; not thread-safe."""
+    """Send all saves of the process through `replacement` while the block runs. For tests; not thread-safe."""
     global _current
     previous, _current = _current, replacement
     try:
@@ -197,7 +197,7 @@ def using(replacement: Filesystem) -> Iterator[None]:
 
 
 def allocate_pages(fd: int, size_bytes: int, path: str) -> None:
-    """Allocate a file that will be mapped, with every page there: SIGBUS would meet who finds no room for one."""
+    """Allocate every page of a file that will be mapped: a write to a page without space would end in SIGBUS."""
     filesystem().allocate(fd, size_bytes, path)
     with storage_errors("reserving space for", path):
         os.posix_fallocate(fd, 0, size_bytes)
@@ -207,10 +207,10 @@ def make_directories(path: str) -> list[str]:
     """Make a directory, and those above it that are missing; their names are durable when this returns.
 
     Returns:
-        Those that were missing, each before what is in it.
+        The directories that were missing, each before those in it.
 
     Raises:
-        StorageError: One of them cannot be made, or is something else.
+        StorageError: One of them cannot be made, or its name is that of something else.
     """
     missing: list[str] = []
     above = os.path.abspath(path)
@@ -228,10 +228,10 @@ def make_directories(path: str) -> list[str]:
 
 
 def is_there(path: str) -> bool:
-    """Tell whether a path has a file of any kind, and a link where it leads, as a mount may be missing behind it.
+    """Tell whether there is a file of any kind at a path. Links are followed: a mount may be missing behind one.
 
     Raises:
-        StorageError: That cannot be told: `os.path.exists` says False for an error of the disk, too.
+        StorageError: It cannot be looked up; `os.path.exists` returns False for an error of the disk, too.
     """
     with storage_errors("looking up", path):
         try:
@@ -243,10 +243,10 @@ def is_there(path: str) -> bool:
 
 @contextmanager
 def hint_at_make_parents(path: str) -> Iterator[None]:
-    """Let an error of the block say what to do if it is that the directory of `path` is missing.
+    """Add a remedy to an error of the block if the directory of `path` is missing.
 
-    For callers that have an argument make_parents. Where the path is a symbolic link to a directory that is missing,
-    the argument would not help, and nothing is said.
+    This is for callers that have an argument make_parents. It would not help where the path is a symbolic link to a
+    missing directory, so nothing is added there.
     """
     try:
         yield
@@ -261,11 +261,11 @@ def hint_at_make_parents(path: str) -> Iterator[None]:
 def open_regular(path: str) -> int:
     """Open a file of a checkpoint for reading; return its descriptor.
 
-    A FIFO or a device that has taken its place is refused, and not waited for.
+    A FIFO or a device in its place is refused without a wait.
 
     Raises:
         FormatError: It is no regular file.
-        StorageError: What the kernel said.
+        StorageError: The kernel reports an error.
     """
     with storage_errors("opening", path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -274,7 +274,7 @@ def open_regular(path: str) -> int:
         if not stat.S_ISREG(filesystem().status(fd, path).st_mode):
             raise FormatError("it is no regular file", path=path)
         with storage_errors("looking at", path):
-            os.set_blocking(fd, True)  # io_uring takes O_NONBLOCK for: only what is in the page cache
+            os.set_blocking(fd, True)  # with O_NONBLOCK, io_uring would read only what is in the page cache
         kept = True
     finally:
         if not kept:
@@ -283,11 +283,11 @@ def open_regular(path: str) -> int:
 
 
 def reopened(fd: int, path: str, flags: int) -> int:
-    """Open the same file once more: another description, with flags of its own.
+    """Open the same file once more: another open file description, with its own flags.
 
     Raises:
-        ConfigError: There is no /proc, and the path has another file by now.
-        StorageError: What the kernel said.
+        ConfigError: There is no /proc, and another file has the path by now.
+        StorageError: The kernel reports an error.
     """
     with storage_errors("opening again", path):
         try:

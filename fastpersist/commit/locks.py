@@ -1,9 +1,9 @@
-"""Who is in a directory of checkpoints: its writer, readers, a process that removes it; and who owns a root of them.
+"""Locks of a directory of checkpoints, for its writer, its readers and a process that removes it; and locks of roots.
 
-A writer's lock is a record lock (F_SETLK; commit.py says why, and keeps the registry of those of this process). Readers
-and removers take locks of the open file (F_OFD_SETLK), which conflict with record locks, and which the closing of other
-descriptors does not drop; forked children close theirs. What is done under these locks is for directory_commit.py and
-directory_removal.py.
+A writer's lock is a record lock (F_SETLK; `file_commit` has the reasons, and the list of files that this process has
+locked). Readers and removers take locks of the open file (F_OFD_SETLK). These conflict with record locks, and stay when
+another descriptor of the file is closed; forked children close theirs. `directory_commit` and `removal` work under
+these locks.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ __all__ = ["ROOT_LOCK_NAME", "HeldDirectory", "Lock", "RootLock", "claimed", "ho
 _log = logging.getLogger("fastpersist")
 
 ROOT_LOCK_NAME = ".lock"
-"""Of the file, in a directory of checkpoints, that the process that saves there has locked."""
+"""The file in a root that the process which saves there has locked."""
 
 _ATTEMPT_COUNT = 100
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _WRITE_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-# A committed manifest is locked for moments only: from its rename until its writer closes it, and in a removal until
-# the directory has lost its name. Who waits longer has met a process that was stopped there.
+# A committed manifest is locked only for moments: from its rename until its writer closes it, and in a removal until
+# the directory has lost its name. A lock that stays longer is that of a process that was stopped there.
 _READER_PATIENCE_S = 5.0
 _HINT_BYTES = 512
 _NO_LOCKS = "no locks"
 _POLL_S = 0.5
 _MOUNTS_PATH = "/proc/self/mountinfo"
-# Mount options with which locks succeed and are known to this host alone.
+# With these mount options locks succeed, and no other host sees them.
 _LOCAL_LOCKS = frozenset(("nolock", "local_lock=all", "local_lock=posix", "localflock"))
-_told_roots: set[str] = set()  # whose file system has no locks
+_told_roots: set[str] = set()  # roots for which the log has warned that locks do not work
 
 
 def _record(kind: int) -> bytes:
@@ -83,9 +83,9 @@ def _lock_open_file(fd: int, kind: int, path: str) -> Lock:
 
 
 def _lock_for_removal(fd: int, writable: bool, path: str) -> Lock:
-    """Lock out writers and readers. A file that we may only read can be locked against writers, and readers looked for.
+    """Lock out writers and readers. Without the right to write, lock out writers and look for locks of readers.
 
-    Two sweepers that may only read find each other, and both leave it.
+    Two sweepers that may only read find each other's locks, and both leave the directory alone.
     """
     if writable:
         return _lock_open_file(fd, fcntl.F_WRLCK, path)
@@ -115,7 +115,7 @@ def claimed(path: str) -> Iterator[Lock]:
                 _native.close_in_forked_child(fd)
                 lock = _lock_for_removal(fd, writable, manifest_path)
                 if not os.path.samestat(os.lstat(manifest_path), os.fstat(fd)):
-                    lock = Lock.BUSY  # it has got another name, and another directory its name, since it was opened
+                    lock = Lock.BUSY  # since it was opened, another directory has got its name
         except (FileNotFoundError, NotADirectoryError):
             lock = Lock.NO_MANIFEST
         except OSError as error:
@@ -127,7 +127,7 @@ def claimed(path: str) -> Iterator[Lock]:
 
 
 def _close_lock(fd: int, process: int, path: str) -> None:
-    """Close a descriptor and with it drop its lock; a child that was forked meanwhile has closed it already."""
+    """Close a descriptor, and so drop its lock; a child that was forked meanwhile has closed it already."""
     if fd >= 0 and process == os.getpid():
         _native.forget_descriptor(fd)
         close_quietly(fd, path)
@@ -138,7 +138,7 @@ class HeldDirectory(NamedTuple):
 
     Attributes:
         path: The name that it had when it was opened; for messages.
-        place: A path that leads to it whatever has its name by now; for access. Without /proc it is the name.
+        place: A path that leads to it even if it has lost its name; for access. Without /proc it is the name.
         identity: Its device and inode.
     """
 
@@ -147,7 +147,7 @@ class HeldDirectory(NamedTuple):
     identity: tuple[int, int]
 
     def has_its_name(self) -> bool:
-        """Tell whether the name still leads to it: no save has replaced it, nobody has removed it."""
+        """Tell whether the name still leads to it: no save has replaced it, and nobody has removed it."""
         try:
             status = os.stat(self.path)
         except OSError:
@@ -155,7 +155,7 @@ class HeldDirectory(NamedTuple):
         return (status.st_dev, status.st_ino) == self.identity
 
     def named(self, text: str) -> str:
-        """Return a message with the name in it, not the place."""
+        """Return a message with the name in place of `place`."""
         return re.sub(re.escape(self.place) + r"(?!\d)", lambda _: self.path, text)
 
 
@@ -163,12 +163,12 @@ class HeldDirectory(NamedTuple):
 def hold_for_reading(path: str) -> Iterator[HeldDirectory]:
     """Keep other processes from removing a committed directory while the block reads it.
 
-    A save that replaces it goes on: what is read then loses its name, and stays until it has been read. So the block
-    reads below `place`, which is one directory from beginning to end. Errors of ours name `path`.
-    A file system that cannot lock, or not for us, gives no protection against removal, and no error.
+    A save may replace it meanwhile: the directory then loses its name, and stays until it has been read. So the block
+    reads below `place`, which is one directory from beginning to end. Our errors name `path`.
+    Where the file system cannot lock, or refuses to, there is no protection against removal, and no error.
 
     Raises:
-        CheckpointNotFoundError: There is no directory with a MANIFEST.json, or no longer.
+        CheckpointNotFoundError: There is no directory with a MANIFEST.json, or it has gone.
         StorageError: It cannot be opened.
 
     Thread safety: any thread, any number at once.
@@ -189,7 +189,7 @@ def hold_for_reading(path: str) -> Iterator[HeldDirectory]:
 
 
 def _name_in(error: BaseException | None, held: HeldDirectory) -> None:
-    """Let an error, and what has caused it, say the name of the directory."""
+    """Put the name of the directory into an error and its causes."""
     seen = set()
     while error is not None and id(error) not in seen:  # an error that a future raises again may be its own cause
         seen.add(id(error))
@@ -201,7 +201,7 @@ def _name_in(error: BaseException | None, held: HeldDirectory) -> None:
 
 
 def _open_locked_for_reading(path: str) -> tuple[int, int]:
-    """Open a directory, and its manifest, locked."""
+    """Open a directory and its manifest, and lock that."""
     deadline_s = time.monotonic() + _READER_PATIENCE_S
     manifest_path = os.path.join(path, MANIFEST_NAME)
     while True:
@@ -234,7 +234,7 @@ def _open_directory(path: str) -> int:
 
 
 def _open_locked_manifest(directory_fd: int, path: str, manifest_path: str, deadline_s: float) -> int:
-    """Open and lock the manifest of a directory; -1 if that is to be tried again, from the directory's name on."""
+    """Open and lock the manifest of a directory; return -1 if the directory must be opened again by its name."""
     try:
         with live_guard(), storage_errors("opening", manifest_path):
             is_ours = is_live(os.stat(MANIFEST_NAME, dir_fd=directory_fd, follow_symlinks=False))
@@ -257,7 +257,7 @@ def _open_locked_manifest(directory_fd: int, path: str, manifest_path: str, dead
         if lock is Lock.BUSY and time.monotonic() > deadline_s:
             _log.warning("%s is read without a lock: somebody holds one on %s", path, MANIFEST_NAME)
             lock = Lock.UNSUPPORTED
-        # The directory may have lost its name, or another one got it, between the opening and the lock.
+        # Between the opening and the lock, the directory may have lost its name, perhaps to another one.
         with suppress(OSError):
             kept = lock is not Lock.BUSY and os.path.samestat(os.lstat(manifest_path), os.fstat(fd))
     finally:
@@ -267,7 +267,7 @@ def _open_locked_manifest(directory_fd: int, path: str, manifest_path: str, dead
 
 
 class _Owner(NamedTuple):
-    """Who has the lock of a root: in words, and whether that is another host, whose lock may outlive it for a while."""
+    """Who holds the lock of a root, in words, and whether on another host, whose locks may outlive it for a while."""
 
     name: str
     is_elsewhere: bool
@@ -276,13 +276,13 @@ class _Owner(NamedTuple):
 class RootLock:
     """The right to save checkpoints below a directory, one process at a time. One owner thread.
 
-    It is a record lock on `<root>/.lock`, so it ends with this process however that ends, and no forked child has it.
-    Nobody in this process may open that file: closing it would drop the lock.
+    It is a record lock on `<root>/.lock`, so it ends with this process however that dies, and no forked child has it.
+    This process must not open that file again: closing it would drop the lock.
 
     Attributes:
         root: The directory.
-        excludes_others: False where the file system has no locks, here or where it was saved to before: then another
-            process may be saving below the root, and no lock says whose pending directories are live.
+        excludes_others: False where file locks do not work, on this host or on the one that saved last: then another
+            process may be saving below the root, and locks do not show which pending directories are live.
     """
 
     def __init__(self, root: str, fd: int) -> None:
@@ -298,14 +298,14 @@ class RootLock:
         """Take the lock.
 
         A host that has died keeps its locks on a file server until its lease ends (NFSv4: 90 s), so an owner on another
-        host is waited for. Without lock support, the log warns once per root, and the lock is had.
+        host is waited for. Where the file system has no locks, this succeeds, and the log warns once per root.
 
         Args:
             root: An existing directory.
-            timeout_s: Wait so long for an owner on another host.
+            timeout_s: The longest wait for an owner on another host, in seconds.
 
         Raises:
-            ConfigError: Somebody else has it: the message says which process, and what to do.
+            ConfigError: Another process holds it; the message names the process, and says what to do.
             StorageError: The lock file cannot be made or locked.
         """
         root = os.path.realpath(root)
@@ -328,7 +328,7 @@ class RootLock:
             time.sleep(_POLL_S)
         try:
             found._take_over()
-        except BaseException:  # Ctrl-C: nobody would ever give it up
+        except BaseException:  # such as Ctrl-C: nobody else would release it
             found.release()
             raise
         return found
@@ -357,7 +357,7 @@ class RootLock:
         raise InternalError(f"{path} was locked and let go by others {_ATTEMPT_COUNT} times")
 
     def _take_over(self) -> None:
-        """Leave a hint for people and for other hosts. The one that is there may say that its owner had no lock."""
+        """Leave a hint for people and other hosts. The one before may say that locks did not work for its owner."""
         before = _hint_in(self._fd, self._path).split("\n")
         self.excludes_others = self._locks_work and _NO_LOCKS not in before[1:]
         if not self.excludes_others and self.root not in _told_roots:
@@ -372,7 +372,7 @@ class RootLock:
         self._leave_hint(self._path)
 
     def _leave_hint(self, path: str) -> None:
-        """Write who has the lock. A full disk takes that from those who look, no more."""
+        """Write who holds the lock. On a full disk there is no hint, and nothing worse."""
         hint = f"{os.getpid()} {socket.gethostname()}\n" + ("" if self._locks_work else f"{_NO_LOCKS}\n")
         try:
             filesystem().truncate(self._fd, 0, path)
@@ -381,7 +381,7 @@ class RootLock:
             _log.debug("the owner of the lock is not noted: %s", error)
 
     def is_held(self) -> bool:
-        """Tell whether the directory still has the file that is locked: somebody may have taken the root away."""
+        """Tell whether the directory still has the locked file: somebody may have removed or renamed the root."""
         try:
             found = os.lstat(os.path.join(self.root, ROOT_LOCK_NAME))
         except OSError:
@@ -389,7 +389,7 @@ class RootLock:
         return self._fd >= 0 and (found.st_dev, found.st_ino) == self._identity
 
     def release(self) -> None:
-        """Give the lock up. May be called again; does nothing in a forked child, which has none."""
+        """Release the lock. May be called again; does nothing in a forked child, which does not hold it."""
         if self._fd >= 0 and self._process == os.getpid():
             fd, self._fd = self._fd, -1
             with errors_in_log():
@@ -400,7 +400,7 @@ class RootLock:
         return os.path.join(self.root, ROOT_LOCK_NAME)
 
     def __del__(self) -> None:
-        if hasattr(self, "_process"):  # else it was never made
+        if hasattr(self, "_process"):  # or the constructor has failed
             self.release()
 
 
@@ -418,19 +418,19 @@ def _open_lock_file(path: str) -> int:
         if error.errno != errno.EEXIST:
             raise
     fd = os.open(path, _WRITE_FLAGS)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):  # locked by somebody, a FIFO cannot say by whom
+    if not stat.S_ISREG(os.fstat(fd).st_mode):  # a FIFO could be locked, but holds no hint to its owner
         os.close(fd)
         raise StorageError(errno.EINVAL, f"{path} is no regular file, so it cannot be the root's lock: remove it", path)
     return fd
 
 
 def _owner_of(fd: int, path: str) -> _Owner | None:
-    """Say who has the record lock of a root; None when it has just been let go."""
+    """Return who holds the record lock of a root; None if it has just been released."""
     kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(fd, fcntl.F_GETLK, _record(fcntl.F_WRLCK)))
     if kind == fcntl.F_UNLCK:
         return None
     hinted_pid, _, host = _hint_in(fd, path).partition("\n")[0].partition(" ")
-    # The kernel gives no number, or its own idea of one, for a process in another container or on another machine.
+    # For a process in another container or on another machine the kernel gives no process number, or a made-up one.
     is_hinted = hinted_pid.isdecimal() and (pid <= 0 or hinted_pid == str(pid))
     if is_hinted:
         return _Owner(f"process {hinted_pid} on {host}", is_elsewhere=host != socket.gethostname())
@@ -438,13 +438,13 @@ def _owner_of(fd: int, path: str) -> _Owner | None:
 
 
 def _hint_in(fd: int, path: str) -> str:
-    """Return what the owner of a lock, or the one before, has left for others to read."""
+    """Return the hint of a lock's owner, or of the owner before."""
     with storage_errors("reading", path):
         return os.pread(fd, _HINT_BYTES, 0).decode("utf-8", "replace")
 
 
 def _are_locks_local(device: int) -> bool:
-    """Tell whether the mount of a file system keeps its locks on this host, where no other host sees them."""
+    """Tell whether a file system is mounted so that its locks stay on this host, and no other host sees them."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open(_MOUNTS_PATH, encoding="utf-8", errors="replace") as mounts:

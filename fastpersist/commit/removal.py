@@ -1,13 +1,13 @@
-"""Remove directories of checkpoints: committed ones on demand, and what dead saves and removals have left.
+"""Remove directories of checkpoints: committed ones on demand, and leftovers of dead saves and removals.
 
-A directory is deleted while it has a hidden name only, after a sync of its parent that makes the loss of its final name
-durable, and under a lock that keeps its writer and its readers out; its MANIFEST.json goes last. directory_commit.py
-has the whole protocol, and why.
+A directory is deleted only while it has a hidden name, after a sync of its parent that makes the loss of its final name
+durable, and under a lock that keeps its writer and its readers out. Its MANIFEST.json goes last. `directory_commit` has
+the whole protocol and its reasons.
 
-The lock is a lock on MANIFEST.json, and ends before that is removed: NFS does not remove a file that is open, it keeps
-it as `.nfs…` in the same directory, which then could not be removed either. What is left at that moment is a manifest
-alone in a directory with a pending name. Nobody reads those, no sweep gives one its final name back (so a retired
-directory is renamed first), and two processes that remove the same one do not hurt each other.
+The lock is on MANIFEST.json and is dropped before that file is removed: NFS does not remove an open file, it keeps the
+file as `.nfs…` in the same directory, which then cannot be removed either. At that moment only a manifest is left, in a
+directory with a pending name. Nobody reads those, no sweep gives one its final name back (so a retired directory is
+renamed first), and two processes may remove the same one at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ATTEMPT_COUNT = 5
 
 
 def resolve_final_path(path: str) -> str:
-    """Return the path with the links of its parent followed, so that neither chdir nor a moved link changes it."""
+    """Return a path with the links of its parent followed, so that neither chdir nor a moved link changes it."""
     parent, name = os.path.split(os.path.abspath(path))
     if not name:
         raise ConfigError(f"{path} is no name for a checkpoint")
@@ -71,7 +71,7 @@ def _leftovers(parent: str, name: re.Pattern[str] | str) -> list[_Leftover]:
         with os.scandir(parent) as entries:
             directories = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
-        return []  # creation will say what is wrong, if anything
+        return []  # if something is wrong, creating the directory will raise
     kinds: tuple[Literal["pending"], Literal["retired"]] = ("pending", "retired")
     for kind in kinds:
         if isinstance(name, str):
@@ -97,13 +97,13 @@ def _published_ns(leftover: _Leftover) -> int:
 
 
 def committed_path(parent: str, name: str) -> str | None:
-    """Return where the directory that is committed as `name` is, None if there is none.
+    """Return the path of the directory that is committed as `name`; None if there is none.
 
-    That is its final name, or between the two steps of a replacement the newest retired one. Another process may go on
-    meanwhile: ask again when it is gone before it could be opened.
+    It has its final name, or, between the two steps of a replacement, it is the newest retired one. Other processes go
+    on meanwhile: call again if it is gone before it could be opened.
     """
     final_path = os.path.join(parent, name)
-    for _ in range(2):  # the second look: what was retired at the first may have got its name back before the listing
+    for _ in range(2):  # twice: a directory that was retired may have got its name back before the listing
         if os.path.lexists(final_path):
             return final_path
         for leftover in _leftovers(parent, name):
@@ -113,7 +113,7 @@ def committed_path(parent: str, name: str) -> str | None:
 
 
 def replaced_directories(path: str) -> list[str]:
-    """Return where whole directories are that had this name, or were to get it, and have a hidden one now."""
+    """Return the paths of complete directories that had this name, or were to get it, and have a hidden one now."""
     parent, name = os.path.split(path)
     return [leftover.path for leftover in _leftovers(parent, name) if _has_manifest(leftover.path)]
 
@@ -128,25 +128,25 @@ def _has_manifest(path: str) -> bool:
 
 
 def sweep_directories(parent: str, name: re.Pattern[str] | str, *, locks_work: bool = True) -> list[str]:
-    """Step 1: remove what dead saves and removals have left, never what a live one has.
+    """Do step 1: remove leftovers of dead saves and removals, and nothing of live ones.
 
-    A retired directory whose final name is free gets that back, the newest of them; other retired ones are removed.
+    If the final name of retired directories is free, the newest of them gets it back; the others are removed.
 
     Args:
         parent: The directory to sweep.
-        name: A final name, or a pattern that whole final names match (names that are not shortened to a digest).
-        locks_work: False where a writer may live that could take no lock: then only what is a day old is removed.
+        name: A final name, or a pattern that matches whole final names (names that are not shortened to a digest).
+        locks_work: False where a live writer may have no lock: then only leftovers that are a day old are removed.
 
     Returns:
         The paths that were removed.
 
-    Thread safety: any thread, any process; two sweepers do not hurt each other.
+    Thread safety: any thread, any process, several at once.
     """
     removed: list[str] = []
     synced = False
 
     def sync_once() -> None:
-        """What is removed may have been replaced a moment ago, by a save that has yet to sync the exchange."""
+        """Sync the parent: a save that has just replaced a directory may not have synced the exchange yet."""
         nonlocal synced
         if not synced:
             filesystem().sync_directory(parent)
@@ -165,9 +165,9 @@ def sweep_directories(parent: str, name: re.Pattern[str] | str, *, locks_work: b
 
 
 def _give_name_back(leftover: _Leftover) -> bool:
-    """Give a retired directory its final name; False if that is not free, or the directory was never published.
+    """Give a retired directory its final name; return False if that is taken, or the directory was never published.
 
-    Under the lock, or another sweeper might be deleting it. Where that cannot be had, it stays for the next sweep.
+    This needs the lock, or another sweeper might be deleting it. Without the lock it is left to the next sweep.
     """
     if _published_ns(leftover) < 0:
         return False
@@ -178,7 +178,7 @@ def _give_name_back(leftover: _Leftover) -> bool:
             except StorageError as error:
                 if error.errno == errno.EEXIST:
                     return False
-                if error.errno != errno.ENOENT:  # else another sweeper has done it
+                if error.errno != errno.ENOENT:  # another sweeper has done it
                     raise
             else:
                 _log.info("%s has its name back: a save died while it was replacing it", leftover.final_path)
@@ -187,10 +187,10 @@ def _give_name_back(leftover: _Leftover) -> bool:
 
 
 def _remove_leftover(path: str, *, prepare: Callable[[], None] | None = None, locks_work: bool = True) -> bool:
-    """Remove a directory that is not visible; False when somebody writes or reads it, or it is gone already.
+    """Remove a hidden directory; return False if somebody writes or reads it, or it is gone already.
 
     Args:
-        path: Where it is.
+        path: Of the directory.
         prepare: Called before anything is deleted. None: the directory is our own, so nobody writes it.
         locks_work: As in `sweep_directories`.
     """
@@ -198,8 +198,8 @@ def _remove_leftover(path: str, *, prepare: Callable[[], None] | None = None, lo
         if lock is Lock.BUSY:
             return False
         if lock is Lock.NO_MANIFEST:
-            # Nothing was written yet, or all is removed but the directory, or a power failure has lost the name of
-            # the manifest. In the first case its writer may live, and come to make the manifest right now.
+            # Nothing was written yet, or only the directory is left of a removal, or a power failure has lost the name
+            # of the manifest. In the first case its writer may be alive, and about to make the manifest.
             try:
                 filesystem().remove_directory(path)
                 return True
@@ -223,7 +223,7 @@ def _remove_leftover(path: str, *, prepare: Callable[[], None] | None = None, lo
 
 
 def _never_again_visible(path: str) -> str:
-    """Take the name from a retired directory by which it may become visible again; return the one that it has now."""
+    """Give a retired directory a pending name, so that no sweep makes it visible again; return its path now."""
     visible_path, retired, token = path.rpartition(".retired-")
     if not retired:
         return path
@@ -241,7 +241,7 @@ def _is_old(path: str) -> bool:
 
 
 def remove_replaced(path: str) -> None:
-    """Step 7. The save has succeeded, so this fails quietly."""
+    """Do step 7; errors only go to the log, because the save has succeeded."""
     try:
         if not _remove_leftover(path) and os.path.lexists(path):
             _log.info("%s was replaced and is being read; a later save removes it", path)
@@ -250,11 +250,11 @@ def remove_replaced(path: str) -> None:
 
 
 def remove_quietly(path: str, let_go: Callable[[], None] | None = None) -> None:
-    """Remove a pending directory while another error is being reported; what is left, the next save removes.
+    """Remove a pending directory while another error is being raised; the next save removes what is left.
 
     Args:
-        path: Where it is.
-        let_go: Closes its manifest; called when nothing else is left of it.
+        path: Of the directory.
+        let_go: Closes its manifest; called when nothing else is left in it.
     """
     try:
         if let_go is not None:
@@ -268,9 +268,9 @@ def remove_quietly(path: str, let_go: Callable[[], None] | None = None) -> None:
 
 
 def _remove_tree(path: str) -> None:
-    """Delete a directory and all that is in it, links not followed, the manifest last. What is gone already is fine.
+    """Delete a directory and everything in it, the manifest last; links are not followed, missing files are no error.
 
-    Other ranks of a save may still make a file in it, until they hear that the save has failed.
+    Other ranks of a save may still make files in it, until they hear that the save has failed.
     """
     for attempt in range(_ATTEMPT_COUNT):
         try:
@@ -291,7 +291,7 @@ def _remove_tree_once(path: str) -> None:
 
 
 def _empty_tree(path: str) -> None:
-    """Delete all that is in a directory but its manifest, links not followed. What is gone already is fine."""
+    """Delete everything in a directory but its manifest; links are not followed, missing files are no error."""
     directories = [path]
     for directory in directories:
         with _gone_is_fine(), storage_errors("listing", directory):
@@ -321,14 +321,14 @@ def _gone_is_fine() -> Iterator[None]:
 
 
 def remove_directory(path: str) -> bool:
-    """Remove a committed directory: it loses its name, durably, and only then its files.
+    """Remove a committed directory: take its name away durably, and only then delete its files.
 
     Returns:
         False if somebody reads it: then it stays as it is.
 
     Raises:
         CheckpointNotFoundError: There is no directory with a MANIFEST.json; nothing was removed.
-        StorageError: It could not be renamed, or that not be synced. What is left of it then is swept later.
+        StorageError: The rename, or its sync, failed. A later sweep removes what is left.
     """
     path = resolve_final_path(path)
     with claimed(path) as lock:

@@ -54,7 +54,7 @@ _Read = TypeVar("_Read")
 
 
 def candidate_steps(root: str) -> set[int]:
-    """Return the steps that have a directory, final or retired, whatever is in it; none for a root that is not there.
+    """Return the steps that have a directory, final or retired, whatever is in it; none for a root that is missing.
 
     Raises:
         StorageError: The root is no directory, or may not be listed.
@@ -100,12 +100,12 @@ def _for_each_step(root: str, read: Callable[[int], bool]) -> None:
 
 
 def read_committed(root: str, step: int, read: Callable[[HeldDirectory, CheckpointManifest], _Read]) -> _Read:
-    """Read a step that nobody removes meanwhile, all of it from one directory, even if a save replaces it.
+    """Read a step, all of it from one directory, which nobody removes meanwhile, even if a save replaces it.
 
     Args:
-        root: Where the steps are.
-        step: Which.
-        read: Given its directory and its manifest, of which every file is there.
+        root: The directory of the steps.
+        step: Which one.
+        read: Called with its directory and its manifest, after a check that every file of it is there.
 
     Returns:
         What `read` returns.
@@ -128,7 +128,7 @@ def read_committed(root: str, step: int, read: Callable[[HeldDirectory, Checkpoi
             except (CorruptionError, StorageError, CheckpointNotFoundError):
                 if held.has_its_name():
                     raise
-                # It was replaced, and without file locks what is read is removed; or it is damaged, and now gone.
+                # It was replaced, and without file locks it was removed while it was read; or it is damaged, and gone.
     raise StorageError(None, f"step {step} in {root} was replaced again and again while it was read", root)
 
 
@@ -136,8 +136,8 @@ def read_manifest(path: str) -> CheckpointManifest:
     """Read the manifest of a checkpoint directory.
 
     Raises:
-        CheckpointNotFoundError: There is none.
-        FormatError: It cannot be parsed, or is no file.
+        CheckpointNotFoundError: There is no manifest.
+        FormatError: It cannot be parsed, or is no regular file.
         StorageError: An error of the disk.
     """
     manifest_path = os.path.join(path, MANIFEST_NAME)
@@ -158,7 +158,7 @@ def check_files(path: str, manifest: CheckpointManifest) -> None:
     """Check that every file of a manifest is there, a regular file of its length.
 
     Raises:
-        FormatError: One is not.
+        FormatError: One is missing, or is something else.
     """
     for entry in manifest.files:
         file_path = os.path.join(path, entry.name)
@@ -180,11 +180,11 @@ def check_files(path: str, manifest: CheckpointManifest) -> None:
 
 
 class Commit(NamedTuple):
-    """What a manifest says of when its step was committed, and of how good it is.
+    """When a step was committed, and how good it is, as its manifest says.
 
     Attributes:
-        number: Its place in the order; None in manifests that are older than the field.
-        time_s: When it was written, Unix time.
+        number: Its place in the order of commits; None in manifests that are older than this field.
+        time_s: When the manifest was written, Unix time.
         metrics: Of the training.
     """
 
@@ -194,12 +194,12 @@ class Commit(NamedTuple):
 
 
 def commit_of(manifest: CheckpointManifest) -> Commit:
-    """Return what a manifest says."""
+    """Return the commit that a manifest describes."""
     return Commit(manifest.commit_number, manifest.time_s, manifest.metrics)
 
 
 def read_commits(root: str) -> dict[int, Commit | None]:
-    """Read the manifests of all steps that have a directory; None for one that cannot be read. Looks at nothing else.
+    """Read the manifests of all steps that have a directory, and nothing else; None for one that cannot be read.
 
     Raises:
         StorageError: The root is no directory, or may not be listed.
@@ -224,10 +224,10 @@ def read_commits(root: str) -> dict[int, Commit | None]:
 
 
 def in_commit_order(commits: Mapping[int, Commit | None]) -> list[int]:
-    """Return the steps, the one that was committed last at the end.
+    """Return the steps in the order in which they were committed, the last one at the end.
 
-    One without a number has its place by its time among those with one. One whose manifest cannot be read (None) counts
-    right behind the step below it: of a run that never went back, that is where it was.
+    A step without a number is placed by its time among those with one. A step whose manifest cannot be read (None)
+    comes right behind the step below it, which is its place in a run that never went back.
 
     Thread safety: safe, as long as nobody changes `commits` meanwhile.
     """
@@ -248,6 +248,6 @@ def in_commit_order(commits: Mapping[int, Commit | None]) -> list[int]:
 
 
 def next_commit_number(commits: Iterable[Commit | None]) -> int:
-    """Return the number of the step that is committed next."""
+    """Return the number for the next commit."""
     numbers = [found.number for found in commits if found is not None and found.number is not None]
-    return min(1 + max(numbers, default=0), COMMIT_NUMBER_MAX)  # there, the time decides
+    return min(1 + max(numbers, default=0), COMMIT_NUMBER_MAX)  # steps with that number are ordered by time
