@@ -1,7 +1,7 @@
-"""The public functions of one file: save, save_async, load, load_into, verify and inspect.
+"""The public functions for single files: save, save_async, load, load_into, verify and inspect.
 
-Each checks its arguments and hands over to the packages that do the work: `saving`, `loading`, and `distributed` where
-several ranks take part.
+Each checks its arguments and calls the packages that do the work: `saving`, `loading`, and with several ranks
+`distributed`.
 """
 
 from __future__ import annotations
@@ -57,52 +57,52 @@ def save(
     writers: Writers = "auto",
     check_replicas: bool = False,
 ) -> SaveReport:
-    """Save an object to one file, which stock tools read.
+    """Save an object to one file that stock tools read.
 
-    When this returns the file is complete, visible under its name, and durable. Until then the name is what it was:
-    nobody sees half a file, whatever fails. Open and memory-mapped readers of a file that is replaced keep theirs.
-    One RuntimeWarning lists all that loading with weights_only=True, the default, would refuse.
+    When this returns, the file is complete, durable and visible under its name. Until then the name stands for what it
+    stood for before: nobody sees half a file, whatever fails. Programs that have the old file open or mapped keep it.
+    If torch.load would refuse the file with weights_only=True, its default, a RuntimeWarning lists why.
 
     Args:
-        obj: Whatever torch.save takes: tensors of any dtype, layout and device inside any picklable object. For a
-            safetensors file: a dict of str to contiguous, dense tensors that share no memory.
-        path: Where to; symbolic links are followed. What no rename can replace (a FIFO, a device, a file with several
-            hard links) is written by torch.save itself, and the log says so. A file object is passed to torch.save;
-            flushing and syncing it is its owner's.
-        durable: Survive power loss once this has returned. Without it, only the page cache and the drive's memory do.
-        checksum: Compute and record CRC-32s; without it they are zero, as torch.save writes them when told so.
+        obj: Any object that torch.save takes: tensors of any dtype, layout and device inside any picklable object. For
+            a safetensors file: a dict of str to dense, contiguous tensors that share no memory.
+        path: The file; symbolic links are followed. If a rename cannot replace it (a FIFO, a device, a file with
+            several hard links), torch.save writes it, and the log says so. A file object is passed to torch.save; its
+            owner flushes and syncs it.
+        durable: Return only when the file survives a loss of power. Without it, a part may be in memory only.
+        checksum: Compute and record CRC-32s. Without it they are zero, like those of torch.save without CRCs.
         progress: Show bytes, rate and remaining time on standard error; not with several ranks.
-        engine: "auto", or an engine's name (`fastpersist.engines` lists them), which then never falls back.
-        format: "torch", the zip of torch.save; "safetensors"; or "auto": safetensors for a path that ends in
+        engine: "auto", or an engine's name (see `fastpersist.engines`), which then never falls back.
+        format: "torch": the zip format of torch.save. "safetensors". "auto": safetensors for a path that ends in
             `.safetensors`, torch for all others.
-        metadata: Text to text, kept in the header; safetensors only.
-        replace_links: Replace a file that has several hard links, too; its other names keep the old one.
-        make_parents: Make the directories above that are missing, durably.
-        in_place: Where the file may be written but not replaced (a directory that takes no new file, or somebody else's
-            file in a sticky one such as /tmp), let torch.save overwrite it: if that fails, neither the old checkpoint
-            nor the new one is left. Without it, such a place is an error. Not for safetensors, nor for several ranks.
-        process_group: Write with all its ranks the file that its rank 0 alone would have written; all of them call
-            this. What is saved is rank 0's object. Its storages of 1 MiB and more are replicas on all ranks, and shared
-            out among the writers; samples of them are compared first. All writers see the same file system. Of torch,
-            only the first call for a group uses the group.
-        writers: With a process_group, the ranks that write: "all", "node" (one of each node), a number, or "auto": up
-            to 8 of one node (or as many as rank 0's tuning file says), or one of each of several.
-        check_replicas: With a process_group, compare all bytes of the replicas.
+        metadata: Text by name for the header of a safetensors file; for that format only.
+        replace_links: Also replace a file that has several hard links; its other names keep the old file.
+        make_parents: Make missing parent directories, durably.
+        in_place: If the file may be written but not replaced (its directory takes no new file, or is sticky like /tmp
+            and the file is somebody else's), let torch.save overwrite it. If that fails, neither the old checkpoint nor
+            the new one is left. Without this option such a place is an error. Not for safetensors or several ranks.
+        process_group: Write one file with all ranks of this group; all of them call this. Rank 0's object is saved, and
+            the file is the one that rank 0 would write alone. Storages of 1 MiB and more must be the same on all ranks:
+            samples of them are compared, and the writers share them out. All writers see the same file system. Only the
+            first call for a group uses torch's collectives.
+        writers: The ranks of the process group that write: "all", "node" (one rank of each node), a number, or "auto":
+            on one node up to 8 ranks (or as many as rank 0's tuning file says), on several nodes one rank of each.
+        check_replicas: Compare all bytes of these storages between the ranks, instead of samples.
 
     Returns:
         What was written, by which engine, in what time.
 
     Raises:
-        ConfigError: Unknown engine, or an object that the format cannot hold.
+        ConfigError: An argument makes no sense, or the format cannot hold the object.
         UnsupportedError: The named engine cannot be used here; the message says why not.
-        NoSpaceError: The file system is full. Found before a byte is written, where it can reserve space.
-        StorageError: Any other error of the disk: errno, operation, path, offset.
-        RuntimeError, TypeError, …: What torch.save or the object's own pickling raises, before any file is touched.
-        CoordinationError: With a process_group: the replicas differ; the message names tensors and ranks.
+        NoSpaceError: The file system is full. If it can reserve space, this is found before a byte is written.
+        StorageError: Another error of the disk, with errno, operation, path and offset.
+        RuntimeError, TypeError, …: torch.save or the object's own pickling failed; no file was touched.
+        CoordinationError: With a process_group: the ranks differ; the message names tensors and ranks.
         PeerError: With a process_group: another rank has failed or is gone; nothing was published.
 
-    Thread safety: any thread, any number at once; of saves to one path, the one that finishes last stays. With a
-    process_group: one at a time, and in the same order on all ranks.
+    Thread safety: any thread, and any number of threads at once; of two saves to one path, the one that finishes last
+    stays. With a process_group: one save at a time, in the same order on all ranks.
     """
     name = _destination(obj, path)
     options = FileOptions(durable, checksum, engine, format, metadata, replace_links, make_parents, in_place)
@@ -137,44 +137,47 @@ def save_async(
     writers: Writers = "auto",
     check_replicas: bool = False,
 ) -> PendingSave:
-    """Save an object to one file while training goes on; the file is what `save` would have written.
+    """Save an object to one file in the background, while training goes on.
 
-    Returns when everything that may change before the optimizer's next step is copied. The tensors of the optimizer are
-    written from where they are; its next step waits until what is not written by then is copied. The name stays what it
-    was until the new file is complete and durable. Saves to the same path are written in order.
+    The file is the one that `save` writes. This returns as soon as everything that may change before the optimizer's
+    next step is copied. The tensors of the optimizer are written from where they are; its next step waits until the
+    rest of them is copied. The name stands for the old file until the new one is complete and durable. Saves to one
+    path are written in order.
 
-    Until the step, or `wait_captured()`, nothing of the optimizer may change otherwise. A change that torch counts
-    fails the save, with a TornStateError; a storage that is resized while it is being read may end the process.
+    Until the optimizer's step, or until `wait_captured()` returns, nothing else may change the optimizer's tensors. A
+    change that torch counts fails the save with TornStateError. Resizing a storage meanwhile may end the process.
 
     Args:
-        obj: Whatever torch.save takes; pickled before this returns.
-        path: Where to. What no rename can replace is saved before this returns, as `save` does it.
-        optimizer: Whose parameters and state are in `obj`: an optimizer, something that wraps one as `.optimizer`, or a
-            list. Without it everything is copied before this returns.
+        obj: Any object that torch.save takes. It is pickled before this returns.
+        path: The file. If a rename cannot replace it, the save is over when this returns; see `save`.
+        optimizer: The optimizer whose parameters and state are in `obj`: a torch optimizer, a wrapper with an
+            `.optimizer` attribute, or a list of these. Without it, everything is copied before this returns.
         constant: What never changes (frozen weights): modules, tensors, lists and dicts of them. Never copied.
-        gate: "optimizer": steps wait by themselves. "manual": you call `wait_captured()` before anything changes.
-        durable: Survive power loss once done.
+        gate: "optimizer": the optimizer's steps wait by themselves. "manual": call `wait_captured()` before anything
+            changes.
+        durable: Count the save as done only when the file survives a loss of power.
         checksum: Compute and record CRC-32s.
         engine: "auto", or an engine's name, which then never falls back.
         format: "auto", "torch" or "safetensors", as in `save`.
-        metadata: Text to text, for safetensors only, as in `save`.
-        replace_links: Replace a file that has several hard links, too, as in `save`.
-        make_parents: Make the directories above that are missing, durably.
+        metadata: Text by name, for safetensors only, as in `save`.
+        replace_links: Also replace a file that has several hard links, as in `save`.
+        make_parents: Make missing parent directories, durably.
         in_place: Overwrite a file that may be written but not replaced, before this returns, as in `save`.
-        process_group: Write with all its ranks, as in `save`; shared out is what the optimizer owns or `constant`
-            names. The gate is each rank's own.
+        process_group: Write one file with all ranks, as in `save`. The writers share out the tensors of the optimizer
+            and of `constant`. Each rank's optimizer waits for its own part only.
         writers: The ranks that write, as in `save`.
-        check_replicas: Compare all bytes of the replicas, as in `save`.
+        check_replicas: Compare all bytes of the shared tensors between the ranks, as in `save`.
 
     Returns:
-        The save: done(), result(), captured(), wait_captured().
+        The save: done(), result(), exception(), captured(), wait_captured().
 
     Raises:
-        ConfigError, UnsupportedError, RuntimeError, TypeError, …: As in `save`, before any file is touched.
-        StorageError: The file cannot be created. Later errors are raised by result().
+        ConfigError, UnsupportedError, RuntimeError, TypeError, …: As in `save`; no file was touched.
+        StorageError: The file cannot be created. result() raises later errors.
+        CoordinationError, PeerError: With a process_group: as in `save`; or result() raises them.
 
-    Thread safety: any thread. Nobody else may change the object while this runs. With a process_group: in the same
-    order on all ranks.
+    Thread safety: any thread; nobody may change the object while this runs. With a process_group: in the same order on
+    all ranks.
     """
     name = _destination(obj, path)
     if name is None:
@@ -198,33 +201,39 @@ def load(
     engine: str = "auto",
     process_group: ProcessGroup | None = None,
 ) -> Any:
-    """Load what a file holds; the same object that torch.load or safetensors would return.
+    """Load the object that a file holds: the same object that torch.load or safetensors would return.
 
-    The bytes are read first, straight to where they belong, then stock torch.load builds the object around them. The
-    format is told from the first bytes, not from the name. Files that need it (legacy formats, TorchScript, a callable
-    map_location …) are read by stock torch.load, and the log says why.
+    The bytes are read first, straight to where they belong; then stock torch.load builds the object around them. The
+    first bytes of the file tell the format, not the name. If only stock torch.load can read a file (legacy formats,
+    TorchScript, a callable map_location, …), it does, and the log says why.
 
     Args:
         path: A file written by fastpersist, torch.save or safetensors. A file object is passed to torch.load.
         map_location: As in torch.load: None, a device or its name, a dict of locations, or a callable.
-        weights_only: Only build tensors and plain containers. Set it to False only for files that you trust.
+        weights_only: Build nothing but tensors and plain containers. Pass False only for files that you trust.
         verify: Check every CRC while reading, before anything is unpickled.
         progress: Show bytes, rate and remaining time on standard error.
         engine: "auto", or an engine's name, which then never falls back.
-        process_group: Load with all its ranks, each of which gets the whole object, on its own devices; all of them
-            call this with the same file. They share the reading, so that the disk gives each byte once where that is
-            faster, and they end alike: it returns on all ranks, or raises on all. Each wait for another rank lasts at
-            most the group's timeout. The caller's thread takes part in the group's collectives.
+        process_group: Load the same file on all ranks of this group; all of them call this, and each gets the whole
+            object on its own devices. They share the reading if that is faster, so that the disk gives each byte once.
+            The call returns on all ranks or raises on all. A rank waits for another at most for the group's timeout.
+            The calling thread takes part in the group's collectives.
+
+    Returns:
+        The object. For a safetensors file: a dict of tensors by name, in the order of the file.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
-        FormatError: It is no whole checkpoint: truncated, damaged, never finished, or something else, which the message
-            names. With weights_only=False also a pickle whose name ends in `.safetensors`: such files run no code.
-        ChecksumError: With verify: the bytes of the tensors that are named changed since they were written.
+        FormatError: The file is no whole checkpoint: it is truncated, damaged, unfinished, or something else, which the
+            message names. With weights_only=False also a pickle whose name ends in `.safetensors`: that name promises
+            that loading runs no code.
+        ChecksumError: With verify: the bytes of the tensors that the message names have changed.
+        ConfigError: An argument makes no sense.
         UnsupportedError: The named engine cannot be used; or verify, and the file has no checksums.
-        StorageError: An error of the disk; or it is a directory (the message says what loads it), a FIFO or a device.
-        pickle.UnpicklingError: With weights_only: torch's own refusal of an unsafe file.
-        PeerError: With a process_group: another rank failed, or is gone; on the rank that failed, its own error.
+        StorageError: An error of the disk; or the path is a directory (the message says what loads it), a FIFO or a
+            device.
+        pickle.UnpicklingError: With weights_only: torch refuses an object that is not known to be safe.
+        PeerError: With a process_group: another rank failed, or is gone. The rank that failed raises its own error.
         CoordinationError: With a process_group: the ranks were given different files.
 
     Thread safety: any thread, any number at once; with a process_group one at a time, in the same order on all ranks.
@@ -260,40 +269,42 @@ def load_into(
     engine: str = "auto",
     process_group: ProcessGroup | None = None,
 ) -> IncompatibleKeys:
-    """Fill existing tensors from a file, in place, without a second copy of the state.
+    """Fill existing tensors from a file in place, without a second copy of the state.
 
-    Everything is checked first: names, shapes, dtypes and the structure of the file. If anything is wrong, nothing has
-    been changed. Values are converted where dtypes differ, as load_state_dict does.
+    Everything is checked first: names, shapes, dtypes and the structure of the file. If anything is wrong, no target
+    has changed. Values are converted if dtypes differ, as load_state_dict does.
 
     Args:
         path: A file written by fastpersist, torch.save or safetensors.
-        target: A Module, filled as its load_state_dict would be from the state_dict in the file; a tensor; an
-            optimizer, bare or wrapped (`.optimizer`), or any object with load_state_dict; or dicts, lists and tuples,
-            nested, of these, with the structure of the object in the file. Plain values (numbers, text, None …) in a
-            dict or a list are set to the file's; a dict beside them, or beside an optimizer, gets those that it lacks.
-        strict: Demand that both sides have the same names. Without it, what is only on one side is passed over;
-            shapes must still agree, and optimizers fit.
-        verify: Check the CRCs of the whole file before the first byte of the target changes. The file is read twice.
+        target: What to fill: a Module, as its load_state_dict would fill it from the state_dict in the file; a tensor;
+            an optimizer, or a wrapper with an `.optimizer` attribute; any object with load_state_dict; or dicts, lists
+            and tuples of these, nested like the object in the file. Plain values (numbers, text, None, …) in a dict or
+            a list are set to those of the file. A dict that holds such values gets the entries that it lacks.
+        strict: Demand the same names on both sides. Without it, names that only one side has are passed over; shapes
+            must still agree, and optimizers fit.
+        verify: Check the CRCs of the whole file before the target changes. The file is then read twice.
         engine: "auto", or an engine's name, which then never falls back.
-        process_group: All its ranks call this with the same file, each with its own target, and share the reading; as
-            in `load`, it returns on all of them or raises on all. What one finds wrong changes no target of any.
+        process_group: Read the same file with all ranks of this group; all of them call this, each with a target of its
+            own. As in `load`, it returns on all ranks or raises on all. What one rank finds wrong before the filling
+            begins leaves the targets of all ranks unchanged.
 
     Returns:
-        The names that were passed over, as Module.load_state_dict does: `missing_keys` and `unexpected_keys`.
+        The names that were passed over, as from Module.load_state_dict: `missing_keys` and `unexpected_keys`.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
-        ConfigError: Names, shapes or the class of an optimizer do not agree, or the target has what cannot be filled;
-            the message lists it by its name in the target. Nothing was changed, unless a load_state_dict refused its
-            entry: then the message says what is *partly overwritten*.
-        FormatError, ChecksumError, UnsupportedError: As in load; nothing was changed.
-        StorageError: An error of the disk. If the message says *partly overwritten*, the tensors it lists have
-            unknown contents: load again, or from another checkpoint.
-        PeerError: With a process group: another rank failed, or is gone. *Partly overwritten* as above; without
-            these words the target is either as it was or, if that rank failed last, filled.
-        CoordinationError: The ranks were given different files.
+        ConfigError: Names, shapes or the class of an optimizer do not agree, or a part of the target cannot be filled;
+            the message lists all of it by names in the target. Nothing was changed, unless a load_state_dict refused
+            its part: then the message says what is *partly overwritten*.
+        FormatError, ChecksumError, UnsupportedError, pickle.UnpicklingError: As in `load`; nothing was changed.
+        StorageError: An error of the disk. If the message says *partly overwritten*, the contents of the tensors it
+            names are unknown: load again, or from another checkpoint.
+        PeerError: With a process_group: another rank failed, or is gone. *Partly overwritten* as above; without these
+            words the target is unchanged, or completely filled if that rank failed at the very end.
+        CoordinationError: With a process_group: the ranks were given different files.
 
-    Thread safety: any thread; nobody else may use the target's tensors meanwhile.
+    Thread safety: any thread; nobody else may use the target's tensors meanwhile. With a process_group one at a time,
+    in the same order on all ranks.
     """
     name = local_path(path)
     with reader_for(process_group, name) as read, CheckpointSource(name) as source:
@@ -315,19 +326,23 @@ def _is_tensors_only(target: object) -> bool:
 
 
 def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> VerifyReport:
-    """Read a whole checkpoint and say whether it is what its writer wrote, and if not, which tensors are damaged where.
+    """Read a whole checkpoint and tell whether it is what its writer wrote, and which tensors are damaged where.
 
-    Reads only, keeps nothing, runs no code of the file.
+    This compares the recorded CRCs. It changes nothing and runs no code of the file.
 
     Args:
         path: A file, a checkpoint directory with all its files, or a root with all its steps.
         progress: Show bytes, rate and remaining time on standard error.
         engine: "auto", or an engine's name, which then never falls back.
 
+    Returns:
+        The report; it is true if nothing is wrong. Damage is in the report, not an exception.
+
     Raises:
         CheckpointNotFoundError: There is no such file or directory.
-        StorageError: An error of the disk, or a directory that holds no checkpoints; damage that can be read is in the
-            report, not an exception.
+        ConfigError: An argument makes no sense.
+        UnsupportedError: The named engine cannot be used here.
+        StorageError: An error of the disk, or a directory that holds no checkpoints.
 
     Thread safety: any thread.
     """
@@ -350,19 +365,21 @@ def _with_damaged_shards(report: VerifyReport) -> VerifyReport:
 
 
 def inspect(path: PathLike) -> Manifest:
-    """Say what a checkpoint holds without loading it and without running any of its code.
-
-    Lists names, dtypes, shapes, places and CRCs of the tensors, and the globals that the pickle names; for a directory
-    also its files, step and metrics; for a root its committed steps. Of sharded tensors the shapes are those of all
-    ranks together.
+    """List what a checkpoint holds, without loading it and without running any of its code.
 
     Args:
-        path: A file, a checkpoint directory, or a root.
+        path: A file, a checkpoint directory, or a root of such directories.
+
+    Returns:
+        Of a file: names, dtypes, shapes, offsets and CRCs of its tensors, and the globals that its pickle names. Of a
+        directory also its files, step and metrics. Of a root its committed steps. The shape of a sharded tensor is that
+        of the whole tensor.
 
     Raises:
         CheckpointNotFoundError: There is no such file or directory.
-        FormatError: It cannot be parsed.
-        UnsupportedError: It is no torch zip and no safetensors file.
+        ConfigError: `path` is no path.
+        FormatError: The file or the manifest cannot be parsed.
+        UnsupportedError: The file is neither a torch zip nor a safetensors file.
         StorageError: An error of the disk, or a directory that holds no checkpoints.
 
     Thread safety: any thread.
