@@ -214,11 +214,13 @@ def verify_source(source: CheckpointSource, *, engine: str, poll: Poll | None) -
         if source.kind == "safetensors":
             return _verify_safetensors(source, engine, poll)
         if source.kind == "torch_zip":
+            try:
+                _ = source.directory
+            except UnsupportedError as error:  # of this file; one of the engine, below, says nothing of the file
+                return VerifyReport(source.path, (Damage(f"it cannot be checked: {error}"),), 0, False)
             return _verify_torch_zip(source, engine, poll)
     except CorruptionError as error:
         return VerifyReport(source.path, (Damage(error.message, offset_bytes=error.offset_bytes),), 0, False)
-    except UnsupportedError as error:
-        return VerifyReport(source.path, (Damage(f"it cannot be checked: {error}"),), 0, False)
     return VerifyReport(source.path, (Damage(source.explain_unknown(), offset_bytes=0),), 0, False)
 
 

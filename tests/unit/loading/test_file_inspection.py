@@ -25,6 +25,7 @@ from support.sameness import storage_bytes
 from support.specimens import SPECIMENS, Network
 
 import fastpersist as fp
+from fastpersist.loading import file_inspection
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Sparse (CSR|CSC|BSR|BSC)|The PyTorch API of nested tensors:UserWarning"),
@@ -339,3 +340,17 @@ def test_what_is_found_can_be_read_at_a_glance(tmp_path: Path) -> None:
     assert repr(fp.verify(root)).startswith(
         f"<VerifyReport of {root}: DAMAGED: step-00000003: state.pt is missing (and 1"
     )
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_engine_that_cannot_read_is_an_error_and_no_damage(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp.save({"a": torch.ones(3)}, tmp_path / f"model.{suffix}")
+
+    def read_extents(*_: Any, **__: Any) -> Any:
+        raise fp.UnsupportedError("this engine cannot be used here")
+
+    monkeypatch.setattr(file_inspection, "read_extents", read_extents)
+    with pytest.raises(fp.UnsupportedError, match="this engine"):
+        fp.verify(tmp_path / f"model.{suffix}", engine="threads")
