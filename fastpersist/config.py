@@ -7,9 +7,9 @@ FASTPERSIST_QUEUE_DEPTH  requests of one transfer in flight (default: as many as
 FASTPERSIST_THREADS      threads of one transfer by a threads engine (default 0: one per request in flight, 16 at most)
 FASTPERSIST_CONFIG       a tuning file that counts for every file system; empty: no tuning file counts
 
-A tuning file is TOML with any of the keys in `TUNING_KEYS`; `fastpersist tune` writes it. One that is found by itself,
-as $XDG_CONFIG_HOME/fastpersist/<type>-<id>.toml, can do no harm: one that cannot be used is left out, and the log says
-so. One that FASTPERSIST_CONFIG names has to be right. The environment goes before a tuning file, value by value.
+A tuning file is TOML with any of the keys in `TUNING_KEYS`; `fastpersist tune` writes it. Each file system has its own,
+$XDG_CONFIG_HOME/fastpersist/<type>-<id>.toml: one that cannot be used is ignored, and the log says so. A file that
+FASTPERSIST_CONFIG names must be usable. The environment overrides a tuning file, value by value.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ __all__ = [
 _log = logging.getLogger("fastpersist")
 
 BLOCK_BYTES = 4096
-"""Storages start on multiples of this in every file: legal for direct I/O on all common devices, one page."""
+"""Storages start on multiples of this in every file: one page, which direct I/O takes on all common devices."""
 
 TUNING_KEYS = ("engine", "chunk_bytes", "queue_depth", "ring_bytes", "threads", "writers")
-"""What a tuning file may say: the names of `Config`."""
+"""The keys of a tuning file; each is a field of `Config`."""
 
 _MIB = 1 << 20
 _QUEUE_DEPTH_MAX = 4096  # of every engine: csrc/engine/registry.cc
 _THREAD_COUNT_MAX = 1024
 _TUNING_FILE_BYTES_MAX = 1 << 16
 
-# By the type number that statfs gives. What is not here goes by its number.
+# By the type number of statfs. A type that is not here is called by its number.
 _FILESYSTEM_NAMES = {
     0xEF53: "ext4",  # ext2 and ext3 have the same number
     0x58465342: "xfs",
@@ -77,16 +77,19 @@ _FILESYSTEM_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The values in force for a file.
+    """The tunable values for a file.
 
     Args:
-        engine: What `engine="auto"` resolves to; "auto" walks the ladder.
-        ring_bytes: Host memory of the ring, a multiple of `chunk_bytes` and at least four of them.
-        chunk_bytes: Size of one request, a power of two, 64 KiB … 1 GiB.
-        queue_depth: Requests of one transfer in flight, 1 … 4096; None for as many as the ring has chunks.
-        threads: Threads of one transfer by a threads engine, up to 1024; 0 for the smaller of queue_depth and 16.
-        writers: How many ranks of one node write when nobody says how many; None for up to 8.
-        engine_wish: The engine that the ladder begins with; "" for none.
+        engine: What `engine="auto"` means; "auto" tries one engine after the other.
+        ring_bytes: Bytes of host memory of the ring; a multiple of `chunk_bytes`, at least four times as much.
+        chunk_bytes: Bytes of one request to the kernel; a power of two from 64 KiB to 1 GiB.
+        queue_depth: Requests in flight of one transfer, 1 to 4096; None: as many as the ring has chunks.
+        threads: Threads of one transfer with a threads engine, up to 1024; 0: queue_depth, but at most 16.
+        writers: How many ranks of a node write if the caller does not say it; None: up to 8.
+        engine_wish: The engine that "auto" tries first; "" for none.
+
+    Raises:
+        ConfigError: A value is not allowed.
     """
 
     engine: str = "auto"
@@ -119,7 +122,7 @@ def config() -> Config:
     """Read the configuration of the process from the environment, without any tuning file.
 
     Raises:
-        ConfigError: A variable is set to something that is no legal value; the message names it.
+        ConfigError: A variable has a value that is not allowed; the message names it.
 
     Thread safety: any thread.
     """
@@ -127,16 +130,15 @@ def config() -> Config:
 
 
 def config_for(fd: int) -> Config:
-    """Return the values for a file: each from the environment, else from its file system's tuning file, else default.
+    """Return the values for a file: from the environment, else from its file system's tuning file, else the defaults.
 
-    Costs two or three system calls; a tuning file is read again only when it has changed.
+    This costs two or three system calls; a tuning file is read again only after it has changed.
 
     Args:
         fd: Any descriptor on the file system, open in any way.
 
     Raises:
-        ConfigError: A variable is set to something that is no legal value, or FASTPERSIST_CONFIG names a file that
-            cannot be used.
+        ConfigError: A variable has a value that is not allowed, or FASTPERSIST_CONFIG names a file that cannot be used.
 
     Thread safety: any thread, and forked children.
     """
@@ -149,10 +151,15 @@ def config_for(fd: int) -> Config:
 
 
 def config_at(path: str) -> Config:
-    """Return the values for a file that may not be there yet; see `config_for`.
+    """Return the values for a file that may not exist yet; see `config_for`.
 
     Args:
-        path: Its directory, or the nearest one above that is there, is on the file system in question.
+        path: The file. Its nearest existing parent directory tells the file system.
+
+    Raises:
+        ConfigError: As in `config_for`.
+
+    Thread safety: any thread.
     """
     directory = os.path.dirname(os.path.abspath(path))
     while True:
@@ -170,7 +177,7 @@ def config_at(path: str) -> Config:
 
 
 def _environment() -> dict[str, Any]:
-    """Return what the environment says, by the names of `Config`."""
+    """Return the values that the environment sets, by the names of `Config`."""
     found: dict[str, Any] = {}
     engine = os.environ.get("FASTPERSIST_ENGINE")
     if engine is not None:
@@ -191,33 +198,33 @@ def _environment() -> dict[str, Any]:
 
 
 class _Read(NamedTuple):
-    """A tuning file as it was read: what tells that it has changed, what it says, and what is wrong with it."""
+    """The content of a tuning file: a signature that changes with the file, its values, and what is wrong with it."""
 
     signature: tuple[int, ...]
     values: dict[str, Any]
     problem: str
 
 
-_files_read: dict[str, _Read] = {}  # by path; replaced whole, so threads and forked children need no lock
+_files_read: dict[str, _Read] = {}  # by path; entries are only replaced, so threads and forked children need no lock
 _warned: dict[tuple[str, str], object] = {}
 
 
 def filesystem_type_name(fd: int) -> str:
-    """Return the type of the file system that a descriptor is on, such as "xfs"; a number where we know no name."""
+    """Return the type of a descriptor's file system, such as "xfs"; its number in hexadecimal if we know no name."""
     number = _native.filesystem_type(fd)
     return _FILESYSTEM_NAMES.get(number, f"{number:x}")
 
 
 def tuning_path(fd: int, *, named: bool = True) -> str | None:
-    """Return where the tuning file is looked for that counts for a file; None if none can count.
+    """Return the path of the tuning file for a file system; None if there can be none.
 
-    The name is made of the type of the file system and of its id, which on disks comes from the file system itself:
-    it is the same after a reboot, and in containers. Where there is no id (on most network file systems), all file
-    systems of a type share a file.
+    Its name has the type and the id of the file system. The id of a file system on a disk is stored there: it is the
+    same after a reboot, and in containers. File systems without an id (most network file systems) share one tuning file
+    for each type.
 
     Args:
         fd: Any descriptor on the file system.
-        named: Heed FASTPERSIST_CONFIG.
+        named: Return the file that FASTPERSIST_CONFIG names, if it names one; an empty name counts for "no file".
 
     Source: statfs(2), "The f_fsid field"; XDG Base Directory Specification.
     """
@@ -228,7 +235,7 @@ def tuning_path(fd: int, *, named: bool = True) -> str | None:
     home = os.environ.get("XDG_CONFIG_HOME", "")
     if not os.path.isabs(home):
         home = os.path.join(os.path.expanduser("~"), ".config")
-    if not os.path.isabs(home):  # nobody's home
+    if not os.path.isabs(home):  # this user has no home
         return None
     try:
         name = f"{filesystem_type_name(fd)}-{os.fstatvfs(fd).f_fsid:016x}.toml"
@@ -238,10 +245,10 @@ def tuning_path(fd: int, *, named: bool = True) -> str | None:
 
 
 def check_named_tuning() -> None:
-    """Refuse a tuning file that FASTPERSIST_CONFIG names and that cannot be used, before anything is begun.
+    """Check the tuning file that FASTPERSIST_CONFIG names, if it names one, before any work begins.
 
     Raises:
-        ConfigError: It cannot be read, or says what makes no sense.
+        ConfigError: The file cannot be read, or a value in it is not allowed.
     """
     path = os.environ.get("FASTPERSIST_CONFIG")
     if path:
@@ -249,10 +256,10 @@ def check_named_tuning() -> None:
 
 
 def read_tuning(path: str) -> dict[str, Any]:
-    """Return what a tuning file says, by the names of `Config`.
+    """Return the values of a tuning file, by the names of `Config`.
 
     Raises:
-        ConfigError: It cannot be read, or says what makes no sense.
+        ConfigError: The file cannot be read, or a value in it is not allowed.
     """
     read = _read(path, ())
     if read.problem:
@@ -265,10 +272,10 @@ def _is_named(path: str) -> bool:
 
 
 def _tuning(path: str) -> Mapping[str, Any]:
-    """Return what a tuning file says; nothing if there is none, or if it cannot be used.
+    """Return the values of a tuning file; none if there is no such file, or if it cannot be used.
 
     Raises:
-        ConfigError: It cannot be used, and FASTPERSIST_CONFIG names it.
+        ConfigError: The file cannot be used, and FASTPERSIST_CONFIG names it.
     """
     try:
         found = os.stat(path)
@@ -286,7 +293,7 @@ def _tuning(path: str) -> Mapping[str, Any]:
 
 
 def _refuse(path: str, problem: str) -> None:
-    """Say what is wrong with a tuning file: an error if somebody has named it, else once in the log."""
+    """Report a bad tuning file: raise if FASTPERSIST_CONFIG names it, else log it once."""
     if _is_named(path):
         raise ConfigError(f"FASTPERSIST_CONFIG names {path}, which cannot be used: {problem}")
     mine = object()
@@ -298,7 +305,7 @@ def _refuse(path: str, problem: str) -> None:
 
 def _read(path: str, signature: tuple[int, ...]) -> _Read:
     try:
-        # Without blocking: whatever has this name, a save shall not wait for it.
+        # Without blocking: a save must not wait for a FIFO of this name.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -320,12 +327,12 @@ def _read(path: str, signature: tuple[int, ...]) -> _Read:
 
 
 def _problem(said: Mapping[str, Any]) -> str:
-    """Say what is wrong with the content of a tuning file; "" if nothing is."""
+    """Return what is wrong with the content of a tuning file; "" if nothing is."""
     for key, value in said.items():
         if key not in TUNING_KEYS:
             return f"it says {key!r}, and there is only {', '.join(TUNING_KEYS)}"
         if key == "engine":
-            # A file that is found by itself cannot make "auto" save nothing, nor take GPUDirect.
+            # No tuning file can make "auto" save nothing (null), or use GPUDirect.
             known = ["auto", *(name for name in _native.engine_names() if name not in ("null", "cufile"))]
             if value not in known:
                 return f"engine is one of {', '.join(known)}, not {value!r}"
@@ -339,7 +346,7 @@ def _problem(said: Mapping[str, Any]) -> str:
 
 
 def _merged(environment: Mapping[str, Any], tuned: Mapping[str, Any], path: str) -> Config:
-    """Put the environment over a tuning file."""
+    """Override the values of a tuning file by those of the environment."""
     values = {**tuned, **environment}
     if "engine" not in environment:
         wish = values.pop("engine", "auto")
@@ -347,7 +354,7 @@ def _merged(environment: Mapping[str, Any], tuned: Mapping[str, Any], path: str)
     try:
         return Config(**values)
     except ConfigError as error:
-        # Each is legal alone, or the file would have been refused: the chunk of one does not fit the ring of the other.
+        # Each source alone is allowed: only the chunk of one does not fit the ring of the other.
         alone = Config(**environment)
         _refuse(path, f"it does not fit the environment: {error}")
         kept = ("queue_depth", "threads", "writers", "engine_wish")

@@ -1,8 +1,8 @@
 """Every error that FastPersist raises on purpose, and nothing else.
 
-An operating error (the disk, the file, the caller's options) is one of these classes; a broken invariant of ours is
-`InternalError`. Errors say what failed, where, and what to do next where there is something to do. Families that the
-standard library already names are also instances of it, so `except OSError` and `except FileNotFoundError` work.
+The disk, a file or the caller's options cause all of them but `InternalError`, which is a bug of ours. The message
+tells what failed, where, and what to do about it. Classes are also instances of the standard library's class for the
+same failure, so `except OSError` and `except FileNotFoundError` work.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ class FastPersistError(Exception):
 
 
 class ConfigError(FastPersistError, ValueError):
-    """Options or arguments make no sense; raised before any I/O."""
+    """An option or argument makes no sense. Raised before any I/O."""
 
 
 class UnsavableTensorError(ConfigError, RuntimeError):
-    """A tensor cannot be saved, or not in this format; raised before any I/O, and the message names it.
+    """A tensor cannot be saved, or not in this format. Raised before any I/O; the message names the tensor.
 
-    A RuntimeError, too: torch.save and safetensors raise that for memory that is shared, or that is not there.
+    It is also a RuntimeError, which torch.save and safetensors raise for shared or missing memory.
     """
 
 
 class UnsupportedError(FastPersistError):
-    """This engine, object, kernel or file system cannot do what was asked; the message says why not."""
+    """The engine, object, kernel or file system cannot do what you asked; the message says why not."""
 
 
 class DeviceError(FastPersistError, RuntimeError):
-    """The GPU or its driver refused an operation; the message has the driver's name of the error.
+    """The GPU or its driver refused an operation; the message has the driver's name for the error.
 
-    Where the message says that the process cannot use the device any more, tensors on the CPU can still be saved.
+    If the message says that the process cannot use the device any more, you can still save tensors on the CPU.
     """
 
 
 class StorageError(FastPersistError, OSError):
-    """The kernel refused an operation on a file: `errno`, `strerror` and `filename` as in OSError.
+    """The kernel refused an operation on a file. It has `errno`, `strerror` and `filename`, as an OSError has.
 
     Args:
-        sys_errno: The errno, or None when no system call failed (a file that ends too early).
+        sys_errno: The errno; None if no system call failed (a file that ends too early).
         message: Operation, path, offset and reason, in one line.
-        path: The file that was asked for.
-        offset_bytes: Where in the file, from its start; None when the operation has no place.
+        path: The file, as the caller named it.
+        offset_bytes: Where in the file the operation was, from its start; None if it has no place.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class NoSpaceError(StorageError):
 
 
 class EndOfFileError(StorageError, EOFError):
-    """A read reached beyond the end of a file.
+    """A file ended before all bytes of a read were there.
 
     Args:
         sys_errno: None: no system call failed.
         message: What was read, and how much of it.
         path: The file.
         offset_bytes: Where the read began.
-        done_bytes: So many bytes were there, and have been read.
-        asked_bytes: So many were asked for.
+        done_bytes: How many bytes were read.
+        asked_bytes: How many bytes were asked for.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class CorruptionError(FastPersistError):
 
     Args:
         message: What is wrong, in one line, without the path.
-        path: The file; put in front of the message when given.
-        offset_bytes: Where in the file (or in the record the message names), from its start.
+        path: The file; str() puts it in front of the message.
+        offset_bytes: Where in the file, or in the record that the message names, from its start; None if unknown.
     """
 
     def __init__(self, message: str, *, path: str | None = None, offset_bytes: int | None = None) -> None:
@@ -138,29 +138,29 @@ class FormatError(CorruptionError):
 
 
 class ChecksumError(CorruptionError):
-    """A file parses, but its bytes do not have the checksum that was recorded for them."""
+    """A file can be parsed, but its bytes do not have their recorded checksum."""
 
 
 class TornStateError(FastPersistError):
-    """State was changed between save() and its capture, what was written may mix two steps. Nothing was published."""
+    """A tensor changed after save() and before it was captured: the bytes may mix two steps. Nothing was published."""
 
 
 class SkippedError(FastPersistError):
-    """This save was left out because another one was still being written (busy="skip" or "latest")."""
+    """This save was left out, because another one was still being written (busy="skip" or "latest")."""
 
 
 class CoordinationError(FastPersistError):
-    """Ranks that save or load together do not agree, or do not hear each other. Nothing was published."""
+    """Ranks that save or load together disagree, or do not hear each other. Nothing was published."""
 
 
 class PeerError(CoordinationError):
-    """Another rank has failed, or is gone, so this rank's part was given up too. Nothing was published.
+    """Another rank has failed or is gone, so this rank has given up its part. Nothing was published.
 
-    If rank 0 is gone, it may have published just before.
+    One exception: if the coordinator (rank 0) is gone, it may have published just before.
 
     Args:
         message: What was being done, and what is known.
-        rank: The rank that failed, in the process group.
+        rank: The rank that failed, counted in the process group; -1 if unknown.
         subject: What was being saved or loaded: "step 100", or a path.
     """
 
@@ -171,8 +171,8 @@ class PeerError(CoordinationError):
 
 
 class AgreementTimeoutError(PeerError, TimeoutError):
-    """A rank was silent until the deadline."""
+    """A rank was silent until the deadline, so it counts as failed."""
 
 
 class InternalError(FastPersistError):
-    """An invariant of FastPersist itself broke: a bug, please report it."""
+    """An invariant of FastPersist is broken: this is a bug, please report it."""
