@@ -1,7 +1,7 @@
 """Every error that FastPersist raises on purpose, and nothing else.
 
 The disk, a file or the caller's options cause all of them but `InternalError`, which is a bug of ours. The message
-tells what failed, where, and what to do about it. Classes are also instances of the standard library's class for the
+tells what failed, where, and what to do about it. Most are also subclasses of the standard library's class for the
 same failure, so `except OSError` and `except FileNotFoundError` work.
 """
 

@@ -1,4 +1,4 @@
-"""Explain what a save would do with a state, and what would keep others from reading it, before it is saved."""
+"""Explain what a save would do with a state, before it is saved."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def explain(state: object, owners: Owners) -> str:
     """Tell which bytes of a state are stable, constant and volatile, key by key, and how long save() would take.
 
     Args:
-        state: What would be saved.
-        owners: Whose storages are stable.
+        state: The state.
+        owners: The optimizers and constants.
 
     Returns:
-        A table and the expected stall, several lines.
+        A table in megabytes, the expected stall, and why state of the optimizer is volatile, if it is.
 
     Raises:
-        ConfigError, RuntimeError, …: The state cannot be saved; as in `save`.
+        ConfigError, RuntimeError, TypeError, …: The state cannot be saved; as in `save`.
     """
     started_s = time.perf_counter()
     container = TorchZipContainer(state, "state", checksum=True)

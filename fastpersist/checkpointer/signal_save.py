@@ -1,11 +1,11 @@
-"""Save a last checkpoint when the job is told to end: the handler takes note of the signal, the training thread saves.
+"""Save a last checkpoint when a signal tells the job to end: the handler notes the signal, the training thread saves.
 
-A signal handler may run between any two instructions, also in the middle of an optimizer's step; so it only takes note.
-The state is saved after the next step, on the training thread, or when poll() is called; or the loop saves it itself.
-What handled the signal before runs after that, and the log says first what could not be saved.
+A signal handler may run between any two instructions, even in the middle of an optimizer's step; so it only notes the
+signal. The training thread saves after the optimizer's next step or in poll(), or the loop saves by itself. Then the
+signal's earlier handler runs. If the save fails, the log says so first.
 
-Inside the optimizer's step, a loop that counts after it still has the number of the previous step, under which it may
-have saved already. So a step that is there is never replaced: the next occasion is waited for.
+While the optimizer's step runs, a loop that counts after it still has the number of the previous step, and may have
+saved under that number. So a step that is there is never replaced: the save waits for the next occasion.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ MakeState = Callable[[], tuple[int, object] | None]
 
 
 class SignalSave:
-    """Installed handlers, what they noted, and what handled the signals before.
+    """The installed signal handlers, the signals they have noted, and the earlier handlers.
 
     Args:
-        owners: After a step of the last of its optimizers the state is whole.
-        save: Saves a step and its state, and returns when it is committed.
+        owners: The optimizers. After a step of the last of them the state is that of a whole step.
+        save: Saves a step with its state, and returns when it is committed.
         is_saved: Tells whether a step is committed, or being saved.
+
+    Thread safety: the training thread calls all methods; only the main thread may call install and uninstall.
     """
 
     def __init__(self, owners: Owners, save: Callable[[int, object], None], is_saved: Callable[[int], bool]) -> None:
@@ -54,10 +56,14 @@ class SignalSave:
         self._hook: Any = None
         self._process = os.getpid()
         self.saved_step: int | None = None
-        """The step that was saved because of a signal: the loop may come to save it again."""
+        """The step that was saved because of a signal; the loop may save it once more."""
 
     def install(self, make_state: MakeState, signals: Iterable[int]) -> None:
-        """See `Checkpointer.save_on_signal`."""
+        """Install the handlers; see `Checkpointer.save_on_signal`.
+
+        Raises:
+            ConfigError: This is not the main thread, make_state cannot be called, or a signal cannot be handled.
+        """
         if not callable(make_state):
             raise ConfigError(
                 "make_state is a function that returns the step and the state when a signal has come; "
@@ -77,9 +83,9 @@ class SignalSave:
             self._hook = register_optimizer_step_post_hook(self._after_step)
 
     def uninstall(self) -> None:
-        """Put the handlers back that were there before; those that somebody else replaced meanwhile stay.
+        """Put the earlier handlers back, except where somebody else has replaced ours meanwhile.
 
-        A signal that was noted and not heeded goes on to the handler that was there before.
+        For a signal that was noted, and for which nothing is saved yet, the earlier handler runs now.
         """
         previous, self._previous = self._previous, {}
         noted, self._noted = self._noted, []
@@ -93,11 +99,11 @@ class SignalSave:
             self._go_on(number, previous.get(number))
 
     def is_noted(self) -> bool:
-        """Tell whether a signal has come that is not heeded yet."""
+        """Tell whether a signal has come, and its earlier handler has not run yet."""
         return bool(self._noted)
 
     def poll(self) -> None:
-        """Save if a signal was noted, and the step is not saved yet; then let the signal do what it did before."""
+        """If a signal was noted, save the step unless it is saved already; then run the signal's earlier handler."""
         if not self._noted or self._make_state is None:
             return
         with self._going_on_after_errors():
@@ -117,7 +123,7 @@ class SignalSave:
         self._go_on_with_all()
 
     def after_save(self, pending: PendingSave) -> None:
-        """The loop saves a step: if a signal was noted, return when that is over and the signal has gone on."""
+        """Called when the loop saves a step: if a signal was noted, finish the save and run the earlier handler."""
         if not self._noted or pending.skipped():
             return
         with self._going_on_after_errors():
@@ -130,7 +136,7 @@ class SignalSave:
         self._go_on_with_all()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._process != os.getpid():  # a forked child has our handler, but not our checkpoints
+        if self._process != os.getpid():  # a forked child inherits the handler, and saves nothing
             self._go_on(number, self._previous.get(number))
         elif number not in self._noted:
             self._noted.append(number)
@@ -150,7 +156,7 @@ class SignalSave:
 
     @contextmanager
     def _going_on_after_errors(self) -> Iterator[None]:
-        """Say what went wrong before the signals go on: they may end the process, and then nobody else says it."""
+        """Log an error of the block before the earlier handlers run: they may end the process."""
         try:
             yield
         except BaseException as error:
@@ -166,7 +172,7 @@ class SignalSave:
             self._go_on(number, self._previous.get(number))
 
     def _go_on(self, number: int, previous: Any) -> None:
-        """Do what the signal did before there was a handler of ours."""
+        """Do what the signal did before our handler was installed."""
         if callable(previous):
             previous(number, None)
         elif previous != signal.SIG_IGN:

@@ -1,7 +1,7 @@
-"""Load a step of a root: choose the step, load its state and what belongs to this rank, alike on several ranks.
+"""Load a step of a root: choose the step, load its state and this rank's own file; the same step on all ranks.
 
-One process goes back to an older step by itself when the newest is damaged. Several ranks must not choose each on its
-own: the coordinator chooses, all try, and a failure on one is a failure on all. `restore` reads the file.
+If the newest step is damaged, one process goes back to an older step. Several ranks must not choose each for itself:
+the coordinator chooses, all ranks load, and a failure on one is a failure on all. `restore` reads the files.
 """
 
 from __future__ import annotations
@@ -63,7 +63,11 @@ _Unusable = (CorruptionError, StorageError, CheckpointNotFoundError)
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a step is loaded; see `Checkpointer.load`."""
+    """The options of `Checkpointer.load`.
+
+    Raises:
+        ConfigError: An option makes no sense.
+    """
 
     map_location: MapLocation
     into: Mapping[str, object] | None
@@ -87,7 +91,7 @@ class LoadOptions:
         return bool(self.into) or self.keys is None or RANK_KEY in self.keys
 
     def keys_without(self, own_names: Collection[str]) -> Collection[str] | None:
-        """Return the keys that are looked for in the state, of a step that has these own files of its ranks."""
+        """Return the keys to look for in the state; `own_names` are the files of single ranks in the step."""
         return [key for key in self.keys if key != RANK_KEY] if self.keys is not None and own_names else self.keys
 
     @property
@@ -105,15 +109,15 @@ def load_step(root: str, step: int, options: LoadOptions, *, missing_ok: bool) -
     """Load one step; with a process group all its ranks, and if one fails, all do.
 
     Args:
-        root: Where the steps are.
-        step: Which.
-        options: How.
-        missing_ok: Return None if it is not there; the same on all ranks.
+        root: The directory of the steps.
+        step: The step.
+        options: How to load it.
+        missing_ok: Return None if there is no such step; the same on all ranks.
 
     Raises:
-        CheckpointNotFoundError, CorruptionError, StorageError: It is not there, or damaged.
+        CheckpointNotFoundError, CorruptionError, StorageError: The step is not there, or is damaged.
         ConfigError: `into` does not fit.
-        PeerError: Another rank could not load it; from that rank's error, if it is one of ours.
+        PeerError: Another rank could not load it; that rank's error is the cause, if it is one of ours.
     """
     if missing_ok and step not in _listed(root, options, partial(read_commits, root)):
         return None
@@ -122,7 +126,7 @@ def load_step(root: str, step: int, options: LoadOptions, *, missing_ok: bool) -
 
 
 def best_of(commits: Mapping[int, Commit | None], retention: RetentionPolicy) -> int | None:
-    """Return the step that `keep_best` ranks first; None if none has its metric.
+    """Return the step with the best value of the metric of `keep_best`; None if no step has the metric.
 
     Raises:
         ConfigError: There is no such rule.
@@ -133,10 +137,10 @@ def best_of(commits: Mapping[int, Commit | None], retention: RetentionPolicy) ->
 
 
 def find_best(root: str, options: LoadOptions, retention: RetentionPolicy, *, missing_ok: bool) -> int | None:
-    """Return the step that `keep_best` ranks first among those that are committed; on all ranks the same.
+    """Return the committed step with the best value of the metric of `keep_best`; the same on all ranks.
 
     Raises:
-        CheckpointNotFoundError: None has its metric; with missing_ok, None is returned.
+        CheckpointNotFoundError: No step has the metric; with missing_ok, None is returned instead.
         ConfigError: There is no such rule.
     """
     rule = _best_rule(retention)
@@ -165,23 +169,23 @@ def load_newest(
     on_unusable: Callable[[int], None],
     on_loaded: Callable[[int], None],
 ) -> Any:
-    """Load the newest step that is whole: of the order in which they were committed.
+    """Load the step that was committed last, or the last one before it that is whole.
 
     Args:
-        root: Where the steps are.
-        options: How.
-        strict: Raise when the newest is damaged, instead of going back.
-        missing_ok: Return None if there is no step, damaged ones included; the same on all ranks.
-        on_unusable: Told each step that could not be loaded.
-        on_loaded: Told the one that was.
+        root: The directory of the steps.
+        options: How to load it.
+        strict: Raise if the newest step is damaged, instead of going back.
+        missing_ok: Return None if there is no step at all, not even a damaged one; the same on all ranks.
+        on_unusable: Called with each step that could not be loaded.
+        on_loaded: Called with the step that was loaded.
 
     Raises:
         CheckpointNotFoundError: There is no step.
-        CorruptionError, StorageError, PeerError: As in `load_step`: with `strict`, or when no step is whole.
+        CorruptionError, StorageError, PeerError: As in `load_step`: with `strict`, or if no step is whole.
         ConfigError: `into` does not fit.
     """
     failures: dict[int, str] = {}
-    # Listed again after each step that could not be loaded: retention may have removed it, and newer ones come.
+    # The root is listed again after each failure: retention may have removed that step, and there may be newer ones.
     while (newest := _newest(root, set(failures), options)) is not None:
         shared: object = None
         try:
@@ -208,7 +212,7 @@ def load_newest(
 
 
 def _cause(error: FastPersistError, read: object) -> BaseException | None:
-    """Return why a step could not be loaded: the same on all ranks, which decide by it what to do next."""
+    """Return why a step could not be loaded. It is the same on all ranks, so that all decide alike what to do next."""
     if not isinstance(read, SharedReader):
         return error
     return None if read.first_failure is None else read.first_failure[1]
@@ -220,7 +224,7 @@ def _newest(root: str, without: set[int], options: LoadOptions) -> int | None:
 
 
 def _listed(root: str, options: LoadOptions, look: Callable[[], dict[int, Commit | None]]) -> dict[int, Commit | None]:
-    """Return the steps that are there; with several ranks, those that the first one sees, or else that any sees."""
+    """Return the steps that are there; with several ranks, those of the coordinator, or of any rank if it sees none."""
     group = options.process_group
     if group is None:
         return look()
@@ -403,7 +407,7 @@ class _StepInParts(StepParts):
 
 
 def _own_name(root: str, step: int, names: set[str], saved_count: object, options: LoadOptions) -> str | None:
-    """Return the name of this rank's own file; with another number of ranks, no file is anybody's."""
+    """Return the name of this rank's own file; None if the step was saved by another number of ranks."""
     if names and saved_count != options.count:
         if options.wants_rank_state:
             warn_caller(

@@ -1,7 +1,7 @@
-"""An opened checkpoint file: which container it is, and what lies where in it, proven before anybody relies on it.
+"""An open checkpoint file: which format it has, and what lies where in it, proven before anybody uses it.
 
-The file is opened once for small reads and once for transfers, whose O_DIRECT flag is set and cleared. Both are the
-same inode, so it does not matter if the file is replaced meanwhile. Moves no data and makes no tensors.
+The file is opened twice: for small reads, and for transfers, which set and clear O_DIRECT. Both descriptors are of one
+inode, so a file that is replaced meanwhile does no harm. This moves no data and makes no tensors.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class PickleSummary:
     """What loading needs to know of a pickle.
 
     Attributes:
-        references: The storages that unpickling asks for, one for each time it does, in that order.
-        globals: What it would import, as "module.name".
-        has_negative_int: Some number in it is negative, perhaps a stride.
+        references: The storages that unpickling asks for, in order; one entry for each time it asks.
+        globals: What unpickling would import, as "module.name".
+        has_negative_int: A number in the pickle is negative, perhaps a stride.
     """
 
     references: list[StorageReference]
@@ -57,20 +57,20 @@ class PickleSummary:
 
 
 class CheckpointSource:
-    """One checkpoint file, open for reading. A context manager; one owner thread.
+    """A checkpoint file, open for reading. A context manager; one thread at a time uses it.
 
     Args:
-        path: A file that torch.save, safetensors or we wrote.
-        fd: An open file that stands for it, and becomes this object's.
+        path: A file of torch.save, of safetensors, or of ours.
+        fd: A descriptor of this file that is open already; this object closes it.
 
     Attributes:
-        kind: "torch_zip", "safetensors", or "other" (legacy pickles, anything unknown), by the first bytes.
+        kind: "torch_zip", "safetensors", or "other" (legacy pickles, anything unknown); the first bytes tell.
         size_bytes: Length of the file.
-        fd: For transfers.
+        fd: The descriptor for transfers.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
-        StorageError: It cannot be read, or is no regular file.
+        StorageError: The file cannot be read, or is no regular file.
     """
 
     def __init__(self, path: str, fd: int | None = None) -> None:
@@ -98,7 +98,7 @@ class CheckpointSource:
         self.close()
 
     def close(self) -> None:
-        """Close the descriptors. Raises StorageError when the disk reports an error only now."""
+        """Close the descriptors. Raises StorageError if the disk reports an error only now."""
         with storage_errors("closing", self.path):
             try:
                 os.close(self.fd)
@@ -114,11 +114,11 @@ class CheckpointSource:
         return "other"
 
     def open_whole(self) -> BinaryIO:
-        """Open the file for somebody who reads all of it."""
+        """Open the file once more, for stock torch.load."""
         return open(self._whole_path, "rb")
 
     def read_at(self, offset_bytes: int, size_bytes: int) -> bytes:
-        """Read small things, whole; they must lie inside the file.
+        """Read a few bytes, which must lie inside the file.
 
         Raises:
             FormatError: They do not.
@@ -129,27 +129,27 @@ class CheckpointSource:
         return read_exactly(self._small_fd, offset_bytes, size_bytes, self.path)
 
     def refuse_incomplete(self) -> None:
-        """Refuse a file of kind "other" that has lost, or never had, what would tell its kind.
+        """Refuse a file of kind "other" whose first bytes are missing.
 
         Raises:
-            FormatError: It is empty, a few bytes long, or begins with zeros.
+            FormatError: The file is empty, a few bytes long, or begins with zeros.
         """
         if self.size_bytes < _SNIFF_BYTES or not any(self.read_at(0, _SNIFF_BYTES)):
             raise FormatError(self.explain_unknown(), path=self.path)
 
     def refuse_foreign(self) -> None:
-        """Refuse a file of kind "other" that no reader can make sense of.
+        """Refuse a file of kind "other" that is no checkpoint.
 
-        torch would advise to load it with weights_only=False, which makes no checkpoint of it.
+        torch would advise to load it with weights_only=False, which does not help.
 
         Raises:
-            FormatError: torch.save has never written such files.
+            FormatError: No release of torch.save has written such files.
         """
         if not is_older_torch_file(self.read_at(0, min(LOOK_BYTES, self.size_bytes))):
             raise FormatError(self.explain_unknown(), path=self.path)
 
     def explain_unknown(self) -> str:
-        """Say what is known of a file of kind "other"."""
+        """Describe a file of kind "other" for a message."""
         if self.size_bytes == 0:
             return "the file is empty"
         if self.size_bytes < _SNIFF_BYTES:
@@ -159,7 +159,7 @@ class CheckpointSource:
         return f"it is {self.looks_like()}: neither a torch zip nor a safetensors file"
 
     def looks_like(self) -> str:
-        """Say what the file looks like, with an article."""
+        """Describe what the file looks like, with an article."""
         if self.kind != "other":
             return {"torch_zip": "a zip archive", "safetensors": "a safetensors file"}[self.kind]
         first = self.read_at(0, min(LOOK_BYTES, self.size_bytes))
@@ -185,11 +185,11 @@ class CheckpointSource:
         return self.read_at(entry.data_offset_bytes, entry.size_bytes)
 
     def scan(self) -> PickleScan:
-        """Scan data.pkl, symbolically. Not kept: the tree of a large state takes many times its pickle.
+        """Scan data.pkl without running it. The result is not cached: its tree is many times as large as the pickle.
 
         Raises:
             FormatError: It is no well-formed pickle.
-            UnsupportedError: It cannot be described without running code.
+            UnsupportedError: Only running its code can tell what it holds.
         """
         try:
             return scan_pickle(self.pickle)
@@ -200,7 +200,7 @@ class CheckpointSource:
 
     @cached_property
     def summary(self) -> PickleSummary:
-        """What loading needs to know of data.pkl. Raises FormatError, UnsupportedError."""
+        """A summary of data.pkl. Raises FormatError or UnsupportedError."""
         scan = self.scan()
         try:
             return PickleSummary(storage_references(scan), scan.globals, scan.has_negative_int)
@@ -208,12 +208,12 @@ class CheckpointSource:
             raise FormatError(f"data.pkl: {error.message}", path=self.path, offset_bytes=error.offset_bytes) from None
 
     def forget_pickle(self) -> None:
-        """Drop what was read and learnt of data.pkl; the next use reads it again."""
+        """Forget data.pkl and its summary, to free memory; the next use reads it again."""
         for name in ("pickle", "summary"):
             self.__dict__.pop(name, None)
 
     def is_byte_swapped(self) -> bool:
-        """Whether the storages were written on a machine of the other byte order."""
+        """Tell whether a machine of the other byte order wrote the storages."""
         entry = self.directory.entries.get("byteorder")
         if entry is None:
             return sys.byteorder != "little"
@@ -228,13 +228,13 @@ class CheckpointSource:
         return names
 
     def prove_tensors(self, cause: Exception | None = None) -> None:
-        """Prove that every tensor of the pickle lies inside its storage, as far as the pickle can be described.
+        """Prove that every tensor of the pickle lies inside its storage, if the scan understands the pickle.
 
-        torch proves that while it unpickles. This says which tensor it is, and finds what torch overlooks on the meta
-        device. Of ten thousand tensors it takes a tenth of a second, so only who has a reason asks.
+        torch checks this while it unpickles, but not on the meta device, and its error does not name the tensor. With
+        ten thousand tensors this takes 0.1 s, so call it only with a reason.
 
         Raises:
-            FormatError: One does not, or is described by impossible numbers; from `cause`.
+            FormatError: A tensor does not, or has impossible sizes or strides; raised from `cause`.
         """
         try:
             for name, tensor in iter_tensors(self.scan().root):
@@ -257,11 +257,11 @@ class CheckpointSource:
 
 
 def _open(name: str, path: str) -> int:
-    """Open the regular file `name`, which stands for `path`.
+    """Open the regular file `name`; errors call it `path`.
 
     Raises:
         CheckpointNotFoundError: There is none.
-        StorageError: It cannot be opened, or is something else, which then nobody waits for.
+        StorageError: It cannot be opened, or is no regular file. This never waits for the writer of a FIFO.
     """
     try:
         with storage_errors("opening", path):
@@ -279,7 +279,7 @@ def _open(name: str, path: str) -> int:
         with storage_errors("looking at", path):
             mode = os.fstat(fd).st_mode
             if stat.S_ISREG(mode):
-                # io_uring answers EAGAIN for such a file instead of waiting for the disk.
+                # With O_NONBLOCK io_uring returns EAGAIN instead of waiting for the disk.
                 fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
                 return fd
         if stat.S_ISDIR(mode):
@@ -296,7 +296,7 @@ def _no_file(path: str, kind: str) -> StorageError:
 
 
 def _directory_kind(path: str) -> str:
-    """Say what a directory is, and which call loads it."""
+    """Describe a directory for a message, and name the call that loads it."""
     root, name = os.path.split(os.path.abspath(path))
     names = set(os.listdir(path))
     step = step_of(name)
@@ -312,13 +312,13 @@ def _directory_kind(path: str) -> str:
 
 
 class SkippingFile(io.RawIOBase):
-    """A file object that reads everything but given extents, which it passes over without touching the buffer.
+    """A file object that skips given extents: a read of one leaves the buffer as it is.
 
-    stock torch.load reads each storage into memory of its own before it asks where the storage belongs; ours are
-    filled by then, so those reads move nothing. Whether torch looked for a storage where we found it is known
-    afterwards: `skipped_offset_bytes` is the last extent that was passed over. torch also reads the fixed part of
-    every local header, and refuses one that leads out of the file; so does this. Else it gets one that leads where the
-    directory has the data.
+    Stock torch.load reads each storage into memory of its own before it asks where the storage belongs. Our storages
+    are filled by then, so these reads need to move nothing. `skipped_offset_bytes`, the offset of the last skipped
+    extent, proves that torch looks for a storage where we found it. torch also reads the fixed part of every local
+    header. This refuses a header that leads out of the file, as torch does, and else returns one that leads to the data
+    where the directory has it.
     """
 
     def __init__(self, source: CheckpointSource, entries: Iterable[torch_zip.DirectoryEntry]) -> None:
@@ -347,7 +347,7 @@ class SkippingFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Read, or fail with `failure`: torch loses what is raised here, and takes too few bytes for an error."""
+        """Read. torch loses exceptions raised here, but refuses a short read: so keep the error in `failure`."""
         try:
             return self._readinto(buffer)
         except FastPersistError as error:
@@ -373,7 +373,7 @@ class SkippingFile(io.RawIOBase):
 
 
 def open_file(held: HeldDirectory, name: str) -> CheckpointSource:
-    """Open a file of a checkpoint directory that is held; its errors name the path that it had.
+    """Open a file of a held checkpoint directory; errors name the file by the directory's own path.
 
     Raises:
         CheckpointNotFoundError: There is none.

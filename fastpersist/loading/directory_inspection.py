@@ -1,9 +1,9 @@
-"""List what a checkpoint directory, or a root of such directories, holds, and say whether it is whole. Changes nothing.
+"""List what a checkpoint directory, or a root of such directories, holds, and tell whether it is whole.
 
-A directory is judged by its MANIFEST.json alone: the files that it lists must be there, with their lengths and CRCs,
-and no others. Files with tensors are opened only to list these, or to say which of them are damaged. The directory is
-held meanwhile, so no retention of another process removes it; in a root, a step that is removed before it could be held
-counts as not there.
+MANIFEST.json alone decides: the files that it lists must be there, with their lengths and CRCs. Files with tensors are
+opened only to list the tensors, or to tell which of them are damaged. Nothing is changed. The directory is held
+meanwhile, so that no other process removes it. In a root, a step that is removed before it could be held counts as not
+there.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ Explain: TypeAlias = Callable[[VerifyReport], VerifyReport]
 
 
 def inspect_directory(path: str, *, add_shards: AddShards = lambda found: found) -> Manifest:
-    """Say what a checkpoint directory or a root holds; see `fastpersist.inspect`.
+    """List what a checkpoint directory or a root holds; see `fastpersist.inspect`.
 
     Args:
-        path: A directory with a MANIFEST.json, whose tensors are listed too; or one that holds step-* directories.
-        add_shards: Adds the tensors that lie in shards to what is known of a directory, which it finds at `path`.
+        path: A directory with a MANIFEST.json, whose tensors are listed too; or one with step-* directories.
+        add_shards: Adds the tensors in shards to the content of a directory, whose present place is `path`.
 
     Raises:
-        CheckpointNotFoundError: It went away, or is still being written.
-        FormatError: Its manifest, or a file of it that holds tensors, cannot be parsed, or a file is not there in full.
+        CheckpointNotFoundError: The directory went away, or is still being written.
+        FormatError: The manifest, or a file with tensors, cannot be parsed; or a file is missing or too short.
         StorageError: An error of the disk, or a directory that is neither.
 
     Thread safety: any thread.
@@ -105,17 +105,18 @@ def inspect_directory(path: str, *, add_shards: AddShards = lambda found: found)
 def verify_directory(
     path: str, *, engine: str, poll: Poll | None, explain: Explain = lambda report: report
 ) -> VerifyReport:
-    """Read everything in a checkpoint directory or a root and say what is wrong; see `fastpersist.verify`.
+    """Read everything in a checkpoint directory or a root and tell what is wrong; see `fastpersist.verify`.
 
     Args:
-        path: A directory with a MANIFEST.json, or one that holds step-* directories.
-        engine: Engine name or "auto".
-        poll: Gets the bytes read so far, of `directory_bytes(path)`.
-        explain: Says more of what is damaged in a checkpoint, which it finds at `path`.
+        path: A directory with a MANIFEST.json, or one with step-* directories.
+        engine: "auto", or an engine's name.
+        poll: Called with the bytes read so far, of `directory_bytes(path)`.
+        explain: Adds what is damaged inside a checkpoint to its report, whose `path` is the present place.
 
     Raises:
-        CheckpointNotFoundError: It went away, or is still being written.
-        StorageError: A directory that is neither, or cannot be listed. All else that is wrong is in the report.
+        CheckpointNotFoundError: The directory went away, or is still being written.
+        StorageError: The directory is neither, or cannot be listed. All other damage is in the report.
+        UnsupportedError: The named engine cannot be used here.
 
     Thread safety: any thread.
     """
@@ -148,12 +149,12 @@ def verify_directory(
 
 
 def verify_listed(path: str, *, engine: str, poll: Poll | None) -> VerifyReport | None:
-    """Verify a safetensors file by the manifest beside it: nothing in the file vouches for its header.
+    """Verify a safetensors file by the manifest beside it: the file itself has no CRC of its header.
 
     Args:
         path: The file.
-        engine: Engine name or "auto".
-        poll: Gets the bytes read so far.
+        engine: "auto", or an engine's name.
+        poll: Called with the bytes read so far.
 
     Returns:
         None if no manifest beside it has a CRC of such a file.
@@ -181,7 +182,7 @@ def verify_listed(path: str, *, engine: str, poll: Poll | None) -> VerifyReport 
 
 
 def directory_bytes(path: str) -> int:
-    """Return how many bytes `verify_directory` is going to read, as far as that is known: for a progress bar."""
+    """Return how many bytes `verify_directory` will read, as far as known, for a progress bar."""
     paths = [path] if _is_checkpoint(path) else [step_path for _, step_path in _steps(path)]
     size_bytes = 0
     for found in paths:
@@ -196,15 +197,15 @@ def directory_bytes(path: str) -> int:
 
 
 def require_replaceable(path: str, belongs: Callable[[str], object]) -> None:
-    """Refuse a directory that holds anything but a checkpoint: `DirectorySave` replaces the whole, and that would go.
+    """Refuse a directory with anything in it but a checkpoint, before `DirectorySave` replaces all of it.
 
     Args:
         path: An existing directory.
-        belongs: Tells by its name whether an entry that no manifest lists is part of a checkpoint all the same; called
-            with those of the directory itself only.
+        belongs: Called with the name of each entry of the directory that its manifest does not list; returns whether
+            the entry is part of a checkpoint nevertheless.
 
     Raises:
-        ConfigError: Something in it does not belong there; the message names it.
+        ConfigError: An entry is not part of a checkpoint; the message names it.
         StorageError: The directory cannot be listed.
 
     Thread safety: any thread.
@@ -216,7 +217,7 @@ def require_replaceable(path: str, belongs: Callable[[str], object]) -> None:
         try:
             with _held(path) as (_, manifest):
                 listed.update(entry.name.split("/")[0] for entry in manifest.files)
-        except FastPersistError as error:  # damaged; what is known by its name may go all the same
+        except FastPersistError as error:  # damaged: entries that `belongs` knows may be replaced all the same
             _log.info("%s is replaced without its manifest: %s", path, error)
     foreign = sorted(name for name in found if name not in listed and not belongs(name))
     if foreign:
@@ -227,7 +228,7 @@ def require_replaceable(path: str, belongs: Callable[[str], object]) -> None:
 
 
 def _is_checkpoint(path: str) -> bool:
-    """Tell one checkpoint from a root: by its manifest, or by its name when that is what is missing."""
+    """Tell whether a directory is a checkpoint and not a root: it has a manifest, or else the name of a step."""
     name = os.path.basename(os.path.abspath(path))
     hidden = _LEFTOVER.fullmatch(name)
     if step_of(hidden["name"] if hidden else name) is not None:
@@ -247,12 +248,12 @@ def _require_root(path: str) -> None:
 
 
 def _steps(root: str) -> list[tuple[str, str]]:
-    """List what is, or ought to be, a committed step: its name and where it is now, by step."""
+    """List the directories that are, or should be, committed steps: name and present place, by step."""
     with storage_errors("listing", root):
         names = os.listdir(root)
     found: dict[int, tuple[str, str]] = {}
     for name in names:
-        # One that is being replaced without an exchange is committed under its retired name for a moment.
+        # While a step is replaced without an exchange, it is committed under its retired name for a moment.
         match = _LEFTOVER.fullmatch(name)
         final_name = match["name"] if match and match["kind"] == "retired" else name
         step = step_of(final_name)
@@ -264,7 +265,7 @@ def _steps(root: str) -> list[tuple[str, str]]:
 
 
 def _leftovers(root: str) -> tuple[str, ...]:
-    """List pending and retired directories, less those that stand for a committed step."""
+    """List pending and retired directories, without those that stand for a committed step."""
     committed = {name for name, _ in _steps(root)}
     with storage_errors("listing", root):
         return tuple(sorted(name for name in os.listdir(root) if _LEFTOVER.fullmatch(name) and name not in committed))
@@ -278,7 +279,7 @@ def _held(path: str) -> Iterator[tuple[HeldDirectory, CheckpointManifest]]:
         CheckpointNotFoundError, FormatError, StorageError: As `read_manifest`.
     """
     manifest_path = os.path.join(path, MANIFEST_NAME)
-    # Looked at first: what is no file could not be held.
+    # Checked first: only a regular file can be held.
     if os.path.lexists(manifest_path) and not stat.S_ISREG(os.lstat(manifest_path).st_mode):
         raise FormatError("it is no regular file", path=manifest_path)
     with hold_for_reading(path) as held:
@@ -286,7 +287,7 @@ def _held(path: str) -> Iterator[tuple[HeldDirectory, CheckpointManifest]]:
 
 
 def _size_problem(path: str, entry: FileEntry) -> str | None:
-    """Say what is wrong with a file of a checkpoint as far as that shows without reading it."""
+    """Return what is wrong with a file of a checkpoint, as far as its name and length tell; None if nothing is."""
     file_path = os.path.join(path, entry.name)
     try:
         with storage_errors("looking up", file_path):
@@ -306,7 +307,7 @@ def _size_problem(path: str, entry: FileEntry) -> str | None:
 
 
 def _summary(path: str, manifest: CheckpointManifest) -> Manifest:
-    """Say what a manifest says, without looking at any file."""
+    """Return the content of a manifest, without looking at any file."""
     return Manifest(
         path,
         "directory",
@@ -325,7 +326,7 @@ def _summary(path: str, manifest: CheckpointManifest) -> Manifest:
 
 
 def _with_other_parts(found: Manifest, manifest: CheckpointManifest, held: HeldDirectory) -> Manifest:
-    """Add where the rest of the checkpoint is, if this is what one of several file systems has of it."""
+    """Add where the rest of the checkpoint is, if this directory has only a part of it."""
     record = read_record(held.place, manifest)
     if record is None:
         return found
@@ -334,7 +335,7 @@ def _with_other_parts(found: Manifest, manifest: CheckpointManifest, held: HeldD
 
 
 def _with_tensors(found: Manifest, held: HeldDirectory) -> Manifest:
-    """Add the tensors in the files of a checkpoint, and what their pickles would import."""
+    """Add the tensors in the files of a checkpoint, and the globals of their pickles."""
     tensors = []
     global_names: dict[str, None] = {}
     for entry in _tensor_files(found.files):
@@ -344,7 +345,7 @@ def _with_tensors(found: Manifest, held: HeldDirectory) -> Manifest:
                     continue
                 inside = inspect_source(source)
         except UnsupportedError:
-            continue  # what only its own loader understands is listed as a file
+            continue  # the file is listed, without its tensors: only stock torch.load can read it
         tensors += [dataclasses.replace(tensor, file=entry.name) for tensor in inside.tensors]
         global_names.update(dict.fromkeys(inside.globals))
     return dataclasses.replace(found, tensors=tuple(tensors), globals=tuple(global_names))
@@ -358,14 +359,14 @@ def _tensor_files(files: tuple[FileEntry, ...]) -> Iterator[FileEntry]:
 
 
 class _Done:
-    """Adds up the progress of one file after the other. Call it to add a file that is done."""
+    """Adds up the progress of several files."""
 
     def __init__(self, poll: Poll | None) -> None:
         self._poll = poll
         self._before_bytes = 0
 
     def poll(self, done_bytes: int) -> None:
-        """Tell how much of the present file has been read."""
+        """Report how many bytes of the present file have been read."""
         if self._poll is not None:
             self._poll(self._before_bytes + done_bytes)
 
@@ -413,7 +414,7 @@ def _verify_files(held: HeldDirectory, manifest: CheckpointManifest, engine: str
 
 
 def _verify_file(held: HeldDirectory, entry: FileEntry, engine: str, done: _Done) -> VerifyReport:
-    """Compare the CRC of a file; if it differs, or there is none, let the file's own CRCs say more."""
+    """Compare the CRC of a file; if it differs, or there is none, check the CRCs inside the file."""
     file_path = os.path.join(held.path, entry.name)
     crc = None
     with open_file(held, entry.name) as source:
@@ -447,10 +448,10 @@ def _verify_file(held: HeldDirectory, entry: FileEntry, engine: str, done: _Done
 
 
 def _surplus(held: HeldDirectory, manifest: CheckpointManifest) -> tuple[str, ...]:
-    """Tell of files that are in the directory and not in its manifest: somebody put them there, and nobody loads them.
+    """Note the files of a directory that are not in its manifest: nobody loads them.
 
     Raises:
-        UnsupportedError: There is something else than files and directories.
+        UnsupportedError: The directory holds something that is neither a file nor a directory.
     """
     listed = {entry.name for entry in manifest.files}
     return tuple(

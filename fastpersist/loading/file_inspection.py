@@ -1,6 +1,6 @@
-"""List what a checkpoint file holds and say whether it is whole, without loading it and without running its code.
+"""List what a checkpoint file holds, and tell whether it is whole, without loading it or running its code.
 
-`directory_inspection` gives the same kinds of answers for directories.
+`directory_inspection` does the same for directories.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class TensorEntry:
     """One tensor of a file.
 
     Attributes:
-        name: Where it is in the object: `model.layer.weight`, `optimizer.state[0].exp_avg`.
+        name: Its place in the object: `model.layer.weight`, `optimizer.state[0].exp_avg`.
         dtype: torch's name of its dtype, such as "bfloat16".
         shape: Its dimensions.
-        size_bytes: Bytes of its elements (a view of a larger storage counts only its own); 0 for an unknown dtype.
-        offset_bytes: Where its first element lies, from the file's start; None for one without data (meta).
-        record: The record that holds its storage, such as "data/0"; for safetensors its own name.
-        crc32: Recorded CRC-32 of that record, None without checksums.
-        file: In a checkpoint directory, the file it is in; "" for a file that is looked at by itself.
+        size_bytes: Bytes of its elements, not of the storage that it views; 0 for an unknown dtype.
+        offset_bytes: Offset of its first element from the start of the file; None for a tensor without data (meta).
+        record: The record with its storage, such as "data/0"; for safetensors the name of the tensor.
+        crc32: The recorded CRC-32 of that record; None without checksums.
+        file: In a checkpoint directory, the name of its file; "" if a single file was inspected.
     """
 
     name: str
@@ -46,29 +46,28 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Manifest:
-    """What a file, a checkpoint directory, or a directory of those holds.
+    """The content of a file, of a checkpoint directory, or of a root (a directory of checkpoint directories).
 
     Attributes:
         path: The file or directory.
-        format: "torch_zip", "safetensors", "directory" (a checkpoint directory) or "root" (a directory of those).
+        format: "torch_zip", "safetensors", "directory" (a checkpoint directory) or "root".
         size_bytes: Length of the file, or of all files together.
-        has_checksums: Whether CRCs were recorded: of every file of a directory, of every checkpoint of a root.
-        tensors: Every tensor by name; one storage may hold several. For a directory those of all its files. Empty for
-            a root and for the checkpoints in it: inspect one of them by itself.
-        globals: What the pickles would import when loaded, as "module.name"; empty for safetensors.
+        has_checksums: Whether CRCs were recorded: for every file of a directory, for every checkpoint of a root.
+        tensors: All tensors; several may share a storage. For a directory those of all its files. Empty for a root and
+            for the checkpoints in it: inspect such a checkpoint by its own path.
+        globals: What loading the pickles would import, as "module.name"; empty for safetensors.
         metadata: The metadata of a safetensors header.
-        files: Directory: what its manifest lists.
-        step: Directory: step of the training, None if it belongs to none.
-        time_s: Directory: when it was written, Unix time.
-        metrics: Directory: values of the training at that step.
-        versions: Directory: name and version of what wrote it.
-        host: Directory: facts of the machine that wrote it.
+        files: Directory: the files in its manifest.
+        step: Directory: the step of the training; None if it belongs to none.
+        time_s: Directory: when it was written, in seconds of Unix time.
+        metrics: Directory: the metrics that were saved with the step.
+        versions: Directory: names and versions of the software that wrote it.
+        host: Directory: facts about the machine that wrote it.
         stats: Directory: what the save cost.
-        commit_number: Directory: its place in the order in which the steps of its root were committed; None if its
-            manifest says none.
+        commit_number: Directory: its number in the order of commits below its root; None if the manifest has none.
         checkpoints: Root: the committed checkpoints, by step.
-        leftovers: Root: names of what is no committed checkpoint: unfinished or replaced ones, which the next save
-            removes, and damaged ones.
+        leftovers: Root: names of directories that are no committed checkpoints: damaged ones, and unfinished or
+            replaced ones, which the next save removes.
     """
 
     path: str
@@ -101,11 +100,11 @@ class Damage:
     """One thing that is wrong with a file or a directory.
 
     Attributes:
-        message: What, in one line.
-        tensors: The names of the tensors that it touches.
-        record: The record it is in, "" when the file's structure is damaged.
-        offset_bytes: Where, from the file's start; None when it has no place.
-        file: In a directory, the file it is in, named from that directory; the message names it too.
+        message: What is wrong, in one line.
+        tensors: The names of the damaged tensors.
+        record: The damaged record; "" if the structure of the file is damaged.
+        offset_bytes: Where, from the start of the file; None if the damage has no place.
+        file: In a directory, the damaged file, relative to the directory; the message names it too.
     """
 
     message: str
@@ -117,18 +116,16 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport:
-    """The result of reading a whole file, or a whole directory.
+    """The result of verifying a file or a directory. As a bool it is `ok`.
 
     Attributes:
         path: The file or directory.
-        damages: All that is wrong, empty when nothing is.
+        damages: All that is wrong; empty if nothing is.
         checked_bytes: Bytes whose CRC was compared.
-        has_checksums: False: the structure was checked, but there is nothing to compare the bytes (of some file of a
-            directory) with.
-        leftovers: Of a directory of checkpoints: names of unfinished and replaced ones, which are no damage.
-        notes: What is worth knowing and no damage: files that stand in a checkpoint's directory beside its own.
-
-    As a bool it is `ok`.
+        has_checksums: False if only the structure could be checked, because the file (or a file of the directory) was
+            saved without CRCs.
+        leftovers: Of a root: names of unfinished and replaced checkpoints, which are no damage.
+        notes: What is no damage, but worth knowing: files in a checkpoint's directory that are not in its manifest.
     """
 
     path: str
@@ -140,7 +137,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong with what could be checked."""
+        """Whether nothing is wrong with what could be checked."""
         return not self.damages
 
     def __bool__(self) -> bool:
@@ -153,7 +150,7 @@ class VerifyReport:
 
 
 def inspect_source(source: CheckpointSource) -> Manifest:
-    """See `fastpersist.inspect`."""
+    """List what an open file holds; see `fastpersist.inspect`."""
     if source.kind == "safetensors":
         return _inspect_safetensors(source)
     if source.kind == "torch_zip":
@@ -209,7 +206,7 @@ def _inspect_torch_zip(source: CheckpointSource) -> Manifest:
 
 
 def verify_source(source: CheckpointSource, *, engine: str, poll: Poll | None) -> VerifyReport:
-    """See `fastpersist.verify`."""
+    """Read an open file and tell what is wrong; see `fastpersist.verify`."""
     try:
         if source.kind == "safetensors":
             return _verify_safetensors(source, engine, poll)
@@ -277,7 +274,7 @@ def _verify_torch_zip(source: CheckpointSource, engine: str, poll: Poll | None) 
 
 
 def _header_damages(source: CheckpointSource) -> list[Damage]:
-    """Find what is wrong outside of the records: other readers go by local headers, and no CRC covers the directory."""
+    """Find damage outside of the records: no CRC covers the directory, and other readers use local headers."""
     found = header_damages(source.read_at, source.size_bytes, source.directory, path=source.path)
     damages = []
     for name, why in found.items():

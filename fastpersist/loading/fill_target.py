@@ -1,8 +1,8 @@
 """Fill a Module, or nested containers of tensors and Modules, from a torch zip or a safetensors file, in place.
 
-The file's structure comes from stock torch.load run over storages on the meta device, so every name, shape, dtype and
-stride is known without a byte of data, and nothing is changed before all is checked. Targets with optimizers and other
-objects are `restore`'s.
+Stock torch.load builds the file's object over storages on the meta device. So every name, shape, dtype and stride is
+known without a byte of data, and nothing changes before all is checked. `restore` fills targets with optimizers and
+other objects.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def fill_target(
     if verify:
         _verify_all(source, engine, read)
     extra_states = _load_extra_states(source, structure, target, engine, read)
-    read(source.fd, source.path, Extents(), engine=engine)  # of several ranks, none has failed so far
+    read(source.fd, source.path, Extents(), engine=engine)  # raises if another rank has failed so far
     filled: list[str] = []
     try:
         fill_pairs(source, pairs, engine, filled, read)
@@ -96,12 +96,12 @@ def _partly_overwritten(error: StorageError | PeerError, filled: list[str]) -> S
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
-    """What a file holds, without its data.
+    """The object in a file, without its data.
 
     Attributes:
-        stored: Its object with a StoredTensor in place of each tensor, lists for tuples, None for everything else.
-        skeleton: Its object, with tensors on the meta device; None for safetensors.
-        storages: The storages of those tensors, by key.
+        stored: The object with a StoredTensor for each tensor, a list for each tuple, and None for all other values.
+        skeleton: The object with tensors on the meta device; None for safetensors.
+        storages: The storages of these tensors, by key.
     """
 
     stored: Any
@@ -136,7 +136,7 @@ def _stored_entry(entry: safetensors_format.Entry, path: str) -> StoredTensor:
 
 
 def meta_object(source: CheckpointSource, *, weights_only: bool = True) -> tuple[Any, dict[str, torch.UntypedStorage]]:
-    """Unpickle over storages without data, sizes checked against the directory; also return them by key."""
+    """Unpickle over storages without data, after a check of their sizes; also return the storages by key."""
     storages: dict[str, torch.UntypedStorage] = {}
     for reference in source.summary.references:
         entry = source.directory.entries.get(f"data/{reference.key}")
@@ -171,10 +171,10 @@ _SetExtraState: TypeAlias = Callable[[Any], None]
 def _load_extra_states(
     source: CheckpointSource, structure: _Structure, target: object, engine: str, read: Read
 ) -> list[tuple[_SetExtraState, Any]]:
-    """Load what the target's modules once returned from get_extra_state, before anything of the target changes.
+    """Load the extra states that the file has for the target's modules, before the target changes.
 
-    An extra state may hold tensors. No tensor of the target takes them, so they get storages of their own, and the
-    object is built once more around those.
+    An extra state may hold tensors. They have no place in the target, so they get storages of their own, and the object
+    is built once more around these.
     """
     wanted = list(_extra_states(structure.skeleton, target))
     own = {tensor.untyped_storage()._cdata for _, state in wanted for tensor in _tensors_in(state)}
@@ -194,7 +194,7 @@ def _load_extra_states(
 
 
 def _extra_states(value: Any, target: object) -> Iterator[tuple[_SetExtraState, Any]]:
-    """Find the extra states in a file's object that modules of the target take."""
+    """Yield the extra states in a file's object for which the target has a module, each with that module's setter."""
     if isinstance(target, torch.nn.Module) and isinstance(value, Mapping):
         for prefix, module in target.named_modules():
             name = f"{prefix}.{EXTRA_STATE_KEY}" if prefix else EXTRA_STATE_KEY
@@ -224,10 +224,10 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _match(path: str, stored: Any, target: object, strict: bool, keys: IncompatibleKeys) -> list[Pair]:
-    """Pair the target's tensors with the file's, and note what is on one side only; nothing is touched.
+    """Pair the target's tensors with the file's, and note names that only one side has; this changes nothing.
 
     Raises:
-        ConfigError: They do not fit; all differences are listed.
+        ConfigError: They do not fit; the message lists all differences.
     """
     pairs: list[Pair] = []
     problems: list[str] = []
@@ -248,7 +248,7 @@ def _match(path: str, stored: Any, target: object, strict: bool, keys: Incompati
 
 
 def _walk(name: str, target: object, stored: Any) -> Iterator[tuple[str, torch.Tensor | None, Any]]:
-    """Yield (name, target tensor or None, what the file has there or None)."""
+    """Yield (name, tensor of the target or None, what the file has under this name or None)."""
     if isinstance(target, torch.nn.Module):
         target = _module_tensors(target)
         if isinstance(stored, dict):
@@ -286,7 +286,7 @@ def _leaves(name: str, stored: Any) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The module's own tensors by their state_dict names; extra state is handled apart."""
+    """Return a module's tensors by their names in its state_dict, without extra state."""
     state = module.state_dict(keep_vars=True)
     return {
         name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(name)

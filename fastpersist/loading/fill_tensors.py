@@ -1,8 +1,8 @@
-"""Fill tensors that exist already from a file: the bytes go straight to their memory, without a second copy.
+"""Fill existing tensors from a file: the bytes go straight to their memory, without a second copy.
 
-Contiguous host tensors of the same dtype are filled straight from the ring; others (strided, converted, on a device)
-through torch, in pieces or, where strides differ, one tensor at a time. Which tensor is filled from which place is
-decided before (`fill_target`, `restore`).
+Contiguous host tensors of the same dtype are filled straight from the ring. torch fills all others (strided, converted,
+on a device): in pieces, or one tensor at a time if strides differ. `fill_target` and `restore` decide which tensor is
+filled from which place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in the file: its place and how its elements lie there."""
+    """A tensor in the file: its place, and how its elements lie there."""
 
     offset_bytes: int  # of its first element, from the file's start
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class StoredTensor:
         return (last + 1) * self.dtype.itemsize
 
     def is_contiguous(self) -> bool:
-        """Row-major without gaps; the stride of a dimension of size 1 does not matter."""
+        """Tell whether it is row-major without gaps; the stride of a dimension of size 1 does not matter."""
         expected = 1
         for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and step != expected:
@@ -51,7 +51,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """What is filled from what."""
+    """A tensor of a target, and the tensor of the file that fills it."""
 
     name: str
     target: torch.Tensor
@@ -59,16 +59,16 @@ class Pair:
 
 
 def described_tensor(source: CheckpointSource, key_of: Mapping[int, str], tensor: torch.Tensor) -> StoredTensor:
-    """Say where a tensor on the meta device lies in the file, proven to be inside its storage.
+    """Return where a tensor on the meta device lies in the file, after proving that it lies inside its storage.
 
     Args:
         source: The file.
-        key_of: Keys of the storages that `meta_object` returned, by their `_cdata`.
-        tensor: Of the object that `meta_object` returned.
+        key_of: Keys of the storages, by their `_cdata`.
+        tensor: A tensor over one of these storages.
 
     Raises:
-        FormatError: It reaches beyond its storage.
-        UnsupportedError: It is not plain and dense.
+        FormatError: The tensor reaches beyond its storage.
+        UnsupportedError: The tensor is not plain and dense.
     """
     if tensor.layout != torch.strided or tensor.is_quantized or type(tensor) not in PLAIN_TYPES:
         raise UnsupportedError(
@@ -91,7 +91,7 @@ def described_tensor(source: CheckpointSource, key_of: Mapping[int, str], tensor
 
 
 def why_not_fillable(name: str, tensor: torch.Tensor, stored_dtype: torch.dtype) -> list[str]:
-    """Say what keeps the memory of a target from being filled with values of a dtype; nothing if nothing does."""
+    """Return why a target cannot be filled with values of a dtype; an empty list if it can."""
     if tensor.device.type == "meta":
         return [f"{name} is on the meta device and has no memory yet; call to_empty(device=…) on its module first"]
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -110,10 +110,10 @@ def why_not_fillable(name: str, tensor: torch.Tensor, stored_dtype: torch.dtype)
 def fill_pairs(
     source: CheckpointSource, pairs: Sequence[Pair], engine: str, filled: list[str], read: Read = read_extents
 ) -> None:
-    """Fill all targets, by `read`; `filled` gets the names that may have been touched, before they are."""
+    """Fill all targets, by `read`; `filled` gets the name of each target before it may change."""
     extents = Extents()
     one_by_one = _overlapping(pairs)
-    last = {memory_of(pair.target): pair for pair in pairs}  # of tied targets the last wins, as in load_state_dict
+    last = {memory_of(pair.target): pair for pair in pairs}  # the last of tied targets wins, as in load_state_dict
     with torch.no_grad():
         for pair in last.values():
             if not pair.target.numel() or pair in one_by_one:
@@ -129,17 +129,17 @@ def fill_pairs(
                 filled.append(pair.name)
                 pair.target.copy_(_read_strided(source, pair.stored, engine, read))
         finally:
-            # autograd shall notice that the values changed, also where only the native side wrote them
+            # tells autograd that the values changed; it does not see what the native side writes
             torch.autograd.graph.increment_version([pair.target for pair in pairs])
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what two tensors have in common that show the same elements of the same memory."""
+    """Return a key that is equal for tensors over the same elements of the same memory."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
 
 
 def _overlapping(pairs: Sequence[Pair]) -> list[Pair]:
-    """Find targets that share memory without being the same tensor: they are filled one by one, in order."""
+    """Find targets that overlap in memory without being equal: they are filled one by one, in order."""
 
     def span(pair: Pair) -> tuple[str, int, int]:
         target = pair.target
@@ -148,7 +148,7 @@ def _overlapping(pairs: Sequence[Pair]) -> list[Pair]:
 
     ordered = sorted((pair for pair in pairs if pair.target.numel()), key=span)
     found: set[int] = set()
-    reach: Pair | None = None  # of those before on the same device, the one that ends last
+    reach: Pair | None = None  # the pair so far on this device whose memory ends last
     for pair in ordered:
         if reach is not None and span(reach)[0] == span(pair)[0] and span(pair)[1] < span(reach)[2]:
             if memory_of(reach.target) != memory_of(pair.target):
@@ -177,7 +177,7 @@ def _add_contiguous(extents: Extents, pair: Pair) -> None:
         )
         return
     if flat is None or stored.offset_bytes % itemsize:
-        # A strided target, or elements that chunk borders could cut in two: gathered first, one tensor at a time.
+        # A strided target, or elements that a chunk border could cut in two: gather the whole tensor first.
         whole = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         missing_bytes = size_bytes
 
@@ -199,7 +199,7 @@ def _add_contiguous(extents: Extents, pair: Pair) -> None:
 
 
 def _read_strided(source: CheckpointSource, stored: StoredTensor, engine: str, read: Read) -> torch.Tensor:
-    """Read a tensor that is a view with gaps: its span, then the view."""
+    """Read a tensor with gaps between its elements: read its span, then view it."""
     span = new_storage(stored.span_bytes, torch.device("cpu"))
     extents = Extents()
     extents.add_storage(stored.offset_bytes, span, with_crc=False)

@@ -1,7 +1,6 @@
-"""Read and compare the parts of one save that lie in the directories of several stores, and check that they are whole.
+"""Read and compare the parts of one save in the directories of several stores, and check that they are whole.
 
-`formats.split_manifest` defines the record of parts. What is done with the bytes is the business of `merge` and of
-`node_local.exchange`.
+`formats.split_manifest` defines the record of parts; `merge` and `node_local.exchange` put the bytes together.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ __all__ = ["FoundPart", "OpenPart", "file_in_parts", "missing_stores", "read_rec
 
 @dataclass(frozen=True, slots=True)
 class FoundPart:
-    """A part of a file that lies in some store's directory.
+    """A part of a file in the directory of a store.
 
     Attributes:
-        path: Where.
-        entry: What the manifest says of it.
-        part: Who wrote it, and what is in it.
-        host: Of the store that it lies in.
+        path: The file of the part.
+        entry: Its entry in the manifest.
+        part: The rank that wrote it, and the extents in it.
+        host: The host of the store.
     """
 
     path: str
@@ -48,16 +47,16 @@ class FoundPart:
 
     @property
     def author(self) -> str:
-        """Who wrote it, for messages."""
+        """Who wrote the part, for messages."""
         return f"rank {self.part.rank} has written it on {self.host}"
 
 
 def read_record(path: str, manifest: CheckpointManifest) -> PartsRecord | None:
-    """Read the record of parts of a checkpoint directory, None if it has none.
+    """Read the record of parts of a checkpoint directory; None if it has none.
 
     Args:
         path: The directory.
-        manifest: Of it.
+        manifest: Its manifest.
 
     Raises:
         FormatError, ChecksumError: The record is damaged, or does not fit the manifest.
@@ -87,13 +86,13 @@ def read_record(path: str, manifest: CheckpointManifest) -> PartsRecord | None:
 
 
 def missing_stores(record: PartsRecord, found: Iterable[PartsRecord]) -> list[int]:
-    """Return the stores that a record names and that are not among those found."""
+    """Return the numbers of the stores in a record that are not among those found."""
     present = {one.store for one in found if one.token == record.token}
     return [number for number in range(len(record.stores)) if number not in present]
 
 
 def file_in_parts(path: str, record: PartsRecord, manifest: CheckpointManifest, file: SplitFile) -> list[FoundPart]:
-    """Return the parts of a file that lie in a store's directory."""
+    """Return the parts of a file that are in a store's directory."""
     entries = {entry.name: entry for entry in manifest.files}
     host = record.stores[record.store].host
     return [
@@ -120,11 +119,11 @@ def require_whole(size_bytes: int, parts: Sequence[Part], path: str) -> None:
 
 
 class OpenPart:
-    """A part, open for reading by offsets of the file. A context manager; one thread uses it.
+    """A part, open for reading by offsets in the whole file. A context manager; one thread at a time uses it.
 
     Args:
-        path: Where.
-        extents: Where its bytes belong.
+        path: The file of the part.
+        extents: The extents of the whole file that are in the part, in its order.
     """
 
     def __init__(self, path: str, extents: Sequence[Extent]) -> None:
@@ -140,7 +139,7 @@ class OpenPart:
         return fd
 
     def read_small(self, offset_bytes: int, size_bytes: int) -> bytes:
-        """Read bytes of the file; what lies in other parts is zeros."""
+        """Read bytes of the whole file; those in other parts are zeros."""
         data = bytearray(size_bytes)
         for low, length_bytes in self.map.within(offset_bytes, size_bytes):
             at = low - offset_bytes

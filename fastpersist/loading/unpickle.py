@@ -1,14 +1,14 @@
-"""Fill first, unpickle last: a file → the object that was saved.
+"""Load a file: fill all storages first, unpickle last.
 
-1. Prove the directory, scan the pickle: which storages, how large, where, on which device.
-2. Allocate every destination and let the reader fill all of them, CRCs in the same pass where asked for.
-3. Let stock torch.load build the object. Its `map_location` is a dictionary of ours whose answer for the n-th storage
-   is a name that only our registered deserializer knows; it hands out the filled storage. torch's own reads of
-   storage bytes meet a file object that passes over them. So all code that runs while unpickling sees true bytes, and
-   a torch.load that such code calls itself is not touched: it neither has our dictionary nor our file.
+1. Prove the zip directory, and scan the pickle: it names the storages, their sizes and devices.
+2. Allocate every storage, and let the reader fill all of them; with `verify` it computes CRCs in the same pass.
+3. Let stock torch.load build the object. Its `map_location` is a dictionary of ours: for each storage it returns a name
+   that only our registered deserializer knows, and that one hands out the filled storage. torch reads through a file
+   object of ours that skips the bytes of storages. So all code that runs during unpickling sees true bytes, and a
+   torch.load that such code calls is not affected: it has neither our dictionary nor our file.
 
-What this way cannot do goes to stock torch.load as it stands, and the log says why: callable map_location, meta and
-fake loads, byte-swapped, legacy and TorchScript files, and whenever pickle and directory disagree.
+Stock torch.load reads the file alone, and the log says why, with a callable map_location, for meta and fake loads, for
+byte-swapped, legacy and TorchScript files, and if pickle and directory disagree.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MapLocation: TypeAlias = Callable[[Any, str], Any] | torch.device | str | dict[s
 # --------------------------------------------------------------------------------------------- stock torch.load
 
 _LOAD_PRIORITY = -7_310_000
-"""Of our deserializer in torch's registry: before all others, since it answers only to names of ours."""
+"""The priority of our deserializer in torch's registry: before all others, for it answers to our names only."""
 
 _TOKEN_PREFIX = "fastpersist-storage:"
 _running: dict[str, _StorageSupply] = {}
@@ -49,10 +49,10 @@ _load_numbers = itertools.count()
 
 
 class _StorageSupply(dict[str, str]):
-    """The map_location of one load of ours: hands out filled storages in the order in which torch asks.
+    """The map_location of one of our loads: it hands out the filled storages in the order in which torch asks.
 
-    A dict, because torch asks a dict once per storage and passes everything else on. Its `get` is called with a
-    location (text) for a storage, and with a torch.device for a wrapper subclass that has no storage of its own.
+    It is a dict, because torch asks a dict once for each storage. torch calls its `get` with a location (text) for a
+    storage, and with a torch.device for a wrapper subclass without storage of its own.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ torch.serialization.register_package(_LOAD_PRIORITY, no_tag, _hand_out)
 
 
 def mapped_location(wanted: MapLocation, location: Any) -> Any:
-    """Apply a map_location that is no callable to a location, as torch does."""
+    """Apply a map_location, which is not a callable, to a location, as torch does."""
     if wanted is None:
         return location
     if isinstance(wanted, dict):
@@ -121,12 +121,12 @@ def unpickle_with(
     map_location: MapLocation,
     weights_only: bool,
 ) -> Any:
-    """Build the object of a torch zip around storages that are there already.
+    """Build the object of a torch zip around existing storages.
 
     Args:
-        source: The file; its small records are read, its storages are not.
-        storages: By key: what the object's tensors shall view.
-        map_location: What wrapper subclasses without storage of their own are told; not a callable.
+        source: The file; of it only the small records are read.
+        storages: The storages of the object's tensors, by key.
+        map_location: Where wrapper subclasses without storage of their own go; not a callable.
         weights_only: As in torch.load.
 
     Raises:
@@ -140,14 +140,14 @@ def unpickle_with(
     seen: set[str] = set()
     for reference in source.summary.references:
         storage = storages[reference.key]
-        # torch remembers a storage by its key unless it has no address, and then asks again at every use.
+        # torch asks once for each key; but for a storage without address (empty, or meta) it asks at every use.
         if reference.key not in seen:
             asks.append((reference, storage, entries[f"data/{reference.key}"].data_offset_bytes))
             if storage.data_ptr() if storage.device.type != "meta" else 0:
                 seen.add(reference.key)
     if source.summary.has_negative_int and any(storage.device.type == "meta" for storage in storages.values()):
-        source.prove_tensors()  # torch overlooks negative strides there
-    source.forget_pickle()  # torch reads its own: of ten thousand tensors, megabytes
+        source.prove_tensors()  # torch does not check negative strides on the meta device
+    source.forget_pickle()  # megabytes for ten thousand tensors; torch reads its own
     sizes_bytes = {key: storage.nbytes() for key, storage in storages.items() if storage.resizable()}
     with _StorageSupply(asks, map_location, file) as supply:
         opened = cast(IO[bytes], file)  # a raw reader has all that torch.load calls
@@ -156,7 +156,7 @@ def unpickle_with(
         except Exception as error:
             if file.failure is not None:
                 raise file.failure from error
-            if isinstance(error, RuntimeError):  # a storage of host memory has refused to grow, or whatever else it is
+            if isinstance(error, RuntimeError):  # perhaps a tensor is larger than its storage, which cannot grow
                 source.prove_tensors(error)
             raise
     if any(storages[key].nbytes() > size_bytes for key, size_bytes in sizes_bytes.items()):
@@ -179,7 +179,7 @@ class StorageToFill:
 
 
 def why_stock(source: CheckpointSource, map_location: MapLocation, weights_only: bool) -> str | None:
-    """Say why a torch zip must be loaded by stock torch.load, None when it need not be."""
+    """Say why only stock torch.load can load a torch zip; None if we can."""
     if callable(map_location):
         return "map_location is a callable"
     if torch._guards.detect_fake_mode(None) is not None:
@@ -194,13 +194,13 @@ def why_stock(source: CheckpointSource, map_location: MapLocation, weights_only:
         return "a registered package may restore storages before torch does"
     if "torch._utils._rebuild_device_tensor_from_numpy" in source.summary.globals:
         return "it holds tensors of a device whose bytes are inside the pickle"
-    if weights_only and not_allowed_globals(source.summary.globals):  # torch's own error is wanted, and soon
+    if weights_only and not_allowed_globals(source.summary.globals):  # torch raises its own error, before any read
         return "it names globals that weights_only=True does not allow"
     return None
 
 
 def _device_for(location: str) -> torch.device | None:
-    """Return the device that torch would restore to, None where stock torch.load shall decide or complain."""
+    """Return the device that torch would restore to; None if only stock torch.load can tell, or must refuse."""
     if location == "cpu":
         return torch.device("cpu")
     try:
@@ -219,9 +219,9 @@ def _device_for(location: str) -> torch.device | None:
 def storages_to_fill(
     source: CheckpointSource, map_location: MapLocation, *, passed_over: Container[str] = ()
 ) -> dict[str, StorageToFill] | str:
-    """Say which storages there are and where they go; or, in a sentence, why stock torch.load must do it.
+    """Return the storages of the file, and the devices they go to; or say why only stock torch.load can load them.
 
-    Those whose keys are in `passed_over` are left out: their place is known to the caller.
+    Storages whose keys are in `passed_over` are left out: the caller has a place for them.
     """
     wanted: dict[str, StorageToFill] = {}
     devices: dict[str, torch.device | None] = {}
@@ -229,7 +229,7 @@ def storages_to_fill(
     for reference in source.summary.references:
         entry = entries.get(f"data/{reference.key}")
         if entry is None or entry.size_bytes < reference.size_bytes:
-            # Not left to torch: older versions trust the pickle and read beyond the record.
+            # torch is not asked: older versions trust the pickle and read beyond the record.
             raise FormatError(f"storage {reference.key} is missing or too short", path=source.path)
         if entry.size_bytes != reference.size_bytes:
             return f"pickle and directory disagree on storage {reference.key}"
@@ -285,15 +285,15 @@ def load_checkpoint(
 
     storages = {key: new_storage(item.size_bytes, item.device) for key, item in wanted.items()}
     fill_storages(source, wanted, storages, verify=verify, engine=engine, poll=poll, read=read)
-    del wanted  # of ten thousand storages some megabytes, which unpickling can use
+    del wanted  # megabytes for ten thousand storages; unpickling needs memory too
     return unpickle_with(source, storages, map_location=map_location, weights_only=weights_only)
 
 
 def _refuse_disguised(source: CheckpointSource) -> None:
-    """Refuse a pickle with the name of a safetensors file: that name promises that no code can be run."""
+    """Refuse a pickle with the name of a safetensors file: that name promises that loading runs no code."""
     if source.kind == "torch_zip":
         with contextlib.suppress(UnsupportedError):
-            _ = source.directory  # of other archives it says what they are
+            _ = source.directory  # its error tells what other archives are
     raise FormatError(
         f"it is no safetensors file, as its name says, but {source.looks_like()}, and loading that with "
         "weights_only=False would run code in it; rename it if you trust it",
@@ -304,9 +304,9 @@ def _refuse_disguised(source: CheckpointSource) -> None:
 def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
     """Allocate a storage whose bytes are about to be filled.
 
-    In host memory it cannot grow, like those of torch.load: a tensor that a file describes as larger than its storage
-    is then refused by torch. One that torch allocates itself would grow instead, by bytes that nobody has written.
-    Memory of a device is torch's own, as its streams must know it: `unpickle_with` looks whether it has grown.
+    In host memory the storage cannot grow, like those of torch.load: so torch refuses a tensor that a file describes as
+    larger than its storage. An ordinary storage would grow, by bytes that nobody has written. Memory of a device comes
+    from torch's allocator, which has to know it, and can grow: `unpickle_with` checks that afterwards.
     """
     if device.type != "cpu":
         return torch.UntypedStorage(size_bytes, device=device)
@@ -331,7 +331,7 @@ def fill_storages(
     poll: Poll | None,
     read: Read = read_extents,
 ) -> None:
-    """Fill fresh storages, by key; with `verify`, raise ChecksumError if a CRC differs."""
+    """Fill new storages, by key; with `verify`, raise ChecksumError if a CRC differs."""
     if verify:
         require_checksums(source)
         check_small_records(source)
@@ -398,7 +398,11 @@ def torch_dtype(entry: safetensors_format.Entry, path: str) -> torch.dtype:
 
 
 def require_checksums(source: CheckpointSource) -> None:
-    """Refuse to verify what was saved without checksums: silence would look like success."""
+    """Refuse to verify a file that was saved without checksums: silence would look like success.
+
+    Raises:
+        UnsupportedError: A CRC is missing.
+    """
     if source.kind == "safetensors":
         has_checksums = all(entry.crc is not None for entry in source.header.entries)
     else:
@@ -443,7 +447,7 @@ def check_records(
 
 
 def checksum_error(source: CheckpointSource, key: str, expected: int, found: int, count: int) -> ChecksumError:
-    """Say which tensors a damaged storage holds and where it lies."""
+    """Return the error for a damaged storage: which tensors it holds, and where it lies."""
     entry = source.directory.entries.get(f"data/{key}") or source.directory.entries[key]
     try:
         names = source.tensor_names([key])[key]
