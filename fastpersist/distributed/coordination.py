@@ -1,19 +1,19 @@
-"""The ranks of a process group talk about their saves, beside training, without collectives and without torch's Store.
+"""The ranks of a process group meet, begin sessions, and hear of each other's failures: `Ranks`.
 
-Rank 0 and each other rank are connected (`connections`). When a process dies, the kernel closes its connections, so
-the others know at once. `Ranks.meet` is the only collective; after it, no call waits longer than half a second without
-looking at `Session.poll`.
+They talk beside training, without collectives and without torch's Store. `connections` carries frames, `sessions` has
+what is said in one session; this module imports both, and neither imports it. The coordinator, rank 0, is connected
+with each follower. When a process dies, the kernel closes its connections, so the other ranks know at once.
+`Ranks.meet` is the only collective; after it, no call waits longer than half a second without calling `Session.poll`.
 
-What is said belongs to a *session*, one for each save. All ranks begin their sessions in the same order, on the
-thread that calls save(), so a number is enough to tell which. They may be at different ones: what comes of a session
-that this rank has not begun is kept, what comes of one that is over is dropped. What can be said in one is `sessions`'s
-affair.
+Each save has a *session*. All ranks begin their sessions in the same order, on the thread that calls save(), so a
+number identifies a session. Ranks may be at different sessions: a message of a session that this rank has not begun is
+kept, one of a session that is over is dropped.
 
-A rank that fails tells rank 0, which tells all others. Who hears of a failure answers that it knows: what is not
-answered may be lost with the connection, and is told again over the next one, by either side. Until all know, rank 0
-stays within reach, on a thread of its own: whoever begins that session late, perhaps over a new connection, must not
-wait for a rank that has long given up. A connection that is lost is a failure of all sessions that were begun and are
-not over; those that are begun later make the connection anew.
+A rank that fails tells the coordinator, which tells all followers. A rank that hears of a failure acknowledges it. What
+is not acknowledged may be lost with the connection; either side tells it again over the next one. Until all ranks have
+acknowledged a failure, the coordinator serves its connections on a thread of its own, so that a follower that begins
+that session late, perhaps over a new connection, does not wait for a rank that has long given up. A lost connection
+fails all sessions that were begun and are not over; later sessions connect again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from fastpersist.saving.directory_files import own_version
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["LATE_THREAD", "Exchange", "Ranks", "Session"]
+__all__ = ["LATE_THREAD", "Exchange", "Ranks"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -67,26 +67,29 @@ Exchange = Callable[[Any], Sequence[Any]]
 """A collective: given an object of this rank, returns one of each rank, by rank."""
 
 LATE_THREAD = "fastpersist-late-ranks"
-"""The name of the thread on which rank 0 waits until all know of a failure, and another rank for its welcome."""
+"""The name of the thread that serves the connections: the coordinator's until all ranks know of a failure, a follower's
+until the coordinator has welcomed it."""
 
-_FAREWELL_S = 0.4  # so long fail() and close() wait for a peer that does not read
-_RETURN_S = 10.0  # so long rank 0 waits for a rank whose connection was lost before the session
-_PULSE_S = 15.0  # a rank that writes for long says so as often
+_FAREWELL_S = 0.4  # how long fail() and close() wait for a rank that does not read
+_RETURN_S = 10.0  # how long the coordinator waits for a follower whose connection was lost before the session
+_PULSE_S = 15.0  # how often a rank that writes for long tells that it is alive
 _MEETING_S = 30.0
-_WELCOME_S = 5.0  # then the next address is tried
+_WELCOME_S = 5.0  # how long an address has to answer before the next one is tried
 _OLD_FAILURE_COUNT = 64
 
 
 class Ranks:
-    """The ranks of one process group, connected with each other. Thread-safe.
+    """The ranks of one process group, connected with each other; a `sessions.Line`. Thread-safe.
 
-    `meet` makes it. Two of the same group do not know of each other.
+    `meet` makes it. Two objects of the same group do not know of each other.
 
     Attributes:
         rank: Of this process in the group.
         count: How many ranks there are.
         nodes: The number of the machine that each rank runs on, 0 … by first appearance.
         block_bytes: What is cut among the ranks is cut at multiples of it.
+        patience_s: How long a call waits for a rank that is silent.
+        connections: This rank's.
     """
 
     def __init__(
@@ -96,19 +99,20 @@ class Ranks:
         self.count = count
         self.nodes = nodes
         self.block_bytes = block_bytes
-        self._patience_s = timeout_s if rank else timeout_s - min(5.0, timeout_s / 5)  # the others hear who was silent
+        # The coordinator gives up first, so that it can still tell the followers who was silent.
+        self.patience_s = timeout_s if rank else timeout_s - min(5.0, timeout_s / 5)
         self._begun = 0
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-        self._early: dict[int, list[tuple[int, int, bytes]]] = {}  # of sessions that are not begun here
-        self._failures: dict[int, Failure] = {}  # by session: of those that are not begun here, and of old ones too
-        self._absent: dict[int, tuple[Failure, bool]] = {}  # lost connections, and whether for good
+        self._early: dict[int, list[tuple[int, int, bytes]]] = {}  # messages of sessions that this rank has not begun
+        self._failures: dict[int, Failure] = {}  # by session: begun or not, and of the last ones that are over
+        self._absent: dict[int, tuple[Failure, bool]] = {}  # by rank with a lost connection; whether it said goodbye
         self._processes: list[Any] = [None] * count  # of the ranks on this machine
         self._heard_s: dict[int, float] = {}  # when each rank was last heard of
         self._pulsed_s = 0.0
-        self._untold: dict[int, Failure] = {}  # by session, what rank 0 has not answered yet; on the others
-        self._unaware: dict[int, tuple[float, set[int]]] = {}  # by session that failed: until when, who does not know
+        self._untold: dict[int, Failure] = {}  # by session, failures that rank 0 has not acknowledged; on a follower
+        self._unaware: dict[int, tuple[float, set[int]]] = {}  # by failed session: deadline, and ranks that do not know
         self._is_waiting_for_late = False
-        self._connections = Connections(rank, count, self)
+        self.connections = Connections(rank, count, self)
 
     @classmethod
     def meet(cls, process_group: ProcessGroup | None, *, timeout_s: float = 600.0) -> Ranks:
@@ -116,7 +120,7 @@ class Ranks:
 
         Args:
             process_group: Any backend that can gather objects; None for the default group.
-            timeout_s: So long may another rank be silent while this one waits for it; rank 0's counts.
+            timeout_s: How long another rank may be silent while this one waits for it; rank 0's counts.
 
         Raises:
             ConfigError: The versions of fastpersist do not fit, or this process is not in the group.
@@ -172,7 +176,7 @@ class Ranks:
         return ranks
 
     def _meet(self, exchange: Exchange, *, local: bool) -> None:
-        connections = self._connections
+        connections = self.connections
         offer: dict[str, Any] = {}
         if self.rank == 0:
             try:
@@ -185,7 +189,7 @@ class Ranks:
         failed = offer.get("error")
         if failed is None:
             connections.token, connections.addresses = offer["token"], list(offer["addresses"])
-            failed = self._find_first() if self.rank else self._welcome_all()
+            failed = self._find_coordinator() if self.rank else self._welcome_all()
         failures = [one for one in exchange(failed) if one is not None]
         if failures:
             raise CoordinationError(
@@ -195,26 +199,26 @@ class Ranks:
 
     def _welcome_all(self) -> str | None:
         end_s = time.monotonic() + _MEETING_S
-        while not self._connections.serve_until(lambda: len(self._connections.ranks()) == self.count - 1, WAKE_S):
+        while not self.connections.serve_until(lambda: len(self.connections.ranks()) == self.count - 1, WAKE_S):
             if time.monotonic() >= end_s:
-                missing = sorted(set(range(1, self.count)) - set(self._connections.ranks()))
+                missing = sorted(set(range(1, self.count)) - set(self.connections.ranks()))
                 return f"{named(missing)} did not connect to rank 0 within {_MEETING_S:g} s"
         return None
 
-    def _find_first(self) -> str | None:
-        """Find the address at which rank 0 can be reached, and connect."""
-        offered = self._connections.addresses
+    def _find_coordinator(self) -> str | None:
+        """Find the address at which the coordinator can be reached, and connect; else return what failed."""
+        offered = self.connections.addresses
         reason = "nowhere: it has only addresses of its own"
         end_s = time.monotonic() + _MEETING_S
         while offered and time.monotonic() < end_s:
             for address in offered:
-                self._connections.addresses = [address]
+                self.connections.addresses = [address]
                 try:
-                    self._connections.connect(_WELCOME_S)
+                    self.connections.connect(_WELCOME_S)
                 except OSError as error:
                     reason = f"{address}: {error}"
                     continue
-                if self._connections.wait_welcome(end_s if len(offered) == 1 else time.monotonic() + _WELCOME_S):
+                if self.connections.wait_welcome(end_s if len(offered) == 1 else time.monotonic() + _WELCOME_S):
                     return None
                 reason = f"{address}: nobody answers there, or somebody else"
             time.sleep(WAKE_S)
@@ -230,14 +234,14 @@ class Ranks:
         Raises:
             CoordinationError: The ranks were closed, or belong to the process that this one was forked from.
         """
-        with self._connections.lock:
-            self._connections.take_connections()  # if there were too many descriptors, there may be less now
-            self._connections.look()  # a connection that was lost by now was lost outside this session
+        with self.connections.lock:
+            self.connections.take_connections()  # again, if this process had too many open files before
+            self.connections.look()  # a connection that is lost by now was lost before this session
             self._begun += 1
             session = Session(self, self._begun, subject, poll)
-            session._failure = self._failures.get(self._begun)
+            session.failure = self._failures.get(self._begun)
             for early in self._early.pop(self._begun, []):
-                session._arrive(*early)
+                session.arrive(*early)
             for old in (self._failures, self._untold):
                 old.pop(self._begun - _OLD_FAILURE_COUNT, None)
             self._sessions[self._begun] = session
@@ -245,10 +249,10 @@ class Ranks:
 
     def close(self) -> None:
         """Say goodbye and close the connections; may be called again. Takes less than a second."""
-        self._connections.close("the connections to the other ranks are closed", _FAREWELL_S)
+        self.connections.close("the connections to the other ranks are closed", _FAREWELL_S)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # of a half-made object, or while the interpreter ends
+        with contextlib.suppress(Exception):  # the object is half made, or the interpreter ends
             self.close()
 
     def __repr__(self) -> str:
@@ -256,88 +260,90 @@ class Ranks:
 
     # --- for sessions
 
-    def _forget(self, session: Session) -> None:
-        with self._connections.lock:
-            self._sessions.pop(session._number, None)
+    def forget(self, session: Session) -> None:
+        """See `Line`; so do the methods below."""
+        with self.connections.lock:
+            self._sessions.pop(session.number, None)
 
-    def _have_told(self, session: Session, since_s: float) -> bool:
-        """Tell whether a message of each other rank is there, or one never will be."""
+    def have_told(self, session: Session, since_s: float) -> bool:
+        """Tell whether each follower has said something in a session, or never will."""
         for rank, (failure, is_final) in list(self._absent.items()):
-            patience_s = min(_RETURN_S, self._patience_s)
+            patience_s = min(_RETURN_S, self.patience_s)
             is_final = is_final or time.monotonic() - since_s > patience_s or is_dead(self._processes[rank])
-            if is_final and not session._inbox[rank]:
-                self._record(session._number, failure)
-        return session._failure is not None or all(session._inbox[1:])
+            if is_final and rank in session.missing():
+                self._record(session.number, failure)
+        return session.failure is not None or not session.missing()
 
-    def _pulse(self) -> None:
-        """Let the others know that this rank is alive and at work, when it has not lately."""
+    def pulse(self) -> None:
+        """Tell the other ranks that this one is alive, if it has not done so lately."""
         now_s = time.monotonic()
-        if now_s - self._pulsed_s >= self._pulse_interval_s():
+        if now_s - self._pulsed_s >= self.pulse_interval_s():
             self._pulsed_s = now_s
-            self._connections.send(frame(PULSE, 0, b""), self._connections.ranks())
+            self.connections.send(frame(PULSE, 0, b""), self.connections.ranks())
 
-    def _pulse_interval_s(self) -> float:
-        return min(_PULSE_S, self._patience_s / 5)
+    def pulse_interval_s(self) -> float:
+        """Return how often a rank that works tells that it is alive."""
+        return min(_PULSE_S, self.patience_s / 5)
 
-    def _silent_since(self, ranks: Iterable[int]) -> float:
-        """Return since when the one of these ranks that was last heard of longest ago has been silent."""
+    def silent_since(self, ranks: Iterable[int]) -> float:
+        """Return since when the rank that has been silent longest, of these, has been silent."""
         return min((self._heard_s.get(rank, 0.0) for rank in ranks), default=0.0)
 
-    def _send(self, session: Session, messages: Mapping[int, bytes], kind: int = MESSAGE) -> None:
-        """Send messages to those of these ranks that this one is connected with; one frame where all get the same."""
-        with self._connections.lock:
+    def send(self, session: Session, messages: Mapping[int, bytes], kind: int = MESSAGE) -> None:
+        """Send a message to each of these ranks that is connected; ranks that get the same object share one frame."""
+        with self.connections.lock:
             by_message: dict[int, list[int]] = {}
-            for rank in self._connections.ranks():
+            for rank in self.connections.ranks():
                 if rank in messages:
                     by_message.setdefault(id(messages[rank]), []).append(rank)
             for ranks in by_message.values():
-                data = frame(kind, session._number, messages[ranks[0]])
-                self._connections.send(data, ranks)
+                data = frame(kind, session.number, messages[ranks[0]])
+                self.connections.send(data, ranks)
                 for _ in ranks:
-                    session._count(FRAME_BYTES + len(messages[ranks[0]]))
+                    session.count_message(FRAME_BYTES + len(messages[ranks[0]]))
 
-    def _give_up(self, session: Session, failure: Failure) -> None:
-        """Have a session fail, here and on all other ranks. Returns within a second."""
-        connections, number = self._connections, session._number
-        if session._failure is not None and number not in self._untold:
-            return  # the others know
+    def give_up(self, session: Session, failure: Failure) -> None:
+        """Make a session fail on all ranks. Returns within a second."""
+        connections, number = self.connections, session.number
+        if session.failure is not None and number not in self._untold:
+            return  # the other ranks know
         if self.rank:
             with contextlib.suppress(OSError):
-                connections.connect(_FAREWELL_S)  # which tells what broke with the connection
+                connections.connect(_FAREWELL_S)  # a new connection tells rank 0 what was not acknowledged
         with connections.lock:
-            if session._failure is None:
+            if session.failure is None:
                 self._record(number, failure)
-                session._failure = failure
+                session.failure = failure
                 if self.rank:
                     self._untold[number] = failure
                     connections.send(failure.frame(number), [0])
         connections.flush(_FAREWELL_S)
 
-    # --- who comes late; on rank 0, with the lock of the connections held but where it says so
+    # --- followers that come late; on the coordinator, with the lock of the connections held unless it says otherwise
 
     def _wait_for_late(self, number: int) -> None:
-        """See to it that all ranks hear of a failure."""
-        self._unaware[number] = time.monotonic() + self._patience_s, set(range(1, self.count))
+        """Serve the connections until all ranks know of a failure."""
+        self._unaware[number] = time.monotonic() + self.patience_s, set(range(1, self.count))
         if not self._all_know():
             self._serve_apart()
 
     def _serve_apart(self) -> None:
-        """Serve the connections on a thread of their own, until `_over_with_late`."""
+        """Serve the connections on a thread of their own, until `_late_are_served`."""
         if not self._is_waiting_for_late:
-            with contextlib.suppress(RuntimeError):  # no thread can be made, as when the interpreter ends
+            with contextlib.suppress(RuntimeError):  # there can be no new thread, as when the interpreter ends
                 threading.Thread(
-                    target=_serve_late, args=(weakref.ref(self), self._connections), name=LATE_THREAD, daemon=True
+                    target=_serve_late, args=(weakref.ref(self), self.connections), name=LATE_THREAD, daemon=True
                 ).start()
                 self._is_waiting_for_late = True
 
     def _knows(self, rank: int, number: int) -> None:
-        """A rank knows of a failure; with the lock held."""
+        """Note that a rank knows of a failure."""
         self._untold.pop(number, None)
         if number in self._unaware:
             self._unaware[number][1].discard(rank)
 
     def _all_know(self) -> bool:
-        """Tell whether nobody who may still come has a failure to hear of."""
+        """Tell whether each rank that may still come knows of all failures."""
         now_s = time.monotonic()
         for number, (end_s, unaware) in list(self._unaware.items()):
             unaware -= {rank for rank, (_, is_final) in self._absent.items() if is_final}
@@ -345,78 +351,78 @@ class Ranks:
                 del self._unaware[number]
         return not self._unaware
 
-    def _over_with_late(self) -> bool:
-        """Tell, without the lock, whether the thread that serves those who come late is to end."""
-        with self._connections.lock:
-            self._is_waiting_for_late = not self._all_know() or (self.rank > 0 and self._connections.awaits_welcome())
+    def _late_are_served(self) -> bool:
+        """Tell whether the thread that serves late followers is to end; without the lock."""
+        with self.connections.lock:
+            self._is_waiting_for_late = not self._all_know() or (self.rank > 0 and self.connections.awaits_welcome())
             return not self._is_waiting_for_late
 
     # --- for connections, which hold their lock
 
     def connected(self) -> None:
-        """Tell rank 0 what may have been lost on its way, or with an earlier connection."""
+        """Tell the coordinator again what may have been lost with an earlier connection."""
         self._absent.clear()
         for number, failure in self._untold.items():
-            self._connections.send(failure.frame(number), [0])
+            self.connections.send(failure.frame(number), [0])
         if self._begun:
-            self._serve_apart()  # what this rank has to say goes when rank 0 has answered, whatever it does by then
+            self._serve_apart()  # frames wait for rank 0's welcome, and this rank may do other things when it comes
 
     def greeted(self, rank: int) -> None:
-        """Tell a rank that is back what it has missed."""
+        """Tell a follower that has connected again what it has missed."""
         self._absent.pop(rank, None)
         for number, failure in self._failures.items():
-            self._connections.send(failure.frame(number), [rank])
+            self.connections.send(failure.frame(number), [rank])
         for session in list(self._sessions.values()):
-            session._offered_to.discard(rank)  # it asks again for what it has not heard
+            session.forget_offer(rank)
 
     def took(self, rank: int, kind: int, number: int, payload: bytes) -> None:
-        """Sort a message or a failure to its session."""
+        """Hand a message or a failure to its session."""
         self._heard_s[rank] = time.monotonic()
         session = self._sessions.get(number)
         if kind == FAILED:
             culprit, how, text = json.loads(payload)
             self._record(number, Failure(culprit, how, text), rank)
-            self._connections.send(frame(KNOWN, number), [rank])
+            self.connections.send(frame(KNOWN, number), [rank])
             self._knows(rank, number)
         elif kind == KNOWN:
             self._knows(rank, number)
         elif kind in (MESSAGE, ASK, OFFER) and session is not None:
-            session._arrive(rank, kind, payload)
+            session.arrive(rank, kind, payload)
         elif kind in (MESSAGE, ASK, OFFER) and number > self._begun:
             self._early.setdefault(number, []).append((rank, kind, payload))
 
     def lost(self, rank: int, why: str, said_goodbye: bool) -> None:
-        """Have the sessions fail that were under way with a rank."""
+        """Make the sessions fail that were under way with a rank."""
         text = f"its connection was lost ({why}); it was killed, or its machine or the network is down"
-        failure = Failure(rank, "gone", "it has closed, and takes no more part" if said_goodbye else text)
+        failure = Failure(rank, "gone", "it has closed its connections" if said_goodbye else text)
         self._absent[rank] = (failure, said_goodbye)
         if said_goodbye and self.rank == 0:
-            return  # all that it had to say may be here
+            return  # its last messages may be here already
         for number, session in list(self._sessions.items()):
-            if session._failure is None:
+            if session.failure is None:
                 if self.rank:
                     self._untold[number] = Failure(self.rank, "gone", "it had lost its connection to rank 0")
                 self._record(number, failure, rank)
 
     def _record(self, number: int, failure: Failure, told_by: int = 0) -> None:
-        """Note that a session has come to nothing, the first time; rank 0 passes it on."""
+        """Note the first failure of a session; the coordinator passes it on."""
         session = self._sessions.get(number)
         if number in self._failures or (session is None and number <= self._begun):
             return
-        if session is not None and session._settled and told_by:
+        if session is not None and session.is_settled and told_by:
             return
         self._failures[number] = failure
         if session is not None:
-            session._failure = session._failure or failure
+            session.failure = session.failure or failure
         if self.rank == 0:
-            others = [rank for rank in self._connections.ranks() if rank != told_by]
-            self._connections.send(failure.frame(number), others)
+            followers = [rank for rank in self.connections.ranks() if rank != told_by]
+            self.connections.send(failure.frame(number), followers)
             self._wait_for_late(number)
 
 
 def _serve_late(ranks: weakref.ref[Ranks], connections: Connections) -> None:
-    """Serve the connections until nobody is to be waited for any more, or the ranks are closed."""
-    with contextlib.suppress(CoordinationError, ReferenceError):  # closed, or let go
-        while (alive := ranks()) is not None and not alive._over_with_late():
+    """Serve the connections until all late followers are served, or the ranks are closed or dropped."""
+    with contextlib.suppress(CoordinationError, ReferenceError):
+        while (alive := ranks()) is not None and not alive._late_are_served():
             del alive
             connections.serve_until(lambda: False, WAKE_S)

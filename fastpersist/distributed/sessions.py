@@ -1,17 +1,19 @@
-"""What the ranks say to each other about one save; how they are connected is `coordination`'s affair.
+"""What the ranks say to each other about one save: a `Session`, with the coordinator's calls and the followers'.
 
-In a session,
+`coordination.Ranks` connects the ranks, begins sessions and hands each session what is said in it. This module does not
+import `coordination`: what a session needs of the connected ranks is the protocol `Line`. In a session,
 
     followers → coordinator   tell(message)   … gather() returns one message of each rank
     coordinator → followers   answer(message), or answer_each(messages) … hear() returns it
 
-These have an order, and both sides follow it. Beside that order the coordinator, rank 0, *offers* one thing: the place
-where the ranks write files of their own. A follower that needs it calls offered(), which asks for it, and the
-coordinator answers whenever it looks at its connections, so also while it writes. A save in which nobody asks costs no
-message for it. docs/explanation/ranks.md shows all messages; their contents are in `file_agreement`,
-`commit_agreement`, `node_local` and `dcp.plan_agreement`.
+These have an order, and both sides follow it. Outside that order the coordinator, rank 0, *offers* one thing: the
+directory where the ranks write files of their own. A follower that needs it calls offered(), which asks for it. The
+coordinator answers whenever it looks at its connections, so also while it writes. A save in which no follower asks
+sends no message for it. docs/explanation/ranks.md shows all messages; `file_agreement`, `commit_agreement`,
+`node_local` and `dcp.plan_agreement` define their contents.
 
-A rank that fails tells rank 0, which tells all others at once who it was: their next call raises `PeerError`.
+A rank that fails tells the coordinator, which tells all followers at once which rank failed. Their next call raises
+`PeerError`.
 """
 
 from __future__ import annotations
@@ -33,52 +35,61 @@ __all__ = ["PULSE_THREAD", "WAKE_S", "Line", "Session"]
 _log = logging.getLogger("fastpersist")
 
 WAKE_S = 0.45
-"""Each wait looks up as often."""
+"""A call that waits returns to Python at least this often."""
 
 PULSE_THREAD = "fastpersist-pulse"
-"""The name of the thread that tells the others that this rank works."""
+"""The name of the thread that tells the other ranks that this one is alive."""
 
 _TEXT_LIMIT = 2000  # characters of another rank's error
 
 
 class Line(Protocol):
-    """How the ranks are connected, as `coordination.Ranks` knows it; what its sessions use is theirs alone.
+    """The connected ranks as a session uses them; `coordination.Ranks` is one.
 
     Attributes:
         rank: Of this process in the group.
         count: How many ranks there are.
         nodes: The number of the machine that each rank runs on.
         block_bytes: What is cut among the ranks is cut at multiples of it.
+        patience_s: How long a call waits for a rank that is silent.
+        connections: This rank's, whose lock guards what sessions and ranks share.
     """
 
     rank: int
     count: int
     nodes: tuple[int, ...]
     block_bytes: int
-    _patience_s: float
-    _connections: Connections
+    patience_s: float
+    connections: Connections
 
-    def _forget(self, session: Session) -> None: ...
+    def forget(self, session: Session) -> None:
+        """Drop what still comes of a session."""
 
-    def _have_told(self, session: Session, since_s: float) -> bool: ...
+    def have_told(self, session: Session, since_s: float) -> bool:
+        """Tell whether each follower has said something in a session, or never will."""
 
-    def _pulse(self) -> None: ...
+    def pulse(self) -> None:
+        """Tell the other ranks that this one is alive, if it has not done so lately."""
 
-    def _pulse_interval_s(self) -> float: ...
+    def pulse_interval_s(self) -> float:
+        """Return how often a rank that works tells that it is alive."""
 
-    def _silent_since(self, ranks: Iterable[int]) -> float: ...
+    def silent_since(self, ranks: Iterable[int]) -> float:
+        """Return since when the rank that has been silent longest, of these, has been silent."""
 
-    def _send(self, session: Session, messages: Mapping[int, bytes], kind: int = ...) -> None: ...
+    def send(self, session: Session, messages: Mapping[int, bytes], kind: int = ...) -> None:
+        """Send a message to each of these ranks that is connected."""
 
-    def _give_up(self, session: Session, failure: Failure) -> None: ...
+    def give_up(self, session: Session, failure: Failure) -> None:
+        """Make a session fail on all ranks."""
 
 
 class Session:
     """What the ranks say to each other about one save; `coordination.Ranks.begin` makes it.
 
-    Used by one thread at a time. Each call waits for other ranks, up to the deadline, but `check`, `offer`, `announce`,
-    `fail` and `finish`. Once a call has raised, the session is lost on this rank: `fail` tells the others what they do
-    not know yet.
+    One thread at a time uses it. Each call waits for other ranks until the deadline, except `check`, `offer`,
+    `announce`, `fail` and `finish`. Once a call has raised, this rank cannot use the session any more; it calls `fail`,
+    which tells the other ranks what they do not know yet.
 
     Attributes:
         rank: Of this process in the group.
@@ -86,10 +97,13 @@ class Session:
         nodes: The number of the machine that each rank runs on, 0 … by first appearance.
         block_bytes: What is cut among the ranks is cut at multiples of it.
         subject: What is saved, for messages: "step 100", or a path.
-        poll: Called without arguments at least once a second while a call waits; None for nothing. What it raises is
-            told to the other ranks and then raised.
-        message_count: Messages that this rank has sent and got.
+        poll: Called without arguments at least once a second while a call waits; None for nothing. When it raises, the
+            other ranks are told, and the call raises that.
+        message_count: Messages that this rank has sent and received.
         message_bytes: Their bytes, headers included.
+        number: Of this session among those of the group; for `Ranks`, as are the attributes below.
+        failure: Why it has failed; None if it has not.
+        is_settled: Whether it can still fail because a rank is lost: see `settle`.
     """
 
     def __init__(self, ranks: Line, number: int, subject: str, poll: Callable[[], object] | None) -> None:
@@ -102,21 +116,21 @@ class Session:
         self.message_count = 0
         self.message_bytes = 0
         self._ranks = ranks
-        self._number = number
+        self.number = number
         self._inbox: list[deque[bytes]] = [deque() for _ in range(1 if ranks.rank else ranks.count)]  # by sender
         self._offer: bytes | None = None
-        self._askers: list[int] = []  # who have asked for it before it was there; on rank 0
+        self._askers: list[int] = []  # followers that asked before there was an offer; on the coordinator
         self._offered_to: set[int] = set()
-        self._failure: Failure | None = None
-        self._settled = False
+        self.failure: Failure | None = None
+        self.is_settled = False
         self._is_over = False
         self._waits = False
 
     def gather(self, own: bytes) -> list[bytes]:
-        """Wait for the next message of each other rank; on rank 0.
+        """Wait for the next message of each follower; on the coordinator.
 
         Args:
-            own: What this rank would say.
+            own: What stands for this rank in the result.
 
         Returns:
             One message of each rank, by rank.
@@ -126,35 +140,35 @@ class Session:
             AgreementTimeoutError: A rank was silent until the deadline.
             CoordinationError: The ranks were closed.
         """
-        self._refuse_role(first=True)
+        self._require_role(is_coordinator=True)
         ranks, since_s = self._ranks, time.monotonic()
         if self.count > 1 and not self._wait(
-            lambda: ranks._have_told(self, since_s),
-            ranks._patience_s,
-            lambda: ranks._silent_since(self._missing()),
+            lambda: ranks.have_told(self, since_s),
+            ranks.patience_s,
+            lambda: ranks.silent_since(self.missing()),
         ):
-            silent = self._missing()
-            text = f"nothing came from {named(silent)} for {ranks._patience_s:g} s"
-            longest = min(silent, key=lambda rank: ranks._silent_since([rank]))
-            ranks._give_up(self, Failure(longest, "silent", text))
+            silent = self.missing()
+            text = f"nothing came from {named(silent)} for {ranks.patience_s:g} s"
+            longest = min(silent, key=lambda rank: ranks.silent_since([rank]))
+            ranks.give_up(self, Failure(longest, "silent", text))
         self._raise_failure()
         return [own, *(inbox.popleft() for inbox in self._inbox[1:])]
 
     def answer(self, message: bytes) -> None:
-        """Send a message to all other ranks; on rank 0.
+        """Send a message to all followers; on the coordinator.
 
-        What is known of failures is for `gather` and `check` to raise: after the save is published, the last answer
-        reaches those who are there.
+        It does not raise failures of followers, `gather` and `check` do: once the save is published, the last answer is
+        to reach all followers that are still there.
 
         Raises:
             AgreementTimeoutError: A rank did not read until the deadline.
             CoordinationError: The ranks were closed, or the message is too large.
         """
-        self._refuse_role(first=True)
+        self._require_role(is_coordinator=True)
         self._send(dict.fromkeys(range(1, self.count), message))
 
     def answer_some(self, ranks: Iterable[int], message: bytes) -> None:
-        """Send a message to some of the other ranks; on rank 0.
+        """Send a message to some of the followers; on the coordinator.
 
         Args:
             ranks: Which.
@@ -164,125 +178,124 @@ class Session:
             AgreementTimeoutError: A rank did not read until the deadline.
             CoordinationError: The ranks were closed, or the message is too large.
         """
-        self._refuse_role(first=True)
+        self._require_role(is_coordinator=True)
         self._send(dict.fromkeys(ranks, message))
 
     def answer_each(self, messages: Sequence[bytes]) -> None:
-        """Send each other rank a message of its own; on rank 0.
+        """Send each follower a message of its own; on the coordinator.
 
         Args:
-            messages: By rank; what stands there for this one is not sent.
+            messages: By rank; the one for the coordinator is not sent.
 
         Raises:
             AgreementTimeoutError: A rank did not read until the deadline.
             CoordinationError: The ranks were closed, or a message is too large.
         """
-        self._refuse_role(first=True)
+        self._require_role(is_coordinator=True)
         if len(messages) != self.count:
             raise InternalError(f"there are {len(messages)} messages for {self.count} ranks")
         self._send(dict(enumerate(messages[1:], 1)))
 
     def tell(self, message: bytes) -> None:
-        """Send a message to rank 0; on the other ranks.
+        """Send a message to the coordinator; on a follower.
 
         Raises:
             PeerError: A rank has failed, or rank 0 is gone.
             AgreementTimeoutError: Rank 0 did not read until the deadline.
             CoordinationError: The ranks were closed, or the message is too large.
         """
-        self._refuse_role(first=False)
+        self._require_role(is_coordinator=False)
         self._raise_failure()
         self._reach()
         self._send({0: message})
         self._raise_failure()
 
     def hear(self) -> bytes:
-        """Wait for the next answer of rank 0; on the other ranks.
+        """Wait for the next answer of the coordinator; on a follower.
 
         Raises:
             PeerError: A rank has failed, or rank 0 is gone.
-            AgreementTimeoutError: Rank 0 was silent until the deadline; or another rank was, says rank 0.
+            AgreementTimeoutError: Rank 0 was silent until the deadline; or rank 0 says that another rank was.
             CoordinationError: The ranks were closed.
         """
-        self._refuse_role(first=False)
+        self._require_role(is_coordinator=False)
         inbox = self._inbox[0]
-        if not inbox and self._failure is None:
+        if not inbox and self.failure is None:
             self._reach()
-        # What rank 0 has answered before somebody failed is still true.
+        # What the coordinator answered before a rank failed is still true.
         ranks = self._ranks
         if not self._wait(
-            lambda: bool(inbox) or self._failure is not None, ranks._patience_s, lambda: ranks._silent_since([0])
+            lambda: bool(inbox) or self.failure is not None, ranks.patience_s, lambda: ranks.silent_since([0])
         ):
-            ranks._give_up(self, self._silent_first())
+            ranks.give_up(self, self._silent_coordinator())
         if not inbox:
             self._raise_failure()
         return inbox.popleft()
 
     def offer(self, message: bytes) -> None:
-        """Have each other rank told this that asks for it; on rank 0. Never blocks, and raises nothing."""
-        self._refuse_role(first=True)
-        with self._ranks._connections.lock:
+        """Answer each follower that asks, now and later, with this; on the coordinator. Never blocks or raises."""
+        self._require_role(is_coordinator=True)
+        with self._ranks.connections.lock:
             self._offer = message
             askers, self._askers = self._askers, []
             self._tell_offer(askers)
 
     def announce(self) -> None:
-        """Tell what is offered to those, too, who have not asked for it: they are going to. Never blocks.
+        """Tell all followers what is offered, before they ask; on the coordinator. Never blocks.
 
         Raises:
             CoordinationError: The ranks were closed.
         """
-        self._refuse_role(first=True)
-        self._ranks._connections.look()
-        with self._ranks._connections.lock:
+        self._require_role(is_coordinator=True)
+        self._ranks.connections.look()
+        with self._ranks.connections.lock:
             self._tell_offer(range(1, self.count))
 
     def offered(self) -> bytes:
-        """Wait for what rank 0 offers; on the other ranks.
+        """Wait for what the coordinator offers; on a follower.
 
         Raises:
             PeerError: A rank has failed, or rank 0 is gone.
             AgreementTimeoutError: Rank 0 was silent until the deadline.
             CoordinationError: The ranks were closed.
         """
-        self._refuse_role(first=False)
+        self._require_role(is_coordinator=False)
         ranks = self._ranks
-        ranks._connections.look()
+        ranks.connections.look()
         if self._offer is None:
             self._raise_failure()
             self._reach()
-            ranks._send(self, {0: b""}, ASK)
+            ranks.send(self, {0: b""}, ASK)
         if not self._wait(
-            lambda: self._offer is not None or self._failure is not None,
-            ranks._patience_s,
-            lambda: ranks._silent_since([0]),
+            lambda: self._offer is not None or self.failure is not None,
+            ranks.patience_s,
+            lambda: ranks.silent_since([0]),
         ):
-            ranks._give_up(self, self._silent_first())
+            ranks.give_up(self, self._silent_coordinator())
         self._raise_failure()
         if self._offer is None:
-            raise InternalError("rank 0 neither offers anything nor has it failed")
+            raise InternalError("rank 0 has neither offered anything nor failed")
         return self._offer
 
     def check(self) -> None:
-        """Raise if somebody is known to have failed, or to be gone. Never blocks.
+        """Raise if a rank is known to have failed, or to be gone. Never blocks.
 
-        Who writes for long calls this often: it also tells the others that this rank is not silent.
+        A rank that writes for long calls this often, since it also tells the other ranks that this one is alive.
 
         Raises:
             PeerError: A rank has failed, is gone, or was silent too long for rank 0.
             CoordinationError: The ranks were closed.
         """
-        self._ranks._connections.look()
+        self._ranks.connections.look()
         self._raise_failure()
-        self._ranks._pulse()
+        self._ranks.pulse()
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Let the others know, while the block runs, that this rank is alive: it may be in one system call for long.
+        """Tell the other ranks, while the block runs, that this one is alive: one system call may take long.
 
-        A sync of many gigabytes, or the rename that publishes, may take longer than the others wait for a silent rank.
-        While the block waits for another rank, that one's silence counts, so this one is silent, too, unless it is
-        the first.
+        A sync of many gigabytes, or the rename that publishes, may take longer than ranks wait for a silent rank. While
+        a follower waits for another rank in the block, it tells nothing: else that rank's deadline would never pass.
         """
         over = threading.Event()
         thread = threading.Thread(target=self._pulse_until, args=(over,), name=PULSE_THREAD, daemon=True)
@@ -298,55 +311,57 @@ class Session:
             thread.join()
 
     def _pulse_until(self, over: threading.Event) -> None:
-        while not over.wait(self._ranks._pulse_interval_s()):
+        while not over.wait(self._ranks.pulse_interval_s()):
             if self._is_over:
                 return
             if not self._waits:
-                self._ranks._pulse()
+                self._ranks.pulse()
 
     def settle(self) -> None:
-        """Go on without the others: they have said all that rank 0 needs. On rank 0, before it publishes.
+        """Go on without the followers, which have said all that the coordinator needs; before it publishes.
 
-        From now on a rank that is lost does not make this session fail, neither here nor on the other ranks.
+        From now on a follower that is lost does not make this session fail, neither here nor on the other ranks.
 
         Raises:
             PeerError: A rank has failed before, or is gone.
             CoordinationError: The ranks were closed.
         """
-        self._refuse_role(first=True)
+        self._require_role(is_coordinator=True)
         ranks = self._ranks
-        with ranks._connections.lock:  # a loss that another thread notes between the look and the mark would undo it
-            ranks._connections.look()
+        with ranks.connections.lock:  # else another thread could note a loss between the look and the mark
+            ranks.connections.look()
             self._raise_failure()
-            self._settled = True
-        ranks._pulse()
+            self.is_settled = True
+        ranks.pulse()
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one gives up; may be called again.
 
-        Never raises. Takes less than a second, whatever the others do. Does nothing after `finish`.
+        Never raises. Takes less than a second, whatever the other ranks do. Does nothing after `finish`.
         """
         if self._is_over:
             return
         try:
             text = f"{type(error).__name__}: {error}"[:_TEXT_LIMIT]
-            self._ranks._give_up(self, Failure(self.rank, "failed", text))
-        except Exception:  # noqa: BLE001 - the caller's error matters more, and the others see that we are gone
+            self._ranks.give_up(self, Failure(self.rank, "failed", text))
+        except Exception:  # noqa: BLE001 - the caller's error matters more, and the other ranks see that this one is gone
             _log.debug("telling the other ranks that %s failed", self.subject, exc_info=True)
         self.finish()
 
     def finish(self) -> None:
-        """All went well on this rank: what still comes of this session is dropped."""
+        """End the session on this rank, which needs it no more: messages that still come are dropped."""
         self._is_over = True
-        self._ranks._forget(self)
+        self._ranks.forget(self)
 
-    def _missing(self) -> list[int]:
-        """Return the ranks of which no message is there."""
+    # --- for `Ranks`, which holds the lock of the connections
+
+    def missing(self) -> list[int]:
+        """Return the followers of which no message has arrived."""
         return [rank for rank, inbox in enumerate(self._inbox) if rank and not inbox]
 
-    def _arrive(self, sender: int, kind: int, message: bytes) -> None:
-        """Take what a rank says; with the lock of the connections held."""
-        self._count(FRAME_BYTES + len(message))
+    def arrive(self, sender: int, kind: int, message: bytes) -> None:
+        """Take what a rank says."""
+        self.count_message(FRAME_BYTES + len(message))
         if kind == OFFER:
             self._offer = message
         elif kind == ASK and self._offer is None:
@@ -356,32 +371,40 @@ class Session:
         else:
             self._inbox[sender].append(message)
 
-    def _tell_offer(self, ranks: Iterable[int]) -> None:
-        new = set(ranks).difference(self._offered_to).intersection(self._ranks._connections.ranks())
-        if self._offer is not None and new:
-            self._offered_to |= new
-            self._ranks._send(self, dict.fromkeys(new, self._offer), OFFER)
+    def forget_offer(self, rank: int) -> None:
+        """Note that a follower has a new connection: it asks again for an offer that it has not received."""
+        self._offered_to.discard(rank)
 
-    def _count(self, size_bytes: int) -> None:
+    def count_message(self, size_bytes: int) -> None:
+        """Count a message that was sent or received."""
         self.message_count += 1
         self.message_bytes += size_bytes
 
-    def _refuse_role(self, *, first: bool) -> None:
-        if first != (self.rank == 0):
-            raise InternalError(f"rank {self.rank} has {'' if first else 'no '}call of rank 0 to make")
+    # --- inside
+
+    def _tell_offer(self, ranks: Iterable[int]) -> None:
+        new = set(ranks).difference(self._offered_to).intersection(self._ranks.connections.ranks())
+        if self._offer is not None and new:
+            self._offered_to |= new
+            self._ranks.send(self, dict.fromkeys(new, self._offer), OFFER)
+
+    def _require_role(self, *, is_coordinator: bool) -> None:
+        if is_coordinator != (self.rank == 0):
+            role = "the coordinator" if is_coordinator else "followers"
+            raise InternalError(f"rank {self.rank} makes a call that is for {role}")
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure.error(self.subject)
+        if self.failure is not None:
+            raise self.failure.error(self.subject)
 
-    def _silent_first(self) -> Failure:
-        text = f"rank 0 was silent for {self._ranks._patience_s:g} s, says rank {self.rank},"
+    def _silent_coordinator(self) -> Failure:
+        text = f"rank 0 was silent for {self._ranks.patience_s:g} s, says rank {self.rank},"
         return Failure(0, "silent", text)
 
     def _wait(self, over: Callable[[], bool], limit_s: float, silent_since: Callable[[], float] | None = None) -> bool:
-        """Serve the connections until something is over; return whether it is, or only the time.
+        """Serve the connections until `over` returns true or the time is up; return whether `over` did.
 
-        With `silent_since` the time counts from then, if that is later than now.
+        With `silent_since` the time counts from what that returns, if that is later than now.
         """
         self._waits = True
         try:
@@ -392,10 +415,10 @@ class Session:
     def _wait_long(self, over: Callable[[], bool], limit_s: float, silent_since: Callable[[], float] | None) -> bool:
         now_s = time.monotonic()
         end_s, poll_s = now_s + limit_s, now_s
-        while not self._ranks._connections.serve_until(over, max(0.0, min(WAKE_S, end_s - now_s))):
+        while not self._ranks.connections.serve_until(over, max(0.0, min(WAKE_S, end_s - now_s))):
             now_s = time.monotonic()
             if self.rank == 0:
-                self._ranks._pulse()  # who waits for its verdict shall not take it for silent
+                self._ranks.pulse()  # else followers that wait for its answer would take it for silent
             if self.poll is not None and now_s >= poll_s:
                 poll_s = now_s + WAKE_S / 2
                 try:
@@ -413,7 +436,7 @@ class Session:
         return True
 
     def _send(self, messages: Mapping[int, bytes]) -> None:
-        """Send messages to those who are connected; wait until the kernel has taken them, or the save has failed."""
+        """Send messages to connected ranks; wait until the kernel has taken them, or the save has failed."""
         for message in messages.values():
             if len(message) > MESSAGE_LIMIT_BYTES:
                 raise CoordinationError(
@@ -423,24 +446,26 @@ class Session:
         ranks = self._ranks
         if self.count == 1:
             return
-        ranks._send(self, messages)
-        connections = ranks._connections
-        if not self._wait(lambda: not connections.unsent() or self._failure is not None, ranks._patience_s):
+        ranks.send(self, messages)
+        connections = ranks.connections
+        if not self._wait(lambda: not connections.unsent() or self.failure is not None, ranks.patience_s):
             deaf = connections.unsent()
-            text = f"{named(deaf)} did not read for {ranks._patience_s:g} s"
-            ranks._give_up(self, Failure(deaf[0], "silent", text) if deaf and self.rank == 0 else self._silent_first())
+            text = f"{named(deaf)} did not read for {ranks.patience_s:g} s"
+            ranks.give_up(
+                self, Failure(deaf[0], "silent", text) if deaf and self.rank == 0 else self._silent_coordinator()
+            )
             self._raise_failure()
 
     def _reach(self) -> None:
-        """Make the connection to rank 0 anew if it was lost before this session."""
-        end_s = time.monotonic() + self._ranks._patience_s
-        while self._failure is None:
+        """Connect with the coordinator again if the connection was lost before this session."""
+        end_s = time.monotonic() + self._ranks.patience_s
+        while self.failure is None:
             try:
-                self._ranks._connections.connect(WAKE_S)
+                self._ranks.connections.connect(WAKE_S)
                 return
             except OSError as error:
-                # The kernel of a machine that is there refuses: rank 0 does not listen any more.
+                # The machine is there, and its kernel refuses: the coordinator does not listen any more.
                 if isinstance(error, ConnectionRefusedError) or time.monotonic() >= end_s:
-                    self._ranks._give_up(self, Failure(0, "gone", f"it cannot be reached ({error})"))
-            self._wait(lambda: self._failure is not None, WAKE_S)
+                    self._ranks.give_up(self, Failure(0, "gone", f"it cannot be reached ({error})"))
+            self._wait(lambda: self.failure is not None, WAKE_S)
         self._raise_failure()

@@ -45,7 +45,7 @@ from support.training import PATIENCE_S
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.commit.filesystem import Filesystem, using
-from fastpersist.distributed.coordination import Session
+from fastpersist.distributed.sessions import Session
 
 SHORT_S = 2.0
 """The deadline, where it is to be passed."""

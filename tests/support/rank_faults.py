@@ -37,7 +37,8 @@ from support.training import PATIENCE_S
 
 import fastpersist as fp
 from fastpersist.commit.filesystem import using
-from fastpersist.distributed.coordination import Ranks, Session
+from fastpersist.distributed.coordination import Ranks
+from fastpersist.distributed.sessions import Session
 from fastpersist.transfer.writer import Writer
 
 SIZES = (280_000, 7)
@@ -153,7 +154,7 @@ def cut_lines(ranks: Ranks) -> Callable[[], None]:
     """Return what cuts all connections of this rank, as a network does: neither side has closed anything."""
 
     def cut() -> None:
-        for connection in list(ranks._connections._by_rank.values()):
+        for connection in list(ranks.connections._by_rank.values()):
             connection.socket.shutdown(socket.SHUT_RDWR)
 
     return cut

@@ -22,7 +22,8 @@ from typing import Any
 
 from support.forking import Child, Report
 
-from fastpersist.distributed.coordination import Exchange, Ranks, Session
+from fastpersist.distributed.coordination import Exchange, Ranks
+from fastpersist.distributed.sessions import Session
 from fastpersist.errors import NoSpaceError, PeerError
 
 TIMEOUT_S = 40.0
@@ -214,7 +215,7 @@ def assert_failed(outcome: Any, rank: int, text: str, kind: type[PeerError] = Pe
 
 def connection_of(ranks: Ranks, other: int) -> socket.socket:
     """Return the socket by which one rank is connected with another."""
-    return ranks._connections._by_rank[other].socket
+    return ranks.connections._by_rank[other].socket
 
 
 def wait_for(child: Child, step: int) -> None:

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import fastpersist as fp
 from fastpersist.dcp import plan_agreement
 from fastpersist.dcp.plan_agreement import Done, Planned, SharedPlans, gather_done, tell_done
-from fastpersist.distributed.coordination import Session
 from fastpersist.distributed.messages import encoded
+from fastpersist.distributed.sessions import Session
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning:torch.distributed.checkpoint")
 

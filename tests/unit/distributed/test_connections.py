@@ -76,7 +76,7 @@ def test_a_stranger_is_not_let_in_and_disturbs_nobody(
         monkeypatch.setattr(connections, "_STRANGER_S", 0.2)
     with (
         ranks_in_threads(2) as ranks,
-        socket.create_connection(ranks[0]._connections.addresses[0], timeout=TIMEOUT_S) as stranger,
+        socket.create_connection(ranks[0].connections.addresses[0], timeout=TIMEOUT_S) as stranger,
     ):
         before = connection_of(ranks[0], 1)
         stranger.sendall(said)
@@ -158,7 +158,7 @@ def test_who_passes_on_what_the_ranks_say_hears_no_token_and_cannot_say_it_again
     relay = Relay()
     relay.stand_between(monkeypatch)
     with contextlib.closing(relay), ranks_in_threads(2) as ranks:
-        board = ranks[0]._connections
+        board = ranks[0].connections
         assert_went_well(say_all(begin(ranks)))
         assert b"plan 1" in relay.up
         assert b"go" in relay.down
@@ -215,8 +215,8 @@ def test_who_passes_on_what_the_ranks_say_gets_no_word_of_his_own_taken(
 def test_who_answers_in_the_place_of_rank_0_is_told_nothing_and_not_believed(answer: bytes) -> None:
     with ranks_in_threads(2) as ranks, socket.create_server(("127.0.0.1", 0)) as impostor:
         connection_of(ranks[1], 0).shutdown(socket.SHUT_RDWR)
-        ranks[1]._connections.look()
-        own, ranks[1]._connections.addresses = ranks[1]._connections.addresses, [impostor.getsockname()]
+        ranks[1].connections.look()
+        own, ranks[1].connections.addresses = ranks[1].connections.addresses, [impostor.getsockname()]
         session = ranks[1].begin(SUBJECT)
         session.tell(b"plan 1")
         with impostor.accept()[0] as accepted:
@@ -230,7 +230,7 @@ def test_who_answers_in_the_place_of_rank_0_is_told_nothing_and_not_believed(ans
         assert "does not know the token" in str(caught.value) or "no message of ours" in str(caught.value)
         assert heard[:5] == frame(HELLO)[:5]
         assert len(heard) == len(hello(1))
-        ranks[1]._connections.addresses = own
+        ranks[1].connections.addresses = own
         ranks[0].begin(SUBJECT)
         session.fail(caught.value)
         assert_went_well(say_all(begin(ranks)))
@@ -248,7 +248,7 @@ def closed_by_peer(stranger: socket.socket) -> bool:
 def test_a_member_with_the_token_that_talks_nonsense_is_lost_and_rank_0_lives() -> None:
     with ranks_in_threads(3) as ranks:
         sessions = begin(ranks)
-        ranks[1]._connections.send(b"nonsense" * 8, [0])
+        ranks[1].connections.send(b"nonsense" * 8, [0])
         with pytest.raises(PeerError) as caught:
             sessions[0].gather(b"")
         assert_failed(caught.value, 1, "no message of ours")
@@ -267,10 +267,10 @@ def test_rank_0_without_descriptors_does_not_spin_and_listens_again(
 
     with ranks_in_threads(2) as ranks:
         begin(ranks, "step 1")
-        board = ranks[0]._connections
+        board = ranks[0].connections
         assert board._listener is not None
         connection_of(ranks[1], 0).shutdown(socket.SHUT_RDWR)
-        ranks[1]._connections.look()
+        ranks[1].connections.look()
         other = ranks[1].begin(SUBJECT)
         other.tell(b"")  # a new connection waits to be accepted
         with monkeypatch.context() as patch:

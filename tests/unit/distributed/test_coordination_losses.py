@@ -32,7 +32,8 @@ from support.ranks_in_threads import (
 
 from fastpersist.distributed import connections, coordination
 from fastpersist.distributed.connections import MESSAGE, PULSE, frame
-from fastpersist.distributed.coordination import LATE_THREAD, Ranks, Session
+from fastpersist.distributed.coordination import LATE_THREAD, Ranks
+from fastpersist.distributed.sessions import Session
 from fastpersist.errors import (
     AgreementTimeoutError,
     CoordinationError,
@@ -136,8 +137,8 @@ def test_a_stopped_process_holds_nobody_up(stopped: int) -> None:
         os.kill(children[stopped].pid, signal.SIGSTOP)
         os.waitpid(children[stopped].pid, os.WUNTRACED)
         session = own.begin(SUBJECT)
-        own._connections.send(frame(MESSAGE, 1, bytes(48 << 20)), [stopped])  # more than any kernel keeps
-        assert own._connections.unsent() == [stopped]
+        own.connections.send(frame(MESSAGE, 1, bytes(48 << 20)), [stopped])  # more than any kernel keeps
+        assert own.connections.unsent() == [stopped]
         assert seconds(session.check) < AT_ONCE_S / 4
         assert seconds(lambda: own.begin("step 101")) < AT_ONCE_S / 4
         assert seconds(lambda: session.fail(FULL)) < AT_ONCE_S
@@ -168,7 +169,7 @@ def test_a_peer_that_does_not_read_is_not_taken_for_a_machine_that_is_down(monke
     with ranks_in_threads(2) as ranks:
         monkeypatch.setattr(connections, "_SILENT_MACHINE_S", 0.2)
         first, other = begin(ranks)
-        ranks[0]._connections.send(frame(MESSAGE, 1, large), [1])  # its window is closed from now on
+        ranks[0].connections.send(frame(MESSAGE, 1, large), [1])  # its window is closed from now on
         end_s = time.monotonic() + 2.0
         while time.monotonic() < end_s:
             first.check()
@@ -207,7 +208,7 @@ def test_a_connection_that_is_lost_between_sessions_is_made_anew(breaker: int, l
 @pytest.mark.parametrize("breaker", [0, 1])
 def test_a_connection_that_is_lost_right_behind_other_news_is_lost_before_the_session(breaker: int) -> None:
     with ranks_in_threads(2) as ranks:
-        ranks[breaker]._connections.send(frame(PULSE), [1 - breaker])
+        ranks[breaker].connections.send(frame(PULSE), [1 - breaker])
         connection_of(ranks[breaker], 1 - breaker).shutdown(socket.SHUT_RDWR)
         assert_went_well(say_all(begin(ranks)))
 
@@ -216,8 +217,8 @@ def test_a_connection_that_is_made_and_lost_before_rank_0_has_seen_it_is_lost_be
     with ranks_in_threads(2) as ranks:
         for _ in range(2):
             connection_of(ranks[1], 0).shutdown(socket.SHUT_RDWR)
-            ranks[1]._connections.look()
-            ranks[1]._connections.connect(TIMEOUT_S)
+            ranks[1].connections.look()
+            ranks[1].connections.connect(TIMEOUT_S)
         connection_of(ranks[1], 0).shutdown(socket.SHUT_RDWR)
         assert_went_well(say_all(begin(ranks)))
 
@@ -253,9 +254,9 @@ def test_what_is_offered_reaches_a_rank_whose_connection_was_lost_before(breaker
 
 def lose_on_this_side_only(ranks: Ranks) -> socket.socket:
     """Lose the connection with rank 0, which does not hear of it until what this returns is closed."""
-    with ranks._connections.lock:
+    with ranks.connections.lock:
         kept = socket.socket(fileno=os.dup(connection_of(ranks, 0).fileno()))
-        ranks._connections._drop(ranks._connections._by_rank[0])
+        ranks.connections._drop(ranks.connections._by_rank[0])
         ranks.lost(0, "for the test", False)
     return kept
 
@@ -319,7 +320,7 @@ def test_a_failure_that_is_lost_on_its_way_to_rank_0_is_told_over_the_next_conne
             with pytest.raises(PeerError) as noticed:
                 session.check()
             session.fail(noticed.value)  # over a connection that is lost, too
-            listener = ranks[0]._connections._listener
+            listener = ranks[0].connections._listener
             assert listener is not None
             with listener.accept()[0] as accepted:
                 assert b"had lost" not in read_away(accepted, b"FPR")  # the hello; the rest is for who is rank 0
@@ -343,7 +344,7 @@ def test_a_rank_that_was_away_hears_what_it_has_missed() -> None:
         session = ranks[0].begin(SUBJECT)  # sees the end of the connection, so rank 2 cannot be told
         with pytest.raises(PeerError, match="no room"):
             session.gather(b"")
-        assert ranks[0]._connections.ranks() == [1]
+        assert ranks[0].connections.ranks() == [1]
         session.finish()
         later = ranks[0].begin("step 101")
         (away,) = begin(ranks[2:])
@@ -430,7 +431,7 @@ def test_after_goodbye_the_end_of_a_connection_is_no_failure(leak_check: None) -
         ranks[2].close()
         for _ in range(3):
             first.check()
-        assert ranks[0]._connections.ranks() == [1]
+        assert ranks[0].connections.ranks() == [1]
         assert first.gather(b"") == [b"", *[b"all that it has to say"] * 2]
         first.answer(b"end")
         assert one.hear() == b"end"

@@ -22,8 +22,7 @@ from support.ranks_in_threads import (
 )
 
 from fastpersist.distributed import sessions as session_room
-from fastpersist.distributed.coordination import Session
-from fastpersist.distributed.sessions import PULSE_THREAD
+from fastpersist.distributed.sessions import PULSE_THREAD, Session
 from fastpersist.errors import (
     AgreementTimeoutError,
     CoordinationError,
@@ -363,7 +362,7 @@ def test_a_rank_that_is_lost_while_rank_0_settles_fails_the_save_before_it_or_no
 
         def lose_rank_2() -> None:
             """Be another thread of rank 0 that serves its connections: the end of one is the next thing it sees."""
-            with ranks[0]._connections.lock:
+            with ranks[0].connections.lock:
                 ranks[0].lost(2, "for the test", False)
 
         another = threading.Thread(target=lose_rank_2)
