@@ -1,4 +1,4 @@
-"""Ranges of bytes: of a source, and of a file; and what is joined, shared or left of them. Pure integers."""
+"""Ranges of bytes in a source and in a file: joined, intersected, subtracted, mapped. Pure integers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ByteRange:
     """Bytes of a source.
 
     Attributes:
-        source: Which, by index.
-        from_bytes: The first, counted from the source's start.
+        source: The index of the source.
+        from_bytes: The first byte, counted from the source's start.
         size_bytes: How many.
     """
 
@@ -39,12 +39,12 @@ class Extent(NamedTuple):
 
     @classmethod
     def between(cls, low_bytes: int, high_bytes: int) -> Extent:
-        """Return the bytes from one offset up to another, which is not among them."""
+        """Return the bytes from one offset up to another, exclusive."""
         return cls(low_bytes, high_bytes - low_bytes)
 
     @property
     def end_bytes(self) -> int:
-        """The offset right behind the last byte."""
+        """The offset after the last byte."""
         return self.offset_bytes + self.size_bytes
 
 
@@ -53,7 +53,7 @@ def _end(extent: Extent) -> int:
 
 
 def overlaps(extent: Extent, taken: Sequence[Extent]) -> list[Extent]:
-    """Return the parts of an extent that lie in others, which are sorted and do not overlap."""
+    """Return the parts of an extent that lie in `taken`, whose extents are sorted and do not overlap."""
     found = []
     index = bisect.bisect_right(taken, extent.offset_bytes, key=_end)
     while index < len(taken) and taken[index].offset_bytes < extent.end_bytes:
@@ -66,7 +66,7 @@ def overlaps(extent: Extent, taken: Sequence[Extent]) -> list[Extent]:
 
 
 def without(extent: Extent, taken: Sequence[Extent]) -> list[Extent]:
-    """Return what is left of an extent without others, which are sorted and do not overlap."""
+    """Return the parts of an extent that lie outside `taken`, whose extents are sorted and do not overlap."""
     left = []
     position = extent.offset_bytes
     for one in overlaps(extent, taken):
@@ -79,7 +79,7 @@ def without(extent: Extent, taken: Sequence[Extent]) -> list[Extent]:
 
 
 def merged(extents: Iterable[Extent]) -> list[Extent]:
-    """Return extents in order, those that touch or overlap as one."""
+    """Return extents in order, with those that touch or overlap joined."""
     found: list[Extent] = []
     for one in sorted(extents):
         if found and one.offset_bytes <= found[-1].end_bytes:
@@ -90,7 +90,7 @@ def merged(extents: Iterable[Extent]) -> list[Extent]:
 
 
 class ExtentMap:
-    """Where the bytes of extents lie in the file that holds them one right behind the other.
+    """Maps extents of a file to places in a part, a file that holds only their bytes, without gaps.
 
     Args:
         extents: Ascending; none overlaps another.
@@ -107,14 +107,14 @@ class ExtentMap:
         return self._places[-1]
 
     def place_of(self, offset_bytes: int) -> int:
-        """Return where a byte of the file lies; for one that is in no extent, where the extent before it ends."""
+        """Return the place of a byte of the file; for one in no extent, the end of the extent before it."""
         index = bisect.bisect_right(self._starts, offset_bytes) - 1
         if index < 0:
             return 0
         return self._places[index] + min(offset_bytes - self._starts[index], self.extents[index].size_bytes)
 
     def belonging(self, place_bytes: int, size_bytes: int) -> list[Extent]:
-        """Return where bytes that lie here, one right behind the other, belong in the file."""
+        """Return where the bytes from a place on belong in the file."""
         found = []
         index = max(0, bisect.bisect_right(self._places, place_bytes) - 1)
         end = place_bytes + size_bytes
@@ -126,7 +126,7 @@ class ExtentMap:
         return found
 
     def within(self, offset_bytes: int, size_bytes: int) -> list[Extent]:
-        """Return what of some bytes of the file lies in these extents, ascending; each lies in one piece."""
+        """Return the parts of a range of the file that lie in these extents, ascending; each has one place."""
         found = []
         index = max(0, bisect.bisect_right(self._starts, offset_bytes) - 1)
         end = offset_bytes + size_bytes

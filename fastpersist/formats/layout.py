@@ -1,8 +1,7 @@
 """Where every record of a file lies: storages → extents, in pure integers.
 
-The layout of a torch zip is a function of nothing but record names, sizes and alignment, so every offset is known
-before a byte moves and any writer can write any part. This module computes places; `formats/torch_zip.py` knows what
-the bytes at those places are.
+The layout of a torch zip depends only on record names, sizes and alignment, so every offset is known before a byte
+moves, and any writer can write any part. This module computes places; `torch_zip` encodes the bytes at those places.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def align_up(value: int, alignment: int) -> int:
 
 
 def zip64_extra_bytes(size_bytes: int, header_offset_bytes: int) -> int:
-    """Length of the zip64 extra field in a record's local header: 0, 12, 20 or 28 bytes.
+    """Return the length of the zip64 extra field in a record's local header: 0, 12, 20 or 28 bytes.
 
     Worked example: a 5 GiB storage whose header lies at 6 GiB has a 4-byte field header, two 8-byte sizes and one
     8-byte offset: 28.
@@ -63,8 +62,8 @@ def zip64_extra_bytes(size_bytes: int, header_offset_bytes: int) -> int:
 def place_record(name: bytes, size_bytes: int, header_offset_bytes: int, alignment: int) -> Record:
     """Place one record whose local header starts at `header_offset_bytes`.
 
-    The header is followed by the name, the zip64 field where needed, and a padding field that makes the data start on
-    a multiple of `alignment`; the descriptor directly follows the data.
+    After the header come the name, the zip64 field where needed, and a padding field that makes the data start on a
+    multiple of `alignment`; the descriptor directly follows the data.
     """
     zip64_bytes = zip64_extra_bytes(size_bytes, header_offset_bytes)
     least = header_offset_bytes + LOCAL_HEADER_BYTES + len(name) + zip64_bytes + _EXTRA_FIELD_HEADER_BYTES

@@ -181,15 +181,15 @@ def writer_of(name: str) -> int | None:
 
 
 def check_file_name(name: str) -> None:
-    """Check that a name means one file below the checkpoint directory, on every system, and never the manifest.
+    """Check that a name means one file below the checkpoint directory, on every system, and not the manifest.
 
     Args:
         name: Parts separated by "/": at most 64 parts, 255 bytes a part and 4096 bytes in all, as UTF-8. No part is
-            empty, "." or "..". No backslash, drive letter or control character, so no name escapes the directory
-            elsewhere, or the line it is printed on. The first part is not MANIFEST.json.
+            empty, "." or "..". It has no backslash, drive letter or control character, so it leaves neither the
+            directory on other systems nor its line in a message. The first part is not MANIFEST.json.
 
     Raises:
-        ConfigError: It does not; the message shows the name and says why not.
+        ConfigError: It is no such name; the message shows it and says why.
 
     Thread safety: pure.
     """
@@ -199,13 +199,13 @@ def check_file_name(name: str) -> None:
 
 def _why_no_file_name(name: object) -> str | None:
     if not isinstance(name, str):
-        return "it is no str"
-    if len(name) > _NAME_BYTES_MAX:  # first: what follows takes time in proportion
+        return "it is not a str"
+    if len(name) > _NAME_BYTES_MAX:  # checked first: the other checks take time in proportion to the length
         return f"it is longer than {_NAME_BYTES_MAX} bytes"
     try:
         name_bytes = len(name.encode())
     except UnicodeEncodeError:
-        return "it is no text that UTF-8 can hold"
+        return "UTF-8 cannot encode it"
     if name_bytes > _NAME_BYTES_MAX:
         return f"it is longer than {_NAME_BYTES_MAX} bytes"
     if _CONTROL.search(name):
@@ -229,8 +229,8 @@ def _why_no_file_name(name: object) -> str | None:
 
 def _check_that_names_fit_together(names: list[str]) -> None:
     """Refuse a name that occurs twice, or that is a file and the directory of another."""
-    # No name holds a NUL, and nothing sorts before one. So "a" stands directly before all of "a/…", even if there is
-    # "a.b" too, and neighbours are all there is to compare.
+    # No name holds a NUL, and a NUL sorts before everything else. So "a" comes directly before all of "a/…", even if
+    # there is "a.b" too, and comparing neighbours is enough.
     ordered = sorted(name.replace("/", "\0") for name in names)
     for one, next_one in pairwise(ordered):
         if one == next_one:
@@ -277,10 +277,10 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
             ),
         ]
         data = ("{\n  " + ",\n  ".join(members) + "\n}\n").encode()
-        # The surest way not to publish a checkpoint that nobody can load: the reader is asked first.
+        # A checkpoint that nobody could load must not be published: parse the manifest first.
         _manifest_of(_json_object(data))
     except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"there is no manifest that says this: {error}") from None
+        raise ConfigError(f"a manifest cannot hold this: {error}") from None
     return data
 
 
@@ -303,7 +303,7 @@ def _members(table: Mapping[str, object]) -> list[str]:
     lines = []
     for name, value in table.items():
         if not isinstance(name, str):  # the json module would make text of it
-            raise TypeError(f"the key {_shown(name)} is no str")
+            raise TypeError(f"the key {_shown(name)} is not a str")
         if isinstance(value, float) and not math.isfinite(value):
             value = "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
         lines.append(f"{_json(name)}: {_json(value)}")
@@ -329,7 +329,7 @@ def parse_manifest(data: bytes, path: str) -> CheckpointManifest:
         path: For messages.
 
     Returns:
-        What it says. Keys that format 1 does not know are left out.
+        The manifest, without keys that format 1 does not know.
 
     Raises:
         FormatError: It is not a manifest of format 1, or breaks one of its rules or limits.
@@ -339,17 +339,17 @@ def parse_manifest(data: bytes, path: str) -> CheckpointManifest:
     try:
         return _manifest_of(_json_object(data))
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"this is no manifest that can be trusted: {error}", path=path) from None
+        raise FormatError(f"this is no valid manifest: {error}", path=path) from None
 
 
 def _json_object(data: bytes) -> dict[str, object]:
-    """Parse a JSON object; ValueError for all else, and for what JSON leaves to chance or to the machine."""
+    """Parse a JSON object; raise ValueError for anything else, and for values that parsers read differently."""
     if len(data) > MANIFEST_LIMIT_BYTES:
         raise ValueError(f"it is longer than {MANIFEST_LIMIT_BYTES} bytes")
-    if not data.strip(b" \t\r\n\0"):  # zeros: what some file systems leave of a file that was never synced
+    if not data.strip(b" \t\r\n\0"):  # some file systems leave zeros of a file that was never synced
         raise ValueError("it is empty; its checkpoint was never finished")
     _check_structure(data)
-    # Decoded here: json.loads would take UTF-16 too.
+    # Decode first: json.loads would also take UTF-16.
     content = json.loads(
         data.decode(),
         object_pairs_hook=_unique_keys,
@@ -363,10 +363,10 @@ def _json_object(data: bytes) -> dict[str, object]:
 
 
 def _check_structure(data: bytes) -> None:
-    """Bound the depth and the number of values before a parser that recurses and allocates sees them."""
-    # Without escaped backslashes and escaped quotes, in this order, every quote left begins or ends a string, and the
-    # even pieces between quotes are what is outside of strings. A regular expression for strings would take quadratic
-    # time on quotes that do not end.
+    """Bound the depth and the number of values before the parser, which recurses and allocates."""
+    # Once escaped backslashes and then escaped quotes are removed, every quote begins or ends a string, and the even
+    # pieces between quotes are outside of strings. A regular expression for strings would take quadratic time on
+    # strings that do not end.
     data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     if data.count(b'"') > _QUOTE_COUNT_MAX:
         raise ValueError("it holds too many values")
@@ -388,7 +388,7 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > _NUMBER_CHARACTERS_MAX:  # int() takes quadratic time, or refuses in words of its own
+    if len(digits) > _NUMBER_CHARACTERS_MAX:  # int() would take quadratic time, or raise an error of its own
         raise ValueError(f"a number has {len(digits)} digits")
     return int(digits)
 
@@ -478,7 +478,7 @@ def _table(content: dict[str, object], key: str) -> dict[str, object]:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{_shown(value)} stands where text belongs")
+        raise ValueError(f"{_shown(value)} is not text")
     value.encode()  # escapes can spell half a surrogate pair, which is no text
     return value
 
@@ -495,7 +495,7 @@ def _text_or_integer(value: object) -> str | int:
     if isinstance(value, str):
         return _text(value)
     if type(value) is not int:
-        raise ValueError(f"{_shown(value)} stands where text or a number belongs")
+        raise ValueError(f"{_shown(value)} is neither text nor a number")
     if not -_INTEGER_LIMIT <= value < _INTEGER_LIMIT:
         raise ValueError(f"{value} does not fit 64 bits")
     return value

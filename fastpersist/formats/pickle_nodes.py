@@ -1,8 +1,8 @@
-"""The symbolic nodes that a scanned pickle is made of.
+"""The symbolic nodes of a scanned pickle.
 
 None, bool, int, float, str, bytes, bytearray, list and tuple stand for themselves. The classes here stand for
-the rest. They compare by identity and print without their contents: a pickle may nest them deeply, share
-them, or put one inside itself. pickle_scan makes them, pickle_tensors reads them.
+everything else. They compare by identity and print without their contents: a pickle may nest them deeply, share
+them, or put one inside itself. `pickle_scan` makes them, `pickle_tensors` reads them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class UnsupportedPickle(UnsupportedError):
 
 
 class Unmodelled(Exception):
-    """What the tree cannot show, in words; whoever knows the place makes an UnsupportedPickle of it."""
+    """Something that nodes cannot describe; a caller that knows its place makes an UnsupportedPickle of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class Global:
 
 @dataclass(slots=True, eq=False, repr=False)
 class PersistentId:
-    """An object that the unpickler would ask `persistent_load` for; torch pickles storages like this."""
+    """An object for which the unpickler would call `persistent_load`; torch pickles storages like this."""
 
     value: object
 
@@ -58,7 +58,7 @@ class SymbolicDict:
     flat: list[object]
 
     def items(self) -> list[tuple[object, object]]:
-        """List the entries of the real dict: of equal scalar keys the last value, in place of the first."""
+        """List the entries of the real dict: equal scalar keys have the last value, at the place of the first."""
         entries: dict[object, tuple[object, object]] = {}
         flat = self.flat
         for index in range(0, len(flat), 2):
@@ -111,9 +111,9 @@ class PickleScan:
 
     Attributes:
         root: The object, as symbolic nodes.
-        persistent_ids: One for each time the unpickler would ask, in that order.
+        persistent_ids: One for each call of `persistent_load` by the unpickler, in that order.
         globals: Every global as "module.name", in the order of first use.
-        has_negative_int: Some int in it is negative; sizes, strides and offsets never are.
+        has_negative_int: There is a negative int in it; sizes, strides and offsets never are negative.
     """
 
     root: object

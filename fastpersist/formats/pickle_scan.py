@@ -1,20 +1,19 @@
-"""Say what a pickle holds without resolving a global and without running any of its code.
+"""Describe what a pickle holds without importing a global and without running any of its code.
 
 `scan_pickle` evaluates the opcodes of `data.pkl`, the pickle inside a torch.save file, symbolically: a global
-stays a name (`Global`), a call stays a call (`Call`), a storage stays a promise (`PersistentId`). Which
-storages and tensors those are is for pickle_tensors to say, whose public names can be imported from here too.
-Where the storages lie in the file, whether a tensor fits its storage, and building the objects are left to
-others.
+stays a name (`Global`), a call stays a call (`Call`), a storage stays an id (`PersistentId`). `pickle_tensors`
+finds the storages and tensors among these; its public names can be imported from here too. Other modules find
+the storages in the file, check that a tensor fits its storage, and build the objects.
 
 The input is hostile until proven otherwise. Invariants:
 
-- Memory and time are linear in the pickle's length: no container is ever copied, no value of the pickle is
-  hashed except flat scalars, a memo index is a dict key and not an array index, a length is compared with the
-  bytes that are left before anything is allocated. So a list whose 100 levels each hold the next one twice,
-  2^100 leaves, is as cheap as the bytes it took.
-- Nothing recurses, so nesting is limited by the input's length alone. Cycles (a list in itself) are legal.
-- Whatever is no well-formed pickle is a `FormatError`; what is well formed but cannot be modelled without
-  running code is an `UnsupportedPickle`, and the caller leaves the file to the stock torch.load.
+- Memory and time are linear in the pickle's length: containers are never copied, only flat scalars are hashed, a
+  memo index is a dict key and not an array index, and a length is compared with the bytes that are left before
+  anything is allocated. So a list of 100 levels that each hold the next one twice, with 2^100 leaves, costs no more
+  than its bytes.
+- Nothing recurses, so only the input's length limits nesting. Cycles (a list in itself) are legal.
+- A pickle that is not well formed is a `FormatError`. One that cannot be described without running code is an
+  `UnsupportedPickle`, and the caller leaves the file to the stock torch.load.
 
 Source: Lib/pickletools.py of CPython.
 """
@@ -118,7 +117,7 @@ def _text(raw: bytes) -> str:
 
 
 def _decoded_python2_text(raw: bytes) -> str:
-    """Decode a `str` of Python 2 as torch.load does by default; other encodings are its caller's choice."""
+    """Decode a `str` of Python 2 as torch.load does by default."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -129,7 +128,7 @@ def _decoded_long(raw: bytes) -> int:
     return int.from_bytes(raw, "little", signed=True)
 
 
-# Opcodes followed by a length and that many bytes, the frequent ones excepted.
+# Opcodes followed by a length and that many bytes, but for the frequent ones.
 _COUNTED: Final[dict[int, tuple[struct.Struct, Callable[[bytes], object]]]] = {
     pickle.BINSTRING[0]: (struct.Struct("<i"), _decoded_python2_text),
     pickle.SHORT_BINSTRING[0]: (struct.Struct("<B"), _decoded_python2_text),
@@ -208,7 +207,7 @@ def _call(function: object, arguments: object, keywords: object = None) -> Call:
 
 
 def _refuse_target(target: object, what: str) -> None:
-    """Tell a pickle that is wrong from one that would run code: most literals have no such operation."""
+    """Raise for an operation that a literal lacks (ValueError), or that would run an object's code (Unmodelled)."""
     if type(target) in (Global, PersistentId, Call, bytearray, list):
         raise Unmodelled(f"{what} of a {type(target).__name__}")
     raise ValueError(f"{what} of a {type(target).__name__}")
@@ -250,8 +249,8 @@ def _set_entries(target: object, flat: list[object]) -> None:
 
 
 def _build(target: object, state: object) -> None:
-    # A pickler sets the state of an object once. Whether a second one would replace the first is for the
-    # object's own code to say.
+    # A pickler sets the state of an object once. Only the object's own code knows whether a second state would
+    # replace the first.
     if type(target) is Call and target.state is None:
         target.state = state
     else:
@@ -261,8 +260,8 @@ def _build(target: object, state: object) -> None:
 def scan_pickle(data: bytes) -> PickleScan:
     """Evaluate a pickle symbolically: import nothing, call nothing.
 
-    Stricter than the unpickler in two points that no pickler violates: nothing may follow STOP, and nothing
-    but the object may be left on the stack.
+    It is stricter than the unpickler in two points, which all picklers meet: nothing follows STOP, and only the
+    object is left on the stack.
 
     Args:
         data: One whole pickle, protocol 0 to 5.
@@ -271,7 +270,7 @@ def scan_pickle(data: bytes) -> PickleScan:
         The object tree, the persistent ids and the globals. The tree's size is linear in `len(data)`.
 
     Raises:
-        FormatError: `data` is no whole, well-formed pickle; `offset_bytes` counts from the pickle's start.
+        FormatError: `data` is not a whole, well-formed pickle; `offset_bytes` counts from the pickle's start.
         UnsupportedPickle: It cannot be modelled without running code (extension codes, text persistent ids,
             out-of-band buffers, calls on arguments that are themselves made by calls, a newer protocol).
 
@@ -288,7 +287,7 @@ class _Scanner:
     Attributes:
         data: The pickle.
         position: Offset of the next byte to read.
-        stack: What lies above the innermost mark, so that no opcode can reach below a mark.
+        stack: The values above the innermost mark, so that no opcode can reach below a mark.
         marked: The stacks below the open marks, innermost last.
     """
 
@@ -323,8 +322,8 @@ class _Scanner:
         """Evaluate opcodes up to STOP; return its offset.
 
         A state dict has tens of opcodes for each tensor, and a call takes longer than most of them. So the frequent
-        ones are evaluated here, in the order of their frequency with protocol 2, on local variables. All others have a
-        method in `_HANDLERS`, which works on the attributes.
+        opcodes are evaluated here on local variables, in the order of their frequency with protocol 2. All others have
+        a method in `_HANDLERS`, which works on the attributes.
         """
         data, size = self.data, len(self.data)
         stack, marked, memo, persistent_ids = self.stack, self.marked, self.memo, self.persistent_ids
@@ -402,7 +401,7 @@ class _Scanner:
     # --- what the handlers are made of
 
     def take(self, layout: struct.Struct) -> Any:
-        """Read one number, or what else the layout says."""
+        """Read one value of a struct layout."""
         (value,) = layout.unpack_from(self.data, self.position)
         self.position += layout.size
         return value
@@ -422,7 +421,7 @@ class _Scanner:
         return _interned_global(self.globals, _text(module), _text(name))
 
     def take_marked(self) -> list[object]:
-        """Take all that lies above the innermost mark, and the mark."""
+        """Take everything above the innermost mark, and the mark."""
         items = self.stack
         self.stack = self.marked.pop()
         return items
@@ -619,13 +618,13 @@ for _opcodes, _handler in (
 
 
 def _refusal(error: Exception, opcode: int, offset_bytes: int, *, is_all_read: bool) -> FastPersistError:
-    """Return what is wrong with a pickle, by what its evaluation met at an opcode."""
+    """Return the error of a pickle for an exception of its evaluation at an opcode."""
     if isinstance(error, Unmodelled):
         return UnsupportedPickle(f"the pickle holds {error} at offset {offset_bytes}")
     if isinstance(error, struct.error):
         reason = "is cut short"
     elif isinstance(error, IndexError):
-        # Of the stack, the marks or the bytes. With all bytes used there is no STOP, whatever else is wrong.
+        # The stack, the marks or the bytes are at their end. If all bytes are used, STOP is missing in any case.
         reason = "is cut short" if is_all_read else f"finds its stack empty at opcode 0x{opcode:02x}"
     elif isinstance(error, KeyError):
         reason = f"asks for memo entry {error} before it is set"

@@ -1,9 +1,9 @@
 """Storages and tensors in a scanned pickle: which ones, of what size and shape, under which names.
 
 `storage_references` turns the persistent ids into storages (key, location, size), in the order in which the
-real unpickler would ask for them; `iter_tensors` names every tensor in the tree. Both read the nodes that
-pickle_scan made and keep its promises on hostile input: linear time and memory, no recursion. Whether a
-tensor fits its storage is left to whoever touches the bytes.
+unpickler would ask for them; `iter_tensors` names every tensor in the tree. Both read the nodes of `pickle_scan`
+and keep its promises on hostile input: linear time and memory, no recursion. The code that touches the bytes
+checks that a tensor fits its storage.
 
 Source: torch/serialization.py (the persistent ids); torch/_utils.py, torch/_tensor.py and
 torch/nn/parameter.py (the arguments of the rebuild functions).
@@ -34,7 +34,7 @@ _MESSAGE_CHARACTERS_MAX: Final = 200
 # --- storages ---
 
 
-# torch's storage classes and what their elements are. An UntypedStorage counts bytes.
+# torch's storage classes and the dtype of their elements. An UntypedStorage counts bytes.
 _STORAGE_DTYPES: Final = {
     "BFloat16Storage": "bfloat16",
     "BoolStorage": "bool",
@@ -78,7 +78,7 @@ class StorageReference(NamedTuple):
 
     Attributes:
         dtype: Name of the torch dtype of its elements; "uint8" for an UntypedStorage, as in torch.load.
-        key: Its record is `data/<key>` of the archive.
+        key: Its record in the archive is `data/<key>`.
         location: The device it was saved from, such as "cpu" or "cuda:0".
         numel: Number of elements, 0 to 2^63 - 1.
     """
@@ -118,12 +118,11 @@ def storage_references(scan: PickleScan) -> list[StorageReference]:
         scan: A scanned `data.pkl`.
 
     Returns:
-        A storage that is met several times is listed several times. Whether two entries with one key agree is
-        not checked here.
+        The storages; one that is met several times is listed several times. Entries with one key may differ.
 
     Raises:
-        FormatError: A persistent id is not what torch.save writes.
-        UnsupportedPickle: A storage class that this table does not know.
+        FormatError: A persistent id is none that torch.save writes.
+        UnsupportedPickle: A storage class is unknown here.
 
     Thread safety: safe.
 
@@ -147,7 +146,7 @@ class SymbolicTensor(NamedTuple):
     """A tensor as the pickle describes it: claims, not proof that it fits its storage.
 
     Attributes:
-        storage: Where its elements are; None where it has none of its own ("meta", "wrapper").
+        storage: Holds its elements; None where it has no storage of its own ("meta", "wrapper").
         dtype: Name of its torch dtype, such as "bfloat16".
         storage_offset: First element, counted in elements of `dtype`.
         shape: Elements per dimension.
@@ -156,8 +155,8 @@ class SymbolicTensor(NamedTuple):
         kind: "dense"; "meta" (no data); "wrapper" (a subclass whose data are the tensors in its attributes, a
             DTensor for one); "quantized" (its scales and zero points too); and for the components of a tensor
             made of several: "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested".
-        is_conj: The elements are stored unconjugated and seen conjugated.
-        is_neg: The elements are stored with the opposite of the sign they are seen with.
+        is_conj: Its values are the conjugates of the stored elements.
+        is_neg: Its values are the negatives of the stored elements.
     """
 
     storage: StorageReference | None
@@ -174,7 +173,7 @@ class SymbolicTensor(NamedTuple):
     def end_bytes(self) -> int:
         """Where the last of its elements ends, counted from the start of its storage.
 
-        0 without elements, and for the quantized dtypes that pack several into a byte: torch counts those itself.
+        It is 0 without elements, and for the quantized dtypes that pack several into a byte: torch counts those.
         """
         if 0 in self.shape or self.dtype in _PACKED_DTYPES:
             return 0
@@ -189,7 +188,7 @@ _NAME_CHARACTERS_MAX: Final = 1024
 _DEPTH_MAX: Final = 4000
 # A shape can be used many times too, and is checked each time.
 _DIMENSIONS_MAX: Final = 256
-# A Parameter whose data is a subclass whose … : more than two or three are not met in life.
+# A Parameter whose data is a subclass whose … : real pickles have two or three levels of this.
 _WRAPPINGS_MAX: Final = 16
 
 _MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
@@ -198,7 +197,7 @@ _REBUILD_MODULES: Final = frozenset(
     {"torch._utils", "torch._tensor", "torch.tensor", "torch.nested._internal.nested_tensor"}
 )
 
-# The functions that make one tensor: their arguments in order, and how many of them are always given.
+# The functions that make one tensor: their arguments in order, and how many of them are required.
 _TENSOR_STORAGE: Final = ("storage", "offset", "shape", "stride")
 _TENSOR_FUNCTIONS: Final = {
     "_rebuild_tensor": (_TENSOR_STORAGE, 4),
@@ -312,7 +311,7 @@ it; requires_grad and dtype that the wrapping gives it, else None. A plain tuple
 
 
 def _unwrapped(call: Call) -> _Rebuild | None:
-    """Take off what is wrapped around a tensor; None if it is no call of a rebuild function of torch."""
+    """Unwrap a tensor from Parameters and the like; None if it is no call of a rebuild function of torch."""
     function, arguments = call.function, call.arguments
     states = [] if call.state is None else [call.state]
     requires_grad: bool | None = None  # of the outermost Parameter: it is the one that counts
@@ -434,7 +433,7 @@ def _attribute(owner: str, part: str) -> str:
 
 
 def _member(owner: str, key: object, position: int) -> str:
-    """Name what lies under a key; a key that is no flat scalar is shown by its position among the keys."""
+    """Name the value of a key; a key that is no flat scalar is shown by its position among the keys."""
     if type(key) is str:
         return _attribute(owner, key)
     if type(key) is bytes:

@@ -1,8 +1,8 @@
 """The safetensors container: header ⇄ bytes. Pure: no I/O of its own, no torch, hostile input expected.
 
-We write the header padded with spaces to a whole page and the tensors whose length is a multiple of a page first, so
-that the bulk of the data is page aligned without leaving the format, which allows neither holes nor trailing bytes.
-The header's length depends on names, shapes and dtypes alone; it is written last. CRCs have a fixed width in it.
+We pad the header with spaces to a whole page, and place the tensors whose length is a multiple of a page first. So
+most of the data is page aligned, though the format allows neither holes nor trailing bytes. The header's length depends
+only on names, shapes and dtypes, because CRCs have a fixed width in it; so it can be written last.
 
 Source: https://github.com/huggingface/safetensors (README, "Format"; safetensors/src/tensor.rs, validate).
 """
@@ -53,7 +53,7 @@ DTYPE_NAMES = {
 """safetensors' name of each torch dtype that it can hold."""
 
 _PACKED = "F4"
-"""Two values of it are one element of torch's, so the last dimension is twice as long in the file."""
+"""One element of torch holds two values of this dtype, so the last dimension is twice as long in the file."""
 
 TORCH_NAMES = {name: torch_name for torch_name, name in DTYPE_NAMES.items()}
 """torch's name of each safetensors dtype that torch has."""
@@ -100,7 +100,7 @@ class Header:
     Attributes:
         size_bytes: Its length, with the 8 bytes before it: where the data starts.
         entries: The tensors in the order of the data.
-        metadata: Without our checksums.
+        metadata: The file's metadata, without our checksums.
     """
 
     size_bytes: int
@@ -131,8 +131,8 @@ def place_tensors(
 
     Args:
         tensors: Name, safetensors dtype and shape of each, as torch has it.
-        metadata: Kept as it is under `__metadata__`.
-        checksum: Leave room for a CRC per tensor.
+        metadata: Written as it is under `__metadata__`.
+        checksum: Reserve space for a CRC per tensor.
 
     Raises:
         ConfigError: Metadata is not str → str, a name cannot be encoded, or the header would be longer than the
@@ -176,7 +176,7 @@ def encode_header(plan: HeaderPlan, crcs: Sequence[int] | None) -> bytes:
 
     Args:
         plan: From `place_tensors`.
-        crcs: The CRC of each entry, in order; None exactly when it was placed without checksums.
+        crcs: The CRC of each entry, in order; None for a plan without checksums, and only then.
     """
     text = plan.text
     if crcs:
@@ -240,7 +240,7 @@ def read_header(read_at: Callable[[int, int], bytes], file_bytes: int, *, path: 
     if length > min(_HEADER_LIMIT_BYTES, file_bytes - _LENGTH_BYTES):
         raise FormatError(f"a header of {length} bytes does not fit", path=path, offset_bytes=0)
     try:
-        # Decoded here: json.loads would also take UTF-16, which the format does not.
+        # Decode first: json.loads would also take UTF-16, which the format does not allow.
         entries, metadata = _parse(read_at(_LENGTH_BYTES, length).decode(), _LENGTH_BYTES + length)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the header is damaged: {error}", path=path, offset_bytes=_LENGTH_BYTES) from None
@@ -263,8 +263,8 @@ def _data_order(entry: Entry) -> tuple[int, int]:
     return entry.offset_bytes, entry.size_bytes
 
 
-# The parser goes through the header once and knows what has to come next: what the format forbids is refused where it
-# is met, before memory is spent on the rest. Of what the format allows, it calls into C only, a few times per tensor.
+# The parser goes through the header once and knows what must come next. It refuses what the format forbids as
+# soon as it meets it, before it spends memory on more. For a valid tensor it calls only C code, a few times.
 
 _SPACE = r"[ \t\n\r]*"
 _NUMBER = r"(?:0|[1-9][0-9]{0,19})"
@@ -273,7 +273,7 @@ _space = re.compile(_SPACE).match
 _opening = re.compile(rf"{_SPACE}\{{{_SPACE}(\}})?").match
 _colon = re.compile(rf"{_SPACE}:{_SPACE}").match
 _next = re.compile(rf"{_SPACE}([,}}]){_SPACE}").match
-# A tensor as everybody writes it; whatever else the format allows takes a longer way.
+# A tensor as all writers write it; other spellings that the format allows take a longer way.
 _tensor = re.compile(
     rf'\{{{_SPACE}"dtype"{_SPACE}:{_SPACE}"(\w{{1,32}})"{_SPACE},{_SPACE}"shape"{_SPACE}:{_SPACE}\[{_SPACE}({_NUMBERS})'
     rf'{_SPACE}\]{_SPACE},{_SPACE}"data_offsets"{_SPACE}:{_SPACE}\[{_SPACE}({_NUMBER}){_SPACE},{_SPACE}({_NUMBER})'
@@ -333,7 +333,7 @@ def _parse_metadata(text: str, position: int) -> tuple[dict[str, str], int]:
 
 
 def _first_name(text: str, position: int) -> tuple[int, bool]:
-    """Go into an object, to its first name; return the position, and whether it has none."""
+    """Enter an object; return the position of its first name, and whether it has no names."""
     match = _opening(text, position)
     if match is None:
         raise ValueError(f"there is no object at character {position}")
@@ -355,7 +355,7 @@ def _name(text: str, position: int) -> tuple[str, int]:
 
 
 def _behind(text: str, position: int) -> tuple[int, bool]:
-    """Go on behind a value, to the next name; return the position, and whether the object ends instead."""
+    """Leave a value; return the position of the next name, and whether the object ends instead."""
     match = _next(text, position)
     if match is None:
         raise ValueError(f"the object does not go on at character {position}")
@@ -390,7 +390,7 @@ def _parse_tensor(name: str, text: str, position: int, start: int) -> tuple[Entr
 
 
 def _whole_number(digits: str) -> int:
-    """Read a number of a header; none is negative, and "-0" is none of the official parser's."""
+    """Read a number of a header, which is not negative; the official parser refuses "-0" too."""
     if digits.startswith("-"):
         raise ValueError(f"{digits[:20]} is negative")
     return int(digits)
@@ -423,7 +423,7 @@ def _entry(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int, 
 
 
 def _with_crcs(entries: list[Entry], digits: str | None) -> tuple[Entry, ...]:
-    """Attach the recorded CRCs; metadata that is not ours or was edited counts as none recorded."""
+    """Attach the recorded CRCs; if the metadata was edited or is not ours, there are none."""
     if digits is None or len(digits) != 8 * len(entries) or not all(c in "0123456789abcdef" for c in digits):
         return tuple(entries)
     return tuple(e._replace(crc=int(digits[8 * i : 8 * i + 8], 16)) for i, e in enumerate(entries))

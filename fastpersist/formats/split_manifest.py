@@ -1,9 +1,9 @@
 """PARTS.json ⇄ dataclasses: how one file lies in several directories. Pure: no I/O, no torch, hostile input expected.
 
 Ranks that share no file system write one checkpoint into several directories, one in each file system: a *store*. A
-file that several ranks write together is no file there: each writer has a *part* of it, its bytes in file order, one
-extent right behind the other. PARTS.json stands in every store's directory and says which part holds what, and which
-stores there are, so that each of them can tell who is missing. docs/reference/file-format.md, section 5, is the format.
+file that several ranks write together does not exist there: each writer has a *part* of it, its extents in file order
+without gaps. PARTS.json is in the directory of every store. It lists what each part holds, and all stores, so that a
+reader of one store knows which others are missing. docs/reference/file-format.md, section 5, is the format.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PARTS_NAME = "PARTS.json"
 """The name of the record in its checkpoint directory."""
 
 PARTS_LIMIT_BYTES = 64 << 20
-"""A record is not longer."""
+"""The longest record that is read."""
 
 _FORMAT = 1
 _LIMIT = 1 << 63
@@ -54,11 +54,11 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank wrote of a file.
+    """The bytes of a file that one rank wrote.
 
     Attributes:
-        rank: Which.
-        extents: Where its bytes belong in the file, ascending; in the part they lie one right behind the other.
+        rank: Which rank.
+        extents: Where its bytes belong in the file, ascending; the part holds them without gaps.
     """
 
     rank: int
@@ -75,10 +75,10 @@ class SplitFile:
     """A file that lies in parts.
 
     Attributes:
-        name: The name that it would have.
+        name: Its name once it is whole.
         size_bytes: Its length.
         crc32: Of the whole file; None if it is not known.
-        parts: Those that lie in this store.
+        parts: The parts in this store.
     """
 
     name: str
@@ -94,8 +94,8 @@ class PartsRecord:
     Attributes:
         token: The same in all stores of one save, and in no other save.
         stores: All of them.
-        store: The index of the one that this record lies in.
-        files: Those that lie in parts.
+        store: The index of the store that holds this record.
+        files: The files that lie in parts.
     """
 
     token: str
@@ -126,7 +126,7 @@ def part_name(file_name: str, rank: int) -> str:
 
 
 def encode_parts(record: PartsRecord) -> bytes:
-    """Encode a record as JSON, in the shortest way: of many tensors there are many extents.
+    """Encode a record as compact JSON: many tensors have many extents.
 
     Raises:
         ConfigError: Anything that `parse_parts` would refuse.
@@ -153,7 +153,7 @@ def encode_parts(record: PartsRecord) -> bytes:
         data = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         _record_of(json.loads(data))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"there is no record of parts that says this: {error}") from None
+        raise ConfigError(f"a record of parts cannot hold this: {error}") from None
     return data
 
 
@@ -175,7 +175,7 @@ def parse_parts(data: bytes, path: str) -> PartsRecord:
             raise ValueError(f"it is longer than {PARTS_LIMIT_BYTES} bytes")
         return _record_of(json.loads(data.decode()))
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"this is no record of parts that can be trusted: {error}", path=path) from None
+        raise FormatError(f"this is no valid record of parts: {error}", path=path) from None
 
 
 def _record_of(content: Any) -> PartsRecord:

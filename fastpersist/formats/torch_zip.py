@@ -1,10 +1,10 @@
 """The torch zip, byte for byte: layout ⇄ bytes. Pure: no I/O of its own, no torch, hostile input expected.
 
-Writing: `plan_archive` places every record of an archive whose pickle and storages have given sizes; the encoders give
-the bytes between the storages. Together they equal what torch.save writes with `storage_alignment=4096`, but for the
+Writing: `plan_archive` places every record of an archive whose pickle and storages have given sizes, and the encoders
+make the bytes between the storages. The result equals what torch.save writes with `storage_alignment=4096`, but for the
 digits of `.data/serialization_id`.
 
-Reading: `read_directory` proves a central directory (bounds, overlaps, duplicates, method) before anybody acts on it.
+Reading: `read_directory` checks a central directory (bounds, overlaps, duplicates, method) before anybody uses it.
 
 docs/reference/file-format.md describes the bytes.
 """
@@ -89,7 +89,7 @@ class ArchivePlan:
         records: All records in file order: pickle, three small ones, the storages, two small ones.
         small_records: The contents of the small records, by their index in `records`; without the serialization id.
         first_storage: Index in `records` of `data/0`.
-        storage_count: How many storages follow from there.
+        storage_count: How many storages there are, from that index on.
         directory_offset_bytes: Where the central directory starts.
         size_bytes: Length of the whole file.
     """
@@ -105,7 +105,7 @@ class ArchivePlan:
 def archive_prefix(path: str) -> str:
     """Return the archive name that torch.save takes from a path: the file name without its last suffix.
 
-    Names that are not ASCII go through a Python file object in torch, which calls every such archive "archive".
+    Names that are not ASCII go through a Python file object in torch, and all such archives are called "archive".
 
     An empty stem (".pt") is returned as ""; torch.save refuses it.
     """
@@ -312,8 +312,8 @@ class Directory:
 def leading_header(entry: DirectoryEntry) -> bytes:
     """Encode the fixed part of a local header that leads from `entry`'s header offset to its data.
 
-    Readers need nothing else of a local header: sizes and CRC come from the directory. How the distance is shared out
-    between name and extra fields does not matter to them.
+    Readers use nothing else of a local header: sizes and CRC come from the directory. They do not care how much of the
+    distance is name and how much extra fields.
     """
     distance_bytes = entry.data_offset_bytes - entry.header_offset_bytes - LOCAL_HEADER_BYTES
     name_bytes = min(distance_bytes, 0xFFFF)
@@ -335,8 +335,8 @@ ReadAt = Callable[[int, int], bytes]
 def read_directory(read_at: ReadAt, file_bytes: int, *, path: str) -> Directory:
     """Parse and prove the central directory of a torch zip.
 
-    Local headers are read only where a record's place does not follow from the directory alone (a writer other than
-    torch), so that opening a file of ten thousand storages is not ten thousand reads.
+    A local header is read only where the directory alone does not give the record's place (a writer other than torch),
+    so a file of ten thousand storages is opened without ten thousand reads.
 
     Args:
         read_at: Reads from the file.
@@ -344,9 +344,9 @@ def read_directory(read_at: ReadAt, file_bytes: int, *, path: str) -> Directory:
         path: For messages.
 
     Raises:
-        FormatError: No whole zip archive, or one whose records lie outside the file, overlap, or share a name.
-        UnsupportedError: A legal zip that torch.save did not write (compressed, encrypted, several disks): stock
-            torch.load may know what to do with it.
+        FormatError: The file is no whole zip archive, or its records lie outside the file, overlap, or share a name.
+        UnsupportedError: It is a legal zip that torch.save did not write (compressed, encrypted, several disks); stock
+            torch.load may be able to read it.
     """
     count, directory_bytes, directory_offset = _read_end(read_at, file_bytes, path)
     if directory_offset + directory_bytes > file_bytes or count * _CENTRAL.size > directory_bytes:
@@ -516,7 +516,7 @@ def _check_order(entries: list[_RawEntry], directory_offset: int, path: str) -> 
 
 
 def _ends(entries: list[_RawEntry], directory_offset: int) -> dict[int, int]:
-    """For each record, by its header's offset: where the next header or the directory starts."""
+    """Return, by the offset of each record's header, where the next header or the directory starts."""
     offsets = sorted(entry.header_offset for entry in entries)
     return dict(zip(offsets, [*offsets[1:], directory_offset], strict=True))
 
@@ -537,8 +537,8 @@ def _storage_alignment(
 def _data_offset(entry: _RawEntry, end: int, alignment: int, read_at: ReadAt, path: str) -> int:
     """Return where a record's data starts.
 
-    torch's writer leaves no freedom: with its alignment, the data starts at one place and the descriptor ends exactly
-    where the next header starts. When both hold, nothing needs to be read.
+    With torch's writer and its alignment, the data can start at one place only, and the descriptor ends where the
+    next header starts. If both hold, nothing needs to be read.
     """
     expected = place_record(entry.name, entry.size, entry.header_offset, alignment)
     if expected.end_offset_bytes == end and entry.has_descriptor == bool(expected.descriptor_bytes):
@@ -557,9 +557,9 @@ def _data_offset_from_header(entry: _RawEntry, end: int, read_at: ReadAt, path: 
 
 
 def header_damages(read_at: ReadAt, file_bytes: int, directory: Directory, *, path: str) -> dict[str, str]:
-    """Compare what an archive says twice, and find values that no writer of such archives gives.
+    """Compare values that an archive holds twice, and find values that no writer of such archives writes.
 
-    Reading needs none of it, so `read_directory` does not look; but what differs was not written so.
+    Reading needs none of them, so `read_directory` does not look; but a difference shows that the file was damaged.
 
     Args:
         read_at: Reads from the file.
@@ -568,7 +568,7 @@ def header_damages(read_at: ReadAt, file_bytes: int, directory: Directory, *, pa
         path: For messages.
 
     Returns:
-        What is wrong, by the name of the record; "" for the end of the file.
+        What is wrong, by the name of the record, or by "" for the end of the file.
 
     Raises:
         FormatError, UnsupportedError: As `read_directory`, if the file has changed since.
@@ -583,7 +583,7 @@ def header_damages(read_at: ReadAt, file_bytes: int, directory: Directory, *, pa
         behind = name_start + fields[9]
         entries.append((entry, data[name_start:behind], fields))
         cursor = behind + fields[10] + fields[11]
-    # Version 0 is what torch writes, and it leaves a dozen other fields at 0. Other writers have their own values.
+    # torch writes version 0, and 0 in a dozen other fields. Other writers have values of their own.
     of_torch = any(fields[0] == fields[1] == 0 for _, _, fields in entries)
     damages = {}
     for entry, name, fields in entries:

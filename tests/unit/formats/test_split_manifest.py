@@ -99,12 +99,12 @@ def changed(**changes: Any) -> bytes:
     ],
 )
 def test_what_cannot_be_trusted_is_refused(data: bytes) -> None:
-    with pytest.raises(fp.FormatError, match="x: this is no record of parts that can be trusted"):
+    with pytest.raises(fp.FormatError, match="x: this is no valid record of parts"):
         parse_parts(data, "x")
 
 
 def test_record_that_nobody_could_read_is_not_written() -> None:
-    with pytest.raises(fp.ConfigError, match="no record of parts"):
+    with pytest.raises(fp.ConfigError, match="a record of parts cannot hold this"):
         encode_parts(PartsRecord("", (), 0, ()))
 
 
