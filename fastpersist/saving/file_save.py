@@ -1,11 +1,11 @@
 """One object → one file: the bodies of `api.save` and `api.save_async`.
 
 Both resolve where the file goes, plan it, write it and publish it (`write_file`). `save_file` does so before it
-returns. `save_file_async` captures the object and leaves the rest to a thread. What several ranks write together comes
-in as a `SharedFile`, which `distributed.group_save` makes.
+returns. `save_file_async` captures the object and leaves the rest to a thread. For a file that several ranks write
+together, `distributed.group_save` passes a `SharedFile`.
 
-A rename cannot replace everything that can be written to: a FIFO, a device, a file with several hard links. There
-stock torch.save writes in place (`save_in_place`), without the guarantees of a rename.
+A rename cannot replace everything that can be written to, such as a FIFO, a device or a file with several hard links.
+There stock torch.save writes in place, without the guarantees of a rename.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SaveReport:
     """What a save did.
 
     Attributes:
-        path: The file that was written, as it was asked for.
+        path: The file that was written, as the caller gave it.
         size_bytes: Its length.
         engine: The engine that wrote it; "torch.save" where the target could not be replaced by a rename.
         plan_s: Seconds until every offset was known: pickling and layout.
@@ -90,7 +90,7 @@ class FileOptions:
     """The options that `api.save` and `api.save_async` have in common, as their callers gave them.
 
     Raises:
-        ConfigError: One that is True or False is something else.
+        ConfigError: An option that is True or False has another value.
     """
 
     durable: bool = True
@@ -153,7 +153,7 @@ def save_file(obj: object, path: str, options: FileOptions, *, progress: bool = 
 
 
 class SharedFile(Sources, Protocol):
-    """The first rank's side of a file that several ranks write and this one publishes. Its sources are this rank's."""
+    """The coordinator's side of a file that all ranks write and it publishes. Its sources are this rank's share."""
 
     def working(self) -> AbstractContextManager[None]:
         """Return the context in which the background thread talks to the other ranks."""
@@ -167,13 +167,13 @@ class SharedFile(Sources, Protocol):
         """Write this rank's share, and return when the others have written theirs."""
 
     def settle(self) -> None:
-        """Return when no other rank can make the save fail any more; raise the failure of one that has."""
+        """Return when no other rank can make the save fail any more; raise if one has failed."""
 
     def tell_published(self) -> None:
         """Tell the other ranks that the file is visible."""
 
     def bytes_by_rank(self) -> list[int]:
-        """Return how many of the bytes that are shared out each rank writes."""
+        """Return how many of the shared bytes each rank writes."""
 
 
 SharePlan = Callable[[Container, Callable[[], Ownership]], SharedFile]
@@ -187,10 +187,10 @@ def save_file_async(
 
     Args:
         obj: Whatever torch.save takes.
-        path: Where to.
+        path: Of the file.
         owners: Whose storages are stable.
-        options: How.
-        share: On the first of several ranks: shares the file out among them.
+        options: Of the caller.
+        share: On the coordinator of several ranks: divides the file among them.
     """
     started_s = time.monotonic()
     require_engine(options.engine)

@@ -40,8 +40,8 @@ class SaveStats:
         step: Its step, for a Checkpointer.
         bytes: Length of its files.
         stall_s: Seconds that the training thread lost: inside save(), and waiting at the gate.
-        plan_s: Of these, for pickling and layout.
-        capture_s: Seconds from save() until everything could be changed again; most of them beside training.
+        plan_s: The part of these for pickling and layout.
+        capture_s: Seconds from save() until everything could be changed again; training goes on during most of them.
         write_s: Seconds from the first byte to the last.
         sync_s: Seconds until the bytes, and the names, were durable.
         commit_s: Seconds to make it visible and to remove what is kept no longer, sync_s of names included.
@@ -70,12 +70,12 @@ class SaveStats:
     error: str | None = None
 
     def add_shares(self, bytes_by_rank: list[int]) -> None:
-        """Another file was written by several ranks."""
+        """Count the shares of another file that several ranks have written."""
         before = self.bytes_by_rank or [0] * len(bytes_by_rank)
         self.bytes_by_rank = [sum(both) for both in zip(before, bytes_by_rank, strict=True)]
 
     def add_stall(self, seconds: float) -> None:
-        """The training thread lost more time."""
+        """Count more time that the training thread has lost."""
         self.stall_s += seconds
 
 
@@ -83,8 +83,8 @@ class PendingSave:
     """A save that may still be under way. Thread-safe.
 
     Everything may be changed again once `captured`; the result is visible and durable once `done`.
-    A failure is raised once, by result() or by its owner (a Checkpointer: in wait, save or close), and is in the log
-    at once; exception() returns it always.
+    An error is logged at once, and raised once, by result() or by the owner (a Checkpointer: in wait, save or close);
+    exception() always returns it.
     """
 
     def __init__(self, path: str, stats: SaveStats) -> None:
@@ -116,17 +116,17 @@ class PendingSave:
         return self._finished.is_set()
 
     def skipped(self) -> bool:
-        """Tell whether it was left out because of another save (busy="skip" or "latest")."""
+        """Tell whether it was skipped in favour of another save (busy="skip" or "latest")."""
         return self._skipped
 
     def wait_captured(self, timeout: float | None = None) -> None:
-        """Return when the state may be changed: what is not written by now is copied, as far as memory allows.
+        """Return when the state may be changed; bytes that are not written by now are copied, if there is memory.
 
         Args:
             timeout: Seconds.
 
         Raises:
-            TimeoutError: It may not be changed yet.
+            TimeoutError: The state may not be changed yet.
         """
         self._refuse_child()
         if self._finished.is_set():
@@ -143,7 +143,7 @@ class PendingSave:
 
         Raises:
             TimeoutError: It is still under way.
-            SkippedError: It was left out.
+            SkippedError: It was skipped.
             TornStateError: The state was changed before it was captured; nothing was published.
             StorageError: An error of the disk; nothing was published.
         """
@@ -173,17 +173,17 @@ class PendingSave:
         return self._finished.wait(timeout)
 
     def hurry(self) -> None:
-        """Somebody waits: the writer need not spare the training any more."""
+        """Let the writer go at full speed, because somebody waits."""
         for capture in self._captures:
             capture.hurry()
 
     @property
     def stats(self) -> SaveStats:
-        """What it cost so far."""
+        """What the save has cost so far."""
         return self._stats
 
     def undelivered_error(self) -> BaseException | None:
-        """Return the error if nobody has seen it yet; from now on somebody has."""
+        """Return the error if it was not delivered yet. Counts as delivery."""
         with self._lock:
             if self._delivered or self._skipped or self._error is None:
                 return None
@@ -191,15 +191,15 @@ class PendingSave:
             return self._error
 
     def when_failed(self, clean_up: Callable[[BaseException], None]) -> None:
-        """Have something done if the save fails, given its error, before that is told."""
+        """Call a function with the error if the save fails, before anybody is told of it."""
         self._clean_up.append(clean_up)
 
     def around_parts(self, context: Callable[[], AbstractContextManager[None]]) -> None:
-        """Have each part of the save done within a context."""
+        """Run each part of the save inside a context."""
         self._around_parts = context
 
     def when_finished(self, call: Callable[[], None]) -> None:
-        """Have something done when the save is over, before anybody who waits is told; now, if it is over already."""
+        """Call a function when the save is over, before those who wait are told; at once if it is over already."""
         with self._lock:
             if not self._over:
                 self._when_finished.append(call)
@@ -207,11 +207,11 @@ class PendingSave:
         call()
 
     def run(self, task: Callable[[], None], *, when_it_fails: Callable[[BaseException], None] | None = None) -> None:
-        """Do a part of the save on the writing thread, unless it has failed already.
+        """Run a part of the save, unless the save has failed already; on the thread that writes.
 
         Args:
             task: The part.
-            when_it_fails: Given its error; None: the save fails with it at once.
+            when_it_fails: Called with its error; None: the save fails with that at once.
         """
         with self._lock:
             if self._skipped or self._finished.is_set():
@@ -225,14 +225,14 @@ class PendingSave:
             (when_it_fails or self.fail)(self._cancelled or error)
 
     def begin(self, capture: Capture, submit: Callable[[], None]) -> None:
-        """Make the volatile bytes of a file safe and let its writer begin; returns when save() may return.
+        """Copy the volatile bytes of a file and let its writer begin; return when save() may return.
 
         Args:
             capture: Of a file that belongs to this save.
-            submit: Gives the task that writes it to a lane.
+            submit: Gives the task that writes the file to a lane.
 
         Raises:
-            BaseException: What interrupted it; the save is cancelled then.
+            BaseException: Something interrupted this; the save is cancelled then.
         """
         self._captures.append(capture)
         submitted = False
@@ -246,21 +246,21 @@ class PendingSave:
         except BaseException as error:
             self.cancel(error)
             if not submitted:
-                submit()  # which cleans up, behind what is being written of this save
+                submit()  # the task finds the save cancelled, and cleans up after the tasks before it
             raise
 
     def check(self) -> None:
-        """Before anything is published: raise if it was cancelled, or if the state may be torn.
+        """Raise if the save was cancelled, or if the state may be torn; called before anything is published.
 
         Raises:
-            TornStateError: It may be.
+            TornStateError: The state may be torn.
         """
         self._refuse_cancelled()
         for capture in self._captures:
             capture.check()
 
     def refuse_torn(self) -> None:
-        """Before bytes are taken from where they are: raise if they are known to be torn, or gone.
+        """Raise if bytes are known to be torn, or gone; called before they are read from where they are.
 
         Raises:
             TornStateError: They are.
@@ -284,7 +284,7 @@ class PendingSave:
             raise self._cancelled
 
     def written(self) -> None:
-        """The result is visible and the writer free; what is left does not keep the next save waiting."""
+        """Note that the result is visible and the writer free: what is left to do does not delay the next save."""
         self._let_captures_go()
         self._written.set()
 
@@ -298,11 +298,11 @@ class PendingSave:
         return self._written.is_set()
 
     def succeed(self) -> None:
-        """The last part is done: the result is visible."""
+        """End the save: its last part is done, and the result is visible."""
         self._finish()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing is published; clean up and tell."""
+        """End the save with an error: clean up, log it, and tell those who wait. Nothing is published."""
         if self._finished.is_set():
             return
         for clean_up in reversed(self._clean_up):
@@ -318,7 +318,7 @@ class PendingSave:
         self._finish()
 
     def skip(self, why: str) -> bool:
-        """Leave this save out; False if it is too late, because it is being written."""
+        """Skip this save; return False if it is too late, because it is being written."""
         with self._lock:
             if self._begun or self._finished.is_set():
                 return False
@@ -327,7 +327,7 @@ class PendingSave:
         return True
 
     def count_bytes(self) -> None:
-        """Bring the counts of bytes, and capture_s, in the stats up to date."""
+        """Update the counts of bytes, and capture_s, in the stats."""
         stats, captures = self._stats, self._captures
         stats.capture_s = max((capture.capture_s for capture in captures), default=0.0)
         stats.bytes_at_gate = sum(capture.count("stable_copied_bytes") for capture in captures)
@@ -399,16 +399,16 @@ class Lane:
     def submit(self, task: Callable[[], None]) -> None:
         """Run a task when those before it are done. It catches its own exceptions."""
         if self._process != os.getpid():
-            self._reset()  # forked: the line, and the thread, are the parent's
+            self._reset()  # in a forked child: the line, and its thread, are the parent's
         with self._lock:
             self._tasks.append(task)
             if self._busy:
                 return
             self._busy = True
-        # Not a daemon: the interpreter waits for it, and so the save that is under way is finished.
+        # Not a daemon: the interpreter waits for it, so a save that is under way is finished.
         thread = threading.Thread(target=self._work, name=self._name, daemon=False)
         try:
-            # In atexit handlers the interpreter has stopped waiting for threads, or takes none any more.
+            # In atexit handlers the interpreter does not wait for threads any more, or lets none start.
             if threading.main_thread().is_alive():
                 thread.start()
                 return
@@ -424,7 +424,7 @@ class Lane:
             return not self._busy
 
     def _work(self) -> None:
-        with self._turn:  # a signal handler in the middle of submit() may have started a thread, too
+        with self._turn:  # a signal handler during submit() may have started another thread
             while True:
                 with self._lock:
                     if not self._tasks:
@@ -458,7 +458,7 @@ def run_in_order(path: str, task: Callable[[], None]) -> None:
 
 
 def _forget_lanes() -> None:
-    """In a forked child: the saves under way are the parent's."""
+    """Forget all lanes in a forked child: the saves under way are the parent's."""
     global _lane_of_lock
     _lane_of_lock = threading.RLock()
     _lane_of.clear()

@@ -1,4 +1,4 @@
-"""Warnings of what a load with weights_only=True, the default, will refuse; given when it is saved."""
+"""Warnings at save time of what a load with weights_only=True, the default, will refuse."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _log = logging.getLogger("fastpersist")
 
 
 def warn_caller(message: str) -> None:
-    """Warn with the line outside this package that called us, however deep we are."""
-    # torch.compile, once it was used, stands between a public function and who calls it (see `untraced`).
+    """Warn at the line outside this package that called us, however deep we are."""
+    # After a use of torch.compile, its frames lie between a public function and its caller (see `untraced`).
     folders = (*sys.modules["fastpersist"].__path__, os.path.join(torch.__path__[0], "_dynamo"))
     ours = tuple(folder + os.sep for folder in folders)
     frame, level = sys._getframe(), 1
@@ -35,9 +35,9 @@ def warn_caller(message: str) -> None:
 
 
 def warn_of_globals(state: object) -> None:
-    """Warn if weights_only=True, the default of every load, would refuse this state: what it needs, and where.
+    """Warn if weights_only=True, the default of every load, would refuse this state: what must be allowed, and where.
 
-    One warning has all that loading needs, so that nobody finds out one by one.
+    One warning has everything that loading needs, so that nobody finds it out one by one.
     """
     needed = _needed(state)
     if not needed:
@@ -61,7 +61,7 @@ def warn_of_globals(state: object) -> None:
 
 
 def warn_of_file(container: Container, state: object) -> None:
-    """Warn as `warn_of_globals` of what is about to be saved as one file; nothing of it if torch.save was called."""
+    """Warn as `warn_of_globals` does of a state that is saved to one file, but not if the user called torch.save."""
     if isinstance(container, TorchZipContainer) and _names_refused(container.skeleton.pickle):
         frame = sys._getframe()
         while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("fastpersist"):
@@ -75,16 +75,16 @@ _GLOBAL = re.compile(rb"c([^\x00-\x20]+)\n([^\x00-\x20]+)\n")
 
 
 def _names_refused(skeleton: bytes) -> bool:
-    """Tell whether a pickle may name a global that weights_only=True refuses; a fraction of the time of a scan.
+    """Tell whether a pickle may name a global that weights_only=True refuses, in a fraction of the time of a scan.
 
-    Text that looks like a global is taken for one.
+    Text that looks like a global counts as one.
     """
     found = {b".".join(name).decode(errors="replace") for name in _GLOBAL.findall(skeleton)}
     return bool(not_allowed_globals(tuple(found)))
 
 
 def _needed(obj: object) -> dict[str, bool]:
-    """Return what has to be allowed to load an object with weights_only=True, and whether that would be enough."""
+    """Return the globals to allow for a load with weights_only=True, and for each whether allowing it is enough."""
     try:
         skeleton = pickle_skeleton(obj).pickle
         refused = not_allowed_globals(scan_pickle(skeleton).globals) if _names_refused(skeleton) else []

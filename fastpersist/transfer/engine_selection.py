@@ -80,7 +80,7 @@ def engines(directory: str | os.PathLike[str] = ".") -> list[EngineProbe]:
         One probe per engine that moves data, best first.
 
     Raises:
-        StorageError: No file could be made in the directory, so nothing can be said of any engine.
+        StorageError: No file could be made in the directory, so no engine could be probed.
 
     Thread safety: any thread.
     """
@@ -91,7 +91,7 @@ def engines(directory: str | os.PathLike[str] = ".") -> list[EngineProbe]:
         return [_probe(fd, path, name) for name in _native.engine_names() if name != "null"]
     finally:
         os.close(fd)
-        os.unlink(path)  # not before: libcufile wants a file that has a name
+        os.unlink(path)  # only now: libcufile needs a file that has a name
 
 
 def _probe(fd: int, path: str, name: str) -> EngineProbe:
@@ -134,7 +134,7 @@ def require_engine(engine: str) -> str:
 
 
 def is_cufile(engine: str) -> bool:
-    """Tell whether this is the engine for memory of devices, or what breaks it for tests."""
+    """Tell whether this is the engine for memory of devices, or the fault engine around it."""
     return engine.removeprefix("fault:") == "cufile"
 
 
@@ -157,7 +157,7 @@ def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[st
     if for_reading and 2 * _native.cached_bytes(fd) > os.fstat(fd).st_size:
         return ["threads-buffered"]
     wish = config_for(fd).engine_wish
-    # What is tuned is saving: that it is best done through the page cache says nothing of loading.
+    # A tuning measures saving. A tuned engine that goes through the page cache may not be the best for loading.
     if wish and not (for_reading and wish.endswith("-buffered")):
         ladder = [wish, *(name for name in ladder if name != wish)]
     return ladder
@@ -204,10 +204,10 @@ def _largest_share(placed: Placed) -> int | None:
 
 
 def ladder_beside_buffered_writes(ladder: list[str], fd: int, path: str) -> list[str]:
-    """Return the ladder, without the asynchronous direct engines where nothing keeps buffered writes away from them.
+    """Return the ladder, without the asynchronous direct engines where no lock keeps buffered writes away from them.
 
     Raises:
-        UnsupportedError: None is left.
+        UnsupportedError: No engine is left.
     """
     if _native.has_edge_locks(fd):
         return ladder
@@ -221,10 +221,10 @@ def ladder_beside_buffered_writes(ladder: list[str], fd: int, path: str) -> list
 
 
 def refuse_null_engine(used: str) -> None:
-    """Keep the engine that moves nothing away from files that somebody wants: it is for measurements alone.
+    """Refuse the engine that moves nothing, for files that must hold something: it is only for measurements.
 
     Raises:
-        ConfigError: It is the one that was used.
+        ConfigError: It is the engine that was used.
     """
     if used.removeprefix("fault:") == "null":
         raise ConfigError("the null engine moves nothing, so this file would hold nothing; choose another engine")
