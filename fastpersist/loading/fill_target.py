@@ -23,6 +23,7 @@ from fastpersist.loading.targets import (
     is_extra_state,
     joined_name,
     refuse_misfit,
+    tensors_in,
     why_not_fitting,
 )
 from fastpersist.loading.unpickle import (
@@ -177,7 +178,7 @@ def _load_extra_states(
     is built once more around these.
     """
     wanted = list(_extra_states(structure.skeleton, target))
-    own = {tensor.untyped_storage()._cdata for _, state in wanted for tensor in _tensors_in(state)}
+    own = {tensor.untyped_storage()._cdata for _, state in wanted for tensor in tensors_in(state)}
     if not own:
         return wanted
     storages = dict(structure.storages)
@@ -207,17 +208,6 @@ def _extra_states(value: Any, target: object) -> Iterator[tuple[_SetExtraState, 
     elif isinstance(target, (list, tuple)) and isinstance(value, (list, tuple)):
         for item, stored in zip(target, value, strict=False):
             yield from _extra_states(stored, item)
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from _tensors_in(item)
 
 
 # --------------------------------------------------------------------------------------------- matching

@@ -414,7 +414,7 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
         item = stack.pop()
         if isinstance(item, torch.Tensor):
             yield item
-        elif isinstance(item, (Mapping, list, tuple)) and id(item) not in seen:
+        elif isinstance(item, (Mapping, list, tuple, set, frozenset)) and id(item) not in seen:
             seen.add(id(item))
             stack.extend(item.values() if isinstance(item, Mapping) else item)
 

@@ -345,3 +345,11 @@ def test_copy_is_logged_with_its_reason(path: Path, caplog: pytest.LogCaptureFix
         assert "once more" not in caplog.text
         load(path, {"w": torch.zeros(3)}, map_location=lambda storage, _: storage)
     assert "map_location is a callable" in caplog.text
+
+
+@pytest.mark.parametrize("way", ["in place", "by a copy"])
+def test_entry_with_tensors_in_a_set_is_left_out_like_any_other_with_tensors(way: str, path: Path) -> None:
+    save({"w": torch.ones(3), "set": {torch.ones(1)}, "frozen": [frozenset([torch.ones(1)])], "names": {"a"}}, path)
+    map_location = None if way == "in place" else lambda storage, _: storage
+    loaded = load(path, {"w": torch.zeros(3)}, map_location=map_location, weights_only=False)
+    assert loaded.keys() == {"w", "names"}
