@@ -152,7 +152,9 @@ class Checkpointer:
         if not (isinstance(lock_timeout_s, int | float) and lock_timeout_s >= 0):
             raise ConfigError(f"lock_timeout_s is a number of seconds, 0 or more, not {lock_timeout_s!r}")
         if sharded and (check_replicas or writers not in ("auto", "all")):
-            raise ConfigError("with sharded=True each rank writes what it holds: there is no writers or check_replicas")
+            raise ConfigError(
+                "with sharded=True each rank writes what it holds: writers and check_replicas do not apply"
+            )
         self._path = os.path.abspath(local_path(root, "root"))
         why_not = why_no_root(self._path)
         if why_not and process_group is None:
@@ -424,7 +426,9 @@ class Checkpointer:
         started_s = time.monotonic()
         stats = SaveStats(path=os.path.join(self._path, step_name(step)), step=step)
         if rank_state is not None and not (isinstance(state, Mapping) and RANK_KEY not in state):
-            raise ConfigError(f"with rank_state, the state is a dict without {RANK_KEY!r}: there load() returns it")
+            raise ConfigError(
+                f"with rank_state, the state must be a dict without the key {RANK_KEY!r}, under which load() returns it"
+            )
         if not self._saves.make_room(busy):
             pending = PendingSave(stats.path, stats)
             pending.skip("another one was still being written")
@@ -468,7 +472,7 @@ class Checkpointer:
 
     def _refuse_unusable(self) -> None:
         if self._process != os.getpid():
-            raise ConfigError(f"{self._path} is saved to by the process that this one was forked from")
+            raise ConfigError(f"this process was forked from the one that saves to {self._path}, and cannot save there")
         if self._closed:
             raise ConfigError(f"the Checkpointer of {self._path} is closed")
 
@@ -682,7 +686,7 @@ def _meet_ranks(
         tuned_count = tuned_writer_count(process_group, root)
         if busy != "wait":
             raise ConfigError(
-                f"with several ranks, busy is 'wait': ranks would not leave out the same saves, as {busy!r} does"
+                f"with several ranks, busy must be 'wait': with {busy!r} the ranks would leave out different saves"
             )
     except BaseException:
         ranks.close()

@@ -59,7 +59,7 @@ def explain(state: object, owners: Owners) -> str:
     stall_s = plan_s + copied_bytes / _copy_bytes_per_s()
     lines.append(
         f"save() returns after about {stall_s * 1e3:.1f} ms: {plan_s * 1e3:.1f} ms to plan, the rest to copy what is "
-        "volatile. What is stable is written while training goes on; the next step copies what is left of it"
+        "volatile. What is stable is written while training goes on; the next step copies what is not written by then"
     )
     if why:
         lines.append(f"not all of the optimizer's state is stable: {why}")

@@ -301,7 +301,9 @@ class Root:
                 known[step] = metrics  # behind all others: these calls come in the order of the commits
                 counted = {found: known[found] for found in known if among is None or found in among}
         except StorageError as error:
-            _log.warning("%s: step %d is saved, but what comes after was not done: %s", self.path, step, error)
+            _log.warning(
+                "%s: step %d is saved, but LATEST and the older steps were not updated: %s", self.path, step, error
+            )
             return
         self.unloadable.discard(step)
         for old in steps_to_remove(counted, self._retention):
@@ -312,7 +314,7 @@ class Root:
                 with self._lock:
                     known.pop(old, None)
             except StorageError as error:
-                _log.warning("%s: step %d is kept no longer, but stays: %s", self.path, old, error)
+                _log.warning("%s: step %d, which no rule keeps, could not be removed: %s", self.path, old, error)
 
     def remove(self, steps: Iterable[int]) -> list[int]:
         """Remove steps that somebody has asked to remove, and name the newest of those that are left in LATEST.
@@ -334,11 +336,13 @@ class Root:
                 if remove_directory(path):
                     removed.append(step)
                     continue
-                message = f"step {step} of {self.path} is being read, and stays: remove it again when that is over"
+                message = f"step {step} of {self.path} is being read, so it was not removed: try again later"
                 stuck = StorageError(errno.EBUSY, message, path)
             except CheckpointNotFoundError as error:
                 if os.path.lexists(path):  # without a manifest; it was never committed
-                    stuck = StorageError(None, f"{error}; it is no checkpoint: look at it, and remove it by hand", path)
+                    stuck = StorageError(
+                        None, f"{error}; it is no checkpoint: if nobody needs it, remove it by hand", path
+                    )
             except StorageError as error:
                 stuck = error
         if removed:

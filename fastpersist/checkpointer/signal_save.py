@@ -130,9 +130,11 @@ class SignalSave:
             pending.join()
         stats = pending.stats
         if stats.error is None:
-            _log.warning("step %s is saved, and %s goes on", stats.step, self._names())
+            _log.warning("step %s is saved, and %s goes to its earlier handler", stats.step, self._names())
         else:
-            _log.error("step %s was not saved, and %s goes on: %s", stats.step, self._names(), stats.error)
+            _log.error(
+                "step %s was not saved, and %s goes to its earlier handler: %s", stats.step, self._names(), stats.error
+            )
         self._go_on_with_all()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -161,7 +163,7 @@ class SignalSave:
             yield
         except BaseException as error:
             _log.error(
-                "nothing was saved because of %s: %s: %s", self._names(), type(error).__name__, error, exc_info=True
+                "%s asked for a save, which failed: %s: %s", self._names(), type(error).__name__, error, exc_info=True
             )
             self._go_on_with_all()
             raise

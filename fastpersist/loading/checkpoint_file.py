@@ -181,7 +181,9 @@ class CheckpointSource:
         if entry is None:
             raise FormatError("the archive has no data.pkl: no file of torch.save", path=self.path)
         if entry.size_bytes > _PICKLE_LIMIT_BYTES:
-            raise UnsupportedError(f"{self.path}: a data.pkl of {entry.size_bytes} bytes is over our limit")
+            raise UnsupportedError(
+                f"{self.path}: its data.pkl has {entry.size_bytes} bytes; we scan at most {_PICKLE_LIMIT_BYTES}"
+            )
         return self.read_at(entry.data_offset_bytes, entry.size_bytes)
 
     def scan(self) -> PickleScan:

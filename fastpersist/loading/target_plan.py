@@ -193,7 +193,9 @@ class Plan(TargetWalk):
         if _is_optimizer_state(value) and _restores_by_position(optimizer):
             self._add_by_position(path, name, target, optimizer, value)
         elif isinstance(target, Optimizer) and not _may_take(target, value):
-            self.problems.append(f"{name} is an optimizer in the target, but {kind_of(value)} that is none in the file")
+            self.problems.append(
+                f"{name} is an optimizer in the target, but {kind_of(value)} in the file, which no optimizer has saved"
+            )
         else:
             return False
         return True

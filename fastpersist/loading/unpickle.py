@@ -240,7 +240,7 @@ def storages_to_fill(
             devices[reference.location] = _device_for(location.decode() if isinstance(location, bytes) else location)
         device = devices[reference.location]
         if device is None:
-            return f"storage {reference.key} goes from {reference.location!r} to a device that is torch's to judge"
+            return f"only torch can tell to which device storage {reference.key} of {reference.location!r} goes"
         known = wanted.setdefault(
             reference.key, StorageToFill(entry.data_offset_bytes, entry.size_bytes, entry.crc, device)
         )

@@ -260,7 +260,7 @@ def test_step_that_the_loop_has_saved_is_not_replaced_by_the_next_ones_state(
             assert previous.steps == ([] if step < 3 else [[1, 2, 3]])
     assert Replay().check_all(tmp_path) == [1, 2, 3, 4]
     assert "SIGUSR1 waits for the next step, or for the loop's own save(): step 2 is saved already" in caplog.text
-    assert "step 3 is saved, and SIGUSR1 goes on" in caplog.text
+    assert "step 3 is saved, and SIGUSR1 goes to its earlier handler" in caplog.text
 
 
 def test_step_that_is_being_saved_is_not_saved_again(tmp_path: Path, previous: Previous) -> None:
@@ -360,15 +360,31 @@ def fail_in_the_loops_save(checkpointer: fp.Checkpointer, run: Run) -> None:
 
 
 WAYS_TO_FAIL: dict[str, tuple[Any, Any, str]] = {
-    "make_state": (fail_in_make_state, lambda checkpointer, run: run.advance(), "because of SIGTERM: KeyError: 'mine'"),
+    "make_state": (
+        fail_in_make_state,
+        lambda checkpointer, run: run.advance(),
+        "SIGTERM asked for a save, which failed: KeyError: 'mine'",
+    ),
     "its result": (
         lambda: 5,
         lambda checkpointer, run: checkpointer.poll(),
-        "because of SIGTERM: ConfigError: make_st",
+        "SIGTERM asked for a save, which failed: ConfigError: make_st",
     ),
-    "its step": (lambda: ("a", {}), lambda checkpointer, run: checkpointer.poll(), "because of SIGTERM: "),
-    "its state": (lambda: (1, lambda: 1), lambda checkpointer, run: checkpointer.poll(), "because of SIGTERM: "),
-    "the loop's save": (lambda: None, fail_in_the_loops_save, "was not saved, and SIGTERM goes on: NoSpaceError"),
+    "its step": (
+        lambda: ("a", {}),
+        lambda checkpointer, run: checkpointer.poll(),
+        "SIGTERM asked for a save, which failed: ",
+    ),
+    "its state": (
+        lambda: (1, lambda: 1),
+        lambda checkpointer, run: checkpointer.poll(),
+        "SIGTERM asked for a save, which failed: ",
+    ),
+    "the loop's save": (
+        lambda: None,
+        fail_in_the_loops_save,
+        "was not saved, and SIGTERM goes to its earlier handler: NoSpaceError",
+    ),
 }
 
 
