@@ -1,0 +1,116 @@
+"""The directory of a Checkpointer: its lock, what follows a durable step, and what is told where that fails."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastpersist as fp
+from fastpersist.checkpointer.root import RetentionPolicy, Root, why_no_root
+from fastpersist.commit.directory_commit import hold_for_reading
+from fastpersist.commit.filesystem import Filesystem, using
+
+
+def save_steps(path: Path, *steps: int) -> None:
+    with fp.Checkpointer(path) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, {"w": torch.ones(3)})
+
+
+def steps_in(path: Path) -> list[int]:
+    return fp.Checkpointer(path).steps()
+
+
+def test_what_cannot_be_a_root_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert why_no_root(str(tmp_path)) == why_no_root(str(tmp_path / "new" / "root")) == ""
+    assert "is a file" in why_no_root(str(tmp_path / "file"))
+    assert "a file is where one of its parents should be" in why_no_root(str(tmp_path / "file" / "root"))
+
+
+def test_lock_is_taken_once_and_again_after_the_directory_went_away(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    root, other = (Root(str(path), RetentionPolicy()) for _ in range(2))
+    assert root.take() == [str(tmp_path / "a"), str(path)]
+    assert root.take() is None
+    with pytest.raises(fp.ConfigError):
+        other.take()
+    path.rename(tmp_path / "elsewhere")
+    assert root.take() == [str(path)]
+    root.release()
+    assert other.take() == []
+    other.release()
+
+
+def test_steps_that_were_put_there_meanwhile_are_known_once_the_lock_is_taken_again(tmp_path: Path) -> None:
+    root = Root(str(tmp_path), RetentionPolicy(keep=1))
+    root.take()
+    assert root.next_commit_number() == 1
+    root.release()
+    save_steps(tmp_path, 5, 6)
+    root.take()
+    assert root.next_commit_number() == 3
+    root.release()
+
+
+def test_step_is_damaged_if_a_load_has_said_so_until_it_is_saved_again(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    root = Root(str(tmp_path), RetentionPolicy())
+    assert not root.is_damaged(1)
+    root.unloadable.update((1, 2))
+    assert root.is_damaged(1)
+    root.after_commit(1, {})
+    assert [root.is_damaged(step) for step in (1, 2, 3)] == [False, True, False]
+    root.unloadable.add(3)
+    assert not root.is_damaged(3)  # it is not there
+    (tmp_path / "step-00000001" / "state.pt").write_bytes(b"short")
+    assert root.is_damaged(1)
+    removed = root.remove_together(lambda found: [step for step in found if step == 2], lambda: None, None, 0)
+    assert (removed, root.unloadable) == ([2], {3})
+
+
+class NoLatest(Filesystem):
+    def rename(self, source: str, target: str) -> None:
+        if target.endswith("LATEST"):
+            raise fp.StorageError(errno.EIO, f"renaming {source} failed", source)
+        super().rename(source, target)
+
+
+def test_step_stays_saved_if_the_upkeep_after_it_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_steps(tmp_path, 1, 2)
+    root = Root(str(tmp_path), RetentionPolicy(keep=1))
+    with using(NoLatest()):
+        root.after_commit(2, {})
+    assert "step 2 is saved, but LATEST and the older steps were not updated" in caplog.text
+    assert steps_in(tmp_path) == [1, 2]
+    root.after_commit(2, {})
+    assert steps_in(tmp_path) == [2]
+    assert (tmp_path / "LATEST").read_text() == "step-00000002\n"
+
+
+def test_step_that_is_read_stays_until_a_later_one_is_durable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_steps(tmp_path, 1, 2)
+    root = Root(str(tmp_path), RetentionPolicy(keep=1))
+    with hold_for_reading(str(tmp_path / "step-00000001")):
+        root.after_commit(2, {})
+        assert steps_in(tmp_path) == [1, 2]
+        with pytest.raises(fp.StorageError, match=r"step 1 of .* is being read, so it was not removed") as caught:
+            root.remove([1])
+    assert caught.value.errno == errno.EBUSY
+    root.after_commit(2, {})
+    assert steps_in(tmp_path) == [2]
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_latest_follows_what_is_left_and_goes_with_the_last_step(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    root = Root(str(tmp_path), RetentionPolicy())
+    assert root.remove([2, 7]) == [2]
+    assert (tmp_path / "LATEST").read_text() == "step-00000001\n"
+    assert root.remove([1]) == [1]
+    assert not (tmp_path / "LATEST").exists()
+    assert root.remove([1]) == []
