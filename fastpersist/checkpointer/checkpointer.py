@@ -100,8 +100,8 @@ class Checkpointer:
         process_group: Save with all ranks of this group; each makes and uses a Checkpointer of its own, in the same
             order. The coordinator's state (rank 0's) is saved. The tensors of the optimizer and of `constant` must be
             the same on all ranks: the writers share out those of 1 MiB and more, and write them into one ordinary file.
-            After the constructor, only load(), delete() and discard_after() use the group. If ranks do not see the
-            same root, each node keeps a part of every step; load() with the group puts the parts together.
+            After the constructor, only load(), delete() and discard_after() use the group. If the root lies on a file
+            system of each node, each keeps a part of every step; load() with the group puts the parts together.
         sharded: The state of each rank holds shards (DTensors, as of FSDP2 or tensor parallelism). All ranks write what
             they hold, in the format of torch.distributed.checkpoint. Any number of ranks can load it, sharded in any
             way, and so can torch's own readers.
@@ -209,8 +209,9 @@ class Checkpointer:
             state: Any object that torch.save takes, usually a dict. It is pickled before this returns.
             rank_state: An object of this process alone (data position, RNG). It gets a file of its own, and load()
                 returns it under the key "rank_state". Each rank may have one.
-            metrics: Numbers by name, for the manifest and for keep_best. The coordinator's count.
-            overwrite: Replace the step if it exists. A damaged step is always replaced. The coordinator's word counts.
+            metrics: Numbers by name, for the manifest and for keep_best. With several ranks, those of the coordinator.
+            overwrite: Replace the step if it exists. A damaged step is always replaced. With several ranks, the
+                coordinator decides.
 
         Returns:
             The save. You may ignore it: errors come from the next save(), wait() or close().
