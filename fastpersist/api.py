@@ -279,7 +279,8 @@ def load_into(
         target: What to fill: a Module, as its load_state_dict would fill it from the state_dict in the file; a tensor;
             an optimizer, or a wrapper with an `.optimizer` attribute; any object with load_state_dict; or dicts, lists
             and tuples of these, nested like the object in the file. Plain values (numbers, text, None, …) in a dict or
-            a list are set to those of the file. A dict that holds such values gets the entries that it lacks.
+            a list are set to those of the file. If the target holds such values or an optimizer, its dicts also get the
+            plain values that they lack.
         strict: Demand the same names on both sides. Without it, names that only one side has are passed over; shapes
             must still agree, and optimizers fit.
         verify: Check the CRCs of the whole file before the target changes. The file is then read twice.

@@ -285,11 +285,11 @@ class Root:
         return self._metrics
 
     def after_commit(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> None:
-        """Name a durable step in LATEST, and remove the steps that no rule keeps.
+        """Name a durable step in LATEST, and remove the steps that no rule keeps. Errors are logged, not raised.
 
         Args:
-            step: Which.
-            metrics: Of that step.
+            step: The step.
+            metrics: Its metrics.
             among: The steps that the rules see; None for all. A root on a node's own disk may hold parts of steps that
                 were never committed.
         """
@@ -317,10 +317,10 @@ class Root:
                 _log.warning("%s: step %d, which no rule keeps, could not be removed: %s", self.path, old, error)
 
     def remove(self, steps: Iterable[int]) -> list[int]:
-        """Remove steps that somebody has asked to remove, and name the newest of those that are left in LATEST.
+        """Remove the steps that the user has named, and write the newest of the others to LATEST.
 
         Args:
-            steps: Which; those that are no longer there are passed over.
+            steps: The steps to remove; those that are no longer there are passed over.
 
         Returns:
             The removed steps, in the order of their removal.
