@@ -1,25 +1,28 @@
-"""The connections between the ranks of a group: whole frames, whatever they mean, on the threads that wait for them.
+"""The connections between the ranks of a group: they carry whole frames, whatever these mean.
 
-Rank 0 listens on a TCP port, every other rank keeps one connection to it. Whoever waits for something serves all
-connections of this rank; two threads may do so. Sends never block: what the kernel does not take waits here. Forked
-children, such as the workers of a DataLoader, keep no connection open, so its end is the end of the process.
+The coordinator, rank 0, listens on a TCP port; each follower keeps one connection to it. There is no thread for this: a
+thread that waits for something serves all connections of its rank meanwhile; two threads may do so. Sends never block:
+what the kernel does not take is queued here. Forked children, such as the workers of a DataLoader, keep no connection
+open, so a connection ends when the process ends.
 
     frame    magic with the protocol's number, kind, size, number of the session: 17 bytes; that many bytes; 16 of a tag
     hello    the first frame of a connection, the only one without a tag: which rank it is, and 32 random bytes
     welcome  rank 0's answer: 32 random bytes
-    proof    the rank's answer to that, empty; behind it whatever it has to say
-    goodbye  after it the end of the connection is no failure
+    proof    the follower's answer to the welcome, empty; its messages follow
+    goodbye  the end of the connection after this is no failure
 
-Who is a rank of this group has its *token*, 32 random bytes that rank 0 hands out through the process group, whose
-members trust each other. The token never goes over a connection. From it and the random bytes of both sides come two
-keys, one for each direction, of this connection alone; the tag of a frame is an HMAC-SHA-256 by its key over the frame
-and over how many came before it. So the welcome proves rank 0 to the rank, and the proof the rank to rank 0; before,
-nothing but the handshake is taken, in frames of fixed size, and nothing is said. Somebody who can connect to the port,
-who answers in rank 0's place, or who passes on what both sides say, learns nothing of the token, and gets no frame of
-his own taken, nor one of ours changed, twice or in another place. What he can do: keep the ranks from talking to each
-other, which fails their saves; and read, as frames are not encrypted.
+Each rank of the group has the group's *token*, 32 random bytes that rank 0 hands out through the process group, whose
+members trust each other. The token never goes over a connection. Token and random bytes of both sides give two keys for
+this connection alone, one for each direction. The tag of a frame is an HMAC-SHA-256, by the key of its direction, over
+the frame and the number of frames before it. So the welcome proves to the follower that it talks to rank 0, and the
+proof proves the follower to rank 0. Before that, each side accepts the frames of the handshake only, which have fixed
+sizes, and sends no message.
 
-Messages and failures, and the sessions that they belong to, are `coordination`'s affair.
+An attacker who connects to the port, answers in rank 0's place, or relays between both sides learns nothing of the
+token. No frame of his is accepted, and none of ours changed, repeated or out of its place. He can keep the ranks from
+talking, which fails their saves; and he can read frames, which are not encrypted.
+
+What frames say is left to `coordination` and `sessions`.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ __all__ = [
 _log = logging.getLogger("fastpersist")
 
 PROTOCOL = 5
-"""The number of what the ranks tell each other (docs/explanation/ranks.md); all must have the same."""
+"""The version of the messages between ranks (docs/explanation/ranks.md); all ranks must have the same."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 TOKEN_BYTES = 32
 
@@ -71,49 +74,49 @@ _MAGIC = b"FPR%d" % PROTOCOL
 _HEADER = struct.Struct("<4sBIQ")
 _TAG_BYTES = 16
 FRAME_BYTES = _HEADER.size + _TAG_BYTES
-"""So long is a frame beside its message."""
+"""Length of a frame without its message."""
 MESSAGE, FAILED, _HELLO, _WELCOME, _GOODBYE, PULSE, ASK, OFFER, KNOWN, _PROOF = range(1, 11)
 
 _NONCE_BYTES = 32
 _HELLO_BODY = struct.Struct(f"<I{_NONCE_BYTES}s")  # rank, and its random bytes
-_HELLO_FRAME = (_HELLO, _HELLO_BODY.size)  # kind and size of what may come first, and next, of somebody unknown
+_HELLO_FRAME = (_HELLO, _HELLO_BODY.size)  # kind and size of each frame of the handshake
 _PROOF_FRAME = (_PROOF, 0)
 _WELCOME_FRAME = (_WELCOME, _NONCE_BYTES)
-_HANDSHAKE_BYTES = 1 << 10  # so much is read at once before the other side has proven who it is
+_HANDSHAKE_BYTES = 1 << 10  # the most that is read at once before the other side has proven who it is
 _NO_MESSAGE = "what came is no message of ours"
 _READ_BYTES = 64 << 10
 _READS_AT_ONCE = 32  # then it is another connection's turn
-_STRANGER_S = 10.0  # so long a connection may take to prove that it is a rank
-_STRANGER_COUNT = 64  # so many of them may be open beside those of the ranks
-_SILENT_MACHINE_S = 25  # a machine that acknowledges nothing for so long is down; Linux answers even for a busy process
+_STRANGER_S = 10.0  # how long a connection may take to prove that it is a rank's
+_STRANGER_COUNT = 64  # the most connections that have not proven it yet
+_SILENT_MACHINE_S = 25  # a machine that acknowledges nothing for this long is down: Linux answers for a busy process
 _TCP_INFO = struct.Struct("<24xI16xI8xI")  # linux/tcp.h: tcpi_unacked, and ms since data was sent and an ACK received
 
 
 def frame(kind: int, number: int = 0, payload: bytes = b"") -> bytes:
-    """Return the bytes of a frame, without the tag, which each connection puts behind it.
+    """Return the bytes of a frame, without the tag, which each connection appends.
 
     Args:
         kind: `MESSAGE`, `FAILED`, `KNOWN`, `PULSE`, `ASK` or `OFFER`.
         number: Of the session.
-        payload: What it says.
+        payload: The message.
     """
     return _HEADER.pack(_MAGIC, kind, len(payload), number) + payload
 
 
 class Owner(Protocol):
-    """Who is told what happens on the connections; with their lock held, on whatever thread serves them."""
+    """Is called when something happens on the connections, with their lock held, on the thread that serves them."""
 
     def connected(self) -> None:
-        """This rank has connected, for the first time or anew; on others than rank 0."""
+        """This follower has connected, for the first time or again."""
 
     def greeted(self, rank: int) -> None:
-        """A rank has connected, for the first time or anew; on rank 0."""
+        """A follower has connected with this coordinator, for the first time or again."""
 
     def took(self, rank: int, kind: int, number: int, payload: bytes) -> None:
-        """A rank has said something. ValueError or TypeError if it makes no sense."""
+        """A frame of a rank has arrived. Raises ValueError or TypeError if it makes no sense."""
 
     def lost(self, rank: int, why: str, said_goodbye: bool) -> None:
-        """The connection with a rank has come to its end."""
+        """The connection with a rank has ended."""
 
 
 # ----------------------------------------------------------------------------------------- one connection
@@ -134,17 +137,17 @@ def _close_socket(open_socket: socket.socket) -> None:
 
 
 class _Refused(ValueError):
-    """What came is not what the other side may say; the message says why."""
+    """The other side has sent what it may not send; the message says why."""
 
 
 class _Seal:
-    """Makes the tags of the frames that go one way over one connection.
+    """Makes the tags of the frames of one direction of one connection.
 
     Args:
         token: Of the group.
         way: "up" to rank 0, "down" from it.
-        hello: What the rank has said first.
-        nonce: What rank 0 has answered.
+        hello: The payload of the follower's hello.
+        nonce: The payload of rank 0's welcome.
     """
 
     def __init__(self, token: bytes, way: str, hello: bytes, nonce: bytes) -> None:
@@ -152,7 +155,7 @@ class _Seal:
         self._count = 0
 
     def tag(self, digest: bytes) -> bytes:
-        """Return the tag of the next frame, of which this is the digest."""
+        """Return the tag of the next frame, given its digest."""
         self._count += 1
         return hmac.digest(self._key, self._count.to_bytes(8, "little") + digest, "sha256")[:_TAG_BYTES]
 
@@ -165,29 +168,29 @@ class _Connection:
     """One end of a connection: whole frames in, whole frames out, never blocking.
 
     Args:
-        connected: The socket; becomes this object's.
+        connected: The socket; this object closes it.
         token: Of the group.
-        own_rank: On others than rank 0: what to say hello as. None: wait for the hello of another.
+        own_rank: On a follower, its rank, for the hello. None on the coordinator, which waits for a hello.
     """
 
     def __init__(self, connected: socket.socket, token: bytes, own_rank: int | None) -> None:
         self.socket = connected
-        self.rank = None if own_rank is None else 0  # of the other side; None until it has proven it
+        self.rank = None if own_rank is None else 0  # of the other side; None until that has proven it
         self.claimed_rank = 0
         self.unsent: deque[memoryview] = deque()
-        self.held: list[tuple[bytes, bytes]] = []  # frames with their digests, for who has not proven to be rank 0 yet
+        self.held: list[tuple[bytes, bytes]] = []  # frames with their digests, until the other side has proven itself
         self.said_goodbye = False
         self._token = token
         self._hello = b"" if own_rank is None else _HELLO_BODY.pack(own_rank, secrets.token_bytes(_NONCE_BYTES))
         self._awaited: tuple[int, int] | None = _HELLO_FRAME if own_rank is None else _WELCOME_FRAME
-        self._seals: tuple[_Seal, _Seal] | None = None  # of what comes, and of what goes
+        self._seals: tuple[_Seal, _Seal] | None = None  # of frames that come, and of frames that go
         self.made_s = time.monotonic()
-        self.watched = 0  # the events that rank 0's selector was asked for
+        self.watched = 0  # the events that rank 0's selector waits for
         self._inbound = bytearray()
         self._error: str | None = None
         self._unanswered_since_s: float | None = None
         connected.setblocking(False)
-        # Small frames, one after the other. Keepalive notices a machine that is down while nothing is sent to it.
+        # NODELAY: frames are small. Keepalive notices a machine that is down while nothing is sent to it.
         for level, option, value in (
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -207,7 +210,7 @@ class _Connection:
         return self._awaited is None
 
     def send(self, data: bytes, digest: bytes) -> None:
-        """Send a frame behind those that were not sent yet, as far as the kernel takes it."""
+        """Queue a frame, and send of the queue what the kernel takes."""
         if not self.is_proven:
             self.held.append((data, digest))
             return
@@ -215,7 +218,7 @@ class _Connection:
         self.flush()
 
     def answer(self, kind: int, payload: bytes) -> bool:
-        """Go on with the handshake: what came is all right. Return whether the other side has proven who it is."""
+        """Answer a valid frame of the handshake. Return whether the other side has now proven who it is."""
         if kind == _HELLO:
             self.claimed_rank, _ = _HELLO_BODY.unpack(payload)
             self._hello, nonce = payload, secrets.token_bytes(_NONCE_BYTES)
@@ -252,10 +255,10 @@ class _Connection:
             pass
         except OSError as error:
             self._error = error.strerror
-            self.unsent.clear()  # what the other side said before it went is still there: receive() tells the end
+            self.unsent.clear()  # receive() reports the end, after what the other side had sent before
 
     def receive(self) -> str | None:
-        """Take what has come, for `next_frame`; return why no more will, if so."""
+        """Read what has arrived, for `next_frame`; return why nothing more will, None if more may."""
         ended = None
         try:
             for _ in range(_READS_AT_ONCE if self.is_proven else 1):
@@ -263,7 +266,7 @@ class _Connection:
                 self._inbound += data
                 if not data:
                     ended = self._error or "it was closed at the other end"
-                    break  # not before: the end that is here already shall be known now, not in the next session
+                    break  # not before: an end that is here now belongs to this session, not to the next one
         except (BlockingIOError, InterruptedError):
             ended = self._error
         except OSError as error:
@@ -271,10 +274,10 @@ class _Connection:
         return ended
 
     def next_frame(self) -> tuple[int, int, bytes] | None:
-        """Return the next frame that has come whole (kind, session number, bytes), if any; the tag is right.
+        """Return the next whole frame (kind, session number, payload) after checking its tag; None if there is none.
 
         Raises:
-            _Refused: It is none that may come now, or its tag is wrong.
+            _Refused: No such frame may come now, or its tag is wrong.
         """
         if len(self._inbound) < _HEADER.size:
             return None
@@ -299,11 +302,11 @@ class _Connection:
         return kind, number, payload
 
     def _refuse_wrong_tag(self, payload: bytes, digest: bytes, tag: bytes) -> None:
-        if self._awaited == _WELCOME_FRAME:  # its payload is what the keys are made of
+        if self._awaited == _WELCOME_FRAME:  # the keys are made of its payload
             down, up = (_Seal(self._token, way, self._hello, payload) for way in ("down", "up"))
             self._seals = down, up
         if self._seals is None or not hmac.compare_digest(self._seals[0].tag(digest), tag):
-            raise _Refused(_NO_MESSAGE if self.is_proven else "who is there does not know the token of this group")
+            raise _Refused(_NO_MESSAGE if self.is_proven else "the other side does not know the token of this group")
 
     def wanted(self) -> int:
         """Return the events to wait for."""
@@ -312,8 +315,9 @@ class _Connection:
     def is_unanswered(self) -> bool:
         """Tell whether the machine at the other end has not acknowledged what was sent, for `_SILENT_MACHINE_S`.
 
-        Keepalive is suspended meanwhile, and TCP gives up after a quarter of an hour. TCP_USER_TIMEOUT also ends the
-        connection with a process that is alive and does not read (its window is zero), so the kernel is asked instead.
+        Keepalive is suspended while bytes are unacknowledged, and TCP gives up after a quarter of an hour only.
+        TCP_USER_TIMEOUT would also end the connection with a live process that does not read (its window is zero). So
+        this asks the kernel for the times.
         """
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         if len(info) < _TCP_INFO.size:
@@ -328,7 +332,7 @@ class _Connection:
         return time.monotonic() - self._unanswered_since_s > limit_s and int(acked_ms_ago) > 1000 * limit_s
 
     def is_open(self) -> bool:
-        """Tell whether it was not closed at this end."""
+        """Tell whether this end has not closed it."""
         return self.socket.fileno() >= 0
 
 
@@ -347,7 +351,7 @@ _all_connections: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
 class Connections:
-    """The connections of one rank: of rank 0 with all others, of another with rank 0. Thread-safe.
+    """The connections of one rank: the coordinator's with all followers, or a follower's with the coordinator.
 
     Args:
         rank: Of this process.
@@ -355,9 +359,11 @@ class Connections:
         owner: Told what happens.
 
     Attributes:
-        lock: Held while something happens, never while waiting; re-entrant, as a signal handler may save.
-        token: What only the ranks of this group have; to be set before the first connection.
+        lock: Held while connections are served, never while a thread waits; re-entrant, as a signal handler may save.
+        token: Of the group; set before the first connection.
         addresses: Host and port of rank 0; the first is used.
+
+    Thread safety: any thread.
     """
 
     def __init__(self, rank: int, count: int, owner: Owner) -> None:
@@ -378,13 +384,13 @@ class Connections:
         _all_connections.add(self)
 
     def listen(self, hosts: list[str]) -> None:
-        """Listen at a port that the kernel picks; on rank 0.
+        """Listen at a port that the kernel picks; on the coordinator.
 
         Args:
-            hosts: What the others may connect to; ["127.0.0.1"] if they are all on this machine.
+            hosts: Where followers may connect; ["127.0.0.1"] if they are all on this machine.
 
         Raises:
-            OSError: It cannot be.
+            OSError: It cannot listen.
         """
         local = hosts == ["127.0.0.1"]
         both = not local and socket.has_dualstack_ipv6()
@@ -402,7 +408,7 @@ class Connections:
         self.addresses = [(host, port) for host in hosts]
 
     def take_connections(self, on: bool = True) -> None:
-        """Take connections, or stop it for a while; on rank 0."""
+        """Start or stop to accept connections; on the coordinator."""
         if self._listener is not None and self._selector is not None and self._is_listening != on:
             self._is_listening = on
             if on:
@@ -411,10 +417,10 @@ class Connections:
                 self._selector.unregister(self._listener)
 
     def connect(self, limit_s: float) -> None:
-        """Connect with rank 0, unless this rank is; on the others.
+        """Connect with the coordinator, unless this follower is connected already.
 
         Raises:
-            OSError: It cannot be reached. ConnectionRefusedError: nobody listens there.
+            OSError: The coordinator cannot be reached. ConnectionRefusedError: nobody listens there.
         """
         with self._connecting:
             if 0 in self._by_rank:
@@ -433,7 +439,7 @@ class Connections:
                 self._owner.connected()
 
     def wait_welcome(self, end_s: float) -> bool:
-        """Wait until rank 0 has proven that it is; return whether it has. If not, the connection is closed."""
+        """Wait until rank 0 has proven itself; return whether it has. If not, close the connection."""
         connection = self._by_rank[0]
         while connection.is_open() and time.monotonic() < end_s:
             if self.serve_until(lambda: connection.is_proven, 0.5):
@@ -443,12 +449,12 @@ class Connections:
         return False
 
     def ranks(self) -> list[int]:
-        """Return the ranks that this one is connected with."""
+        """Return the ranks with which this one is connected."""
         with self.lock:
             return list(self._by_rank)
 
     def awaits_welcome(self) -> bool:
-        """Tell whether rank 0 has to prove yet that it is, before it is told what waits; on others than rank 0."""
+        """Tell whether frames wait until rank 0 has proven itself; on a follower."""
         with self.lock:
             return any(not connection.is_proven for connection in self._by_rank.values())
 
@@ -458,7 +464,7 @@ class Connections:
             return [rank for rank, connection in self._by_rank.items() if connection.unsent]
 
     def send(self, data: bytes, ranks: Iterable[int]) -> None:
-        """Send a frame to some ranks; nothing to those that are not connected."""
+        """Send a frame to those of these ranks that are connected."""
         digest = _digest(data)
         with self.lock:
             for rank in ranks:
@@ -467,10 +473,10 @@ class Connections:
                     self._watch(self._by_rank[rank])
 
     def look(self) -> None:
-        """Serve what is ready. Never blocks.
+        """Serve the connections that are ready. Never blocks.
 
         Raises:
-            CoordinationError: They are closed.
+            CoordinationError: The connections are closed.
         """
         with self.lock:
             self._refuse_closed()
@@ -478,10 +484,10 @@ class Connections:
                 self._serve(self._watching().select(0))
 
     def serve_until(self, over: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until a connection is ready, and serve it; return whether something is over, before or thereafter.
+        """Wait once until a connection is ready, and serve it; return what `over` says, before the wait if it is true.
 
         Raises:
-            CoordinationError: They are closed.
+            CoordinationError: The connections are closed.
         """
         with self.lock:
             self._refuse_closed()
@@ -497,10 +503,10 @@ class Connections:
             return over()
 
     def flush(self, limit_s: float) -> None:
-        """Give those who read slowly a moment; what is left goes with the next call.
+        """Wait for ranks that read slowly, but no longer than this; what is left goes with the next call.
 
         Raises:
-            CoordinationError: They are closed.
+            CoordinationError: The connections are closed.
         """
         end_s = time.monotonic() + limit_s
         while (left_s := end_s - time.monotonic()) > 0 and not self.serve_until(
@@ -512,20 +518,20 @@ class Connections:
         """Say goodbye and close everything; may be called again.
 
         Args:
-            why: What later calls say.
-            limit_s: So long for those who read slowly.
+            why: The error of later calls.
+            limit_s: How long to wait for ranks that read slowly.
         """
         if self._why_closed:
             return
         self.send(frame(_GOODBYE), self.ranks())
-        with contextlib.suppress(CoordinationError, ReferenceError):  # another thread was faster; the owner is dead
+        with contextlib.suppress(CoordinationError, ReferenceError):  # another thread has closed them; no owner is left
             self.flush(limit_s)
         with self.lock:
             self._why_closed = self._why_closed or why
             for connection in [*self._by_rank.values(), *self._strangers]:
                 with contextlib.suppress(OSError):
                     connection.socket.shutdown(socket.SHUT_WR)
-                # What is left unread would make the kernel reset the connection, which overtakes the goodbye.
+                # Unread bytes would make the kernel reset the connection, and the reset overtakes the goodbye.
                 connection.receive()
                 self._drop(connection)
             if self._listener is not None:
@@ -540,7 +546,7 @@ class Connections:
             raise CoordinationError(self._why_closed)
 
     def _watching(self) -> selectors.BaseSelector:
-        """Return a selector for all connections; for others than rank 0 a fresh one, which holds no descriptor."""
+        """Return a selector for all connections; on a follower a new one, which holds no descriptor."""
         if self._selector is not None:
             return self._selector
         selector = selectors.PollSelector()
@@ -559,7 +565,7 @@ class Connections:
             connection = key.data
             if connection is None:
                 self._accept()
-            elif connection.is_open():  # it may be closed because of what another one has said
+            elif connection.is_open():  # a frame of another connection may have closed it
                 connection.flush()
                 self._watch(connection)
                 if mask & selectors.EVENT_READ:
@@ -582,12 +588,12 @@ class Connections:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                _log.warning("rank 0 cannot take connections of other ranks, until the next save: %s", error)
+                _log.warning("rank 0 accepts no connections of other ranks until the next save: %s", error)
                 self.take_connections(False)  # else every wait would end at once
                 return
             try:
                 connection = _connection(accepted, self.token, None)
-            except OSError:  # it is gone again
+            except OSError:  # the other side has closed it already
                 continue
             self._strangers.append(connection)
             self._watch(connection)
@@ -603,7 +609,7 @@ class Connections:
         except (ValueError, TypeError) as error:
             ended = str(error) if isinstance(error, _Refused) else _NO_MESSAGE
             if connection.rank is None:
-                _log.warning("somebody has connected to rank 0, and was not let in: %s", ended)
+                _log.warning("rank 0 has refused a connection: %s", ended)
         if ended is not None and connection.is_open():
             self._drop(connection)
             if connection.rank is not None:
@@ -625,11 +631,11 @@ class Connections:
             self._owner.took(connection.rank, kind, number, payload)
 
     def _greet(self, connection: _Connection, rank: int) -> None:
-        """A rank has proven that it is one."""
+        """Take the connection of a follower that has proven itself, in place of its older one."""
         if rank in self._by_rank:
-            self._read(self._by_rank[rank])  # what came before the rank has lost it
+            self._read(self._by_rank[rank])  # what it sent before it lost that connection
         if rank in self._by_rank:
-            self._drop(self._by_rank[rank])  # its end has not come: what was under way the rank tells
+            self._drop(self._by_rank[rank])  # the follower itself tells which sessions this has failed
         self._strangers.remove(connection)
         self._by_rank[rank] = connection
         self._owner.greeted(rank)
@@ -645,7 +651,7 @@ class Connections:
             del self._by_rank[connection.rank]
 
     def _leave_to_parent(self) -> None:
-        """In a forked child, where the descriptors are closed."""
+        """Let go of the sockets; in a forked child, where their descriptors are closed."""
         self.lock, self._connecting = threading.RLock(), threading.RLock()
         self._why_closed = "the connections to the other ranks belong to the process that this one was forked from"
         for connection in [*self._by_rank.values(), *self._strangers]:
@@ -657,7 +663,8 @@ class Connections:
 
 
 def _leave_sockets_to_parent() -> None:
-    # The native module has closed those that found room in its table. What still has its inode is not closed.
+    # The native module has closed the sockets in its table, which is bounded. A descriptor that still has the inode of
+    # its socket was not closed.
     for fd, inode in _inodes.items():
         with contextlib.suppress(OSError):
             if os.fstat(fd).st_ino == inode:
@@ -668,6 +675,3 @@ def _leave_sockets_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_sockets_to_parent)
-
-
-# ------------------------------------------------------------------------------------------- where ranks run

@@ -1,7 +1,7 @@
 """Saves by the ranks of a process group: a file that all of them write, and a directory of such files.
 
-The ranks of a group meet once, at its first save. What each does then: the coordinator `coordinator_file` and
-`coordinator_save`, the others `follower_file` and `follower_save`.
+The ranks of a group meet once, at its first save. This module begins each save on all ranks. The coordinator goes on in
+`coordinator_file` and `coordinator_save`, each follower in `follower_file` and `follower_save`.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ _met: weakref.WeakKeyDictionary[ProcessGroup, tuple[Ranks, int | None]] = weakre
 
 
 def ranks_of(process_group: ProcessGroup, path: str) -> tuple[Ranks, int | None]:
-    """Return the line between the ranks of a group; they meet the first time, so all of them call this.
+    """Return the connected ranks of a group. They meet in the first call, which all of them make.
 
     Args:
         process_group: Of these ranks.
-        path: What is saved first: its file system is the one whose tuning counts for all that this group saves.
+        path: What is saved first. The tuning of its file system counts for all saves of this group.
 
     Returns:
-        The line, and what `tuned_writer_count` says.
+        The ranks, and what `tuned_writer_count` returns.
 
     Raises:
         ConfigError: This process is not in the group.
@@ -92,12 +92,12 @@ def ranks_of(process_group: ProcessGroup, path: str) -> tuple[Ranks, int | None]
 
 
 def tuned_writer_count(process_group: ProcessGroup, path: str) -> int | None:
-    """Return how many ranks of one node write best, as rank 0's tuning file has it; None if it does not say.
+    """Return from rank 0's tuning file how many ranks of one node write best; None if it does not say.
 
-    A collective: each rank may have another tuning file, and all of them have to choose the same writers.
+    A collective: each rank may have another tuning file, and all ranks have to choose the same writers.
 
     Raises:
-        ConfigError: Rank 0 has a configuration that makes no sense; on all ranks.
+        ConfigError: Rank 0's configuration is invalid; on all ranks.
     """
     own: Any = None
     if dist.get_rank(process_group) == 0:
@@ -117,16 +117,16 @@ def tuned_writer_count(process_group: ProcessGroup, path: str) -> int | None:
 def together_with(
     process_group: ProcessGroup | None, path: str, writers: Writers, *, check_replicas: bool
 ) -> Iterator[SaveGroup | None]:
-    """Begin a save with all ranks of a group; what is raised in the block, they are told.
+    """Begin a save with all ranks of a group; tell them of an error in the block.
 
     Args:
-        process_group: With whom.
+        process_group: The group; None to save alone.
         path: What is saved; its last part is the same on all ranks.
         writers: The ranks that write.
         check_replicas: See `shared_file.SaveGroup`.
 
     Yields:
-        With whom; None without a group, and with a group of one rank.
+        How the ranks save; None without a group, and with a group of one rank.
     """
     ranks, tuned_count = (None, None) if process_group is None else ranks_of(process_group, path)
     if ranks is None or ranks.count == 1:
@@ -164,7 +164,7 @@ def save_together_async(obj: object, path: str, owners: Owners, group: SaveGroup
             engine=options.engine,
             durable=options.durable,
             arena=arena,
-            lane=Lane("fastpersist-save"),  # the first rank keeps saves to the same path in order
+            lane=Lane("fastpersist-save"),  # the coordinator keeps saves to the same path in order
             stats=SaveStats(path=path),
         )
         checksum, file_format, metadata = options.checksum, options.file_format, options.metadata
@@ -178,30 +178,30 @@ def save_together_async(obj: object, path: str, owners: Owners, group: SaveGroup
 
 
 class PublishedShare(CoordinatorFile):
-    """The first rank's share of a file that this rank publishes under a name of its own: a `file_save.SharedFile`."""
+    """The coordinator's share of a file that is published under a name of its own: a `file_save.SharedFile`."""
 
     def working(self) -> AbstractContextManager[None]:
-        """Return the context in which this rank talks to the others."""
+        """Return the context in which the followers know that this rank is alive."""
         return self._session.working()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that the save has failed here."""
+        """Tell the followers that the save has failed here."""
         self._session.fail(error)
 
     def write_pending(
         self, file: PendingFile, *, engine: str, poll: Poll | None = None, snapshot: _native.Snapshot | None = None
     ) -> WrittenFile:
-        """Write this rank's share; see `CoordinatorFile.write`."""
+        """Write the coordinator's share; see `CoordinatorFile.write`."""
         return self.write(
             file.fd, file.target.path, engine=engine, pending_path=file.path, poll=poll, snapshot=snapshot
         )
 
     def settle(self) -> None:
-        """Return when no other rank can make the save fail any more."""
+        """Go on without the followers: from now on the loss of one does not make the save fail."""
         self._session.settle()
 
     def tell_published(self) -> None:
-        """Tell the other ranks that the file is published, and how long it is."""
+        """Tell the followers that the file is published, and how long it is."""
         self._session.answer(str(self.container.size_bytes).encode())
         self._session.finish()
 
@@ -275,28 +275,28 @@ def directory_save_together(
     """Make a DirectorySave with all ranks of a group, which save the same files in the same order.
 
     Of each file, rank 0's object is saved. What an optimizer owns, or constant= names, is the same on all ranks, and
-    its storages of 1 MiB and more are written by all writers, each a part. A file with `own=True` is one rank's alone:
-    each rank writes its own ones, while the others write theirs, however many and with whatever names nobody else has.
-    All ranks call publish(), and the directory is visible when rank 0 has published it for all.
+    each writer writes a part of its storages of 1 MiB and more. A file with `own=True` belongs to one rank: each rank
+    writes as many of them as it likes, with names that no other rank uses. All ranks call publish(), and the directory
+    is visible when rank 0 has published it for all.
 
     Args:
         path: Its final name; rank 0's counts.
-        process_group: With whom; torch's group itself is used by the first call for it only.
+        process_group: Of the ranks; only the first call for a group uses torch's collectives.
         writers: The ranks that write, as in `fastpersist.save`.
         check_replicas: Compare all bytes of the replicas, as in `fastpersist.save`.
-        overwrite: As in `DirectorySave`; rank 0's counts, as of the options that follow.
+        overwrite: As in `DirectorySave`; rank 0's counts.
         engine: "auto", or an engine's name, which then never falls back; each rank's own.
-        make_parents: As in `DirectorySave`.
-        pending_in: As in `DirectorySave`.
+        make_parents: As in `DirectorySave`; rank 0's counts.
+        pending_in: As in `DirectorySave`; rank 0's counts.
 
     Returns:
-        On rank 0, and with a group of one rank, a DirectorySave. On the other ranks its counterpart; there `path` is a
+        On rank 0, and with a group of one rank, a DirectorySave. On other ranks a PeerDirectorySave; there `path` is a
         directory that is thrown away, and `add_bytes` adds nothing.
 
     Raises:
         ConfigError, StorageError: As by `DirectorySave`; the other ranks learn of it when they publish.
 
-    Thread safety: in the same order on all ranks.
+    Thread safety: any thread, but all ranks begin their saves in the same order.
     """
     final_path = os.path.abspath(local_path(path))
     with together_with(process_group, final_path, writers, check_replicas=check_replicas) as group:
@@ -335,7 +335,7 @@ class PeerDirectorySave:
 
     @property
     def path(self) -> str:
-        """A directory that is thrown away: what others put there, rank 0 has too."""
+        """A directory that is thrown away: files that other code puts there count on rank 0 only."""
         return self._scratch_path
 
     @untraced
@@ -366,12 +366,12 @@ class PeerDirectorySave:
         self._names.add(name)
 
     def save_produced(self, producer: FileProducer) -> None:
-        """Have somebody else write this rank's part of files; see `DirectorySave.save_produced`."""
+        """Have a producer write this rank's part of files; see `DirectorySave.save_produced`."""
         self._refuse_closed()
         self._follower.save_produced(producer)
 
     def add_bytes(self, name: str, data: bytes) -> None:
-        """Add nothing: rank 0's bytes are those that count.
+        """Add nothing: rank 0's bytes count.
 
         Raises:
             ConfigError: The name is no relative file name or is taken.
@@ -388,7 +388,7 @@ class PeerDirectorySave:
         after: Callable[[], None] | None = None,
         apart: bool = False,
     ) -> PendingSave:
-        """Return the save, done when rank 0 has published; the arguments are for rank 0, and do not count here.
+        """Return the save, done when rank 0 has published; only rank 0's arguments count.
 
         Raises:
             ConfigError: It was published or aborted before.
@@ -412,7 +412,7 @@ class PeerDirectorySave:
         self.abort()
 
     def __del__(self) -> None:
-        # A forked child has no part in it, and the scratch directory is its parent's.
+        # In a forked child, the save and the scratch directory are the parent's.
         if not getattr(self, "_closed", True) and self._process == os.getpid():
             self.abort()
 

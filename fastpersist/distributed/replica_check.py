@@ -1,8 +1,8 @@
 """Which storages of a state are replicas, and whether the ranks really hold the same bytes.
 
 Data-parallel ranks agree on parameters and optimizer state, but not on everything that is saved. Each writer writes a
-part of a replica, so ranks that differ would produce a mixture that no rank has. Before that, samples of every such
-storage are compared, or all of its bytes.
+part of a replica, so ranks that differ would produce a mixture that no rank holds. So the ranks first compare samples
+of each such storage, or all of its bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["bytes_of", "difference", "host_bytes", "replicas_in", "replicas_of",
 
 _SAMPLE_COUNT = 4
 _SAMPLE_BYTES = 64
-"""So many bytes at so many places, spread over a tensor, whatever its size."""
+"""A sample is this many bytes at this many places, spread over a tensor of any size."""
 
 _SHOWN_COUNT = 5
 
@@ -41,7 +41,7 @@ def replicas_of(container: Container) -> list[int]:
 def replicas_in(container: Container, ownership: Ownership | None) -> list[int]:
     """Return which sources of a training state are cut: the large ones that an optimizer owns, or that are constant.
 
-    Whether they may be written from where they are does not matter: that may differ from rank to rank.
+    Whether they can be written without a copy does not matter: that may differ from rank to rank.
     """
     if ownership is None:
         return []
@@ -59,7 +59,8 @@ def sums_of(
     """Sum up each cut source: its length, dtypes and interior, and samples of its bytes or all of them.
 
     Returns:
-        What gives the sums, of the bytes as they are now; it waits for devices. This does so only for all bytes.
+        A function that returns the sums of the bytes as they are now; it waits for devices. With `whole`, this function
+        waits for them already.
     """
     of_data = (_crcs_of if whole else _sample_crcs_of)([container.sources[source] for source in cut])
     described = []
@@ -75,13 +76,13 @@ def _sample_crcs_of(sources: Sequence[Source]) -> Callable[[], list[int]]:
 
 
 def sample_crcs(tensors: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
-    """Take a CRC of a few bytes of each tensor, spread over it, as they are now; of short ones all bytes.
+    """Take a CRC of the samples of each tensor as they are now; of short tensors, of all bytes.
 
     Args:
-        tensors: Contiguous, in host memory or on devices. No device is waited for.
+        tensors: Contiguous, in host memory or on devices. This does not wait for devices.
 
     Returns:
-        What gives the CRCs, in the same order; it waits for devices.
+        A function that returns the CRCs, in the same order; it waits for devices.
     """
     crcs = [0] * len(tensors)
     on_devices: dict[tuple[torch.device, torch.Size], list[tuple[int, torch.Tensor]]] = {}
@@ -128,7 +129,7 @@ def _samples_in(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _crcs_on_host(parts: Sequence[tuple[int, torch.Tensor]]) -> Callable[[], dict[int, int]]:
-    """Copy samples of one shape from one device; return what gives the CRC of each, by its index."""
+    """Copy samples of one shape from one device; return a function that returns the CRC of each, by its index."""
     size_bytes = parts[0][1].numel()
     copied = _copied_to_host([samples for _, samples in parts])
 
@@ -141,7 +142,7 @@ def _crcs_on_host(parts: Sequence[tuple[int, torch.Tensor]]) -> Callable[[], dic
 
 
 def _copied_to_host(parts: Sequence[torch.Tensor]) -> Callable[[], bytes]:
-    """Copy bytes of one device, joined, in the order of the caller's stream; return what waits for them."""
+    """Join and copy bytes of one device, in the order of the caller's stream; return a function that waits for them."""
     joined = torch.cat(list(parts))
     on_cuda = joined.device.type == "cuda"
     copied = joined.to("cpu", non_blocking=on_cuda)
@@ -156,7 +157,7 @@ def _copied_to_host(parts: Sequence[torch.Tensor]) -> Callable[[], bytes]:
 
 
 def _crcs_of(sources: Sequence[Source]) -> Callable[[], list[int]]:
-    """Return what gives a CRC of all bytes of each source; those of devices come through the ring, to nowhere."""
+    """Take a CRC of all bytes of each source; those on devices pass through the ring to /dev/null."""
     crcs: dict[int, int] = {}
     pieces = Pieces()
     slots: list[int] = []
@@ -177,13 +178,13 @@ def _crcs_of(sources: Sequence[Source]) -> Callable[[], list[int]]:
 
 
 def bytes_of(ranges: Sequence[tuple[Source, int, int]]) -> Callable[[], list[bytes]]:
-    """Take short ranges of bytes, as they are now, without waiting for a device.
+    """Take short ranges of bytes as they are now, without waiting for a device.
 
     Args:
-        ranges: Each one's source, its first byte in that, and its length.
+        ranges: Of each, the source, the first byte in it, and the length.
 
     Returns:
-        What gives the bytes, in the same order; it waits for devices.
+        A function that returns the bytes, in the same order; it waits for devices.
     """
     found: dict[int, bytes] = {}
     on_devices: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
@@ -218,7 +219,7 @@ def difference(described: Sequence[tuple[Any, list[int]]], names_of: Callable[[i
     """Say what the ranks hold differently.
 
     Args:
-        described: Of each rank, what was looked at, and the sum of each cut source.
+        described: Of each rank, what was compared, and the sum of each cut source.
         names_of: Names the tensors of a cut source, by its position.
     """
     mode, own = described[0]

@@ -1,25 +1,25 @@
 """Load one file on all ranks of a process group: divide the reading, and let what fails on one rank fail on all.
 
-A `SharedReader` stands where `read_extents` stands in a load. Every rank loads by itself, with its own objects; each
-read of a load is a *round*: the ranks first tell each other what they are about to read, by a collective on the
-caller's thread. A rank that has failed tells that in the next round instead; a rank that is done repeats that in every
-round until all are. So all ranks take part in the same number of rounds, whatever each of them does (reads more often,
-reads in another way, leaves the file to stock torch.load). No rank waits for one that has given up, and leaving the
-reader is the last agreement: it returns on all ranks, or raises on all.
+A `SharedReader` takes the place of `read_extents` in a load. Every rank loads by itself, with its own objects. Each
+read of a load is a *round*: first a collective, on the caller's thread, in which each rank tells what it is about to
+read. A rank that has failed tells that in the next round instead; a rank that is done tells that in each round until
+all are. So all ranks take part in the same number of rounds, whatever each of them does (reads more often, reads in
+another way, leaves the file to stock torch.load). No rank waits for one that has given up. Leaving the reader is the
+last agreement: it returns on all ranks, or raises on all.
 
-The ways to read, chosen alike by all ranks from what all have said:
+There are three ways to read. All ranks choose the same one, from what all have told:
 
-- *ahead*: the ranks share a page cache. Each reads everything through it, window by window, and its share of the next
-  window is read ahead: every byte comes from the disk once, and no rank waits for another.
-- *exchange*: each rank reads its share of the bytes, and hands it to all others by broadcasts, straight into place.
-  Where nothing but CRCs is wanted, only these are exchanged.
-- *alone*: each reads all by itself.
+- *ahead*: the ranks share a page cache. Each reads everything through it, window by window, and has its share of the
+  next window read ahead. Every byte comes from the disk once, and no rank waits for another.
+- *exchange*: each rank reads its share of the bytes, and broadcasts it to the other ranks, straight into place. Where
+  only CRCs are wanted, only these are exchanged.
+- *alone*: each rank reads everything by itself.
 
-On one node: ahead; alone where the page cache has most of the file already, or an engine was named. On several
-nodes: exchange; ahead or alone where the destinations are no host memory, the backend takes none, or the ranks want
-different bytes of the file. CRCs alone are always exchanged. `fastpersist bench ranks DIR --load-ways` measures the
-ways in turn; with 1 GiB in 64 tensors, 2 cores, gloo, ext4 on a virtual disk (seconds until the last rank has the
-object, smallest of 5):
+On one node the ranks read ahead; alone if the page cache has most of the file already, or an engine was named. On
+several nodes they exchange; they read ahead or alone if a destination is not host memory, the backend cannot broadcast
+host memory, or the ranks want different bytes of the file. CRCs alone are always exchanged. `fastpersist bench ranks
+DIR --load-ways` measures the ways in turn. With 1 GiB in 64 tensors, 2 cores, gloo, ext4 on a virtual disk (seconds
+until the last rank has the object, smallest of 5):
 
                      ahead   exchange   alone
     2 ranks, cold     0.50       0.69    0.71
@@ -32,7 +32,7 @@ Reading ahead costs processor time. While other programs kept both cores busy, a
 fast as to one. all_gather_into_tensor took twice as long as broadcasts. Not measured: several nodes, where a shared
 file system gives each byte to one rank, and the network carries it to the others.
 
-Files, formats and objects are the loads' own affair (`unpickle`, `fill_tensors`, `restore`).
+Files, formats and objects are left to the load (`unpickle`, `fill_tensors`, `restore`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ __all__ = ["WANT", "SharedReader", "broadcasts_host_memory", "reader_for"]
 _log = logging.getLogger("fastpersist")
 
 _WINDOW_BYTES = 256 << 20
-"""How far the ranks read ahead: far enough for the disk, and the page cache need not hold the whole file."""
+"""How far the ranks read ahead: enough to keep the disk busy, without the whole file in the page cache."""
 
 _BROADCAST_BYTES = 64 << 20
 _GAP_BYTES = 256 << 10
@@ -84,7 +84,7 @@ _SAMPLE_BYTES = 512
 _SAMPLE_COUNT = 64
 
 WANT = "want"
-"""The stage in which ranks tell what they want, of what others have."""
+"""The stage in which ranks tell what they want to read of a file in parts."""
 
 UNKNOWN_RANK = -1
 """PeerError.rank where the process group does not say which rank it lost."""
@@ -92,20 +92,20 @@ UNKNOWN_RANK = -1
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What a rank says in a round.
+    """What a rank tells in a round.
 
     Attributes:
-        stage: "read", "compare", "shared", "done", or "failed"; or another, if `told` is what it is about.
+        stage: "read", "compare", "shared", "done", or "failed"; or a caller's own stage, with `told`.
         path: The file that it reads.
-        place: Its page cache and the file in it: ranks with the same one share what is cached.
+        place: Its kernel, and the file's device and inode: ranks with the same place share cached pages.
         size_bytes: Length of the file.
         layout: A digest of the places of all extents.
         only_crcs: Nothing but CRCs is wanted.
         takes_broadcasts: All large destinations are host memory, and the backend broadcasts that.
-        any_engine: The engine is ours to choose.
+        any_engine: No engine was named.
         sample: With "compare", a digest of samples of the file.
         crcs: With "shared", the CRC of each part that this rank has read.
-        told: What else there is to say, of a stage of somebody else's (`exchange`).
+        told: The message of a caller's own stage (`exchange`).
         error_text: With "failed", class and message of the error.
         error: With "failed", what the error can be rebuilt from, if it is one of ours.
     """
@@ -126,7 +126,7 @@ class _Said:
 
 
 class _Way(NamedTuple):
-    """How to read; ahead, which share of each window is this rank's, and of how many."""
+    """How to read; for "ahead", which share of each window is this rank's, and how many shares there are."""
 
     name: str
     turn: int = 0
@@ -135,7 +135,7 @@ class _Way(NamedTuple):
 
 @contextmanager
 def reader_for(process_group: ProcessGroup | None, subject: str) -> Iterator[Read]:
-    """Give a load what it reads by: a SharedReader, or without a process group `read_extents`."""
+    """Give a load what it reads with: a SharedReader, or `read_extents` without a process group."""
     if process_group is None:
         yield read_extents
         return
@@ -146,21 +146,21 @@ def reader_for(process_group: ProcessGroup | None, subject: str) -> Iterator[Rea
 class SharedReader:
     """Reads extents as `read_extents` does, together with the other ranks. A context manager around a whole load.
 
-    All ranks of the group enter it, and load the same file. It is left by all in the same way: if one rank fails, it
-    raises its own error, and all others PeerError, from the error of that rank where it is one of ours. Targets may
-    then be partly filled, on ranks that did not fail, too. How long a rank is waited for is the process group's
-    timeout; when one dies, `rank` of the PeerError is -1 if nobody can say which.
+    All ranks of the group enter it, and load the same file. All leave it in the same way: if one rank fails, it raises
+    its own error, and all others raise PeerError, from that rank's error if it is one of ours. Targets may then be
+    partly filled on all ranks. The process group's timeout limits how long ranks wait for each other. When a rank dies,
+    `rank` of the PeerError is -1 if the group does not say which.
 
     Args:
         process_group: Any backend; the caller's thread takes part in its collectives.
         subject: What is loaded, for messages: a path, or "step 100".
-        way: For tests: "ahead", "exchange" or "alone" instead of what is fastest.
+        way: For tests: "ahead", "exchange" or "alone" instead of the fastest.
 
     Attributes:
-        first_failure: After a failure that all have heard of: the lowest rank that failed, and its error if it is one
-            of ours, else None. The same on all ranks, so they can decide alike what to do next.
-        serve: Given what each rank wants, hands out what only this one can read (`exchange`).
-        stack: Closed when all ranks are through.
+        first_failure: After a failure that all ranks know of: the lowest rank that failed, and its error if it is one
+            of ours, else None. It is the same on all ranks, so all decide alike what to do next.
+        serve: Called with what each rank wants; broadcasts what only this rank can read (`exchange`).
+        stack: Closed when all ranks are done.
 
     Raises:
         ConfigError: This process is not in the group.
@@ -175,7 +175,7 @@ class SharedReader:
         self._subject = subject
         self._way = way
         self._compared = False  # the ranks have found that they read the same file
-        self._over = self._count == 1  # there is nobody to tell, or nobody hears any more
+        self._over = self._count == 1  # there are no more rounds
         self.first_failure: tuple[int, FastPersistError | None] | None = None
         self.serve: Callable[[list[Any]], None] | None = None
         self.stack = contextlib.ExitStack()
@@ -196,14 +196,14 @@ class SharedReader:
             self._over = True
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the other ranks, which may know already; this rank raises its own error whatever they say now."""
+        """Tell the other ranks, unless the rounds have ended; this rank raises its own error in any case."""
         if not self._over:
             with contextlib.suppress(Exception):
                 self._say(_Said("failed", error_text=f"{type(error).__name__}: {error}", error=error_as_json(error)))
             self._over = True
 
     def wait_for_all(self, stage: str, told: Any = None) -> list[Any]:
-        """Say the same until all ranks do, since others may still read; return what each tells.
+        """Repeat a stage in each round until all ranks are at it, since others may still read; return what each tells.
 
         Raises:
             PeerError: Another rank has failed, or is gone.
@@ -216,7 +216,7 @@ class SharedReader:
                 self.serve([said.told if said.stage == WANT else None for said in heard])
 
     def say(self, stage: str, told: Any) -> list[tuple[str, Any]]:
-        """Say something in a round of its own; return what each rank says: its stage, and what it tells.
+        """Tell something in a round of its own; return the stage of each rank, and what it tells.
 
         Raises:
             PeerError: Another rank has failed, or is gone.
@@ -241,7 +241,7 @@ class SharedReader:
     def __call__(
         self, fd: int, path: str, extents: Extents, *, engine: str = "auto", poll: Poll | None = None
     ) -> ReadResult:
-        """Read extents together with the other ranks; with none, only hear whether all are well.
+        """Read extents together with the other ranks; without extents, only take part in a round.
 
         Args: as in `read_extents`.
 
@@ -263,7 +263,7 @@ class SharedReader:
     # --- agreeing
 
     def _say(self, own: _Said) -> list[_Said]:
-        """Tell all ranks something, and return what each says.
+        """Take part in a round: tell all ranks something, and return what each tells.
 
         Raises:
             PeerError: Another rank has failed, and this one has not; or a rank is gone.
@@ -289,7 +289,7 @@ class SharedReader:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Run a collective. If it fails, or is interrupted, no other can follow: the ranks are out of step.
+        """Run a collective. After one that failed or was interrupted there can be no other: the ranks are out of step.
 
         Raises:
             PeerError: It failed.
@@ -344,15 +344,15 @@ class SharedReader:
         return _Way("alone")
 
     def _compare(self, fd: int, path: str, readers: Sequence[_Said]) -> None:
-        """Make sure that all read the same file, or equal ones: parts of two would make a third that never was.
+        """Refuse to load different files: parts of two files would make a mixture.
 
         Raises:
-            CoordinationError: They do not.
+            CoordinationError: The ranks read different files.
         """
         size_bytes = readers[self._rank].size_bytes
         heard = self._say(_Said("compare", path, size_bytes=size_bytes, sample=_sample(fd, path, size_bytes)))
         if len({said.sample for said in heard}) > 1:
-            self._over = True  # all know
+            self._over = True  # all ranks find it, and raise
             different = next(rank for rank, said in enumerate(heard) if said.sample != heard[0].sample)
             raise CoordinationError(
                 f"the ranks load different files: {heard[0].path} of {heard[0].size_bytes} bytes on rank 0, "
@@ -402,7 +402,7 @@ class SharedReader:
 
 
 def _read_ahead(fd: int, path: str, extents: Extents, way: _Way, poll: Poll | None) -> ReadResult:
-    """Read everything through the page cache, and have this rank's share of the next window read into it."""
+    """Read everything through the page cache, and have the kernel read this rank's share of the next window into it."""
     places = extents.places()
     total_bytes = sum(size_bytes for _, size_bytes in places)
     windows = cut_places(places, max(1, -(-total_bytes // _WINDOW_BYTES)))
@@ -440,7 +440,7 @@ def _polled_behind(poll: Poll | None, done_before_bytes: int) -> Poll | None:
 
 
 def cut_places(places: Sequence[tuple[int, int]], count: int) -> list[list[ByteRange]]:
-    """Share extents out, in file order: about as many bytes each; only large ones are cut, between blocks of the file.
+    """Divide extents into shares of about as many bytes, in file order; only large ones are cut, between blocks.
 
     Args:
         places: Offset in the file and length of each; the index is the source in the result.
@@ -513,7 +513,7 @@ def _flat(places: Sequence[tuple[int, int]]) -> bytes:
 
 
 def _sample(fd: int, path: str, size_bytes: int) -> bytes:
-    """Digest both ends of a file, where its structure and CRCs are, and samples between."""
+    """Digest both ends of a file, where its structure and CRCs lie, and samples in between."""
     steps = [size_bytes * number // _SAMPLE_COUNT for number in range(1, _SAMPLE_COUNT)]
     wanted = [(0, _END_BYTES), (max(0, size_bytes - _END_BYTES), _END_BYTES)]
     wanted += [(offset_bytes, _SAMPLE_BYTES) for offset_bytes in steps]

@@ -1,28 +1,29 @@
-"""Ranks that share no file system: who sees whose files is found out, and where each rank writes.
+"""Find out which ranks see the same file system, and so where each rank writes: node-local storage is detected.
 
-A *store* is a file system as the ranks see it: those that find one another's files below their own root. Its *first
-rank* is the lowest of them, which makes the pending directory there and publishes it (`publishing`); the coordinator,
-rank 0, is that of store 0. Nothing is configured. The name of rank 0's pending directory is a token that nobody can
-guess: whoever finds it below its own root shares its file system. In the session of a save, between the plans and
-rank 0's *go* (`file_agreement`):
+A *store* is a file system with the ranks that find one another's files on it, each below its own root. The *first rank*
+of a store is its lowest. It makes the pending directory there and publishes it (`publishing`). The coordinator, rank 0,
+is the first rank of store 0. Nothing is configured: nobody can guess the name of the coordinator's pending directory,
+so a rank that finds it below its own root shares its file system. In the session of a save, between the plans and *go*
+(`file_agreement`):
 
-    coordinator → followers   look    the name; ranks that do not find it make a pending directory of their own
-    followers → coordinator   seen    whether they do; the name of their own directory, and their host; or which
-                                      directory above their root is not there
-    coordinator → followers   find    if some do not: the names of all those directories; the first that a rank finds,
-                                      by rank, is that of its store's first rank. The others remove theirs
+    coordinator → followers   look    this name; a follower that does not find it makes a pending directory of its own
+    followers → coordinator   seen    whether it was found; the name of the follower's own directory, and its host; or
+                                      which directory above its root does not exist
+    coordinator → followers   find    if some did not find it: the names of all those directories. The first one, by
+                                      rank, that a follower finds is that of its store's first rank. All other followers
+                                      remove theirs
     followers → coordinator   found   which rank that is
 
-Where a `FileProducer` writes the files there are no plans before that: the followers first say that they come, and hear
-*ready* at the end, with what *go* says of stores.
+Where a producer writes the files no plans come before this. The followers first tell that they
+have begun, and hear *ready* at the end, with what *go* says of stores.
 
-A file system that is not mounted looks like one that is not shared. So directories above the root are made on a shared
-file system only: where some ranks do not see what rank 0 has made, they must have been there on all of these ranks and
-on rank 0, or the save fails, and rank 0 removes the directories that it has made above its root.
+A file system that is not mounted looks like one that is not shared. So directories above the root may be made on a
+shared file system only. Where some ranks do not see what the coordinator has made, these directories must have existed
+on all of these ranks and on the coordinator's. Else the save fails, and the coordinator removes those that it has made.
 
-Rank 0 keeps the answer. If there is one store, it does not ask again: saves go their usual way, and a rank that does
-not find what it should fails the save. If there are several, the first ranks are known and are asked to *look* only,
-so that they make their directories. A save that failed makes rank 0 ask anew.
+The coordinator remembers the answer. With one store it does not ask again: saves take their usual way, and fail if a
+rank does not find what it should. With several stores it only has the known first ranks *look*, so that they make their
+directories. After a save that failed it asks again.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ __all__ = ["Say", "StoreMap", "StoreSeeker", "Stores", "find_stores", "find_stor
 _log = logging.getLogger("fastpersist")
 
 Say: TypeAlias = Callable[[dict[str, Any]], list[dict[str, Any]]]
-"""Sends a message to all followers, and returns their answers by rank; what stands for this rank is empty."""
+"""Sends a message to all followers, and returns their answers by rank; that of this rank is empty."""
 
 
 class Stores:
     """What is known of the file systems of a group of ranks, from one save to the next.
 
     Args:
-        own_root: Makes the root of this rank and takes its lock; called on the first rank of a store that is not
-            rank 0, on the thread that writes.
+        own_root: Makes the root of this rank and takes its lock; called on the first rank of each store but rank 0's,
+            on the thread that writes.
 
     Attributes:
-        first_ranks: By rank, the first rank of its store; None while that is not known. On rank 0.
+        first_ranks: By rank, the first rank of its store; None while that is not known. On the coordinator.
         hosts: By rank, the name of its host.
         made: The directories that this rank has made for its root: those above it, then the root.
     """
@@ -77,20 +78,20 @@ class Stores:
         return self.first_ranks is not None and not any(self.first_ranks)
 
     def forget(self) -> None:
-        """Find out anew at the next save; a save has failed, and its directory is removed."""
+        """Ask again at the next save: a save has failed, and its directory is removed."""
         self.first_ranks = None
         if self._refused:
             self._refused = False
             self._unmake_root()
 
     def require_parents(self, absent: Mapping[int, str]) -> None:
-        """Refuse file systems that are not shared where a directory above the root was not there: on rank 0.
+        """Refuse several stores if a directory above the root was missing somewhere; on the coordinator.
 
         Args:
-            absent: By rank, the highest such directory, of ranks that do not see rank 0's files.
+            absent: By rank that does not see rank 0's files, the highest such directory.
 
         Raises:
-            StorageError: There is one.
+            StorageError: One was missing.
         """
         told = [f"rank {rank} on {self.hosts[rank]} has no {path}" for rank, path in sorted(absent.items())]
         if len(self.made) > 1:
@@ -106,10 +107,10 @@ class Stores:
             )
 
     def _unmake_root(self) -> None:
-        """Remove what was made, or the next attempt would find it there and take this disk for the right one."""
+        """Remove what this rank has made: the next attempt would take it for a mounted file system."""
         root = self.made[-1]
         with suppress(FastPersistError, OSError):
-            if os.listdir(root) == [ROOT_LOCK_NAME]:  # else somebody has put something there
+            if os.listdir(root) == [ROOT_LOCK_NAME]:  # else other files are there by now
                 filesystem().unlink(os.path.join(root, ROOT_LOCK_NAME))
                 for directory in reversed(self.made):
                     filesystem().remove_directory(directory)
@@ -117,13 +118,13 @@ class Stores:
 
 @dataclass(frozen=True, slots=True)
 class StoreMap:
-    """Which stores there are in a save, if several.
+    """The stores of a save, where there are several.
 
     Attributes:
         first_ranks: By rank, the first rank of its store.
         hosts: By rank.
         name: Of rank 0's pending directory.
-        names: By first rank, that of each other store's.
+        names: Of the pending directories of all other stores, by first rank.
     """
 
     first_ranks: list[int]
@@ -132,12 +133,12 @@ class StoreMap:
     names: dict[int, str]
 
     def go(self) -> dict[str, Any]:
-        """Return what the followers are told of where they write."""
+        """Return what *go* tells the followers: where each of them writes."""
         names = {"0": self.name, **{str(rank): name for rank, name in self.names.items()}}
         return {"first_ranks": self.first_ranks, "names": names}
 
     def is_first(self, rank: int) -> bool:
-        """Tell whether a rank is of the first store."""
+        """Tell whether a rank belongs to store 0."""
         return self.first_ranks[rank] == 0
 
     def ranks_of(self, first_rank: int) -> list[int]:
@@ -149,19 +150,19 @@ class StoreMap:
 
 
 def find_stores(say: Say, known: Stores, directory: str, *, overwrite: bool) -> StoreMap | None:
-    """Find out which ranks see one another's files; on rank 0, while the others are in `StoreSeeker.reply`.
+    """Find out which ranks see one another's files; on the coordinator, while followers are in `StoreSeeker.reply`.
 
     Args:
         say: Asks all followers.
-        known: What is known, and will be.
+        known: What earlier saves have found; updated.
         directory: Rank 0's pending directory.
         overwrite: Other stores, too, may replace a checkpoint of that name.
 
     Returns:
-        Which stores there are; None where all ranks see one file system.
+        The stores; None where all ranks see one file system.
 
     Raises:
-        StorageError: Some ranks see other file systems, and a directory above the root was not there.
+        StorageError: Some ranks see other file systems, and a directory above the root was missing.
         PeerError, CoordinationError: As the session does.
     """
     name = os.path.basename(directory)
@@ -172,7 +173,7 @@ def find_stores(say: Say, known: Stores, directory: str, *, overwrite: bool) -> 
     known.hosts = [socket.gethostname(), *(str(one.get("host", "?")) for one in seen[1:])]
     if names or absent:
         known.require_parents(absent)
-    known.made = []  # what is there by now, is there for good
+    known.made = []  # from now on these directories stay
     if first_ranks is None:
         first_ranks = [0] * len(seen)
         if names:
@@ -197,12 +198,12 @@ def find_stores(say: Say, known: Stores, directory: str, *, overwrite: bool) -> 
 
 
 def find_stores_for_producer(session: Session, label: str, find: Callable[[Say], dict[str, Any]]) -> None:
-    """Find out who sees whose files before a producer writes; on rank 0, while the others are in `directory_for`.
+    """Find the stores before a producer writes; on the coordinator, while followers are in `directory_for`.
 
     Args:
         session: With the followers.
-        label: What all ranks mean that save the same.
-        find: Does so, given what asks all followers; returns what *go* says of stores.
+        label: What is saved; the same on all ranks.
+        find: Finds the stores, given what asks all followers; returns what *go* says of them.
 
     Raises:
         CoordinationError: A follower saves its state in another way.
@@ -226,12 +227,12 @@ def find_stores_for_producer(session: Session, label: str, find: Callable[[Say],
 
 
 class StoreSeeker:
-    """A follower's store in one save: found, and where to write in it. The thread that writes uses it.
+    """A follower's search for its store in one save, and where to write in it. The thread that writes uses it.
 
     Args:
         path: The final name of the directory, below this rank's own root.
         rank: This rank.
-        stores: Of its Checkpointer; None: all ranks need the same file system.
+        stores: Of its Checkpointer; None if all ranks need the same file system.
 
     Attributes:
         is_split: Whether there are several stores.
@@ -246,10 +247,10 @@ class StoreSeeker:
         self.is_split = False
 
     def reply(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer to `find_stores`.
+        """Answer a message of `find_stores`.
 
         Raises:
-            ConfigError, StorageError: No pending directory can be made here; or this rank sees other files than before.
+            ConfigError, StorageError: This rank cannot make a pending directory, or sees other files than before.
         """
         if "find" in message:
             return {"first": self._find({int(rank): str(name) for rank, name in message["find"].items()})}
@@ -268,7 +269,7 @@ class StoreSeeker:
         return {"sees": sees, "name": name, "host": socket.gethostname(), "absent": absent}
 
     def directory_for(self, session: Session, label: str) -> str | None:
-        """Find the stores before a producer writes, with rank 0 in `find_stores_for_producer`; else as `directory`."""
+        """Find the stores before a producer writes, while rank 0 is in `find_stores_for_producer`; see `directory`."""
         if self._stores is None:
             return None
         session.tell(encoded({"guest": True, "name": f"{label}, sharded"}))
@@ -280,7 +281,7 @@ class StoreSeeker:
         """Return where this rank writes its parts and its own files; None where all see one file system.
 
         Raises:
-            StorageError: It does not see the files of its store any more.
+            StorageError: This rank does not see the files of its store any more.
         """
         split = go.get("split")
         if split is None:
@@ -323,24 +324,27 @@ class StoreSeeker:
             self._stores.own_root()
 
     def _may_replace(self) -> bool:
-        """Parts are nobody's without rank 0's: of a save that died, or of a step that is damaged there."""
+        """Tell whether an existing directory may be replaced: as asked for, or if it holds parts.
+
+        Such parts are left over: rank 0's store has no such step, or is to replace it, too.
+        """
         return self._overwrite or is_there(os.path.join(self._path, PARTS_NAME))
 
     def _sees(self, name: str) -> bool:
-        # Asked for by its name: a listing may come from a cache that is older than the directory.
+        # Looked up by name: a listing may come from a cache that is older than the directory.
         return is_there(os.path.join(os.path.dirname(self._path), name))
 
     def _changed(self, first: int) -> StorageError:
         return StorageError(
             errno.ENOENT,
             f"cannot save {self._path}: rank {self._rank} does not see the same files of rank {first} as it did at the "
-            "last save; has something been mounted? The next save finds out anew who sees whose files",
+            "last save; was a file system mounted or unmounted? The next save finds the stores again",
             self._path,
         )
 
 
 def _absent_above(root: str) -> str | None:
-    """Return the highest directory above a root that is not there; None if all are."""
+    """Return the highest missing directory above a root; None if all exist."""
     absent = None
     above = os.path.dirname(os.path.realpath(root))
     while not is_there(above):

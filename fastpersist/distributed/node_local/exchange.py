@@ -1,16 +1,17 @@
-"""A file that lies in parts, loaded by all ranks: each reads the parts that it sees, and hands them to the others.
+"""Load a file that lies in parts on all ranks: each rank reads the parts that it sees, and broadcasts them.
 
-A `PartsExchange` stands where `read_extents` stands in a load, inside the rounds of a `SharedReader`:
+A `PartsExchange` takes the place of `read_extents` in a load, inside the rounds of a `SharedReader`:
 
-    parts      which save each rank has parts of, and which parts; from here on all know whether the file is whole
-    structure  the file's structure (all but large storages), from who has rank 0's part. Every rank has it in memory,
-               as a file of the whole length with holes, by which the file is opened, proven and unpickled as any other
-    want       what each rank wants to read. The union is cut into pieces; who has a piece reads it, and broadcasts it;
-               a rank that wants nothing, or has done with its load, takes part. Ranks may want different bytes
-    exchanged  whether all pieces could be read
+    parts      which parts each rank sees. One rank of those that see a part becomes its *holder*
+    extents    what lies in each part, told by its holder. From here on all ranks know whether the file is whole
+    structure  the file's structure (all but large storages), from the holder of rank 0's part. Every rank keeps it in
+               memory, as a file of the whole length with holes, which is opened, proven and unpickled as any other
+    want       what each rank wants to read; ranks may want different bytes. The union is cut into pieces. The holder of
+               a piece reads and broadcasts it. Ranks that want nothing, or have finished their load, take part
+    exchanged  all pieces could be read
 
-So every byte comes from one disk once, whoever wants it, and goes straight to its place where that is host memory. The
-pieces of different holders take turns, and each holder reads its next piece while others hand out theirs.
+So every byte comes from one disk once, whichever ranks want it, and goes straight to its place where that is host
+memory. The holders take turns, and each reads its next piece while others broadcast theirs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = ["PartedSource", "PartsExchange", "Piece", "cut_pieces", "writing_to"]
 _PIECE_BYTES = 32 << 20
 _GAP_BYTES = 256 << 10
 _STRUCTURE_BYTES = 64 << 10
-"""Smaller storages come with the structure."""
+"""Smaller storages belong to the structure."""
 
 
 class Piece(NamedTuple):
@@ -68,7 +69,7 @@ def cut_pieces(
     holders: Sequence[int],
     piece_bytes: int = _PIECE_BYTES,
 ) -> list[Piece]:
-    """Cut what all ranks want into pieces, the holders taking turns: pure, and so the same on all ranks.
+    """Cut what all ranks want into pieces, in which the holders take turns: the same on all ranks.
 
     Args:
         wants: What each rank wants of the file, in any order.
@@ -79,8 +80,8 @@ def cut_pieces(
     edges: set[int] = set()
     reached: list[Extent] = []
     for extent in {extent for want in wants for extent in want}:
-        reached.append(extent._replace(size_bytes=extent.size_bytes + _GAP_BYTES))  # what lies close is read at once
-        if extent.size_bytes >= CUT_BYTES_MIN:  # what goes straight to its place lies in pieces of its own
+        reached.append(extent._replace(size_bytes=extent.size_bytes + _GAP_BYTES))  # small gaps are read, too
+        if extent.size_bytes >= CUT_BYTES_MIN:  # it gets pieces of its own, which go straight to its place
             edges.update((extent.offset_bytes, extent.end_bytes))
     union = [one._replace(size_bytes=one.size_bytes - _GAP_BYTES) for one in merged(reached)]
     cuts = sorted(edges)
@@ -104,12 +105,12 @@ def structure_of(part: OpenPart, size_bytes: int, path: str) -> list[Extent]:
     """Return where a torch zip has its structure: all but its storages of 64 KiB and more.
 
     Args:
-        part: The one of rank 0, in which all of that lies.
+        part: Rank 0's, which holds the whole structure.
         size_bytes: Length of the file.
         path: Of the file, for messages.
 
     Raises:
-        FormatError: It is no torch zip, or is damaged, or rank 0's part lacks some of that.
+        FormatError: It is no torch zip, or is damaged, or rank 0's part lacks some of the structure.
     """
     directory = torch_zip.read_directory(part.read_small, size_bytes, path=path)
     large = [
@@ -129,12 +130,12 @@ def structure_of(part: OpenPart, size_bytes: int, path: str) -> list[Extent]:
 
 
 class PartedSource(CheckpointSource):
-    """A file in parts, opened: its structure is in memory, the rest is read by an exchange.
+    """A file in parts, opened: its structure is in memory, an exchange reads the rest.
 
     Args:
         path: The name that the file would have.
-        fd: Of the file in memory; becomes this object's.
-        exchange: Of its ranks.
+        fd: Of the file in memory; this object closes it.
+        exchange: Reads the rest.
     """
 
     def __init__(self, path: str, fd: int, exchange: PartsExchange) -> None:
@@ -142,20 +143,20 @@ class PartedSource(CheckpointSource):
         super().__init__(path, fd)
 
     def open_whole(self) -> BinaryIO:
-        """Read all of the file into memory, and open it there: some need more than we know how to fill."""
+        """Read the whole file into memory, and open it there: stock torch.load is to read it."""
         self._exchange.complete(self.fd)
         return super().open_whole()
 
 
 class PartsExchange:
-    """Reads a file in parts together with the other ranks, as a `reader.Read`, until they are all through.
+    """Reads a file in parts together with the other ranks, as a `reader.Read`, until all of them are done.
 
     Args:
         reader: The rounds of this load.
         path: The name that the file would have, for messages.
         own: The parts that this rank sees.
         size_bytes: Length of the file.
-        with_structure: It is a torch zip, whose structure all ranks get. Else nothing of it is read but extents.
+        with_structure: It is a torch zip, whose structure all ranks get. Without it, only extents are read.
 
     All ranks make one at the same time.
 
@@ -190,7 +191,7 @@ class PartsExchange:
         reader.serve = self._serve
 
     def _agree(self, own: dict[int, FoundPart]) -> None:
-        """Find out who reads which part, and what is in it."""
+        """Choose the holder of each part, and learn what lies in it."""
         seen = [set(told or ()) for _, told in self._reader.say("parts", sorted(own))]
         load = [0] * len(seen)
         chosen: dict[int, int] = {}
@@ -232,7 +233,7 @@ class PartsExchange:
         return fd
 
     def _broadcast_structure(self, fd: int, holder: int) -> None:
-        """Hand the bytes of the structure out, many small extents at a time."""
+        """Broadcast the bytes of the structure, many small extents at a time."""
         at = 0
         while at < self._structure.size_bytes:
             size_bytes = min(_PIECE_BYTES, self._structure.size_bytes - at)
@@ -260,7 +261,7 @@ class PartsExchange:
         return PartedSource(self.path, self.fd, self)
 
     def with_authors(self, error: CorruptionError) -> CorruptionError:
-        """Return an error of the file that also says in which parts the damage lies, and who wrote them."""
+        """Return an error of the file that also tells in which parts the damage lies, and which ranks wrote them."""
         if error.offset_bytes is None:
             return error
         size_bytes = self._sizes.get(error.offset_bytes, 1)
@@ -313,11 +314,11 @@ class PartsExchange:
             self._exchange(told, _Taking(Extents(), [], None))
 
     def _exchange(self, told: Sequence[bytes | None], taking: _Taking) -> None:
-        """Read and broadcast what the ranks want, all of them; then hear whether all could be read.
+        """Read and broadcast what the ranks want; on all of them. Then hear whether all of it could be read.
 
         Raises:
             PeerError: Another rank has failed, or is gone.
-            ConfigError, UnsupportedError, StorageError: As in `read_extents`, on the rank that it happened to.
+            ConfigError, UnsupportedError, StorageError: As in `read_extents`, on the rank that could not read.
         """
         wants = [_unflat(one) for one in told]
         pieces = cut_pieces(wants, self.parts, self._holders)
@@ -340,7 +341,7 @@ class PartsExchange:
                     buffer, read = reading.pop(index)
                     try:
                         read.result()
-                    except Exception as error:  # noqa: BLE001 - the others count on the broadcast, and hear of it then
+                    except Exception as error:  # noqa: BLE001 - raised after all broadcasts, in which all ranks take part
                         errors.append(error)
                 else:
                     buffer = taking.buffer_for(index)
@@ -372,11 +373,11 @@ class PartsExchange:
 
 
 class _Taking:
-    """What one rank takes of the pieces that go by.
+    """What one rank takes of the pieces that are broadcast.
 
     Args:
-        extents: What it reads.
-        wanted: Which of them, by index.
+        extents: What the rank reads.
+        wanted: Which of them it takes from pieces, by index.
         poll: See `Poll`.
     """
 
@@ -394,7 +395,7 @@ class _Taking:
         self._lent: dict[int, torch.Tensor] = {}
 
     def plan(self, pieces: Sequence[Piece]) -> None:
-        """Find out what is to be taken of each piece."""
+        """Find what the extents take of each piece."""
         self._pieces = pieces
         self._longest_bytes = max((piece.size_bytes for piece in pieces), default=0)
         order = sorted(range(len(pieces)), key=lambda index: pieces[index].offset_bytes)
@@ -412,7 +413,7 @@ class _Taking:
                 at += 1
 
     def buffer_for(self, index: int) -> torch.Tensor:
-        """Return memory for a piece: where it belongs, if that is one place in host memory."""
+        """Return memory for a piece: its destination, if that is one place in host memory."""
         size_bytes = self._pieces[index].size_bytes
         targets = self._targets.get(index, [])
         if len(targets) == 1 and targets[0][3] == size_bytes:
@@ -420,13 +421,13 @@ class _Taking:
             memory = self._extents.host_memory(extent)
             if memory is not None:
                 return memory[from_bytes : from_bytes + size_bytes]
-        # Kept for the next piece: fresh memory costs as much time as the disk.
+        # Reused for the next piece: new memory costs as much time as the disk.
         staging = self._spare.pop() if self._spare else torch.empty(self._longest_bytes, dtype=torch.uint8)
         self._lent[index] = staging
         return staging[:size_bytes]
 
     def take(self, index: int, buffer: torch.Tensor) -> None:
-        """Bring a piece to where it belongs."""
+        """Copy a piece to its destinations."""
         for extent, from_bytes, at, size_bytes in self._targets.get(index, ()):
             data = buffer[at : at + size_bytes]
             if self._extents.wants_crc(extent):
@@ -466,7 +467,7 @@ def _unflat(data: bytes | None) -> list[Extent]:
 
 
 def writing_to(fd: int, from_bytes: int) -> Push:
-    """Return what writes the bytes of an extent to a file in memory, from an offset on."""
+    """Return a function that writes the bytes of an extent to a file in memory, from an offset on."""
 
     def push(offset_bytes: int, data: torch.Tensor) -> None:
         memory = _memory(data)

@@ -1,21 +1,21 @@
-"""Ranks that share no file system: the parts of a save become visible in all stores, rank 0's last.
+"""Publish a save in all node-local stores, rank 0's last.
 
-What lies in each store is `formats.split_manifest`'s; which stores there are, `detection` has found. When all parts
-are durable, and each rank has told its own files:
+`formats.split_manifest` defines what lies in a store; `detection` has found the stores. When all parts are durable, and
+each rank has told its own files:
 
-    coordinator → followers   commit     what the manifests are to say, and how long the small files are that each
+    coordinator → followers   commit     the content of the manifests, and the lengths of the small files that each
                                          store gets
     coordinator → firsts      …          the bytes of these files, in pieces, to the first rank of each other store
     followers → coordinator   published  the first rank of each store has written its manifest and renamed its directory
-    coordinator → followers   end        rank 0 has renamed its own. From here on the step is committed
-                       or     undo       rank 0 could not: the others take back what they have published, and the
+    coordinator → followers   end        rank 0 has renamed its own: the step is committed
+                       or     undo       rank 0 could not: the other stores take back what they have published, and the
                                          failure of the save follows
 
-So a step that rank 0's store has is whole in all stores. What a save that died between the renames has left in other
-stores is no committed step: rank 0's store knows nothing of it, loads go back over it, and the next save of that step
-replaces it. Older steps are removed after the end only, and other stores count only steps that rank 0's has. Where a
-step was replaced, they keep the old directory until the end, under a hidden name; `split_step` finds it there. The next
-save sweeps it: who was killed right there, and right there again, has the steps before it.
+So a step that rank 0's store has is whole in all stores. A save that died between the renames leaves no committed step
+in the other stores: rank 0's store does not have it, loads skip it, and the next save of that step replaces it. Older
+steps are removed after the end only, and other stores count only steps that rank 0's has. Where a step was replaced,
+they keep the old directory under a hidden name until the end; `split_step` finds it there. The next save sweeps it. If
+that save is killed between the renames, too, the steps before it remain.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = ["CoordinatorStores", "FollowerStore", "SplitShares"]
 
 _log = logging.getLogger("fastpersist")
 
-_PIECE_BYTES = 16 << 20  # of one message
+_PIECE_BYTES = 16 << 20  # the most bytes of a file in one message
 _TOLD_STATS = ("bytes", "stall_s", "plan_s", "write_s", "sync_s", "engine")
 
 
@@ -72,9 +72,9 @@ class SplitShares:
 
     Attributes:
         name: Of the file.
-        size_bytes: Its length.
+        size_bytes: Length of the file.
         crc32: Of the whole file.
-        extents: By rank, where its bytes belong.
+        extents: By rank, where the bytes of its part belong in the file.
         crcs: By rank, the CRC of its part.
     """
 
@@ -85,20 +85,20 @@ class SplitShares:
     crcs: Mapping[int, int | None]
 
     def entry(self, rank: int) -> FileEntry:
-        """Return what a manifest says of a rank's part."""
+        """Return the manifest's entry of a rank's part."""
         size_bytes = sum(extent.size_bytes for extent in self.extents[rank])
         return FileEntry(part_name(self.name, rank), size_bytes, self.crcs[rank])
 
 
 class CoordinatorStores:
-    """The stores of one save, as rank 0 knows them. Where there is one, it notes nothing and tells nobody.
+    """The stores of one save, on the coordinator. Where there is one store, it does nothing and sends nothing.
 
     Args:
-        known: What is known of the file systems; None: all ranks need the same one.
+        known: What earlier saves have found; None if all ranks need the same file system.
         session: With the followers.
 
     Attributes:
-        found: Which stores there are, once that is known and if there are several.
+        found: The stores, once they are known and if there are several.
     """
 
     def __init__(self, known: Stores | None, session: Session) -> None:
@@ -110,35 +110,35 @@ class CoordinatorStores:
         self._own_entries: dict[int, list[FileEntry]] = {}  # by rank, of other stores
         self._common: dict[str, bytes] = {}  # by name, small files of rank 0 that each store gets
 
-    # --- which there are
+    # --- the stores
 
     def may_be_several(self) -> bool:
-        """Tell whether the ranks are to be asked before a file is written, or more than one store is found."""
+        """Tell whether there are several stores, as far as it is known: if not known, the ranks have to be asked."""
         return self._known is not None and not self._known.are_one()
 
     def find(self, say: Say, directory: str, *, overwrite: bool) -> None:
-        """Find out which stores there are, once in a save; see `find_stores`."""
+        """Find the stores, once in a save; see `find_stores`."""
         if self._known is not None and self.found is None and self.may_be_several():
             self.found = find_stores(say, self._known, directory, overwrite=overwrite)
 
     def find_for_producer(self, label: str, find: Callable[[Say], dict[str, Any]]) -> None:
-        """Find out before a producer writes; see `find_stores_for_producer`."""
+        """Find the stores before a producer writes; see `find_stores_for_producer`."""
         if self._known is not None:
             find_stores_for_producer(self._session, label, find)
 
     def forget(self) -> None:
-        """The save has failed, and its directory is removed: the next one finds out anew."""
+        """Forget the stores: the save has failed, and its directory is removed."""
         if self._known is not None:
             self._known.forget()
 
     def go(self) -> dict[str, Any]:
-        """Return what the followers are told of where they write, for messages with the place of rank 0's directory."""
+        """Return what tells the followers where they write, for messages with the path of rank 0's directory."""
         return {} if self.found is None else {"split": self.found.go()}
 
     # --- what lies in them
 
     def take_shares(self, shares: SplitShares) -> list[FileEntry]:
-        """Note what the ranks have written of a file; return the followers' parts that lie in rank 0's store."""
+        """Note the parts of a file; return those of followers that lie in rank 0's store."""
         self._files.append(shares)
         return [shares.entry(rank) for rank in shares.extents if rank and self._is_here(rank)]
 
@@ -159,10 +159,10 @@ class CoordinatorStores:
         return False
 
     def record(self, directory: str) -> bytes | None:
-        """Return the PARTS.json of rank 0's store, and read what each store gets; None where there is one store.
+        """Read the files that each store gets, and return the PARTS.json of rank 0's; None where there is one store.
 
         Args:
-            directory: Rank 0's pending one.
+            directory: Rank 0's pending directory.
         """
         if self.found is None:
             return None
@@ -227,7 +227,7 @@ class CoordinatorStores:
         self._session.gather(b"")
 
     def undo(self, path: str) -> None:
-        """Rank 0 could not publish: have the others take back what they have, unless it is visible all the same."""
+        """Have the other stores take back what they have published, unless rank 0's directory is visible after all."""
         if self.found is None:
             return
         with suppress(FastPersistError, OSError):
@@ -236,7 +236,7 @@ class CoordinatorStores:
                 self._session.answer(json.dumps({"undo": True}).encode())
 
     def end(self, path: str, metrics: Mapping[str, float]) -> bytes:
-        """Return how rank 0 says that it has published; to other stores also which steps it has, with which metrics."""
+        """Return rank 0's last message; for other stores it lists the steps that rank 0 has, and the metrics."""
         if self.found is None:
             return b"{}"
         steps = sorted(candidate_steps(os.path.dirname(path)))
@@ -244,7 +244,7 @@ class CoordinatorStores:
 
 
 class FollowerStore(StoreSeeker):
-    """A follower's store in one save: published there by its first rank, when rank 0 says so."""
+    """A follower's store in one save: its first rank publishes it when rank 0 says so."""
 
     def __init__(self, path: str, rank: int, stores: Stores | None) -> None:
         super().__init__(path, rank, stores)
@@ -252,16 +252,16 @@ class FollowerStore(StoreSeeker):
         self._published = False
 
     def end(self, session: Session, stats: Mapping[str, Any], check: Callable[[], None]) -> bytes:
-        """Publish, where there are several stores, and return rank 0's last word: it has published, too.
+        """Publish this store where there are several, and return rank 0's last message: it has published, too.
 
         Args:
             session: With rank 0.
             stats: For the manifest.
-            check: Called before: raises if what this rank has written may be torn.
+            check: Called before that: raises if what this rank has written may be torn.
 
         Raises:
             ConfigError, StorageError: As `PendingDirectory.publish`.
-            CoordinationError: Rank 0 sends something else than it has told.
+            CoordinationError: A file that rank 0 sends has another length than it has told.
             PeerError: A rank has failed; after *undo*, rank 0.
         """
         said = session.hear()
@@ -280,13 +280,13 @@ class FollowerStore(StoreSeeker):
         """Make this store's directory visible; on its first rank.
 
         Args:
-            commit: What rank 0 tells.
+            commit: Rank 0's message.
             stats: For the manifest.
-            hear: Returns what rank 0 tells next.
+            hear: Returns rank 0's next message.
 
         Raises:
             ConfigError, StorageError: As `PendingDirectory.publish`.
-            CoordinationError: Rank 0 sends something else than it has told.
+            CoordinationError: A file that rank 0 sends has another length than it has told.
             PeerError: As the session does.
         """
         pending = self._pending
@@ -310,18 +310,18 @@ class FollowerStore(StoreSeeker):
             encode_manifest(manifest),
             durable=durable,
             overwrite=self._may_replace(),
-            keep_replaced=True,  # it is what is committed, until rank 0 has published
+            keep_replaced=True,  # until rank 0 has published, the replaced step is the committed one
         )
         self._published = True
 
     def finish(self) -> None:
-        """Rank 0 has published: remove what was replaced."""
+        """Remove the replaced directory: rank 0 has published."""
         if self._replaced is not None:
             remove_replaced(self._replaced)
             self._replaced = None
 
     def undo(self) -> None:
-        """Rank 0 has not published: what this rank has made visible was never committed. May be called again."""
+        """Take back what this rank has published: rank 0 has not, so it was never committed. May be called again."""
         if not self._published:
             return
         self._published = False
@@ -336,11 +336,11 @@ class FollowerStore(StoreSeeker):
             _log.warning("%s was never committed, and stays: %s", self._path, error)
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Remove the pending directory, if it is this rank's. May be called again.
+        """Remove this rank's pending directory, or undo its publication. May be called again.
 
         Args:
-            error: Why. If it is published here, and another rank than rank 0 has failed, rank 0 has not published:
-                then that is undone. Of its own failure it has told, if it could.
+            error: Why the save has failed. Where a rank other than rank 0 has failed, rank 0 has not published, so a
+                published store is undone. Of its own failure rank 0 tells by *undo*.
         """
         if self._published and isinstance(error, PeerError) and error.rank > 0:
             self.undo()
@@ -349,7 +349,7 @@ class FollowerStore(StoreSeeker):
 
 
 def _joined(hear: Callable[[], bytes], size_bytes: int) -> bytes:
-    """Hear the pieces of a file."""
+    """Receive the pieces of a file, and join them."""
     pieces: list[bytes] = []
     while (left_bytes := size_bytes - sum(map(len, pieces))) > 0:
         pieces.append(hear())

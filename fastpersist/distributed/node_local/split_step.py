@@ -1,6 +1,6 @@
-"""A step that lies in parts → its state: what the ranks see of it, and what there is to say if that is not all.
+"""A step whose files lie in parts in several stores: which parts the ranks see, and whether these are the whole step.
 
-How parts are read and exchanged is `exchange`'s affair, which step is loaded `step_loader`'s.
+`exchange` reads the parts; `checkpointer.step_loader` chooses the step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["StepParts", "refuse_alone"]
 
 
 class _Seen(NamedTuple):
-    """What a rank tells of the step as it sees it; token "" for nothing."""
+    """What a rank tells of the step that it sees; token "" if it sees none."""
 
     token: str
     store: int
@@ -49,17 +49,17 @@ _NOTHING = _Seen("", -1, (), 0, (), 0)
 
 
 class _Found(NamedTuple):
-    """A directory with parts of the step; without manifest and record there is none."""
+    """A directory with parts of the step; manifest and record are None if there is none."""
 
     path: str
     manifest: CheckpointManifest | None
     record: PartsRecord | None
 
     def seen(self) -> _Seen:
-        """Return what the others are told of it.
+        """Return what this rank tells the others of it.
 
         Raises:
-            FormatError: Not one file lies in parts.
+            FormatError: More than one file lies in parts.
         """
         if self.manifest is None or self.record is None:
             return _NOTHING
@@ -77,7 +77,7 @@ class _Found(NamedTuple):
 
 
 def _hidden(path: str, stack: ExitStack) -> Iterator[_Found]:
-    """Yield what was replaced in this directory's place, and is there still, and whole; held until the stack ends."""
+    """Yield whole directories that a save has replaced here and that still exist; hold them until the stack ends."""
     for hidden in replaced_directories(path):
         with suppress(FastPersistError):
             stack.enter_context(hold_for_reading(hidden))
@@ -89,7 +89,7 @@ def _hidden(path: str, stack: ExitStack) -> Iterator[_Found]:
 
 
 def _problem(seen: Sequence[_Seen]) -> str | None:
-    """Say why what the ranks see is not one whole step; None if it is."""
+    """Return why what the ranks see is not one whole step; None if it is."""
     there = [one for one in seen if one.token]
     if len({one.token for one in there}) > 1:
         return "the ranks see parts of two saves of this step: a save of it died while it was being made visible"
@@ -106,7 +106,7 @@ def _problem(seen: Sequence[_Seen]) -> str | None:
 
 
 def refuse_alone(path: str, record: PartsRecord) -> None:
-    """Say why one process cannot load a step that lies in parts.
+    """Refuse to load a step in parts by one process.
 
     Raises:
         UnsupportedError: Always.
@@ -120,16 +120,16 @@ def refuse_alone(path: str, record: PartsRecord) -> None:
 
 
 class StepParts:
-    """A step that some ranks see parts of; all ranks of a load make one, at the same time.
+    """A step of which some ranks see parts; all ranks of a load make one, at the same time.
 
     Args:
         reader: The rounds of the load.
         path: The step's directory, below this rank's root.
-        manifest: Of that; None if this rank sees no such step.
-        record: Of parts; None if it sees none.
+        manifest: Of this directory; None if this rank sees no such step.
+        record: Of the parts in it; None if this rank sees none.
 
     Attributes:
-        exists: Whether anybody sees parts of the step.
+        exists: Whether some rank sees parts of the step.
         reader: The rounds of the load.
 
     Raises:
@@ -158,7 +158,7 @@ class StepParts:
             raise FormatError(problem, path=path)
 
     def _look_for_what_was_replaced(self, path: str) -> None:
-        """A save that replaces a step may have died when some stores had made it visible: then they have both."""
+        """Look for the step that was replaced, in hidden directories: the save that replaced it may have died."""
         hidden = list(_hidden(path, self.reader.stack))
         everybodys = [told or [] for _, told in self.reader.say("replaced", [one.seen() for one in hidden])]
         tokens = dict.fromkeys(
@@ -179,7 +179,7 @@ class StepParts:
 
     @property
     def are_shards(self) -> bool:
-        """Whether they are those of a DCP checkpoint."""
+        """Whether it is a DCP checkpoint."""
         return any(DCP_METADATA_NAME in seen.files for seen in self._seen)
 
     @property
@@ -189,23 +189,23 @@ class StepParts:
 
     @property
     def manifest(self) -> CheckpointManifest | None:
-        """Of that directory; None if this rank sees nothing."""
+        """Of that directory; None if this rank sees no part."""
         return self._found.manifest
 
     def own_turn(self) -> tuple[int, int]:
-        """Return which of the ranks that see the same store this is, and how many they are."""
+        """Return the place of this rank among those that see the same store, and how many they are."""
         own = self._seen[self.reader.rank].store
         alike = [rank for rank, seen in enumerate(self._seen) if seen.store == own]
         return alike.index(self.reader.rank), len(alike)
 
     def host_of(self, rank: int) -> str:
-        """Return on which host a rank has written."""
+        """Return the host on which a rank has written."""
         stores = next(seen.stores for seen in self._seen if seen.token)
         return next((store.host for store in stores if rank in store.ranks), "an unknown host")
 
     @property
     def rank_count(self) -> int:
-        """By how many ranks it was saved."""
+        """How many ranks have saved it."""
         return max(seen.rank_count for seen in self._seen)
 
     def load(self, name: str, load: Callable[[CheckpointSource, Read], Any]) -> Any:
@@ -213,10 +213,10 @@ class StepParts:
 
         Args:
             name: That it would have.
-            load: Given the opened file and what reads it.
+            load: Called with the open file and what reads it.
 
         Raises:
-            CorruptionError: It is damaged; the message says in which parts, and who wrote them.
+            CorruptionError: It is damaged; the message says which parts, and which ranks wrote them.
             Exception: What `load` raises.
         """
         own = []
@@ -235,7 +235,7 @@ class StepParts:
         return {name for seen in self._seen for name in seen.files if name.startswith("rank-")}
 
     def own_file(self, name: str) -> CheckpointSource | None:
-        """Open a rank's own file, whoever sees it; None if nobody does. All ranks call this, each with its own name.
+        """Open a rank's own file, whichever rank sees it; None if no rank does. All ranks call this, each for its own.
 
         Raises:
             PeerError: Another rank could not read what it sees.
@@ -250,7 +250,7 @@ class StepParts:
             if rank_file_name(rank) in self._seen[holder].files
         }
         path = os.path.join(self._found.path, name)
-        if holders:  # the node of a rank is not the one that it was saved on
+        if holders:  # some ranks now run on another node than when they saved
             sent = {rank: self._read(rank_file_name(rank)) for rank in holders if holders[rank] == self.reader.rank}
             told = self.reader.wait_for_all("own", sent)
             if self.reader.rank in holders:

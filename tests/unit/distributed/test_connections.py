@@ -279,7 +279,7 @@ def test_rank_0_without_descriptors_does_not_spin_and_listens_again(
             for _ in range(5):
                 session.check()
         assert [record.getMessage() for record in caplog.records] == [
-            "rank 0 cannot take connections of other ranks, until the next save: [Errno 24] Too many open files"
+            "rank 0 accepts no connections of other ranks until the next save: [Errno 24] Too many open files"
         ]
         assert_went_well(say_all(begin(ranks)))
 
