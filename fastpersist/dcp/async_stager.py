@@ -4,7 +4,7 @@ torch asks a storage writer that is an AsyncStager for the state that its thread
 same tensors, captured (`dcp.capture`): stable tensors stay where they are, and the optimizer's next step waits for the
 bytes that are not written by then. However a save ends, no step waits longer than the thread of that save lives.
 
-What is written, and where, is decided by the storage writers.
+The storage writers decide what is written, and where.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from fastpersist.transfer.torch_boundary import untraced
 __all__ = ["CapturingWriter"]
 
 _COMES_S = 60.0
-"""If torch's thread has not begun to write after so long, it will not."""
+"""If torch's thread has not begun to write after this time, it never will."""
 _SPREAD_MAX_S = 5.0
-"""The longest time over which writes are spread: code that waits for torch's future cannot tell us to hurry."""
+"""The longest time over which writes are spread: nothing tells us when code waits for torch's future."""
 _CALLER_FIRST_S = 0.1
 """The longest time that torch's thread waits for the thread that started it to return from dcp.async_save."""
 
@@ -51,7 +51,7 @@ class CapturingWriter(StoragePath):
     Args:
         path: As in `StoragePath`.
         owners: Whose tensors are in the state.
-        max_host_bytes: Host memory for copied state; None: the bytes of the state, but at most half of what is there.
+        max_host_bytes: Host memory for copied state; None: the bytes of the state, at most half of what is free.
         overwrite: Replace a checkpoint that is there.
         engine: "auto", or an engine's name.
         durable: Survive power loss once dcp.save has returned.
@@ -63,7 +63,7 @@ class CapturingWriter(StoragePath):
 
     _synchronize_after_execute = True
     _why_collectives = ""
-    """Why all ranks have to agree, for messages."""
+    """What needs all ranks to agree, for messages."""
 
     def __init__(
         self,
@@ -89,22 +89,22 @@ class CapturingWriter(StoragePath):
         self._piece_bytes = piece_bytes
         self._staged: _Staged | None = None
 
-    # --- torch's AsyncStager, which dcp.async_save takes a storage writer for
+    # --- torch's AsyncStager
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Have dcp.async_save call synchronize_staging before it returns."""
+        """Make dcp.async_save call synchronize_staging before it returns."""
         return self._synchronize_after_execute
 
     @untraced
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Capture a state, of which dcp.async_save then plans and writes what this returns; called by dcp.async_save.
+        """Capture a state, and return what dcp.async_save then plans and writes; called by dcp.async_save.
 
         Args:
             state_dict: Of this rank.
 
         Returns:
-            The same tensors, with copies of everything else.
+            The same tensors, and copies of everything else.
         """
         if self._staged is not None:
             self._staged.wait()
@@ -125,13 +125,13 @@ class CapturingWriter(StoragePath):
         return state
 
     def synchronize_staging(self) -> None:
-        """Wait for bytes for which the arena had no room: they are written first; called by dcp.async_save."""
+        """Wait until the bytes for which the arena had no room are written; called by dcp.async_save."""
         if self._staged is not None:
             self._staged.come()
             self._staged.copy(wait=True)
 
     def wait_captured(self, timeout: float | None = None) -> None:
-        """Return when the state of the last dcp.async_save may be changed; with gate="manual", call it before that.
+        """Return when the state of the last dcp.async_save may be changed; with gate="manual", call it before a step.
 
         Args:
             timeout: Seconds.
@@ -148,14 +148,14 @@ class CapturingWriter(StoragePath):
             self._staged.wait()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Be as good as new in another process."""
+        """Leave out what belongs to this process; in another one, the writer is as new."""
         return {**self.__dict__, "_staged": None, "_arena": None, "_owners": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Be made of what __getstate__ gave."""
+        """Make new what __getstate__ has left out."""
         self.__dict__.update(state, _arena=Arena(), _owners=Owners())
 
-    # --- torch's StorageWriter, as far as all of ours are alike
+    # --- what our storage writers share of torch's StorageWriter
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save; called by dcp.save."""
@@ -180,7 +180,7 @@ class CapturingWriter(StoragePath):
         try:
             results = self._write(plan, planner)
         except BaseException:
-            if self._alone:  # else others may be about to write there; they have to hear from this rank what it met
+            if self._alone:  # else other ranks may still write there, until DCP tells them of this error
                 self._give_up()
             raise
         done: Future[list[WriteResult]] = Future()
@@ -194,7 +194,7 @@ class CapturingWriter(StoragePath):
 
     @abstractmethod
     def _give_up(self) -> None:
-        """Remove what a save that did not end has written; on the coordinator."""
+        """Remove what an unfinished save has written; on the coordinator."""
 
     def _keep_others(self, directory: DirectorySave, is_own: Callable[[str], object]) -> None:
         """Keep the files beside the checkpoint that is replaced.
@@ -205,23 +205,23 @@ class CapturingWriter(StoragePath):
         """
         final_path = os.path.abspath(self._known_path("dcp.save"))
         for name, size_bytes in keep_others(find_others(final_path, is_own), final_path, directory.path):
-            directory.add_written(name, size_bytes, None)  # not read for a CRC: it may be anything, and long
+            directory.add_written(name, size_bytes, None)  # without a CRC: the file may be long
 
     def _take_staged(self) -> None:
-        """A save begins, or goes on: of what was staged for it, or of what dcp.save was given."""
+        """Keep the staged state if this thread's save is of it; else wait for the save of it, and forget it."""
         if self._staged is not None and not self._staged.is_for_this_thread():
-            self._staged.wait()  # it is of an earlier save
+            self._staged.wait()
             self._staged = None
 
     def _known_to_planner(self, meta: StorageMeta) -> StorageMeta:
-        """Add what the planner is to know of what was staged for this save: these tensors may have changed by then."""
+        """Add the samples of the staged state for the planner: the tensors may change before it compares them."""
         if self._staged is None:
             return meta
         return StagedMeta(meta.checkpoint_id, meta.save_id, get_sums=self._staged.get_sums)
 
     @contextmanager
     def _captured(self, items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[ShardedCapture | None]:
-        """Give what was staged for this save to who writes it; None if its tensors do not change meanwhile.
+        """Yield the staged state while it is written; None if none was staged, so that no tensor changes.
 
         Args:
             items: What this rank writes, in that order.
@@ -229,7 +229,7 @@ class CapturingWriter(StoragePath):
 
         Raises:
             UnsupportedError: As by `ShardedCapture.settle`.
-            TornStateError: When all is written: somebody has changed what was captured.
+            TornStateError: When all is written: the state was changed before it was captured.
         """
         if self._staged is None:
             yield None
@@ -244,7 +244,7 @@ class CapturingWriter(StoragePath):
 
 
 class _StagedState(dict[str, Any]):
-    """What `CapturingWriter.stage` returns: live tensors, which are captured in this process only."""
+    """What `CapturingWriter.stage` returns: live tensors, which only this process has captured."""
 
     def __reduce__(self) -> Any:
         """Refuse to be sent to another process."""
@@ -255,41 +255,41 @@ class _StagedState(dict[str, Any]):
 
 
 class _Staged:
-    """A state that dcp.async_save has staged, until torch's thread is through with it, or has failed."""
+    """A state that dcp.async_save has staged, until torch's thread has written it or failed."""
 
     def __init__(self, sharded: ShardedCapture, get_sums: GetSums) -> None:
         self.sharded = sharded
         self.get_sums = get_sums
         self._over = threading.Event()
         self._staged_by = threading.current_thread()
-        self._is_async = threading.Event()  # a thread of torch's comes, or has come
+        self._is_async = threading.Event()  # torch has started its thread, or is about to
         self._writer: threading.Thread | None = None
 
     def copy(self, *, wait: bool) -> None:
-        """Copy what may change as soon as async_save has returned; then steps wait for the rest."""
+        """Copy what may change once async_save has returned; from then on, steps wait for the rest."""
         self.sharded.capture.copy_volatile(wait=wait)
         if not wait:
             self.sharded.capture.hold()
 
     def come(self) -> None:
-        """dcp.async_save has started a thread, and will have returned in a moment."""
+        """Note that dcp.async_save has started its thread, and is about to return."""
         self._is_async.set()
 
     def is_for_this_thread(self) -> bool:
-        """Tell whether this thread writes it: the first one that asks, torch's.
+        """Tell whether this thread writes it: the first thread that asks does, which is torch's.
 
-        However the save ends, that thread ends with it, and then no step must wait any more: what fails in DCP is told
-        to nobody but the future.
+        That thread ends with the save, however the save ends. Then no step may wait any more: DCP tells errors to the
+        future only.
         """
         if self._over.is_set():
             return False
         this = threading.current_thread()
         if self._writer is None:
             if self._is_async.is_set() and this is self._staged_by:
-                return False  # it is on to the next save, and torch's thread has not begun yet
+                return False  # this thread begins the next save, and torch's thread has not begun this one
             self._writer = this
             if this is not self._staged_by:
-                # Planning is Python, too: let dcp.async_save return first, instead of taking turns with it.
+                # Planning holds the GIL: let dcp.async_save return first.
                 self._is_async.wait(_CALLER_FIRST_S)
                 threading.Thread(target=self._end_with, args=(this,), name="fastpersist-dcp", daemon=True).start()
         return self._writer is this
@@ -303,21 +303,21 @@ class _Staged:
         self._over.set()
 
     def end_unless_begun(self) -> None:
-        """Nobody has the state any more: if nobody writes it either, nobody will."""
+        """Let the captured bytes go if no thread writes them: the state is freed, so none will."""
         if self._writer is None:
             self._end()
 
     def release(self) -> None:
-        """This rank has written it, or never will; its save may still be under way."""
+        """Let the captured bytes go: this rank has written them, or has failed. Its save may go on."""
         self.sharded.capture.release()
         if self._writer in (None, self._staged_by):
             self._over.set()
 
     def wait(self) -> None:
         """Return when its save has ended."""
-        if self._writer is self._staged_by:  # no async_save, but its parts: one after the other
+        if self._writer is self._staged_by:  # one thread has called the steps of async_save one after the other
             self._end()
         self.sharded.capture.hurry()
         while not self._over.wait(_COMES_S):
-            if self._writer is None:  # it never came
+            if self._writer is None:  # torch's thread has never begun
                 self._end()

@@ -1,8 +1,8 @@
 """The format of one tensor in a part file of a DCP checkpoint: a *blob*, the bytes that torch.save writes of it.
 
 A blob is a small torch zip with the bytes of one tensor, CRCs included, so DCP's own reader reads it from its offset
-and length. The blob of a plain tensor follows from its dtype and shape: head, the tensor's bytes, tail. So it is
-written in one stream, and its tensor is found by arithmetic. Blobs of larger tensors begin at a block of the file.
+and length. Head and tail of a plain tensor's blob follow from its dtype and shape; the tensor's bytes lie between. So a
+blob is written in one stream, and its tensor is found by arithmetic. Blobs of larger tensors begin at a block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["BLOCK_BYTES", "QUANTIZED", "SMALL_ALIGNMENT", "Blob", "Shape", "is_p
 BLOCK_BYTES = 4096
 SMALL_ALIGNMENT = 64
 _BLOCKS_FROM_BYTES = 64 << 10
-"""Smaller tensors lie close together: on blocks of their own they would take twice their room and more."""
+"""Smaller tensors are not aligned to blocks: they could take twice their size and more."""
 
 QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 
@@ -77,7 +77,7 @@ def plain_blob(dtype: torch.dtype, shape: Shape) -> Blob:
     Without `.format_version`, which would promise that offsets follow from one alignment alone.
     """
     payload_bytes = math.prod(shape) * dtype.itemsize
-    # Its memory is never touched; and torch.empty would fill it where that is asked for.
+    # The memory of this storage is never touched. torch.empty could fill it (torch.utils.deterministic).
     stand_in = torch.empty(0, dtype=dtype, device="cpu")
     stand_in.set_(torch.UntypedStorage(payload_bytes, device="cpu"), 0, shape)  # type: ignore[call-overload]
     small = {b"data.pkl": pickle_skeleton(stand_in).pickle, b"byteorder": sys.byteorder.encode(), b"version": b"3\n"}

@@ -1,9 +1,8 @@
-"""Capture the tensors of a state dict that this rank holds, before it is known which of them this rank will write.
+"""Capture the tensors of a state dict that this rank holds, before the ranks have planned which of them it writes.
 
-All ranks together plan who writes what. That takes a while, and training does not wait for it. So everything that this
-rank holds is captured as `saving.capture` does it: what an optimizer owns stays where it is until the next step, what
-may change at once is copied. When the plan is there, `settle` drops what other ranks write, and `part_writer` reads the
-rest from here.
+All ranks plan together which rank writes what. That takes a while, and training does not wait for it. So all that this
+rank holds is captured as `saving.capture` does it: what an optimizer owns stays in place until the next step, what may
+change at once is copied. With the plan, `settle` drops what other ranks write; `part_writer` writes the rest.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ Piece: TypeAlias = tuple[int, int]
 class ShardedCapture:
     """The bytes of this rank's tensors in a state dict, from save() until they are written.
 
-    Making one notes what there is; `capture` then copies, holds back steps and raises as for any save. One thread
-    saves, one writes.
+    Its construction only finds the tensors; `capture` then copies, holds back steps and raises as for any save. One
+    thread saves, one writes.
 
     Args:
         state: Nested dicts and lists of tensors (plain, DTensor, ShardedTensor) and objects. Objects are copied at
@@ -49,10 +48,10 @@ class ShardedCapture:
         paranoid: As in `capture`.
         on_gate: As in `capture`.
         look: As in `capture`.
-        piece_bytes: The most of one source: longer tensors are captured in several. None: each tensor is one source.
+        piece_bytes: The most bytes of one source; a longer tensor is several. None: each tensor is one source.
 
     Attributes:
-        state: What to plan from, and to resolve items from: the same tensors, with copies of the rest.
+        state: The state to plan and resolve items from: the same tensors, and copies of everything else.
         capture: Waits, holds back steps, and raises.
         snapshot: What the file is written from.
         size_bytes: Of the tensors.
@@ -81,14 +80,14 @@ class ShardedCapture:
         self._resolved: list[_Resolved | None] = []
 
     def settle(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
-        """Learn what this rank writes; the rest is captured no longer. Once, before anything is written.
+        """Keep what this rank writes, and drop the rest; called once, before anything is written.
 
         Args:
             items: In the order in which they are written.
             planner: Resolves them to the tensors of `state`, or to rows of these.
 
         Raises:
-            UnsupportedError: It makes tensors of its own, which would be computed beside training.
+            UnsupportedError: The planner makes new tensors, which would be computed while training changes the state.
         """
         unclaimed = self._held.by_place()
         claimed: set[int] = set()
@@ -110,7 +109,7 @@ class ShardedCapture:
                 self.snapshot.narrow(source, 0, 0)
 
     def tensor_of(self, slot: int) -> torch.Tensor | None:
-        """Return what the planner has resolved an item to; None for bytes. Its memory may have changed by now.
+        """Return the tensor of an item; None for bytes. Its values may have changed by now.
 
         Args:
             slot: The item's place among those that were settled.
@@ -122,7 +121,7 @@ class ShardedCapture:
         """Have the captured bytes of an item's tensor written, with their CRC into the slot of its number.
 
         Returns:
-            False if they are not captured here, since nobody else has that tensor.
+            False if they are not captured: the tensor is a private copy, which does not change.
         """
         captured = self.pieces_of(slot)
         for source, size_bytes in captured:
@@ -130,12 +129,12 @@ class ShardedCapture:
         return bool(captured)
 
     def pieces_of(self, slot: int) -> Sequence[Piece]:
-        """Return the sources that have the bytes of an item, in order; none if they are not captured here."""
+        """Return the sources that have the bytes of an item, in order; none if it is a private copy."""
         resolved = self._resolved[slot]
         return () if resolved is None else resolved.pieces
 
     def _narrow(self, tensor: _HeldTensor, from_bytes: int, size_bytes: int) -> list[Piece]:
-        """Capture these bytes of a tensor only; return the sources that have them, and how much each."""
+        """Keep only these bytes of a tensor; return the sources that have them, and how many bytes of each."""
         found, until_bytes, piece_bytes = [], from_bytes + size_bytes, tensor.piece_bytes
         for number in range(from_bytes // piece_bytes, -(-until_bytes // piece_bytes)):
             at = number * piece_bytes
@@ -149,7 +148,7 @@ class ShardedCapture:
     def _copied(self, value: object, name: str) -> Any:
         if isinstance(value, torch.Tensor):
             return self._hold(value, name)
-        # What DCP looks into, of whatever kind, since it keeps no kind of it; all else it pickles, behind the training.
+        # DCP flattens mappings and lists of any type, and does not keep the type. It pickles everything else, later.
         if isinstance(value, Mapping) and value:
             kind: Any = type(value) if type(value) in (dict, OrderedDict) else dict
             return kind((key, self._copied(inner, _below(name, key))) for key, inner in value.items())
@@ -162,16 +161,16 @@ class ShardedCapture:
             raise UnsupportedError(f"{name!r}, a {type(value).__name__}, cannot be copied: {error}") from error
         if any(map(_is_shard, itertools.islice(self._memo.values(), known_count, None))):
             raise ConfigError(
-                f"{name!r}, a {type(value).__name__}, has shards in it, of which only those of the first rank would be "
-                "saved: put its tensors into a dict or a list, or, of a module, save its state_dict()"
+                f"{name!r}, a {type(value).__name__}, has shards in it, of which only rank 0's would be saved: put its "
+                "tensors into a dict or a list, or, of a module, save its state_dict()"
             )
         return own
 
     def _hold(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a tensor, every byte of which is captured, or is nobody else's."""
+        """Return a tensor of which all bytes are captured, or are a private copy."""
         locals_ = _local_tensors(tensor)
         if locals_ is None:
-            try:  # most kinds of sparse tensors know no deepcopy
+            try:  # most kinds of sparse tensors have no deepcopy
                 is_known = type(tensor) in (torch.Tensor, torch.nn.Parameter)
                 return tensor.detach().clone() if is_known else copy.deepcopy(tensor.detach(), self._memo)
             except Exception as error:
@@ -198,7 +197,7 @@ class ShardedCapture:
 
 
 class _Resolved:
-    """What an item was resolved to, and the sources that have its bytes, if any have."""
+    """The tensor of an item, and the sources that have its bytes; no sources for a private copy."""
 
     __slots__ = ("pieces", "tensor")
 
@@ -208,7 +207,7 @@ class _Resolved:
 
 
 class _HeldTensor(NamedTuple):
-    """Where a tensor lies, and the sources that it is cut into: all of one length, but the last."""
+    """Where a tensor lies, and the sources into which it is cut: all of one length except the last."""
 
     address: int
     size_bytes: int
@@ -217,7 +216,7 @@ class _HeldTensor(NamedTuple):
 
 
 class _Held:
-    """What `capture` sees of a state dict: one source, or several, for each local tensor, in the order of the dict."""
+    """The sources of a state dict, for `saving.capture`: one or several for each local tensor, in the dict's order."""
 
     def __init__(self, piece_bytes: int | None) -> None:
         self._piece_bytes = piece_bytes
@@ -234,7 +233,7 @@ class _Held:
         return [self._names[source]]
 
     def add(self, local: torch.Tensor, holder: torch.Tensor, name: str) -> None:
-        """Add the bytes of a tensor, by which `holder` has them."""
+        """Add the bytes of the tensor in which `holder` has its elements."""
         if not local.numel():
             return
         storage, size_bytes = local.untyped_storage(), local.nbytes
@@ -249,7 +248,7 @@ class _Held:
             self.wrappers.append(holder)
 
     def add_private(self, local: torch.Tensor) -> None:
-        """Add a tensor that nobody else has: it does not change, wherever it is."""
+        """Add a private copy of a tensor: it does not change, on any device."""
         self._private.add(local.untyped_storage()._cdata)
         self._kept.append(local)
 
@@ -259,16 +258,16 @@ class _Held:
         return {ordinal for ordinal in ordinals if ordinal is not None}
 
     def is_private(self, tensor: torch.Tensor) -> bool:
-        """Tell whether the bytes of a tensor are nobody else's."""
+        """Tell whether a tensor is a private copy."""
         return tensor.untyped_storage()._cdata in self._private
 
     def by_place(self) -> _Unclaimed:
-        """Return where the tensors are, to be taken one after the other; of those at one address the shortest last."""
+        """Return the tensors by their addresses; of those at one address, the shortest last."""
         return _Unclaimed(sorted(self._tensors, key=lambda held: (held.address, -held.size_bytes)))
 
 
 class _Unclaimed:
-    """The tensors that nobody writes yet. One of a name's several tensors at the same place is as good as another."""
+    """The tensors that no item has taken yet. Of several tensors at one place, any one fits an item."""
 
     def __init__(self, places: list[_HeldTensor]) -> None:
         self._places = places
@@ -276,11 +275,11 @@ class _Unclaimed:
         self._taken: set[int] = set()
 
     def take(self, tensor: torch.Tensor, item: WriteItem) -> tuple[_HeldTensor, int]:
-        """Return one in which a tensor lies, and where in it."""
+        """Take a held tensor in which an item's tensor lies; return it, and the offset in it."""
         address = tensor.data_ptr()
         if tensor.is_contiguous():
-            # The last one that begins there or before, and is long enough; those that overlap it begin further ahead,
-            # or are longer and wait for an item of theirs.
+            # The last one that begins at the address or before it, and is long enough. Others that overlap it begin
+            # earlier, or are longer and belong to other items.
             for place in range(bisect.bisect_right(self._addresses, address) - 1, -1, -1):
                 held = self._places[place]
                 if place not in self._taken and address + tensor.nbytes <= held.address + held.size_bytes:
@@ -298,14 +297,14 @@ def _below(name: str, key: object) -> str:
 
 
 def _is_shard(value: object) -> bool:
-    """Tell whether this is a tensor of which this rank has a part only."""
+    """Tell whether this rank holds a part only of this tensor."""
     if isinstance(value, DTensor):
         return value.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in value.placements)
     return isinstance(value, ShardedTensor)
 
 
 def _local_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-    """Return the tensors of this rank in which the bytes are; None if this is no kind that is known here."""
+    """Return this rank's tensors that hold the elements; None for a kind of tensor that is not known here."""
     if isinstance(tensor, DTensor):
         found = [tensor._local_tensor]
     elif isinstance(tensor, ShardedTensor):

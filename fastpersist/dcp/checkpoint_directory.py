@@ -1,7 +1,7 @@
 """The directory of a DCP checkpoint: its path, and the other files in it, which stay when a new checkpoint replaces it.
 
 Each other file gets a second name in the new directory (a hard link, or a copy where there are no links) before the two
-directories are exchanged, so it has a name at all times. A file that somebody adds between these two moments is lost
+directories are exchanged, so it has a name at all times. A file that is added between these two moments is lost
 with the old directory.
 """
 
@@ -25,7 +25,7 @@ _BEING_SAVED = re.compile(r"\..+\.(?:pending|retired)-[0-9a-f]{16}", re.DOTALL)
 
 
 class StoragePath:
-    """What our storage writers and readers share: the directory that they were made for, or that DCP tells them later.
+    """What our storage writers and readers share: their directory, given at once or by DCP later.
 
     Args:
         path: The directory; None if DCP will tell it.
@@ -49,7 +49,7 @@ class StoragePath:
         """Return the directory.
 
         Raises:
-            ConfigError: Nobody has said it.
+            ConfigError: No directory was given.
         """
         if self._path is None:
             name = type(self).__name__
@@ -152,7 +152,7 @@ def keep_others(others: Others, from_path: str, to_path: str) -> list[tuple[str,
             with storage_errors("keeping", source):
                 _link_or_copy(source, target)
                 kept.append((name, os.stat(target).st_size))
-    for name in reversed(others.directories):  # last, as it may not be theirs to write to
+    for name in reversed(others.directories):  # last: they may be read-only
         with storage_errors("keeping", os.path.join(from_path, name)):
             shutil.copymode(os.path.join(from_path, name), os.path.join(to_path, name))
     return kept
@@ -163,7 +163,7 @@ def _link_or_copy(source: str, target: str) -> None:
         try:
             os.link(source, target)
             return
-        except PermissionError:  # a file of somebody else, or a file system without links
+        except PermissionError:  # another user's file, or a file system without links
             pass
     shutil.copyfile(source, target)
     shutil.copymode(source, target)

@@ -27,7 +27,7 @@ _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """First element in each dimension, and the one behind the last."""
 
 _LOOKS_PER_CHUNK = 64
-"""Grids, and whatever else comes of cutting and cutting again, take fewer. Chunks can be made to take their square."""
+"""Grids and boxes of repeated cuts take fewer looks. Hostile chunks could take the square of their number."""
 
 
 def require_covered(described: Mapping[str, object], path: str) -> None:
@@ -35,10 +35,10 @@ def require_covered(described: Mapping[str, object], path: str) -> None:
 
     Args:
         described: What the metadata say of each name.
-        path: Of what says so, for the message.
+        path: Of the metadata, for the message.
 
     Raises:
-        FormatError: There is one; or its chunks overlap in a way that would take too long to look through.
+        FormatError: There is one; or its chunks overlap in a way that would take too long to check.
     """
     for name, one in described.items():
         if isinstance(one, TensorStorageMetadata) and not is_covered(one.size, one.chunks):
@@ -51,11 +51,11 @@ def require_covered(described: Mapping[str, object], path: str) -> None:
 
 
 def require_filled(plan: LoadPlan, planner: LoadPlanner, path: str) -> None:
-    """Refuse a plan that leaves elements of a tensor as they are, as far as the planner says what it fills.
+    """Refuse a plan that leaves elements of a tensor unfilled, as far as the planner tells what it fills.
 
     Args:
         plan: What this rank reads.
-        planner: Whose plan it is. All are known that derive from DCP's DefaultLoadPlanner.
+        planner: That made the plan; checked if it derives from DCP's DefaultLoadPlanner.
         path: Of the checkpoint, for the message.
 
     Raises:

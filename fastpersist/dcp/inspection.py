@@ -70,7 +70,7 @@ def _entries_of(metadata: Metadata) -> Iterator[TensorEntry]:
 
 
 def with_damaged_tensors(report: VerifyReport) -> VerifyReport:
-    """Say of damaged parts which rank wrote them, and which of their tensors are damaged."""
+    """Add to damaged parts which rank wrote them, and which of their tensors are damaged."""
     return replace(report, damages=tuple(_explained(report.path, damage) for damage in report.damages))
 
 
@@ -84,7 +84,7 @@ def _explained(root: str, damage: Damage) -> Damage:
         return replace(damage, message=message)
     try:
         tensors = tuple(_damaged_in(directory, part))
-    except FastPersistError:  # the part, or what says what is in it, cannot be read at all
+    except FastPersistError:  # neither the part nor the metadata can be read
         return replace(damage, message=message)
     if tensors:
         more = f" and {len(tensors) - _SHOWN_COUNT} more" if len(tensors) > _SHOWN_COUNT else ""

@@ -61,7 +61,7 @@ def load_sharded_state(
         path: Directory of the step.
         manifest: Its manifest.
         into: By key of the state, what is filled in place: modules, optimizers, tensors (DTensors, too), dicts and
-            lists of these, or what has load_state_dict.
+            lists of these, or an object with load_state_dict.
         keys: As in `load_state`.
         map_location: A device, for tensors that have no target; None for the host.
         verify: Check the CRC of every file before anything changes.
@@ -70,7 +70,7 @@ def load_sharded_state(
         read: Agrees with the other ranks that load.
         rank: Of this process among them.
         count: How many there are.
-        reader: Of the step's directory; None for one that reads what is there.
+        reader: Reads the step; None for a reader of its directory.
         agree: Returns when all ranks call it; None for a round of `read`.
 
     Returns:
@@ -114,10 +114,10 @@ def load_sharded_state(
 
 
 def _proven_tree(path: str, reader: FastPersistReader, metadata: Metadata) -> dict[str, Node]:
-    """Return the tree of what was saved, when the metadata have proven to make sense.
+    """Return the tree of what was saved, once the metadata are proven.
 
     Raises:
-        FormatError, CorruptionError, UnsupportedError: They do not.
+        FormatError, CorruptionError, UnsupportedError: The metadata are not valid.
     """
     metadata_path = os.path.join(path, METADATA_NAME)
     try:
@@ -211,7 +211,7 @@ def _verify(path: str, entries: Sequence[FileEntry], engine: str) -> None:
 
 
 def _agree(path: str, engine: str, read: Read) -> None:
-    """Go on when all ranks have come as far as this: one may have found that its targets do not fit."""
+    """Wait until all ranks are here: one may have found that its targets do not fit."""
     metadata_path = os.path.join(path, METADATA_NAME)
     fd = open_regular(metadata_path)
     try:

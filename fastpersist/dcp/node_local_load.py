@@ -1,9 +1,9 @@
-"""Load a DCP checkpoint whose parts lie in several node-local stores: ranks that see a part send it to the others.
+"""Load a DCP checkpoint whose parts lie in several node-local stores: ranks that see a part broadcast it.
 
-A `PartsExchange` reads all parts and the metadata as one file, one behind the other. Before a rank reads items
-(`FastPersistReader`), the blobs that lie in parts of other stores are fetched into memory: into files with holes, of
-the lengths of the parts. So for that time a rank holds a second copy of what it needs from other stores, and no rank
-holds the whole checkpoint. A rank that sees nothing of the step fetches the metadata in the same way.
+A `PartsExchange` reads all parts and the metadata as one file, one after the other. Before a rank reads items
+(`FastPersistReader`), it fetches the blobs that lie in parts of other stores into memory: into files with holes, as
+long as the parts. Until they are read, a rank holds a second copy of what it needs from other stores; no rank holds the
+whole checkpoint. A rank that sees nothing of the step fetches the metadata in the same way.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def require_all_shards(path: str, record: PartsRecord) -> None:
 
 
 class _ExchangingReader(FastPersistReader):
-    """Reads parts that are here as they are, and what is wanted of others when it has been fetched."""
+    """Reads parts of this store from their files, and parts of other stores from memory, once they are fetched."""
 
     def __init__(self, parts: StepParts, read: SharedReader, engine: str) -> None:
         super().__init__(parts.path, engine=engine)
@@ -112,7 +112,7 @@ class _ExchangingReader(FastPersistReader):
         own = []
         writers = [writer_of(name) for name in names if name != METADATA_NAME]
         for name in names:
-            # No rank's part: the metadata get the number behind those of all ranks.
+            # The metadata are no rank's part: they get the number after the last rank's.
             rank = 1 + max(filter(None, writers), default=0) if name == METADATA_NAME else writer_of(name)
             if rank is None or writers.count(rank) > 1:
                 raise FormatError(f"{name} is no part that one rank wrote", path=parts.path)
@@ -127,13 +127,13 @@ class _ExchangingReader(FastPersistReader):
         if fd is None:
             return super().read_metadata(*args, **kwargs)
         extents = Extents()
-        start_bytes = self._starts.get(METADATA_NAME, 0)  # of no bytes there is no start
+        start_bytes = self._starts.get(METADATA_NAME, 0)  # an empty file has no place
         extents.add_pushed(start_bytes, self._sizes[METADATA_NAME], writing_to(fd, 0), with_crc=False)
         self._exchange(-1, self._exchange.path, extents, engine=self._engine)
         return read_metadata(f"/proc/self/fd/{fd}")[0]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fetch, with the other ranks, what lies in parts of other stores, and read everything."""
+        """Fetch what this rank reads of other stores, with the other ranks; then read everything."""
         extents = Extents()
         for name, fd in self._missing.items():
             found = [(item.storage_index.fqn, self._info_of(item.storage_index)) for item in plan.items]
@@ -165,7 +165,7 @@ class _ExchangingReader(FastPersistReader):
 
 
 def _file_in_memory(size_bytes: int, read: SharedReader) -> int:
-    """Return a file of holes, which lives until all ranks are through."""
+    """Return a file of holes in memory, which is closed when all ranks are done."""
     fd = os.memfd_create("fastpersist", os.MFD_CLOEXEC)
     read.stack.callback(os.close, fd)
     os.ftruncate(fd, size_bytes)

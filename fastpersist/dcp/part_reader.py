@@ -1,8 +1,8 @@
 """Read tensors from the part files of a DCP checkpoint, ours or those of DCP's own writer, into their targets.
 
 The place of a plain tensor in our parts is computed. Only the wanted elements are read, straight into the target where
-they are contiguous in both; head and tail of the blob are read as well, and prove that the tensor lies there. Any other
-item is looked at first: a contiguous tensor is then read in the same way, everything else goes through torch.load.
+they are contiguous in both; head and tail of the blob prove that the tensor lies there. Of any other item, both ends
+are read first. If it is a contiguous tensor, it is then read in the same way; else it goes through torch.load.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ __all__ = ["Batch", "PartReader", "Payload", "Wanted", "load_object", "pieces", 
 _PART_NAME = re.compile(r"__(\d+)_\d+\.distcp")
 
 _TEMPORARY_BYTES = 64 << 20
-"""So much memory beside the targets is taken at a time, or one item of more."""
+"""The most memory that is used beside the targets at a time, unless one item needs more."""
 
 _EXTENT_COUNT = 16384
-"""So many places of the file are read at a time."""
+"""The most places of the file that are read at a time."""
 
 _RUN_BYTES_MIN = 4096
-"""Shorter runs are read with all that lies between them, and taken out in memory."""
+"""Shorter runs are read together with what lies between them, and copied from memory."""
 
 _HEAD_BYTES = 8 << 10
 _TAIL_BYTES = 66 << 10
-"""What is read of a blob of unknown make to find its tensor: behind a zip's end there may be a comment of 64 KiB."""
+"""What is read of another writer's blob to find its tensor: a zip may end with a comment of 64 KiB."""
 
 _LOOK_COUNT = 512
-"""So many of those at a time."""
+"""The most blobs of other writers that are looked at, at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class Wanted:
         name: Of the item, for messages.
         offset_bytes: Where its blob lies.
         size_bytes: How long the blob is.
-        stored: Dtype and shape of the tensor in it, as the metadata have them; None where they do not say.
-        offsets: The first element that is wanted, in each dimension of that tensor.
-        lengths: How many, in each dimension.
+        stored: Dtype and shape of the tensor in it, by the metadata; None where they do not tell.
+        offsets: The first wanted element, in each dimension of that tensor.
+        lengths: How many elements, in each dimension.
         target: Where they go; None for bytes.
-        done: Gets the bytes, or nothing of a tensor, whose target is filled by then.
+        done: Called with the bytes; for a tensor with b"", once its target is filled.
     """
 
     name: str
@@ -95,7 +95,7 @@ class PartReader:
         name: Of the part.
         engine: Engine name or "auto".
         verify: Check the CRC of every tensor that is read as a whole.
-        fd: An open file that stands for the part, and becomes this object's.
+        fd: An open file in place of the part; this object closes it.
 
     Raises:
         CheckpointNotFoundError: The part is missing.
@@ -127,12 +127,12 @@ class PartReader:
         """Read items to where they belong.
 
         Args:
-            wanted: In the order of the file, best. Asked for little by little.
+            wanted: Best in the order of the file. Consumed while items are read.
 
         Raises:
             ChecksumError: The bytes of a tensor have changed since they were written.
-            CorruptionError: The file is cut off, or holds something else where an item ought to be.
-            UnsupportedError: torch.load does not load what is there.
+            CorruptionError: The file is cut off, or holds something else in the place of an item.
+            UnsupportedError: torch.load refuses an item.
             StorageError: An error of the disk.
         """
         unknown: list[Wanted] = []
@@ -164,7 +164,7 @@ class PartReader:
 
     @contextmanager
     def errors_of(self, one: Wanted) -> Iterator[None]:
-        """Say of what is found to be damaged in the block which item it is, and who wrote it."""
+        """Add to an error of damage in the block which item it is, and which rank wrote it."""
         try:
             yield
         except CorruptionError as error:
@@ -176,7 +176,7 @@ class PartReader:
         require_place(self.path, one.name, one.offset_bytes, one.size_bytes, self._size_bytes)
 
     def _add_found(self, one: Wanted, look: _Look, batch: Batch) -> None:
-        """Have a tensor read from where its blob says that it is; what is not plain goes through torch.load."""
+        """Add a tensor that its blob describes; an item that is not plain goes through torch.load."""
         try:
             directory = torch_zip.read_directory(look.read_at, one.size_bytes, path=self.path)
             payload = _found_payload(directory, look)
@@ -188,7 +188,7 @@ class PartReader:
             batch.add_found(one, payload)
 
     def _take(self, one: Wanted, data: bytes) -> None:
-        """Give bytes to whom they are for; as a rule they are what torch.save wrote of an object."""
+        """Hand over the bytes of an item, usually those that torch.save wrote of an object."""
         self._check_records(one, data)
         try:
             with self.errors_of(one):
@@ -227,7 +227,7 @@ class PartReader:
                 directory = torch_zip.read_directory(
                     lambda offset, size: data[offset : offset + size], len(data), path=self.path
                 )
-            except UnsupportedError:  # a zip, but of somebody else
+            except UnsupportedError:  # a zip that torch.save did not write
                 return
             for entry in directory.entries.values() if directory.has_checksums else ():
                 if zlib.crc32(data[entry.data_offset_bytes :][: entry.size_bytes]) != entry.crc:
@@ -240,13 +240,13 @@ def _writer_of(name: str) -> str:
 
 
 def require_place(path: str, name: str, offset_bytes: int, length_bytes: int, part_bytes: int) -> None:
-    """Refuse what does not lie in its part.
+    """Refuse an item that does not lie in its part.
 
     Args:
         path: Of the part.
         name: Of the item.
-        offset_bytes: Where it is said to lie.
-        length_bytes: How long it is said to be.
+        offset_bytes: Its offset, by the metadata.
+        length_bytes: Its length, by the metadata.
         part_bytes: Length of the part.
 
     Raises:
@@ -265,7 +265,7 @@ def load_object(file: io.BytesIO, *, weights_only: bool) -> Any:
     """Load what torch.save wrote of one object or tensor.
 
     Raises:
-        FormatError: With weights_only: torch.load cannot read it. Without, that may as well be for want of a class.
+        FormatError: With weights_only: torch.load cannot read it. Without, a class may be missing instead.
         pickle.UnpicklingError: weights_only refuses it.
         Exception: Whatever else torch.load raises.
     """
@@ -280,7 +280,7 @@ def load_object(file: io.BytesIO, *, weights_only: bool) -> Any:
 
 
 def _require_part(one: Wanted, shape: Shape) -> None:
-    """Refuse a tensor that is not the one of which the metadata say that it lies there.
+    """Refuse a tensor that is not the one that the metadata describe.
 
     Raises:
         CorruptionError: It has another shape.
@@ -301,7 +301,7 @@ def _target_of(one: Wanted) -> torch.Tensor:
 
 
 def _expected_blob(one: Wanted) -> Blob | None:
-    """Return what the blob looks like if it is ours, and a plain tensor's; None if it is not."""
+    """Return the blob that we would have written of a plain tensor; None if it cannot be that."""
     if one.stored is None or one.stored[0] in QUANTIZED:
         return None
     if not 0 <= math.prod(one.stored[1]) * one.stored[0].itemsize < one.size_bytes:
@@ -324,7 +324,7 @@ class Payload:
 
 
 class _Look:
-    """The first and the last bytes of a blob; the rest is read when it is asked for."""
+    """The first and the last bytes of a blob; the rest is read on demand."""
 
     def __init__(self, reader: PartReader, one: Wanted) -> None:
         self._reader = reader
@@ -333,7 +333,7 @@ class _Look:
         self.offset_bytes = one.offset_bytes
 
     def add(self, offset_bytes: int, data: torch.Tensor) -> None:
-        """Bytes from this offset of the blob on, which are there when something is read."""
+        """Add bytes of the blob from this offset on; they are read before `read_at` is called."""
         self._known.append((offset_bytes, data))
 
     def read_at(self, offset_bytes: int, size_bytes: int) -> bytes:
@@ -392,7 +392,7 @@ def _described(pickled: bytes) -> SymbolicTensor | None:
 
 
 def _run_of(shape: Shape, lengths: Shape) -> tuple[int, int]:
-    """Return how many of the leading dimensions part a box into runs that lie together, and elements of a run.
+    """Return how many leading dimensions a box has to be split along into contiguous runs, and the elements of a run.
 
     Worked example: (2, 3, 8) of a tensor of (5, 4, 8) lies in two runs, one for each index of the first dimension, of
     3 * 8 elements: (1, 24).
@@ -417,7 +417,7 @@ def _covered_count(lengths: Shape, strides: Shape) -> int:
 
 
 def pieces(one: Wanted) -> Iterator[Wanted]:
-    """Cut what would be read with too much that nobody wants, so that little memory will do."""
+    """Cut an item whose runs would be read with too much between them, so that it takes less memory."""
     if one.stored is None or one.target is None or not all(one.lengths):
         yield one
         return
@@ -439,11 +439,11 @@ def pieces(one: Wanted) -> Iterator[Wanted]:
 
 
 def _nothing(_: bytes) -> None:
-    """Stand for what is done once, when the last piece is there."""
+    """Do nothing for a piece that is not the last."""
 
 
 class Batch:
-    """What is read at once, and what is done with it then."""
+    """What is read at once, and what is done after that."""
 
     def __init__(self, reader: PartReader) -> None:
         self._reader = reader
@@ -463,7 +463,7 @@ class Batch:
             step(crcs)
 
     def run_if_full(self) -> None:
-        """Read everything if it is enough."""
+        """Read everything if the batch is full."""
         if self._bytes >= _TEMPORARY_BYTES or len(self._extents) >= _EXTENT_COUNT:
             self.run()
 
@@ -476,7 +476,7 @@ class Batch:
         return data
 
     def add_blob(self, one: Wanted, take: Callable[[bytes], None]) -> None:
-        """Read a whole blob, for somebody who takes its bytes."""
+        """Read a whole blob, and call `take` with its bytes."""
         data = self.add_bytes(one.offset_bytes, one.size_bytes)
         self._steps.append(lambda _: take(_to_bytes(data)))
 
@@ -492,7 +492,7 @@ class Batch:
         return look
 
     def add_own(self, one: Wanted, blob: Blob, otherwise: Callable[[Wanted], None]) -> None:
-        """Read a tensor whose blob is expected to look like this; hand it on if it does not."""
+        """Read a tensor whose blob is expected to be this one; call `otherwise` if it is not."""
         dtype, shape = one.stored  # type: ignore[misc]
         head = self.add_bytes(one.offset_bytes, len(blob.head))
         payload = Payload(one.offset_bytes + len(blob.head), dtype, shape)
@@ -512,7 +512,7 @@ class Batch:
         self._steps.append(step)
 
     def add_found(self, one: Wanted, payload: Payload) -> None:
-        """Read a tensor from where it was found."""
+        """Read a tensor from the place where it was found."""
         _require_part(one, payload.shape)
         crc_index, fill = self._add_tensor(one, payload)
 
@@ -528,10 +528,10 @@ class Batch:
             raise ChecksumError("its bytes do not have the recorded checksum")
 
     def _add_tensor(self, one: Wanted, payload: Payload) -> tuple[int | None, Callable[[], None]]:
-        """Read elements to the target, or to memory from where they are copied.
+        """Read elements into the target, or into memory from which they are copied.
 
         Returns:
-            The extent whose CRC is that of the whole tensor, and what is left to do when all is read.
+            The extent whose CRC is that of the whole tensor, and what to do when everything is read.
         """
         target = _target_of(one)
         strides = _strides(payload.shape)
@@ -560,7 +560,7 @@ class Batch:
     def _add_run(
         self, offset_bytes: int, size_bytes: int, memory: torch.Tensor, from_bytes: int, *, with_crc: bool
     ) -> int:
-        """Read to bytes of a contiguous tensor, wherever it is."""
+        """Read into bytes of a contiguous tensor, on any device."""
         return self._extents.add_storage(
             offset_bytes,
             memory.untyped_storage(),

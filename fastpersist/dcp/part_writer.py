@@ -1,4 +1,4 @@
-"""Write the part file of one rank of a DCP checkpoint: blobs one after the other in one stream, item by item.
+"""Write the part file of one rank of a DCP checkpoint: its items as blobs, in one stream.
 
 A tensor that is not plain (sparse, quantized, a subclass) goes through torch.save, as in DCP's own writer. The planner
 decides which items these are; `storage_writer` and `save_state` own the directory, its name and its durability.
@@ -32,10 +32,10 @@ __all__ = ["Part", "WrittenPart", "write_part"]
 
 _BATCH_COUNT = 512
 _BATCH_BYTES = 4 << 20
-"""Items are handed to the writer when there are so many, or of so many bytes; then those that were made can go."""
+"""Items go to the writer in batches of at most this many items or bytes; then tensors made for them are freed."""
 
 _DEVICE_BATCH_BYTES = 64 << 20
-"""The same where some lie on a device: each time, its copies are waited for."""
+"""The same for batches with tensors of a device: each batch waits for its copies."""
 
 
 def part_name(rank: int) -> str:
@@ -45,7 +45,7 @@ def part_name(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank is told of its part of a save.
+    """What the coordinator tells a rank of its part of a save.
 
     Attributes:
         rank: Whose part it is.
@@ -78,15 +78,15 @@ def write_part(
     capture: ShardedCapture | None = None,
     poll: Poll | None = None,
 ) -> tuple[list[WriteResult], WrittenPart]:
-    """Write all items of a rank to its file, one after the other; each is asked for when its turn comes.
+    """Write all items of a rank to its file, in order; each is resolved just before it is written.
 
     Args:
-        part: Where to.
-        items: What; a tensor's own bytes are written, not those of the storage it views.
-        planner: Knows the tensors, on whatever device.
+        part: The file.
+        items: What to write: of a tensor its own bytes, not those of the storage that it views.
+        planner: Resolves items to tensors, on any device.
         engine: Engine name or "auto".
         durable: Sync the file.
-        capture: Has the bytes, for these items; without it they do not change meanwhile.
+        capture: Has the bytes of these items; without it, they do not change meanwhile.
         poll: See `progress.Poll`.
 
     Returns:
@@ -94,7 +94,7 @@ def write_part(
 
     Raises:
         StorageError: The file could not be written; the message says which rank, and at which tensor. It is removed.
-        UnsupportedError: This rank does not see the directory that the first rank has made.
+        UnsupportedError: This rank does not see the directory that the coordinator has made.
     """
     name = part_name(part.rank)
     path, shown_path = os.path.join(part.directory, name), os.path.join(part.final_path, name)
@@ -104,7 +104,7 @@ def write_part(
         if error.errno != errno.ENOENT:
             raise
         raise UnsupportedError(
-            f"rank {part.rank} does not see {part.directory}, where the first rank saves {part.final_path}: all ranks "
+            f"rank {part.rank} does not see {part.directory}, where the coordinator saves {part.final_path}: all ranks "
             "need one file system, and with enable_plan_caching=True the planner has to be FastPersistSavePlanner"
         ) from error
     places: list[tuple[int, WriteItem]] = []
@@ -120,7 +120,7 @@ def write_part(
         if durable:
             filesystem().sync(fd, shown_path)
     except BaseException as error:
-        with suppress(StorageError):  # its bytes are of no use, and perhaps the disk is full
+        with suppress(StorageError):  # the part is useless, and the disk may be full
             filesystem().unlink(path)
         if not isinstance(error, StorageError):
             raise
@@ -132,7 +132,7 @@ def write_part(
 
 
 def _where(error: StorageError, places: Sequence[tuple[int, WriteItem]]) -> str:
-    """Say at which tensor an error was met, as far as that is known."""
+    """Return at which tensor an error occurred, if that is known."""
     if error.offset_bytes is None or not places:
         return ""
     index = bisect.bisect_right(places, error.offset_bytes, key=lambda place: place[0])
@@ -140,7 +140,7 @@ def _where(error: StorageError, places: Sequence[tuple[int, WriteItem]]) -> str:
 
 
 def _expected_bytes(items: Iterable[WriteItem]) -> int:
-    """Return about how long the file will be, from what is planned: nothing has been asked for yet."""
+    """Return about how long the file will be, by the plan: no item is resolved yet."""
     blobs = [
         plain_blob(item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes))
         for item in items
@@ -175,7 +175,7 @@ def _write_items(
 
 
 class _BlobStream:
-    """Hands blobs to a writer: large ones one at a time, so that what was made of them can go, and many small ones."""
+    """Hands blobs to a writer: many small ones at once, large ones one at a time, so that little is held for them."""
 
     def __init__(self, writer: Writer, capture: ShardedCapture | None) -> None:
         self._writer = writer
@@ -186,11 +186,11 @@ class _BlobStream:
         self._position = writer.position
 
     def captured(self, slot: int) -> torch.Tensor | None:
-        """Return the tensor of an item that was captured; for its dtype and shape, since its bytes may have changed."""
+        """Return the tensor of a captured item, for its dtype and shape: its bytes may have changed."""
         return None if self._capture is None else self._capture.tensor_of(slot)
 
     def add_tensor(self, tensor: torch.Tensor, slot: int) -> tuple[int, int]:
-        """Add a tensor, whose CRC goes into a slot of its own; return offset and length of its blob."""
+        """Add a tensor, with its CRC in this slot; return offset and length of its blob."""
         if not is_plain(tensor):
             file = io.BytesIO()
             torch.save(_compact(tensor), file)
@@ -212,7 +212,7 @@ class _BlobStream:
         return offset_bytes, blob.size_bytes
 
     def add_bytes(self, data: bytes) -> tuple[int, int]:
-        """Add bytes as they are; return where they lie."""
+        """Add bytes as they are; return their offset and length."""
         offset_bytes = self._begin(SMALL_ALIGNMENT)
         self._pieces.add_bytes(data)
         self._added(len(data))
@@ -245,7 +245,7 @@ class _BlobStream:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the host whose storage holds nothing else, as far as it has one of its own."""
+    """Return a tensor on the host whose storage, if it has one, holds nothing else."""
     tensor = tensor.cpu()
     if tensor.layout is torch.strided and not tensor.is_nested and tensor.untyped_storage().nbytes() != tensor.nbytes:
         return tensor.clone()

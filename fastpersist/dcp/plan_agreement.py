@@ -1,16 +1,16 @@
-"""The ranks plan a save of sharded state together: who writes which chunks, where; over a Session, not by collectives.
+"""The ranks plan a save of sharded state together, which rank writes which chunks, over a Session without collectives.
 
-DCP's planners do the planning; here is what dcp.save does around them, on the writing thread. For each save
+DCP's planners plan; this module does what dcp.save does around them, on the writing thread. For each save
 
-    others → first   hello   what is saved, and which plan this rank has kept of the last save, if its tensors are
-                             alike; and sums of what it holds in common with others by that plan
-    first → others   go      the directory; and whether that plan still holds, or else *plan anew*, which is
-    others → first   plan    what this rank holds, and the sums of samples of it (`plan_comparison`)
-    first → others   plan    to each rank what it writes, and what it holds in common with others
-    others → first   done    where each item lies in this rank's part, and how long that is
+    followers → coordinator   hello   what is saved; the version of the plan that this rank keeps of an earlier save, if
+                                      its tensors are still alike; and sums of what it shares with others by that plan
+    coordinator → followers   go      the directory, and whether that plan still holds. If it does not:
+    followers → coordinator   plan    what this rank holds, and the sums of its samples (`plan_comparison`)
+    coordinator → followers   plan    to each rank what it writes, and what it shares with others
+    followers → coordinator   done    where each item lies in this rank's part, and the part's length
 
-`hello`, `go` and `done` are JSON (the places behind it, packed). Plans are pickles, which are read as those in files
-are: nothing that they name is run (`metadata`).
+`hello`, `go` and `done` are JSON; the places in `done` follow the JSON, packed. Plans are pickles, and are read without
+running what they name (`metadata`).
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ __all__ = ["Done", "Planned", "SharedPlans", "gather_done", "tell_done"]
 _SHOWN_COUNT = 5
 
 _PLAN_BYTES_MAX = 1 << 30
-"""Of a plan, unpacked: some millions of items. A few KiB that came over a connection could claim to be terabytes."""
+"""Of a plan, unpacked: some millions of items. Without a limit, a message of a few KiB could unpack to terabytes."""
 
 _PLACE = struct.Struct("<QQ")
 """Offset and length of an item."""
 
 _Sums: TypeAlias = dict[str, int]
-"""Of the samples of a rank's tensors, by name."""
+"""A sum of the samples of each tensor of a rank, by name."""
 
 _Common: TypeAlias = dict[str, list[str]]
-"""For each set of ranks of which this one is, the names of the tensors of which these hold the same chunk."""
+"""By set of ranks that this one belongs to: the names of the tensors of which they hold the same chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What came of planning.
+    """The plan of a save.
 
     Attributes:
         directory: Where the parts go.
         items: What this rank writes.
-        indexes: Of what each rank writes; on the first rank.
-        metadata: What is saved, for all ranks; on the first rank.
+        indexes: The items that each rank writes; on the coordinator.
+        metadata: What is saved, for all ranks; on the coordinator.
     """
 
     directory: str
@@ -89,29 +89,29 @@ class Done:
 
 
 class SharedPlans:
-    """Plans saves that follow each other; what was planned once holds as long as the tensors stay alike.
+    """Plans saves that follow each other; a plan is used again while the tensors stay alike.
 
     One thread at a time uses it.
 
     Attributes:
-        planner: Resolves the items of the plan that was made last.
+        planner: Resolves the items of the last plan.
     """
 
     def __init__(self) -> None:
         self.planner = StepSavePlanner()
         self._taken = threading.Lock()
         self._kinds = _Kinds()
-        self._structure: object = None  # of this rank's state, for which `_local` is the plan
-        self._local: list[WriteItem] = []
-        self._version = ""  # of the plan of all ranks in which `_local` is; "" if it is in none
-        self._items: list[WriteItem] = []  # of this rank, by that plan
-        self._common: _Common = {}  # of this rank, by that plan
-        self._alone: frozenset[str] = frozenset()  # what this rank holds, and no other one, by the plan made last
-        self._indexes: list[list[MetadataIndex]] = []  # of all ranks, by that plan; on the first one
+        self._structure: object = None  # of the state that `_local` plans
+        self._local: list[WriteItem] = []  # what this rank holds
+        self._version = ""  # of the plan of all ranks that includes `_local`; "" if there is none
+        self._items: list[WriteItem] = []  # what this rank writes by that plan
+        self._common: _Common = {}  # what this rank shares by that plan
+        self._alone: frozenset[str] = frozenset()  # what no other rank holds, by the last plan
+        self._indexes: list[list[MetadataIndex]] = []  # what each rank writes by that plan; on the coordinator
         self._metadata: Metadata | None = None
 
     def sample(self, state: Mapping[str, Any], ownership: Ownership) -> GetSums:
-        """Take samples of what other ranks may hold, too, as it is now; any thread.
+        """Take samples, as they are now, of what other ranks may hold, too; on any thread.
 
         Args:
             state: What this rank holds.
@@ -131,10 +131,10 @@ class SharedPlans:
 
         Args:
             state: What this rank holds of it.
-            session: With the others; None without any.
-            label: What all ranks mean that save the same.
-            directory: Where the parts go; on the first rank.
-            get_sums: Of the samples of this state, which are compared; None: none is.
+            session: With the other ranks; None for a rank that saves alone.
+            label: What is saved; the same on all ranks.
+            directory: Where the parts go; on the coordinator.
+            get_sums: Returns the sums of the samples of this state, to be compared; None to compare nothing.
 
         Raises:
             ConfigError: DCP cannot tell the names in the state apart; or there is one rank, and it does not hold all.
@@ -151,20 +151,20 @@ class SharedPlans:
             self._lead(session, label, directory, sums)
         else:
             directory = self._follow(session, label, sums)
-        # What the ranks write is the planner's affair again: it knows by now what was cut.
+        # The planner has to know what was cut, to resolve the items that this rank writes.
         self.planner.finish_plan(SavePlan(self._items))
         return Planned(directory or "", self._items, self._indexes, self._metadata)
 
     @contextmanager
     def taken(self) -> Iterator[SharedPlans]:
-        """Give these plans to a save, or new ones if another save has them: ranks need not overlap in the same way."""
+        """Give these plans to a save, or new ones if another save uses them: saves may overlap on some ranks only."""
         if not self._taken.acquire(blocking=False):
             yield SharedPlans()
             return
         try:
             yield self
         finally:
-            self.planner.state_dict = {}  # the tensors can go, the plan stays
+            self.planner.state_dict = {}  # free the tensors, keep the plan
             self._taken.release()
 
     @no_garbage_collection()
@@ -174,7 +174,7 @@ class SharedPlans:
             planner.set_up_planner(dict(state), is_coordinator=is_first)
         except ValueError as error:  # "a.b" and "b" in "a"
             raise ConfigError(f"two entries of the state have the same name for DCP: {error}") from error
-        # Numbers, not tuples: they stay until the next save, and the garbage collector would look at each.
+        # Numbers, not tuples: the garbage collector would visit each tuple until the next save.
         kinds = [self._kinds.number_of(value) for value in planner.state_dict.values()]
         structure = (list(planner.state_dict), planner.mappings, kinds)
         if structure != self._structure:
@@ -185,7 +185,7 @@ class SharedPlans:
 
     @no_garbage_collection()
     def _plan_for_all(self, items: list[list[WriteItem]], mappings: list[dict[str, Any]]) -> list[list[WriteItem]]:
-        """Return what each rank writes; on the first one, which keeps no more than it needs to say where that is."""
+        """Return what each rank writes; on the coordinator, which keeps only the indexes of it."""
         self._version = ""
         if len(items) == 1:
             _refuse_parts(items[0])
@@ -193,7 +193,7 @@ class SharedPlans:
         try:
             shared, metadata = self.planner.create_global_plan(plans)
         except (ValueError, AssertionError) as error:
-            names = ", ".join(_incomplete(items)[:_SHOWN_COUNT])  # older releases of torch do not say which
+            names = ", ".join(_incomplete(items)[:_SHOWN_COUNT])  # older releases of torch do not name them
             raise CoordinationError(f"what the ranks hold makes no whole tensors ({names}): {error}") from error
         self.planner.global_plan, self.planner.metadata = [], Metadata({})
         self._indexes = [[item.index for item in plan.items] for plan in shared]
@@ -241,7 +241,7 @@ class SharedPlans:
 
 
 def tell_done(session: RankSession, done: Done) -> None:
-    """Tell the first rank what this one has written."""
+    """Tell the coordinator what this one has written."""
     places = zlib.compress(b"".join(_PLACE.pack(*place) for place in done.places), 1)
     session.tell(encoded({"part": done.part}) + b"\n" + places)
 
@@ -302,10 +302,10 @@ def _unpacked(message: bytes, rank: int, types: tuple[type, ...]) -> Any:
 
 
 def _decompressed(message: bytes, size_bytes_max: int) -> bytes:
-    """Decompress what is whole, and not longer than that.
+    """Decompress a whole stream.
 
     Raises:
-        zlib.error: It is not.
+        zlib.error: It is not whole, or longer than `size_bytes_max`.
     """
     stream = zlib.decompressobj()
     data = stream.decompress(message, size_bytes_max + 1)
@@ -318,14 +318,14 @@ def _decompressed(message: bytes, size_bytes_max: int) -> bytes:
 
 
 class _Kinds:
-    """Numbers values by all that decides how they are planned."""
+    """Numbers values: two values that are planned alike have the same number."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}
         self._unknown = itertools.count(-1, -1)
 
     def number_of(self, value: object) -> int:
-        """Return the same for what is planned in the same way; something new where that is not known."""
+        """Return the number of a value; a new one if it is not known how it is planned."""
         if is_object(value):
             value = None  # planned as all objects are
         kind: object = None
@@ -340,10 +340,10 @@ class _Kinds:
 
 @no_garbage_collection()
 def _refuse_differences(items: Sequence[Sequence[WriteItem]]) -> None:
-    """Refuse what has one name on several ranks, and is not the same thing.
+    """Refuse names that stand for different things on different ranks.
 
     Raises:
-        CoordinationError: There is something.
+        CoordinationError: There is such a name.
     """
     firsts: dict[str, tuple[int, WriteItem]] = {}
     for rank, own in enumerate(items):
@@ -358,14 +358,14 @@ def _refuse_differences(items: Sequence[Sequence[WriteItem]]) -> None:
 
 @no_garbage_collection()
 def _common(sums: Sequence[_Sums], items: Sequence[Sequence[WriteItem]]) -> list[_Common]:
-    """Return for each rank of what it holds the same as others, as far as that is sampled.
+    """Return for each rank what it shares with others, as far as it is sampled.
 
     Args:
         sums: Of each rank.
         items: What each rank holds.
 
     Raises:
-        CoordinationError: What ranks ought to hold alike differs.
+        CoordinationError: Ranks hold different values of the same chunk.
     """
     holders: dict[MetadataIndex, list[int]] = {}
     for rank, own in enumerate(items):
@@ -388,12 +388,12 @@ def _common(sums: Sequence[_Sums], items: Sequence[Sequence[WriteItem]]) -> list
 
 
 def _joint(common: _Common, sums: _Sums) -> dict[str, int]:
-    """Return one sum of all that some ranks have in common, for each such set of ranks."""
+    """Return, for each set of ranks, one sum of all that they share."""
     return {ranks: zlib.crc32(repr([sums.get(name) for name in names]).encode()) for ranks, names in common.items()}
 
 
 def _are_alike(told: Sequence[Mapping[str, int]]) -> bool:
-    """Tell whether all ranks have told the same of what they have in common."""
+    """Tell whether all ranks have told the same sums."""
     first: dict[str, int] = {}
     return all(first.setdefault(ranks, total) == total for of_rank in told for ranks, total in of_rank.items())
 
@@ -421,7 +421,7 @@ def _described(item: WriteItem) -> str:
 
 
 def _in_order(metadata: Metadata, mappings: Sequence[Mapping[str, Any]]) -> Metadata:
-    """Return metadata in the order of the state, which DCP loses: the first rank's, then what others have beside it."""
+    """Return metadata in the order of the state, which DCP loses: the coordinator's names, then those of followers."""
     paths: dict[str, Any] = {}
     for own in mappings:
         for name, path in own.items():
@@ -432,7 +432,7 @@ def _in_order(metadata: Metadata, mappings: Sequence[Mapping[str, Any]]) -> Meta
 
 
 def _refuse_parts(items: Sequence[WriteItem]) -> None:
-    """Refuse tensors of which a rank that saves alone holds some part only; with several ranks DCP looks for them.
+    """Refuse tensors of which a rank that saves alone holds a part only; with several ranks, DCP finds them.
 
     Raises:
         ConfigError: There is one.

@@ -13,7 +13,7 @@ Other plain tensors (statistics of batches, states of random generators) differ 
 DCP.
 
 In saves of a Checkpointer `plan_agreement` compares the samples, over connections of our own. In torch's own saves they
-travel with the plans, and the coordinator compares them. Where it plans, a rank does not know what others hold, so it
+travel with the plans, and the coordinator compares them. There a rank does not know what others hold, so it
 samples what they may hold: tensors that would be cut, those in the state_dict of an optimizer, and chunks of DTensors,
 unless each rank has a chunk of its own. To DCP a plan with samples is a SavePlan; the samples are removed before DCP
 makes the plan of all ranks, so what DCP keeps and writes does not depend on them.
@@ -55,16 +55,16 @@ __all__ = [
 _SHOWN_COUNT = 5
 
 CUT_TENSOR_BYTES_MIN = 2 << 20
-"""Of a tensor that is cut, if several ranks hold it (`save_planner`)."""
+"""Smaller tensors are not cut among the ranks that hold them (`save_planner`)."""
 
 GetSums: TypeAlias = Callable[[], dict[str, int]]
-"""Gives a sum for each sampled tensor, by its name for DCP. May wait for a device, until its samples are copied."""
+"""Returns a sum for each sampled tensor, by its name for DCP. May wait for a device to copy the samples."""
 
 Held: TypeAlias = Mapping[str, list[WriteItem]]
 """What a rank holds of a state, by name."""
 
 Paths: TypeAlias = Mapping[str, tuple[Any, ...]]
-"""Where in the state each name is."""
+"""The path of each name in the state."""
 
 
 # --- samples
@@ -77,7 +77,7 @@ def sample(state: Mapping[str, Any], ownership: Ownership, passed_over: Containe
     Args:
         state: Nested dicts and lists of tensors.
         ownership: What optimizers own.
-        passed_over: Names of tensors that need no sample, since no other rank has them.
+        passed_over: Names of tensors that no other rank has, which need no sample.
     """
     found: dict[str, torch.Tensor] = {}
     _find_alike(state, "", found, _Judge({**ownership.stable, **ownership.constant}, passed_over), in_optimizer=False)
@@ -89,27 +89,27 @@ def _sample_each(tensors: Mapping[str, torch.Tensor]) -> GetSums:
     """Take samples of tensors, as they are now; waits for no device.
 
     Args:
-        tensors: By name. Of what cannot be compared, none is taken.
+        tensors: By name. Those that cannot be compared get no sample.
     """
     found = {name: _local_of(tensor) for name, tensor in tensors.items()}
     return _taken({name: local for name, local in found.items() if local is not None})
 
 
 def _taken(found: Mapping[str, torch.Tensor]) -> GetSums:
-    """Take samples of tensors that are contiguous, and nothing but their elements."""
+    """Take samples of contiguous plain tensors."""
     get = sample_crcs(list(found.values()))
     return lambda: dict(zip(found, get(), strict=True))
 
 
 class _Judge:
-    """Knows which tensors ranks have to hold alike."""
+    """Decides which tensors ranks have to hold alike."""
 
     def __init__(self, owned: Container[int], passed_over: Container[str]) -> None:
         self._owned = owned
         self._passed_over = passed_over
 
     def local_of(self, tensor: torch.Tensor, name: str, *, in_optimizer: bool) -> torch.Tensor | None:
-        """Return what this rank holds of a tensor, if that is to be compared with what others hold."""
+        """Return what this rank holds of a tensor; None if it is not compared with other ranks."""
         if name in self._passed_over:
             return None
         local = _local_of(tensor)
@@ -138,7 +138,7 @@ def _local_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _find_alike(value: Any, name: str, found: dict[str, torch.Tensor], judge: _Judge, *, in_optimizer: bool) -> None:
-    """Find what is to be compared, by the names that DCP gives."""
+    """Find the tensors to compare, by their names for DCP."""
     if isinstance(value, torch.Tensor):
         local = judge.local_of(value, name, in_optimizer=in_optimizer)
         if local is not None:
@@ -158,10 +158,10 @@ def _find_alike(value: Any, name: str, found: dict[str, torch.Tensor], judge: _J
 
 @dataclass
 class StagedMeta(StorageMeta):
-    """What a storage writer tells the planner if it has staged a state whose tensors change meanwhile; never written.
+    """What a storage writer tells the planner of a staged state, whose tensors change meanwhile; never written.
 
     Attributes:
-        get_sums: Gives the samples of when it was staged.
+        get_sums: Returns the sums of samples taken when it was staged.
     """
 
     get_sums: GetSums = dict
@@ -175,7 +175,7 @@ class _Sampled(NamedTuple):
         sizes: Of the chunk.
         shape: Of the tensor.
         dtype: Of the tensor.
-        is_free: Ranks may hold tensors of other shapes under the name: then none is cut, and one rank's counts.
+        is_free: Ranks may hold tensors of different shapes under the name; then none is cut, and one rank's is saved.
         total: The sum of the samples.
     """
 
@@ -187,7 +187,7 @@ class _Sampled(NamedTuple):
     total: int
 
     def is_like(self, other: _Sampled) -> bool:
-        """Tell whether these are chunks of the same tensor, whatever their values."""
+        """Tell whether these are chunks of the same tensor, apart from their values."""
         return (self.sizes, self.shape, self.dtype) == (other.sizes, other.shape, other.dtype)
 
 
@@ -200,7 +200,7 @@ class _SampledPlan(SavePlan):
 def with_samples(
     plan: SavePlan, held: Held, state: Mapping[str, Any], paths: Paths, *, are_cut: bool, get_sums: GetSums | None
 ) -> SavePlan:
-    """Add samples to the plan of a rank, of what other ranks may hold, too.
+    """Add to a rank's plan samples of what other ranks may hold, too.
 
     Args:
         plan: What it is about to send.
@@ -227,7 +227,7 @@ def with_samples(
 
 @no_garbage_collection()
 def samples_of_state(state: dict[str, Any]) -> GetSums:
-    """Take samples of all that a planner would compare of a state, as it is now; waits for no device."""
+    """Take samples, as they are now, of all that a planner would compare of a state; waits for no device."""
     try:
         flat, paths = flatten_state_dict(state)
     except ValueError:  # two entries have one name; the planner says so
@@ -236,7 +236,7 @@ def samples_of_state(state: dict[str, Any]) -> GetSums:
 
 
 def _due(state: Mapping[str, Any], paths: Paths, *, are_cut: bool) -> dict[str, bool]:
-    """Return the names of the tensors that are to be compared, and for each whether `is_free`."""
+    """Return the names of the tensors to compare, and for each whether it `is_free`."""
     rank_count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if rank_count == 1:
         return {}
@@ -257,7 +257,7 @@ def _due(state: Mapping[str, Any], paths: Paths, *, are_cut: bool) -> dict[str, 
 
 
 def _optimizers_in(paths: Paths) -> set[tuple[Any, ...]]:
-    """Return where in a state the state_dicts of optimizers are."""
+    """Return the paths of optimizers' state_dicts in a state."""
     return {path[: path.index("param_groups")] for path in paths.values() if "param_groups" in path}
 
 
@@ -267,7 +267,7 @@ def _is_state(path: tuple[Any, ...], optimizers: set[tuple[Any, ...]]) -> bool:
 
 
 def _is_divided(tensor: DTensor, rank_count: int) -> bool:
-    """Tell whether each of all ranks has a chunk of its own, so that no two can hold the same one."""
+    """Tell whether each rank has a chunk of its own, so that no two ranks can hold the same."""
     mesh = tensor.device_mesh
     return mesh.size() == rank_count and not any(
         isinstance(placement, Replicate | Partial) and mesh.size(dimension) > 1
@@ -282,7 +282,7 @@ def _sampled(item: WriteItem, is_free: bool, total: int) -> _Sampled:
 
 @no_garbage_collection()
 def compared(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Compare the samples in the plans of all ranks; on the first one.
+    """Compare the samples in the plans of all ranks; on the coordinator.
 
     Returns:
         The plans without them.
@@ -318,13 +318,13 @@ def _refuse_difference(name: str, samples: Mapping[int, _Sampled]) -> None:
 
 
 def two_under_one_name(name: str, difference: str, ranks: Sequence[int], otherwise: str) -> CoordinationError:
-    """Return what is raised if ranks have to hold a tensor alike, and do not.
+    """Return the error for ranks that have to hold a tensor alike, and do not.
 
     Args:
         name: Of the tensor, for DCP.
         difference: What the first of the ranks holds, up to "than".
-        ranks: Which differ: that one, and those that hold something else.
-        otherwise: What else may be done with what differs by design.
+        ranks: That rank first, then those that hold something else.
+        otherwise: What else can be done with a tensor that differs by design.
     """
     return CoordinationError(
         f"{name!r} counts as one tensor, and rank {ranks[0]} holds {difference} than rank "

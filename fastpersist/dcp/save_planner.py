@@ -1,8 +1,8 @@
 """A DCP save planner that cuts large tensors which several ranks hold alike, so that each of these ranks writes a part.
 
 DCP's own planner gives each replicated tensor to one rank as a whole, so one large embedding keeps one rank busy. This
-one cuts it along its first dimension before DCP removes duplicates, and each holder keeps some of the chunks. Readers
-see chunks of a sharded tensor, which every reader of DCP puts together.
+planner cuts it along its first dimension before DCP removes duplicates, and each holder keeps some of the chunks. To
+readers these are chunks of a sharded tensor, which every reader of DCP puts together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastpersist.errors import InternalError
 __all__ = ["FastPersistSavePlanner", "StepSavePlanner", "cut_replicas", "is_object"]
 
 _CUT_BYTES_MIN = CUT_TENSOR_BYTES_MIN // 2
-"""Of a chunk. Smaller tensors are left to DCP, which gives each to one of its holders."""
+"""The least bytes of a chunk. DCP gives smaller tensors to one of their holders."""
 
 
 class FastPersistSavePlanner(DefaultSavePlanner):
@@ -36,14 +36,14 @@ class FastPersistSavePlanner(DefaultSavePlanner):
 
     One name is one tensor on all ranks. Samples are compared of what would be cut, of what lies in an optimizer's
     state_dict, and of chunks of DTensors that several ranks hold: if two tensors have one name, dcp.save raises a
-    CheckpointException with a CoordinationError that names tensor and ranks. Of other plain tensors, as of objects, one
-    rank's count, as with DefaultSavePlanner. So it is in dcp.async_save, with the values of when it was called.
+    CheckpointException with a CoordinationError that names tensor and ranks. Of other plain tensors and of objects, one
+    rank's is saved, as with DefaultSavePlanner. dcp.async_save compares the values at the time of its call.
     """
 
     _held: dict[str, list[WriteItem]] = {}  # noqa: RUF012 - replaced, never changed
     _compares = True
     _get_sums: GetSums | None = None
-    _unfinished: ClassVar[set[str]] = set()  # of plans that are kept: what the last save with it did not come to
+    _unfinished: ClassVar[set[str]] = set()  # keys of cached plans whose last save did not finish
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -55,12 +55,12 @@ class FastPersistSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Plan what this rank holds; called by dcp.save."""
         if self._enable_plan_caching:
-            if self._cached_plans_key in self._unfinished:  # the first rank may not have taken over what was sent then
+            if self._cached_plans_key in self._unfinished:  # the coordinator may not have cached that plan
                 self._cached_save_plan.pop(self._cached_plans_key, None)
             self._unfinished.add(self._cached_plans_key)
         plan: SavePlan = super().create_local_plan()
         held: dict[str, list[WriteItem]] = {}
-        for item in self.plan.items:  # `plan` is empty if it is the one of the last save
+        for item in self.plan.items:  # `plan` is empty if it is that of the last save
             held.setdefault(item.index.fqn, []).append(item)
         self._held = held
         if not self._compares:
@@ -69,14 +69,14 @@ class FastPersistSavePlanner(DefaultSavePlanner):
         return with_samples(plan, held, self.state_dict, self.mappings, are_cut=are_cut, get_sums=self._get_sums)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plan what each rank writes; called by dcp.save on the first rank.
+        """Plan what each rank writes; called by dcp.save on the coordinator.
 
         Raises:
             CoordinationError: Two ranks hold two tensors under one name.
         """
         planned, metadata = super().create_global_plan(compared(all_plans))
         if self._enable_plan_caching:
-            # Who sends a plan gets one: what was planned in a save that failed then is kept here, but not there.
+            # A rank that sends a plan gets one: after a save that failed, its plan may be cached here, and not there.
             own = zip(all_plans, planned, self.global_plan, strict=True)
             planned = [whole if sent.usable else change for sent, change, whole in own]
         return planned, metadata
@@ -87,14 +87,14 @@ class FastPersistSavePlanner(DefaultSavePlanner):
         return super()._create_global_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Take over what was planned for all; called by dcp.save."""
+        """Take the plan of what this rank writes; called by dcp.save."""
         self._unfinished.discard(self._cached_plans_key)
-        # A plan that was kept knows where the last save went, not where this one goes.
+        # A cached plan has the directory of the last save, not of this one.
         self.plan = dataclasses.replace(super().finish_plan(new_plan), storage_data=new_plan.storage_data)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return what is to be written: of a tensor that was cut, the rows of this chunk."""
+        """Return the data of an item: of a tensor that was cut, the rows of this chunk."""
         source = self._cut_from(write_item)
         if source is None:
             return super().resolve_data(write_item)
@@ -117,10 +117,10 @@ class FastPersistSavePlanner(DefaultSavePlanner):
 
 
 class StepSavePlanner(FastPersistSavePlanner):
-    """Plans the save of a step, which is loaded without knowing what there was.
+    """Plans the save of a step, which must load without a target.
 
-    So sparse, quantized and nested tensors are saved as objects: what DCP notes of tensors does not say how to make
-    these. What ranks hold alike is compared by `plan_agreement`.
+    So sparse, quantized and nested tensors are saved as objects: DCP's metadata do not tell how to make such tensors.
+    `plan_agreement` compares what ranks hold alike.
     """
 
     _compares = False
@@ -136,7 +136,7 @@ class StepSavePlanner(FastPersistSavePlanner):
 
 
 def is_object(value: object) -> bool:
-    """Tell whether a tensor of a step is saved as an object: one that is more than its elements."""
+    """Tell whether a tensor of a step is saved as an object: a sparse, quantized or nested one."""
     if not isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
         return False
     return not isinstance(value, ShardedTensor) and (
@@ -145,7 +145,7 @@ def is_object(value: object) -> bool:
 
 
 _OBJECT = object()
-"""Stands for a tensor while DCP plans, that it may plan an object."""
+"""Takes the place of such a tensor while DCP plans, so that it plans an object."""
 
 
 def _chunk_of(item: WriteItem) -> ChunkStorageMetadata:
@@ -166,7 +166,7 @@ def cut_replicas(plans: Sequence[SavePlan]) -> list[SavePlan]:
         plans: Of each rank, with all that it holds.
 
     Returns:
-        The plans with chunks in place of what was cut. What is small, or not the same everywhere, stays as it is.
+        The plans with chunks in place of what was cut. Small tensors, and those that differ, stay as they are.
     """
     holders: dict[MetadataIndex, list[int]] = {}
     items: dict[MetadataIndex, WriteItem] = {}

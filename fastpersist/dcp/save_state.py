@@ -1,7 +1,8 @@
 """Save sharded state as files of a directory while training goes on: a `FileProducer` of `DirectorySave`.
 
-Each rank captures the tensors that it holds. On the writing thread the ranks plan who writes what (`plan_agreement`),
-and each writes its part (`part_writer`). The coordinator adds DCP's `.metadata`, so that any reader of DCP can load it.
+Each rank captures the tensors that it holds. On the writing thread the ranks plan which rank writes what
+(`plan_agreement`), and each writes its part (`part_writer`). The coordinator adds DCP's `.metadata`, so that any reader
+of DCP can load it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ShardedFiles:
     Args:
         state: Nested dicts and lists of tensors (plain, DTensor, ShardedTensor) and objects.
         owners: Whose storages are stable.
-        plans: Of the saves before.
+        plans: Kept from save to save.
         name: Directory below that of the save; "" for that one.
     """
 
@@ -76,7 +77,7 @@ class ShardedFiles:
         """Plan and write with the other ranks; called by the save, on its writing thread.
 
         Returns:
-            On the first rank the files of all, else this rank's.
+            On the coordinator the files of all ranks, on a follower its own.
 
         Raises:
             ConfigError, CoordinationError, PeerError: As `SharedPlans.agree`.
@@ -92,7 +93,7 @@ class ShardedFiles:
             return self._write(planned, plans.planner, captured, site)
 
     def _made_directory(self, path: str) -> str:
-        """Make the directories of the name, before any rank hears of them."""
+        """Make the directories of the name, before the followers are told of them."""
         for part in filter(None, self._name.split("/")):
             path = os.path.join(path, part)
             try:
@@ -107,7 +108,7 @@ class ShardedFiles:
     ) -> list[FileEntry]:
         session = site.session
         rank = 0 if session is None else session.rank
-        if rank and site.directory is not None:  # it does not see that of the first rank
+        if rank and site.directory is not None:  # this rank does not see the coordinator's directory
             planned = replace(planned, directory=os.path.join(site.directory, self._name))
         with no_garbage_collection():
             captured.settle(planned.items, planner)
@@ -139,7 +140,7 @@ class ShardedFiles:
             places = [(result.storage_data.offset, result.storage_data.length) for result in results]
             site.stats.engine = written.engine
         if part.rank:
-            captured.capture.check()  # before it is told; of these files alone: steps go on waiting for those that come
+            captured.capture.check()  # before the coordinator is told; later files may still be uncaptured
         return Done(None if written is None else (written.name, written.size_bytes, written.crc32), places)
 
     @no_garbage_collection()
@@ -156,7 +157,7 @@ class ShardedFiles:
             for index, (offset_bytes, size_bytes) in zip(indexes, of_rank.places, strict=True)
         }
         if planned.metadata is None or site.write_small is None:
-            raise InternalError("the first rank has no metadata of what it has planned")
+            raise InternalError("the coordinator has no metadata of what it has planned")
         final_path = os.path.join(site.final_path, self._name)
         data = pickled(_metadata_of(planned.metadata, storage_data, final_path))
         return [*entries, site.write_small(prefix + METADATA_NAME, data)]
@@ -204,8 +205,8 @@ def save_sharded(
         optimizer: Whose tensors are in the state, as in `save_async`.
         constant: What never changes, as in `save_async`.
         gate: "optimizer" or "manual", as in `save_async`.
-        owners: Optimizer, constant and gate, for those who have them already.
-        plans: Kept from one save to the next, it spares planning what has not changed.
+        owners: In place of optimizer, constant and gate.
+        plans: Kept from one save to the next, so that unchanged state is not planned again.
 
     Raises:
         ConfigError: The state is no dict, or the name no relative path. All else `publish().result()` raises.

@@ -1,6 +1,6 @@
 """The StorageReader of torch.distributed.checkpoint that reads our files and DCP's own; `dcp.load` calls it.
 
-The planner decides what each rank wants. `part_reader` finds it in a part file and reads it into its target.
+The planner decides what each rank reads. `part_reader` finds it in a part file and reads it into its target.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class CheckpointReader(StoragePath, StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans; called by dcp.load on the first rank."""
+        """Return the plans; called by dcp.load on the coordinator."""
         return plans
 
 
@@ -84,12 +84,12 @@ class FastPersistReader(CheckpointReader):
     """Reads a DCP checkpoint that FastPersistWriter or DCP's FileSystemWriter has written, on any number of ranks.
 
     Args:
-        path: The directory; or `checkpoint_id=` of dcp.load says it.
+        path: The directory; None to take `checkpoint_id=` of dcp.load.
         engine: "auto", or an engine's name, which then never falls back.
         verify: Check the CRC of every tensor that a rank reads as a whole.
 
     Attributes:
-        load_id: Of the load that was begun last, as torch's reader has it.
+        load_id: Of the last load, as torch's reader has it.
 
     Raises:
         ConfigError: Unknown engine.
@@ -118,8 +118,8 @@ class FastPersistReader(CheckpointReader):
             kwargs: `rank=`: of the save, for checkpoints that DCP's own writer made without collectives.
 
         Raises:
-            CheckpointNotFoundError: There is none.
-            FormatError: The metadata are damaged, or name classes that do not belong there.
+            CheckpointNotFoundError: There is no checkpoint.
+            FormatError: The metadata are damaged, or name other classes than DCP's.
         """
         directory_path = self._known_path("dcp.load")
         rank = kwargs.get("rank")
@@ -138,9 +138,9 @@ class FastPersistReader(CheckpointReader):
 
         Raises:
             CheckpointNotFoundError: A part is missing, or the checkpoint was replaced since its metadata were read.
-            ChecksumError, CorruptionError: A part is damaged; the message says where, and which rank wrote it. Or the
-                checkpoint does not have all elements of a tensor that this rank wants.
-            UnsupportedError: It was written through an extension of DCP's writer, or torch.load does not load it.
+            ChecksumError, CorruptionError: A part is damaged, and the message says where, and which rank wrote it; or
+                the checkpoint lacks elements of a tensor that this rank reads.
+            UnsupportedError: An extension of DCP's writer wrote it, or torch.load refuses an item.
             StorageError: An error of the disk.
         """
         if self._path is None or self._metadata is None:
@@ -168,18 +168,17 @@ class FastPersistReader(CheckpointReader):
         return PartReader(path, name, engine=self._engine, verify=self._verify)
 
     def require_places(self, metadata: Metadata) -> None:
-        """Refuse metadata by which something lies outside of its part, or is larger than what lies there.
+        """Refuse metadata that place an item outside of its part, or describe a tensor larger than its bytes.
 
-        So that is known before memory is taken for tensors, or a target changed. A part that is missing is no matter
-        here.
+        Called before memory is allocated for tensors, and before a target is changed. Parts may be missing here.
 
         Args:
             metadata: Of this checkpoint.
 
         Raises:
-            CorruptionError: There is such a thing; the message names it.
-            FormatError: A place is in no file of the checkpoint, or they do not say where something lies.
-            UnsupportedError: It was written through an extension of DCP's writer.
+            CorruptionError: They do; the message names the item.
+            FormatError: A place is in no file of the checkpoint, or an item has no place.
+            UnsupportedError: An extension of DCP's writer wrote the checkpoint.
             StorageError: An error of the disk.
         """
         self._metadata = metadata
@@ -197,7 +196,7 @@ class FastPersistReader(CheckpointReader):
                 self._require_elements(name, described)
 
     def _require_elements(self, name: str, described: TensorStorageMetadata) -> None:
-        """Refuse chunks of more elements than can lie where they are said to."""
+        """Refuse chunks of more elements than their bytes can hold."""
         if described.properties.layout is not torch.strided:
             return
         for chunk in described.chunks:
@@ -213,7 +212,7 @@ class FastPersistReader(CheckpointReader):
                 )
 
     def _part_bytes(self, name: str) -> int | None:
-        """Return the length of a part; None if it is not there."""
+        """Return the length of a part; None if it is missing."""
         path = os.path.join(self._path or "", name)
         try:
             with storage_errors("looking up", path):
@@ -246,7 +245,7 @@ class FastPersistReader(CheckpointReader):
         return info
 
     def _wanted(self, items: list[tuple[Any, ReadItem]], planner: LoadPlanner) -> Iterator[Wanted]:
-        """Ask the planner for each target when its turn comes."""
+        """Yield the items of a part; the planner resolves each target just before it is read."""
         for info, item in items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
@@ -264,7 +263,7 @@ class FastPersistReader(CheckpointReader):
                 yield Wanted(name, info.offset, info.length, self._stored(item), offsets, lengths, target, done)
 
     def _stored(self, item: ReadItem) -> tuple[torch.dtype, Shape] | None:
-        """Return dtype and shape of the chunk that is to be read, as the metadata have them."""
+        """Return dtype and shape of the chunk to read, by the metadata; None if they do not tell."""
         fqn, offset = item.storage_index.fqn, item.storage_index.offset
         described = self._metadata.state_dict_metadata.get(fqn)  # type: ignore[union-attr]
         if not isinstance(described, TensorStorageMetadata) or offset is None:
@@ -277,7 +276,7 @@ class FastPersistReader(CheckpointReader):
         return None if shape is None else (described.properties.dtype, shape)
 
     def _refuse_replaced(self) -> None:
-        """Refuse to mix two checkpoints: what was opened is of the one whose metadata were read, if those are there."""
+        """Refuse to mix two checkpoints: if the metadata file was replaced, so may be the part that was opened."""
         if self._found is None:
             return
         path, identity = self._found
@@ -295,7 +294,10 @@ def _bytes_taker(planner: LoadPlanner, item: ReadItem) -> Callable[[bytes], None
 
 
 def _copying_taker(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Callable[[bytes], None]:
-    """Return what fills a sparse target: it has no memory to be filled, and a detached one would be filled alone."""
+    """Return a function that copies a loaded tensor into a sparse target, which has no memory to read into.
+
+    It copies into the target itself: `copy_` gives a detached sparse tensor new indices and values, not the target.
+    """
 
     def take(data: bytes) -> None:
         loaded = load_object(io.BytesIO(data), weights_only=True)
@@ -307,5 +309,5 @@ def _copying_taker(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -
 
 
 def tensor_committer(planner: LoadPlanner, item: ReadItem, target: torch.Tensor) -> Callable[[bytes], None]:
-    """Return what tells the planner that a target is filled."""
+    """Return a function that tells the planner that a target is filled."""
     return lambda _: planner.commit_tensor(item, target)

@@ -1,6 +1,6 @@
 """The StorageWriter of torch.distributed.checkpoint that writes our files; `dcp.save` calls it.
 
-DCP makes the ranks agree, `save_planner` decides who writes which tensors, `part_writer` writes a part file.
+DCP makes the ranks agree, `save_planner` decides which rank writes which tensors, `part_writer` writes a part file.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
     """Writes a DCP checkpoint as a directory that appears when all ranks are done, durable, or not at all.
 
     Args:
-        path: The directory; or `checkpoint_id=` of dcp.save says it.
-        overwrite: Replace a checkpoint that is there, ours or DCP's own. Without it, there is none. What else is in the
-            directory stays, unless it looks like another checkpoint: then the save is refused.
+        path: The directory; None to take `checkpoint_id=` of dcp.save.
+        overwrite: Replace an existing checkpoint, ours or DCP's own; without it, one is an error. Other files in the
+            directory stay, but the save is refused if they look like another checkpoint.
         engine: "auto", or an engine's name, which then never falls back.
         durable: Survive power loss once dcp.save has returned.
         optimizer: For dcp.async_save: whose tensors are in the state, as in `fastpersist.save_async`. They are written
@@ -52,20 +52,20 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
             Without it, dcp.async_save copies the whole state before it returns.
         constant: For dcp.async_save: what never changes, as in `fastpersist.save_async`.
         gate: "optimizer" or "manual", as in `fastpersist.save_async`; with "manual" you call `wait_captured`.
-        max_host_bytes: Host memory for copied state; None: the bytes of the state, but at most half of what is there.
+        max_host_bytes: Host memory for copied state; None: the bytes of the state, at most half of what is free.
 
     Attributes:
-        save_id: Of the save that was begun last, as torch's writer has it.
+        save_id: Of the last save, as torch's writer has it.
 
     Raises:
         ConfigError: Unknown engine or gate, or something that is no optimizer.
 
-    All ranks need to see the directory. A save that fails leaves what had the name as it was; what it has written is
-    removed by its first rank with this writer, at its next save at the latest.
+    All ranks need to see the directory. A save that fails leaves what had the name as it was. The coordinator's writer
+    removes what such a save has written, at its next save at the latest.
 
-    dcp.async_save plans and writes on a thread of torch's, with collectives: give it a process_group of its own. It
-    takes this writer for a stager, too; with AsyncCheckpointerType.PROCESS pass async_stager=DefaultStager().
-    Thread safety: one save at a time; the next one waits for an async_save before it.
+    dcp.async_save plans and writes on a thread of torch's, with collectives: give it a process_group of its own. This
+    writer is its stager, too; with AsyncCheckpointerType.PROCESS pass async_stager=DefaultStager().
+    Thread safety: one save at a time; a save waits for an async_save before it.
     """
 
     _why_collectives = "publishes what all ranks have written as one checkpoint"
@@ -85,7 +85,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         owners = Owners(optimizer, constant, gate)
         super().__init__(path, owners, max_host_bytes, overwrite=overwrite, engine=engine, durable=durable)
         self.save_id = str(uuid.uuid4())
-        self._directory: DirectorySave | None = None  # on the first rank, while a save is under way
+        self._directory: DirectorySave | None = None  # on the coordinator, while a save is under way
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save; called by dcp.save."""
@@ -93,7 +93,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         self.save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
-        """Return what DCP notes of a save; what it calls first."""
+        """Return what DCP notes of a save; the first method that dcp.save calls."""
         self._take_staged()
         return self._known_to_planner(self._noted_meta())
 
@@ -105,11 +105,11 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the directory, and tell each rank where its part goes; called by dcp.save on the first rank.
+        """Make the directory, and tell each rank where its part goes; called by dcp.save on the coordinator.
 
         Raises:
-            ConfigError: There is a checkpoint, and overwrite is False; or what looks like another one.
-            UnsupportedError: Something in the directory cannot stay there.
+            ConfigError: There is a checkpoint, and overwrite is False; or there are files of another one.
+            UnsupportedError: The directory holds what cannot stay in it.
         """
         directory_path = self._known_path("dcp.save")
         overwrite = self._may_replace(os.path.abspath(directory_path))
@@ -136,7 +136,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         files_of_others = [name for name in names if step_of(name) is not None or name in ("LATEST", ".lock")]
         files_of_others += [name for name in others.files if os.path.basename(name) in (METADATA_NAME, MANIFEST_NAME)]
         files_of_others += _listed_in_manifest(path) if MANIFEST_NAME in names else []
-        if not exists:  # somebody is about to write them, or never came to the end
+        if not exists:  # another save is writing them, or has not finished
             files_of_others += [name for name in names if _FILE_OF_DCP.fullmatch(name)]
         if files_of_others:
             raise ConfigError(
@@ -162,11 +162,11 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         results, written = write_part(
             part, plan.items, planner, engine=self._engine, durable=self._durable, capture=capture
         )
-        # One more result, for `finish`: DCP takes all to the first rank.
+        # One more result, for `finish`: DCP gathers all results on the coordinator.
         return [*results, replace(results[0], storage_data=written)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Add DCP's metadata and make the directory visible and durable; called by dcp.save on the first rank."""
+        """Add DCP's metadata and make the directory visible and durable; called by dcp.save on the coordinator."""
         directory, self._directory = self._directory, None
         if directory is None:
             raise ConfigError("finish() was called on a writer that has begun no save")
@@ -189,7 +189,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
             directory.publish(durable=self._durable).result()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Be as good as new in another process."""
+        """Leave out what belongs to this process."""
         return {**super().__getstate__(), "_directory": None}
 
     def _give_up(self) -> None:
@@ -199,10 +199,10 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
 
 
 def _listed_in_manifest(path: str) -> list[str]:
-    """Return what a checkpoint of ours consists of beside DCP's files: those that were kept there have no CRC."""
+    """Return the files of a checkpoint of ours beside DCP's; not other files that it has kept, which have no CRC."""
     try:
         manifest = read_manifest(path)
-    except FastPersistError as error:  # damaged; what is known by its name may be replaced all the same
+    except FastPersistError as error:  # damaged; files with names of DCP's are replaced all the same
         _log.info("%s is replaced without its manifest: %s", path, error)
         return []
     return [

@@ -2,8 +2,8 @@
 
 The counterpart of `loading.target_plan` for sharded state; both are a `TargetWalk` of `loading.targets`. The saved
 state is a tree of names, with global shapes; a target may hold a shard of each tensor. Reads no file and changes
-nothing: the result is a `Fit`, with tensors to be filled and steps to be taken after that. State that an optimizer does
-not have yet gets memory here, sharded like its parameter.
+nothing: the result is a `Fit`, with tensors to be filled and steps to be taken after that. For state that an optimizer
+does not have yet, this allocates memory, sharded like its parameter.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = ["Fit", "Node", "Saved", "full_value", "holds_nothing", "leaves", "sav
 _CPU = torch.device("cpu")
 
 _DEPTH_MAX = 128
-"""Of what was saved. What reads the tree calls itself for each level."""
+"""Of the saved tree: functions that walk it are recursive."""
 
 _HOLES_MAX = 1 << 20
-"""Places in lists of which nothing is known: DCP leaves out what is empty. A path of a few bytes could name any."""
+"""Places in lists without a saved item, which DCP leaves out if empty. A path of a few bytes could name any place."""
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -106,11 +106,11 @@ def leaves(node: Node | None) -> Iterator[Saved]:
 
 
 def full_value(node: Node | None, value_of: Callable[[Saved], Any]) -> Any:
-    """Return what a part of the tree stands for; ids of an optimizer's parameters are numbers again, where they were.
+    """Return the value of a part of the tree, with an optimizer's ids of parameters as they were: text or numbers.
 
     Args:
         node: The part.
-        value_of: Gives the tensor or object of a leaf.
+        value_of: Returns the tensor or object of a leaf.
     """
     if isinstance(node, Saved):
         return value_of(node)
@@ -132,7 +132,7 @@ def _ids_of(group: object) -> list[int | str]:
 
 
 class Fit(TargetWalk):
-    """What goes where.
+    """The plan of all targets.
 
     Args:
         objects: What was saved and is no tensor, by DCP's name; loaded already.
@@ -155,7 +155,7 @@ class Fit(TargetWalk):
         self.filled_keys: dict[str, None] = {}
 
     def value_of(self, saved: Saved) -> Any:
-        """Return an object, or the tensor that is going to be filled: a full one if no target has it.
+        """Return an object, or the tensor that will be filled: a new whole one if no target has it.
 
         Raises:
             UnsupportedError: dcp.save saved a sparse or quantized tensor, and DCP does not say how to make one.
@@ -173,7 +173,7 @@ class Fit(TargetWalk):
         return self.tensors[saved.fqn]
 
     def add(self, path: Path, name: str, target: object, value: Any) -> None:
-        """Plan a target; None was saved for what holds nothing, since DCP leaves that out."""
+        """Plan a target; `value` is None where DCP has left out what was empty."""
         if value is None:
             self._add_missing(name, target)
         else:
@@ -248,8 +248,8 @@ class Fit(TargetWalk):
         live = module.state_dict()
         load: Callable[[dict[str, Any]], object] = module.load_state_dict
         if set(map(str, live)) != set(node):
-            # Wrapped (DistributedDataParallel, torch.compile …): the names without the wrappers, as torch's
-            # get_model_state_dict gives them. One of the two may be what was saved.
+            # The module is wrapped (DistributedDataParallel, torch.compile …). It may have been saved by the names
+            # without the wrappers, which torch's get_model_state_dict returns.
             plain: dict[str, Any] = get_model_state_dict(module)
             if set(plain) == set(node):
                 live = plain
@@ -387,7 +387,7 @@ class Fit(TargetWalk):
         return (found, group_of) if len(self.problems) == count else None
 
     def _state_of(self, path: Path, name: str, parameter: torch.Tensor, live: Any, node: Node | None) -> Any:
-        """Return the state of a parameter around tensors that are to be filled, its own ones where it has them."""
+        """Return the state of a parameter with the tensors to fill: its own where it has them, else new ones."""
         if isinstance(node, dict):
             return {
                 own: self._state_of(path, f"{name}.{own}", parameter, _item(live, own), below)
@@ -434,7 +434,7 @@ class Fit(TargetWalk):
 
 
 def like(value: Any, live: Any) -> Any:
-    """Return a value with other keys than text where the live one has such, and the empty dicts that DCP leaves out."""
+    """Return a value with the keys of the live one, which DCP makes text, and with the empty dicts that DCP drops."""
     if not isinstance(value, Mapping) or not isinstance(live, Mapping):
         return live if value is None and isinstance(live, Mapping | list) and not live else value
     keys = {str(key): key for key in live}
@@ -446,7 +446,7 @@ def like(value: Any, live: Any) -> Any:
 
 
 def holds_nothing(target: Any) -> bool:
-    """Tell whether a target has no state (a scaler that is switched off …): DCP leaves out what is empty."""
+    """Tell whether a target has no state, such as a disabled scaler: DCP leaves out what is empty."""
     if isinstance(target, torch.Tensor):
         return False
     read = getattr(target, "state_dict", None)

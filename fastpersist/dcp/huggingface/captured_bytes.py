@@ -1,4 +1,4 @@
-"""Give the captured bytes of a rank's items in order, a window in memory at a time, to code that writes them anywhere.
+"""Give out the captured bytes of a rank's items in order, with few windows of them in memory at a time.
 
 A snapshot gives its bytes only to a `Writer`, in order and once: they may be in the arena by then, or still in the
 tensors. Here that writer fills a file in memory that consists of a few windows, used in turn. While one window is
@@ -23,10 +23,10 @@ from fastpersist.transfer.writer import Pieces, Writer
 __all__ = ["PIECE_BYTES", "WINDOW_COUNT", "CapturedBytes"]
 
 PIECE_BYTES = 8 << 20
-"""A tensor is captured in sources of so many bytes, since a source is taken as a whole."""
+"""A tensor is captured in sources of this many bytes, since a source is taken as a whole."""
 
 WINDOW_COUNT = 4
-"""A window is filled again when so many others have been since."""
+"""A window's memory is used again after this many windows."""
 
 _WINDOW_BYTES = 16 << 20
 _ENGINE = "threads-buffered"
@@ -50,7 +50,7 @@ class _Expected(NamedTuple):
 
 
 class CapturedBytes:
-    """Gives the bytes of items, in the order in which they are expected. One thread.
+    """Gives out the bytes of items, in the order of `expect`. One thread uses it.
 
     Args:
         capture: Has them; its sources are of PIECE_BYTES at most.
@@ -66,14 +66,14 @@ class CapturedBytes:
         self._spans: deque[_Span] = deque()
 
     def close(self) -> None:
-        """Give the memory back, as soon as nobody looks at it."""
+        """Give the memory back as soon as no part of it is in use."""
         self._memory = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def expect(self, slot: int, offset_bytes: int) -> None:
-        """Say which item is asked for behind those before.
+        """Append an item to those that will be asked for.
 
         Args:
             slot: The number by which it was settled.
@@ -84,12 +84,12 @@ class CapturedBytes:
             offset_bytes += size_bytes
 
     def parts_of(self, slot: int, before_turn: Callable[[], None]) -> Iterator[torch.Tensor]:
-        """Yield the bytes of an item, one part behind the other; those of what is not captured here are not among them.
+        """Yield the captured bytes of an item, part by part; nothing of an item that is a private copy.
 
         Args:
             slot: The item's.
-            before_turn: Called before a window is filled: what was yielded before the last WINDOW_COUNT calls, this one
-                among them, must have been used when it returns.
+            before_turn: Called before a window is filled. When it returns, what was yielded before the last
+                WINDOW_COUNT calls, this one included, is no longer in use.
 
         Raises:
             StorageError: There is no memory.
@@ -104,7 +104,7 @@ class CapturedBytes:
             yield self._memory[span.at_bytes : span.at_bytes + span.size_bytes]
 
     def _fill(self) -> None:
-        """Take as much as a window holds."""
+        """Take as many bytes as a window holds."""
         if self._memory is None:
             self._fd = os.memfd_create("fastpersist", os.MFD_CLOEXEC)
             os.ftruncate(self._fd, WINDOW_COUNT * self._window_bytes)

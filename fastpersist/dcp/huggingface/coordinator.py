@@ -29,7 +29,7 @@ from fastpersist.transfer.tensor_requests import PendingIO
 __all__ = ["finish_files"]
 
 _WINDOW_BYTES = 16 << 20
-"""So much of a tensor is put together at a time."""
+"""How many bytes of a tensor are put together at a time."""
 
 
 def finish_files(
@@ -119,7 +119,7 @@ class _Left:
         self._size_bytes = position
 
     def write_edges(self, file: int, out: TensorFile) -> None:
-        """Write pieces of tensors whose bulk the rank has written."""
+        """Write the edges of tensors whose other bytes the rank has written itself."""
         edges = self._edges.get(file, [])
         while edges:
             some, edges = _first_of(edges)
@@ -149,13 +149,13 @@ class _Left:
 
 
 def _first_of(edges: list[Run]) -> tuple[list[Run], list[Run]]:
-    """Part as many edges from the others as may be in memory at once."""
+    """Split off as many edges as may be in memory at once."""
     end = next((n for n, edge in enumerate(edges) if edge[0] - edges[0][0] >= _WINDOW_BYTES), len(edges))
     return edges[:end], edges[end:]
 
 
 def _put_together(entry: safetensors.Entry, left: Sequence[_Left], out: TensorFile) -> int:
-    """Write a tensor of which the ranks have left all chunks, some of it at a time; return its CRC."""
+    """Write a tensor of which the ranks have left all chunks, piece by piece; return its CRC."""
     boxes = [(rank_left, box) for rank_left in left for box in rank_left.boxes.get(entry.name, ())]
     dtype, shape, crc, offset_bytes = boxes[0][1].dtype, entry.torch_shape, 0, entry.offset_bytes
     # The first dimension that can be cut: in any chunk, too, each index of it lies in one piece.

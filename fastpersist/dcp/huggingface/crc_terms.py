@@ -37,7 +37,7 @@ def crc_of(data: torch.Tensor, crc: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def crc_of_zeros(size_bytes: int) -> int:
-    """Return the CRC of so many zeros."""
+    """Return the CRC of this many zeros."""
     if not size_bytes:
         return 0
     half = crc_of_zeros(size_bytes // 2)

@@ -45,10 +45,10 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 _RUN_BYTES_MIN = 16 << 10
-"""Of the many runs in which a chunk lies in a file; if they are smaller, a disk takes longer than to gather them."""
+"""Chunks of shorter runs are gathered: a disk takes longer for them."""
 
 _UNIT_COUNT_MIN = 16
-"""The same, in units: of smaller runs too much would be left for the first rank."""
+"""The same in units: of shorter runs, too much would be left to the coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Place:
         file: Number of its file, from 0.
         offset_bytes: Of its first byte, in that file.
         size_bytes: Of all of it.
-        gathered: Whether all its bytes go through the first rank.
+        gathered: Whether all its bytes go through the coordinator.
         windowed: Whether they go through windows that the ranks share.
         run_bytes: Of the shortest of the many runs in which a chunk lies; 0 if none lies in many.
     """
@@ -88,7 +88,7 @@ class ModelLayout:
 
     @property
     def is_split(self) -> bool:
-        """Whether there is more than the one file that needs no index."""
+        """Whether there are several files, and so an index."""
         return self.names != (SINGLE_NAME,)
 
     def size_bytes(self, file: int) -> int:
@@ -98,7 +98,7 @@ class ModelLayout:
 
 
 Run: TypeAlias = tuple[int, int, int]
-"""Bytes of a chunk that lie together: the first, from the start of the chunk; how many; their place in the file."""
+"""Contiguous bytes of a chunk: their offset in the chunk, how many, and their offset in the file."""
 
 
 class Runs(NamedTuple):
@@ -106,7 +106,7 @@ class Runs(NamedTuple):
 
     Attributes:
         own: Those that its rank writes.
-        left: Those that go through the first rank.
+        left: Those that go through the coordinator.
     """
 
     own: list[Run]
@@ -117,12 +117,12 @@ class Runs(NamedTuple):
 
 
 def chunk_of(item: WriteItem) -> ChunkStorageMetadata:
-    """Return which elements of its tensor an item is."""
+    """Return the chunk of its tensor that an item is."""
     return item.tensor_data.chunk  # type: ignore[union-attr]
 
 
 def without_duplicates(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return plans without chunks that an earlier one has, and without empty ones.
+    """Return the plans without chunks that an earlier plan has, and without empty chunks.
 
     Raises:
         ConfigError: An item is no tensor.
@@ -157,7 +157,7 @@ class _Tensor:
 
 
 def _tensors_in(plans: Sequence[SavePlan], order: Iterable[str], unit_bytes: int) -> dict[str, _Tensor]:
-    """Return what is known of the tensors; those named in `order` come first."""
+    """Return the tensors that the plans describe; those named in `order` come first."""
     run_bytes_min = _RUN_BYTES_MIN if unit_bytes == 1 else _UNIT_COUNT_MIN * unit_bytes
     found: dict[str, _Tensor] = {}
     for item in (item for plan in plans for item in plan.items):
@@ -297,7 +297,7 @@ def runs_of(item: WriteItem, place: Place, unit_bytes: int) -> Runs:
     Args:
         item: The chunk.
         place: Of its tensor.
-        unit_bytes: What is not a whole one of these, counted from the start of the file, goes through the first rank;
+        unit_bytes: What is not a whole one of these, counted from the start of the file, goes through the coordinator;
             1 where ranks may write to the same page.
     """
     data, chunk = item.tensor_data, chunk_of(item)
@@ -320,7 +320,7 @@ def runs_of(item: WriteItem, place: Place, unit_bytes: int) -> Runs:
 
 
 def _in_units(runs: Iterable[Run], unit_bytes: int) -> Runs:
-    """Part whole units from what is left of them.
+    """Split runs into whole units and the rest.
 
     Worked example: in units of 4096, the run (0, 10000, 5000) is (3192, 4096, 8192) and two that are left,
     (0, 3192, 5000) and (7288, 2712, 12288).
@@ -337,7 +337,7 @@ def _in_units(runs: Iterable[Run], unit_bytes: int) -> Runs:
 
 
 def _run_of(shape: Shape, lengths: Shape) -> tuple[int, int]:
-    """Return how many leading dimensions part a box of a tensor into runs, and the elements of a run."""
+    """Return how many leading dimensions a box has to be split along into runs, and the elements of a run."""
     run = 1
     for dimension in reversed(range(len(shape))):
         run *= lengths[dimension]

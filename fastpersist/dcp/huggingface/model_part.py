@@ -47,12 +47,12 @@ __all__ = ["ModelPart", "make_files", "said_of", "scratch_engine", "submit_runs"
 
 _BATCH_BYTES = 32 << 20
 _BATCH_COUNT = 8192
-"""So much is handed over at a time; as much as two such is under way. Tensors of a device are copied in such pieces."""
+"""The most bytes and runs of a batch; two batches are under way. Tensors of a device are copied in batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What a rank is told of a save.
+    """What the coordinator tells a rank of a save.
 
     Attributes:
         rank: Its number.
@@ -60,7 +60,7 @@ class ModelPart:
         final_path: The name that the directory gets, for messages.
         names: Of the files.
         places: Of the tensors that it has chunks of.
-        unit_bytes: It writes whole ones of these only; what is left goes through the first rank.
+        unit_bytes: It writes whole ones of these only; what is left goes through the coordinator.
         windows: Through which some of the tensors go.
     """
 
@@ -74,12 +74,12 @@ class ModelPart:
 
     @property
     def scratch_path(self) -> str:
-        """Where it puts what the first rank writes for it."""
+        """The scratch file, with what this rank leaves to the coordinator."""
         return os.path.join(self.directory, f".for-first-rank-{self.rank:05}")
 
 
 def make_files(layout: ModelLayout, directory: str, final_path: str) -> None:
-    """Make the files of a model, in their full length, with nothing in them.
+    """Make the files of a model, empty, in their full length.
 
     Raises:
         NoSpaceError: There is no room.
@@ -107,12 +107,12 @@ def write_model_part(
     durable: bool,
     capture: ShardedCapture | None = None,
 ) -> list[WriteResult]:
-    """Write all items of a rank to their places; each is asked for when its turn comes.
+    """Write all items of a rank to their places; each is resolved just before it is written.
 
     Args:
         part: Where to.
         items: What, in the order of `in_file_order`.
-        planner: Knows the tensors, on whatever device.
+        planner: Resolves items to tensors, on any device.
         engine: Engine name or "auto".
         durable: Sync the files.
         capture: Has the bytes, for these items; without it they do not change meanwhile.
@@ -122,7 +122,7 @@ def write_model_part(
 
     Raises:
         StorageError: A file could not be written; the message says which rank, and at which tensor.
-        UnsupportedError: This rank does not see the directory that the first rank has made; or what it has is no
+        UnsupportedError: This rank does not see the directory that the coordinator has made; or what it has is no
             plain tensor.
     """
     by_file: dict[int, list[WriteItem]] = {}
@@ -156,7 +156,7 @@ def _write_windows(
         terms = write_windows(windows, part.rank, items, parts, open_file, durable=durable)
     results = [WriteResult(index=item.index, size_in_bytes=0, storage_data=0) for item in items]
     for name, term in terms.items():
-        nowhere = MetadataIndex(name, torch.Size([-1]))  # of no item
+        nowhere = MetadataIndex(name, torch.Size([-1]))  # no item's index
         results.append(WriteResult(index=nowhere, size_in_bytes=0, storage_data=term))
     return results
 
@@ -164,7 +164,7 @@ def _write_windows(
 def _require_sight(part: ModelPart, path: str) -> None:
     if not os.path.exists(path):
         raise UnsupportedError(
-            f"rank {part.rank} does not see {part.directory}, where the first rank saves {part.final_path}: all ranks "
+            f"rank {part.rank} does not see {part.directory}, where the coordinator saves {part.final_path}: all ranks "
             "need one file system"
         )
 
@@ -202,7 +202,7 @@ def _write_file(
 
 
 def _within(runs: Sequence[Run], from_bytes: int, size_bytes: int) -> Sequence[Run]:
-    """Return what of the runs of a chunk, in its order, lies in a part of it; as runs of that part."""
+    """Return the runs of a chunk that lie in a part of it, as runs of that part, in order."""
     until_bytes, found = from_bytes + size_bytes, []
     if not from_bytes and (not runs or runs[-1][0] + runs[-1][1] <= until_bytes):
         return runs  # all of them
@@ -215,7 +215,7 @@ def _within(runs: Sequence[Run], from_bytes: int, size_bytes: int) -> Sequence[R
 
 
 class _Chunks:
-    """The bytes of this rank's items, which are asked for one after the other."""
+    """The bytes of this rank's items, in order."""
 
     def __init__(
         self, part: ModelPart, items: Sequence[WriteItem], planner: SavePlanner, capture: ShardedCapture | None
@@ -237,7 +237,7 @@ class _Chunks:
             self._captured.close()
 
     def next_parts(self, item: WriteItem, before_turn: Callable[[], None]) -> Iterator[torch.Tensor]:
-        """Return the bytes of the next item, in order: all at once, wherever they are, or parts of what is captured.
+        """Return the bytes of the next item, in order: all at once, on any device, or in captured parts.
 
         Args:
             item: It.
@@ -253,7 +253,7 @@ class _Chunks:
 
 
 def _checked(data: object, item: WriteItem) -> torch.Tensor:
-    """Return what an item was resolved to, if it is a tensor as it was planned."""
+    """Return the tensor of an item, if it is as planned."""
     name, shape = item.index.fqn, tuple(chunk_of(item).sizes)
     if not isinstance(data, torch.Tensor) or not is_plain(data):
         raise UnsupportedError(
@@ -268,13 +268,13 @@ def _checked(data: object, item: WriteItem) -> torch.Tensor:
 
 
 def _bytes_of(data: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a chunk, in order, wherever it is."""
+    """Return the bytes of a chunk, in order, on any device."""
     return byte_view(data.detach().resolve_conj().resolve_neg().contiguous())
 
 
 @contextmanager
 def said_of(part: ModelPart, file: int | None, items: Sequence[WriteItem]) -> Iterator[None]:
-    """Say of an error which rank met it, and at which tensor."""
+    """Add to an error the rank and the tensor at which it occurred."""
     path = part.final_path if file is None else os.path.join(part.final_path, part.names[file])
     try:
         yield
@@ -289,7 +289,7 @@ def said_of(part: ModelPart, file: int | None, items: Sequence[WriteItem]) -> It
 
 
 class _Counted(NamedTuple):
-    """Runs whose CRCs are still to be computed: of host memory, for an item that ends there."""
+    """Runs in host memory whose CRCs are still to be computed."""
 
     address: int
     runs: Sequence[Run]
@@ -315,24 +315,24 @@ class _Stream:
         self._bytes = 0
 
     def begin(self, number: int, end_bytes: int) -> None:
-        """Go on with another chunk, of a tensor that ends there."""
+        """Begin another chunk, of a tensor that ends at this offset of the file."""
         self.crcs.extend([0] * (number + 1 - len(self.crcs)))
         self._end_bytes = end_bytes
 
     def write(self, data: torch.Tensor, runs: Sequence[Run]) -> None:
-        """Write runs of this chunk, whose bytes are `data`, on whatever device."""
+        """Write runs of this chunk, whose bytes are `data`, on any device."""
         for host, some in _on_host(data, runs):
             address = host.data_ptr()
             self._parts += [(address + start, size_bytes, offset_bytes) for start, size_bytes, offset_bytes in some]
             self._add(host, some)
 
     def count(self, data: torch.Tensor, runs: Sequence[Run]) -> None:
-        """Add runs of this chunk to its CRC; somebody else writes them."""
+        """Add runs of this chunk to its CRC; the coordinator writes them."""
         for host, some in _on_host(data, runs):
             self._add(host, some)
 
     def turn(self) -> None:
-        """Return when that is written which came before the last few times that this was called: a window is filled."""
+        """Wait for batches that use the memory of the window that is filled next; called for each window."""
         self._flush()
         self._turns.append(list(self._pending))
         if len(self._turns) == WINDOW_COUNT:
@@ -369,7 +369,7 @@ def submit_runs(file: TensorFile, parts: Sequence[tuple[int, int, int]], kept: o
 
 
 def _on_host(data: torch.Tensor, runs: Sequence[Run]) -> Iterator[tuple[torch.Tensor, Sequence[Run]]]:
-    """Yield host memory with runs of `data`, and where they are in it, a batch at a time."""
+    """Yield host memory with runs of `data`, and their places in it, batch by batch."""
     batch: list[Run] = []
     batch_bytes = 0
     for start, size_bytes, offset_bytes in runs:
@@ -392,7 +392,7 @@ def _part_on_host(data: torch.Tensor, runs: list[Run]) -> tuple[torch.Tensor, Se
 
 
 class _Scratch:
-    """What a rank leaves for the first one to write, in a file that is made when there is something."""
+    """What a rank leaves to the coordinator, in a file that is made with the first bytes."""
 
     def __init__(self, part: ModelPart, engine: str) -> None:
         self._part = part
@@ -404,7 +404,7 @@ class _Scratch:
         return self
 
     def add(self, data: torch.Tensor, runs: Iterable[Run]) -> None:
-        """Add runs of a chunk, whose bytes are `data`, on whatever device."""
+        """Add runs of a chunk, whose bytes are `data`, on any device."""
         pieces = Pieces()
         for start, size_bytes, _ in runs:
             first = int(data.storage_offset()) + start
@@ -429,5 +429,5 @@ class _Scratch:
 
 
 def scratch_engine(engine: str) -> str:
-    """Return the engine for scratch files, which as a rule are gone again before the kernel writes them to the disk."""
+    """Return the engine for scratch files: buffered, as most are removed before the kernel writes them to disk."""
     return "threads-buffered" if engine == "auto" else engine

@@ -5,8 +5,8 @@ When all ranks have, one of them, a different one for each window, writes it to 
 windows share a few slots of a file that every rank maps, so no byte is on the disk twice, and little is in memory.
 
 For ranks of one machine, on a file system that reserves space: there mapped memory cannot run out. Elsewhere the
-coordinator writes such tensors. A rank that fails says so in the mapped file, and a rank that dies is noticed, so
-nobody waits for it.
+coordinator writes such tensors. A rank that fails notes that in the mapped file, and the others notice a rank that
+dies, so none waits for it.
 
 With 4 ranks and runs of 2 KiB (columns of 4096 x 4096, bfloat16, 512 MiB in all), a save took 0.7 s, and 3.0 s through
 scratch files; with runs of 32 KiB it took 0.67 s, and 0.80 s without windows (medians of 5, on a busy machine).
@@ -52,28 +52,28 @@ __all__ = [
 ]
 
 WINDOWS_NAME = ".windows"
-"""The file that is mapped, in the pending directory; it is removed before that is published."""
+"""The name of the mapped file in the pending directory; it is removed before the directory is published."""
 
 _RUN_BYTES_MIN = 64 << 10
-"""Of the runs in which a chunk lies; what lies in longer ones each rank writes where it belongs."""
+"""Only chunks of shorter runs go through windows; longer runs each rank writes to their places."""
 
 _WINDOW_BYTES = 4 << 20
 _SLOT_COUNT_MAX = 32
 _UNDER_WAY_COUNT = 2
-"""Windows that one rank writes at the same time."""
+"""How many windows one rank writes at a time."""
 
 _FILESYSTEMS = frozenset(("ext4", "xfs", "tmpfs"))
-"""Where reserved space is there when mapped memory is first written to; elsewhere that could kill the process."""
+"""On these, a first write to mapped memory finds its space reserved. On others, it could kill the process."""
 
 _LOOK_S = 0.25
 _COMES_S = 60.0
-"""So long a rank may stay away: they all come when they have heard the plan."""
+"""How long a rank may take to begin: all ranks begin when they have the plan."""
 
 _SILENCE_S = 1800.0
-"""So long nothing may happen: a rank that spares its training takes its time."""
+"""How long no rank may make progress: a rank that paces its writes is slow."""
 
 _HERE, _FAILED = 1, 2
-"""What a rank says of itself; at first it is 0."""
+"""The state of a rank; at first 0."""
 
 Process: TypeAlias = tuple[int, str, str]
 
@@ -105,13 +105,13 @@ class WindowedTensor:
 
     @property
     def window_count(self) -> int:
-        """How many windows it makes."""
+        """How many windows it takes."""
         return -(-self.shape[self.cut] // self.row_count)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedWindows:
-    """What ranks are told of the windows that they share.
+    """The windows that the ranks share, as the coordinator tells them.
 
     Attributes:
         path: Of the file that they map.
@@ -129,20 +129,20 @@ class SharedWindows:
 
     @property
     def head_bytes(self) -> int:
-        """Of the counts before the slots: three for each rank."""
+        """Length of the counts before the slots: three for each rank."""
         return align_up(3 * 8 * len(self.processes), mmap.PAGESIZE)
 
     @property
     def size_bytes(self) -> int:
-        """Of all."""
+        """Length of the file."""
         return self.head_bytes + self.slot_count * self.slot_bytes
 
 
-# --- on the first rank
+# --- on the coordinator
 
 
 def is_for_windows(place: Place) -> bool:
-    """Tell whether a tensor lies in so many runs that windows are faster."""
+    """Tell whether the runs of a tensor are so short that windows are faster."""
     return 0 < place.run_bytes < _RUN_BYTES_MIN
 
 
@@ -179,7 +179,7 @@ def windowed(name: str, place: Place, items: Sequence[Sequence[WriteItem]]) -> W
 def make_windows(
     directory: str, final_path: str, processes: Sequence[Process | None], tensors: Sequence[WindowedTensor]
 ) -> SharedWindows | None:
-    """Make the file that the ranks map; None if they had better not.
+    """Make the file that the ranks map; return None if they cannot share memory.
 
     Args:
         directory: Where to.
@@ -218,7 +218,7 @@ def make_windows(
 
 @contextmanager
 def failure_told(shared: SharedWindows | None, rank: int) -> Iterator[None]:
-    """Tell the ranks that wait, if this one fails. What another one has met that one tells itself."""
+    """Tell waiting ranks of an error in the block, unless it is another rank's: that rank tells it itself."""
     try:
         yield
     except PeerError:
@@ -231,7 +231,7 @@ def failure_told(shared: SharedWindows | None, rank: int) -> Iterator[None]:
 
 
 Parts = Callable[[WriteItem], Iterator[torch.Tensor]]
-"""Gives the bytes of the next chunk, in order."""
+"""Returns the bytes of the next chunk, in order."""
 
 
 def write_windows(
@@ -243,7 +243,7 @@ def write_windows(
     *,
     durable: bool,
 ) -> dict[str, int]:
-    """Hand over this rank's chunks, and write its turn of the windows.
+    """Copy this rank's chunks into the windows, and write the windows that are its turn.
 
     Args:
         shared: The windows.
@@ -291,7 +291,7 @@ class _Window(NamedTuple):
 
 
 class _Mapping:
-    """The mapped file: what each rank has put and written, and the slots."""
+    """The mapped file: how many windows each rank has put and written, and the slots."""
 
     def __init__(self, shared: SharedWindows, rank: int) -> None:
         self.shared = shared
@@ -322,26 +322,26 @@ class _Mapping:
                 number += 1
 
     def slot_of(self, window: _Window) -> torch.Tensor:
-        """Return the memory of a window: in a block as it is in the file, so that direct I/O takes it from there."""
+        """Return the memory of a window: aligned to blocks as in the file, for direct I/O."""
         start_bytes = self.shared.head_bytes + window.number % self.shared.slot_count * self.shared.slot_bytes
         start_bytes += window.offset_bytes % BLOCK_BYTES
         return self._memory[start_bytes : start_bytes + window.size_bytes]
 
     def is_free(self, number: int) -> bool:
-        """Tell whether the slot of a window has been written, that was another one's."""
+        """Tell whether the slot of a window is free: the window before it there has been written."""
         before = number - self.shared.slot_count
         return before < 0 or self._counts[self.count + before % self.count] > before // self.count
 
     def is_whole(self, number: int) -> bool:
-        """Tell whether all ranks have put what they have of a window."""
+        """Tell whether all ranks have copied their chunks of a window."""
         return all(self._counts[rank] > number for rank in range(self.count))
 
     def has_put(self, number: int) -> None:
-        """This rank has put what it has of the windows up to this one."""
+        """Note that this rank has copied its chunks of all windows up to this one."""
         self._tell(self.rank, number + 1)
 
     def has_written(self, number: int) -> None:
-        """This rank has written a window, and all its earlier ones."""
+        """Note that this rank has written a window, and all its earlier ones."""
         self._tell(self.count + self.rank, number // self.count + 1)
 
     def _tell(self, index: int, value: int) -> None:
@@ -351,13 +351,13 @@ class _Mapping:
             self._counts[index] = value
 
     def stop(self, error: BaseException) -> None:
-        """A thread of this rank has failed: the other one need not wait."""
+        """Note that a thread of this rank has failed, so that its other thread stops waiting."""
         with self._fence:
             if self.error is None:
                 self.error = error
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Return when that is so.
+        """Wait until the condition holds.
 
         Raises:
             PeerError: A rank has failed, or is gone, or silent; or the other thread of this one has failed.
@@ -412,7 +412,7 @@ def _hand_over(mapping: _Mapping, items: Sequence[WriteItem], parts: Parts) -> N
 
 
 class _Chunk:
-    """A chunk whose bytes are handed over from the first to the last."""
+    """A chunk of which the bytes arrive in order."""
 
     def __init__(self, item: WriteItem) -> None:
         self._item = item
@@ -426,7 +426,7 @@ class _Chunk:
         return self._offsets[cut] + self._lengths[cut] <= window.first
 
     def copy_to(self, rows: torch.Tensor, window: _Window, parts: Parts) -> None:
-        """Copy what it has of a window."""
+        """Copy the rows that it has of a window."""
         cut = window.tensor.cut
         low = max(window.first, self._offsets[cut])
         high = min(window.end, self._offsets[cut] + self._lengths[cut])
@@ -453,7 +453,7 @@ class _Chunk:
 
 
 class _Writing(threading.Thread):
-    """Writes each window that is this rank's turn, when all have put what they have of it."""
+    """Writes each window that is this rank's turn, once all ranks have copied their chunks of it."""
 
     def __init__(self, mapping: _Mapping, open_file: Callable[[int], TensorFile], *, durable: bool) -> None:
         super().__init__(name="fastpersist-windows", daemon=True)
@@ -464,11 +464,11 @@ class _Writing(threading.Thread):
         self.terms: dict[str, int] = {}
 
     def run(self) -> None:
-        """Write, until all is written or somebody has failed."""
+        """Write until all windows are written or a rank has failed."""
         try:
             with ExitStack() as stack:
                 self._write_all(stack)
-        except BaseException as error:  # noqa: BLE001 - raised by who waits for this thread
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that joins this one
             self._mapping.stop(error)
 
     def _write_all(self, stack: ExitStack) -> None:
@@ -497,7 +497,7 @@ class _Writing(threading.Thread):
     def _note_written(self) -> bool:
         while self._pending and self._pending[0][1].done():
             window, pending = self._pending.popleft()
-            pending.wait()  # raises what it met
+            pending.wait()  # raises the error of the write
             self._mapping.has_written(window.number)
         return False
 

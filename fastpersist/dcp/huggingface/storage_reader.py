@@ -1,4 +1,4 @@
-"""The StorageReader of torch.distributed.checkpoint that reads HuggingFace checkpoints, whoever has written them.
+"""The StorageReader of torch.distributed.checkpoint that reads HuggingFace checkpoints of any writer.
 
 It reads a directory of safetensors files, with an index or without: ours, those of `save_pretrained`, and those of
 DCP's own HuggingFace writer, whose files may hold parts of tensors. The planner decides what each rank wants; each rank
@@ -41,7 +41,7 @@ __all__ = ["FastPersistHuggingFaceReader"]
 
 _SUFFIX = ".safetensors"
 _SHARDS_KEY = "DCP_SHARDING_INFO"
-"""Under which DCP's own writer says, in the metadata of a file, where its parts of tensors begin."""
+"""The key in a file's metadata under which DCP's own writer tells where its parts of tensors begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class FastPersistHuggingFaceReader(CheckpointReader):
         self, path: str | os.PathLike[str] | None = None, *, engine: str = "auto", verify: bool = True
     ) -> None:
         super().__init__(path, engine=engine, verify=verify)
-        self._files: dict[str, tuple[int, int]] = {}  # device and number of each, when its header was read
+        self._files: dict[str, tuple[int, int]] = {}  # device and inode of each when its header was read
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load; called by dcp.load."""
@@ -130,7 +130,7 @@ class FastPersistHuggingFaceReader(CheckpointReader):
         self._stored: dict[MetadataIndex, _Stored] = metadata.storage_data
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank wants; called by dcp.load on each rank.
+        """Read this rank's items; called by dcp.load on each rank.
 
         Raises:
             CheckpointNotFoundError: A file is missing, or was replaced since its header was read.
@@ -158,7 +158,7 @@ class FastPersistHuggingFaceReader(CheckpointReader):
     def _wanted(
         self, items: list[tuple[_Stored, ReadItem]], planner: LoadPlanner
     ) -> Iterator[tuple[Wanted, int | None]]:
-        """Ask the planner for each target when its turn comes."""
+        """Yield the items of a file; the planner resolves each target just before it is read."""
         for stored, item in items:
             target = planner.resolve_tensor(item).detach()
             entry = stored.entry
@@ -175,7 +175,7 @@ class FastPersistHuggingFaceReader(CheckpointReader):
             yield wanted, entry.crc
 
     def _refuse_replaced(self, reader: _FileReader) -> None:
-        """Refuse to read a file by the header of another one."""
+        """Refuse a file that was replaced since its header was read."""
         if reader.identity != self._files[os.path.basename(reader.path)]:
             message = f"{reader.path} was replaced while {self._path} was being loaded: load it again"
             raise CheckpointNotFoundError(errno.ENOENT, message, reader.path)
@@ -186,12 +186,12 @@ class _FileReader(PartReader):
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Device and number of the file that is open."""
+        """Device and inode of the open file."""
         status = os.fstat(self._fd)
         return status.st_dev, status.st_ino
 
     def read_tensors(self, wanted: Iterator[tuple[Wanted, int | None]]) -> None:
-        """Read tensors, and parts of them, to where they belong.
+        """Read tensors, and parts of them, into their targets.
 
         Args:
             wanted: Each with the CRC of the whole tensor, if one is recorded.
@@ -210,7 +210,7 @@ class _FileReader(PartReader):
 
 
 def _read_index(directory: str) -> dict[str, str] | None:
-    """Return which file each tensor is in; None without an index, and beside a file that has all of the model."""
+    """Return the file of each tensor, by the index; None without an index, and beside a file of the whole model."""
     path = os.path.join(directory, INDEX_NAME)
     if os.path.exists(os.path.join(directory, SINGLE_NAME)):  # transformers looks for it first, too
         return None
@@ -247,7 +247,7 @@ def _names_in(directory: str) -> list[str]:
 
 
 def _read_file(directory: str, name: str) -> tuple[tuple[int, int], list[_Stored]]:
-    """Return which file it is that has this name now, and what is in it."""
+    """Return the identity of the file that has this name now, and its header."""
     path = os.path.join(directory, name)
     try:
         fd = open_regular(path)
@@ -295,7 +295,7 @@ def _starts_of_parts(header: safetensors.Header, path: str) -> dict[str, Shape]:
 
 
 def _described(tensor: str, stored: list[_Stored], directory: str) -> TensorStorageMetadata:
-    """Return what DCP wants to know of a tensor that is in one piece, or in several."""
+    """Return DCP's description of a tensor that lies in one piece, or in several."""
     first = stored[0]
     seen: dict[Shape, _Stored] = {}
     for one in stored:

@@ -51,12 +51,12 @@ __all__ = ["FastPersistHuggingFaceWriter"]
 _MAX_SHARD_BYTES = 5_000_000_000
 
 _WEIGHTS = re.compile(r"(?:sharded/)?(?:shard-\d+-)?model(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")
-"""Files of a model, ours or those of others: what a new one replaces."""
+"""Names of a model's files, whichever program wrote them: a new model replaces them."""
 
 _NAMES_OF_MODELS = frozenset(
     ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "adapter_config.json")
 )
-"""What else shows that a directory is meant for a model."""
+"""Other files that show that a directory is meant for a model."""
 
 
 class _Site(NamedTuple):
@@ -68,7 +68,7 @@ class _Site(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """What the first rank knows of a save that is under way."""
+    """What the coordinator knows of a save that is under way."""
 
     directory: DirectorySave
     layout: ModelLayout
@@ -82,29 +82,29 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
     The directory appears when all ranks are done, durable, or not at all. For state dicts of tensors: those of a model.
 
     Args:
-        path: The directory; or `checkpoint_id=` of dcp.save says it.
+        path: The directory; None to take `checkpoint_id=` of dcp.save.
         max_shard_bytes: Of the tensors in a file. A larger tensor gets a file of its own.
         fqn_to_index_mapping: The number of the file of each tensor, from 1, in place of `max_shard_bytes`.
         metadata: Text to text, for the header of each file, beside `"format": "pt"`.
-        overwrite: Write a model into a directory that is there: its weights are replaced, what else is in it
-            (config.json, a tokenizer) stays. Without it, the name is free.
+        overwrite: Write a model into an existing directory: its weights are replaced, other files in it (config.json,
+            a tokenizer) stay. Without it, an existing directory is an error.
         engine: "auto", or an engine's name, which then never falls back.
         durable: Survive power loss once dcp.save has returned.
-        optimizer: For dcp.async_save, as in `FastPersistWriter`; so are those that follow. Without it, dcp.async_save
+        optimizer: For dcp.async_save, as in `FastPersistWriter`. Without it, dcp.async_save
             copies the whole state before it returns.
-        constant: See there.
-        gate: See there.
-        max_host_bytes: See there.
+        constant: As in `FastPersistWriter`.
+        gate: As in `FastPersistWriter`.
+        max_host_bytes: As in `FastPersistWriter`.
 
     Raises:
         ConfigError: Unknown engine or gate, no such size, or something that is no optimizer.
 
-    All ranks need to see the directory. A save that fails leaves what had the name as it was; what it has written is
-    removed by its first rank with this writer, at its next save at the latest.
+    All ranks need to see the directory. A save that fails leaves what had the name as it was. The coordinator's writer
+    removes what such a save has written, at its next save at the latest.
 
-    dcp.async_save plans and writes on a thread of torch's, with collectives: give it a process_group of its own. It
-    takes this writer for a stager, too; with AsyncCheckpointerType.PROCESS pass async_stager=DefaultStager().
-    Thread safety: one save at a time; the next one waits for an async_save before it.
+    dcp.async_save plans and writes on a thread of torch's, with collectives: give it a process_group of its own. This
+    writer is its stager, too; with AsyncCheckpointerType.PROCESS pass async_stager=DefaultStager().
+    Thread safety: one save at a time; a save waits for an async_save before it.
     """
 
     _why_collectives = "makes files to which all ranks write"
@@ -139,23 +139,23 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
         self._indices = None if fqn_to_index_mapping is None else dict(fqn_to_index_mapping)
         self._metadata = {"format": "pt", **(metadata or {})}
         self._order: list[str] = []
-        self._plans: list[SavePlan] = []  # the last that was heard of each rank, and on which machine it is
+        self._plans: list[SavePlan] = []  # the last plan of each rank, and its machine
         self._sites: list[_Site | None] = []
-        self._begun: _Begun | None = None  # on the first rank, while a save is under way
+        self._begun: _Begun | None = None  # on the coordinator, while a save is under way
 
     def storage_meta(self) -> StorageMeta:
-        """Return what DCP notes of a save; what it calls first."""
+        """Return what DCP notes of a save; the first method that dcp.save calls."""
         self._take_staged()
         return self._known_to_planner(StorageMeta(checkpoint_id=self._path))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Say on which machine this rank is, and which process; called by dcp.save on each rank."""
-        if plan.items:  # else it is the one of the last save
+        """Add this rank's machine and process to its plan; called by dcp.save on each rank."""
+        if plan.items:  # else the planner repeats the plan of the last save
             self._order = [item.index.fqn for item in plan.items]
         return replace(plan, storage_data=_Site(loopback_place()[0], own_process(), mmap.PAGESIZE))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Decide where each tensor goes, and make the files; called by dcp.save on the first rank."""
+        """Decide where each tensor goes, and make the files; called by dcp.save on the coordinator."""
         directory_path = self._known_path("dcp.save")
         self._remember(plans)
         unique = without_duplicates(self._plans)
@@ -189,7 +189,7 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
     def _windows(
         self, directory: str, final_path: str, layout: ModelLayout, plans: list[SavePlan]
     ) -> SharedWindows | None:
-        """Have tensors of short runs go through windows, if the ranks can share some."""
+        """Send tensors of short runs through windows, if the ranks can share memory."""
         items: dict[str, dict[int, list[WriteItem]]] = {}
         for rank, plan in enumerate(plans):
             for item in plan.items:
@@ -205,7 +205,7 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
         return windows
 
     def _remember(self, plans: list[SavePlan]) -> None:
-        """Take over what is planned, and what a planner that caches plans has left out since it has not changed."""
+        """Take the plans, and the last ones of ranks whose planner has left out what has not changed."""
         if not all(plan.usable for plan in plans) and len(self._plans) != len(plans):
             raise ConfigError(
                 "this plan says that nothing has changed since a save with another writer: with "
@@ -240,7 +240,7 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
             return write_model_part(part, items, planner, engine=self._engine, durable=self._durable, capture=capture)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write headers and index, and publish the directory; called by dcp.save on the first rank."""
+        """Write headers and index, and publish the directory; called by dcp.save on the coordinator."""
         begun, self._begun = self._begun, None
         if begun is None:
             raise ConfigError("finish() was called on a writer that has begun no save")
@@ -265,7 +265,7 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
             directory.publish(durable=self._durable).result()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Be as good as new in another process."""
+        """Leave out what belongs to this process."""
         return {**super().__getstate__(), "_begun": None}
 
     def _give_up(self) -> None:
@@ -275,7 +275,7 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
 
 
 def _refuse_gaps(plans: list[SavePlan], results: list[list[WriteResult]]) -> None:
-    """Refuse to publish a model of which something was not written."""
+    """Refuse to publish a model that was not written as a whole."""
     for rank, (plan, of_rank) in enumerate(zip(plans, results, strict=True)):
         missing = {item.index for item in plan.items}.difference(result.index for result in of_rank)
         if missing:
