@@ -47,10 +47,10 @@ __all__ = ["METADATA_NAME", "Found", "build_pickled", "pickled", "read_metadata"
 METADATA_NAME = DCP_METADATA_NAME
 
 _SIZE_BYTES_MAX = 1 << 30
-"""Some millions of chunks. They take ten times as much in memory, and a file of holes takes nothing."""
+"""Enough for some millions of chunks. Built, they take ten times as much memory; a file of holes costs nothing."""
 
 _DEPTH_MAX: Final = 32
-"""Metadata and plans need 6; the rest is for what a planner adds."""
+"""Metadata and plans need 6 levels; a planner may add others."""
 
 _DIMENSIONS_MAX: Final = 64  # torch's own limit in most operations
 _COUNT_MAX: Final = (1 << 63) - 1
@@ -143,14 +143,14 @@ _FIELDS: Final[dict[tuple[str, str], tuple[Callable[..., Any], dict[str, _Types]
 
 
 class Found(NamedTuple):
-    """Which file the metadata were read from: its path, and device and number of its inode."""
+    """The file from which metadata were read: its path, and the device and number of its inode."""
 
     path: str
     identity: tuple[int, int]
 
 
 class _Pieces:
-    """A file for a pickler, whose other threads get their turn with each piece: pickling keeps Python's lock."""
+    """A file for a pickler. Each write lets other threads run, while pickling itself holds the GIL."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -162,7 +162,7 @@ class _Pieces:
 
 
 def pickled(value: object) -> bytes:
-    """Pickle a plan, or metadata, which may be megabytes, without keeping training from running meanwhile."""
+    """Pickle a plan or metadata, which may be megabytes, while training goes on."""
     file = _Pieces()
     pickle.Pickler(file, protocol=4).dump(value)
     return b"".join(file.pieces)
@@ -202,14 +202,14 @@ def read_metadata(path: str) -> tuple[Metadata, Found]:
 
 @no_garbage_collection()
 def build_pickled(data: bytes) -> Any:
-    """Build what DCP has pickled, and nothing else: the bytes may come from anywhere.
+    """Build what DCP has pickled, and nothing else: the bytes are not trusted.
 
     Args:
         data: One whole pickle, protocol 2 to 5, of a `Metadata`; or of `WriteItem`s in lists, tuples and dicts.
 
     Returns:
         The object. A `Metadata` has dicts for what it describes and for its places, and each place is one of a tensor
-        or object that it describes. Whether chunks cover their tensors, and parts are there, is not looked at.
+        or object that it describes. This does not check whether chunks cover their tensors, and parts exist.
 
     Raises:
         FormatError: It is no well-formed pickle, or holds something else.
@@ -355,7 +355,7 @@ class _Builder:
         return metadata
 
     def _places(self, node: object) -> dict[MetadataIndex, Any]:
-        """Build what says where each chunk lies."""
+        """Build the places of all chunks."""
         if type(node) is not SymbolicDict:
             raise FormatError("these are no metadata of a DCP checkpoint: they do not say where anything lies")
         places: dict[MetadataIndex, Any] = {}
@@ -391,7 +391,7 @@ class _Builder:
 
 
 class _Hashes:
-    """Counts hashes of keys, and refuses too many that are alike: each key would be compared with all of these."""
+    """Counts hashes of keys, and refuses too many equal ones: each key would be compared with all of these."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -433,7 +433,7 @@ def _foreign(what: Global) -> FormatError:
 
 
 def _key(node: object) -> Any:
-    """Return the key of a dict that is made; only what is hashed in the time that its own bytes take to read."""
+    """Return a key of a dict; only keys that take no longer to hash than their bytes take to read."""
     if type(node) is str or node is None or type(node) in (bool, float, bytes):
         return node
     if type(node) is int and _INT_MIN <= node <= _INT_MAX:
@@ -452,7 +452,7 @@ def _size(call: Call) -> torch.Size:
 
 
 def _member(arguments: tuple[object, ...], members: dict[Any, Any]) -> Any:
-    """Return what is called by one value of an enum, or by one name."""
+    """Return the member of an enum by its value, or a layout by its name."""
     value = arguments[0] if len(arguments) == 1 else None
     if type(value) not in (int, str) or (type(value) is int and value > _COUNT_MAX) or value not in members:
         raise FormatError("it holds a member of an enum, or a layout, that this torch does not know")

@@ -1,6 +1,6 @@
-"""What all ranks have to know alike of the steps of a root, or to do alike with them: the first rank decides.
+"""What all ranks have to know or do alike with the steps of a root: rank 0 decides.
 
-Each rank may see other steps than the first: in a store of its own, or through a cache that is older.
+Each rank may see other steps than rank 0: in a store of its own, or through an older cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 @contextmanager
 def hearing_all(root: str, doing: str) -> Iterator[None]:
-    """Make a PeerError of what a collective in the block raises.
+    """Raise PeerError for an error of a collective in the block.
 
     Args:
         root: What it is about.
@@ -41,16 +41,16 @@ def hearing_all(root: str, doing: str) -> Iterator[None]:
 
 
 def refuse_together(process_group: ProcessGroup, root: str, why_not: str) -> None:
-    """Raise on all ranks if one has something against its root.
+    """Raise on all ranks if one of them refuses its root.
 
     Args:
         process_group: All its ranks call this.
         root: This rank's.
-        why_not: What this rank has against it; "" for nothing.
+        why_not: Why this rank refuses it; "" if it does not.
 
     Raises:
-        ConfigError: It has.
-        PeerError: Another one has, or is gone.
+        ConfigError: This rank refuses it.
+        PeerError: Another rank refuses its root, or is gone.
     """
     told = [""] * dist.get_world_size(process_group)
     with hearing_all(root, "looking at"):
@@ -63,17 +63,17 @@ def refuse_together(process_group: ProcessGroup, root: str, why_not: str) -> Non
 
 
 def done_by_first(process_group: ProcessGroup | None, root: str, doing: str, do: Callable[[], _Result]) -> _Result:
-    """Do something on the first rank, and return on all ranks what it returned there.
+    """Call a function on rank 0, and return its result on all ranks.
 
     Args:
         process_group: All its ranks call this; None for a process that is alone.
         root: What it is about.
         doing: "removing steps of", …
-        do: What is done; the result can be pickled.
+        do: The function; its result can be pickled.
 
     Raises:
-        Exception: What it raises, on the first rank.
-        PeerError: On the others, if it raised there; or a rank is gone.
+        Exception: What it raises, on rank 0.
+        PeerError: On the others, if it raised on rank 0; or a rank is gone.
     """
     if process_group is None:
         return do()
@@ -82,7 +82,7 @@ def done_by_first(process_group: ProcessGroup | None, root: str, doing: str, do:
     if dist.get_rank(process_group) == 0:
         try:
             told = [(do(), "")]
-        except Exception as caught:  # noqa: BLE001 - whatever it is, the others wait for a word
+        except Exception as caught:  # noqa: BLE001 - the other ranks wait for the result
             error = caught
             told = [(None, f"{type(caught).__name__}: {caught}")]
     with hearing_all(root, doing):

@@ -4,7 +4,7 @@ Its object is what is written. It writes in two passes:
 
 1. *early*: its own blocks of what is cut, and all blocks that depend on the CRC of no cut source;
 2. *late*, when all ranks have told the CRCs of what they have written: the blocks with descriptors of cut sources, and
-   the closing bytes (serialization id and central directory, or the header), without which nobody can read the file.
+   the closing bytes (serialization id and central directory, or the header), without which the file cannot be read.
 
 `follower_file` is the other ranks' half of this, `file_agreement` what goes between them.
 """
@@ -145,7 +145,7 @@ class CoordinatorFile(Share):
         poll: Poll | None = None,
         snapshot: _native.Snapshot | None = None,
     ) -> WrittenFile:
-        """Write this rank's part, and have the followers write theirs, who are in `FollowerFile.write`.
+        """Write this rank's part, while the followers write theirs in `FollowerFile.write`.
 
         Returns when everything is written, and what the followers have written is durable.
 
@@ -258,7 +258,7 @@ class CoordinatorFile(Share):
         )
 
     def _source_crcs(self, written: Sequence[tuple[ByteRange, int]]) -> list[int]:
-        """Combine the CRC of each source from those of its ranges, whoever has written them."""
+        """Combine the CRC of each source from those of its ranges, of all ranks."""
         sources = self.container.sources
         if not self.container.has_checksums:
             return [0] * len(sources)

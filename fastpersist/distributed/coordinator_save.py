@@ -40,7 +40,7 @@ class CoordinatorSave(Alone):
     """How rank 0 saves a directory with the followers of a group.
 
     Args:
-        group: With whom.
+        group: The ranks that save.
     """
 
     session: Session
@@ -57,7 +57,7 @@ class CoordinatorSave(Alone):
         super().begin(files, pending, stats, overwrite=overwrite)
         self._stats = stats
         self._overwrite = bool(overwrite)
-        pending.when_failed(lambda _: self.stores.forget())  # what is given first is done last: it is removed by then
+        pending.when_failed(lambda _: self.stores.forget())  # done last of all, when the directory is removed
         pending.around_parts(self.session.working)
         if not self.stores.may_be_several():
             self.offer()
@@ -83,12 +83,12 @@ class CoordinatorSave(Alone):
         return _SharedFile(share, name, self, self._files, self._stats)
 
     def create(self, name: str) -> int:
-        """Create a file; answer before who has asked for the place: to reserve space may take long."""
+        """Create a file; first answer followers that ask for the directory, as reserving space may take long."""
         self.session.check()
         return self._create(name)
 
     def _create_own(self, name: str) -> int:
-        """Create a file of this rank's own; tell the place to all followers before: they have such files, too."""
+        """Create a file of this rank's own; first tell all followers the directory, as they have such files, too."""
         self.session.announce()
         return self._create(name)
 
@@ -97,11 +97,11 @@ class CoordinatorSave(Alone):
             return self._files.create(name)
 
     def before_producer(self) -> None:
-        """Find out, if it is to be found out, who sees this directory."""
+        """Find the stores, unless they are known."""
         self.stores.find_for_producer(self.label, self.find_stores)
 
     def take(self, entry: FileEntry) -> None:
-        """List a file that a producer has written, on whatever rank."""
+        """List a file that a producer has written, on any rank."""
         if self.stores.takes(entry):
             self._files.note_written_elsewhere(entry)
 
@@ -120,7 +120,7 @@ class CoordinatorSave(Alone):
         publish_for_all(self.session, self.stores, commit, self._files.final_path)
 
     def find_stores(self, say: Say) -> dict[str, Any]:
-        """Find out who sees this directory, offer it then, and return what *go* says of stores."""
+        """Find the stores, then offer the directory; return what *go* says of stores."""
         self.stores.find(say, self._files.path, overwrite=self._overwrite)
         self.offer()
         return self.stores.go()
@@ -166,7 +166,7 @@ class _SharedFile:
         entry = FileEntry(self._name, self._share.container.size_bytes, None)
         if self._save.stores.may_be_several() and self._share.agree(self._save.find_stores):
             entry = FileEntry(part_name(self._name, 0), self._share.size_bytes, None)
-        self._save.offer()  # this save may have begun before the last one had found that all see one file system
+        self._save.offer()  # if this save began before the last one found that all ranks see one file system
         return self._save.create(entry.name), entry
 
     def write(self, fd: int, *, engine: str, poll: Poll, snapshot: _native.Snapshot) -> WrittenFile:

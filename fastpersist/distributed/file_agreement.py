@@ -38,7 +38,7 @@ _CRC_BYTES = 4
 def agree_on_plans(
     session: Session, plan: dict[str, Any], describe: Callable[[], dict[str, Any]], names_of: Callable[[int], list[str]]
 ) -> None:
-    """Hear the plans of the followers, who are in `follow_plans`, and compare them; on the coordinator.
+    """Receive the plans of the followers, which are in `follow_plans`, and compare them; on the coordinator.
 
     Args:
         session: With the followers.

@@ -2,8 +2,8 @@
 
 `coordinator_file` is the coordinator's half of a shared file, `file_agreement` what goes between them. A file of a
 rank's own needs no agreement, only a place, which the coordinator offers (`sessions`): each rank writes its own files
-there in the order in which it saves them, whatever the others do. A file is created exclusively, so a name that two
-ranks save is an error of whoever comes second, and never a mixture. At the end each rank tells what it has written
+there in the order in which it saves them. A file is created exclusively, so a name that two ranks save is an error of
+the second rank, and never a mixture. At the end each rank tells what it has written
 (`commit_agreement`).
 """
 
@@ -66,9 +66,9 @@ class FollowerFile(Share):
             durable: Sync what was written.
             poll: See `progress.Poll`.
             snapshot: Holds `sources`; without it they are read from where they are.
-            check: Called when the part is written, before that is told: raises if it may be torn.
-            made: Told the path of a file that this rank makes: who gives up removes it.
-            store: Where this rank writes if it does not see the coordinator's files; None: it has to.
+            check: Called when the part is written, before the coordinator is told: raises if the part may be torn.
+            made: Told the path of a file that this rank makes, and removes if the save fails.
+            store: Where this rank writes if it does not see the coordinator's files; None if it has to see them.
 
         Returns:
             The engine that wrote; "" if there was nothing to write.
@@ -170,7 +170,7 @@ def _open_pending(pending_path: str, path: str, rank: int) -> int:
 
 @contextmanager
 def needs_same_filesystem(path: str, rank: int) -> Iterator[None]:
-    """Say what is wrong when a rank does not find what the first rank has made."""
+    """Explain the error of a rank that does not find what the coordinator has made."""
     try:
         yield
     except StorageError as error:
@@ -184,7 +184,7 @@ def needs_same_filesystem(path: str, rank: int) -> Iterator[None]:
 
 
 def _no_reply(said: dict[str, Any]) -> dict[str, Any]:
-    raise InternalError(f"rank 0 asks for what nobody can answer: {sorted(said)}")
+    raise InternalError(f"rank 0 asks for stores, and this rank has none: {sorted(said)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class OwnFile:
             engine: Engine name or "auto".
             durable: Sync it.
             poll: See `progress.Poll`.
-            made: Told the path of each file and directory that is made: who gives up removes them.
+            made: Told the path of each file and directory that this rank makes, and removes if the save fails.
 
         Returns:
             What the coordinator is told of it, and the engine that wrote.
@@ -242,7 +242,7 @@ class OwnFile:
         finally:
             _native.forget_descriptor(fd)
             filesystem().close(fd, self.final_path)
-        self.capture.check()  # of this file alone: steps go on waiting for those that come
+        self.capture.check()  # of this file alone: later ones may still be uncaptured
         return FileEntry(self.name, size_bytes, written.crc32), written.engine
 
 
@@ -257,7 +257,7 @@ def _created(directory: str, name: str, made: Callable[[str], None]) -> int:
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
-        made(path)  # who did not make it removes it, too: only if it is empty, and the save has failed
+        made(path)  # also of another rank's directory: it is removed only if it is empty and the save has failed
     path = os.path.join(directory, name)
     fd = filesystem().create(path)
     made(path)

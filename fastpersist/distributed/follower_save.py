@@ -41,7 +41,7 @@ class FollowerSave:
 
     Args:
         path: The final name of the file or directory.
-        group: With whom.
+        group: The ranks that save.
         engine: "auto", or an engine's name, which then never falls back.
         durable: Sync what was written.
         arena: For copied bytes.
@@ -75,7 +75,7 @@ class FollowerSave:
         self._paranoid = paranoid
         self._confirms = confirms
         self._spread = Spread()
-        self._own_files: list[FileEntry] = []  # written, and not told yet
+        self._own_files: list[FileEntry] = []  # written; the coordinator is told at the end
         made_paths: list[str] = []
         self._made_paths = made_paths
         self._pending = PendingSave(path, stats)
@@ -102,7 +102,7 @@ class FollowerSave:
             obj: This rank's counterpart of what the coordinator saves.
             name: Of the file, below the directory; "" if `path` is the file.
             owners: Whose storages are stable, and so replicas.
-            look: `owners.look`, or what knows the answer.
+            look: `owners.look`, or a cache of it.
             checksum: As the coordinator has it.
             file_format: As the coordinator has it.
             metadata: As the coordinator has it.
@@ -127,7 +127,7 @@ class FollowerSave:
                 durable=self._durable,
                 poll=self._pending.poll,
                 snapshot=snapshot,
-                check=capture.check,  # of this file alone: steps go on waiting for those that come
+                check=capture.check,  # of this file alone: later ones may still be uncaptured
                 made=self._made_paths.append,
                 store=self._store,
             )
@@ -140,7 +140,7 @@ class FollowerSave:
         self._stats.stall_s += time.monotonic() - started_s
 
     def save_produced(self, producer: FileProducer) -> None:
-        """Have somebody else write this rank's part of files that are not of our making; returns as `save` does."""
+        """Have a producer write this rank's part of files; returns as `save` does."""
         if self._pending.done():
             return
         started_s = time.monotonic()
@@ -251,7 +251,7 @@ class FollowerSave:
     def _begin(self, capture: Capture, write: Callable[[], None]) -> None:
         """Have a file written when its turn comes; what finds no room in memory is waited for."""
         self._pending.begin(capture, lambda: self._lane.submit(lambda: self._pending.run(write)))
-        if self._pending.done():  # it has failed meanwhile, and nobody else would let the capture go
+        if self._pending.done():  # the save has failed meanwhile, so nothing else releases this capture
             capture.release()
 
     def _end(self, after: Callable[[Mapping[str, Any]], None] | None) -> None:

@@ -1,6 +1,6 @@
-"""What ranks tell each other, as data: messages of a save as JSON, and why a save or a load came to nothing.
+"""Messages between ranks as data: JSON of a save, and failures and errors that cross from rank to rank.
 
-Also what a rank does about a failure: tell its own at once, and look for another rank's behind an error of its own.
+Also what a rank does about a failure: it tells its own at once, and looks for another rank's behind its own error.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def decoded(message: bytes, rank: int) -> dict[str, Any]:
 
 
 class Failure(NamedTuple):
-    """Why a session came to nothing, as rank 0 tells it to all.
+    """Why a session has failed, as the coordinator tells all followers.
 
     Attributes:
         rank: Which one it was.
         how: "failed", "gone" or "silent".
-        text: What is known of it.
+        text: What is known of the failure.
     """
 
     rank: int
@@ -73,7 +73,7 @@ class Failure(NamedTuple):
     text: str
 
     def error(self, subject: str) -> PeerError:
-        """Return what the other ranks raise."""
+        """Return the error that the other ranks raise."""
         if self.how == "silent":
             return AgreementTimeoutError(f"{self.text} while saving {subject}", rank=self.rank, subject=subject)
         verb = "is gone" if self.how == "gone" else "failed"
@@ -82,7 +82,7 @@ class Failure(NamedTuple):
         )
 
     def frame(self, number: int) -> bytes:
-        """Return what says it about a session."""
+        """Return the frame that tells it, for a session."""
         return frame(FAILED, number, json.dumps(self).encode())
 
 
@@ -146,7 +146,7 @@ def checking(poll: Poll | None, session: _Checked) -> Poll:
 
 @contextmanager
 def telling(session: _Failing) -> Iterator[None]:
-    """Tell the other ranks of an error in the block at once: they need not wait until this rank gives up."""
+    """Tell the other ranks of an error in the block at once, before this rank cleans up."""
     try:
         yield
     except BaseException as error:
@@ -156,10 +156,10 @@ def telling(session: _Failing) -> Iterator[None]:
 
 @contextmanager
 def preferring_failure_of_others(session: _Checked | None) -> Iterator[None]:
-    """Look for a failure of another rank behind an error in the block: who gives up removes what others need.
+    """Look for a failure of another rank behind an error in the block: a rank that gives up removes what others need.
 
     Args:
-        session: With whom; None for nobody.
+        session: With the other ranks; None for a rank that saves alone.
 
     Raises:
         PeerError: Another rank has failed; instead of StorageError or UnsupportedError.

@@ -1,8 +1,8 @@
 """Which bytes of a shared file each writer owns, and which ranks write: pure integers.
 
-Large sources are *cut*: the whole blocks of each in the file, its interior, are shared out among the writers; what is
-left of them, and everything else, the first rank writes. A writer's blocks are one range of all interiors taken one
-after the other, so the shares of two writers differ by at most one block, and hardly any source is cut at all.
+Large sources are *cut*: the whole blocks of each in the file, its interior, are divided among the writers. The
+coordinator writes everything else. A writer's blocks are one range of all interiors in a row, so the shares of two
+writers differ by at most one block, and few sources are really cut.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One file written by several ranks: the same bytes that rank 0 alone would have written.
 
-Every rank pickles its own object, which tells it which storages are its replicas of the others'. The large ones are
+Every rank pickles its own object, and so finds its replicas of the storages that all ranks hold. The large ones are
 *cut* (`partition`): each writer writes its blocks of them into the same preallocated file; a block is no smaller than
 a page on any of the machines. Rank 0, the coordinator, writes its own object's rest alone: `coordinator_file`. What a
 follower does is `follower_file`, and what they tell each other `file_agreement`.
@@ -47,7 +47,7 @@ class SaveGroup:
         label: What is saved: the last part of its path. All ranks must mean the same.
         writers: The ranks that write what is cut, in order.
         check_replicas: Compare all bytes of what is cut, not samples.
-        stores: What is known of their file systems; None: they need the same one.
+        stores: What is known of their file systems; None if all ranks need the same one.
     """
 
     session: Session
@@ -65,7 +65,7 @@ class Share:
     Args:
         container: The file as this rank would write it.
         cut: Which of its sources are cut, as `replicas_of` gives them.
-        group: With whom.
+        group: The ranks that save.
         name: Of the file, if a save has several: all ranks save them in the same order.
 
     Attributes:
@@ -180,10 +180,10 @@ class Share:
 
 @contextmanager
 def refusing_second(name: str, final_path: str) -> Iterator[None]:
-    """Say what is wrong when a file is there that a rank is about to create.
+    """Explain the error of a rank that creates a file which exists already.
 
     Raises:
-        ConfigError: It is there.
+        ConfigError: It exists.
     """
     try:
         yield
@@ -192,5 +192,5 @@ def refusing_second(name: str, final_path: str) -> Iterator[None]:
             raise
         raise ConfigError(
             f"{name} is in {final_path.removesuffix('/' + name)} already: another rank has saved a file of this name, "
-            "or somebody has put one there. Files with own=True have other names on each rank"
+            "or another program has put one there. Files with own=True have other names on each rank"
         ) from error

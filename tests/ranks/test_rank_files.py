@@ -340,7 +340,7 @@ def test_what_somebody_has_put_there_is_not_overwritten(tmp_path: Path) -> None:
     first, second = run_ranks(2, work)
     assert isinstance(first, fp.PeerError)
     assert isinstance(second, fp.ConfigError)
-    assert "somebody has put one there" in str(second)
+    assert "another program has put one there" in str(second)
 
 
 @pytest.mark.parametrize("loser", [0, 1])
