@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import native_fixtures
@@ -15,9 +16,10 @@ from support.states import differences, load_step, make_state, pending_files
 
 import fastpersist as fp
 from fastpersist import _native
+from fastpersist.config import Config
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
 from fastpersist.transfer import engine_selection
-from fastpersist.transfer.engine_selection import engine_ladder, engines
+from fastpersist.transfer.engine_selection import engine_ladder, engines, transfer_options
 
 EVERY = 2**64 - 1
 
@@ -236,3 +238,63 @@ def test_ladder_of_auto_has_no_gpudirect(
     fd = open_file(content=b"x")
     assert "cufile" not in engine_ladder("auto", fd, for_reading=for_reading)
     assert engine_ladder("cufile", fd, for_reading=for_reading) == ["cufile"]
+
+
+# --- the options of a transfer
+
+
+@pytest.fixture
+def given_options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the native side was given for each transfer."""
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(_native, "TransferOptions", lambda **given: seen.append(given))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("limits", "depth"),
+    [
+        (Config(ring_bytes=64 << 20, chunk_bytes=8 << 20), 8),
+        (Config(ring_bytes=64 << 20, chunk_bytes=8 << 20, queue_depth=20), 20),
+        (Config(ring_bytes=1 << 30, chunk_bytes=1 << 16), 4096),
+        (Config(ring_bytes=64 << 20, chunk_bytes=8 << 20, queue_depth=1), 1),
+    ],
+    ids=["as many as there are chunks", "as tuned", "as many as an engine takes", "one"],
+)
+def test_queue_is_as_deep_as_the_ring_and_half_of_it_if_sparing(
+    limits: Config,
+    depth: int,
+    open_file: Callable[..., int],
+    given_options: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_selection, "config_for", lambda fd: limits)
+    fd = open_file()
+    for sparing in (False, True):
+        transfer_options(fd, "file.bin", "threads", placed=[], sparing=sparing)
+    assert [given["queue_depth"] for given in given_options] == [depth, max(1, depth // 2)]
+    for given in given_options:
+        assert (given["fd"], given["path"], given["engines"]) == (fd, b"file.bin", ["threads"])
+        assert (given["ring_bytes"], given["chunk_bytes"]) == (limits.ring_bytes, limits.chunk_bytes)
+
+
+@pytest.mark.parametrize(
+    ("placed", "device"),
+    [
+        ([], None),
+        ([(None, 100)], None),
+        ([(1, 0), (None, 100)], 1),
+        ([(0, 10), (1, 30), (0, 10), (None, 100)], 1),
+        ([(0, 10), (1, 15), (0, 10)], 0),
+    ],
+)
+def test_ring_of_cufile_is_memory_of_the_device_with_the_largest_share(
+    placed: list[tuple[int | None, int]],
+    device: int | None,
+    open_file: Callable[..., int],
+    given_options: list[dict[str, Any]],
+) -> None:
+    fd = open_file()
+    for engine in ("cufile", "fault:cufile", "threads"):
+        transfer_options(fd, "file.bin", engine, placed=placed)
+    assert [given["ring_device"] for given in given_options] == [device, device, None]
