@@ -7,6 +7,7 @@ blob is written in one stream, and its tensor is found by arithmetic. Blobs of l
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import sys
@@ -77,9 +78,8 @@ def plain_blob(dtype: torch.dtype, shape: Shape) -> Blob:
     Without `.format_version`, which would promise that offsets follow from one alignment alone.
     """
     payload_bytes = math.prod(shape) * dtype.itemsize
-    # The memory of this storage is never touched. torch.empty could fill it (torch.utils.deterministic).
     stand_in = torch.empty(0, dtype=dtype, device="cpu")
-    stand_in.set_(torch.UntypedStorage(payload_bytes, device="cpu"), 0, shape)  # type: ignore[call-overload]
+    stand_in.set_(_storage_without_memory(payload_bytes), 0, shape)  # type: ignore[call-overload]
     small = {b"data.pkl": pickle_skeleton(stand_in).pickle, b"byteorder": sys.byteorder.encode(), b"version": b"3\n"}
     sizes = {b"archive/" + name: len(data) for name, data in small.items()}
     version_size = sizes.popitem()
@@ -104,6 +104,17 @@ def plain_blob(dtype: torch.dtype, shape: Shape) -> Blob:
     middle = torch_zip.descriptor_tail(payload) + behind + closings[0][:crc_place]
     tail = (torch_zip.descriptor_head(payload), middle, closings[0][crc_place + 4 :])
     return Blob(head, payload_bytes, tail)
+
+
+_BYTE = ctypes.c_char()
+
+
+def _storage_without_memory(size_bytes: int) -> torch.UntypedStorage:
+    """Return a storage that has a length and no memory of its own, so that a tensor of any size can be planned."""
+    if not size_bytes:
+        return torch.UntypedStorage(0, device="cpu")
+    claimed = (ctypes.c_char * size_bytes).from_address(ctypes.addressof(_BYTE))  # never read, never written
+    return torch.frombuffer(claimed, dtype=torch.uint8).untyped_storage()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -59,6 +59,12 @@ def test_a_tensor_lies_on_a_block_where_that_costs_little(size_bytes: int, align
     assert len(blob.head) % alignment == 0
 
 
+def test_a_tensor_larger_than_memory_is_planned_without_memory() -> None:
+    blob = plain_blob(torch.float64, (1 << 20, 1 << 20))
+    assert blob.payload_bytes == 1 << 43
+    assert len(blob.head) + blob.tail_bytes < 2 * BLOCK_BYTES
+
+
 def test_only_tensors_that_are_nothing_but_their_elements_are_plain() -> None:
     class Tagged(torch.Tensor):
         pass
