@@ -344,7 +344,7 @@ class Session:
         try:
             text = f"{type(error).__name__}: {error}"[:_TEXT_LIMIT]
             self._ranks.give_up(self, Failure(self.rank, "failed", text))
-        except Exception:  # noqa: BLE001 - the caller's error matters more, and the other ranks see that this one is gone
+        except Exception:  # noqa: BLE001 - the caller's error matters more, and other ranks see that this one is gone
             _log.debug("telling the other ranks that %s failed", self.subject, exc_info=True)
         self.finish()
 

@@ -341,7 +341,7 @@ class PartsExchange:
                     buffer, read = reading.pop(index)
                     try:
                         read.result()
-                    except Exception as error:  # noqa: BLE001 - raised after all broadcasts, in which all ranks take part
+                    except Exception as error:  # noqa: BLE001 - raised after the broadcasts that all ranks take part in
                         errors.append(error)
                 else:
                     buffer = taking.buffer_for(index)
