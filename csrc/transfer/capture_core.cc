@@ -8,12 +8,12 @@
 namespace fastpersist {
 namespace {
 
-// What the writer takes at a time, and so what a barrier that meets it may have to wait for: about 0.2 ms.
+// The most that the writer leases at a time, and so the most that a barrier waits for: about 0.2 ms.
 constexpr uint64_t kLeaseBytes = uint64_t{1} << 20;
 // A paced writer looks at the clock once per chunk of this size.
 constexpr uint64_t kPaceBytes = uint64_t{8} << 20;
 constexpr uint64_t kCacheLineBytes = 64;
-constexpr size_t kRunBlocks = 32;  // 64 MiB, that a device is given to copy at once
+constexpr size_t kRunBlocks = 32;  // 64 MiB: the most that a device copies in one go
 
 }  // namespace
 
@@ -59,17 +59,17 @@ void CaptureCore::Hurry() { hurry_ = changed_ = true; }
 
 // ----------------------------------------------------------------------------------- copies into the arena
 
-// The writer may have gone on meanwhile, or the snapshot be closed; open blocks and what can be narrowed stay.
+// May release the lock: meanwhile the writer may advance, or Close() be called. Open blocks stay, and Narrow waits.
 bool CaptureCore::EnsureRoom(std::unique_lock<std::mutex>& lock, Filler filler, Device* device, size_t size_bytes) {
-  ++copying_count_;  // Close and Narrow wait
+  ++copying_count_;  // makes Close and Narrow wait
   const bool has_room = blocks_.EnsureRoom(lock, filler, device, size_bytes);
   --copying_count_;
   changed_ = true;
   return has_room;
 }
 
-// Prepare to copy a small source of a device, and all of its cluster that is untouched, in one go. False: it has no
-// cluster, is alone, or there is no room; then nothing was done.
+// Prepare one copy of a device's small source together with all untouched members of its cluster. Returns false, and
+// does nothing, if it has no cluster, no other member is untouched, or there is no room.
 bool CaptureCore::Gather(std::unique_lock<std::mutex>& lock, Filler filler, uint32_t source, Copy& copy) {
   const size_t cluster = memories_[source].cluster;
   if (cluster == kNoCluster || !ledger_[source].is_untouched()) return false;
@@ -80,7 +80,7 @@ bool CaptureCore::Gather(std::unique_lock<std::mutex>& lock, Filler filler, uint
   if (members.size() < 2) return false;
   uintptr_t from = memories_[members.front()].address;
   uintptr_t end = from;
-  for (const uint32_t member : members) {  // those that overlap may have changed their order by Narrow
+  for (const uint32_t member : members) {  // Narrow may have changed the order of overlapping ones
     from = std::min(from, memories_[member].address);
     end = std::max<uintptr_t>(end, memories_[member].address + ledger_[member].size_bytes);
   }
@@ -104,9 +104,8 @@ bool CaptureCore::Gather(std::unique_lock<std::mutex>& lock, Filler filler, uint
   return true;
 }
 
-// Prepare to copy the last live bytes of a source into the capture's open block, which has room. A device is given as
-// much as free blocks lie behind that one, since it takes some thousand copies, and whoever starts one more waits for
-// the first.
+// Prepare to copy the last live bytes of a source into the capture's open block, which has room. A device's copy also
+// fills the free blocks behind that one: its stream takes some thousand copies, and a further one waits for the first.
 void CaptureCore::BeginCopy(uint32_t source, Copy& copy) {
   const Memory& memory = memories_[source];
   const uint64_t live_bytes = ledger_[source].live_bytes();
@@ -129,14 +128,14 @@ void CaptureCore::BeginCopy(uint32_t source, Copy& copy) {
   ++copying_count_;
 }
 
-// A device's copy has been started, a thread's is complete; or it failed, and the writer fails.
+// End a copy: a device's is started, a thread's is complete; an error fails the writer.
 void CaptureCore::EndCopy(Copy& copy, Status status) {
   --copying_count_;
   changed_ = true;
   if (!status.ok()) SetFailed(std::move(status));
   AddSegments(copy);
   for (const uint32_t source : copy.sources) {
-    // What the writer gathers is as good as taken by it: no barrier has copied it.
+    // The writer takes what it gathers: no barrier has copied it.
     ledger_.CompleteClaim(source, copy.filler == Filler::kCapture);
   }
   if (copy.blocks.size() > 1) {
@@ -145,7 +144,7 @@ void CaptureCore::EndCopy(Copy& copy, Status status) {
 }
 
 void CaptureCore::AddSegments(const Copy& copy) {
-  if (copy.sources.size() > 1) {  // gathered: all of each
+  if (copy.sources.size() > 1) {  // gathered: the whole of each source
     for (const uint32_t source : copy.sources) {
       memories_[source].segments.push_back({.from_bytes = 0,
                                             .size_bytes = ledger_[source].size_bytes,
@@ -174,7 +173,7 @@ CaptureCore::Next CaptureCore::NextOf(CaptureRun& run, std::unique_lock<std::mut
   if (closed_) return Next::kEnd;
   if (!run.is_first) {
     if (run.may_wait && run.kind == SourceKind::kStable) Hurry();
-    // One at a time copies; a second one waits for the same bytes, or does not wait.
+    // One thread copies; a second one waits for the same bytes, or returns.
     if (capturing_) return run.may_wait ? Next::kWait : Next::kEnd;
     capturing_ = run.is_first = true;
     FindClusters();
@@ -185,13 +184,13 @@ CaptureCore::Next CaptureCore::NextOf(CaptureRun& run, std::unique_lock<std::mut
     run.is_swept = true;
     CloseCaptureBlock();
   }
-  // What is neither in the arena nor behind the writer is what the writer is looking at this moment, or found no room.
+  // Bytes that are neither copied nor written are leased to the writer, or found no room.
   const bool is_over = closed_ || !run.may_wait || !failed_.ok() || ledger_.is_open(run.kind);
   return is_over ? Next::kEnd : Next::kWait;
 }
 
-// One device after the other, last the host's sources, which the writer is the quicker to pass: a block is filled by
-// one of them, and in a state they alternate.
+// Each device in turn, then the host's sources, which the writer overtakes more easily. One block takes bytes of one
+// device only, and a state may alternate between devices.
 CaptureCore::Next CaptureCore::Sweep(CaptureRun& run, std::unique_lock<std::mutex>& lock) {
   const size_t source_count = ledger_.size();
   for (; run.turn < (devices_.size() + 1) * source_count; ++run.turn) {
@@ -200,7 +199,7 @@ CaptureCore::Next CaptureCore::Sweep(CaptureRun& run, std::unique_lock<std::mute
     Device* const device = place < devices_.size() ? devices_[place] : nullptr;
     if (ledger_[source].kind != run.kind || memories_[source].device != device) continue;
     if (closed_ || !failed_.ok()) return Next::kEnd;
-    if (ledger_[source].live_bytes() == 0) continue;  // the rest of it is the writer's
+    if (ledger_[source].live_bytes() == 0) continue;  // the writer has the rest
     if (Gather(lock, Filler::kCapture, source, run.copy)) return Next::kCopy;
     if (!EnsureRoom(lock, Filler::kCapture, device, kCacheLineBytes)) return run.may_wait ? Next::kWait : Next::kEnd;
     if (closed_ || ledger_[source].live_bytes() == 0) continue;
@@ -217,7 +216,7 @@ void CaptureCore::End(CaptureRun& run) {
   if (!run.is_swept && !closed_) CloseCaptureBlock();
 }
 
-// Copies of devices get their marks now. A block that threads fill stays open for the next capture.
+// Mark the copies of devices. A block that threads fill stays open for the next capture.
 void CaptureCore::CloseCaptureBlock() {
   const Block* const block = blocks_.open_block(Filler::kCapture);
   if (block != nullptr && block->device != nullptr) blocks_.CloseBlock(Filler::kCapture);
@@ -277,8 +276,8 @@ CaptureCore::Next CaptureCore::EndWith(TakeRun& run, Status status) {
   return Next::kEnd;
 }
 
-// A small source of a device that is not captured yet is gathered with its cluster, so that those that follow are
-// there. Where that cannot be, nothing happens.
+// Gather an uncaptured small source of a device with its cluster, so that the following sources are copied too. If that
+// is impossible, nothing happens.
 CaptureCore::Next CaptureCore::First(TakeRun& run, std::unique_lock<std::mutex>& lock) {
   if (!closed_ && ledger_[run.source].is_front_copying()) return Next::kWait;
   if (!failed_.ok()) return EndWith(run, failed_);
@@ -290,7 +289,7 @@ CaptureCore::Next CaptureCore::First(TakeRun& run, std::unique_lock<std::mutex>&
       return Next::kCopy;
     }
   }
-  return LeaseNext(run);  // a barrier may have been the first
+  return LeaseNext(run);  // a barrier may have copied it first
 }
 
 CaptureCore::Next CaptureCore::AwaitGathered(TakeRun& run) {
@@ -310,7 +309,7 @@ CaptureCore::Next CaptureCore::LeaseNext(TakeRun& run) {
   if (closed_) return EndWith(run, Status::Error(StatusCode::kCancelled, "the snapshot was closed"));
   lease_ = {.source = run.source, .is_live = source.is_front_live()};
   if (lease_->is_live) {
-    // A device is told once for each lease, and no barrier waits for it: as much as there is.
+    // A device takes one command for each lease, and no barrier waits for it: lease all.
     const uint64_t lease_bytes = memory.device == nullptr ? kLeaseBytes : run.max_bytes;
     ledger_.Lease(run.source, std::min({run.max_bytes, lease_bytes, source.claimed_bytes - run.offset_bytes}));
     run.taken = {
@@ -390,7 +389,7 @@ void CaptureCore::ReleaseAll() {
   blocks_.MarkFull();
   for (uint32_t index = 0; index < memories_.size(); ++index) {
     std::vector<Segment>& segments = memories_[index].segments;
-    // What the writer is looking at stays until EndLease.
+    // The writer keeps its leased bytes until EndLease.
     const bool is_leased = lease_.has_value() && lease_->source == index && !lease_->is_live;
     const auto leased = segments.end() - (is_leased ? 1 : 0);
     for (auto segment = segments.begin(); segment != leased; ++segment) Release(segment->block);

@@ -1,6 +1,6 @@
-// What those who capture and the writer of a snapshot do next, as steps: copy this, wait until that copy is complete,
-// wait for a change, or end. The steps take no time: nothing here copies, waits or looks at a clock. Threads perform
-// them in snapshot.cc, and simulations in tests/csrc/capture_simulation_test.cc.
+// Decides the next step of the threads that capture and of the snapshot's writer: copy this, wait until that copy is
+// complete, wait for a change, or end. No step copies, waits or reads a clock. Threads perform the steps in
+// snapshot.cc, simulations in tests/csrc/capture_simulation_test.cc.
 #pragma once
 
 #include <chrono>
@@ -22,7 +22,7 @@
 
 namespace fastpersist {
 
-// Guarded by the arena's mutex, which every caller holds; what takes the lock may let go of it meanwhile.
+// Guarded by the arena's mutex: every caller holds it. A function that takes `lock` may release it meanwhile.
 class CaptureCore {
  public:
   explicit CaptureCore(Arena& arena) : arena_(arena), blocks_(arena) {}
@@ -30,24 +30,24 @@ class CaptureCore {
   uint32_t Add(uintptr_t address, uint64_t size_bytes, SourceKind kind, Device* device);
 
   enum class Next : uint8_t {
-    kEnd,    // nothing is left to do; the run says how it ended
-    kWait,   // until somebody changes something (TakeChanged), or until run.until
-    kCopy,   // without the lock, then EndCopy
-    kAwait,  // until run.mark is reached, without the lock; then again
+    kEnd,    // nothing is left to do; the run holds the result
+    kWait,   // until another step changes something (TakeChanged), or until run.until
+    kCopy,   // perform run.copy without the lock, then call EndCopy
+    kAwait,  // until run.mark is reached, without the lock; then call NextOf again
   };
 
   // A copy into the arena, performed without the lock.
   struct Copy {
-    Device* device = nullptr;  // that makes it; null: a thread does
+    Device* device = nullptr;  // makes the copy; null: the calling thread does
     uintptr_t from = 0;
     std::byte* target = nullptr;
     uint64_t size_bytes = 0;
     bool is_pinned = false;
 
-    // The core's own.
+    // For the core only.
     CapturedBlocks::Filler filler = CapturedBlocks::Filler::kCapture;
-    std::vector<uint32_t> sources;               // one, or those that are gathered
-    std::vector<CapturedBlocks::Block*> blocks;  // a run
+    std::vector<uint32_t> sources;               // one, or all that are gathered
+    std::vector<CapturedBlocks::Block*> blocks;  // consecutive in memory
     uint64_t first_bytes = 0;                    // of the run's first block
   };
   void EndCopy(Copy& copy, Status status);
@@ -63,14 +63,14 @@ class CaptureCore {
     size_t turn = 0;
   };
   Next NextOf(CaptureRun& run, std::unique_lock<std::mutex>& lock);
-  // After kEnd, or earlier, by who gives up.
+  // After kEnd, or earlier to give the run up.
   void End(CaptureRun& run);
 
   // The next bytes of a source for the writer.
   struct Taken {
     uintptr_t address;
     uint64_t size_bytes;
-    Device* device;  // null: host memory. Else the copy from there is started before EndLease() is called.
+    Device* device;  // null: host memory. Else the caller starts the device's copy before it calls EndLease().
 
     std::span<const std::byte> host_bytes() const {
       FP_CHECK(device == nullptr);
@@ -85,7 +85,7 @@ class CaptureCore {
     std::shared_ptr<const CopyMark> mark = nullptr;
     std::optional<TimePoint> until = std::nullopt;
     Status status;                              // kEnd: an error, or
-    std::optional<Taken> taken = std::nullopt;  // these, leased until EndLease
+    std::optional<Taken> taken = std::nullopt;  // these bytes, leased until EndLease
 
     enum class Stage : uint8_t { kPace, kFirst, kGathering, kGathered, kLease, kCompleting } stage = Stage::kPace;
   };
@@ -94,7 +94,7 @@ class CaptureCore {
   void Fail(TakeRun& run, Status status);
   void EndLease();
 
-  // Let the writer spread its work over `duration` from `start` on, until Hurry.
+  // Let the writer spread its work over `duration` from `start` on, until Hurry() is called.
   void Pace(TimePoint start, std::chrono::nanoseconds duration);
   void Hurry();
 
@@ -102,24 +102,25 @@ class CaptureCore {
   // REQUIRES: !is_copying().
   void Narrow(uint32_t source, uint64_t from_bytes, uint64_t until_bytes);
 
-  // In this order: Close; wait while is_copying; ReleaseAll; then return blocks until nobody does.
+  // To end: Close; wait while is_copying; ReleaseAll; then Return each block of TakeIncomplete; wait while
+  // is_returning.
   void Close();
   bool is_closed() const { return closed_; }
   void ReleaseAll();
 
-  // Blocks that nobody wants any more, but into which a device still copies.
+  // A block without users into which a device still copies; null: there is none.
   CapturedBlocks::Block* TakeIncomplete() { return blocks_.TakeIncomplete(); }
   void Return(CapturedBlocks::Block* block, CopiesComplete landed);
   bool is_returning() const { return blocks_.returning_count() > 0; }
 
-  // A device could not do what it was told: the writer gets this, and no barrier waits any more.
+  // A device has failed: the writer gets this error, and barriers stop waiting.
   void SetFailed(Status status);
   const Status& failed() const { return failed_; }
 
   const std::vector<Device*>& devices() const { return devices_; }
   const CaptureLedger& ledger() const { return ledger_; }
 
-  // Whether something has changed, since the last call, that others may wait for.
+  // Whether a waiting thread has to look again: something has changed since the last call.
   bool TakeChanged() { return std::exchange(changed_, false); }
 
  private:
@@ -127,7 +128,7 @@ class CaptureCore {
   using Filler = CapturedBlocks::Filler;
   using Segment = CapturedBlocks::Segment;
   static constexpr size_t kNoCluster = SIZE_MAX;
-  // The memory of a source, and what was copied of it; the ledger has the rest.
+  // The memory of a source, and its copied segments. The ledger counts the bytes.
   struct Memory {
     uintptr_t address;
     Device* device;

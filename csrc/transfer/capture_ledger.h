@@ -1,6 +1,6 @@
-// Which bytes of which source are written, leased to the writer, live, being copied, or copied: the arithmetic behind
-// the barrier. A writer leases from the front of a source, those who capture claim from its back; the two meet in the
-// middle. No memory, no threads, no devices.
+// Counts which bytes of each source are written, leased to the writer, live, being copied, or copied: the arithmetic
+// behind the barrier. The writer leases from the front of a source, a capture claims from its back; the two meet in the
+// middle. It knows no memory, threads or devices.
 //
 //     0 … taken | … leased | … live … | claimed: being copied | copied_from: copied … size
 #pragma once
@@ -16,24 +16,24 @@ namespace fastpersist {
 enum class SourceKind : uint8_t {
   kStable,    // may change once Capture(kStable) has returned
   kVolatile,  // may change once Capture(kVolatile) has returned
-  kConstant,  // does not change before the writer has passed
+  kConstant,  // does not change before the writer has taken it
 };
 constexpr size_t kSourceKindCount = 3;
 
-// Not thread-safe: one owner, or its lock.
+// Not thread-safe: it needs one owner or the owner's lock.
 class CaptureLedger {
  public:
   struct Source {
     SourceKind kind = SourceKind::kStable;
     uint64_t size_bytes = 0;
-    uint64_t taken_bytes = 0;        // the writer has passed these,
-    uint64_t leased_bytes = 0;       // and is looking at these behind them
-    uint64_t claimed_bytes = 0;      // from here on it is in the arena, or is being copied there,
-    uint64_t copied_from_bytes = 0;  // and from here on it is in the arena
+    uint64_t taken_bytes = 0;        // the writer has taken [0, taken_bytes),
+    uint64_t leased_bytes = 0;       // and reads the next leased_bytes
+    uint64_t claimed_bytes = 0;      // bytes from here on are copied, or are being copied
+    uint64_t copied_from_bytes = 0;  // bytes from here on are copied: they are in the arena
 
     uint64_t live_bytes() const { return claimed_bytes - std::min(claimed_bytes, taken_bytes + leased_bytes); }
     bool is_untouched() const { return taken_bytes == 0 && leased_bytes == 0 && claimed_bytes == size_bytes; }
-    // What the writer comes to next is being copied.
+    // The bytes that the writer takes next are being copied.
     bool is_front_copying() const { return taken_bytes >= claimed_bytes && taken_bytes < copied_from_bytes; }
     bool is_front_live() const { return taken_bytes < claimed_bytes; }
   };
@@ -44,22 +44,22 @@ class CaptureLedger {
   };
 
   uint32_t Add(uint64_t size_bytes, SourceKind kind);
-  // From now on a source is [from_bytes, until_bytes) of it. REQUIRES: nothing of it is taken, leased or being copied.
+  // Reduce a source to its bytes [from_bytes, until_bytes). REQUIRES: none of it is taken, leased or being copied.
   void Narrow(uint32_t source, uint64_t from_bytes, uint64_t until_bytes);
 
   // Claim the last live bytes of a source. REQUIRES: as many are live, and no other claim on it is open.
   void Claim(uint32_t source, uint64_t size_bytes);
-  // What was claimed is in the arena. `by_capture`: it counts as copied.
+  // The claimed bytes are in the arena. `by_capture`: they count as copied.
   void CompleteClaim(uint32_t source, bool by_capture);
 
-  // The writer looks at the next bytes of a source until EndLease. REQUIRES: they are live, or copied; no other lease.
+  // Lease the next bytes of a source to the writer until EndLease. REQUIRES: they are live, or copied; no other lease.
   void Lease(uint32_t source, uint64_t size_bytes);
-  // The bytes are taken. True: they were live.
+  // Count the leased bytes as taken. Returns whether they were live.
   bool EndLease(uint32_t source);
-  // Instead of EndLease: they are not.
+  // Instead of EndLease: the bytes are not taken.
   void CancelLease(uint32_t source) { sources_[source].leased_bytes = 0; }
 
-  // Whoever changes the sources of this kind may go on: all of their bytes are written or copied.
+  // The barrier of this kind is open: all of its bytes are written or copied, so training may change them.
   bool is_open(SourceKind kind) const { return counts_.remaining_bytes[static_cast<size_t>(kind)] == 0; }
 
   const Source& operator[](size_t source) const { return sources_[source]; }

@@ -9,7 +9,7 @@ namespace fastpersist {
 namespace {
 
 constexpr uint64_t kCacheLineBytes = 64;
-constexpr size_t kMarkBlocks = 64;  // that are marked together
+constexpr size_t kMarkBlocks = 64;  // this many share a mark
 
 }  // namespace
 
@@ -67,7 +67,7 @@ void CapturedBlocks::CloseBlock(Filler filler) {
   Release(&block);
 }
 
-// Copies into a full block were started.
+// A device's copies into a full block are in flight and need a mark.
 void CapturedBlocks::AddUnmarked(Block& block) {
   block.is_unmarked = true;
   unmarked_.push_back(&block);
@@ -91,7 +91,7 @@ void CapturedBlocks::MarkFull() {
 Result<std::shared_ptr<const CopyMark>> CapturedBlocks::MarkOf(const Segment& segment) {
   const Block& block = *segment.block;
   if (segment.is_complete || block.is_complete) return std::shared_ptr<const CopyMark>();
-  // More may go into an open block, which gets its mark when it is closed.
+  // An open block may take more copies; CloseBlock marks it.
   if (!is_open(&block) && block.mark != nullptr) return std::shared_ptr<const CopyMark>(block.mark);
   Result<CopyMark> made = block.device->to_host().Mark();
   if (!made.ok()) return made.status();

@@ -1,6 +1,5 @@
-// The blocks of the arena that hold captured bytes: which is being filled, where in them which bytes of a source lie,
-// behind which mark a device's copies into them are complete, and when nobody wants one any more. No thread waits
-// here.
+// Keeps the arena's blocks that hold captured bytes: which block is being filled, where the bytes of each source lie,
+// which mark completes a device's copies, and when a block is free again. Nothing waits here.
 #pragma once
 
 #include <cstddef>
@@ -22,9 +21,9 @@ class CapturedBlocks {
   struct Block {
     std::byte* memory;
     uint32_t user_count;             // segments in it, and one while it is being filled
-    Device* device;                  // that fills it; null: a thread does
-    std::shared_ptr<CopyMark> mark;  // behind the copies into it; null: it is being filled, or there are none
-    bool is_unmarked;                // there are copies into it, and no mark: not yet, or none could be had
+    Device* device;                  // fills it; null: a thread does
+    std::shared_ptr<CopyMark> mark;  // behind the copies into it; null: it is open, or has none
+    bool is_unmarked;                // it has copies without a mark: not marked yet, or marking failed
     bool is_complete;
   };
   struct Segment {
@@ -32,46 +31,47 @@ class CapturedBlocks {
     uint64_t size_bytes;
     const std::byte* memory;
     Block* block;
-    bool is_complete;  // whatever the block says
+    bool is_complete;  // even if the block is not
   };
-  // Blocks are filled by the thread that captures, and by the writer, when it gathers.
+  // Two threads fill blocks: the one that captures, and the writer when it gathers.
   enum class Filler : uint8_t { kCapture, kWriter };
 
   explicit CapturedBlocks(Arena& arena) : arena_(arena) {}
 
-  // See that a filler's block has this much room, filled by this device or, with none, by a thread. False: the arena
-  // has none. The lock may have been let go of meanwhile.
+  // Give a filler's block this much room, to be filled by `device`, or by a thread (null). Returns false if the arena
+  // has no room. May release the lock meanwhile.
   bool EnsureRoom(std::unique_lock<std::mutex>& lock, Filler filler, Device* device, size_t size_bytes);
   Block* open_block(Filler filler) { return Of(filler).block; }
   size_t room_bytes(Filler filler) { return Arena::kBlockBytes - Of(filler).fill_bytes; }
   bool is_pinned(const Block* block) const { return arena_.is_pinned(block->memory); }
   bool is_open(const Block* block) const { return block == open_[0].block || block == open_[1].block; }
-  // Where the next size_bytes of a filler go; they are `user_count` segments. REQUIRES: room for them.
+  // Returns where to put the filler's next size_bytes, which become `user_count` segments. REQUIRES: room for them.
   std::byte* Fill(Filler filler, size_t size_bytes, uint32_t user_count);
-  // The block behind the last of a run, if it is free; null otherwise. It counts one segment.
+  // Take the block behind the last of a run, if it is free; else null. It counts one segment.
   Block* TryAddBehind(const Block* last);
-  // A run of blocks was filled from the capture's open block on: the last, of which last_bytes are full, is open now.
+  // A copy has filled a run that began in the capture's open block. Its last block holds last_bytes and becomes the
+  // open one.
   void EndRun(const std::vector<Block*>& run, uint64_t last_bytes);
 
-  // Nothing more goes into a filler's block. If a device fills it, it gets a mark: now if it is the writer's, who waits
-  // for it, else together with others, since the driver takes only so many commands ahead of the device.
+  // End filling a filler's block. If a device fills it, it gets a mark: now if the writer waits for it, else one mark
+  // for several blocks, since the driver queues a limited number of commands.
   void CloseBlock(Filler filler);
-  // Mark the copies into full blocks. Where that cannot be, AwaitSegment makes a mark, or says why it cannot.
+  // Mark the copies into full blocks. If the driver refuses, the blocks stay unmarked, and MarkOf tries again.
   void MarkFull();
 
-  // What to wait for until a segment is complete; null: nothing.
+  // Returns the mark behind the copy of a segment; null: it is complete. An error: the device refuses a mark.
   Result<std::shared_ptr<const CopyMark>> MarkOf(const Segment& segment);
-  // That wait has ended well.
+  // The mark of a segment was reached.
   void CompleteSegment(const Segment& segment) {
     if (!is_open(segment.block)) segment.block->is_complete = true;
   }
 
-  // A segment is nobody's any more. A block without segments goes back to the arena, or, where a device may still copy
-  // into it, to the incomplete ones: whoever gets it next must not find that. True: one went back.
+  // Drop one user of a block. The last one gives it back to the arena, or, if a device may still copy into it, to the
+  // incomplete blocks: its next owner must not find late writes. Returns true if the arena has it.
   bool Release(Block* block);
-  // One of the incomplete blocks, to be waited for without the lock; null: there is none.
+  // Take one of the incomplete blocks, so that the caller waits for it without the lock; null: there is none.
   Block* TakeIncomplete();
-  // It is complete; or, with `landed`, it is given up, and the arena has it when that holds.
+  // Give back a block of TakeIncomplete. `landed`: it is quarantined until this holds; null: its copies are complete.
   void Return(Block* block, CopiesComplete landed);
   int returning_count() const { return returning_count_; }
 
@@ -87,9 +87,9 @@ class CapturedBlocks {
 
   Arena& arena_;
   std::deque<Block> blocks_;        // a deque: addresses stay
-  std::vector<Block*> unmarked_;    // full, and waiting for a mark together with others
-  std::vector<Block*> incomplete_;  // nobody's, and not back in the arena
-  int returning_count_ = 0;         // of those, being waited for
+  std::vector<Block*> unmarked_;    // full; they wait for a common mark
+  std::vector<Block*> incomplete_;  // without users, not back in the arena yet
+  int returning_count_ = 0;         // blocks that TakeIncomplete has given out
   Open open_[2];
 };
 

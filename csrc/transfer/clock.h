@@ -1,5 +1,5 @@
-// Time for what gives up or looks again after a while. Null stands for the steady clock, so that the usual way is a
-// branch and no virtual call; simulations (tests/csrc) bring a clock that they move themselves.
+// The clock of timeouts and retries. Null is the steady clock, which costs a branch and no virtual call; simulations
+// (tests/csrc) pass a clock that they advance themselves.
 #pragma once
 
 #include <chrono>

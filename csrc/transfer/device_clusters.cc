@@ -8,7 +8,7 @@
 namespace fastpersist {
 namespace {
 
-// Sources as far apart as that still go into one copy: its bytes cost less than another copy.
+// The longest gap in a cluster: its bytes cost less than another copy.
 constexpr uint64_t kGapBytes = uint64_t{64} << 10;
 
 }  // namespace

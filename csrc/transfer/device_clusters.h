@@ -1,5 +1,5 @@
-// Small sources that lie close together in a device's memory, where an allocator gives many tensors from the same
-// 2 MiB: they go into the arena in one copy, and what lies between them is copied and ignored.
+// Groups small sources that lie close together in a device's memory, since allocators place many tensors in the same 2
+// MiB. One copy takes a cluster into the arena, with the gaps, which nobody reads.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace fastpersist {
 
-// Larger ones are copied on their own: a copy of 256 KiB takes PCIe about as long as starting it takes us.
+// Larger sources are copied alone: PCIe moves 256 KiB in about the time that starting one copy takes.
 constexpr uint64_t kClusterSourceBytes = uint64_t{256} << 10;
 
 struct ClusterSource {
@@ -22,8 +22,8 @@ struct ClusterSource {
   uint64_t size_bytes;
 };
 
-// The clusters: each of at least two indexes, of one kind, in one allocation of one device, and no longer than a block
-// of the arena.
+// Returns the clusters: at least two indexes each, of one kind, in one allocation of one device, at most one block of
+// the arena long.
 std::vector<std::vector<uint32_t>> FindDeviceClusters(std::vector<ClusterSource> sources);
 
 }  // namespace fastpersist

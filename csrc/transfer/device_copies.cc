@@ -56,7 +56,7 @@ void DeviceCopies::StartWaiting(Lane& lane, bool is_pinned) {
       lane.started.push_back(std::move(piece));
       continue;
     }
-    // The copy itself may have been started all the same. What was started before has a mark of its own.
+    // The failed copy may run all the same. Give the earlier ones a mark of their own.
     Mark(lane);
     lane.batches.push_back(
         {.mark = nullptr, .end = CopyEnd(lane.stream()), .status = std::move(status), .pieces = {}, .grace = {}});
@@ -85,7 +85,7 @@ void DeviceCopies::Look(bool closing, std::vector<Ended>& ended) {
   refused_.clear();
 }
 
-// Copies of a stream are complete in the order in which they were started.
+// A stream completes its copies in order.
 void DeviceCopies::TakeComplete(Lane& lane, std::vector<Ended>& ended) {
   while (!lane.batches.empty()) {
     Batch& first = lane.batches.front();
@@ -121,7 +121,7 @@ void DeviceCopies::GiveUp(Lane& lane, bool closing, std::vector<Ended>& ended) {
   }
   std::erase_if(lane.batches, [](const Batch& batch) { return batch.pieces.empty(); });
 
-  // Nothing holds those of which no copy was started.
+  // Copies that never started end at once.
   if (closing && !lane.waiting.empty() && !lane.grace.has_value()) lane.grace.emplace();
   const bool all = closing && lane.grace.has_value() && lane.grace->IsOver();
   for (RequestPiece& piece : lane.waiting) {
@@ -131,10 +131,11 @@ void DeviceCopies::GiveUp(Lane& lane, bool closing, std::vector<Ended>& ended) {
 }
 
 Status DeviceCopies::HeldUp(const Lane& lane) {
-  return Status::Error(StatusCode::kDeviceError,
-                       "cuda:" + std::to_string(lane.device->ordinal()) +
-                           " has not made the copies when they were given up: the stream they follow stands still, "
-                           "as behind a collective whose peer is gone; wait for requests before closing their file");
+  return Status::Error(
+      StatusCode::kDeviceError,
+      "cuda:" + std::to_string(lane.device->ordinal()) +
+          " has not completed the copies before they were given up: the stream they follow stands still, "
+          "as behind a collective whose peer is gone; wait for requests before closing their file");
 }
 
 }  // namespace fastpersist

@@ -1,6 +1,6 @@
-// The copies between staging and devices that a request_worker has under way. Nothing here waits: copies are started
-// when their stream has room, marked together, and looked at. A stream that stands still holds up its own copies, and
-// once they are given up (their request has failed, or the file is being closed) they end late, within the grace time.
+// The copies between staging and devices that a request_worker has in flight. Nothing here waits: it starts copies when
+// their stream has room, puts marks behind them and polls the marks. A hung stream delays only its own copies. Copies
+// that are given up (their request has failed, or the file is being closed) end within the grace time.
 #pragma once
 
 #include <cstdint>
@@ -17,21 +17,21 @@ namespace fastpersist {
 // One owner thread.
 class DeviceCopies {
  public:
-  // A copy that is complete, has failed, or is given up.
+  // A copy that is complete, failed, or given up.
   struct Ended {
     RequestPiece piece;
     Status status;
-    CopiesComplete late;  // not empty: the device may still copy, until this holds; the status is an error then
+    CopiesComplete late;  // not empty: the device may copy until this holds; status is an error then
   };
 
-  // Of a piece whose job is of a device: to staging if it is written, from there if it was read. The copy is started
-  // by Start(); the memory of both sides stays as it is until the piece is given back.
+  // Add a piece whose job belongs to a device: a write copies to staging, a read copies from there. Start() starts the
+  // copy. Neither side's memory may change until Look() returns the piece.
   void Add(RequestPiece piece);
 
-  // Start what there is room for. `is_pinned`: the device knows staging.
+  // Start the copies that their streams have room for. `is_pinned`: staging is pinned memory.
   void Start(bool is_pinned);
 
-  // Give back what has ended. `closing`: nothing is waited for longer than the grace time.
+  // Return the copies that have ended. `closing`: no copy gets longer than the grace time.
   void Look(bool closing, std::vector<Ended>& ended);
 
   bool empty() const;
@@ -42,7 +42,7 @@ class DeviceCopies {
     CopyEnd end;
     Status status;
     std::vector<RequestPiece> pieces;
-    std::optional<Grace> grace;  // since somebody gives up on it
+    std::optional<Grace> grace;  // set when the batch was given up
   };
   struct Lane {
     Device* device;
@@ -50,12 +50,12 @@ class DeviceCopies {
     std::deque<RequestPiece> waiting;   // for room in the stream
     std::vector<RequestPiece> started;  // since the last mark
     std::deque<Batch> batches;
-    std::optional<Grace> grace;  // since the file is being closed and there is no room
+    std::optional<Grace> grace;  // set when the file began to close while there was no room
 
     CopyStream& stream() const { return to_host ? device->to_host() : device->to_device(); }
   };
 
-  // Each is one command for the driver, which takes about a thousand before it waits.
+  // Each batch is one command for the driver, whose queue blocks at about a thousand.
   static constexpr size_t kBatchCount = 32;
 
   static Status Copy(const Lane& lane, const RequestPiece& piece);
@@ -65,8 +65,8 @@ class DeviceCopies {
   static void GiveUp(Lane& lane, bool closing, std::vector<Ended>& ended);
   static Status HeldUp(const Lane& lane);
 
-  std::deque<Lane> lanes_;      // one for each device and direction that was met
-  std::vector<Ended> refused_;  // of which no copy was started
+  std::deque<Lane> lanes_;      // one for each device and direction in use
+  std::vector<Ended> refused_;  // their copy was never started
 };
 
 }  // namespace fastpersist

@@ -24,8 +24,8 @@ Status DeviceRing::WaitFor(CopyStream& stream) {
   return status;
 }
 
-// Host memory here is not pinned: a copy that is started while the stream has work waits for that inside the driver,
-// where nobody could end it.
+// The host memory here is not pinned: a copy into a busy stream blocks inside the driver, where nobody can end the
+// wait.
 Status DeviceRing::AwaitRoom(CopyStream& stream, bool with_host) { return stream.AwaitRoom(!with_host, poll_); }
 
 Status DeviceRing::PutHost(std::byte* buffer, const std::byte* source, size_t size_bytes) {

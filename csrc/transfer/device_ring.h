@@ -1,6 +1,5 @@
-// A ring whose buffers are memory of a device (GPUDirect Storage, engine "cufile"): how bytes come into a buffer and
-// out of it, since no thread can look into one. So nothing here has a CRC. Which buffer is filled when is the
-// transfers'.
+// Moves bytes into and out of a ring whose buffers are a device's memory (GPUDirect Storage, engine "cufile"). No CPU
+// sees these bytes, so there are no CRCs. The transfers decide which buffer is filled when.
 #pragma once
 
 #include <cstddef>
@@ -14,31 +13,31 @@
 
 namespace fastpersist {
 
-// The addresses of buffers are the device's. One owner thread at a time. Copies into buffers are made in the order of
-// the device's to_host() stream, those out of them to the device in that of to_device(): what does not say that it
-// waits is done when a mark behind it is reached.
+// Buffers are device addresses. One owner thread at a time. Puts run in the order of the device's to_host() stream,
+// takes to the ring's device in that of to_device(). Where no comment says "waits", a call only starts the copy: a
+// later mark on that stream completes it.
 class DeviceRing {
  public:
-  // `poll` is asked while it waits; its error ends the wait. Where a device may still copy then, `destinations`, of
-  // what is taken to host memory, are kept until it has ended.
+  // A call that waits asks `poll`; its error ends the wait. If a device may still write to host memory then, the
+  // quarantine keeps `destinations` until the device has ended.
   DeviceRing(Device& device, std::function<Status()> poll, std::shared_ptr<const void> destinations)
       : device_(device), poll_(std::move(poll)), destinations_(std::move(destinations)) {}
 
   Device& device() const { return device_; }
 
-  // Into a buffer: from host memory that stays as it is until then; from the ring's device, or, and then it waits, from
-  // another one; zeros.
+  // Into a buffer: from host memory, which must not change until the copy is complete; from a device, which waits
+  // unless it is the ring's own; zeros.
   Status PutHost(std::byte* buffer, const std::byte* source, size_t size_bytes);
   Status PutDevice(std::byte* buffer, Device& from, CudaAddress source, size_t size_bytes);
   Status PutZeros(std::byte* buffer, size_t size_bytes);
 
-  // Out of a buffer: to host memory, which waits; to the ring's device, or, and then it waits, to another one.
+  // Out of a buffer: to host memory, which waits; to a device, which waits unless it is the ring's own.
   Status TakeHost(std::byte* target, const std::byte* buffer, size_t size_bytes);
   Status TakeDevice(Device& to, CudaAddress target, const std::byte* buffer, size_t size_bytes);
 
-  // Host memory of at least this size, for bytes that have to pass through it; until the next call of this object.
+  // Returns at least size_bytes of host memory for bytes that pass through it; valid until the next call.
   std::byte* Bounce(size_t size_bytes);
-  // Wait for everything that was put.
+  // Wait until all puts are complete.
   Status Wait();
 
  private:

@@ -20,7 +20,7 @@
 namespace fastpersist {
 namespace {
 
-// No file is as long.
+// No file is that long.
 constexpr int64_t kTurnstile = INT64_MAX - 2;
 constexpr int64_t kGate = INT64_MAX - 1;
 constexpr auto kLookInterval = std::chrono::milliseconds(5);
@@ -38,7 +38,7 @@ struct flock LockOf(short type, int64_t place) {
 
 }  // namespace
 
-// False, with errno set, if it was refused.
+// Returns false, and sets errno, if the kernel refuses.
 bool EdgeLock::Change(short type, int64_t place) {
   struct flock lock = LockOf(type, place);
   return fcntl(fd_, F_OFD_SETLK, &lock) == 0;
@@ -100,20 +100,20 @@ void EdgeLock::Leave() {
   refused_since_ = TimePoint::max();
   if (!held_) return;
   held_ = false;
-  Change(F_UNLCK, kGate);  // if that failed, nothing could be mended here
+  Change(F_UNLCK, kGate);  // a failure leaves nothing to do
 }
 
 bool EdgeLock::SomebodyWaits() {
   const auto now = Now(clock_);
   if (now < next_look_) return false;
   next_look_ = now + kLookInterval;
-  // Everybody who waits holds the turnstile. Who is not alone does not mind others who do not want to be.
+  // Everyone who waits holds the turnstile. Two shared sides do not disturb each other.
   struct flock lock = LockOf(alone_ ? F_WRLCK : F_RDLCK, kTurnstile);
   return fcntl(fd_, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 
 Status EdgeLock::WriteBack(std::span<const std::pair<uint64_t, uint64_t>> ranges) const {
-  constexpr unsigned kStart = SYNC_FILE_RANGE_WRITE;  // of all, before any is waited for
+  constexpr unsigned kStart = SYNC_FILE_RANGE_WRITE;  // start all before waiting for any
   constexpr unsigned kFinish = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
   Status status;
   for (const unsigned flags : {kStart, kFinish}) {
@@ -132,7 +132,7 @@ bool EdgeLock::Works(int fd) {
 
 namespace {
 
-// The page in which a file of this length ends.
+// The page that holds the last byte of a file of this length.
 std::pair<uint64_t, uint64_t> EndPage(uint64_t size_bytes) {
   const auto page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   const uint64_t first = AlignDown(size_bytes, page_bytes);

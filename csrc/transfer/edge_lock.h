@@ -1,13 +1,13 @@
-// Keeps two things apart that the kernel does not: direct writes under way, and bytes of the same file written through
-// the page cache. A direct write that has been submitted asynchronously throws the cached copy of what it covers away
-// when it is done; if that copy has been made dirty meanwhile, it cannot, and stale bytes stay cached, and get back to
-// the disk. It does not help that the two never meet in a page: what is thrown away, and is dirty, are folios, of up to
-// 2 MiB (ext4 since Linux 6.16, xfs since 5.18, as soon as somebody has read the file through the page cache).
+// Keeps apart what the kernel does not: direct writes in flight, and writes of the same file through the page cache.
+// When an asynchronous direct write ends, the kernel drops the cached copy of its range. If that copy has become dirty,
+// the kernel cannot drop it: stale bytes stay cached and reach the disk later. Disjoint pages do not help: the kernel
+// drops whole folios of up to 2 MiB (ext4 since Linux 6.16, xfs since 5.18, once the file was read through the page
+// cache).
 //
-// So the one side holds a lock, shared, while direct writes are in flight, and the other, alone, from the first byte
-// until nothing is dirty any more. The lock is one of open file descriptions on a byte that no file reaches, so it
-// holds between all of these files of all processes of the machine. Whoever wants to be alone holds a second byte, the
-// turnstile, which the others pass on their way in: nobody starves.
+// Direct writers therefore hold a shared lock while their writes are in flight. A buffered writer holds it alone, from
+// its first byte until nothing is dirty any more. The lock belongs to open file descriptions and to a byte beyond every
+// file's end, so it works between all processes of the machine. A side that waits to be alone holds a second byte, the
+// turnstile, which the others pass on their way in: no side starves.
 //
 // Source: fcntl(2), "Open file description locks"; the kernel's message "Page cache invalidation failure on direct I/O.
 // Possible data corruption due to collision with buffered I/O!" (mm/filemap.c).
@@ -26,31 +26,32 @@ namespace fastpersist {
 // One side of the lock. Not thread-safe: one owner.
 class EdgeLock {
  public:
-  // `fd` stays the caller's, is open for reading and writing, of a file description that has no other use, and is
-  // closed in forked children, who would hold the lock for ever. -1: every call does nothing. `clock` null: the steady
-  // clock.
+  // The caller owns `fd`. It must be open for reading and writing, have a file description without other uses, and be
+  // closed in forked children, which would hold the lock for ever. -1: every call does nothing. `clock` null: the
+  // steady clock.
   EdgeLock(int fd, std::string path, TransferClock* clock = nullptr) : fd_(fd), path_(std::move(path)), clock_(clock) {}
 
-  // Take the lock if nobody is in the way; false: try again, in a millisecond or so. An error if somebody has been in
-  // the way for half a minute, or the kernel refuses: then, too, it may be tried again.
+  // Try to take the lock. False: another side holds it; try again in about a millisecond. Fails if it was held for half
+  // a minute, or the kernel refuses; the caller may still try again.
   Result<bool> TryEnter(bool alone);
-  // The same, and wait.
+  // Like TryEnter, but waits.
   Status Enter(bool alone);
-  // Or wait no longer: who was refused and does not try again leaves, too, since he is in the way of others.
+  // Leave the lock, or stop waiting for it: a side that TryEnter refused and that gives up must leave too, since it
+  // holds up others.
   void Leave();
   bool held() const { return held_; }
   bool alone() const { return held_ && alone_; }
 
-  // REQUIRES: held(). Whether somebody waits for this side to leave. Looks every few milliseconds, and says no in
-  // between.
+  // Whether another side waits for this one to leave. Asks the kernel every few milliseconds and returns false in
+  // between. REQUIRES: held().
   bool SomebodyWaits();
 
-  // Bring ranges of the file (first byte and end), written through the page cache by whatever description, to the
-  // device, and wait for that. By the lock's own description: the kernel tells each description once that something
-  // could not be written, and the next sync of the file is to be told, too.
+  // Write ranges of the file (first byte and end) from the page cache to the device, and wait, whichever description
+  // wrote them. Uses the lock's own description: the kernel reports a failed write once to each description, and the
+  // next sync of the file must still get the report.
   Status WriteBack(std::span<const std::pair<uint64_t, uint64_t>> ranges) const;
 
-  // Whether there are such locks on this file.
+  // Whether the file system of this file has such locks.
   static bool Works(int fd);
 
  private:
@@ -67,8 +68,8 @@ class EdgeLock {
   TimePoint next_look_;
 };
 
-// Cut a file or let it grow, or reserve a range: alone, since the kernel zeroes the rest of the page in which the file
-// ends, in the page cache. `lock_fd` as for an EdgeLock, not in use; -1 for no lock.
+// Cut or extend a file, or reserve a range, while holding the lock alone: the kernel zeroes the rest of the last page
+// in the page cache. `lock_fd` as for an EdgeLock, not in use; -1: no lock.
 Status TruncateAlone(int lock_fd, int fd, uint64_t size_bytes, const std::string& path);
 Status AllocateAlone(int lock_fd, int fd, uint64_t offset_bytes, uint64_t size_bytes, const std::string& path);
 

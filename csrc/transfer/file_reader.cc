@@ -32,15 +32,15 @@ FileReader::FileReader(std::unique_ptr<IoPump> pump, BufferShare share, Transfer
 
 FileReader::~FileReader() { Abandon(); }
 
-// For what waits for a device.
+// For waits on a device.
 Status FileReader::Poll() {
   share_.LetOthersJoin();
   return callbacks_.poll ? callbacks_.poll(pump_->done_bytes()) : Status::Ok();
 }
 
-// Kernel and devices let go of the buffers first; only then do they go back to the share. A device that does not within
-// the grace time keeps them in quarantine, and the destinations with them: it writes there when it goes on, and must
-// not find the memory given to somebody else.
+// The kernel and devices release the buffers before the share gets them back. If a device holds one after the grace
+// time, the quarantine keeps the buffer and the destinations: a device that goes on writes there, and must not hit
+// memory that somebody else has by then.
 void FileReader::Abandon() {
   pump_->Abandon();
   const Grace grace;
@@ -68,7 +68,7 @@ void FileReader::Abandon() {
 // [20 MiB + 100, 21 MiB) become [5, 8), [8, 16) and [16, 21) MiB; the last one serves both. An extent that starts
 // before the last chunk (inside an earlier extent) gets chunks of its own: those bytes are read twice.
 std::vector<FileReader::Chunk> FileReader::Cut(std::span<const ReadExtent> extents) const {
-  // Direct I/O may have to be given up in mid-file, but a buffered engine is never replaced by a direct one.
+  // Direct I/O may be given up in mid-file, but no direct engine ever replaces a buffered one.
   const bool may_go_straight = !pump_->direct();
   std::vector<Chunk> chunks;
   for (size_t i = 0; i < extents.size(); ++i) {
@@ -120,7 +120,7 @@ Result<std::vector<uint32_t>> FileReader::Read(std::span<const ReadExtent> exten
     fresh.emplace_back(extent.address, extent.size_bytes);
     AdviseHugePages(fresh.back());
   }
-  if (!pump_->direct()) fresh.clear();  // its threads fill the memory themselves, and clear pages side by side
+  if (!pump_->direct()) fresh.clear();  // its threads fill the memory themselves and clear pages in parallel
   Status status;
   {
     const Prefault prefault(std::move(fresh));
@@ -143,7 +143,7 @@ Status FileReader::Run(std::span<const ReadExtent> extents, std::span<const Chun
   std::vector<IoPump::Finished> finished;
   size_t next = 0;
   while (next < chunks.size() || pump_->in_flight() > 0 || !copying_.empty()) {
-    // With no read to wait for, the buffers that are missing are those out of which devices copy.
+    // With no read in flight, devices copy out of the missing buffers.
     for (bool wait = pump_->in_flight() == 0; !copying_.empty(); wait = false) {
       Result<bool> complete = CompleteFirst(wait);
       if (!complete.ok()) return complete.status();
@@ -152,7 +152,7 @@ Status FileReader::Run(std::span<const ReadExtent> extents, std::span<const Chun
     while (next < chunks.size() && pump_->in_flight() < pump_->queue_depth()) {
       const Chunk& chunk = chunks[next];
       std::byte* const buffer = chunk.straight == nullptr ? share_.Take() : nullptr;
-      if (chunk.straight == nullptr && buffer == nullptr) break;  // ours are all in flight
+      if (chunk.straight == nullptr && buffer == nullptr) break;  // all of ours are in flight
       const auto slot = std::find_if(in_flight_.begin(), in_flight_.end(), [](const auto& one) { return !one.used; });
       FP_CHECK(slot != in_flight_.end());
       *slot = {.used = true, .buffer = buffer, .chunk = next++};
@@ -173,7 +173,7 @@ Status FileReader::Run(std::span<const ReadExtent> extents, std::span<const Chun
   return Status::Ok();
 }
 
-// The same, out of a buffer that no thread can look into.
+// Like Deliver, from a buffer that no thread can read.
 Status FileReader::DeliverFromDeviceRing(const ReadExtent& extent, uint64_t offset_in_extent, const std::byte* source,
                                          uint64_t size_bytes) {
   switch (extent.target) {
@@ -194,12 +194,12 @@ Status FileReader::DeliverFromDeviceRing(const ReadExtent& extent, uint64_t offs
   return Status::Ok();
 }
 
-// A device copies out of the buffer that is being delivered.
+// Note that a device copies out of the buffer being delivered.
 void FileReader::CopiesOut(Device& device) {
   if (std::find(devices_.begin(), devices_.end(), &device) == devices_.end()) devices_.push_back(&device);
 }
 
-// Get back the first of the buffers out of which devices copy. False: they still do. REQUIRES: there is one.
+// Take back the first buffer out of which devices copy. Returns false if they still do. REQUIRES: there is one.
 Result<bool> FileReader::CompleteFirst(bool wait) {
   const CopiedBuffer& first = copying_.front();
   for (const CopyMark& mark : first.marks) {

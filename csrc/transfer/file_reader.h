@@ -1,9 +1,8 @@
-// Bytes from a file to where they belong, through the ring: reads aligned chunks with the engine's queue full, and
-// copies what was asked for out of each as it comes, whatever the alignment of file and memory, with the CRC computed
-// in the same pass. Extents that lie close together share a chunk; what lies between them is read and dropped.
+// Reads extents of a file through the ring to memory, devices or callbacks. It reads aligned chunks with the engine's
+// queue full and copies the extents out of each chunk as it arrives, whatever their alignment, with the CRC computed in
+// the same pass. Close extents share a chunk; the bytes between them are read and dropped.
 //
-// What belongs into a device's memory is copied by the device, while the next chunks are read; when Read returns, all
-// of it is there.
+// A device copies its own extents while the next chunks are read; Read returns when all copies are complete.
 //
 // With a buffered engine, whose bytes the kernel copies anyway, large extents go straight to their memory.
 #pragma once
@@ -45,28 +44,28 @@ struct ReadExtent {
 // One owner thread at a time.
 class FileReader {
  public:
-  // Reading over a gap up to this long is cheaper than another request (256 KiB is about 0.1 ms of a 2.5 GB/s disk).
+  // Reading a gap up to this long costs less than another request (256 KiB is about 0.1 ms of a 2.5 GB/s disk).
   static constexpr uint64_t kGapBytes = 256 << 10;
-  // Smaller extents are worth more together in one chunk than a request and no second copy each.
+  // Smaller extents share a chunk: that saves more requests than the second copy costs.
   static constexpr uint64_t kStraightBytes = 256 << 10;
 
-  // With a ring device, the pool's buffers are memory of that device; no extent may want a CRC then (kInvalidArgument).
+  // With a ring device, the pool's buffers are its memory, and no extent may ask for a CRC (kInvalidArgument).
   static Result<std::unique_ptr<FileReader>> Open(int fd, std::string path, PumpOptions options, BufferPool& pool,
                                                   TransferCallbacks callbacks, Device* ring_device = nullptr);
   ~FileReader();
   FileReader(const FileReader&) = delete;
   FileReader& operator=(const FileReader&) = delete;
 
-  // Read all extents; returns their CRCs (0 where none was asked for). REQUIRES: sorted by offset. They may overlap.
-  // After an error, targets may be partly filled, and nothing of ours is in flight any more. Devices copy after what
-  // their to_device() streams were made to follow: see CopyStream::FollowCaller.
+  // Read all extents and return their CRCs (0 without with_crc). After an error, targets may be partly filled, and none
+  // of this reader's requests is in flight. Devices copy after the work that their to_device() streams were made to
+  // follow: see CopyStream::FollowCaller. REQUIRES: sorted by offset; extents may overlap.
   Result<std::vector<uint32_t>> Read(std::span<const ReadExtent> extents);
 
   const IoPump& pump() const { return *pump_; }
 
  private:
-  // A request: `needed_bytes` of the file, with the bytes of extents [first, last). Into a buffer of the ring, from an
-  // aligned offset on; or, with `straight`, to where its one extent wants it.
+  // A request: `needed_bytes` of the file, with the bytes of extents [first, last). It fills a ring buffer from an
+  // aligned offset on, or, with `straight`, the memory of its one extent.
   struct Chunk {
     uint64_t offset_bytes;
     uint64_t needed_bytes;
@@ -99,11 +98,11 @@ class FileReader {
   Status Poll();
   void Abandon();
 
-  // Out of this buffer devices copy; it is theirs until the marks are reached.
+  // Devices copy out of this buffer; it stays theirs until all marks are reached.
   struct CopiedBuffer {
     std::byte* buffer;
     std::vector<CopyMark> marks;
-    std::vector<Device*> unmarked;  // whose copies have no mark: that is an error, and they are waited for otherwise
+    std::vector<Device*> unmarked;  // copies without a mark: an error; Abandon waits for them otherwise
   };
 
   std::unique_ptr<IoPump> pump_;
@@ -114,7 +113,7 @@ class FileReader {
   std::vector<InFlight> in_flight_;        // by tag
   bool is_short_of_buffers_ = false;
   std::deque<CopiedBuffer> copying_;             // in the order in which the copies were started
-  std::vector<Device*> devices_;                 // that were told to copy out of the buffer that is being delivered
+  std::vector<Device*> devices_;                 // devices that copy out of the buffer being delivered
   std::vector<std::vector<CrcPart>> crc_parts_;  // by extent, in the order the chunks came
 };
 

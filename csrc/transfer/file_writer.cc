@@ -75,17 +75,17 @@ FileWriter::~FileWriter() {
   if (old_block_ != nullptr) UnmapBuffers(old_block_, block_bytes_);
 }
 
-// For what waits for a device, or for a snapshot that may wait for one.
+// For waits on a device, or on a snapshot, which may wait for one.
 Status FileWriter::Poll() {
   share_.LetOthersJoin();
   return callbacks_.poll ? callbacks_.poll(pump_->done_bytes()) : Status::Ok();
 }
 
-// Kernel and devices let go of the buffers first; only then do they go back to the share. A device that does not within
-// the grace time has them quarantined. The sources may be gone by the time it goes on, since it only reads them: memory
-// that torch's caching allocator has given to another tensor meanwhile is as good, and memory that it gives back to the
-// driver is not unmapped before the copies have ended (cuMemFree and cuMemUnmap wait for them, the allocator
-// synchronises before the latter).
+// The kernel and devices release the buffers before the share gets them back. If a device holds one after the grace
+// time, it is quarantined. The sources may be gone by the time the device goes on, since it only reads them: it may
+// read memory that torch's caching allocator has given to another tensor. Memory that the allocator gives back to the
+// driver stays mapped until the copies have ended (cuMemFree waits for them; the allocator synchronises before
+// cuMemUnmap).
 Status FileWriter::Abort(Status status) {
   if (failed_.ok()) failed_ = std::move(status);
   pump_->Abandon();
@@ -107,8 +107,8 @@ Status FileWriter::Abort(Status status) {
     }
   }
   copying_.clear();
-  // All are idle now. Not only at the end of the writer: where Ctrl-C comes before anybody closes it, a traceback keeps
-  // it alive, and the transfers behind it would wait for ever.
+  // All buffers are idle: give them back now. After Ctrl-C, a traceback may keep the writer alive, and later transfers
+  // would wait for it for ever.
   const BufferShare given_back(std::move(share_));
   return failed_;
 }
@@ -124,8 +124,8 @@ Status FileWriter::EnsureBuffer() {
   while (chunk_.buffer == nullptr) {
     chunk_.buffer = share_.Take();
     if (chunk_.buffer != nullptr) break;
-    // None is idle and the pool has none to spare: one of ours must come back. There is one, since we own at least
-    // two and are filling none. First the chunks whose copies are complete are written, so that the disk has work.
+    // The pool has none to spare, so one of ours must come back. There is one: we own at least two and are filling
+    // none. Write the chunks with complete copies first, so that the disk has work.
     if (!copying_.empty()) {
       const Result<bool> complete = CompleteFirst(/*wait=*/true);
       if (!complete.ok()) return complete.status();
@@ -138,8 +138,8 @@ Status FileWriter::EnsureBuffer() {
 
 // ----------------------------------------------------------------------------------- blocks written in part
 
-// Put what the file has now into bytes [from, until) of the open chunk, which lie in one block. Whatever was written to
-// that block before is in the file by then.
+// Read bytes [from, until) of the open chunk, which lie in one block, from the file. Earlier writes to that block are
+// in the file by then.
 Status FileWriter::ReadOldBytes(size_t from_bytes, size_t until_bytes) {
   FP_RETURN_IF_ERROR(WriteCopying());
   while (pump_->in_flight() > 0) FP_RETURN_IF_ERROR(Collect(/*wait=*/true));
@@ -169,7 +169,7 @@ Status FileWriter::ReadOldBytes(size_t from_bytes, size_t until_bytes) {
   return device_ring_->Wait();
 }
 
-// The open chunk has a buffer and nothing in it: let it begin at a block.
+// Make the open chunk, which is empty, begin at a block.
 Status FileWriter::BeginBlock() {
   const uint64_t start_bytes = AlignDown(chunk_.offset_bytes, block_bytes_);
   const auto before_bytes = static_cast<size_t>(chunk_.offset_bytes - start_bytes);
@@ -179,7 +179,7 @@ Status FileWriter::BeginBlock() {
   return ReadOldBytes(0, before_bytes);
 }
 
-// Let the open chunk end at a block: zeros up to where a seek may go, behind them what the file has.
+// Make the open chunk end at a block: zeros up to the next place of a seek, then the file's old bytes.
 // Example with blocks of 16 KiB, 5,000 bytes in the chunk: [5000, 8192) is zeros, [8192, 16384) stays as it is.
 Status FileWriter::EndBlock() {
   const size_t zeros_end = AlignUp(chunk_.fill_bytes, kBlockBytes);
@@ -195,7 +195,7 @@ Status FileWriter::EndBlock() {
 
 // ----------------------------------------------------------------------------------- full chunks
 
-// The chunk is full, or the last before a seek: hand it to the kernel, once all copies into it are there.
+// The chunk is full, or the last before a seek: hand it to the kernel once its copies are complete.
 Status FileWriter::EndChunk() {
   if (chunk_.fill_bytes == 0) return Status::Ok();
   FP_RETURN_IF_ERROR(EndBlock());
@@ -213,7 +213,7 @@ Status FileWriter::EndChunk() {
   return Status::Ok();
 }
 
-// The open chunk is full: the next one begins behind it.
+// The open chunk is full: open the next one behind it.
 void FileWriter::PassOn() {
   const uint64_t next_offset_bytes = position();
   copying_.push_back(std::move(chunk_));
@@ -221,7 +221,7 @@ void FileWriter::PassOn() {
   chunk_.offset_bytes = next_offset_bytes;
 }
 
-// Whole blocks of it: see EndBlock.
+// Start to write whole blocks of the chunk: see EndBlock.
 Status FileWriter::StartWrite(Chunk& chunk) {
   const size_t padded_bytes = AlignUp(chunk.fill_bytes, block_bytes_);
   while (pump_->in_flight() == pump_->queue_depth()) FP_RETURN_IF_ERROR(Collect(/*wait=*/true));
@@ -238,7 +238,7 @@ Status FileWriter::StartWrite(Chunk& chunk) {
   return Collect(/*wait=*/false);
 }
 
-// From here on it can be found out whether the copies into a chunk that were started are complete.
+// Put marks behind the started copies into a chunk, which tell when they are complete.
 Status FileWriter::MarkCopies(Chunk& chunk) {
   while (!chunk.devices.empty()) {
     Result<CopyMark> mark = chunk.devices.back()->to_host().Mark();
@@ -255,7 +255,8 @@ Status FileWriter::AwaitCopies(Chunk& chunk) {
   return Status::Ok();
 }
 
-// Settle and start to write the first of the full chunks. False: its copies are not complete. REQUIRES: there is one.
+// Settle the first full chunk and start its write. Returns false if its copies are not complete. REQUIRES: there is
+// one.
 Result<bool> FileWriter::CompleteFirst(bool wait) {
   Chunk& first = copying_.front();
   if (!wait) {
@@ -271,7 +272,7 @@ Result<bool> FileWriter::CompleteFirst(bool wait) {
   return true;
 }
 
-// Wait for the copies into full chunks, and start to write all of them.
+// Wait for the copies into full chunks, and start all of their writes.
 Status FileWriter::WriteCopying() {
   while (!copying_.empty()) {
     const Result<bool> complete = CompleteFirst(/*wait=*/true);
@@ -280,8 +281,7 @@ Status FileWriter::WriteCopying() {
   return Status::Ok();
 }
 
-// Wait until all copies are complete, those into the open chunk, too: from here on their sources may go, and the CRCs
-// are settled.
+// Wait until all copies are complete, those into the open chunk too. Then the CRCs are settled and the sources may go.
 Status FileWriter::CompleteCopies() {
   FP_RETURN_IF_ERROR(WriteCopying());
   FP_RETURN_IF_ERROR(MarkCopies(chunk_));
@@ -292,7 +292,7 @@ Status FileWriter::CompleteCopies() {
 
 // ----------------------------------------------------------------------------------- CRCs
 
-// Make the parts of a chunk, into which all copies are complete, part of the CRCs, in file order.
+// Add the parts of a chunk to the CRCs, in file order. REQUIRES: all copies into it are complete.
 void FileWriter::SettleCrcs(Chunk& chunk) {
   for (Part& part : chunk.parts) {
     std::byte* const bytes = chunk.buffer + part.offset_bytes;
@@ -324,7 +324,7 @@ void FileWriter::Account(const Part& part) {
 
 // ----------------------------------------------------------------------------------- pieces
 
-// The next bytes of a captured piece, until its snapshot's EndLease(); say in `part` how many.
+// Returns the next bytes of a captured piece, valid until its snapshot's EndLease(); sets their number in `part`.
 Result<Snapshot::Taken> FileWriter::Take(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes,
                                          Part& part) {
   const auto poll = [this] { return Poll(); };
@@ -333,7 +333,7 @@ Result<Snapshot::Taken> FileWriter::Take(const PieceList::Piece& piece, uint64_t
   return taken;
 }
 
-// Copy at most size_limit_bytes of a piece to where the chunk is filled up to; say in `part` what was copied.
+// Copy at most size_limit_bytes of a piece behind the chunk's filled bytes; describe the copied bytes in `part`.
 Status FileWriter::CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes, Part& part) {
   std::byte* const target = chunk_.buffer + part.offset_bytes;
   const bool with_crc = piece.kind == PieceList::Kind::kBytes || piece.crc_slot != PieceList::kNoCrc;
@@ -376,7 +376,7 @@ Status FileWriter::CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, 
   return Status::Ok();
 }
 
-// The same, into a buffer that no thread can look into.
+// Like CopyPart, into a buffer that no thread can read.
 Status FileWriter::CopyToDeviceRing(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes,
                                     Part& part) {
   std::byte* const target = chunk_.buffer + part.offset_bytes;
@@ -401,7 +401,7 @@ Status FileWriter::CopyToDeviceRing(const PieceList::Piece& piece, uint64_t done
         status = device_ring_->PutDevice(target, *device, taken.value().address, part.size_bytes);
       } else {
         status = device_ring_->PutHost(target, taken.value().host_bytes().data(), part.size_bytes);
-        if (status.ok()) status = device_ring_->Wait();  // the arena may have the memory back then
+        if (status.ok()) status = device_ring_->Wait();  // afterwards the arena may have the memory back
       }
       piece.snapshot->EndLease();
       return status;
@@ -418,7 +418,7 @@ Status FileWriter::CopyToDeviceRing(const PieceList::Piece& piece, uint64_t done
   return Status::Ok();
 }
 
-// A device copies into the open chunk.
+// Note that a device copies into the open chunk.
 void FileWriter::CopiesInto(Device& device) {
   if (std::find(chunk_.devices.begin(), chunk_.devices.end(), &device) == chunk_.devices.end()) {
     chunk_.devices.push_back(&device);
@@ -437,7 +437,7 @@ Status FileWriter::Fill(const PieceList::Piece& piece) {
   for (uint64_t done_bytes = 0; done_bytes < piece.size_bytes;) {
     FP_RETURN_IF_ERROR(EnsureBuffer());
     if (chunk_.fill_bytes == 0) FP_RETURN_IF_ERROR(BeginBlock());
-    // Chunks end on multiples of the chunk size in the file, so every one but the first and the last is a full one.
+    // Chunks end on multiples of the chunk size in the file, so only the first and the last may be partial.
     const size_t capacity_bytes = chunk_bytes_ - static_cast<size_t>(chunk_.offset_bytes & (chunk_bytes_ - 1));
     const auto size_bytes =
         static_cast<size_t>(std::min<uint64_t>(capacity_bytes - chunk_.fill_bytes, piece.size_bytes - done_bytes));
@@ -453,7 +453,7 @@ Status FileWriter::Fill(const PieceList::Piece& piece) {
     done_bytes += part.size_bytes;
     chunk_.fill_bytes += part.size_bytes;
     chunk_.parts.push_back(part);
-    // Where no copy is waited for, the CRC is settled at once.
+    // If no copy is in flight, settle the CRC at once.
     if (copying_.empty() && chunk_.devices.empty()) SettleCrcs(chunk_);
     if (chunk_.fill_bytes == capacity_bytes) FP_RETURN_IF_ERROR(EndChunk());
   }
@@ -509,7 +509,7 @@ Status FileWriter::Finish() {
   while (status.ok() && pump_->in_flight() > 0) status = Collect(/*wait=*/true);
   if (!status.ok()) return Abort(std::move(status));
   if (chunk_.buffer != nullptr) share_.Put(std::exchange(chunk_.buffer, nullptr));
-  share_.Rest();  // what comes next may be long in coming
+  share_.Rest();  // the next call may be long in coming
   return Status::Ok();
 }
 

@@ -1,12 +1,12 @@
-// Bytes to a file, through the ring: fills one buffer after the other in file order, with the CRC computed while the
-// bytes are in the cache, and keeps the engine's queue full. The only place that cuts, coalesces and pads what is
-// written. Small pieces cost a memcpy, not an I/O: ten thousand of them lie in the same few chunks.
+// Writes pieces to a file through the ring: fills one buffer after the other in file order, computes CRCs while the
+// bytes are in the cache, and keeps the engine's queue full. The only place that cuts, coalesces and pads written
+// bytes. A small piece costs a memcpy, not an I/O: ten thousand of them share a few chunks.
 //
-// Files may ask for larger blocks than those that callers seek to, such as 16 KiB where seeks go to multiples of 4 KiB.
-// Of a block that what is written covers only in part, the rest is read from the file and written again as it was.
+// A file may ask for larger blocks than the seeks of callers, such as 16 KiB where seeks go to multiples of 4 KiB. The
+// writer reads the rest of a partly covered block from the file and writes it back unchanged.
 //
-// What lies in a device's memory is copied by the device: several chunks are being filled at once, and each one's CRC
-// is settled, and its write started, when its copies are complete.
+// A device copies its own pieces. Several chunks fill at once then; when the copies into one are complete, the writer
+// settles its CRCs and starts its write.
 #pragma once
 
 #include <cstdint>
@@ -25,24 +25,23 @@
 
 namespace fastpersist {
 
-// What to write next, in order. Memory pieces are read when they are written: the caller keeps them alive and
-// unchanged until Append has returned.
+// The pieces to write, in order. The caller keeps memory pieces alive and unchanged until Append has returned.
 class PieceList {
  public:
   static constexpr uint32_t kNoCrc = UINT32_MAX;
 
   void AddBytes(std::string bytes);
-  // crc_slot: the CRC of this piece is continued in that slot; kNoCrc: none is computed.
+  // crc_slot: this piece continues the CRC in that slot; kNoCrc: no CRC.
   void AddMemory(const std::byte* address, uint64_t size_bytes, uint32_t crc_slot);
-  // A whole source of a snapshot, wherever its bytes are by then. They need not stay unchanged: the snapshot sees to
-  // it.
+  // A whole source of a snapshot, wherever its bytes are by then. The caller may change them: the snapshot protects
+  // them.
   void AddCaptured(std::shared_ptr<Snapshot> snapshot, uint32_t source, uint64_t size_bytes, uint32_t crc_slot);
-  // In the memory of a device, whose copies into the ring are in flight beside each other and beside the writes. As
-  // AddMemory otherwise.
+  // Bytes in a device's memory. Their copies into the ring are in flight beside each other and beside the writes.
+  // Otherwise as AddMemory.
   void AddDevice(Device& device, CudaAddress address, uint64_t size_bytes, uint32_t crc_slot);
   // From the `pull` callback, in pieces of at most one chunk.
   void AddPulled(uint64_t id, uint64_t size_bytes, uint32_t crc_slot);
-  // The four little-endian bytes of a slot's CRC as it is when this piece is reached.
+  // The four little-endian bytes of a slot's CRC at this piece.
   void AddCrc(uint32_t crc_slot);
 
   uint64_t size_bytes() const { return size_bytes_; }
@@ -68,47 +67,47 @@ class PieceList {
   uint64_t size_bytes_ = 0;
 };
 
-// One owner thread at a time. The descriptor, its size, sync and name are the caller's.
+// One owner thread at a time. The caller owns the descriptor, and the file's size, sync and name.
 class FileWriter {
  public:
-  // Every Seek goes to a multiple of this, and what stands before it is padded to one.
+  // Every Seek goes to a multiple of this; the writer pads up to one.
   static constexpr uint64_t kBlockBytes = kBlockBytesMin;
 
-  // With a ring device, the pool's buffers are memory of that device; no piece may want a CRC then (kInvalidArgument).
+  // With a ring device, the pool's buffers are its memory, and no piece may ask for a CRC (kInvalidArgument).
   static Result<std::unique_ptr<FileWriter>> Open(int fd, std::string path, PumpOptions options, BufferPool& pool,
                                                   TransferCallbacks callbacks, Device* ring_device = nullptr);
   ~FileWriter();
   FileWriter(const FileWriter&) = delete;
   FileWriter& operator=(const FileWriter&) = delete;
 
-  // Write pieces from the current position on. Returns when the last byte has been copied into the ring, not when it
-  // has been written. The first error sticks: nothing of ours is in flight any more when it is returned.
+  // Write pieces from the current position on. Returns when the last byte is in the ring, not when it is written. The
+  // first error sticks: when it is returned, none of this writer's requests is in flight.
   Status Append(const PieceList& pieces);
 
-  // Go on at another block. What stands before is padded with zeros to a whole block, so nothing may have been
-  // written between the old position and the next multiple of kBlockBytes. What else lies in the larger blocks that the
-  // file may ask for stays as it is, if nobody else writes to those blocks meanwhile.
+  // Continue at another block. The last one is padded with zeros, so nothing may have been written between the old
+  // position and the next multiple of kBlockBytes. The rest of larger blocks stays unchanged if nobody else writes to
+  // those blocks meanwhile.
   Status Seek(uint64_t offset_bytes);
 
-  // Pad the last block and wait for every write. The file may now be up to a block longer than position(): one of those
-  // that it asks for.
+  // Pad the last block and wait for every write. The file may then be longer than position(), by less than one of the
+  // blocks that it asks for.
   Status Finish();
 
-  // Wait until the kernel has let go of every buffer and give them back; buffers into which a device still copies after
-  // the grace time are quarantined. The writer is of no use after.
+  // Wait until the kernel has released every buffer and give them back. Buffers into which a device still copies after
+  // the grace time are quarantined. The writer is useless afterwards.
   void Abandon() { (void)Abort(Status::Error(StatusCode::kCancelled, "the writer was closed")); }
 
   uint64_t position() const { return chunk_.offset_bytes + chunk_.fill_bytes; }
   uint32_t crc(uint32_t slot) const { return slot < crcs_.size() ? crcs_[slot] : 0; }
-  struct Run {  // bytes that were written one after the other
+  struct Run {  // bytes written without a Seek between them
     uint64_t offset_bytes;
     uint64_t size_bytes;
     uint32_t crc;
   };
-  // What was written, in that order, one for every Seek. None when some piece had no CRC.
+  // The runs in the order written, one for every Seek. None if a piece had no CRC.
   std::optional<std::vector<Run>> runs() const;
-  // The CRC of the first size_bytes of a file that was written in these runs. None when they do not cover these bytes
-  // exactly once.
+  // Combine the CRCs of runs into that of the file's first size_bytes. None unless the runs cover these bytes exactly
+  // once.
   static std::optional<uint32_t> CombineRuns(std::vector<Run> runs, uint64_t size_bytes);
   const IoPump& pump() const { return *pump_; }
 
@@ -116,13 +115,14 @@ class FileWriter {
   FileWriter(int fd, std::unique_ptr<IoPump> pump, BufferShare share, TransferCallbacks callbacks, size_t chunk_bytes,
              Device* ring_device);
 
-  // Bytes in a chunk whose CRC is not settled yet: a device's copy of them, or of bytes before them, is not complete.
+  // A range of a chunk whose CRC is not settled yet: a device's copy into it, or into a range before it, is not
+  // complete.
   struct Part {
     enum class Kind : uint8_t { kThere, kCopying, kCrcText };
     Kind kind;
     uint32_t crc_slot;
     uint32_t crc;         // kThere: of the bytes, if it is wanted
-    uint32_t skip_bytes;  // kCrcText: of the slot's four bytes, those that lie in the chunk before
+    uint32_t skip_bytes;  // kCrcText: how many of the slot's four bytes lie in the chunk before
     size_t offset_bytes;  // in the chunk
     size_t size_bytes;
     size_t run;
@@ -162,8 +162,8 @@ class FileWriter {
 
   const int fd_;
   std::unique_ptr<IoPump> pump_;
-  const uint64_t block_bytes_;      // that the file asks for, at least kBlockBytes
-  std::byte* old_block_ = nullptr;  // as it is in the file; mapped when the first is read
+  const uint64_t block_bytes_;      // the size that the file asks for, at least kBlockBytes
+  std::byte* old_block_ = nullptr;  // a block as the file holds it; mapped at the first read
   BufferShare share_;
   const TransferCallbacks callbacks_;
   const size_t chunk_bytes_;
@@ -174,7 +174,7 @@ class FileWriter {
   std::vector<std::byte*> in_flight_;  // by tag; null: that tag is free
   std::vector<IoPump::Finished> finished_;
   Chunk chunk_;                // the one being filled
-  std::deque<Chunk> copying_;  // full, but copies into them are not complete; in file order, in which they are written
+  std::deque<Chunk> copying_;  // full chunks with incomplete copies, in file order, which is the order of their writes
   Status failed_;
 };
 

@@ -10,12 +10,12 @@ namespace fastpersist {
 namespace {
 
 constexpr auto kPollInterval = std::chrono::milliseconds(50);
-// A kernel that is out of resources for this long will not find them any more.
+// A kernel that lacks resources for this long will not find them any more.
 constexpr auto kRefusedLimit = std::chrono::seconds(30);
 constexpr auto kRefusedPause = std::chrono::milliseconds(1);
 
-// What says "this engine cannot do this to this file", not "the disk is broken". EINVAL is what direct I/O answers
-// where a file system takes the flag but not the request; EPERM what a sandbox answers.
+// The errors that mean "this engine cannot do this to this file" and not "the disk is broken". EINVAL: a file system
+// takes O_DIRECT but not the request. EPERM: a sandbox.
 bool SaysNotSupported(int sys_errno) {
   return sys_errno == EOPNOTSUPP || sys_errno == ENOSYS || sys_errno == EINVAL || sys_errno == EPERM;
 }
@@ -46,7 +46,7 @@ Result<std::unique_ptr<IoPump>> IoPump::Open(int fd, std::string path, PumpOptio
   return pump;
 }
 
-// An engine that can be created and whose descriptor flag can be set.
+// Returns an engine for which the descriptor's flag is set.
 Result<std::unique_ptr<IoEngine>> IoPump::OpenEngine(const std::string& name) const {
   if (options_.simulation != nullptr) return options_.simulation->create_engine(name);
   Result<std::unique_ptr<IoEngine>> engine = CreateEngine({.name = name,
@@ -62,7 +62,7 @@ Result<std::unique_ptr<IoEngine>> IoPump::OpenEngine(const std::string& name) co
   return engine;
 }
 
-// Take the first engine from `index` on that opens.
+// Use the first engine from `index` on that opens.
 Status IoPump::UseEngine(size_t index, Status why_left) {
   for (; index < options_.engines.size(); ++index) {
     const std::string& name = options_.engines[index];
@@ -85,7 +85,7 @@ Status IoPump::Fail(Status status) {
   return failed_;
 }
 
-// A request that gets no further although the kernel reports no error.
+// The error of a request that makes no progress although the kernel reports no error.
 Status IoPump::Stopped(const Slot& slot, uint32_t last_done_bytes) const {
   const uint64_t place = slot.request.offset_bytes + slot.done_bytes;
   const std::string asked = std::to_string(slot.request.size_bytes) + " bytes at offset " + std::to_string(place);
@@ -109,7 +109,7 @@ void IoPump::Queue(size_t slot_index) {
       .offset_bytes = slot.request.offset_bytes + slot.done_bytes,
       .tag = slot_index,
   });
-  FP_CHECK(result == QueueResult::kQueued);  // there are as many slots as the engine has room for
+  FP_CHECK(result == QueueResult::kQueued);  // slots never outnumber the engine's room
 }
 
 Status IoPump::Start(const Request& request, bool more_follow) {
@@ -138,7 +138,7 @@ Status IoPump::Poll() {
 }
 
 Status IoPump::Collect(std::chrono::milliseconds wait_at_most, std::vector<Finished>& finished) {
-  // A day is for ever here, and cannot overflow.
+  // A day means for ever; the limit avoids an overflow.
   const bool has_deadline = wait_at_most < std::chrono::hours(24);
   const TimePoint deadline = has_deadline ? Now() + wait_at_most : TimePoint::max();
   while (failed_.ok() && in_flight_count_ > 0) {
@@ -165,7 +165,7 @@ Status IoPump::Collect(std::chrono::milliseconds wait_at_most, std::vector<Finis
   return failed_;
 }
 
-// Finish a request, one way or the other.
+// Report a request as finished, with success or an error.
 Status IoPump::Give(size_t slot_index, Status status, std::vector<Finished>& finished) {
   const Slot& slot = slots_[slot_index];
   if (!status.ok() && !options_.outlives_failures) return status;
@@ -181,7 +181,7 @@ Status IoPump::Complete(const IoCompletion& completion, std::vector<Finished>& f
   const Request& request = slot.request;
   const uint64_t place = request.offset_bytes + slot.done_bytes;
 
-  // ECANCELED: the kernel gave the request up before it started, because the thread that submitted it went away.
+  // ECANCELED: the kernel dropped the unstarted request because the submitting thread ended.
   if (completion.sys_errno == EINTR || completion.sys_errno == EAGAIN || completion.sys_errno == ECANCELED) {
     const TimePoint now = Now();
     if (slot.attempt_count++ == 0) slot.first_refused = now;
@@ -223,7 +223,7 @@ Status IoPump::Complete(const IoCompletion& completion, std::vector<Finished>& f
   return Status::Ok();
 }
 
-// REQUIRES: nothing is in flight in the old engine.
+// Replace the engine. REQUIRES: nothing is in flight in the old one.
 Status IoPump::Demote(std::vector<Finished>& finished) {
   const bool was_direct = direct();
   demotions_.push_back(engine_name_ + ": " + demote_because_.message());
@@ -245,7 +245,7 @@ Status IoPump::Demote(std::vector<Finished>& finished) {
 
 void IoPump::Abandon() noexcept {
   if (failed_.ok()) failed_ = Status::Error(StatusCode::kCancelled, "the transfer of " + path_ + " was abandoned");
-  engine_.reset();  // blocks until the kernel has let go
+  engine_.reset();  // blocks until the kernel has released all buffers
   in_flight_count_ = 0;
 }
 

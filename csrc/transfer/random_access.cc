@@ -14,9 +14,9 @@
 namespace fastpersist {
 namespace {
 
-constexpr uint64_t kEdgeCount = 64;  // of devices, staged at once
-// At least, however short the queue is: one of the host and one for each direction of a device, so that none of them
-// waits for another.
+constexpr uint64_t kEdgeCount = 64;  // pages of devices' writes staged at once
+// The minimum, however short the queue is: one for the host and one for each direction of a device, so that none waits
+// for another.
 constexpr uint64_t kStagedChunkCount = 3;
 
 }  // namespace
@@ -55,7 +55,7 @@ void FileRequest::AddJob() {
 }
 
 void FileRequest::CompleteJob(uint64_t done_bytes, uint64_t failed_count, Failure first_failure) {
-  OnComplete on_complete;  // destroyed when the mutex is free: it holds what the file holds
+  OnComplete on_complete;  // destroyed when the mutex is free: it holds the file's state
   const std::lock_guard lock(mutex_);
   FP_CHECK(open_job_count_ > 0);
   done_bytes_ += done_bytes;
@@ -68,7 +68,7 @@ void FileRequest::CompleteJob(uint64_t done_bytes, uint64_t failed_count, Failur
   }
   failed_count_ += failed_count;
   if (--open_job_count_ > 0) return;
-  // The file notes it and the request is complete, in one step for whoever looks at both.
+  // One step for every observer: the file's count changes and the request becomes complete.
   on_complete = std::move(on_complete_);
   if (on_complete) on_complete(shared_from_this());
   changed_.notify_all();
@@ -76,7 +76,7 @@ void FileRequest::CompleteJob(uint64_t done_bytes, uint64_t failed_count, Failur
 
 // ---------------------------------------------------------------------------------------------------- RandomAccess
 
-// What requests tell the file; shared, since a request may be looked at when the file is gone.
+// The file's record of its requests; shared, since a request may outlive the file.
 struct RandomAccess::Tally {
   std::mutex mutex;
   std::condition_variable none_open;
@@ -92,7 +92,7 @@ RandomAccess::RandomAccess(RandomAccessOptions options)
       tally_(std::make_shared<Tally>()) {}
 
 Result<std::unique_ptr<RandomAccess>> RandomAccess::Open(RandomAccessOptions options) {
-  // What was cut for the page cache would not do for an engine that takes over.
+  // A direct engine could not take over pieces that were cut for the page cache.
   if (!std::is_partitioned(options.engines.begin(), options.engines.end(),
                            [](const std::string& name) { return !name.ends_with("-buffered"); })) {
     return Status::Error(StatusCode::kInvalidArgument, "a direct engine cannot follow one through the page cache");
@@ -100,7 +100,7 @@ Result<std::unique_ptr<RandomAccess>> RandomAccess::Open(RandomAccessOptions opt
   ReleaseComplete();
   std::unique_ptr<RandomAccess> file(new RandomAccess(std::move(options)));
   const RandomAccessOptions& own = file->options_;
-  // A device may have blocks that are larger than the chunks that were asked for.
+  // The device's blocks may be larger than the chunks of the options.
   const uint64_t chunk_bytes = std::max<uint64_t>(own.chunk_bytes, file->limits_.offset_alignment_bytes);
   Result<std::unique_ptr<Wakeup>> wakeup = Wakeup::Create();
   if (!wakeup.ok()) return wakeup.status();

@@ -10,8 +10,7 @@
 namespace fastpersist {
 namespace {
 
-// Whole pages between partial ones are read on their own if they are at least this many bytes: copying fewer costs less
-// than another request.
+// The least length of whole pages between partial ones that is read separately: copying less costs less than a request.
 constexpr uint64_t kSplitBytes = 64 << 10;
 
 }  // namespace
@@ -40,11 +39,10 @@ PieceRange RequestCutter::Next(const RequestJob& job, bool direct) const {
   return range;
 }
 
-// Where to end a direct read of [from, end) to an address, so that as much as possible goes straight. Example, chunks
-// of 1 MiB, blocks of 512, pages of 4096: a read of [0, 2 MiB) to an address 512 bytes behind a page has its first
-// whole page at 3584. It is cut into [0, 3584), which is staged, [3584, 1 MiB - 512), which is not, as many again, and
-// the last 512 bytes. An address 100 bytes behind a page has no page that begins on a block: chunks as for any other
-// read.
+// Where to end a direct read of [from, end) to an address so that most of it goes straight. Example, chunks of 1 MiB,
+// blocks of 512, pages of 4096: a read of [0, 2 MiB) to an address 512 bytes behind a page has its first whole page at
+// 3584. The cuts are [0, 3584), staged; [3584, 1 MiB - 512), straight; another straight chunk; and the last 512 bytes.
+// An address 100 bytes behind a page has no page that begins on a block: it gets the chunks of any other read.
 uint64_t RequestCutter::EndOfNextRead(uint64_t from, uint64_t end, uint64_t address) const {
   const uint64_t block_bytes = limits_.offset_alignment_bytes;
   const uint64_t unit_bytes = std::max(memory_unit_bytes_, block_bytes);
@@ -52,7 +50,7 @@ uint64_t RequestCutter::EndOfNextRead(uint64_t from, uint64_t end, uint64_t addr
       std::max(AlignUp(from, block_bytes) - from, AlignUp(address, memory_unit_bytes_) - address);
   uint64_t first = from + skipped_bytes;
   const bool can_go_straight = first % block_bytes == 0 && (address + skipped_bytes) % memory_unit_bytes_ == 0;
-  // Chunks end where units do.
+  // Shift the chunks so that they end where units do.
   const uint64_t shift_bytes = can_go_straight ? AlignUp(first, unit_bytes) - first : 0;
   const uint64_t until = std::min(end, AlignDown(from + shift_bytes, chunk_bytes_) + chunk_bytes_ - shift_bytes);
   if (!can_go_straight || until < first + kSplitBytes) return until;

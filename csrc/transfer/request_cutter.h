@@ -1,5 +1,5 @@
-// Cuts the jobs of request_flow into pieces of at most a chunk, and says which piece goes straight between the file and
-// the caller's memory. Arithmetic only: it neither starts nor copies anything.
+// Cuts the jobs of request_flow into pieces of at most a chunk, and decides which piece goes straight between the file
+// and the caller's memory. Arithmetic only: it starts and copies nothing.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,7 @@
 
 namespace fastpersist {
 
-// What the kernel is asked for: bytes [start_bytes, end_bytes) of the file, of which [from_bytes, until_bytes) are
-// wanted.
+// One request to the kernel for bytes [start_bytes, end_bytes) of the file; [from_bytes, until_bytes) are wanted.
 struct PieceRange {
   uint64_t start_bytes;
   uint64_t from_bytes;
@@ -31,14 +30,14 @@ class RequestCutter {
 
   uint64_t chunk_bytes() const { return chunk_bytes_; }
 
-  // The next range of a job of which something is still to be cut. `direct`: the engine takes whole blocks only; a
-  // write is whole blocks then.
+  // Returns the next range of a job that is not all cut. `direct`: the engine takes whole blocks only; a write must
+  // consist of whole blocks then.
   PieceRange Next(const RequestJob& job, bool direct) const;
 
   // Whether a direct engine takes this memory. A read also needs whole pages of memory: see random_access.h.
   bool GoesStraight(const PieceRange& range, const std::byte* address, IoOp op) const;
 
-  // Make a piece of the range that Next returned; the job goes on behind it. `staged`: the piece's place in staging, of
+  // Make a piece of the range that Next returned, and advance the job behind it. `staged`: its place in staging, of
   // range.asked_bytes(), or null.
   static RequestPiece CutOff(const std::shared_ptr<RequestJob>& job, const PieceRange& range, std::byte* staged);
 

@@ -12,11 +12,11 @@
 namespace fastpersist {
 namespace {
 
-// The lock and devices cannot be waited for beside requests in flight: they are looked at this often.
+// The interval for polling the lock and devices, which the thread cannot await together with requests.
 constexpr auto kLookInterval = std::chrono::milliseconds(1);
-// Smaller requests go to the kernel together; larger ones at once, since the next may have to be copied first.
+// Smaller requests enter the kernel together; larger ones at once, since the next piece may need a copy first.
 constexpr uint32_t kBatchedBytes = 64 << 10;
-// While only devices have something to do, they are looked at this often: a copy of a chunk takes 100 µs and more.
+// The shortest interval while only devices work: they take 100 µs or more for a chunk.
 constexpr auto kPauseMin = std::chrono::microseconds(20);
 constexpr auto kPauseMax = std::chrono::microseconds(500);
 
@@ -51,7 +51,7 @@ Status RequestFlow::write_back_error() const {
   return write_back_error_;
 }
 
-// The engine changes only by a demotion. Only this thread writes what is noted, so it looks without the mutex.
+// Note the engine's name, which a demotion changes. Only this thread writes it, so it reads without the mutex.
 void RequestFlow::NoteEngine() {
   if (demotions_.size() == pump_->demotions().size()) return;
   const std::lock_guard lock(noted_mutex_);
@@ -78,7 +78,7 @@ void RequestFlow::Step(Jobs& arrived, bool closing) {
   if (status.ok()) {
     status = StartAll();
   } else {
-    copies_.Start(staging_.is_pinned());  // what waits for room: of reads that have all they asked for, and of writes
+    copies_.Start(staging_.is_pinned());  // copies that waited for room, of reads and writes
   }
   if (status.ok() && pump_->in_flight() > 0) {
     finished_.clear();
@@ -99,7 +99,7 @@ void RequestFlow::LeaveLock() {
 
 // ---------------------------------------------------------------------------------------------- starting
 
-// Host and devices are first in turns, so that neither has all slots of the pump.
+// Host and devices take turns at going first, so that neither takes all slots of the pump.
 Status RequestFlow::StartAll() {
   if (!has_more_work()) return StartHostPieces();
   is_devices_turn_ = !is_devices_turn_;
@@ -110,7 +110,7 @@ Status RequestFlow::StartAll() {
   return is_devices_turn_ ? StartHostPieces() : Status::Ok();
 }
 
-// Cut pieces off the jobs and give them to the kernel until it has enough, or staging has no room.
+// Give pieces to the kernel until the pump is full or staging has no room.
 Status RequestFlow::StartHostPieces() {
   bool started = true;
   while (started && !host_jobs_.empty() && !free_tags_.empty()) {
@@ -118,7 +118,7 @@ Status RequestFlow::StartHostPieces() {
     if (next_is_write()) {
       Result<bool> may_write = MayWrite();
       if (!may_write.ok()) FailNext(may_write.status());
-      if (!may_write.ok() || !may_write.value()) next = FirstRead();  // which needs no lock
+      if (!may_write.ok() || !may_write.value()) next = FirstRead();  // reads need no lock
     }
     if (next == nullptr) break;
     FP_RETURN_IF_ERROR(StartHostPiece(next, started));
@@ -132,7 +132,7 @@ std::shared_ptr<RequestJob> RequestFlow::FirstRead() const {
   return read == host_jobs_.end() ? nullptr : *read;
 }
 
-// What began as direct writes goes through the page cache if no direct engine was left.
+// Direct writes become buffered ones after the last direct engine was left.
 Result<bool> RequestFlow::MayWrite() { return turn_.TryEnter(side_ == WriteSide::kAlone || !pump_->direct()); }
 
 Status RequestFlow::StartHostPiece(const std::shared_ptr<Job>& job, bool& started) {
@@ -147,7 +147,7 @@ Status RequestFlow::StartHostPiece(const std::shared_ptr<Job>& job, bool& starte
       started = false;
       return Status::Ok();
     }
-    // Around the cache: the device reads it next. The CRC is for nothing, and costs nothing.
+    // Bypass the cache, since the device reads these bytes next. The CRC is unused and free.
     if (job->is_write()) std::ignore = CopyWithCrc32(0, staged, address, range.size_bytes());
   }
   Piece piece = RequestCutter::CutOff(job, range, staged);
@@ -177,7 +177,7 @@ Status RequestFlow::StartReadyWrites() {
   return Status::Ok();
 }
 
-// The first job of each device and direction comes first. Those that have no room let the others pass.
+// The first job of each device and direction comes first. Jobs without room let the others pass.
 Status RequestFlow::StartDevicePieces() {
   if (device_jobs_.empty()) return Status::Ok();
   FP_RETURN_IF_ERROR(staging_.Prepare());
@@ -202,7 +202,7 @@ Status RequestFlow::StartDevicePiece(const std::shared_ptr<Job>& job, bool& star
     if (!staging_.is_held_up()) return Status::Ok();
     Fail(job, job->next_part, job->next_part_bytes,
          Status::Error(StatusCode::kDeviceError,
-                       "all buffers of the file for copies wait for a device that does not end those it was given: "
+                       "all staging buffers of the file wait for copies that a device does not complete: "
                        "the stream they follow stands still; open the file anew"));
     CompleteJobIfLast(job);
     return Status::Ok();
@@ -215,7 +215,7 @@ Status RequestFlow::StartDevicePiece(const std::shared_ptr<Job>& job, bool& star
   return Status::Ok();
 }
 
-// REQUIRES: a slot of the pump is free; a write has the lock.
+// Start the kernel's part of a piece. REQUIRES: a slot of the pump is free; a write has the lock.
 Status RequestFlow::StartRequest(Piece piece, const PieceRange& range, std::byte* buffer) {
   const size_t tag = free_tags_.back();
   free_tags_.pop_back();
@@ -246,7 +246,7 @@ void RequestFlow::CompleteRequest(const IoPump::Finished& finished) {
   const bool is_end = finished.status.code() == StatusCode::kEndOfFile;
   const uint32_t behind_skipped_bytes = finished.done_bytes - std::min(finished.done_bytes, piece.skipped_bytes);
   uint32_t done_bytes = finished.status.ok() ? piece.size_bytes : 0;
-  if (is_end) done_bytes = std::min(behind_skipped_bytes, piece.size_bytes);  // what is there is read
+  if (is_end) done_bytes = std::min(behind_skipped_bytes, piece.size_bytes);  // the bytes before the end were read
   if (!finished.status.ok()) Fail(job, piece.part, piece.from_bytes + behind_skipped_bytes, finished.status);
   if (job->device() != nullptr) {
     CompleteDeviceRequest(std::move(piece), done_bytes);
@@ -259,7 +259,7 @@ void RequestFlow::CompleteRequest(const IoPump::Finished& finished) {
   CompletePiece(piece);
 }
 
-// What was read goes on to the device; what was written is complete.
+// A read goes on to the device; a write is complete.
 void RequestFlow::CompleteDeviceRequest(Piece piece, uint32_t done_bytes) {
   has_moved_ = true;
   if (!piece.job->is_write() && done_bytes > 0 && !piece.job->given_up()) {
@@ -305,7 +305,7 @@ void RequestFlow::CompleteJobIfLast(const std::shared_ptr<Job>& job) {
   job->request->CompleteJob(job->done_bytes, job->failed_count, std::move(job->first_failure));
 }
 
-// Nothing more of this job is started; what is under way comes to its end.
+// Record a failure and cut no more of the job; its pieces in flight come to their end.
 void RequestFlow::Fail(const std::shared_ptr<Job>& job, size_t part_number, uint64_t place_bytes,
                        const Status& status) {
   job->Note({.status = status, .part = job->parts[part_number], .done_bytes = place_bytes});
@@ -313,14 +313,14 @@ void RequestFlow::Fail(const std::shared_ptr<Job>& job, size_t part_number, uint
   job->next_part = job->parts.size();
 }
 
-// What has to be started next cannot be. The others may still.
+// Fail the next job to be started; the others may go on.
 void RequestFlow::FailNext(const Status& status) {
   const std::shared_ptr<Job> job = host_jobs_.front();
   Fail(job, job->next_part, job->next_part_bytes, status);
   CompleteJobIfLast(job);
 }
 
-// The pump is broken: nothing that was asked for, or will be, can be done.
+// The pump is broken: fail all requests, and those that arrive later.
 void RequestFlow::FailEverything(const Status& status) {
   broken_ = status;
   pump_->Abandon();

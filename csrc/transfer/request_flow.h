@@ -1,12 +1,11 @@
-// The requests of one file on their way through a pump: what to start next, what becomes of what has come back. It has
-// no thread and never sleeps: request_worker's thread calls Step again and again, as simulations do
-// (tests/csrc/request_simulation_test.cc). How pieces are cut is request_cutter's affair, staging memory
-// staging_shares', the lock write_turn's, and the copies of devices are device_copies'.
+// Moves the requests of one file through a pump: decides what starts next and handles what comes back. It has no thread
+// and never sleeps: request_worker's thread calls Step repeatedly, and so do simulations
+// (tests/csrc/request_simulation_test.cc). Others cut pieces (request_cutter), share out staging memory
+// (staging_shares), hold the lock (write_turn) and copy to and from devices (device_copies).
 //
-// A piece of the host takes a slot of the pump. Pieces of devices go through more hands: of a read the kernel's, then,
-// with the bytes in staging, device_copies'; of a write first the copies', then, as soon as a slot of the pump is free,
-// the kernel's. They hold no slot and no lock while they are copied, so a stream that stands still holds up its own
-// requests only.
+// A host piece takes a slot of the pump. A device piece takes two steps: a read goes through the kernel into staging,
+// then through device_copies; a write goes through device_copies first, then through the kernel when a slot of the pump
+// is free. While they are copied, pieces hold no slot and no lock, so a hung stream delays only its own requests.
 #pragma once
 
 #include <chrono>
@@ -27,18 +26,18 @@
 
 namespace fastpersist {
 
-// What a worker writes, with respect to what others write to the same file.
+// How a worker's writes relate to other writes to the same file.
 enum class WriteSide : uint8_t {
-  kShared,  // direct writes, or writes that have none on the other side
-  kAlone,   // bytes through the page cache beside direct writes; on the device when the lock is left
+  kShared,  // direct writes, or writes without any on the other side
+  kAlone,   // buffered writes beside direct ones; they are on the device when the lock is left
 };
 
-// One owner thread, but for the last three calls, which are for any.
+// One owner thread; any thread may call the last three functions.
 class RequestFlow {
  public:
   using Jobs = std::deque<std::shared_ptr<RequestJob>>;
 
-  // The descriptors of the pump's file and of the lock stay the caller's.
+  // The caller owns the descriptors of the pump's file and of the lock.
   RequestFlow(std::unique_ptr<IoPump> pump, DirectIoLimits limits, uint64_t chunk_bytes, uint64_t staging_bytes,
               EdgeLock lock, WriteSide side);
 
@@ -46,14 +45,14 @@ class RequestFlow {
   static constexpr auto kForever = std::chrono::microseconds::max();
   std::chrono::microseconds NextWait();
 
-  // Start what can be started, wait for the kernel if it has something, and complete what has come back. Takes all of
-  // `arrived`. `closing`: devices are waited for no longer than the grace time. Waits in the pump only: until a request
-  // is complete, its wake_fd is readable, or, where something else is looked at by the way, a millisecond has passed.
+  // Take all jobs of `arrived`, start what can start, wait for the kernel if it has requests, and complete what came
+  // back. `closing`: devices get no longer than the grace time. Waits only in the pump: until a request is complete,
+  // its wake_fd is readable, or, while copies or the lock have to be polled, for a millisecond.
   void Step(Jobs& arrived, bool closing);
 
   std::string engine_name() const;
   std::vector<std::string> demotions() const;
-  // The first error of bytes that were written through the page cache, and then not from there to the device.
+  // The first error with which bytes written through the page cache did not reach the device.
   Status write_back_error() const;
 
  private:
@@ -70,7 +69,7 @@ class RequestFlow {
   Result<bool> MayWrite();
   std::shared_ptr<Job> FirstRead() const;
   bool next_is_write() const { return !host_jobs_.empty() && host_jobs_.front()->is_write(); }
-  // Beside cutting pieces off host_jobs_.
+  // Work besides cutting pieces off host_jobs_.
   bool has_more_work() const { return !device_jobs_.empty() || !copies_.empty() || !ready_writes_.empty(); }
 
   void CompleteRequest(const IoPump::Finished& finished);
@@ -90,20 +89,20 @@ class RequestFlow {
   StagingShares staging_;
   WriteTurn turn_;
   DeviceCopies copies_;
-  Jobs host_jobs_;  // of which something is still to be cut
+  Jobs host_jobs_;  // not all cut
   Jobs device_jobs_;
-  // To be written, without a slot of the pump: a device has copied them, or a direct engine has left them over.
+  // Writes that wait for a slot of the pump: a device has copied them, or a direct engine has left them over.
   std::deque<Piece> ready_writes_;
   std::vector<Piece> pieces_;  // by tag
   std::vector<size_t> free_tags_;
   std::vector<IoPump::Finished> finished_;
   std::vector<DeviceCopies::Ended> ended_;
   bool is_devices_turn_ = false;
-  bool has_moved_ = false;  // a piece of a device, since the last look at them
+  bool has_moved_ = false;  // a device piece has advanced since the last look
   std::chrono::microseconds pause_;
-  Status broken_;  // the pump is of no use any more
+  Status broken_;  // the pump is useless now
 
-  mutable std::mutex noted_mutex_;  // of what follows: for callers on other threads
+  mutable std::mutex noted_mutex_;  // guards the members below, for callers on other threads
   std::string engine_name_;
   std::vector<std::string> demotions_;
   Status write_back_error_;

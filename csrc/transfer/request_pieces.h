@@ -1,4 +1,4 @@
-// What requests of random_access are cut into on their way through request_worker and device_copies.
+// The pieces into which request_flow cuts the requests of random_access.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,13 @@
 
 namespace fastpersist {
 
-// The parts of a request that one worker does, all of them in host memory, or all in that of one device.
+// The parts of a request for one worker, all in host memory or all in one device's.
 struct RequestJob {
   std::shared_ptr<FileRequest> request;
   std::vector<FilePart> parts;
-  size_t next_part = 0;  // what was cut off before is under way or done
+  size_t next_part = 0;  // earlier parts are in flight or done
   uint64_t next_part_bytes = 0;
-  size_t piece_count = 0;  // under way
+  size_t piece_count = 0;  // in flight
   uint64_t done_bytes = 0;
   uint64_t failed_count = 0;
   FileRequest::Failure first_failure;
@@ -25,12 +25,12 @@ struct RequestJob {
   bool all_cut() const { return next_part == parts.size(); }
   bool is_write() const { return request->op() == IoOp::kWrite; }
   Device* device() const { return parts.front().device; }
-  // It has failed, and so its copies that a device does not end are not waited for. But the bytes before the end of the
-  // file are brought home.
+  // The job has failed, so nobody waits for hung copies. The end of the file is no such failure: the bytes before it
+  // are still copied.
   bool given_up() const { return failed_count > 0 && first_failure.status.code() != StatusCode::kEndOfFile; }
 
-  // Pieces come back in any order, and behind the end of the file each of them meets it: the lowest place is told. And
-  // who is told of the end takes it that what is there has come, so any other failure is told instead.
+  // Record a failure. Pieces come back in any order, and each one behind the end of the file meets that end: the lowest
+  // place counts. A caller that gets kEndOfFile trusts the bytes before it, so any other failure replaces it.
   void Note(FileRequest::Failure failure) {
     const bool is_end = failure.status.code() == StatusCode::kEndOfFile;
     const bool is_earlier_end = is_end && first_failure.part.offset_bytes == failure.part.offset_bytes &&
@@ -41,8 +41,8 @@ struct RequestJob {
   }
 };
 
-// One request to the kernel, and the copy behind it or before it. The bytes asked for lie `skipped_bytes` behind the
-// start of the blocks that are read.
+// One request to the kernel, and the copy before or after it. The wanted bytes begin `skipped_bytes` behind the start
+// of the blocks that are read.
 struct RequestPiece {
   std::shared_ptr<RequestJob> job;
   size_t part = 0;

@@ -52,7 +52,7 @@ RequestWorker::~RequestWorker() {
   if (is_started_) pthread_join(thread_, nullptr);
 }
 
-// The errno of pthread_create; 0: the thread runs.
+// Start the thread. Returns 0, or the error number of pthread_create.
 int RequestWorker::Start() {
   const std::lock_guard lock(start_mutex_);
   if (is_started_) return 0;

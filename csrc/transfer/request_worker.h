@@ -1,5 +1,5 @@
-// The thread of an open file: takes jobs from any thread, and moves them through request_flow, which does the work. Who
-// may submit, and where the edges of writes go, is random_access's affair.
+// The thread of an open file: takes jobs from any thread and runs request_flow, which does the work. random_access
+// decides which worker gets a job and where the edges of writes go.
 #pragma once
 
 #include <pthread.h>
@@ -18,20 +18,21 @@
 
 namespace fastpersist {
 
-// What other threads tell the thread of a file. Thread-safe; one thread takes.
+// The mailbox from other threads to the thread of a file. Any thread may call the first three functions, one calls
+// Take.
 class RequestInbox {
  public:
-  // `wakeup` is what the pump's wake_fd is of: readable while a job is in here.
+  // `wakeup` owns the pump's wake_fd: it is readable while a job is in here.
   explicit RequestInbox(std::unique_ptr<Wakeup> wakeup) : wakeup_(std::move(wakeup)) {}
 
   void Push(std::shared_ptr<RequestJob> job);
-  // From now on devices are waited for no longer than the grace time.
+  // From now on devices get no longer than the grace time.
   void GiveUpOnDevices();
-  // The same, and the thread ends when every job is complete.
+  // As GiveUpOnDevices; the thread also ends when every job is complete.
   void Stop();
 
-  // Wait for jobs, or for a change of the rest, but no longer than `at_most`; kForever: until there are jobs, or
-  // Stop(). Adds the jobs to `arrived`. False: stopped, nothing arrived, and with kForever that is the end.
+  // Wait until a job arrives, another thread sets a flag, or `at_most` has passed; kForever: until a job or Stop()
+  // arrives. Moves the jobs to `arrived`. Returns false if stopped without a job; with kForever, the thread then ends.
   bool Take(std::chrono::microseconds at_most, RequestFlow::Jobs& arrived, bool& closing);
 
  private:
@@ -53,8 +54,8 @@ class RequestWorker {
   RequestWorker(const RequestWorker&) = delete;
   RequestWorker& operator=(const RequestWorker&) = delete;
 
-  // The parts of a request that this worker does. REQUIRES: none is empty; those of a write by a direct engine are
-  // aligned to whole blocks of the file; all lie in one memory.
+  // Add the parts of a request for this worker. REQUIRES: none is empty; those of a write by a direct engine cover
+  // whole blocks of the file; all lie in one memory.
   void Add(std::shared_ptr<FileRequest> request, std::vector<FilePart> parts);
 
   void GiveUpOnDevices() { inbox_.GiveUpOnDevices(); }

@@ -20,12 +20,12 @@ uint32_t Snapshot::Add(Device& device, CudaAddress address, uint64_t size_bytes,
   return core_.Add(address, size_bytes, kind, &device);
 }
 
-// Wake the threads for which something has changed.
+// Wake the waiting threads if a step has changed something.
 void Snapshot::TellOthers() {
   if (core_.TakeChanged()) arena_->changed().notify_all();
 }
 
-// Sleep until something changed, or the timeout. False when `poll` says stop.
+// Sleep until a step changes something or the timeout passes. Returns false, and sets `stopped`, if `poll` fails.
 bool Snapshot::Wait(Lock& lock, std::chrono::nanoseconds timeout, const Poll& poll, Status& stopped) {
   if (arena_->changed().wait_for(lock, timeout) == std::cv_status::timeout && poll) {
     lock.unlock();
@@ -35,8 +35,7 @@ bool Snapshot::Wait(Lock& lock, std::chrono::nanoseconds timeout, const Poll& po
   return stopped.ok();
 }
 
-// Copy, or start a device's copy; where that has to wait for room in the stream, Close() or `poll` ends that. Without
-// the lock.
+// Copy, or start a device's copy. Close() or `poll` ends a wait for room in the stream. Called without the lock.
 Status Snapshot::Perform(const CaptureCore::Copy& copy, const Poll& poll) {
   if (copy.device == nullptr) {
     std::memcpy(copy.target, reinterpret_cast<const std::byte*>(copy.from), copy.size_bytes);
@@ -59,7 +58,7 @@ Status Snapshot::Capture(SourceKind kind, bool wait, const Poll& poll) {
   run.kind = kind;
   run.may_wait = wait;
   Status stopped;
-  std::optional<ContextScope> scope;  // one for all copies in a row; not while Wait runs the poll
+  std::optional<ContextScope> scope;  // one for consecutive copies; none while Wait calls `poll`
   const Device* scope_device = nullptr;
   for (auto next = CaptureCore::Next::kWait; stopped.ok();) {
     next = core_.NextOf(run, lock);
@@ -135,9 +134,8 @@ void Snapshot::EndLease() {
   ReturnIncomplete(lock, core_.is_closed());
 }
 
-// Give back the blocks that nobody wants any more, but into which a device still copies. Waits without the lock, behind
-// which all saves of the arena would stand still; after the grace time the rest is quarantined. give_up: the snapshot
-// ends, and the device is held to be at fault.
+// Give back the unused blocks into which a device still copies. Waits without the lock, which all saves of the arena
+// need; after the grace time the rest is quarantined. give_up: the snapshot ends, and the device counts as lost.
 void Snapshot::ReturnIncomplete(Lock& lock, bool give_up) {
   std::optional<Grace> grace;
   while (CapturedBlocks::Block* const block = core_.TakeIncomplete()) {
@@ -159,7 +157,7 @@ void Snapshot::ReturnIncomplete(Lock& lock, bool give_up) {
 
 void Snapshot::Narrow(uint32_t source, uint64_t from_bytes, uint64_t until_bytes) {
   Lock lock(arena_->mutex());
-  while (core_.is_copying() && !core_.is_closed()) arena_->changed().wait(lock);  // perhaps what is dropped here
+  while (core_.is_copying() && !core_.is_closed()) arena_->changed().wait(lock);  // it may use bytes that Narrow drops
   if (core_.is_closed()) return;
   core_.Narrow(source, from_bytes, until_bytes);
   TellOthers();
@@ -182,11 +180,11 @@ void Snapshot::Close() {
   Lock lock(arena_->mutex());
   core_.Close();
   TellOthers();
-  while (core_.is_copying()) arena_->changed().wait(lock);  // its target is a block of ours
+  while (core_.is_copying()) arena_->changed().wait(lock);  // they fill our blocks
   core_.ReleaseAll();
   TellOthers();
   ReturnIncomplete(lock, /*give_up=*/true);
-  while (core_.is_returning()) arena_->changed().wait(lock);  // no longer than their grace time
+  while (core_.is_returning()) arena_->changed().wait(lock);  // at most for their grace time
   arena_->TakeBack(lock);
 }
 

@@ -20,7 +20,7 @@
 namespace fastpersist {
 namespace {
 
-// A mapping for staging, and what keeps it known to a device.
+// A mapping for staging, and its registration with a device.
 struct Mapping {
   explicit Mapping(PinnedMemory pinned_memory) : memory(std::move(pinned_memory)) {}
   ~Mapping() { Unmap(std::move(memory)); }
@@ -30,17 +30,17 @@ struct Mapping {
   PinnedMemory memory;
 };
 
-// What the last file has left, if anything.
+// The mapping that the last closed file left, if any.
 constinit ReuseCache<Mapping, 1> g_last_mapping;
 
-// The mapping of the last file if it is large enough. A smaller one is unmapped: this file leaves a larger one.
+// Take the last file's mapping if it is large enough. A smaller one is unmapped, since this file leaves a larger one.
 PinnedMemory TakeLast(size_t size_bytes) {
   const std::unique_ptr<Mapping> last = g_last_mapping.Take([](const Mapping&) { return true; });
   return last != nullptr && last->memory.size_bytes >= size_bytes ? std::exchange(last->memory, {}) : PinnedMemory{};
 }
 
 void LeaveForNext(PinnedMemory memory) {
-  // Before others can have it. Only advice; and the kernel cannot take what a device knows.
+  // Before another file can take it. Only advice; the kernel cannot reclaim pinned pages.
   if (memory.pinned == nullptr) madvise(memory.memory, memory.size_bytes, MADV_FREE);
   g_last_mapping.Put(std::make_unique<Mapping>(std::move(memory)));
 }

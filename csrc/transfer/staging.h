@@ -1,15 +1,15 @@
-// Memory for bytes on their way between the kernel and memory that direct I/O does not take: one mapping, out of which
-// pieces of any size are given. At most a queue depth of pieces is out at once, so a list that is searched is enough.
+// Memory for bytes on their way between the kernel and memory that direct I/O does not take: one mapping, from which
+// pieces of any size are taken. At most a queue depth of pieces is out at once, so a searched list is enough.
 //
-// Devices copy out of it and into it, too, and it is pinned for them. They get no place below a limit, so that a device
-// that stands still leaves some to others. Pieces that a device may still touch when a file is given up are quarantined
+// Devices copy out of it and into it too, so it is pinned for them. They get no place below a limit, so a hung device
+// leaves some to others. If a device may still touch a piece when a file is given up, the piece is quarantined
 // (core/quarantine.h).
 //
-// One mapping is left in the process when its file is closed, for the next file: fresh pages cost more than the copy
-// that goes through them, above all in a virtual machine, whose host has to find them, too. The kernel may take its
-// pages at any time (MADV_FREE), unless a device knows them: to make it known costs more than anything else here. It
-// takes none that was written to since, so they are written to before anything else is: kernels before Linux 5.18 may
-// take one that a direct read is filling, and the reader finds zeros.
+// A closed file leaves one mapping in the process for the next file: fresh pages cost more than the copy that goes
+// through them, above all in a virtual machine, whose host has to find them too. The kernel may reclaim its pages at
+// any time (MADV_FREE), unless a device has pinned them, since pinning costs more than anything else here. The next
+// owner writes to each page before it uses it, and the kernel keeps written pages: before Linux 5.18 it may reclaim a
+// page that a direct read is filling, and the reader finds zeros.
 #pragma once
 
 #include <cstddef>
@@ -28,27 +28,26 @@ class Staging {
  public:
   static constexpr size_t kUnitBytes = 4096;
 
-  // `reuses`: it takes the mapping that an earlier file has left, if it is large enough, and leaves its own.
+  // `reuses`: take the mapping of an earlier file if it is large enough, and leave this one to the next.
   explicit Staging(size_t capacity_bytes, bool reuses = true);
-  // In a forked child, which does not have the memory, it touches nothing.
+  // In a forked child, which does not have the memory, it does nothing.
   ~Staging();
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
 
-  // kNoMemory when the mapping cannot be had; it is found at the first call. Again and again is fine.
+  // Map the memory at the first call; later calls do nothing. kNoMemory if the kernel refuses.
   Status Prepare();
 
-  // Aligned to kUnitBytes. Null when no gap is large enough; with nothing out, any size up to the capacity fits.
-  // The lowest place from `from_bytes` on is taken, so what is used little touches little memory.
-  // REQUIRES: Prepare() was ok.
+  // Returns a place aligned to kUnitBytes; null: no gap is large enough. With nothing out, any size up to the capacity
+  // fits. Takes the lowest place from `from_bytes` on, so light use touches little memory. REQUIRES: Prepare() was ok.
   std::byte* Take(size_t size_bytes, size_t from_bytes = 0);
   void Put(std::byte* piece);
-  // Instead of Put, where a device may still copy from or to the piece. Its place is free again at the first call of
-  // TakeBack() after the copies are complete.
+  // Instead of Put, if a device may still copy from or to the piece. The first TakeBack() after `complete` holds frees
+  // its place.
   void PutInQuarantine(std::byte* piece, CopiesComplete complete);
   void TakeBack();
 
-  // Let a device know the memory. The first call counts. REQUIRES: Prepare() was ok.
+  // Pin the memory for a device. Only the first call counts. REQUIRES: Prepare() was ok.
   void PinWith(const Pin& pin);
   bool is_pinned() const { return pinned_ != nullptr; }
 
@@ -62,12 +61,12 @@ class Staging {
   const size_t capacity_bytes_;
   const bool reuses_;
   size_t mapped_bytes_ = 0;   // at least the capacity
-  size_t touched_bytes_ = 0;  // of these the kernel takes none
+  size_t touched_bytes_ = 0;  // the kernel keeps these: they were written to
   std::byte* memory_ = nullptr;
-  bool was_pinned_ = false;  // or it was tried
+  bool was_pinned_ = false;  // or the attempt failed
   std::shared_ptr<void> pinned_;
-  std::map<size_t, size_t> taken_;  // where pieces begin and end, in bytes from memory_
-  Quarantine quarantine_;           // its pieces are taken, too
+  std::map<size_t, size_t> taken_;  // first byte and end of each piece, from memory_
+  Quarantine quarantine_;           // its pieces count as taken
 };
 
 }  // namespace fastpersist

@@ -9,7 +9,7 @@
 namespace fastpersist {
 namespace {
 
-// One direction of a device may hold this many times what it leaves to all others.
+// One direction of a device may take up to this many times what remains free for all others.
 constexpr uint64_t kShareOfRest = 4;
 
 }  // namespace

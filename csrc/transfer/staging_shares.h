@@ -1,5 +1,5 @@
-// Who gets how much of a file's staging memory: the host always finds a chunk, so none of its requests waits for a
-// device; devices share the rest, and each direction of each leaves something to the others.
+// Shares out a file's staging memory. The host always finds a chunk, so none of its requests waits for a device.
+// Devices share the rest; each direction of each device leaves some to the others.
 #pragma once
 
 #include <cstddef>
@@ -20,22 +20,22 @@ class StagingShares {
   StagingShares(size_t capacity_bytes, uint64_t chunk_bytes, bool reuses)
       : staging_(capacity_bytes, reuses), chunk_bytes_(chunk_bytes) {}
 
-  // kNoMemory when the memory cannot be had. Before the first Take.
+  // Map the memory. kNoMemory if the kernel refuses. Called before the first Take.
   Status Prepare() { return staging_.Prepare(); }
-  // Let a device know the memory, and take back what devices have left.
+  // Pin the memory for a device, and take back the quarantined places whose copies are complete.
   void PrepareFor(Device& device);
   bool is_pinned() const { return staging_.is_pinned(); }
 
   // A place for a piece; null: none now.
   std::byte* TakeForHost(size_t size_bytes) { return staging_.Take(size_bytes); }
-  // `spares_host`: the host stages, too (direct engines).
+  // `spares_host`: leave a chunk to the host, which stages too (direct engines).
   std::byte* TakeForDevice(const RequestJob& job, size_t size_bytes, bool spares_host);
-  // No place comes free by itself: all there are belong to devices that do not end their copies.
+  // Whether only the quarantine can free a place: hung devices hold all that are taken.
   bool is_held_up() const;
 
-  // Give back the place of a piece.
+  // Free the place of a piece.
   void Put(const RequestPiece& piece);
-  // Instead of Put, where the device may still copy there, until `complete` holds.
+  // Instead of Put, if the device may still copy there until `complete` holds.
   void PutInQuarantine(const RequestPiece& piece, CopiesComplete complete);
 
  private:

@@ -1,5 +1,5 @@
-// When a worker may write: its side of the lock between direct writes and those through the page cache (edge_lock.h),
-// held while writes are in flight. Whoever waits for the lock is let in after the writes that are in flight.
+// Decides when a worker may write: it holds its side of the lock between direct and buffered writes (edge_lock.h) while
+// writes are in flight. It starts no more writes once another side waits, and leaves when those in flight are done.
 #pragma once
 
 #include <cstddef>
@@ -17,28 +17,29 @@ class WriteTurn {
  public:
   explicit WriteTurn(EdgeLock lock) : lock_(std::move(lock)) {}
 
-  // Whether a write may start now. `alone`: it goes through the page cache. False: try again, after the writes in
-  // flight, or, where another file holds the lock (is_locked_out), in a millisecond.
+  // Whether a write may start now. `alone`: it goes through the page cache. False: try again after the writes in
+  // flight, or, if another file holds the lock (is_locked_out), in a millisecond.
   Result<bool> TryEnter(bool alone);
   bool is_locked_out() const { return is_locked_out_; }
 
-  // A write of these bytes of the file is in flight, from Begin to End. REQUIRES: TryEnter said true.
+  // Begin, End: a write of these bytes of the file is in flight between them. REQUIRES: TryEnter returned true.
   void Begin(uint64_t from_bytes, uint64_t until_bytes);
   void End();
   bool has_writes() const { return write_count_ > 0; }
 
-  // Let the others in. What this side wrote through the page cache is on the device then, unless the kernel reports an
-  // error of that, which write_back_error() keeps. REQUIRES: !has_writes().
+  // Leave the lock. The buffered writes of this side are on the device then; write_back_error() keeps the kernel's
+  // error if they are not. REQUIRES: !has_writes().
   void Leave();
-  // The first of them. The requests that wrote are complete already, so it is told to whoever makes the file durable.
+  // The first error. Its requests are complete already, so the caller that makes the file durable reports it.
   const Status& write_back_error() const { return write_back_error_; }
 
  private:
   EdgeLock lock_;
   size_t write_count_ = 0;  // in flight
   bool is_leaving_ = false;
-  bool is_locked_out_ = false;                        // another file has the lock that the next write needs
-  std::vector<std::pair<uint64_t, uint64_t>> dirty_;  // alone: pages written since the lock was entered, first and end
+  bool is_locked_out_ = false;  // another file has the lock that the next write needs
+  std::vector<std::pair<uint64_t, uint64_t>>
+      dirty_;  // alone: first byte and end of the pages written since the lock was entered
   Status write_back_error_;
 };
 
