@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.checkpointer.explain import explain
-from fastpersist.checkpointer.root import RetentionPolicy, Root, commits_of, why_no_root
+from fastpersist.checkpointer.root import RetentionPolicy, Root, why_no_root
 from fastpersist.checkpointer.signal_save import SignalSave
 from fastpersist.checkpointer.step_loader import RANK_KEY, LoadOptions, best_of, find_best, load_newest, load_step
 from fastpersist.checkpointer.step_saver import (
@@ -37,7 +37,7 @@ from fastpersist.checkpointer.step_saver import (
     step_of,
 )
 from fastpersist.commit.directory_commit import committed_path
-from fastpersist.commit.step_listing import committed_steps, in_commit_order
+from fastpersist.commit.step_listing import commits_of, committed_steps, in_commit_order
 from fastpersist.distributed.common_steps import refuse_together
 from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.group_save import Writers, tuned_writer_count

@@ -24,8 +24,7 @@ from fastpersist.commit.filesystem import filesystem, make_directories
 from fastpersist.commit.step_listing import (
     Commit,
     check_files,
-    commit_of,
-    committed_steps,
+    commits_of,
     in_commit_order,
     next_commit_number,
     read_commits,
@@ -38,7 +37,7 @@ from fastpersist.formats.manifest import COMMIT_NUMBER_MAX, step_name
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["RetentionPolicy", "Root", "best_steps", "commits_of", "steps_to_remove", "why_no_root"]
+__all__ = ["RetentionPolicy", "Root", "best_steps", "steps_to_remove", "why_no_root"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -168,11 +167,6 @@ def why_no_root(root: str) -> str:
     return (
         "" if is_directory else f"{root} is a file, and checkpoints are directories below their root: name a directory"
     )
-
-
-def commits_of(root: str) -> dict[int, Commit]:
-    """Return the commit of each committed step of a root: its order and its metrics."""
-    return {step: commit_of(manifest) for step, manifest in committed_steps(root).items()}
 
 
 class Root:

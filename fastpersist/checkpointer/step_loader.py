@@ -19,8 +19,7 @@ from fastpersist.checkpointer.root import RetentionPolicy, best_steps
 from fastpersist.commit.locks import HeldDirectory
 from fastpersist.commit.step_listing import (
     Commit,
-    commit_of,
-    committed_steps,
+    commits_of,
     in_commit_order,
     read_commits,
     read_committed,
@@ -144,11 +143,7 @@ def find_best(root: str, options: LoadOptions, retention: RetentionPolicy, *, mi
         ConfigError: There is no such rule.
     """
     rule = _best_rule(retention)
-
-    def look() -> dict[int, Commit | None]:
-        return {step: commit_of(manifest) for step, manifest in committed_steps(root).items()}
-
-    best = best_of(_listed(root, options, look), retention)
+    best = best_of(_listed(root, options, partial(commits_of, root)), retention)
     if best is None and not missing_ok:
         raise CheckpointNotFoundError(f"no committed step in {root} has the metric {rule[1]!r}")
     return best
@@ -223,14 +218,16 @@ def _newest(root: str, without: set[int], options: LoadOptions) -> int | None:
     return next((step for step in reversed(order) if step not in without), None)
 
 
-def _listed(root: str, options: LoadOptions, look: Callable[[], dict[int, Commit | None]]) -> dict[int, Commit | None]:
+def _listed(
+    root: str, options: LoadOptions, look: Callable[[], Mapping[int, Commit | None]]
+) -> Mapping[int, Commit | None]:
     """Return the steps that are there; with several ranks, those of the coordinator, or of any rank if it sees none."""
     group = options.process_group
     if group is None:
         return look()
     error: FastPersistError | None = None
 
-    def looked() -> tuple[dict[int, Commit | None], str | None]:
+    def looked() -> tuple[Mapping[int, Commit | None], str | None]:
         nonlocal error
         try:
             return look(), None

@@ -39,6 +39,7 @@ __all__ = [
     "candidate_steps",
     "check_files",
     "commit_of",
+    "commits_of",
     "committed_steps",
     "in_commit_order",
     "next_commit_number",
@@ -221,6 +222,11 @@ def read_commits(root: str) -> dict[int, Commit | None]:
 
     _for_each_step(root, read)
     return found
+
+
+def commits_of(root: str) -> dict[int, Commit]:
+    """Return the commit of each committed step of a root: its order and its metrics."""
+    return {step: commit_of(manifest) for step, manifest in committed_steps(root).items()}
 
 
 def in_commit_order(commits: Mapping[int, Commit | None]) -> list[int]:

@@ -18,7 +18,7 @@ from fastpersist.distributed.node_local.publishing import CoordinatorStores, Fol
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import CoordinationError
 from fastpersist.formats.manifest import FileEntry, check_file_name
-from fastpersist.saving.directory_save import Commit
+from fastpersist.saving.directory_save import Publication
 
 __all__ = ["gather_own_files", "hear_published", "publish_for_all", "tell_own_files"]
 
@@ -51,27 +51,27 @@ def gather_own_files(session: Session) -> Iterator[tuple[int, FileEntry]]:
 # --- end
 
 
-def publish_for_all(session: Session, stores: CoordinatorStores, commit: Commit, final_path: str) -> None:
+def publish_for_all(session: Session, stores: CoordinatorStores, publication: Publication, final_path: str) -> None:
     """Publish a directory: other stores first, then this one, and tell the followers; on the coordinator.
 
     Args:
         session: With the followers.
         stores: Which there are.
-        commit: Publishes this one.
+        publication: Publishes this one.
         final_path: Of the directory.
 
     Raises:
         PeerError: A rank has failed; nothing is published.
-        StorageError, …: As `commit.publish`; other stores undo what they have published.
+        StorageError, …: As `publication.publish`; other stores undo what they have published.
     """
-    stores.commit(commit)
+    stores.commit(publication)
     session.settle()
     try:
-        commit.publish()
+        publication.publish()
     except BaseException:
         stores.undo(final_path)
         raise
-    session.answer(stores.end(final_path, commit.metrics))
+    session.answer(stores.end(final_path, publication.metrics))
     session.finish()
 
 

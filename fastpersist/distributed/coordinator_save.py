@@ -27,7 +27,7 @@ from fastpersist.formats.split_manifest import PARTS_NAME, part_name
 from fastpersist.saving.capture import Sources
 from fastpersist.saving.containers import Container
 from fastpersist.saving.directory_files import DirectoryFiles
-from fastpersist.saving.directory_save import Alone, Commit, PlannedFile, WholeFile
+from fastpersist.saving.directory_save import Alone, PlannedFile, Publication, WholeFile
 from fastpersist.saving.ownership import Ownership
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.saving.write_file import WrittenFile
@@ -115,9 +115,9 @@ class CoordinatorSave(Alone):
             if self.stores.takes_own(rank, entry):
                 self._files.note_written_elsewhere(entry, f"rank {rank}")
 
-    def commit(self, commit: Commit) -> None:
+    def commit(self, publication: Publication) -> None:
         """Publish the directory for all."""
-        publish_for_all(self.session, self.stores, commit, self._files.final_path)
+        publish_for_all(self.session, self.stores, publication, self._files.final_path)
 
     def find_stores(self, say: Say) -> dict[str, Any]:
         """Find the stores, then offer the directory; return what *go* says of stores."""

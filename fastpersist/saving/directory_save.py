@@ -36,7 +36,7 @@ from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.torch_boundary import untraced
 
-__all__ = ["Alone", "Commit", "DirectorySave", "PlannedFile", "WholeFile"]
+__all__ = ["Alone", "DirectorySave", "PlannedFile", "Publication", "WholeFile"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -93,7 +93,7 @@ class WholeFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class Publication:
     """How to make a directory visible, for the strategy to do when all ranks are ready.
 
     Attributes:
@@ -165,9 +165,9 @@ class Alone:
         """Make sure that all files are there and synced; no more will come."""
         self._files.sync(durable=durable)
 
-    def commit(self, commit: Commit) -> None:
+    def commit(self, publication: Publication) -> None:
         """Publish the directory, of which all files are there and listed."""
-        commit.publish()
+        publication.publish()
 
 
 class DirectorySave:
@@ -512,7 +512,7 @@ class DirectorySave:
             self._directory.publish(encode_manifest(manifest), durable=durable, overwrite=self._overwrite)
             self._stats.sync_s += self._directory.sync_s
 
-        self._strategy.commit(Commit(step, metrics, number, durable, make_visible))
+        self._strategy.commit(Publication(step, metrics, number, durable, make_visible))
         self._pending.written()
 
         def finish() -> None:

@@ -56,7 +56,7 @@ from fastpersist.formats.split_manifest import (
     part_name,
 )
 from fastpersist.saving.directory_files import check_lengths, manifest_now, write_small
-from fastpersist.saving.directory_save import Commit
+from fastpersist.saving.directory_save import Publication
 
 __all__ = ["CoordinatorStores", "FollowerStore", "SplitShares"]
 
@@ -197,7 +197,7 @@ class CoordinatorStores:
 
     # --- commit, published, end or undo: the coordinator's end, and `FollowerStore.end` the followers'
 
-    def commit(self, commit: Commit) -> None:
+    def commit(self, publication: Publication) -> None:
         """Have the other stores publish; return when they have.
 
         Raises:
@@ -210,10 +210,10 @@ class CoordinatorStores:
         for rank in found.names:
             messages[rank] = json.dumps(
                 {
-                    "step": commit.step,
-                    "metrics": dict(commit.metrics),
-                    "commit_number": commit.number,
-                    "durable": commit.durable,
+                    "step": publication.step,
+                    "metrics": dict(publication.metrics),
+                    "commit_number": publication.number,
+                    "durable": publication.durable,
                     "rank_count": len(found.first_ranks),
                     "entries": self._entries_of(found.ranks_of(rank)),
                     "record": self._record_of(found, rank).decode(),

@@ -21,7 +21,7 @@ from fastpersist.distributed.sessions import Session
 from fastpersist.formats.byte_ranges import Extent
 from fastpersist.formats.manifest import FileEntry
 from fastpersist.formats.split_manifest import PARTS_NAME, parse_parts
-from fastpersist.saving.directory_save import Commit
+from fastpersist.saving.directory_save import Publication
 
 STEP = "step-00000001"
 SHARES = SplitShares("state.pt", 30, 7, {0: [Extent(0, 10)], 1: [Extent(10, 20)]}, {0: 1, 1: 2})
@@ -59,7 +59,7 @@ class Two:
         return at_once([lead, follow])
 
     def commit(self) -> None:
-        self.first.commit(Commit(1, {"loss": 0.5}, 9, True, lambda: None))
+        self.first.commit(Publication(1, {"loss": 0.5}, 9, True, lambda: None))
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def test_where_there_is_one_store_nothing_is_told_of_stores(tmp_path: Path) -> N
         assert stores.record(str(tmp_path)) is None
         assert stores.takes_own(1, FileEntry("rank-00001.pt", 3, 4))
         assert [entry.name for entry in stores.take_shares(SHARES)] == ["state.pt.part-00001"]
-        stores.commit(Commit(1, {}, 9, True, lambda: None))
+        stores.commit(Publication(1, {}, 9, True, lambda: None))
         stores.undo(str(tmp_path))
         assert stores.end(str(tmp_path), {}) == b"{}"
         assert session.message_count == 0

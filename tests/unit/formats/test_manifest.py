@@ -398,7 +398,7 @@ def test_hostile_manifest_is_refused_for_its_reason(name: str) -> None:
     assert len(message) < 400
     message.encode()  # can be printed
     assert "\n" not in message
-    assert spent_s < 5  # the worst takes a fraction of a second; quadratic time on 16 MiB takes hours
+    assert spent_s < 60  # the worst takes a fraction of a second; quadratic time on 16 MiB takes hours
 
 
 @pytest.mark.parametrize("depth", [1, 30])
