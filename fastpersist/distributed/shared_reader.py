@@ -7,30 +7,29 @@ all are. So all ranks take part in the same number of rounds, whatever each of t
 another way, leaves the file to stock torch.load). No rank waits for one that has given up. Leaving the reader is the
 last agreement: it returns on all ranks, or raises on all.
 
-There are three ways to read. All ranks choose the same one, from what all have told:
+There are three ways to read. All ranks choose by what all have told:
 
-- *ahead*: the ranks share a page cache. Each reads everything through it, window by window, and has its share of the
-  next window read ahead. Every byte comes from the disk once, and no rank waits for another.
-- *exchange*: each rank reads its share of the bytes, and broadcasts it to the other ranks, straight into place. Where
-  only CRCs are wanted, only these are exchanged.
-- *alone*: each rank reads everything by itself.
+- *ahead*: the ranks of a node share a page cache. Each reads everything through it, window by window, and has its share
+  of the next window read ahead. Every byte comes to the node once, and no rank waits for another.
+- *alone*: each rank reads everything by itself: where it is the only one on its node, where the page cache has most of
+  the file already, or where an engine was named.
+- *divide*: only CRCs are wanted, so each rank reads its share and tells the CRCs of it.
 
-On one node the ranks read ahead; alone if the page cache has most of the file already, or an engine was named. On
-several nodes they exchange; they read ahead or alone if a destination is not host memory, the backend cannot broadcast
-host memory, or the ranks want different bytes of the file. CRCs alone are always exchanged. `fastpersist bench ranks
-DIR --load-ways` measures the ways in turn. With 1 GiB in 64 tensors, 2 cores, gloo, ext4 on a virtual disk (seconds
-until the last rank has the object, smallest of 5):
+`fastpersist bench ranks DIR --load-ways` measures them in turn. With 1 GiB in 64 tensors, 2 cores, gloo, ext4 on a
+virtual disk (seconds until the last rank has the object, smallest of 5):
 
-                     ahead   exchange   alone
-    2 ranks, cold     0.50       0.69    0.71
-    4 ranks, cold     0.62       1.18    1.45
-    2 ranks, warm     0.14       0.37    0.15
-    4 ranks, warm     0.27       1.01    0.30
+                     ahead   alone
+    2 ranks, cold     0.50    0.71
+    4 ranks, cold     0.62    1.45
+    2 ranks, warm     0.14    0.15
+    4 ranks, warm     0.27    0.30
 
-Reading ahead costs processor time. While other programs kept both cores busy, alone was the fastest with 2 ranks
-(medians, cold: 0.73 s; ahead 1.07 s; exchange 0.83 s), on a disk that gives the same bytes to several readers nearly as
-fast as to one. all_gather_into_tensor took twice as long as broadcasts. Not measured: several nodes, where a shared
-file system gives each byte to one rank, and the network carries it to the others.
+Reading ahead costs processor time. While other programs kept both cores busy, alone was faster with 2 ranks (medians,
+cold: 0.73 s against 1.07 s), on a disk that gives the same bytes to several readers nearly as fast as to one.
+
+Ranks do not hand the bytes to each other. Two ranks in network namespaces, joined at 1 GB/s, took 2.18 s to read half
+of the file each and to broadcast it by gloo, and 1.01 s to read all of it (medians of 9, in turn, 2026-11-23); 2.61 s
+and 2.00 s where the disk gave both together 1 GiB/s (medians of 6).
 
 Files, formats and objects are left to the load (`unpickle`, `fill_tensors`, `restore`).
 """
@@ -70,14 +69,13 @@ from fastpersist.transfer.reader import Extents, Read, ReadResult, read_extents
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["WANT", "SharedReader", "broadcasts_host_memory", "reader_for"]
+__all__ = ["WANT", "SharedReader", "reader_for"]
 
 _log = logging.getLogger("fastpersist")
 
 _WINDOW_BYTES = 256 << 20
 """How far the ranks read ahead: enough to keep the disk busy, without the whole file in the page cache."""
 
-_BROADCAST_BYTES = 64 << 20
 _GAP_BYTES = 256 << 10
 _END_BYTES = 64 << 10
 _SAMPLE_BYTES = 512
@@ -101,7 +99,6 @@ class _Said:
         size_bytes: Length of the file.
         layout: A digest of the places of all extents.
         only_crcs: Nothing but CRCs is wanted.
-        takes_broadcasts: All large destinations are host memory, and the backend broadcasts that.
         any_engine: No engine was named.
         sample: With "compare", a digest of samples of the file.
         crcs: With "shared", the CRC of each part that this rank has read.
@@ -116,7 +113,6 @@ class _Said:
     size_bytes: int = 0
     layout: bytes = b""
     only_crcs: bool = False
-    takes_broadcasts: bool = False
     any_engine: bool = False
     sample: bytes = b""
     crcs: tuple[int, ...] = ()
@@ -154,7 +150,7 @@ class SharedReader:
     Args:
         process_group: Any backend; the caller's thread takes part in its collectives.
         subject: What is loaded, for messages: a path, or "step 100".
-        way: For tests: "ahead", "exchange" or "alone" instead of the fastest.
+        way: For tests: "ahead" or "alone" instead of the fastest.
 
     Attributes:
         first_failure: After a failure that all ranks know of: the lowest rank that failed, and its error if it is one
@@ -254,8 +250,8 @@ class SharedReader:
             return read_extents(fd, path, extents, engine=engine, poll=poll)
         way = self._agreed_way(fd, path, extents, engine)
         _log.debug("rank %d of %d reads %s: %s", self._rank, self._count, path, way.name)
-        if way.name == "exchange":
-            return self._exchange(fd, path, extents, engine, poll)
+        if way.name == "divide":
+            return self._divide(fd, path, extents, engine, poll)
         if way.name == "ahead":
             return _read_ahead(fd, path, extents, way, poll)
         return read_extents(fd, path, extents, engine=engine, poll=poll)
@@ -310,7 +306,6 @@ class SharedReader:
 
     def _agreed_way(self, fd: int, path: str, extents: Extents, engine: str) -> _Way:
         places = extents.places()
-        shared = [index for index, (_, size_bytes) in enumerate(places) if size_bytes >= CUT_BYTES_MIN]
         with storage_errors("looking at", path):
             status = os.fstat(fd)
         own = _Said(
@@ -320,23 +315,17 @@ class SharedReader:
             size_bytes=status.st_size,
             layout=hashlib.blake2b(_flat(sorted(places)), digest_size=16).digest(),
             only_crcs=len(extents) > 0 and extents.keeps_nothing(),
-            takes_broadcasts=broadcasts_host_memory(self._group)
-            and all(extents.host_memory(index) is not None for index in shared),
             any_engine=require_engine(engine) == "auto",
         )
         heard = self._say(own)
         readers = [said for said in heard if said.stage == "read"]
         same_wishes = len(readers) == self._count and len({said.layout for said in readers}) == 1
         one_place = len({said.place for said in readers}) == 1
-        if self._way == "auto":
-            exchanged = all(said.only_crcs or (said.takes_broadcasts and not one_place) for said in readers)
-        else:
-            exchanged = self._way == "exchange" and all(said.only_crcs or said.takes_broadcasts for said in readers)
-        exchanged = exchanged and same_wishes and len({said.only_crcs for said in readers}) == 1
-        if len(readers) == self._count and not self._compared and (exchanged or not one_place):
+        divided = self._way == "auto" and same_wishes and all(said.only_crcs for said in readers)
+        if len(readers) == self._count and not self._compared and (divided or not one_place):
             self._compare(fd, path, readers)
-        if exchanged:
-            return _Way("exchange")
+        if divided:
+            return _Way("divide")
         sharers = [rank for rank, said in enumerate(heard) if said.stage == "read" and said.place == own.place]
         is_warm = 2 * _native.cached_bytes(fd) > status.st_size
         if self._way == "ahead" or (self._way == "auto" and own.any_engine and len(sharers) > 1 and not is_warm):
@@ -360,42 +349,17 @@ class SharedReader:
             )
         self._compared = True
 
-    # --- exchanging
-
-    def _exchange(self, fd: int, path: str, extents: Extents, engine: str, poll: Poll | None) -> ReadResult:
+    def _divide(self, fd: int, path: str, extents: Extents, engine: str, poll: Poll | None) -> ReadResult:
+        """Read this rank's share for its CRCs, and learn those of the others."""
         places = extents.places()
-        only_crcs = extents.keeps_nothing()
-        large = [index for index, (_, size_bytes) in enumerate(places) if only_crcs or size_bytes >= CUT_BYTES_MIN]
-        small = sorted(set(range(len(places))) - set(large))
-        shares = [
-            [ByteRange(large[part.source], part.from_bytes, part.size_bytes) for part in share]
-            for share in cut_places([places[index] for index in large], self._count)
-        ]
+        shares = cut_places(places, self._count)
+        result = read_extents(fd, path, extents.parts(shares[self._rank]), engine=engine, poll=poll)
         crcs = _Crcs(len(places))
-        own = shares[self._rank]
-        rest = [ByteRange(index, 0, places[index][1]) for index in small]
-        result = read_extents(fd, path, extents.parts([*own, *rest]), engine=engine, poll=poll)
-        crcs.add(rest, result.crcs[len(own) :])
-        heard = self._say(_Said("shared", path, crcs=tuple(result.crcs[: len(own)])))
-        for share, said in zip(shares, heard, strict=True):
+        for share, said in zip(shares, self._say(_Said("shared", path, crcs=tuple(result.crcs))), strict=True):
             if len(share) != len(said.crcs):
                 raise InternalError(f"the ranks share {path} out differently")
             crcs.add(share, said.crcs)
-        if not only_crcs:
-            with self.collective():
-                for rank, share in enumerate(shares):
-                    for part in share:
-                        self._broadcast(extents, part, rank)
         return ReadResult(crcs.combined(), result.engine)
-
-    def _broadcast(self, extents: Extents, part: ByteRange, rank: int) -> None:
-        memory = extents.host_memory(part.source)
-        if memory is None:
-            raise InternalError("a destination to be broadcast is no host memory")
-        end_bytes = part.from_bytes + part.size_bytes
-        for from_bytes in range(part.from_bytes, end_bytes, _BROADCAST_BYTES):
-            piece = memory[from_bytes : min(from_bytes + _BROADCAST_BYTES, end_bytes)]
-            dist.broadcast(piece, group=self._group, group_src=rank)
 
 
 # --------------------------------------------------------------------------------------------- reading ahead
@@ -501,11 +465,6 @@ def _node() -> str:
             return file.read().strip()
     except OSError:
         return os.uname().nodename
-
-
-def broadcasts_host_memory(group: ProcessGroup) -> bool:
-    """Tell whether the collectives of a group take host memory."""
-    return "cpu:" in dist.get_backend_config(group)
 
 
 def _flat(places: Sequence[tuple[int, int]]) -> bytes:

@@ -24,7 +24,7 @@ from fastpersist.distributed.partition import CUT_BYTES_MIN
 from fastpersist.distributed.shared_reader import cut_places
 from fastpersist.loading.restore import load_state
 
-WAYS = ("ahead", "exchange", "alone", "auto")
+WAYS = ("ahead", "alone", "auto")
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +65,20 @@ def test_each_rank_gets_what_safetensors_gives(way: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_exchanging_ranks_read_equal_parts_and_no_byte_twice(count: int, zip_path: Path) -> None:
-    def work(rank: int, count: int) -> list[int]:
-        watched = watch("exchange")
-        fp.load(zip_path, process_group=world())
-        return watched.asked_bytes
+def test_ranks_divide_the_check_and_read_no_byte_twice(count: int, tmp_path: Path) -> None:
+    saved = {"a": torch.ones(3 * MIB), "b": torch.ones(700_000)}
+    fp.save(saved, tmp_path / "model.pt")
 
-    storages = [size for name, (_, size) in record_places(zip_path.read_bytes()).items() if name.startswith("data/")]
-    small_bytes = sum(size for size in storages if size < CUT_BYTES_MIN)
-    large_bytes = sum(storages) - small_bytes
-    own_bytes = [asked - small_bytes for (asked,) in run_ranks(count, work)]
-    assert sum(own_bytes) == large_bytes
+    def work(rank: int, count: int) -> tuple[int, list[str]]:
+        watched = watch()
+        target = {key: torch.zeros_like(tensor) for key, tensor in saved.items()}
+        fp.load_into(tmp_path / "model.pt", target, verify=True, process_group=world())
+        return watched.asked_bytes[0], watched.ways
+
+    found = run_ranks(count, work)
+    assert [ways[0] for _, ways in found] == ["divide"] * count
+    own_bytes = [asked_bytes for asked_bytes, _ in found]
+    assert sum(own_bytes) == sum(tensor.nbytes for tensor in saved.values())
     assert max(own_bytes) - min(own_bytes) <= 2 * BLOCK_BYTES
 
 
@@ -113,18 +116,14 @@ def test_ranks_of_one_node_read_each_byte_ahead_once(zip_path: Path) -> None:
         ("one node, cold", "ahead"),
         ("one node, in the page cache", "alone"),
         ("one node, named engine", "alone"),
-        ("two nodes", "exchange"),
-        ("two nodes, no host memory", "alone"),
-        ("two nodes of two ranks, no host memory", "ahead"),
+        ("two nodes", "alone"),
+        ("two nodes of two ranks", "ahead"),
     ],
 )
 def test_way_is_the_one_that_is_faster(situation: str, expected: str, zip_path: Path) -> None:
     def work(rank: int, count: int) -> list[str]:
         node = {"one": "", "two": str(rank % 2)}[situation[:3]]
         watched = watch(node=node, cached_bytes=1 << 40 if "cache" in situation else 0)
-        if "no host memory" in situation:
-            patched: Any = shared_reader
-            patched.broadcasts_host_memory = lambda group: False
         engine = "threads" if "engine" in situation else "auto"
         loaded = fp.load(zip_path, process_group=world(), engine=engine)
         assert torch.equal(loaded["large"], content()["large"])
@@ -136,7 +135,7 @@ def test_way_is_the_one_that_is_faster(situation: str, expected: str, zip_path: 
 
 def test_ranks_may_load_in_different_ways(zip_path: Path) -> None:
     def work(rank: int, count: int) -> Any:
-        watch("exchange")
+        watch()
         options: dict[str, Any] = {"map_location": lambda storage, location: storage} if rank == 1 else {}
         loaded = [fp.load(zip_path, process_group=world(), **options) for _ in range(2)]
         return [portrait(each) for each in loaded]
@@ -167,7 +166,7 @@ def test_group_of_one_talks_to_nobody(zip_path: Path) -> None:
 # --------------------------------------------------------------------------------------------- targets
 
 
-@pytest.mark.parametrize("way", ["ahead", "exchange", "auto"])
+@pytest.mark.parametrize("way", ["ahead", "alone", "auto"])
 def test_modules_of_all_ranks_are_filled(way: str, tmp_path: Path) -> None:
     saved = Model(1)
     fp.save(saved.state_dict(), tmp_path / "model.pt")
@@ -183,7 +182,7 @@ def test_modules_of_all_ranks_are_filled(way: str, tmp_path: Path) -> None:
     assert run_ranks(2, work) == [portrait(saved.state_dict())] * 2
 
 
-@pytest.mark.parametrize("way", ["ahead", "exchange"])
+@pytest.mark.parametrize("way", ["ahead", "alone"])
 def test_targets_of_other_layout_or_dtype_on_one_rank_are_filled(way: str, tmp_path: Path) -> None:
     saved = {"a": torch.randn(1100, 800), "b": torch.randn(900, 1500), "c": torch.randn(10)}
     fp.save(saved, tmp_path / "model.pt")
@@ -205,7 +204,6 @@ def test_strided_tensors_in_the_file_are_read_by_all(tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "model.pt")
 
     def work(rank: int, count: int) -> list[bool]:
-        watch("exchange")
         target = {"a": torch.zeros(800, 700), "b": torch.zeros(900, 600)}
         fp.load_into(tmp_path / "model.pt", target, process_group=world())
         return [torch.equal(target[key], saved[key]) for key in saved]
@@ -213,7 +211,7 @@ def test_strided_tensors_in_the_file_are_read_by_all(tmp_path: Path) -> None:
     assert run_ranks(2, work) == [[True, True]] * 2
 
 
-@pytest.mark.parametrize("way", ["ahead", "exchange"])
+@pytest.mark.parametrize("way", ["ahead", "alone"])
 def test_state_is_restored_where_one_rank_has_stepped_and_the_other_has_not(way: str, tmp_path: Path) -> None:
     model, optimizer = trained(1, 2)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}

@@ -34,7 +34,7 @@ def zip_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("way", ["ahead", "exchange", "alone"])
+@pytest.mark.parametrize("way", ["ahead", "alone", "auto"])
 @pytest.mark.parametrize("function", ["load", "load_into"])
 def test_damage_is_found_by_all_ranks(way: str, function: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
@@ -121,7 +121,7 @@ def reading(error: BaseException) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("way", ["ahead", "exchange"])
+@pytest.mark.parametrize("way", ["ahead", "alone"])
 @pytest.mark.parametrize(
     ("fail", "name"),
     [
@@ -218,7 +218,7 @@ def test_disk_error_on_one_rank_is_said_to_have_overwritten_the_targets_of_all(t
     fp.save({"a": torch.zeros(600_000)}, tmp_path / "model.pt")
 
     def work(rank: int, count: int) -> tuple[str, str]:
-        watch("exchange")
+        watch("alone")
         _native.set_fault_plan(_native.FaultPlan(op="read", nth=1))
         engine = "fault:threads-buffered" if rank == 0 else "threads-buffered"
         try:
@@ -269,7 +269,7 @@ def test_different_files_are_refused_by_all(difference: str, nodes: str, tmp_pat
         assert ending.error_text.endswith("on rank 1")
 
 
-def test_equal_copies_of_a_file_are_exchanged(tmp_path: Path) -> None:
+def test_equal_copies_of_a_file_may_be_loaded(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
         fp.save(content(), tmp_path / str(rank) / "model.pt")
@@ -279,19 +279,17 @@ def test_equal_copies_of_a_file_are_exchanged(tmp_path: Path) -> None:
         return portrait(fp.load(tmp_path / str(rank) / "model.pt", process_group=world())), watched.ways
 
     expected = portrait(torch.load(tmp_path / "0" / "model.pt"))
-    assert run_ranks(2, work) == [(expected, ["exchange"])] * 2
+    assert run_ranks(2, work) == [(expected, ["alone"])] * 2
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize(
-    "point", ["ahead: reading", "exchange: reading", "exchange: broadcasting", "ahead: unpickling"]
-)
+@pytest.mark.parametrize("point", ["ahead: reading", "alone: reading", "ahead: unpickling"])
 def test_death_of_a_rank_is_heard_by_all_within_the_timeout(point: str, count: int, zip_path: Path) -> None:
     def work(rank: int, count: int) -> None:
         watch(point.partition(":")[0])
         if rank == 1:
-            patched: Any = shared_reader if "reading" in point else dist if "broadcasting" in point else unpickle
-            name = {"r": "read_extents", "b": "broadcast", "u": "unpickle_with"}[point.partition(": ")[2][0]]
+            patched: Any = shared_reader if "reading" in point else unpickle
+            name = "read_extents" if "reading" in point else "unpickle_with"
             setattr(patched, name, lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL))
         fp.load(zip_path, process_group=world())
 
@@ -333,7 +331,6 @@ def test_subgroup_names_its_own_ranks(zip_path: Path) -> None:
         group = dist.new_group([1, 2])
         if rank == 0:
             return None
-        watch("exchange")
         loaded = portrait(fp.load(zip_path, process_group=group))
         with pytest.raises(fp.PeerError if rank == 1 else fp.CheckpointNotFoundError) as raised:
             fp.load(zip_path if rank == 1 else "nowhere", process_group=group)

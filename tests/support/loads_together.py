@@ -65,7 +65,6 @@ def watch(way: str = "auto", *, node: str | None = None, cached_bytes: int | Non
     patched.SharedReader = functools.partial(SharedReader, way=way)
     patched.read_extents = noted_read
     patched._WINDOW_BYTES = 4 * MIB
-    patched._BROADCAST_BYTES = 300_000
     if node is not None:
         patched._node = lambda: node
     if cached_bytes is not None:

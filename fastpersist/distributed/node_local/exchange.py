@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from fastpersist import _native
 from fastpersist.distributed.partition import CUT_BYTES_MIN
-from fastpersist.distributed.shared_reader import WANT, SharedReader, broadcasts_host_memory
+from fastpersist.distributed.shared_reader import WANT, SharedReader
 from fastpersist.errors import CorruptionError, FormatError, InternalError
 from fastpersist.formats import torch_zip
 from fastpersist.formats.byte_ranges import ByteRange, Extent, ExtentMap, merged, overlaps, without
@@ -182,7 +182,7 @@ class PartsExchange:
         self._engine = "auto"
         self._sizes: dict[int, int] = {}  # of what was read, by offset
         self._carrier = torch.device("cpu")
-        if not broadcasts_host_memory(reader.group):
+        if "cpu:" not in dist.get_backend_config(reader.group):
             accelerator = torch.accelerator.current_accelerator()
             self._carrier = accelerator if accelerator is not None else self._carrier
         self._agree({found.part.rank: found for found in own})

@@ -94,7 +94,7 @@ def test_what_limits_ranks_and_what_agreement_costs_is_measured_when_it_is_asked
     rows = {row["name"]: row for name in ("save", "load", "agreement") for row in result[name]}
     limits = ("bare pwrite, one file", "bare pwrite, a file each", "null engine", "memcpy")
     names = [f"{limit}, {ranks}" for limit in limits for ranks in ("1 rank", "3 ranks")]
-    names += [f"fp.load, 3 ranks together: {way}" for way in ("ahead", "exchange", "alone")]
+    names += [f"fp.load, 3 ranks together: {way}" for way in ("ahead", "alone")]
     for name in names:
         assert rows[name]["note"] == ""
         assert len(rows[name]["seconds"]) == 2

@@ -39,7 +39,7 @@ __all__ = [
     "write_bare",
 ]
 
-LOAD_WAYS = ("ahead", "exchange", "alone")
+LOAD_WAYS = ("ahead", "alone")
 """In which several ranks can read a file, says `fastpersist.distributed.shared_reader`, which chooses among them."""
 
 _MIB = 1 << 20
