@@ -1,15 +1,15 @@
-"""Accelerate's save_state and load_state, with the disk beside the training.
+"""Accelerate's save_state and load_state, with writing in the background.
 
     from fastpersist.integrations.accelerate import load_state, save_state
 
     save_state(accelerator, "checkpoint")      # in place of accelerator.save_state("checkpoint")
     load_state(accelerator, "checkpoint")      # in place of accelerator.load_state("checkpoint")
 
-What is in a checkpoint is Accelerate's affair: its own save_state is called, with a hidden directory as its output, and
-what it saves there goes into a `DirectorySave` (`redirection`). The files are those that it writes by itself, plus a
-MANIFEST.json, so its own load_state reads them, and this one reads those that it wrote. New is that training goes on
-meanwhile, that a directory is visible only when it is complete, and that nothing old is removed before that. With FSDP
-each process writes its shards, and reads those that it needs (`sharded_redirection`).
+Accelerate decides what a checkpoint holds: we call its save_state with a hidden directory, and redirect the files into
+a `DirectorySave` (`redirection`). The files are Accelerate's, plus a MANIFEST.json, so stock load_state reads them, and
+this one reads stock checkpoints. What FastPersist adds: training goes on during the write, a directory becomes visible
+only when it is complete, and old checkpoints are removed only after that. With FSDP each process writes its shards, and
+reads those that it needs (`sharded_redirection`).
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ _MANIFEST_NAME = "MANIFEST.json"
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 _REMOVED = re.compile(r"\.checkpoint_\d+\.removed-[0-9a-f]+")
 _RANDOM_STATE = re.compile(r"random_states_\d+\.pkl")
-# What Accelerate's own save_state writes, in all versions.
+# Files of Accelerate's own save_state, in all versions.
 _FILE_OF_ACCELERATE = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.(bin|safetensors)"
     r"|pytorch_model_fsdp(_\d+)?(_rank\d+)?\.bin|(pytorch_model_fsdp|optimizer)_\d+"
     rf"|{_RANDOM_STATE.pattern}|custom_checkpoint_\d+\.pkl|scaler\.pt"
 )
-_STRATEGIES = ("NO", "MULTI_", "FSDP")  # the others have savers of their own
+_STRATEGIES = ("NO", "MULTI_", "FSDP")  # all others save by themselves
 
 _Files: TypeAlias = DirectorySave | PeerDirectorySave
 
 
 @dataclass(frozen=True)
 class _Latest:
-    """The save that was begun last, of which there is one per accelerator."""
+    """The last save of an accelerator."""
 
     save: PendingSave
     on_error: str
@@ -95,42 +95,42 @@ def save_state(
     engine: str = "auto",
     **save_model_func_kwargs: Any,
 ) -> PendingSave | None:
-    """Save what accelerator.save_state saves, while training goes on.
+    """Save the state that accelerator.save_state saves, while training goes on.
 
     Returns when everything that may change before the next step is copied. Parameters and optimizer states are written
-    from where they are; the optimizers' next step waits until what is not written by then is copied. The directory
-    becomes visible, whole, when all of it is durable. One save is under way at a time: this waits for the last one.
+    in place; the optimizers' next step waits until the part not yet written is copied. The directory becomes visible
+    when all of it is durable. One save is under way at a time: this waits for the last one.
 
-    A directory of that name is replaced as a whole, if what is in it belongs to a checkpoint. With automatic checkpoint
-    naming the names are Accelerate's (checkpoints/checkpoint_N), and what `total_limit` has too many is removed when
-    the new one is durable. Hooks that were registered for saving run, and write into the hidden directory.
+    An existing directory is replaced as a whole, if it holds nothing but a checkpoint. With automatic checkpoint
+    naming, Accelerate chooses the names (checkpoints/checkpoint_N), and checkpoints beyond `total_limit` are removed
+    when the new one is durable. Registered save hooks run, and write into the hidden directory.
 
-    All processes call it. They need one file system. With FSDP and SHARDED_STATE_DICT each process writes its shards,
-    under the names of Accelerate, with FULL_STATE_DICT the main one what was gathered. With FSDP1, which moves
+    All processes call it. They need one file system. With FSDP and SHARDED_STATE_DICT each process writes its shards
+    under Accelerate's names; with FULL_STATE_DICT the main process writes the gathered state. With FSDP1, which moves
     parameters between two steps, everything is copied before this returns.
 
     Args:
         accelerator: With everything prepared.
-        output_dir: Where to; missing parents are made. Not used with automatic checkpoint naming.
-        safe_serialization: Models as safetensors, else as torch files.
-        on_error: What a save that fails behind the training does. "raise": the next save_state, load_state or `wait`
-            raises the error. "warn": there it is a RuntimeWarning, and training goes on. In the log it is at once.
+        output_dir: The target; missing parents are made. Not used with automatic checkpoint naming.
+        safe_serialization: Save models as safetensors, else as torch files.
+        on_error: What to do about a background save that failed. "raise": the next save_state, load_state or `wait`
+            raises the error. "warn": that call issues a RuntimeWarning instead. The error is logged at once.
         engine: "auto", or an engine's name, which then never falls back.
         **save_model_func_kwargs: For accelerator.save_state.
 
     Returns:
-        The save: done(), result(), captured(). On all processes but the main one, without FSDP: None, and their part is
-        done. None also where on_error="warn" and the disk refused the beginning.
+        The save: done(), result(), captured(). Without FSDP, None on all processes but the main one; their part is
+        done. None also if the save could not begin for a storage error, with on_error="warn".
 
     Raises:
-        ConfigError: The strategy has savers of its own (DeepSpeed, Megatron, XLA), or the model is sharded without FSDP
-            (tensor parallel); stock saving works there. Or the directory holds what belongs to no checkpoint, or is not
-            seen by all processes.
+        ConfigError: The strategy saves by itself (DeepSpeed, Megatron, XLA), or the model is sharded without FSDP
+            (tensor parallel); stock saving works there. Or the directory holds foreign files, or some process does not
+            see it.
         ValueError: Automatic checkpoint naming, and the name is taken.
         StorageError: The directory cannot be made; or the last save failed, which is raised once.
         FastPersistError: Another process failed; nothing is published then.
 
-    Thread safety: one thread, the one that trains.
+    Thread safety: only the training thread.
     """
     if on_error not in ("raise", "warn"):
         raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
@@ -143,7 +143,7 @@ def save_state(
         configuration.iteration = iteration + 1
         return pending
     except BaseException as error:
-        configuration.iteration = iteration  # other processes may have counted, or not
+        configuration.iteration = iteration  # the same on all processes, wherever each one failed
         if on_error == "raise" or not isinstance(error, StorageError):
             raise
         _log.error("a checkpoint was not saved: %s", error)
@@ -152,26 +152,26 @@ def save_state(
 
 
 def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None = None, **load_kwargs: Any) -> Path:
-    """Load what accelerator.load_state loads, when the save that is under way is done.
+    """Load the state that accelerator.load_state loads, after the save under way is done.
 
     Args:
         accelerator: With everything prepared.
-        input_dir: Where from. None with automatic checkpoint naming: the newest one that is whole. All of it is read
-            and checked before anything is loaded; damaged ones are skipped, and a warning says which and why.
+        input_dir: The checkpoint. None with automatic checkpoint naming: the newest whole one. It is read and checked
+            completely before anything is loaded; damaged ones are skipped with a warning.
         **load_kwargs: For accelerator.load_state.
 
     Returns:
-        The directory that was loaded. Accelerate does not go on counting from there: with automatic checkpoint naming,
-        set accelerator.project_configuration.iteration to a number that is not taken.
+        The loaded directory. Accelerate does not continue its numbering from there: with automatic checkpoint naming,
+        set accelerator.project_configuration.iteration to a free number.
 
     Raises:
-        ConfigError: The strategy has savers of its own, as in `save_state`; or there is no name to load from.
-        CheckpointNotFoundError: Automatic checkpoint naming, and there is none that is whole.
+        ConfigError: The strategy saves by itself, as in `save_state`; or there is no name to load from.
+        CheckpointNotFoundError: Automatic checkpoint naming, and no checkpoint is whole.
         StorageError: The last save failed, which is raised once.
         FastPersistError: Another process failed.
-        ValueError, RuntimeError, …: What accelerator.load_state raises.
+        ValueError, RuntimeError, …: Errors of accelerator.load_state.
 
-    Thread safety: one thread, the one that trains; all processes call it.
+    Thread safety: only the training thread; all processes call it.
     """
     _refuse_strategy(accelerator)
     _settle(accelerator)
@@ -191,10 +191,10 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
 
 
 def wait(accelerator: Accelerator) -> None:
-    """Return when the save that is under way is done. Without FSDP, there is one on the main process only.
+    """Wait for the save under way. Without FSDP, only the main process has one.
 
     Raises:
-        StorageError, TornStateError: It failed, and nobody was told; with on_error="warn" it is a RuntimeWarning.
+        StorageError, TornStateError: The save failed; raised once. With on_error="warn": a RuntimeWarning instead.
 
     Thread safety: as `save_state`.
     """
@@ -212,7 +212,7 @@ def _save(
     engine: str,
     save_model_func_kwargs: dict[str, Any],
 ) -> PendingSave | None:
-    """Do what `save_state` says. What one process raises, all raise, each time before the next thing is begun."""
+    """Implement `save_state`. After each step all processes agree: if one has failed, all raise."""
     target, failure = "", None
     options: dict[str, Any] = {}
     files: _Files | None = None
@@ -224,7 +224,7 @@ def _save(
                 files = DirectorySave(target, engine=engine, **options)
     except Exception as error:  # noqa: BLE001 - the other processes wait
         failure = error
-    with ExitStack() as stack:  # whatever is not published is removed
+    with ExitStack() as stack:  # removes the hidden directory unless it is published
         if files is not None:
             stack.enter_context(files)
         _agree(accelerator, failure)
@@ -275,7 +275,7 @@ def _choose(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None)
 
 
 def _begin_together(target: str, engine: str, options: dict[str, Any]) -> _Files:
-    """Make the hidden directory with all processes; those that are not the main one need no options."""
+    """Make the hidden directory with all processes; only the main process needs options."""
     if not torch.distributed.is_initialized():
         return DirectorySave(target, engine=engine, **options)
     everybody: Any = torch.distributed.group.WORLD
@@ -283,11 +283,11 @@ def _begin_together(target: str, engine: str, options: dict[str, Any]) -> _Files
 
 
 def _refuse_to_lose(accelerator: Accelerator, target: str) -> None:
-    """Raise if something in a directory that is to be replaced is no part of a checkpoint."""
+    """Raise if a directory that the save would replace has files that belong to no checkpoint."""
     found = os.listdir(target)
     is_accelerates = _MANIFEST_NAME not in found and any(map(_RANDOM_STATE.fullmatch, found))
     if is_accelerates and accelerator._save_model_state_pre_hook:
-        return  # hooks write whatever they like
+        return  # hooks may have written any file
     require_replaceable(target, _FILE_OF_ACCELERATE.fullmatch)
 
 
@@ -302,7 +302,7 @@ def _why_not_shared(accelerator: Accelerator, pending_path: str) -> ConfigError 
 
 @contextmanager
 def _saving(accelerator: Accelerator, files: _Files | None, pending_path: str) -> Iterator[None]:
-    """Let what Accelerate saves in the block go into `files`; on other processes, durably where it says."""
+    """Redirect Accelerate's saves in the block into `files`; without one, write them durably to their own paths."""
     optimizers = None if _moves_parameters(accelerator) else list(accelerator._optimizers)
     with ExitStack() as stack:
         stack.enter_context(_scaler_of_main_process(accelerator))
@@ -312,7 +312,7 @@ def _saving(accelerator: Accelerator, files: _Files | None, pending_path: str) -
         else:
             stack.enter_context(installed())
         if files is not None and _is_sharding(accelerator):
-            from ._shared.sharded_redirection import shards_into  # slow to import, and few need it
+            from ._shared.sharded_redirection import shards_into  # slow to import; only FSDP needs it
 
             plans = _plans.setdefault(accelerator, {})
             stack.enter_context(shards_into(files, pending_path, optimizer=optimizers, plans=plans))
@@ -320,7 +320,7 @@ def _saving(accelerator: Accelerator, files: _Files | None, pending_path: str) -
 
 
 def _reading_shards(accelerator: Accelerator) -> AbstractContextManager[None]:
-    """In the block, let what is sharded be read by us."""
+    """Read shards with `FastPersistReader`, in the block."""
     if not _is_sharding(accelerator):
         return nullcontext()
     from ._shared.sharded_redirection import reads_shards
@@ -333,13 +333,13 @@ def _is_sharding(accelerator: Accelerator) -> bool:
 
 
 def _moves_parameters(accelerator: Accelerator) -> bool:
-    """Tell whether parameters are gathered and freed between two steps, where the optimizer has them: by FSDP1."""
+    """Return whether parameters are gathered and freed between two optimizer steps, as FSDP1 does."""
     return _is_sharding(accelerator) and not getattr(accelerator, "is_fsdp2", False)
 
 
 @contextmanager
 def _scaler_of_main_process(accelerator: Accelerator) -> Iterator[None]:
-    """Leave scaler.pt to the main process: stock Accelerate writes it on all of them, each over the others' file."""
+    """Leave scaler.pt to the main process: stock Accelerate writes the same file on every process."""
     if accelerator.is_main_process:
         yield
         return
@@ -348,7 +348,7 @@ def _scaler_of_main_process(accelerator: Accelerator) -> Iterator[None]:
     def hide(*_: object) -> None:
         accelerator.scaler = None
 
-    hook = accelerator.register_save_state_pre_hook(hide)  # the last one: those of users see the scaler
+    hook = accelerator.register_save_state_pre_hook(hide)  # runs last: users' hooks see the scaler
     try:
         yield
     finally:
@@ -368,7 +368,7 @@ def _without_automatic_naming(accelerator: Accelerator) -> Iterator[None]:
 
 
 def _settle(accelerator: Accelerator) -> None:
-    """On all processes: finish the save that was begun last, and raise its error, or warn of it."""
+    """Finish the last save on all processes, and raise its error, or warn of it."""
     failure = None
     try:
         _deliver(accelerator, depth=4)
@@ -378,7 +378,7 @@ def _settle(accelerator: Accelerator) -> None:
 
 
 def _deliver(accelerator: Accelerator, depth: int) -> None:
-    """Wait for the save that was begun last, and raise its error, or warn the caller of that depth of it, once."""
+    """Wait for the last save; raise its error once, or warn the caller at that stack depth."""
     latest = _latest.get(accelerator)
     if latest is None:
         return
@@ -399,7 +399,7 @@ def _warning_of(error: BaseException) -> str:
 
 
 def _agree(accelerator: Accelerator, failure: Exception | None) -> None:
-    """Raise on all processes if one of them has failed. Each calls it as often as the others."""
+    """Raise on all processes if one of them has failed. Collective."""
     if accelerator.num_processes > 1:
         told = None if failure is None else (isinstance(failure, StorageError), f"{type(failure).__name__}: {failure}")
         outcomes = gather_object([told])
@@ -413,7 +413,7 @@ def _agree(accelerator: Accelerator, failure: Exception | None) -> None:
 
 
 def _refuse_strategy(accelerator: Accelerator) -> None:
-    """Raise where the frameworks behind Accelerate save by themselves, past torch.save."""
+    """Raise for a strategy that saves by itself, without torch.save."""
     strategy = str(accelerator.distributed_type.value)
     if not strategy.startswith(_STRATEGIES):
         raise ConfigError(
@@ -440,15 +440,15 @@ def _refuse_tensor_parallel(accelerator: Accelerator) -> None:
 
 
 def _automatic_folder(accelerator: Accelerator) -> str:
-    """Return where the checkpoints of automatic naming are."""
+    """Return the directory of automatically named checkpoints."""
     if accelerator.project_dir is None:
         raise ConfigError("automatic checkpoint naming needs a project_dir, and this Accelerator has none")
     return os.path.realpath(os.path.join(accelerator.project_dir, "checkpoints"))
 
 
 def _hiding_place(folder: str) -> str:
-    """Return where the unfinished and the removed lie: in the folder itself only where renames from beside it fail."""
-    beside = os.path.dirname(folder)  # stock load_state takes for a checkpoint whatever is in it, hidden names too
+    """Return the directory for unfinished and removed checkpoints: the folder's parent, if renames from it work."""
+    beside = os.path.dirname(folder)  # stock load_state takes every entry of `folder` for a checkpoint, hidden ones too
     if not os.path.exists(folder):
         return beside
     is_one_disk = os.stat(beside).st_dev == os.stat(folder).st_dev
@@ -456,7 +456,7 @@ def _hiding_place(folder: str) -> str:
 
 
 def _checkpoints_in(folder: str) -> list[str]:
-    """Return the checkpoints of automatic naming, the one with the lowest number first."""
+    """Return the automatically named checkpoints, lowest number first."""
     if not os.path.isdir(folder):
         return []
     found = [(int(match[1]), match[0]) for match in map(_CHECKPOINT.fullmatch, os.listdir(folder)) if match]
@@ -465,20 +465,20 @@ def _checkpoints_in(folder: str) -> list[str]:
 
 
 def _remove_oldest(newest: str, limit: int) -> None:
-    """Remove what is more than `limit` checkpoints, on the writing thread, when the newest one is durable."""
+    """Remove the oldest checkpoints beyond `limit`, on the writing thread, when the newest one is durable."""
     folder = os.path.dirname(newest)
     try:
         hiding_place = _hiding_place(folder)
         others = [path for path in _checkpoints_in(folder) if path != newest]
         for path in others[: max(0, len(others) + 1 - max(limit, 1))]:
             hidden = os.path.join(hiding_place, f".{os.path.basename(path)}.removed-{uuid.uuid4().hex}")
-            os.rename(path, hidden)  # first, and for good: nobody may ever see a part of a checkpoint
+            os.rename(path, hidden)  # first and durably: no reader may ever see a part of a checkpoint
         _sync(folder)
         _sync(hiding_place)
-        for name in filter(_REMOVED.fullmatch, os.listdir(hiding_place)):  # also what a killed process has left
+        for name in filter(_REMOVED.fullmatch, os.listdir(hiding_place)):  # leftovers of killed processes too
             shutil.rmtree(os.path.join(hiding_place, name))
     except OSError as error:
-        _log.warning("%s is saved, but older checkpoints than total_limit allows stay: %s", newest, error)
+        _log.warning("%s is saved, but old checkpoints beyond total_limit could not be removed: %s", newest, error)
 
 
 def _sync(folder: str) -> None:
@@ -493,7 +493,7 @@ def _sync(folder: str) -> None:
 
 
 def _newest_whole(accelerator: Accelerator) -> str:
-    """Find the checkpoint of automatic naming with the highest number that can be loaded."""
+    """Return the automatically named checkpoint with the highest number that is whole."""
     folder = _automatic_folder(accelerator)
     for path in reversed(_checkpoints_in(folder)):
         damage = _damage_of(accelerator, path)
@@ -504,7 +504,7 @@ def _newest_whole(accelerator: Accelerator) -> str:
 
 
 def _damage_of(accelerator: Accelerator, path: str) -> str:
-    """Read a checkpoint; say what is wrong with it, "" if nothing is."""
+    """Read a checkpoint; return what is wrong with it, "" if nothing is."""
     try:
         found = sorted(os.listdir(path))
         if _MANIFEST_NAME in found:
@@ -524,7 +524,7 @@ def _damage_of(accelerator: Accelerator, path: str) -> str:
 
 
 def _damage_of_part(path: str) -> str:
-    """Say what is wrong with a file that Accelerate has written, or with a directory of shards, "" if nothing is."""
+    """Return what is wrong with a file of stock Accelerate, or with a directory of shards; "" if nothing is."""
     if os.path.isdir(path):
         from ._shared.sharded_redirection import why_not_whole
 
@@ -534,7 +534,7 @@ def _damage_of_part(path: str) -> str:
 
 
 def _needed_names(accelerator: Accelerator) -> Iterator[str]:
-    """Name what Accelerate's load_state does not do without. Models: a hook may have saved them elsewhere."""
+    """Yield the files that Accelerate's load_state requires; not models, which a hook may have saved elsewhere."""
     kind = getattr(getattr(accelerator.state, "fsdp_plugin", None), "state_dict_type", None)
     is_one_file = not _is_sharding(accelerator) or "FULL" in str(kind)
     for index in range(len(accelerator._optimizers)):

@@ -1,4 +1,4 @@
-"""Fabric's FSDP and ModelParallel: the name under which users import `lightning.fabric`."""
+"""Import name for users of Fabric's FSDP and ModelParallel; the code is `lightning.fabric`."""
 
 from .lightning.fabric import attach
 

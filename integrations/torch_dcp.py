@@ -1,20 +1,21 @@
-"""torch.distributed.checkpoint with our files: storage writers, storage readers, and a planner that shares the work.
+"""torch.distributed.checkpoint (DCP) with FastPersist: storage writers, storage readers, and a save planner.
 
     dcp.save(state, storage_writer=FastPersistWriter("ckpt"), planner=FastPersistSavePlanner())
     dcp.load(state, storage_reader=FastPersistReader("ckpt"))
 
 A checkpoint is a directory with one part file of each rank, DCP's `.metadata` and our manifest, published as a whole.
-DCP's FileSystemReader reads ours, FastPersistReader those of DCP's FileSystemWriter. The planner works with any storage
-writer; it has all that hold a large tensor write a part of it, and refuses two tensors under one name.
+DCP's FileSystemReader reads it; FastPersistReader reads the checkpoints of DCP's FileSystemWriter. The planner works
+with any storage writer: ranks that hold the same large tensor each write a part of it. It refuses two tensors under one
+name.
 
     dcp.save(model.state_dict(), storage_writer=FastPersistHuggingFaceWriter("out"), planner=FastPersistSavePlanner())
     dcp.load(state, storage_reader=FastPersistHuggingFaceReader("out"))
 
-Here it is what HuggingFace's save_pretrained writes and from_pretrained reads: safetensors files with whole tensors.
+These write and read the format of HuggingFace's save_pretrained and from_pretrained: safetensors with whole tensors.
 
     save_sharded(files, state, "weights", optimizer)
 
-A checkpoint among the other files of a DirectorySave, behind the training; SharedPlans spares planning each time anew.
+This saves a DCP checkpoint among the other files of a DirectorySave, in the background; SharedPlans reuses the plan.
 """
 
 from fastpersist.dcp.huggingface.storage_reader import FastPersistHuggingFaceReader

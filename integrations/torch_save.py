@@ -1,12 +1,12 @@
-"""torch.save and torch.load themselves, at our speed: programs that call them need no change.
+"""FastPersist behind torch.save and torch.load: programs that call them need no change.
 
-`install` puts wrappers in their place, `uninstall` takes them away, `installed` does both around a block, and
-`fastpersist run` around a whole program. A wrapper does what we speed up, an ordinary path with the usual options, and
-passes everything else on to what was there before: file objects, other pickle modules and protocols, mmap, TorchScript,
-legacy files, skip_data, temporary files that are open. It writes the same contents to the same name, and raises torch's
+`install` replaces the two functions by wrappers, `uninstall` restores them, `installed` does both around a block, and
+`fastpersist run` around a whole program. A wrapper handles calls with an ordinary path and the usual options. It passes
+all others on to the function that it replaced: file objects, other pickle modules and protocols, mmap, TorchScript,
+legacy files, skip_data, open temporary files. It writes the same contents under the same name, and raises torch's
 errors where torch has one.
 
-The one limit: `from torch import save`, done before, keeps torch's own. `routed` is for the other integrations.
+One limit: `from torch import save` before `install` keeps torch's function. `routed` is for the other integrations.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _log = logging.getLogger("fastpersist")
 
 _USUAL_PROTOCOL = 2
 _ALIGNMENT_BYTES = 4096
-"""Of storages in our files; torch's own is 64, or what the user has asked for."""
+"""Alignment of storages in our files; torch's is 64, or the user's setting."""
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _FORCING_VARIABLES = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
-# No file can be opened for writing there, by nobody.
+# Errors of a path that nobody can open for writing: torch.save reports them in its own words.
 _BAD_PATH = (
     errno.EACCES,
     errno.EISDIR,
@@ -59,20 +59,20 @@ _BAD_PATH = (
 
 
 class TorchStorageError(StorageError, RuntimeError):
-    """An error of the disk in an installed torch.save: a RuntimeError too, as those of torch are."""
+    """Storage error of an installed torch.save; also a RuntimeError, as torch raises."""
 
 
 class TorchNoSpaceError(NoSpaceError, TorchStorageError):
-    """The file system had no room in an installed torch.save: a RuntimeError too, as those of torch are."""
+    """The file system is full, in an installed torch.save; also a RuntimeError, as torch raises."""
 
 
 Route: TypeAlias = Callable[[object, str], bool]
-"""Takes an object that is saved to a path, or says that it does not."""
+"""Function of an object and its path; it saves the object and returns True, or returns False."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Installation:
-    """What one install(), or one `with installed()`, asked for."""
+    """Options of one install(), or of one `with installed()`."""
 
     is_async: bool
     is_durable: bool
@@ -80,23 +80,23 @@ class _Installation:
 
 @dataclass(frozen=True, eq=False)
 class _SaveBehind:
-    """A save that is being written behind the program, or has failed there."""
+    """An asynchronous save that is under way, or has failed."""
 
     real_path: str
     pending: PendingSave
 
 
 class _Routes(threading.local):
-    """Those of each thread, the innermost last."""
+    """The routes of each thread, the innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[Route] = []
 
 
 _lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
-_installations: tuple[_Installation, ...] = ()  # the latest last: what it says counts
-_base: _Installation | None = None  # that of install()
-_behind: list[_SaveBehind] = []  # in order; those that failed stay until somebody is told
+_installations: tuple[_Installation, ...] = ()  # the last one's options apply
+_base: _Installation | None = None  # the installation of install()
+_behind: list[_SaveBehind] = []  # in order; failed saves stay until a call has raised their error
 _routes = _Routes()
 
 
@@ -114,22 +114,22 @@ os.register_at_fork(after_in_child=_forget_saves)
 
 
 def install(*, async_: bool = False, durable: bool = True) -> None:
-    """Make torch.save and torch.load ours, in the whole process, until `uninstall`.
+    """Replace torch.save and torch.load by FastPersist in the whole process, until `uninstall`.
 
-    Calls with a path and the usual options are done by `fastpersist.save` and `load`: the same contents under the same
-    name, but with storages at multiples of 4096, never half a file, and durable. All others pass through untouched.
-    What can be written but not replaced torch writes in place, as it always does (`in_place=` of `fastpersist.save`).
-    Who has an older file of that name open for reading, or mapped, keeps that. Again with other options: those count
-    from now on.
+    `fastpersist.save` and `load` handle calls with a path and the usual options. Files have the same contents under the
+    same name; storages start at multiples of 4096, and each file is complete and durable when it appears. All other
+    calls pass through untouched. A path that can be written but not replaced is written in place, as by torch
+    (`in_place=` of `fastpersist.save`). Readers that have an older file of that name open or mapped keep it. A second
+    call replaces the options.
 
     Args:
-        async_: Let torch.save return when everything is copied, and write it behind. torch.load of the path, another
-            save to it, `uninstall` and a normal end of the program wait for it; what reads the file in another way
-            finds the older one until it is done. An error is in the log at once, and is raised by the next torch.save
-            (which then does nothing else), by a torch.load of that path, or by `uninstall`, whichever comes first.
-        durable: Survive power loss once saved; without it, as with torch's own, only the page cache has the bytes.
+        async_: Let torch.save return when everything is copied, and write in the background. torch.load of the path,
+            another save to it, `uninstall` and a normal end of the program wait for the write; other readers find the
+            older file until then. An error is logged at once. The next torch.save (which then saves nothing), a
+            torch.load of that path, or `uninstall` raises it, whichever comes first.
+        durable: Survive power loss once saved. False: only the page cache has the bytes, as with stock torch.save.
 
-    Thread safety: any thread; it works for all of them.
+    Thread safety: any thread; the replacement affects all threads.
     """
     global _base
     installation = _Installation(async_, durable)
@@ -141,11 +141,10 @@ def install(*, async_: bool = False, durable: bool = True) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: wait for what is being written, and give torch its own functions back. May be called again.
+    """Undo `install`: wait for asynchronous saves, and restore torch's functions. Idempotent.
 
     Raises:
-        StorageError: Something that was saved asynchronously could not be written, and nobody was told. It is a
-            RuntimeError too.
+        StorageError: An asynchronous save failed, and no call has raised its error yet. It is a RuntimeError too.
     """
     global _base
     with _lock:
@@ -157,14 +156,14 @@ def uninstall() -> None:
 
 @contextmanager
 def installed(*, async_: bool = False, durable: bool = True) -> Iterator[None]:
-    """Make torch.save and torch.load ours, in the whole process, for the length of a block; see `install`.
+    """Replace torch.save and torch.load by FastPersist in the whole process, during a block; see `install`.
 
-    Blocks nest, with each other and with `install`: the options of the one that began last count. At the end, what is
-    being written is waited for.
+    Blocks nest, with each other and with `install`; the options of the latest apply. The end of the block waits for
+    asynchronous saves.
 
     Raises:
-        StorageError: At the end of the block: something that was saved asynchronously could not be written, and nobody
-            was told. It is a RuntimeError too. If the block raises, that counts, and this is in the log only.
+        StorageError: At the end of the block: an asynchronous save failed, and no call has raised its error yet. It is
+            a RuntimeError too. If the block itself raises, this error is only logged.
     """
     installation = _Installation(async_, durable)
     _begin(installation)
@@ -180,10 +179,10 @@ def installed(*, async_: bool = False, durable: bool = True) -> Iterator[None]:
 
 @contextmanager
 def routed(route: Route) -> Iterator[None]:
-    """Offer what this thread saves with torch.save, to a path and with the usual options, to a function first.
+    """Offer this thread's torch.save calls, if they have a path and the usual options, to a function first.
 
     Args:
-        route: Called with object and path; returns whether it has taken them.
+        route: Called with object and path; returns whether it has saved the object.
     """
     _routes.stack.append(route)
     _hold()
@@ -242,14 +241,14 @@ def _wrap_save(before: Function) -> Function:
 
 
 def _names_a_file(path: str) -> bool:
-    """Tell whether torch can name an archive after it, and takes the same part of it for the directory."""
+    """Return whether torch can name its archive after the path, and splits off the same directory as we do."""
     name = os.path.basename(path)
     stem, dot, _ = name.rpartition(".")
     return bool(stem if dot else name) and "\\" not in path
 
 
 def _has_usual_save_settings() -> bool:
-    """Tell whether torch.save would write its usual records, all of them."""
+    """Return whether torch.save would write all of its usual records."""
     from torch.utils.serialization import config
 
     alignment_bytes = getattr(config.save, "storage_alignment", 64)  # torch 2.7 may not have it
@@ -262,7 +261,7 @@ def _has_usual_save_settings() -> bool:
 
 
 def _save(obj: object, path: str, installation: _Installation) -> bool:
-    """Save; False where that is torch's to do, or to say why it cannot be done."""
+    """Save; return False where stock torch.save must write, or must raise its own error."""
     _tell(save for save in list(_behind) if save.pending.done())
     if _is_open_for_writing(path):
         return False
@@ -273,20 +272,20 @@ def _save(obj: object, path: str, installation: _Installation) -> bool:
             _note(path, pending)
         else:
             fast_save(obj, path, durable=durable, checksum=checksum, format="torch", in_place=True)
-    except TorchStorageError:  # of a torch.save that pickling the object has called
+    except TorchStorageError:  # from a nested torch.save, called while the object was pickled
         raise
     except StorageError as error:
         if error.errno in _BAD_PATH:
-            _log.debug("torch.save itself shall say why: %s", error)
+            _log.debug("stock torch.save reports this error: %s", error)
             return False
         raise _as_torch_error(error) from error
     return True
 
 
 def _is_open_for_writing(path: str) -> bool:
-    """Tell whether this program has the file open for writing, as a temporary one.
+    """Return whether this program has the file open for writing, such as a temporary file.
 
-    It would go on with the old file where we put a new one; torch writes into the old one.
+    Its descriptor would still refer to the old file after we replace it; torch writes into the old file.
     """
     try:
         wanted = os.stat(path)
@@ -298,12 +297,12 @@ def _is_open_for_writing(path: str) -> bool:
             if os.path.samestat(os.fstat(fd), wanted) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
                 return True
         except OSError:
-            continue  # closed meanwhile
+            continue  # another thread has closed it
     return False
 
 
 def _as_torch_error(error: StorageError, note: str = "") -> TorchStorageError:
-    """Return the same error, which is a RuntimeError too."""
+    """Convert an error to its class that is also a RuntimeError."""
     kind = TorchNoSpaceError if isinstance(error, NoSpaceError) else TorchStorageError
     return kind(error.errno, f"{error}{note}", error.filename, error.offset_bytes)
 
@@ -334,9 +333,9 @@ def _wrap_load(before: Function) -> Function:
                 try:
                     safe = weights_only is None or bool(weights_only)
                     return fast_load(path, map_location=map_location, weights_only=safe)
-                except TorchStorageError:  # of a torch.save or load that unpickling the object has called
+                except TorchStorageError:  # from a nested torch.save or load, called while the object was unpickled
                     raise
-                except FastPersistError as error:  # torch shall say it in its own words, or read it
+                except FastPersistError as error:  # torch may read the file, or raises its own error
                     _log.debug("stock torch.load reads %s: %s", path, error)
         return before(f, map_location, pickle_module, weights_only=weights_only, mmap=mmap, **pickle_load_args)
 
@@ -344,7 +343,7 @@ def _wrap_load(before: Function) -> Function:
 
 
 def _has_usual_load_settings(mmap: bool | None) -> bool:
-    """Tell whether torch.load would read the file, and nothing beside its arguments changes how."""
+    """Return whether torch.load would read (not map) the file, and no global setting changes how."""
     from torch.utils.serialization import config
 
     return (
@@ -355,7 +354,7 @@ def _has_usual_load_settings(mmap: bool | None) -> bool:
 
 
 def _is_torch_zip(path: str) -> bool:
-    """Tell whether torch would read the file as its zip: by its suffix, then its first bytes."""
+    """Return whether torch would read the file as its zip format, by its suffix and its first bytes."""
     if path.endswith(".safetensors"):
         return False
     try:
@@ -367,17 +366,17 @@ def _is_torch_zip(path: str) -> bool:
         return False
 
 
-# ------------------------------------------------------------------------------------------- behind the program
+# ------------------------------------------------------------------------------------------- asynchronous saves
 
 
 def _path_of(f: object) -> str | None:
-    """Return the path that torch would open, None for a file object, and for what is torch's to judge."""
+    """Return the path that torch would open; None for a file object, and for paths that torch must judge."""
     path = os.fspath(f) if isinstance(f, str | os.PathLike) else None
     return path if isinstance(path, str) and "\0" not in path else None
 
 
 def _note(path: str, pending: PendingSave) -> None:
-    """Remember a save until it is there, or somebody was told that it is not."""
+    """Remember a save until it is published, or a call has raised its error."""
     save = _SaveBehind(os.path.realpath(path), pending)
     with _lock:
         _behind.append(save)
@@ -396,7 +395,7 @@ def _forget(save: _SaveBehind) -> None:
 
 
 def _finish(path: str | None = None) -> list[_SaveBehind]:
-    """Wait for what is being saved, to a path or at all; return it, and what has failed before."""
+    """Wait for the asynchronous saves to a path, or all of them; return them, earlier failed ones included."""
     if not _behind:
         return []
     real_path = None if path is None else os.path.realpath(path)
@@ -408,7 +407,7 @@ def _finish(path: str | None = None) -> list[_SaveBehind]:
 
 
 def _take_errors(saves: Iterable[_SaveBehind]) -> list[BaseException]:
-    """Return the errors that nobody has seen, of saves that are over; from now on somebody has."""
+    """Return the errors of finished saves that no call has raised yet, and forget these saves."""
     errors = []
     for save in saves:
         error = save.pending.undelivered_error()
@@ -419,7 +418,7 @@ def _take_errors(saves: Iterable[_SaveBehind]) -> list[BaseException]:
 
 
 def _tell(saves: Iterable[_SaveBehind]) -> None:
-    """Raise the first error that nobody has seen, of saves that are over. All are in the log."""
+    """Raise the first error of finished saves that no call has raised yet. The log has all of them."""
     errors = _take_errors(saves)
     if not errors:
         return
@@ -433,7 +432,7 @@ def _tell(saves: Iterable[_SaveBehind]) -> None:
 
 
 def _not_compiled(wrap: Callable[[Function], Function]) -> Callable[[Function], Function]:
-    """Keep torch.compile out of a wrapper, as it keeps out of torch's own functions."""
+    """Exclude a wrapper from torch.compile, which excludes torch's own save and load too."""
 
     def wrap_both(before: Function) -> Function:
         wrapper = functools.wraps(before)(wrap(before))
@@ -442,7 +441,7 @@ def _not_compiled(wrap: Callable[[Function], Function]) -> Callable[[Function], 
         def call(*args: Any, **options: Any) -> Any:
             nonlocal disabled
             if disabled is None:
-                if "torch._dynamo" not in sys.modules:  # nobody compiles, and importing it would take a second
+                if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import would take a second
                     return wrapper(*args, **options)
                 disabled = torch.compiler.disable(wrapper)
             return disabled(*args, **options)

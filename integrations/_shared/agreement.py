@@ -1,4 +1,4 @@
-"""What all ranks do together: the failure of one is raised on all, so no rank waits for one that has given up."""
+"""Collective steps that fail on all ranks if they fail on one, so that no rank waits for one that has raised."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _Result = TypeVar("_Result")
 
 
 class PeerFailure(NamedTuple):
-    """What another rank has met.
+    """The failure of another rank.
 
     Attributes:
-        rank: Which one.
+        rank: The rank that failed.
         text: Class and message of its exception.
-        is_of_the_disk: What that rank says of its exception.
+        is_of_the_disk: That rank's own verdict on its exception.
     """
 
     rank: int
@@ -29,12 +29,12 @@ class PeerFailure(NamedTuple):
 
 
 def are_several() -> bool:
-    """Tell whether there is a process group of more than one rank."""
+    """Return whether there is a process group of more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_first_rank() -> bool:
-    """Tell whether this is rank 0, or the only one."""
+    """Return whether this is rank 0, or the only one."""
     return not are_several() or dist.get_rank() == 0
 
 
@@ -43,20 +43,20 @@ def on_all_ranks(
     error_of: Callable[[PeerFailure], Exception],
     is_of_the_disk: Callable[[Exception], bool] = lambda error: isinstance(error, StorageError),
 ) -> list[_Result]:
-    """Do something on every rank; raise on all of them if one has failed. Collective.
+    """Run a function on every rank; raise on all of them if it fails on one. Collective.
 
     Args:
-        work: Its result goes to all ranks, by pickle.
-        error_of: Makes the exception of a rank where it went well, of the first rank where it did not.
-        is_of_the_disk: Judges the exception of a rank where it failed.
+        work: The function; all ranks get its result, by pickle.
+        error_of: Makes the exception of a rank that succeeded, from the failure with the lowest rank.
+        is_of_the_disk: Says, on a rank that failed, whether the exception is a storage error.
 
     Returns:
         The results, by rank.
 
     Raises:
-        Exception: What `work` raises here, else what `error_of` makes.
+        Exception: The exception of `work` on this rank, else that of `error_of`.
 
-    Thread safety: the thread whose collectives are in order with those of the other ranks.
+    Thread safety: the thread that runs the collectives of this process group.
     """
     if not are_several():
         return [work()]
@@ -64,7 +64,7 @@ def on_all_ranks(
     failure: Exception | None = None
     try:
         result = work()
-    except Exception as error:  # noqa: BLE001 - raised below, when the others know
+    except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know
         failure = error
     told = None if failure is None else (f"{type(failure).__name__}: {failure}", is_of_the_disk(failure))
     outcomes: list[Any] = [None] * dist.get_world_size()

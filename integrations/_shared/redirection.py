@@ -1,8 +1,8 @@
-"""What a framework saves into a directory, file by file with stock functions, goes into a `DirectorySave` instead.
+"""Redirects a framework's stock saves below one directory into a `DirectorySave`.
 
-Frameworks put a checkpoint together in many functions, which users override; all end in torch.save or safetensors'
-save_file with a path. Here those two are caught, on one thread and for paths below one directory; whatever else is put
-there (configuration, tokenizer) is put there as ever, and published with the rest.
+Frameworks assemble a checkpoint in many functions, which users override; all end in torch.save or safetensors'
+save_file with a path. `saves_into` intercepts these two, on one thread and for paths below one directory. All other
+files there (configuration, tokenizer) are written as usual, and published with the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .replacement import Function, Replacement
 
 __all__ = ["saves_into"]
 
-# Where packages keep safetensors' save_file under a name of their own.
+# The names under which packages import safetensors' save_file.
 _SAVE_FILE_NAMES = (
     ("safetensors.torch", "save_file"),
     ("transformers.modeling_utils", "safe_save_file"),
@@ -81,7 +81,7 @@ class _Redirection:
             return False
         own = self._shared is not None and not self._shared(name)
         if own and isinstance(self._files, PeerDirectorySave):
-            return True  # the first rank has it
+            return True  # the coordinator saves it
         self._files.save(
             obj, name, self._optimizer, constant=self._constant, format=file_format, metadata=metadata, own=own
         )
@@ -102,17 +102,18 @@ def saves_into(
     constant: object = (),
     shared: Callable[[str], bool] | None = None,
 ) -> Iterator[None]:
-    """Put what this thread saves below `files.path`, with torch.save or save_file, into `files`.
+    """Redirect this thread's torch.save and save_file calls below `files.path` into `files`.
 
     Args:
-        files: Not yet published.
-        optimizer: Whose tensors are written from where they are, as in `DirectorySave.save`.
-        constant: What never changes, as in `DirectorySave.save`.
-        shared: With several ranks: given the name of a file, tells whether all ranks save it, in the same order. The
-            others are the first rank's alone: what other ranks save under such a name is dropped. None: all are shared.
+        files: The target, not yet published.
+        optimizer: The optimizer whose tensors are written in place, as in `DirectorySave.save`.
+        constant: Objects that never change, as in `DirectorySave.save`.
+        shared: With several ranks: takes a file name, and returns whether all ranks save this file, in the same order.
+            Only the coordinator saves the other files; a follower's save under such a name is dropped. None: all files
+            are shared.
 
     Raises:
-        ConfigError: In the block: a file is saved twice, or safetensors cannot hold what is saved.
+        ConfigError: In the block: a file is saved twice, or safetensors cannot hold the object.
     """
     redirection = _Redirection(files, optimizer, constant, shared)
     stack = _redirections.__dict__.setdefault("stack", [])

@@ -1,7 +1,7 @@
-"""Functions of other packages, replaced for as long as somebody wants it, and put back as they were.
+"""Replaces functions of other packages while the replacement is held, and then restores them.
 
-Others replace functions too, before us or after us. What was there before us is what our wrapper passes on to. If
-somebody has replaced our wrapper when we are done, theirs stays, and ours, below it, only passes on.
+Other libraries replace functions too, before us or after us. Our wrapper calls the function that it found. If another
+library has replaced our wrapper by the time of `release`, its function stays, and our wrapper below it only passes on.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ Place: TypeAlias = tuple[ModuleType, str]
 class Replacement:
     """Wrappers around functions, in place while the replacement is held. Thread-safe.
 
-    A function has one wrapper, however many names it has: what was the same stays the same.
+    A function that is bound to several names gets one wrapper, so that the names stay identical.
 
     Args:
-        places: Where the functions are, as module and name; asked when the first holder comes.
-        wrap: Makes the wrapper of a function; it decides at each call whether to pass on.
+        places: Returns module and name of each function; called by the first `hold`.
+        wrap: Makes the wrapper of a function; the wrapper decides at each call whether to pass on.
     """
 
     def __init__(self, places: Callable[[], Iterable[Place]], wrap: Callable[[Function], Function]) -> None:
         self._places = places
         self._wrap = wrap
         self._holder_count = 0
-        self._wrappers: list[tuple[Function, Function]] = []  # a function, and what wraps it
-        self._replaced: list[tuple[Place, Function, Function]] = []  # where, what was there, and what is there now
+        self._wrappers: list[tuple[Function, Function]] = []  # function and wrapper
+        self._replaced: list[tuple[Place, Function, Function]] = []  # place, function and wrapper
         self._renew_lock()
-        os.register_at_fork(after_in_child=self._renew_lock)  # its holder may be a thread that stayed behind
+        os.register_at_fork(after_in_child=self._renew_lock)  # a thread of the parent may hold the lock
 
     def _renew_lock(self) -> None:
         self._lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
 
     def hold(self) -> None:
-        """Put the wrappers in place, unless they are there."""
+        """Count one holder more; put the wrappers in place for the first."""
         with self._lock:
             self._holder_count += 1
             if self._holder_count > 1:
@@ -53,7 +53,7 @@ class Replacement:
                 self._replaced.append(((module, name), before, wrapper))
 
     def release(self) -> None:
-        """One holder less; without any, put back what was there."""
+        """Count one holder less; restore the functions after the last."""
         with self._lock:
             self._holder_count -= 1
             if self._holder_count > 0:
@@ -64,7 +64,7 @@ class Replacement:
             self._replaced.clear()
 
     def _wrapped(self, found: Function) -> tuple[Function, Function]:
-        """Return a function and its wrapper, given either: ours comes back when a replacement of it is taken away."""
+        """Return a function and its wrapper, given either: another library may have restored our wrapper."""
         for function, wrapper in self._wrappers:
             if found in (function, wrapper):
                 return function, wrapper

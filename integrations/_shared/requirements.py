@@ -1,4 +1,4 @@
-"""What integrations check before they begin: their framework is there, and not too old; options that several have."""
+"""Checks that integrations share: the framework is installed and new enough, and `writers` is valid."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["release_of", "require", "require_writers"]
 
 
 def require(extra: str, package: str, minimum: str) -> None:
-    """Raise unless a framework can be imported, in a version that is new enough.
+    """Raise unless a framework is installed in a version that is new enough.
 
     Args:
-        extra: The module of fastpersist.integrations that asks, which is the name of the extra, too.
-        package: The framework, as it is imported and as pip knows it.
-        minimum: The oldest release that will do, such as "5.0".
+        extra: The module of fastpersist.integrations that needs it, and the name of the extra.
+        package: The framework's name, for import and for pip.
+        minimum: The oldest supported release, such as "5.0".
 
     Raises:
         ImportError: It is not installed.
@@ -28,13 +28,13 @@ def require(extra: str, package: str, minimum: str) -> None:
     advice = f'pip install "fastpersist[{extra}]"'
     try:
         missing = importlib.util.find_spec(package) is None
-    except ValueError:  # in sys.modules, without a spec: somebody has made it by hand
+    except ValueError:  # a module in sys.modules without a spec, made by hand
         missing = False
     if missing:
         raise ImportError(f"fastpersist.integrations.{extra} needs {package}: {advice}", name=package)
     try:
         installed = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # a source tree in the path: nothing to compare
+    except importlib.metadata.PackageNotFoundError:  # a source tree on sys.path has no version to compare
         return
     if release_of(installed) < release_of(minimum):
         raise UnsupportedError(
@@ -53,10 +53,10 @@ def release_of(version: str) -> tuple[int, ...]:
 
 
 def require_writers(writers: str | int) -> None:
-    """Refuse what names no ranks.
+    """Check the option `writers`.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: It is none of "auto", "all", "node", and no number of ranks.
     """
     if writers not in ("auto", "all", "node") and (not isinstance(writers, int) or isinstance(writers, bool)):
         raise ConfigError(f"writers is 'auto', 'all', 'node' or a number of ranks, not {writers!r}")

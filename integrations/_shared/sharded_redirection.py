@@ -1,9 +1,9 @@
-"""What a framework saves and loads with torch.distributed.checkpoint goes our way instead.
+"""Redirects a framework's calls of torch.distributed.checkpoint (DCP) to FastPersist.
 
-`redirection` for sharded state: frameworks call dcp.save and dcp.load with DCP's own writer and reader, or with none,
-and a directory. Here these calls are caught, on one thread. What is saved below one directory, which somebody else
-publishes as a whole, is written there under the same names, by `save_sharded`; what is loaded is read by
-`FastPersistReader`, whoever wrote it. Writers and readers that somebody has chosen for a reason are left alone.
+`redirection` for sharded state: frameworks call dcp.save and dcp.load with a directory, and with DCP's own writer and
+reader or none. This module intercepts these calls on one thread. `save_sharded` writes saves below one directory under
+the same names into a `DirectorySave`, which the caller publishes. `FastPersistReader` reads loads, ours and stock.
+Calls with any other writer or reader pass through.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .replacement import Function, Replacement
 __all__ = ["METADATA_NAME", "reads_shards", "shards_into", "shards_where_they_are", "why_not_whole"]
 
 METADATA_NAME = ".metadata"
-"""What every directory of DCP has."""
+"""The file that every DCP directory has."""
 
 _OPTIONS_OF_PLANNERS = {
     "flatten_state_dict": True,
@@ -67,20 +67,20 @@ def shards_into(
     gate: Literal["optimizer", "manual"] = "optimizer",
     plans: dict[str, Any] | None = None,
 ) -> Iterator[None]:
-    """Put what this thread saves below a directory with dcp.save into `files`, which are written behind the training.
+    """Redirect this thread's dcp.save calls below a directory into `files`, which are written in the background.
 
-    All ranks are in such a block together. There dcp.save returns when what may change at once is copied, and returns
-    nothing: who writes what is not planned yet. State dicts of DCP are as in `shards_where_they_are`.
+    All ranks enter the block together. dcp.save then returns when everything that may change at once is copied. It
+    returns None, because the plan does not exist yet. DCP's state dicts are as in `shards_where_they_are`.
 
     Args:
-        files: Not yet published; with several ranks, what `directory_save_together` has returned on each.
-        directory: `files.path` of the first rank.
-        optimizer: Whose tensors are written from where they are, as in `DirectorySave.save`.
+        files: The target, not yet published; with several ranks, each rank's result of `directory_save_together`.
+        directory: The coordinator's `files.path`.
+        optimizer: The optimizer whose tensors are written in place, as in `DirectorySave.save`.
         gate: As in `DirectorySave.save`.
-        plans: Of the saves before, and those of this one are put there; for saves that do not overlap. Empty at first.
+        plans: Plans of earlier saves; this save adds its own. Empty at first; only for saves that do not overlap.
 
     Raises:
-        ConfigError: In the block: a state is no dict. What else goes wrong is for `files.publish().result()`.
+        ConfigError: In the block: a state is no dict. `files.publish().result()` raises all other errors.
     """
     saves = _Saves(files, directory, optimizer, gate, {} if plans is None else plans)
     with shards_where_they_are(), _redirected("saves", saves, _saving):
@@ -103,7 +103,7 @@ class _Saves:
         self._plans = plans
 
     def take(self, state_dict: dict[str, Any], directory: str) -> bool:
-        """Save a state, unless its directory is elsewhere."""
+        """Save a state and return True; return False for a directory elsewhere."""
         name = os.path.relpath(os.path.realpath(directory), self._root)
         if name == os.pardir or name.startswith(os.pardir + os.sep):
             return False
@@ -150,10 +150,9 @@ def _is_usual(planner: Any) -> bool:
 
 @contextmanager
 def shards_where_they_are() -> Iterator[None]:
-    """Let this thread's get_model_state_dict and get_optimizer_state_dict of DCP leave shards on their device.
+    """Let DCP's get_model_state_dict and get_optimizer_state_dict leave shards on their device, on this thread.
 
-    Frameworks have them copied to the host (cpu_offload) for writers that need it, and training waits. Ours takes them
-    from where they are.
+    Frameworks set cpu_offload for stock writers, and training waits for that copy. Our writer reads device memory.
     """
     with _redirected("stays", True, _staying):
         yield
@@ -173,14 +172,14 @@ def _wrap_getting(before: Function) -> Function:
 
 @contextmanager
 def reads_shards(*, engine: str = "auto") -> Iterator[None]:
-    """Let `FastPersistReader` read what this thread loads with dcp.load. All ranks are in such a block together.
+    """Let `FastPersistReader` serve this thread's dcp.load calls. All ranks enter the block together.
 
     Args:
         engine: "auto", or an engine's name, which then never falls back.
 
     Raises:
-        FastPersistError, …: In the block, from dcp.load: a rank could not read its part. What failed there is raised
-            there; on the others it is a PeerError, or a RuntimeError if it is a mistake of the program.
+        FastPersistError, …: In the block, from dcp.load: a rank could not read its part. That rank raises its own
+            error; the others raise a PeerError, or a RuntimeError for a mistake in the program.
     """
     with _redirected("loads", engine, _loading):
         yield
@@ -242,7 +241,7 @@ def _places_of_optimizers() -> Iterator[tuple[ModuleType, str]]:
 
 
 class _Both:
-    """Two replacements that are held together."""
+    """Several replacements that are held together."""
 
     def __init__(self, *replacements: Replacement) -> None:
         self._replacements = replacements
@@ -277,9 +276,9 @@ def _innermost(kind: str) -> Any:
 
 
 def _directory_of(checkpoint_id: Any, storage: Any, usual: type) -> str | None:
-    """Return the directory of a call; None where something else than DCP's usual files is wanted."""
+    """Return the directory of a call; None where the call asks for other files than DCP's usual ones."""
     if storage is not None:
-        # Streams that somebody changes on their way (compression …), and other formats, are not ours to write.
+        # Stream transforms (compression …) and other formats are left to the stock writer.
         extensions = getattr(getattr(storage, "transforms", None), "extensions", None)
         form = getattr(storage, "serialization_format", None)
         if type(storage) is not usual or extensions or getattr(form, "name", "TORCH_SAVE") != "TORCH_SAVE":
@@ -291,9 +290,9 @@ def _directory_of(checkpoint_id: Any, storage: Any, usual: type) -> str | None:
 
 
 def _told(work: Callable[[], Result], doing: str, directory: object) -> Result:
-    """Do something of DCP's, and raise what the first of the ranks that failed met, as an exception of ours.
+    """Run a function of DCP, and raise the failure of the lowest failed rank as an exception of ours.
 
-    DCP's own is no Exception, holds the failures of all ranks, and is raised on all of them.
+    DCP's CheckpointException is no Exception; it holds the failures of all ranks, and all ranks raise it.
     """
     try:
         return work()
@@ -313,13 +312,13 @@ def _is_of_the_disk(error: BaseException) -> bool:
     return isinstance(error, FastPersistError | OSError) and not isinstance(error, ConfigError | UnsupportedError)
 
 
-# ------------------------------------------------------------------------------------------- looking
+# ------------------------------------------------------------------------------------------- checking
 
 
 def why_not_whole(directory: str | os.PathLike[str]) -> str | None:
-    """Look at a directory of DCP, ours or stock: say what is missing, None if nothing is.
+    """Return what a DCP directory, ours or stock, lacks; None if it is whole.
 
-    The metadata are read, and every part must be as long as they say; contents are not compared.
+    This reads the metadata and compares the lengths of the parts with them, but does not read contents.
     """
     try:
         metadata = FastPersistReader(directory).read_metadata()

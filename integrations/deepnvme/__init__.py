@@ -1,4 +1,4 @@
-"""DeepNVMe's names over `fastpersist.TensorFile`: programs that move tensors with it run with one import changed.
+"""DeepNVMe's interface over `fastpersist.TensorFile`: programs that use DeepNVMe change one import.
 
     from fastpersist.integrations.deepnvme import AsyncIOBuilder  # was: from deepspeed.ops.op_builder import ...
 
@@ -6,9 +6,9 @@
     handle.async_pwrite(tensor, "weights.bin")
     handle.wait()
 
-Arguments and results are DeepNVMe's. The differences are on purpose: what fails raises an error of fastpersist, and
-nothing is printed; any contiguous tensor of any size is taken; nothing has to be freed by hand. As there, what was
-written is not yet durable (`os.fsync`), and a file that is longer than what is written to it keeps its end.
+Arguments and results are DeepNVMe's. Differences: failures raise errors of fastpersist, and print nothing; contiguous
+tensors of any size work; no memory has to be freed by hand. As in DeepNVMe, writes are not durable before `os.fsync`,
+and writing to a longer file does not truncate it.
 
 For new programs `TensorFile` is the better interface: it says which operation failed.
 """

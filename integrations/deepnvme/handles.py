@@ -1,6 +1,6 @@
 """DeepNVMe's handles and builders, with its arguments and results.
 
-What is under way, and the files that are open for it, is left to `operations`.
+`operations` keeps the operations under way and their open files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _THREADS_MAX = 256
 
 
 class _KnownTensors:
-    """Tensors that were made or named here, for as long as they live. Thread-safe: single dictionary operations."""
+    """Registered tensors, for as long as they live. Thread-safe: single dictionary operations."""
 
     def __init__(self) -> None:
         self._storages: dict[int, tuple[int, StorageWeakRef]] = {}
@@ -46,12 +46,12 @@ class _KnownTensors:
             self._storages[storage.data_ptr()] = (storage.nbytes(), StorageWeakRef(storage))
 
     def remove(self, tensor: torch.Tensor) -> bool:
-        """Forget the tensor that begins where this one does; tell whether it was known."""
+        """Forget the tensor that begins at the same address; return whether it was known."""
         known = tensor.numel() > 0 and self.has(tensor)
         return known and self._storages.pop(tensor.data_ptr(), None) is not None
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor lies in one that is known."""
+        """Return whether a tensor lies inside a known one."""
         for address, (_, storage) in list(self._storages.items()):
             if storage.expired():
                 self._storages.pop(address, None)
@@ -60,7 +60,7 @@ class _KnownTensors:
         return any(first <= start and start + tensor.nbytes <= first + size for first, (size, _) in known)
 
 
-_locked_tensors = _KnownTensors()  # of all handles: what one has made, another may free
+_locked_tensors = _KnownTensors()  # of all handles: one may free the tensors of another
 _device_tensors = _KnownTensors()
 
 
@@ -70,28 +70,27 @@ _device_tensors = _KnownTensors()
 class aio_handle:
     """Reads and writes tensors from and to files, as DeepNVMe's `aio_handle` does.
 
-    A file is looked up by its name at each call, and opened if it has to be: never a file that had the name before.
-    The one that was read last stays open until another is read, or the handle goes.
-    Writing makes the file if there is none, and changes only the bytes that are written. Asynchronous operations are
-    done when `wait` has returned; until then buffers must not be changed, and may be dropped. Synchronous ones leave
-    those under way alone, and return 1.
+    Each call looks the file up by its name, so it never uses a replaced file. The file that was read last stays open
+    until another is read, or the handle is deleted. Writing creates a missing file, and changes only the written bytes.
+    Asynchronous operations are done when `wait` has returned; until then do not change their buffers; you may drop
+    them. Synchronous operations do not affect those under way, and return 1.
 
     Args:
-        block_size: Bytes of one request to the kernel; the next lower power of two from 4 KiB to 1 GiB is used.
-        queue_depth: Requests to the kernel at once, at most 4096 are used.
+        block_size: Bytes of one request to the kernel, rounded down to a power of two from 4 KiB to 1 GiB.
+        queue_depth: Requests to the kernel at once; at most 4096.
         single_submit: Has no effect: requests are submitted together where the kernel can.
         overlap_events: Has no effect: they always overlap.
-        intra_op_parallelism: If more than 1, threads of the engines that have threads; others use none.
+        intra_op_parallelism: If more than 1, the number of threads, for engines that use threads.
 
     Raises:
         ConfigError: Here, numbers below 1. In all methods, at once: a buffer that is no contiguous tensor, or a
             negative offset.
-        StorageError: In all methods: what the kernel said. Asynchronous reads and writes give it to `wait`.
-        EndOfFileError: In those that read: the file ends before the buffer is full. Likewise.
-        CorruptionError: With validate=True: read once more, the file has other bytes than the buffer. Likewise.
+        StorageError: In all methods: an error of the kernel. `wait` raises it for asynchronous operations.
+        EndOfFileError: In reading methods: the file ends before the buffer is full. Likewise.
+        CorruptionError: With validate=True: read again, the file has other bytes than the buffer. Likewise.
 
-    Thread safety: any thread; operations belong to the handle, whoever waits. A forked child may use it too, without
-    what was under way.
+    Thread safety: any thread; any thread may wait for the handle's operations. A forked child may use the handle too,
+    without the operations under way.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class aio_handle:
         return self._intra_op_parallelism
 
     def get_alignment(self) -> int:
-        """Return 4096: what is a multiple of it, in size, offset and address, moves without a copy. Nothing must be."""
+        """Return 4096: multiples of it, in size, offset and address, move without a copy. Other values work too."""
         return _ALIGNMENT_BYTES
 
     # --- reading and writing
@@ -164,10 +163,10 @@ class aio_handle:
         Args:
             buffer: Contiguous tensor.
             filename: Path.
-            validate: Read once more, and compare; for asynchronous operations, when they are waited for.
-            is_async: Also known as **{"async": …}.
+            validate: Read again, and compare; for asynchronous operations, during `wait`.
+            is_async: Also accepted as **{"async": …}.
             file_offset: From the start of the file, in bytes.
-            keywords: Nothing else.
+            keywords: Only "async".
         """
         run = self._start if _asked_async(is_async, keywords) else self._run
         return run(False, buffer, _path_of(filename), file_offset, validate=validate)
@@ -194,7 +193,7 @@ class aio_handle:
         return self._run(True, buffer, _path_of(filename), file_offset)
 
     def async_pread(self, buffer: torch.Tensor, filename: Filename, file_offset: int = 0) -> int:
-        """Begin to fill a tensor from a file; return 0. The tensor holds anything until `wait`."""
+        """Begin to fill a tensor from a file; return 0. The tensor's content is undefined until `wait`."""
         return self._start(False, buffer, _path_of(filename), file_offset)
 
     @overload
@@ -205,7 +204,7 @@ class aio_handle:
     def async_pwrite(self, *arguments: Any, **keywords: Any) -> int:
         """Begin to write a tensor to a file, given by name or as a descriptor that is open for writing; return 0.
 
-        The descriptor stays the caller's, who may close it at once; where it stands does not matter, and stays.
+        The caller may close the descriptor at once; its file position is neither used nor changed.
         """
         if "fd" in keywords:
             keywords["place"] = keywords.pop("fd")
@@ -218,9 +217,9 @@ class aio_handle:
         return self._start(True, buffer, path, file_offset)
 
     def wait(self) -> int:
-        """Wait for all asynchronous operations; return how many are done since the last time: 0 if none was begun.
+        """Wait for all asynchronous operations; return how many were done since the last call.
 
-        If some failed, the first error is raised when all are done; others are in the log.
+        If some failed, raise the first error when all are done; the others are logged.
         """
         return self._operations.wait()
 
@@ -243,31 +242,31 @@ class aio_handle:
 
         Args:
             num_elem: Number of elements.
-            example_tensor: Its dtype counts.
-            example_tenosr: The same, by the name that DeepNVMe has for it.
+            example_tensor: The new tensor gets its dtype.
+            example_tenosr: The same, under DeepNVMe's name.
         """
         tensor = locked_tensor(num_elem, _example(example_tensor, example_tenosr).dtype)
         _locked_tensors.add(tensor)
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is from `new_cpu_locked_tensor`, and was not freed before.
+        """Return whether a tensor is from `new_cpu_locked_tensor`, and was not freed before.
 
-        Its memory goes with the last reference to it, so this is not needed, and the tensor may still be used.
+        Its memory is freed with the last reference to it, so this call is optional, and the tensor stays usable.
         """
         return _locked_tensors.remove(tensor)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Tell whether a tensor is pinned, or lies in one from `new_cpu_locked_tensor`."""
+        """Return whether a tensor is pinned, or lies in one from `new_cpu_locked_tensor`."""
         return buffer.is_pinned() or _locked_tensors.has(buffer)
 
 
 class gds_handle(aio_handle):
     """`aio_handle` with the methods for device tensors, as DeepNVMe's `gds_handle`.
 
-    GPUDirect is not in use here: `TensorFile` takes tensors of any device through host memory of their size, with every
-    engine, which the log says once. So pinning device memory does nothing but keep count. (`fastpersist.save` and
-    `load` do without host memory, by engine="cufile" and without checksums.)
+    This class does not use GPUDirect: `TensorFile` copies device tensors through host memory of their size, with every
+    engine, and logs that once. So pinning device memory only registers the tensor. (`fastpersist.save` and `load`
+    bypass host memory with engine="cufile" and without checksums.)
 
     Args, Raises, Thread safety: as `aio_handle`.
     """
@@ -292,15 +291,15 @@ class gds_handle(aio_handle):
         return tensor
 
     def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is from `new_pinned_device_tensor`, and was not freed before. torch frees it."""
+        """Return whether a tensor is from `new_pinned_device_tensor`, and was not freed before. torch frees it."""
         return _device_tensors.remove(tensor)
 
     def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Note a CUDA tensor as pinned; return True.
+        """Register a CUDA tensor as pinned; return True.
 
         Raises:
             UnsupportedError: There is no CUDA.
-            ConfigError: It is no CUDA tensor.
+            ConfigError: The tensor is on no CUDA device.
         """
         _require_cuda("pin_device_tensor")
         if not tensor.is_cuda:
@@ -309,11 +308,11 @@ class gds_handle(aio_handle):
         return True
 
     def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor was noted by `pin_device_tensor`, and forget it."""
+        """Unregister a tensor of `pin_device_tensor`; return whether it was registered."""
         return _device_tensors.remove(tensor)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Tell whether a tensor is pinned in the sense of `aio_handle`, or lies in a device tensor pinned here."""
+        """Return whether a tensor is pinned as for `aio_handle`, or lies in a registered device tensor."""
         return super().is_pinned(buffer) or _device_tensors.has(buffer)
 
     def _run(self, write: bool, buffer: torch.Tensor, path: str, offset_bytes: int, *, validate: bool = False) -> int:
@@ -357,7 +356,7 @@ def _path_of(filename: Filename) -> str:
 
 
 def _path_of_descriptor(fd: int) -> str:
-    """Return a name for the file of an open descriptor, by which it can be opened for itself."""
+    """Return a path that opens the file of a descriptor independently."""
     try:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
             raise ConfigError(f"descriptor {fd} is open for reading only; async_pwrite needs one to write to")
@@ -369,12 +368,12 @@ def _path_of_descriptor(fd: int) -> str:
 def _example(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor:
     examples = [example for example in (first, second) if example is not None]
     if len(examples) != 1 or not isinstance(examples[0], torch.Tensor):
-        raise ConfigError("the second argument is a tensor, whose dtype the new one gets")
+        raise ConfigError("the second argument must be one tensor: the new tensor gets its dtype")
     return examples[0]
 
 
 def _asked_async(is_async: bool | None, keywords: dict[str, bool]) -> bool:
-    """Return the argument that DeepNVMe calls `async`, which no program can write as a keyword."""
+    """Return the argument that DeepNVMe calls `async`, a reserved word in Python."""
     asked = keywords.pop("async", is_async)
     if keywords or asked is None:
         raise TypeError(f"there is no argument {next(iter(keywords))!r}" if keywords else "argument `async` is missing")
@@ -385,7 +384,7 @@ def _asked_async(is_async: bool | None, keywords: dict[str, bool]) -> bool:
 
 
 class AsyncIOBuilder:
-    """Stands for DeepSpeed's builder of its asynchronous I/O: `AsyncIOBuilder().load().aio_handle(…)`."""
+    """Replaces DeepSpeed's builder for asynchronous I/O: `AsyncIOBuilder().load().aio_handle(…)`."""
 
     NAME = "async_io"
 
@@ -394,11 +393,11 @@ class AsyncIOBuilder:
         return sys.modules[__name__.rpartition(".")[0]]
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return True: it works wherever fastpersist does."""
+        """Return True: the handles work wherever fastpersist does."""
         return True
 
 
 class GDSBuilder(AsyncIOBuilder):
-    """Stands for DeepSpeed's builder of its GPUDirect I/O: `GDSBuilder().load().gds_handle(…)`."""
+    """Replaces DeepSpeed's builder for GPUDirect I/O: `GDSBuilder().load().gds_handle(…)`."""
 
     NAME = "gds"

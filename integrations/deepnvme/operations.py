@@ -1,6 +1,6 @@
-"""What a handle of `handles` has under way, and the files that it has open for that.
+"""The operations of a handle that are under way, and their open files.
 
-What the names, arguments and results are is left to `handles`, how bytes move to `fastpersist.TensorFile`.
+`handles` defines names, arguments and results; `fastpersist.TensorFile` moves the bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Operations", "Options"]
 _log = logging.getLogger("fastpersist")
 
 _OPEN_FILES_MAX = 12
-"""With operations under way: each has a queue, and perhaps threads, of its own."""
+"""Limit of files in use: each has its own queue, and perhaps threads."""
 
 _COMPARED_BYTES = 8 << 20
 
@@ -32,7 +32,7 @@ _COMPARED_BYTES = 8 << 20
 
 @dataclass(eq=False)
 class Opened:
-    """A file and how many operations use it."""
+    """An open file and the number of operations that use it."""
 
     file: TensorFile
     key: tuple[int, int, bool]  # device, inode, and whether it may be written to
@@ -41,7 +41,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Options:
-    """How files are opened."""
+    """Options for opening files."""
 
     chunk_bytes: int
     queue_depth: int
@@ -49,10 +49,10 @@ class Options:
 
 
 class Files:
-    """The files of a handle: open while operations use them, the last one read until there is another. Thread-safe.
+    """The open files of a handle: those in use, and the one that was read last. Thread-safe.
 
-    They are told apart by inode, looked up at each operation, so a file that was replaced is never taken for the new
-    one. All operations on an inode share one opening where they can: its edges are then written by one queue.
+    Each operation looks up the inode, so it never uses a replaced file for the new one. All operations on an inode
+    share one opening where they can, so that one queue writes its unaligned edges.
     """
 
     def __init__(self, options: Options) -> None:
@@ -65,11 +65,11 @@ class Files:
         return len(self._opened) - (self._idle is not None)
 
     def take(self, path: str, *, write: bool) -> Opened:
-        """Return an opening of what has this name now, which is made for writing if there is nothing."""
+        """Return an opening of the file that has this name now; create the file for writing if there is none."""
         with self._lock:
             try:
                 status = os.stat(path)
-            except OSError:  # the opening says it better
+            except OSError:  # opening the file raises the better error
                 found = None
             else:
                 place = (status.st_dev, status.st_ino)
@@ -86,7 +86,7 @@ class Files:
             opened.users -= 1
             if opened.users:
                 return
-            if opened.key[2]:  # cheap to open again, and if it was removed meanwhile its space is wanted
+            if opened.key[2]:  # a written file is cheap to reopen, and if it was removed, closing frees its space
                 self._close(opened)
                 return
             idle, self._idle = self._idle, opened
@@ -94,7 +94,7 @@ class Files:
                 self._close(idle)
 
     def close(self) -> None:
-        """Close all files; operations on them are waited for."""
+        """Close all files, after the operations on them."""
         with self._lock:
             self._idle = None
             for opened in list(self._opened.values()):
@@ -105,7 +105,7 @@ class Files:
         status = os.fstat(file.fileno())
         key = (status.st_dev, status.st_ino, write)
         there = self._opened.get(key)
-        if there is not None:  # the name has come back to a file that is in use
+        if there is not None:  # the name now refers to a file that is already open
             file.close()
             return there
         opened = self._opened[key] = Opened(file, key)
@@ -118,7 +118,7 @@ class Files:
             except StorageError as error:
                 if error.errno not in (errno.ENOENT, errno.EEXIST):
                     raise
-        return self._tensor_file(path, "r+")  # somebody has just made it; or there is no such directory
+        return self._tensor_file(path, "r+")  # another process has just created it; or the directory does not exist
 
     def _tensor_file(self, path: str, mode: str) -> TensorFile:
         options = self._options
@@ -136,7 +136,7 @@ class Files:
 
 @dataclass(eq=False)
 class Operation:
-    """An asynchronous operation, from its start until `wait` has told of it."""
+    """An asynchronous operation, from its start until `wait` has counted it."""
 
     pending: PendingIO
     opened: Opened
@@ -147,7 +147,7 @@ class Operation:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def settle(self, files: Files) -> None:
-        """Wait for it, look at what came of it, and give its file back. May be called again."""
+        """Wait for the operation, record its error, and give its file back. Idempotent."""
         with self.lock:
             if self.buffer is None:
                 return
@@ -155,14 +155,14 @@ class Operation:
                 self.pending.wait()
                 if self.validate:
                     _compare(self.buffer, self.opened.file, self.offset_bytes)
-            except Exception as error:  # noqa: BLE001 - wait() raises it, whatever it is
+            except Exception as error:  # noqa: BLE001 - wait() raises it
                 self.error = error
             self.buffer = None
             files.give_back(self.opened)
 
 
 class Operations:
-    """What a handle has under way."""
+    """The operations of a handle that are under way."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -176,7 +176,7 @@ class Operations:
         self._errors: list[Exception] = []
 
     def forget_parent(self) -> None:
-        """In a forked child: what is under way is the parent's; only descriptors have to be closed here."""
+        """Drop, in a forked child, the parent's operations; close only the descriptors."""
         files = self._files
         self._renew()
         files._lock = threading.RLock()
@@ -212,8 +212,8 @@ class Operations:
         return 0
 
     def wait(self) -> int:
-        """Wait for all; return how many they were, or raise the first error."""
-        with self._waiting:  # who waits beside another must not return before what that one waits for
+        """Wait for all operations; return their number, or raise the first error."""
+        with self._waiting:  # of two concurrent callers, neither may return before the other's operations are done
             count = 0
             for _ in range(len(self._pending)):
                 operation = self._pending[0]
@@ -231,15 +231,15 @@ class Operations:
             return count
 
     def close(self) -> None:
-        """The handle is gone: finish what nobody has waited for."""
+        """Finish the remaining operations when the handle is deleted."""
         try:
             self.wait()
-        except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
+        except Exception as error:  # noqa: BLE001 - there is no caller to raise it to
             _log.error("an operation that nobody waited for failed: %s", error)
         self._files.close()
 
     def _make_room(self) -> None:
-        """Settle operations, the oldest first, until few enough files are open; `wait` still tells of them."""
+        """Settle operations, the oldest first, until few enough files are open; `wait` still counts them."""
         if self._files.used_count() < _OPEN_FILES_MAX:
             return
         for operation in list(self._pending):
@@ -260,13 +260,13 @@ os.register_at_fork(after_in_child=_forget_parents)
 
 
 def _compare(buffer: torch.Tensor, file: TensorFile, offset_bytes: int) -> None:
-    """Read what was moved once more, through the page cache, and compare.
+    """Read the moved bytes again, through the page cache, and compare.
 
     Raises:
         CorruptionError: The file has other bytes than the tensor.
     """
     ours = byte_view(buffer)
-    same_file = f"/proc/self/fd/{file.fileno()}"  # whatever has the name by now
+    same_file = f"/proc/self/fd/{file.fileno()}"  # the name may refer to another file by now
     try:
         with open(same_file if os.path.exists(same_file) else file.path, "rb") as again:
             again.seek(offset_bytes)

@@ -1,19 +1,18 @@
-"""DeepSpeed's save_checkpoint and load_checkpoint, with the disk beside the training.
+"""DeepSpeed's save_checkpoint and load_checkpoint, with writing in the background.
 
     from fastpersist.integrations.deepspeed import attach
 
     engine, _, _, _ = deepspeed.initialize(model=model, config=config)
     saving = attach(engine)                    # from here on engine.save_checkpoint is ours
     …
-    saving.close()                             # at the end: wait for the last one
+    saving.close()                             # at the end: wait for the last save
 
-What is in a checkpoint, and how its files are called, is DeepSpeed's affair: its own save_checkpoint is called, with a
-checkpoint engine of ours (`checkpoint_engine`), and the files that it saves go into one `DirectorySave` of all ranks.
-So stock DeepSpeed, zero_to_fp32.py and ds_to_universal.py read what is written here, and this reads what they wrote.
-New is that training goes on meanwhile, that a tag is visible only when the files of all ranks are durable, and that
-`latest` names it only then. What all data-parallel ranks hold alike, all of them write, each a part; ZeRO's partitions
-are written by the rank that has them, while the other ranks write theirs. What may be written from where it is:
-`engine_tensors`.
+DeepSpeed decides the contents and file names of a checkpoint: we call its save_checkpoint with our checkpoint engine
+(`checkpoint_engine`), which redirects the files into one `DirectorySave` of all ranks. So stock DeepSpeed,
+zero_to_fp32.py and ds_to_universal.py read our checkpoints, and we read theirs. What FastPersist adds: training goes on
+during the write, a tag becomes visible only when the files of all ranks are durable, and `latest` names it only then.
+Data-parallel ranks each write a part of replicated state; each rank writes its own ZeRO partition. `engine_tensors`
+finds the tensors that are written in place.
 """
 
 from .attachment import Attachment, attach

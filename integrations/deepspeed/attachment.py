@@ -1,7 +1,6 @@
-"""What `attach` puts on a DeepSpeed engine: save_checkpoint and load_checkpoint over one `DirectorySave` of all ranks.
+"""`attach` gives a DeepSpeed engine save_checkpoint and load_checkpoint over one `DirectorySave` of all ranks.
 
-Which tensors may be written from where they are is left to `engine_tensors`, what DeepSpeed asks of a checkpoint engine
-to `checkpoint_engine`.
+`engine_tensors` finds the tensors to write in place; `checkpoint_engine` implements DeepSpeed's interface.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _Result = TypeVar("_Result")
 _REPLACED = ("checkpoint_engine", "save_non_zero_checkpoint", "save_checkpoint", "load_checkpoint")
 _MODEL_NAME = re.compile(r"mp_rank_\d+_model_states\.pt")
 _MANIFEST_NAME = "MANIFEST.json"
-# The second one was saved by several ranks before a rank could save files alone; nobody reads it.
+# fastpersist_ranks.pt: an older version wrote it, and nothing reads it.
 _FILE_OF_CHECKPOINT = re.compile(rf".*(model|optim)_states\.pt|fastpersist_ranks\.pt|{re.escape(_MANIFEST_NAME)}")
 
 
@@ -59,39 +58,39 @@ def attach(
     on_error: Literal["raise", "warn"] = "raise",
     engine: str = "auto",
 ) -> Attachment:
-    """Have a DeepSpeed engine save and load its checkpoints with FastPersist; all ranks call it.
+    """Let a DeepSpeed engine save and load its checkpoints with FastPersist; all ranks call it.
 
     From now on engine.save_checkpoint returns when everything that may change before the next step is copied.
-    Parameters, masters and optimizer states are written from where they are; the engine's next step waits until what is
-    not written by then is copied. A tag becomes visible, whole, when the files of all ranks are durable, and then
-    `latest` names it. One save is under way at a time: the next one, and load_checkpoint, wait for it.
+    Parameters, masters and optimizer states are written in place; the engine's next step waits until the part not yet
+    written is copied. A tag becomes visible when the files of all ranks are durable, and then `latest` names it. One
+    save is under way at a time: the next one, and load_checkpoint, wait for it.
 
-    A tag that exists is replaced as a whole, if what is in it belongs to a checkpoint. Files of your own go into
-    save_dir, or into the tag's directory after `Attachment.wait`.
+    An existing tag is replaced as a whole, if it holds nothing but a checkpoint. Put your own files into save_dir, or
+    into the tag's directory after `Attachment.wait`.
 
     All ranks need one file system.
 
     Args:
-        deepspeed_engine: As deepspeed.initialize has made it: ZeRO of any stage, pipelines, experts.
-        background: Without it, save_checkpoint returns when the checkpoint is published.
-        writers: Which ranks write what all of them hold alike (parameters, and without ZeRO the optimizer): "all",
-            "node" (one of each node), so many of them, or "auto", which is what tuning says, or all. 1: rank 0 alone,
-            which also does without comparing them.
-        constant: Modules and tensors that do not change at all, such as frozen weights: written from where they are.
-        on_error: What a save that fails behind the training does. "raise": the next save_checkpoint, load_checkpoint,
-            `wait` or `close` raises the error, on all ranks. "warn": there it is a RuntimeWarning, and training goes
-            on. In the log it is at once.
+        deepspeed_engine: The engine of deepspeed.initialize: ZeRO of any stage, pipelines, experts.
+        background: False: save_checkpoint returns when the checkpoint is published.
+        writers: The ranks that write replicated state (parameters, and without ZeRO the optimizer): "all", "node" (one
+            of each node), a number, or "auto": the tuned choice, or all. 1: rank 0 alone, without comparing the ranks'
+            replicas.
+        constant: Modules and tensors that never change, such as frozen weights; they are written in place.
+        on_error: What to do about a background save that failed. "raise": the next save_checkpoint, load_checkpoint,
+            `wait` or `close` raises the error, on all ranks. "warn": that call issues a RuntimeWarning instead. The
+            error is logged at once.
         engine: "auto", or an I/O engine's name, which then never falls back.
 
     Returns:
-        What waits for saves, and gives the engine its own functions back.
+        The attachment, which waits for saves, and restores the engine's functions.
 
     Raises:
         ConfigError: Unknown options, or the engine has been attached before.
-        UnsupportedError: It keeps optimizer states on NVMe, or checkpoints on each node's own disk; stock saving works
+        UnsupportedError: It keeps optimizer states on NVMe, or checkpoints on node-local storage; stock saving works
             there.
 
-    Thread safety: one thread, the one that trains.
+    Thread safety: only the training thread.
     """
     require_engine(engine)
     require_writers(writers)
@@ -99,7 +98,7 @@ def attach(
         raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
     if not hasattr(deepspeed_engine, "checkpoint_engine"):
         raise ConfigError(
-            "attach() takes the engine, which is the first that deepspeed.initialize returns, not a "
+            "attach() takes the engine, the first result of deepspeed.initialize, not a "
             f"{type(deepspeed_engine).__name__}"
         )
     if isinstance(deepspeed_engine.checkpoint_engine, FastPersistCheckpointEngine):
@@ -124,7 +123,7 @@ def attach(
 class Attachment:
     """The saves of one DeepSpeed engine; `attach` makes it. One thread uses it.
 
-    As a context manager it is closed at the end of the block.
+    As a context manager, it closes at the end of the block.
     """
 
     def __init__(
@@ -170,34 +169,34 @@ class Attachment:
             setattr(deepspeed_engine, name, stand_in)
 
     def pending(self) -> PendingSave | None:
-        """Return this rank's part of the save that was begun last; None if there is none that counts any more."""
+        """Return this rank's part of the last save; None if there is none, or its outcome was reported."""
         return self._pending
 
     def wait_captured(self, timeout: float | None = None) -> None:
-        """Return when the engine's tensors may be changed outside of its step.
+        """Wait until the engine's tensors may be changed outside of its step.
 
         Args:
             timeout: Seconds.
 
         Raises:
-            TimeoutError: They may not be changed yet.
+            TimeoutError: The timeout has passed; they may not be changed yet.
         """
         if self._pending is not None:
             self._pending.wait_captured(timeout)
 
     def wait(self) -> None:
-        """Return when the save that is under way is published, and `latest` names it; all ranks call it.
+        """Wait until the save under way is published, and `latest` names it; all ranks call it.
 
         Raises:
-            FastPersistError: With on_error="raise": it has failed, here or on another rank.
+            FastPersistError: With on_error="raise": the save has failed, here or on another rank.
         """
         self._settle()
 
     def close(self) -> None:
-        """Wait, and give the engine its own functions back; all ranks call it. May be called again.
+        """Wait, and restore the engine's functions; all ranks call it. Idempotent.
 
         Raises:
-            FastPersistError: As by `wait`.
+            FastPersistError: As in `wait`.
         """
         if not self._is_attached:
             return
@@ -211,7 +210,7 @@ class Attachment:
         if error is None:
             self.close()
             return
-        self._detach()  # other ranks may not be here: wait for what is this rank's, and its errors are in the log
+        self._detach()  # other ranks may not come here: wait for this rank's part only; the log has its errors
         self._join()
 
     # --- in place of the engine's functions
@@ -222,8 +221,8 @@ class Attachment:
         call.apply_defaults()
         save_dir = call.arguments["save_dir"]
         if not save_dir:
-            return save_checkpoint(*arguments, **options)  # which refuses it
-        save_dir = os.path.abspath(save_dir)  # what is done behind the training does not follow a chdir
+            return save_checkpoint(*arguments, **options)  # DeepSpeed refuses it
+        save_dir = os.path.abspath(save_dir)  # so that the background save does not follow a chdir
         tag = call.arguments.get("tag")
         tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
         self._settle()
@@ -239,7 +238,7 @@ class Attachment:
             if self._on_error == "raise" or not isinstance(error, StorageError):
                 raise
             _log.error("%s was not saved: %s", os.path.join(save_dir, tag), error)
-            self._tell(error, depth=3)  # the disk may be in order again when the next one comes
+            self._tell(error, depth=3)  # the next save may succeed
             return False
         finally:
             self._tensors.forget()
@@ -256,7 +255,7 @@ class Attachment:
     # --- one save
 
     def _begin(self, save_dir: str, tag: str) -> tuple[DirectorySave | PeerDirectorySave, str]:
-        """Make the hidden directory; return also where it is on rank 0."""
+        """Make the hidden directory; also return the coordinator's path of it."""
         directory = os.path.join(save_dir, tag)
 
         def check() -> str:
@@ -269,7 +268,7 @@ class Attachment:
             raise ConfigError(f"all ranks save the same tag, and here they are {', '.join(sorted(tags))}")
 
         def begin() -> DirectorySave | PeerDirectorySave:
-            # What appears at that place from now on is somebody's, and stays.
+            # A directory that appears there from now on is not ours to replace.
             overwrite: Literal["foreign", False] = "foreign" if os.path.isdir(directory) else False
             options: dict[str, Any] = {"overwrite": overwrite, "engine": self._io_engine, "make_parents": True}
             if not are_several():
@@ -299,9 +298,9 @@ class Attachment:
         tag: str,
         save_checkpoint: Callable[[], _Result],
     ) -> _Result:
-        """Have DeepSpeed save all of its files into `files`."""
+        """Let DeepSpeed save all of its files into `files`."""
         engine = self._checkpoint_engine
-        is_seen = os.path.isdir(hidden_path)  # else all ranks are told so at the end, and nothing is saved before
+        is_seen = os.path.isdir(hidden_path)  # else this rank saves nothing, and `check` raises on all ranks
 
         def take(state_dict: Any, name: str, copies: list[Any]) -> None:
             if not is_seen:
@@ -332,12 +331,12 @@ class Attachment:
     # --- how saves end
 
     def _join(self) -> None:
-        """Wait for this rank's part, however it ends."""
+        """Wait for this rank's part, without raising its error."""
         if self._pending is not None and self._process == os.getpid():
             self._pending.join()
 
     def _settle(self) -> None:
-        """Finish the save that was begun last, on all ranks, and raise its error on all of them, or warn of it."""
+        """Finish the last save on all ranks, and raise its error on all of them, or warn of it."""
         pending, self._pending = self._pending, None
         error = None
         if pending is not None and self._process == os.getpid():
@@ -354,7 +353,7 @@ class Attachment:
             self._tell(failure)
 
     def _clean_up(self) -> None:
-        """The engine is destroyed, perhaps on this rank alone."""
+        """Finish when the engine is destroyed, perhaps on this rank alone."""
         self._join()
         error = None if self._pending is None else self._pending.undelivered_error()
         stock = self._stock["checkpoint_engine"]
@@ -364,13 +363,13 @@ class Attachment:
             self._tell(error)
 
     def _tell(self, error: BaseException, depth: int = 4) -> None:
-        """Raise an error, or warn the caller of that depth of it."""
+        """Raise an error, or warn the caller at that stack depth."""
         if self._on_error == "raise":
             raise error
         warnings.warn(f"a checkpoint was not saved, training goes on: {error}", RuntimeWarning, stacklevel=depth)
 
     def _detach(self) -> None:
-        """Give the engine back what it had; where somebody has replaced ours meanwhile, theirs stays."""
+        """Restore the engine's functions; functions that other code has replaced since stay."""
         self._is_attached = False
         for name, stand_in in self._stand_ins.items():
             if vars(self._engine).get(name) != stand_in:
@@ -386,7 +385,7 @@ class Attachment:
 
 
 def _have_one_model(deepspeed_engine: Any) -> bool:
-    """Tell whether all ranks hold the same model, and so would save the same file."""
+    """Return whether all ranks hold the same model, and so would save the same file."""
     return (
         are_several()
         and not deepspeed_engine.zero_optimization_partition_weights()
@@ -402,7 +401,7 @@ def _is_pipeline(deepspeed_engine: Any) -> bool:
 
 
 def _saves_model(deepspeed_engine: Any, checkpoint_engine: FastPersistCheckpointEngine) -> bool:
-    """Tell whether this rank saves model states; DeepSpeed has asked the checkpoint engine that it had before."""
+    """Return whether this rank saves model states; DeepSpeed has asked its former checkpoint engine for that."""
     if deepspeed_engine.zero_optimization_partition_weights() and deepspeed_engine.is_first_weights_partition_group():
         return True
     data_parallel_rank = dist.get_rank(deepspeed_engine.seq_data_parallel_group) if are_several() else 0
@@ -413,7 +412,7 @@ def _saves_model(deepspeed_engine: Any, checkpoint_engine: FastPersistCheckpoint
 
 
 def _on_all_ranks(work: Callable[[], _Result], path: str) -> list[_Result]:
-    """Do something on all ranks; raise on all of them if one of them has failed. Collective."""
+    """Run a function on all ranks; raise on all of them if one has failed. Collective."""
 
     def error_of(failure: PeerFailure) -> Exception:
         text = f"rank {failure.rank} could not save {path}: {failure.text}"
@@ -428,7 +427,7 @@ def _on_all_ranks(work: Callable[[], _Result], path: str) -> list[_Result]:
 
 
 def _write_latest(save_dir: str, tag: str) -> None:
-    """Name the checkpoint that is whole now, on rank 0; whoever reads the file finds this name or the one before."""
+    """Replace `latest` atomically by the tag of the new checkpoint, on the coordinator."""
     path = os.path.join(save_dir, "latest")
     pending_path = os.path.join(save_dir, f".latest.pending-{uuid.uuid4().hex}")
     try:
@@ -448,5 +447,5 @@ def _write_latest(save_dir: str, tag: str) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        told = f"{os.path.join(save_dir, tag)} is saved, but {path} cannot be made to name it: {error.strerror}"
+        told = f"{os.path.join(save_dir, tag)} is saved, but {path} cannot be updated to name it: {error.strerror}"
         raise StorageError(error.errno, told, path) from error

@@ -1,9 +1,8 @@
-"""A checkpoint engine as DeepSpeed wants it: saves into a directory that is being put together, loads with all threads.
+"""DeepSpeed's checkpoint engine interface over FastPersist: saves into a checkpoint that is being assembled, and loads.
 
-DeepSpeed asks its checkpoint engine to save each file, and whether there is something to commit before each optimizer
-step. While a checkpoint is put together, files below its tag are taken by whoever does that; all others are saved at
-once, durably, by `fastpersist.save`. The question before the step passes the gate. Which directory, and when it becomes
-visible, is `attachment`'s affair.
+DeepSpeed lets its checkpoint engine save each file, and asks it before each optimizer step for commits; that call
+passes the gate. While `attachment` assembles a checkpoint, it takes the files below the tag's directory;
+`fastpersist.save` saves all others at once, durably. `attachment` chooses the directory and publishes it.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ _Taker = Callable[[Any, str, list[torch.Tensor]], None]
 
 
 class FastPersistCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no types where it is not installed
-    """What DeepSpeed saves and loads with. One thread uses it.
+    """The engine that DeepSpeed saves and loads with. One thread uses it.
 
     Args:
         before_step: Called when the engine is about to step.
         before_load: Called before a file is loaded.
         on_cleanup: Called when the engine is destroyed.
-        all_write: All data-parallel ranks save what they hold alike, each a part of it.
-        many_files: A model is saved in many files, which are not to have all of the same flat buffers.
+        all_write: Whether each data-parallel rank saves a part of the replicated state.
+        many_files: Whether a model is saved in many files, so that no file may hold a whole shared flat buffer.
         engine: "auto", or an engine's name, for files that are saved at once and for loading.
 
     Attributes:
-        failure: Why a file of the directory that is put together could not be saved; None if all could.
+        failure: The error of a file of the checkpoint that is being assembled; None if there is none.
     """
 
     def __init__(
@@ -66,16 +65,16 @@ class FastPersistCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no 
         self._all_write = all_write
         self._many_files = many_files
         self._engine = engine
-        self._directory: str | None = None  # whose files are taken
+        self._directory: str | None = None  # `_take` saves the files below it
         self._take: _Taker | None = None
         self._commits = False
 
     @contextmanager
     def taking(self, directory: str, take: _Taker) -> Iterator[None]:
-        """In the block, what is saved below a directory is taken, and the directory is not made.
+        """Pass saves below a directory to `take`, in the block, and do not make the directory.
 
-        `take` is given the object, its name there, and the tensors in it that nobody else has.
-        An exception of `take` does not leave `save`, for the other ranks would wait for this one: `failure` has it.
+        `take` gets the object, its name there, and the tensors in it that no other code holds. An exception of `take`
+        does not leave `save`, because the other ranks would wait for this one: `failure` keeps it.
         """
         self._directory, self._take, self.failure, self._commits = directory, take, None, False
         try:
@@ -87,12 +86,12 @@ class FastPersistCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no 
 
     def create(self, info: Any) -> None:
         """Begin a checkpoint, or a file."""
-        if self._take is None:  # somebody calls the class's save_checkpoint, or save_16bit_model
+        if self._take is None:  # the program calls the class's save_checkpoint, or save_16bit_model
             self._before_load()
             self._commits = True
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a directory, unless it is in one that is being put together."""
+        """Make a directory, unless it belongs to the checkpoint that is being assembled."""
         if self._name_of(path) is None:
             os.makedirs(path, exist_ok=exist_ok)
 
@@ -100,7 +99,7 @@ class FastPersistCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no 
         """Save a file.
 
         Raises:
-            StorageError: It belongs to no directory that is being put together, and could not be saved.
+            StorageError: A file outside of the checkpoint that is being assembled could not be saved.
         """
         name = self._name_of(path)
         if name is None or self._take is None:
@@ -111,14 +110,14 @@ class FastPersistCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no 
         try:
             found, copies = self._saved_as(state_dict)
             self._take(found, name, copies)
-        except Exception as error:  # noqa: BLE001 - it is raised on all ranks, when all have come so far
+        except Exception as error:  # noqa: BLE001 - raised later, on all ranks
             self.failure = error
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Load a file.
 
         Raises:
-            StorageError: The disk.
+            StorageError: The file cannot be read.
             CorruptionError: The file is damaged.
         """
         self._before_load()
@@ -126,38 +125,38 @@ class FastPersistCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no 
         return load(path, map_location=where, weights_only=False, engine=self._engine)
 
     def commit(self, info: Any) -> bool:
-        """Return when what was saved at once is durable on all ranks."""
+        """Wait until all ranks have saved their files durably."""
         self._commits = False
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.barrier()  # rank 0 writes `latest` next, by itself
+            dist.barrier()  # DeepSpeed writes `latest` on rank 0 next
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Tell whether a data-parallel rank saves what all of them hold alike."""
+        """Return whether a data-parallel rank saves replicated state."""
         return self._all_write or dp_rank == 0
 
     def is_decoupled(self) -> bool:
-        """Tell whether checkpoints are committed behind training: those that are put together are, and by us."""
+        """Return whether checkpoints are committed in the background; `attachment` does so for those it assembles."""
         return not self._commits
 
     def get_commit_info(self) -> None:
-        """Let the gate be passed: DeepSpeed asks before each optimizer step whether there is anything to commit."""
+        """Pass the gate: DeepSpeed calls this before each optimizer step."""
         self._before_step()
 
     def cleanup(self) -> None:
-        """Wait for what is under way: the engine is about to go."""
+        """Wait for the save under way, before the engine is destroyed."""
         self._on_cleanup()
 
     def preserves_storage_sharing(self) -> bool:
-        """Tell whether DeepSpeed has to copy what it saves into many files, so that each has its own part only."""
+        """Return whether DeepSpeed must copy tensors out of shared storages; with many files, we copy them instead."""
         return not self._many_files
 
     def _saved_as(self, state_dict: Any) -> tuple[Any, list[torch.Tensor]]:
-        """Return what is saved in place of an object, and the tensors in it that nobody else has."""
+        """Return the object to save for `state_dict`, and its tensors that are copies of our own."""
         return without_waste(state_dict) if self._many_files else (state_dict, [])
 
     def _name_of(self, path: str) -> str | None:
-        """Return the name of a file or directory in the one that is being put together, None for one elsewhere."""
+        """Return a path's name below the directory that is being assembled; None for one elsewhere."""
         if self._directory is None:
             return None
         name = os.path.relpath(os.path.abspath(path), self._directory)
@@ -165,11 +164,11 @@ class FastPersistCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no 
 
 
 def _stays_on_host(map_location: Any) -> bool:
-    """Tell a function that leaves storages where the unpickler puts them, which DeepSpeed passes for "cpu"."""
+    """Recognize a function that leaves storages on the host, which DeepSpeed passes for "cpu"."""
     if not callable(map_location):
         return False
     storage = object()
     try:
         return all(map_location(storage, place) is storage for place in ("cpu", "cuda:0", "meta"))
-    except Exception:  # noqa: BLE001 - it looks at the storage
+    except Exception:  # noqa: BLE001 - a function that uses the storage is another one
         return False

@@ -1,10 +1,10 @@
-"""Which tensors of a DeepSpeed engine change in its optimizer's step and at no other time, and the gate before it.
+"""Finds the tensors of a DeepSpeed engine that change only in its optimizer's step, and passes the gate before it.
 
-DeepSpeed's optimizers are mostly no torch.optim.Optimizer: they keep fp32 masters, or this rank's part of them, hand
-them to an inner one, and put what it makes of them into the model's parameters. `EngineTensors` finds all three, and
-owns them as optimizers of our own, which step, and let saves pass the gate, whenever DeepSpeed is about to. Two things
-see that: the checkpoint engine, which DeepSpeed asks before a step, and a hook of the inner optimizer. What is in doubt
-is owned by nobody, so that it is copied before a save returns, which is always right.
+Most of DeepSpeed's optimizers are no torch.optim.Optimizer: they keep fp32 masters, or this rank's part of them, let an
+inner optimizer step these, and copy the result into the model's parameters. `EngineTensors` finds parameters, masters
+and states, and owns them as optimizers of its own. These step, which passes the gate, whenever DeepSpeed is about to:
+on the call that DeepSpeed makes to the checkpoint engine, and on a hook of the inner optimizer. A tensor in doubt is
+not owned, so that a save copies it before it returns, which is always correct.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.optim.optimizer import Optimizer
 
 __all__ = ["EngineTensors"]
 
-# DeepSpeed's optimizers that change tensors in step() alone: where they keep the masters, and whether the ranks have
-# different ones. Their subclasses (ZenFlow, SuperOffload) step on beside the backward pass.
+# DeepSpeed's optimizers that change tensors in step() alone: the attribute with the masters, and whether they differ
+# between ranks. Subclasses (ZenFlow, SuperOffload) are not listed: they also step during the backward pass.
 _MASTERS = {
     "DeepSpeedZeroOptimizer": ("single_partition_of_fp32_groups", True),
     "DeepSpeedZeroOptimizer_Stage3": ("fp32_partitioned_groups_flat", True),
@@ -27,35 +27,35 @@ _MASTERS = {
     "FP16_Optimizer": ("fp32_groups_flat", False),
     "FP16_UnfusedOptimizer": ("fp32_groups", False),
 }
-# Its inner optimizers whose states are the rank's own: what compression has lost so far.
+# Inner optimizers whose states differ between ranks: they keep the errors of compression.
 _UNEQUAL_MODULE = "deepspeed.runtime.fp16.onebit"
 
 
 class _Gate(Optimizer):
-    """An optimizer whose step does nothing but to pass the gate before it."""
+    """An optimizer without a step of its own: calling it only passes the gate."""
 
     def __init__(self) -> None:
         super().__init__([torch.empty(0)], {})
         self.own([])
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Own these, and no others."""
+        """Replace the owned tensors."""
         self.param_groups = [{"params": list(tensors)}]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Let everything that waits for a step know that one is about to come."""
+        """Do nothing; torch's hooks before a step pass the gate."""
 
 
 class EngineTensors:
-    """The tensors of an engine that its step alone changes, owned by optimizers that step before it does.
+    """The tensors that only an engine's step changes, owned by optimizers that step just before it.
 
     Args:
-        deepspeed_engine: As deepspeed.initialize has made it.
+        deepspeed_engine: The engine of deepspeed.initialize.
 
     Attributes:
-        owner: Of all of them, as `optimizer=` takes it.
-        replicas_owner: Of those that are the same on all data-parallel ranks.
-        why_volatile: Why nothing is owned; "" if something is.
+        owner: Owner of all of them, for `optimizer=`.
+        replicas_owner: Owner of those that are the same on all data-parallel ranks.
+        why_volatile: Why no tensor is owned; "" if some are.
     """
 
     def __init__(self, deepspeed_engine: Any) -> None:
@@ -66,7 +66,7 @@ class EngineTensors:
         self.why_volatile = self._why_volatile()
         self._hook: Any = None
         if self._inner is not None:
-            myself = weakref.ref(self)  # optimizers outlive what looks at them
+            myself = weakref.ref(self)  # the optimizer may outlive this object
 
             def before_step(*_: object) -> None:
                 found = myself()
@@ -76,30 +76,30 @@ class EngineTensors:
             self._hook = self._inner.register_step_pre_hook(before_step)
 
     def look(self) -> None:
-        """Find the tensors as they are now; before each save."""
+        """Find the current tensors; called before each save."""
         self.why_volatile = self._why_volatile()
         own, replicas = ([], []) if self.why_volatile else self._found()
         self.owner.own([*own, *replicas])
         self.replicas_owner.own(replicas)
 
     def forget(self) -> None:
-        """Own nothing until the next `look`; saves that have begun know what they need."""
+        """Own nothing until the next `look`; saves under way keep their tensors."""
         for gate in self._gates:
             gate.own([])
 
     def pass_gate(self) -> None:
-        """The engine is about to step: return when all that it changes is captured."""
+        """Wait, before the engine steps, until all tensors that it changes are captured."""
         for gate in self._gates:
             gate.step()
 
     def let_go(self) -> None:
-        """Look at the inner optimizer no more."""
+        """Remove the hook of the inner optimizer."""
         if self._hook is not None:
             self._hook.remove()
 
     def _found(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the tensors that are this rank's own, and those that all data-parallel ranks have."""
-        # Those of stage 3 have memory while they are used only; what is saved of them is in the masters.
+        """Return this rank's own tensors, and those that all data-parallel ranks hold."""
+        # Parameters of stage 3 have memory only while they are used; a save reads the masters instead.
         parameters = [
             one for one in self._engine.module.parameters() if one.requires_grad and not hasattr(one, "ds_id")
         ]

@@ -1,7 +1,7 @@
-"""Tensors that would bring much of a storage into a file that belongs to others: a layer's part of a flat buffer.
+"""Copies views of mostly foreign storages before a save, such as a layer's part of a flat buffer.
 
-A file has whole storages, whatever views of them are saved. DeepSpeed therefore copies what pipelines and experts
-save, tensor by tensor. Here those alone are copied that need it, and all others are written from where they are.
+A torch file holds whole storages, however small the saved views are. DeepSpeed therefore copies every tensor that
+pipelines and experts save. This module copies only wasteful views; all other tensors are written in place.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _WASTE_SHARE_MAX = 1 / 8
 
 
 def without_waste(state: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Copy the tensors whose storages are mostly other tensors'.
+    """Copy the tensors whose storages mostly hold other tensors.
 
     Args:
         state: Nested dicts, lists and tuples.
 
     Returns:
-        The same, with the copies in place, which are in host memory; and the copies, which nobody else has.
+        The state with copies in host memory for such tensors; and these copies, which no other code holds.
     """
     seen: dict[int, dict[tuple[Any, ...], int]] = {}  # bytes of the different views, by storage
     sizes: dict[int, int] = {}
@@ -64,7 +64,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the same with all tensors changed; what has none is the very same object."""
+    """Map all tensors of a nested value; return an unchanged part as the same object."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):

@@ -1,11 +1,11 @@
-"""HuggingFace's Trainer: its checkpoints written while it trains on, and whole or not there.
+"""HuggingFace Trainer: writes its checkpoints in the background, and publishes each as a whole.
 
     from fastpersist.integrations.huggingface import attach
 
     attach(trainer)
 
-That is all that one writes. `FastPersistCallback` is for those who cannot reach the Trainer, `last_checkpoint` finds
-the newest checkpoint that is whole. What is put on a Trainer: `attachment`.
+This is all that a program needs. `FastPersistCallback` serves programs that cannot reach the Trainer object;
+`last_checkpoint` finds the newest whole checkpoint.
 """
 
 from .attachment import Attachment, FastPersistCallback, attach, last_checkpoint

@@ -1,10 +1,10 @@
-"""What `attach` puts on a HuggingFace Trainer, so that its checkpoints are written while it trains on.
+"""`attach` makes a HuggingFace Trainer write its checkpoints in the background.
 
-The Trainer's own functions say what a checkpoint holds, so functions that a subclass overrides count, stock Trainers
-resume from it, and ours from theirs. How a directory is put together is left to `checkpoint_saves`.
+The Trainer's own functions decide what a checkpoint holds. So overridden functions take effect, a stock Trainer resumes
+from our checkpoints, and ours from stock ones. `checkpoint_saves` assembles the directory.
 
-The Trainer has no hook for most of this, so functions of the one instance are replaced, private ones among them; each
-passes on what it does not know.
+The Trainer has no hook for most of this, so `Attachment` replaces functions of the one instance, private ones among
+them; each passes unknown arguments on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .._shared.requirements import require
 
 require("huggingface", "transformers", "5.2")  # the first with trainer_utils.rotate_checkpoints
 
-from transformers import Trainer, TrainerCallback, TrainerState  # noqa: E402 - it must be there, and new enough
+from transformers import Trainer, TrainerCallback, TrainerState  # noqa: E402 - after the check of its version
 from transformers.trainer import TRAINER_STATE_NAME  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 
@@ -53,7 +53,7 @@ __all__ = ["Attachment", "FastPersistCallback", "attach", "last_checkpoint"]
 _log = logging.getLogger("fastpersist")
 
 _WAITING_FIRST = ("hyperparameter_search", "_load_best_model", "_finalize_training")
-_WAITING_HERE = ("evaluate", "predict")  # perhaps on one rank only: what went wrong is told by the next of the others
+_WAITING_HERE = ("evaluate", "predict")  # may run on one rank only: the next collective step reports errors
 _MANIFEST_NAME = "MANIFEST.json"
 _TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _WEIGHTS = re.compile(r"(pytorch_model|pytorch_model_fsdp|model|adapter_model)(\.safetensors|\.bin)(\.index\.json)?")
@@ -67,42 +67,42 @@ def attach(
     engine: str = "auto",
     writers: str | int = "auto",
 ) -> Attachment:
-    """Let a Trainer's checkpoints be written while it trains on, each published as a whole.
+    """Make a Trainer write its checkpoints in the background, and publish each as a whole.
 
-    The files are those of the Trainer, and a MANIFEST.json. Its own rotation runs when the new one is durable. Waiting
-    for the save that is under way: another save, evaluation, prediction, loading the best model, the end of train()
-    and a search for hyper-parameters. Saves are not written behind, but before the Trainer goes on, when they are the
-    last of the training, pushed to the hub, made because of SIGTERM, or made by a subclass that overrides
-    `_save_checkpoint` (it may rely on the directory).
+    A checkpoint has the Trainer's files and a MANIFEST.json. The Trainer's rotation runs when the new checkpoint is
+    durable. These wait for the save under way: another save, evaluation, prediction, loading the best model, the end of
+    train(), and a hyper-parameter search. These saves are synchronous: the last one of the training, one that is pushed
+    to the hub, one at SIGTERM, and one by a subclass that overrides `_save_checkpoint` (it may use the directory).
 
-    With DDP all ranks write weights and optimizer, of which each has a replica, each rank a part; the files are the
-    same. Rank 0 writes alone where the class of the trainer overrides `save_model`, `_save` or
-    `_save_optimizer_and_scheduler`, that of the model `save_pretrained` or `state_dict`, that of the optimizer
-    `state_dict`: what they do may be meant for one rank.
+    With DDP each rank holds a replica of weights and optimizer and writes a part of them; the files are the same. The
+    coordinator writes alone where the trainer's class overrides `save_model`, `_save` or
+    `_save_optimizer_and_scheduler`, the model's class `save_pretrained` or `state_dict`, or the optimizer's class
+    `state_dict`: such a function may be meant for one rank.
 
-    With FSDP and SHARDED_STATE_DICT each rank writes its shards, durable, before it trains on, with `FastPersistWriter`
-    and under Accelerate's names; `FastPersistReader` reads them, on as many ranks as there are then. With
-    FULL_STATE_DICT rank 0 writes what was gathered. The directory is published behind the training in both cases.
+    With FSDP and SHARDED_STATE_DICT each rank writes its shards under Accelerate's names; `FastPersistReader` reads
+    them on any number of ranks. With FULL_STATE_DICT the coordinator writes the gathered state. Both are written and
+    published in the background.
 
-    `train(resume_from_checkpoint=True)` takes the newest checkpoint that is whole, and warns about those it skips. An
-    exception that ends train() leaves it when the save under way is finished.
+    `train(resume_from_checkpoint=True)` takes the newest whole checkpoint, and warns about those it skips. An exception
+    that ends train() propagates after the save under way has finished.
 
     Args:
         trainer: On one process, or on several with DDP, DataParallel or FSDP; one machine, or a shared output_dir.
         on_save: "published": callbacks hear of a save at the end of the first step after its publication, with a copy
             of the state as it was saved. "sync": every save is published before the Trainer goes on.
-        on_error: What becomes of an error of the disk. "raise": it is raised by train(), at the end of a step, by the
-            next save, or by what waits. "warn": a RuntimeWarning, and training goes on. It is in the log in any case,
-            and callbacks do not hear of that save. One of another rank is a PeerError that names it.
+        on_error: What to do about a storage error. "raise": train() raises it at the end of a step, or the next call
+            that saves or waits does. "warn": issue a RuntimeWarning and go on. Either way the error is logged, and
+            callbacks do not hear of that save. An error of another rank is a PeerError that names the rank.
         engine: "auto", or an engine's name, which then never falls back.
-        writers: With DDP, the ranks that write what all hold: "all", "node" (one of each machine), a number, or "auto":
-            up to 8 of one machine, or one of each of several. 1: rank 0 alone, also where replicas differ.
+        writers: With DDP, the ranks that write replicated state: "all", "node" (one of each machine), a number, or
+            "auto": up to 8 on one machine, or one on each of several. 1: the coordinator alone, also where replicas
+            differ.
 
     Returns:
-        What takes it off again.
+        The attachment; its `detach` removes it.
 
     Raises:
-        ConfigError: Unknown options, a trainer that has one already, or a strategy with savers of its own (DeepSpeed,
+        ConfigError: Unknown options, a trainer that is attached already, or a strategy that saves by itself (DeepSpeed,
             FSDP of XLA, …).
 
     Thread safety: the thread that trains.
@@ -114,23 +114,23 @@ def attach(
     if isinstance(trainer.__dict__.get(_ATTRIBUTE), Attachment):
         raise ConfigError("this trainer is attached already: detach() that first")
     if "_save_checkpoint" in trainer.__dict__:
-        raise ConfigError("somebody has replaced _save_checkpoint of this trainer: attach(trainer) before that")
+        raise ConfigError("other code has replaced this trainer's _save_checkpoint: call attach(trainer) before it")
     refuse_unsupported(trainer.args, trainer.model)
     saves = CheckpointSaves(on_error=on_error, engine=engine, writers=writers)
     return Attachment(trainer, saves, always_wait=on_save == "sync")
 
 
 class Attachment:
-    """What `attach` has put on a Trainer."""
+    """The saves of one Trainer; `attach` makes it."""
 
     def __init__(self, trainer: Trainer, saves: CheckpointSaves, *, always_wait: bool) -> None:
         self._trainer: Any = trainer
         self._saves = saves
         self._always_wait = always_wait
         self._held: list[tuple[Flight, Any, Any]] = []  # calls of on_save that wait for their save, oldest first
-        self._expected: Flight | None = None  # whose on_save comes next
+        self._expected: Flight | None = None  # the save that the next on_save belongs to
         self._dropped = False  # the next on_save belongs to a save that has failed already
-        self._replaced: dict[str, tuple[Any, Function, dict[str, Function]]] = {}  # whose, by what, and what it had
+        self._replaced: dict[str, tuple[Any, Function, dict[str, Function]]] = {}  # owner, wrapper, own attribute
         self._is_overridden = type(trainer)._save_checkpoint is not Trainer._save_checkpoint
         if self._is_overridden:
             self._always_wait = True
@@ -150,30 +150,30 @@ class Attachment:
             if name not in _WAITING_FIRST:
                 self._replace(trainer, name, self._loading(getattr(trainer, name)))
         self._callback = _GateCallback(self)
-        trainer.callback_handler.callbacks.insert(0, self._callback)  # others see what a step starts with
+        trainer.callback_handler.callbacks.insert(0, self._callback)  # first: pass the gate before other callbacks run
         setattr(trainer, _ATTRIBUTE, self)
 
     # --- for users
 
     def pending(self) -> PendingSave | None:
-        """Return the save that is under way, or this rank's part of it; None without one, or without a part."""
+        """Return the save under way, or this rank's part of it; None if there is none."""
         return self._saves.pending
 
     def wait(self) -> None:
-        """Wait for the save that is under way, and let callbacks hear of it. With several ranks, all call it.
+        """Wait for the save under way, and notify callbacks. With several ranks, all call it.
 
         Raises:
-            FastPersistError, …: With on_error="raise": it has failed.
+            FastPersistError, …: With on_error="raise": the save has failed.
         """
         self._saves.finish()
         trainer = self._trainer
         trainer.control = self.deliver(trainer.control)
 
     def detach(self) -> None:
-        """Wait, and give the Trainer its own functions back. May be called again.
+        """Wait, and restore the Trainer's functions. Idempotent.
 
         Raises:
-            FastPersistError, …: As in `wait`; it is detached all the same.
+            FastPersistError, …: As in `wait`; the Trainer is detached all the same.
         """
         trainer = self._trainer
         if trainer.__dict__.get(_ATTRIBUTE) is not self:
@@ -194,7 +194,7 @@ class Attachment:
     # --- in place of the Trainer's functions
 
     def save_checkpoint(self, model: object, trial: Any = None, *_others: object, **_options: object) -> None:
-        """Stand for Trainer._save_checkpoint."""
+        """Replace Trainer._save_checkpoint."""
         trainer = self._trainer
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
@@ -209,7 +209,7 @@ class Attachment:
             trainer._push_from_checkpoint(flight.path)
 
     def _on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> Any:
-        """Stand for CallbackHandler.on_save, which the Trainer calls right after a save."""
+        """Replace CallbackHandler.on_save, which the Trainer calls right after a save."""
         flight, self._expected = self._expected, None
         dropped, self._dropped = self._dropped, False
         control = self.deliver(control)
@@ -221,11 +221,11 @@ class Attachment:
         return control
 
     def _train(self, resume_from_checkpoint: Any = None, *others: Any, **options: Any) -> Any:
-        """Stand for Trainer.train."""
+        """Replace Trainer.train."""
         self.wait()
         if resume_from_checkpoint is True:
             found = from_first_rank(lambda: last_checkpoint(self._trainer.args.output_dir))
-            resume_from_checkpoint = found or True  # without any, the Trainer says so
+            resume_from_checkpoint = found or True  # without a checkpoint, the Trainer raises its own error
         try:
             outcome = self._stock("train")(resume_from_checkpoint, *others, **options)
             self.wait()
@@ -236,7 +236,7 @@ class Attachment:
         return outcome
 
     def _waiting(self, stock: Function, *, is_local: bool) -> Function:
-        """Return a function that waits before it does the same."""
+        """Wrap a function to wait for the save under way first."""
 
         def waiting(*args: Any, **options: Any) -> Any:
             if is_local and self._trainer.args.world_size > 1:
@@ -250,7 +250,7 @@ class Attachment:
         return waiting
 
     def _loading(self, stock: Function) -> Function:
-        """Return a function that does the same, and has shards read by us."""
+        """Wrap a function to read shards with `FastPersistReader`."""
 
         @functools.wraps(stock)
         def loading(*args: Any, **options: Any) -> Any:
@@ -259,27 +259,27 @@ class Attachment:
 
         return loading
 
-    # --- what callbacks hear
+    # --- notifying callbacks
 
     def at_step_end(self, control: Any) -> Any:
-        """See whether a save is over, and tell."""
+        """Notify callbacks if a save has finished."""
         self._saves.poll()
         return self.deliver(control)
 
     def deliver(self, control: Any) -> Any:
-        """Let callbacks hear of the saves that are published by now, in order."""
+        """Notify callbacks of the saves that are published by now, in order."""
         while self._held and self._held[0][0].published is not None:
             flight, args, state = self._held.pop(0)
             if flight.published:
                 wanted = control.should_save
                 control = self._stock_on_save(args, state, control)
-                control.should_save = control.should_save or wanted  # of this step, not of the one that was saved
+                control.should_save = control.should_save or wanted  # a save that is due at this step stays due
         return control
 
     def _deliver_quietly(self) -> None:
         try:
             self.deliver(self._trainer.control)
-        except Exception:  # noqa: BLE001 - another exception is on its way
+        except Exception:  # noqa: BLE001 - another exception is propagating
             _log.exception("a callback failed in on_save")
         self._held.clear()
 
@@ -326,12 +326,12 @@ def _without_trainer(attachment: Attachment) -> Function:
     return lambda _trainer, *args, **options: attachment.save_checkpoint(*args, **options)
 
 
-# A subclass that overrides _save_checkpoint calls that of Trainer: there, and only for trainers with an attachment.
+# For subclasses that override _save_checkpoint and call Trainer's: it saves by FastPersist if the trainer is attached.
 _inherited_save = Replacement(lambda: [(Trainer, "_save_checkpoint")], _inherit)  # type: ignore[list-item]
 
 
 class _GateCallback(TrainerCallback):
-    """Where the training is: the gate before the step, and what is told after it."""
+    """Passes the gate before each step, and notifies callbacks of saves after it."""
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
@@ -341,17 +341,17 @@ class _GateCallback(TrainerCallback):
         self._attachment.saves.wait_captured()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Tell of saves that are over."""
+        """Notify callbacks of finished saves."""
         return self._attachment.at_step_end(control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Wait for the last save, and tell of it."""
+        """Wait for the last save, and notify callbacks."""
         self._attachment.saves.finish()
         return self._attachment.deliver(control)
 
 
 def _copy_of(state: TrainerState) -> TrainerState:
-    """Return the state as it is now. Entries of the log never change once they are there; the rest is small."""
+    """Copy the state deeply, but for the entries of the log, which never change."""
     log_history = state.log_history
     copied = copy.copy(state)
     copied.log_history = []
@@ -364,16 +364,16 @@ def _copy_of(state: TrainerState) -> TrainerState:
 
 
 def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """Find the newest checkpoint-N of a directory that is whole, and warn about newer ones that are not.
+    """Find the newest whole checkpoint-N of a directory, and warn about newer ones that are not whole.
 
-    Ours are read completely and compared with their checksums. Those of a stock Trainer have none: all files of
-    tensors must be complete, weights and trainer_state.json be there.
+    This reads our checkpoints completely and compares their checksums. A stock Trainer writes no checksums: its tensor
+    files must be complete, and weights and trainer_state.json must exist.
 
     Returns:
-        Its path, for `train(resume_from_checkpoint=…)`; None when there are no checkpoints at all.
+        Its path, for `train(resume_from_checkpoint=…)`; None if there are no checkpoints.
 
     Raises:
-        CheckpointNotFoundError: There are checkpoints, and not one of them is whole.
+        CheckpointNotFoundError: There are checkpoints, but none is whole.
 
     Thread safety: any thread.
     """
@@ -406,7 +406,7 @@ def _why_not_whole(path: str) -> str | None:
             return "its save was never finished"
         if os.path.exists(os.path.join(path, _MANIFEST_NAME)):
             own = own_names(path)
-            # What somebody has put beside its files, perhaps a callback in on_save, does them no harm.
+            # Foreign files in the directory, such as those of a callback's on_save, are no damage.
             blamed = None if own is None else {*own, _MANIFEST_NAME, ""}
             damages = [one for one in verify(path).damages if blamed is None or one.file in blamed]
             return damages[0].message if damages else None
@@ -431,5 +431,5 @@ def _why_not_whole(path: str) -> str | None:
 def _inspect(path: str) -> None:
     try:
         inspect(path)
-    except UnsupportedError:  # a format without a table of contents: nothing to find out
+    except UnsupportedError:  # a format without a table of contents cannot be checked
         pass

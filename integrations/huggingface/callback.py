@@ -1,8 +1,8 @@
-"""Checkpoints beside the training where only callbacks can be given to a HuggingFace Trainer, not the Trainer attached.
+"""Background checkpoints for programs that can pass callbacks to a HuggingFace Trainer, but cannot attach to it.
 
-`huggingface.attach` does more. A callback is told less than the Trainer knows and earlier than the Trainer saves, so
-some of what a Trainer writes cannot be had here; `FastPersistCallback` says what. The files are made by the Trainer's
-own functions, on an object that has of a Trainer just what they use.
+`huggingface.attach` does more. A callback knows less than the Trainer, and runs before the Trainer saves, so it cannot
+write all that a Trainer writes; `FastPersistCallback` lists the differences. The Trainer's own functions make the
+files, on a stand-in object with the attributes that they use.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ __all__ = ["FastPersistCallback"]
 
 
 class FastPersistCallback(TrainerCallback):
-    """Save a Trainer's checkpoints while it trains on: Trainer(..., callbacks=[FastPersistCallback()]).
+    """Save a Trainer's checkpoints in the background: Trainer(..., callbacks=[FastPersistCallback()]).
 
-    It takes over what is due by steps or by epochs, and writes the same files to the same place. With less than
-    `attach` does: the state is saved before that step is logged and evaluated, so trainer_state.json lacks the entries
-    of this very step, the best metric is that of the evaluation before, and the random generators are where they were
-    before an evaluation that draws from them, so that a resumed training goes another way. total_flos is that of the
-    last entry of the log, and states of other callbacks are those of the beginning. Their on_save is not called.
+    It takes over the saves that are due by steps or epochs, and writes the same files to the same place. Unlike
+    `attach`, it saves the state before the step is logged and evaluated. So trainer_state.json lacks this step's
+    entries, and the best metric is that of the evaluation before. The random generators are saved before an evaluation
+    that draws from them, so a resumed training diverges. total_flos is that of the last log entry. States of other
+    callbacks are those at the start of the training; their on_save is not called.
 
-    `train(resume_from_checkpoint=True)` is the Trainer's own; `last_checkpoint(output_dir)` finds the newest that is
-    whole. An exception that ends train() does not wait for the save under way; the end of the program does.
+    `train(resume_from_checkpoint=True)` is the Trainer's own; `last_checkpoint(output_dir)` finds the newest whole
+    checkpoint. An exception that ends train() does not wait for the save under way; the end of the program does.
 
     Args:
-        on_error: What becomes of an error of the disk. "raise": train() raises it, at the end of a step, at the next
-            save, or at its end. "warn": a RuntimeWarning, and training goes on. It is in the log in any case.
+        on_error: What to do about a storage error. "raise": train() raises it, at the end of a step, at the next save,
+            or at its end. "warn": issue a RuntimeWarning and go on. Either way the error is logged.
         engine: "auto", or an engine's name, which then never falls back.
-        writers: With DDP, the ranks that write what all hold, as in `attach`.
+        writers: With DDP, the ranks that write replicated state, as in `attach`.
 
     Raises:
         ConfigError: Unknown options; and, from train(): save_strategy="best", load_best_model_at_end, push_to_hub, a
-            gradient scaler (fp16), FSDP, or a strategy with savers of its own.
+            gradient scaler (fp16), FSDP, or a strategy that saves by itself.
     """
 
     def __init__(self, *, on_error: str = "raise", engine: str = "auto", writers: str | int = "auto") -> None:
         self._saves = CheckpointSaves(on_error=on_error, engine=engine, writers=writers)
 
     def pending(self) -> PendingSave | None:
-        """Return the save that is under way, or this rank's part of it; None without one, or without a part."""
+        """Return the save under way, or this rank's part of it; None if there is none."""
         return self._saves.pending
 
     def wait(self) -> None:
-        """Wait for the save that is under way. With several ranks, all call it.
+        """Wait for the save under way. With several ranks, all call it.
 
         Raises:
-            FastPersistError, …: With on_error="raise": it has failed.
+            FastPersistError, …: With on_error="raise": the save has failed.
         """
         self._saves.finish()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        """Refuse what a callback cannot do."""
+        """Raise for options that a callback cannot support."""
         self._saves.finish()
         refuse_unsupported(args, known.get("model"))
         for unsupported, name in (
@@ -72,7 +72,7 @@ class FastPersistCallback(TrainerCallback):
         ):
             if unsupported:
                 raise ConfigError(
-                    f"FastPersistCallback cannot do {name}, which callbacks learn too little about: use "
+                    f"FastPersistCallback does not support {name}, because callbacks know too little of it: use "
                     "fastpersist.integrations.huggingface.attach(trainer) instead"
                 )
 
@@ -95,13 +95,13 @@ class FastPersistCallback(TrainerCallback):
     def _save_if_due(self, args: Any, state: Any, control: Any, known: dict[str, Any]) -> Any:
         self._saves.poll()
         if control.should_save:
-            control.should_save = False  # as it is when the Trainer has saved
+            control.should_save = False  # as after a save of the Trainer
             self._saves.save(_StandIn(args, state, control, known), args.output_dir, synchronous=False)
         return control
 
 
 class _StandIn(Trainer):
-    """Has the functions of a Trainer that save, and what they use; never trains."""
+    """A Trainer with the attributes that its saving functions use; never trains."""
 
     def __init__(self, args: Any, state: Any, control: Any, known: dict[str, Any]) -> None:
         collate = getattr(known.get("train_dataloader"), "collate_fn", None)

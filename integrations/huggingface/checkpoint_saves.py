@@ -1,11 +1,11 @@
-"""One checkpoint directory of a Trainer, put together by its own functions and published by ours, one at a time.
+"""Saves one checkpoint directory of a Trainer: the Trainer's functions assemble it, ours publish it, one at a time.
 
-What the ways to save share, whoever asks for it: `attachment` or `callback`. Several ranks: rank 0 owns the directory
-and decides; the others learn its hidden name, put their own files there, and hear how it ended. Weights and optimizer,
-of which each rank has a replica, are written by all ranks, each a part: for that the others have the Trainer put these
-files together as well, in a directory that is thrown away. Where somebody has replaced the functions that do it,
-perhaps for one rank only, rank 0 writes alone. With FSDP each rank writes its shards, or rank 0 what was gathered, as
-the Trainer is told to (`fsdp`). When to save, and who is told, is not decided here.
+`attachment` and `callback` share this module, and decide when to save and whom to notify. With several ranks, the
+coordinator (rank 0) owns the directory and decides; followers learn its hidden name, add their own files, and hear how
+the save ended. Each rank writes a part of the replicated weights and optimizer: followers let the Trainer assemble
+these files too, in a temporary directory. Where other code has replaced the functions that do so, perhaps for one rank
+only, the coordinator writes alone. With FSDP each rank writes its shards, or the coordinator the gathered state, as the
+Trainer is configured (`fsdp`).
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ __all__ = ["SENTINEL_NAME", "CheckpointSaves", "Flight", "from_first_rank", "ref
 _log = logging.getLogger("fastpersist")
 
 SENTINEL_NAME = "checkpoint-is-incomplete.txt"
-"""What the Trainer's own save at SIGTERM puts into a directory that is not complete yet."""
+"""The file with which the Trainer's own save at SIGTERM marks a directory as incomplete."""
 
-_SAMPLE_COUNT = 64  # elements of a frozen parameter that are compared from one save to the next
+_SAMPLE_COUNT = 64  # elements of a frozen parameter to compare between saves
 
 Result = TypeVar("Result")
 
 
 def refuse_unsupported(args: TrainingArguments, model: object) -> None:
-    """Raise for what has savers of its own, or a layout that cannot be published as one directory.
+    """Raise for a strategy that saves by itself, or a layout that cannot be published as one directory.
 
     Raises:
-        ConfigError: It does; the message names it.
+        ConfigError: The Trainer has such a strategy or layout; the message names it.
     """
     strategy = None
     fsdp_config: Any = args.fsdp_config or {}
@@ -83,9 +83,7 @@ def refuse_unsupported(args: TrainingArguments, model: object) -> None:
         is_known = kind in ("NO", "FSDP") or kind.startswith("MULTI_")  # one process, FSDP, and DDP
         strategy = None if is_known else kind
     if strategy is not None:
-        raise ConfigError(
-            f"fastpersist cannot save a Trainer with {strategy} yet; without fastpersist, its own saving works as ever"
-        )
+        raise ConfigError(f"fastpersist cannot save a Trainer with {strategy} yet; stock saving works there")
     if args.save_on_each_node and args.world_size > 1:
         raise ConfigError(
             "fastpersist publishes one directory for all ranks, so save_on_each_node=True is not supported: leave it "
@@ -99,10 +97,10 @@ class Flight:
 
     Attributes:
         path: The final name.
-        state: The state of the training that was saved, to correct it if the save fails.
-        best_before: Its best_model_checkpoint without this save.
-        pending: What writes it, or this rank's part; None on ranks that have no part.
-        published: How it ended; None while it is under way.
+        state: The Trainer's state; corrected if the save fails.
+        best_before: The state's best_model_checkpoint without this save.
+        pending: The save, or this rank's part; None on ranks without a part.
+        published: Whether it was published; None while it is under way.
     """
 
     path: str
@@ -112,7 +110,7 @@ class Flight:
     published: bool | None = None
 
     def settle(self, *, published: bool) -> None:
-        """Note how it ended; nobody may go on calling best what does not exist."""
+        """Record how the save ended; a failed one is no longer the best checkpoint."""
         self.published = published
         drop_held(self.path, unless=published or not is_first_rank())
         if not published and self.state.best_model_checkpoint == self.path:
@@ -120,15 +118,15 @@ class Flight:
 
 
 class CheckpointSaves:
-    """The saves of one Trainer, never two at once. Only the thread that trains uses it.
+    """The saves of one Trainer, never two at once. Only the training thread uses it.
 
     Args:
-        on_error: "raise" or "warn": what becomes of the error of a save.
+        on_error: "raise" or "warn": what to do about a failed save.
         engine: "auto", or an engine's name, which then never falls back.
-        writers: With several ranks, those that write what all hold: "auto", "all", "node" or a number.
+        writers: With several ranks, those that write replicated state: "auto", "all", "node" or a number.
 
     Raises:
-        ConfigError: There is no such on_error, engine or writers.
+        ConfigError: on_error, engine or writers is unknown.
     """
 
     def __init__(self, *, on_error: str, engine: str, writers: str | int = "auto") -> None:
@@ -140,18 +138,18 @@ class CheckpointSaves:
         self._on_error = on_error
         self._engine = engine
         self._flight: Flight | None = None
-        self._rotating: PendingSave | None = None  # is published, and perhaps still deletes old ones
+        self._rotating: PendingSave | None = None  # published, but may still be deleting old checkpoints
         self._frozen = _FrozenParameters()
         self._plans: dict[str, Any] = {}  # of shards, for the next save
 
     @property
     def pending(self) -> PendingSave | None:
-        """The save that is under way, or this rank's part of it; None without one."""
+        """The save under way, or this rank's part of it; None if there is none."""
         return None if self._flight is None else self._flight.pending
 
     @property
     def engine(self) -> str:
-        """What writes: "auto", or an engine of that name."""
+        """The engine that writes and reads: "auto", or a name."""
         return self._engine
 
     def wait_captured(self) -> None:
@@ -160,19 +158,19 @@ class CheckpointSaves:
             self.pending.wait_captured()
 
     def join(self) -> None:
-        """Wait until nothing is under way on this rank; what came of it is for `finish`, or `poll`."""
+        """Wait until nothing is under way on this rank; `finish` and `poll` report the outcome."""
         for pending in (self.pending, self._rotating):
             if pending is not None:
                 pending.join()
 
     def poll(self) -> None:
-        """Tell what went wrong with the save that is under way, if that keeps nobody waiting. All ranks call it."""
+        """Report the outcome of the save under way, if it is written: never wait. All ranks call it."""
         flight = self._flight
         if flight is not None and from_first_rank(lambda: flight.pending is not None and flight.pending.is_written()):
             self._settle()
 
     def finish(self) -> None:
-        """Wait for the save that is under way, and tell what went wrong with it. All ranks call it.
+        """Wait for the save under way, and report its outcome. All ranks call it.
 
         Raises:
             FastPersistError, …: With on_error="raise": the save has failed.
@@ -181,7 +179,7 @@ class CheckpointSaves:
         self._settle()
 
     def _settle(self) -> None:
-        """Wait until the save that is under way is published, not until old ones are deleted."""
+        """Wait until the save under way is published, but not until old checkpoints are deleted."""
         flight = self._flight
         if flight is None:
             return
@@ -197,7 +195,7 @@ class CheckpointSaves:
             self._tell(flight.path, error or _error_of(0, *described))
 
     def finish_quietly(self) -> None:
-        """Wait, on this rank alone: an exception is on its way, and counts more. What goes wrong is in the log."""
+        """Wait on this rank alone, while an exception propagates; errors of the save are only logged."""
         flight, pending = self._flight, self.pending
         failed = pending is not None and pending.exception() is not None
         self._flight = None
@@ -205,19 +203,19 @@ class CheckpointSaves:
             flight.settle(published=pending is not None and not failed)
 
     def save(self, trainer: Any, run_dir: str, *, synchronous: bool) -> Flight | None:
-        """Save a checkpoint as the Trainer itself would, but written behind its back. All ranks call it.
+        """Save a checkpoint as the Trainer would, but write it in the background. All ranks call it.
 
         Args:
-            trainer: Whose functions put the files together.
-            run_dir: Where checkpoint-N goes.
+            trainer: The Trainer whose functions assemble the files.
+            run_dir: The parent of checkpoint-N.
             synchronous: Return when it is published.
 
         Returns:
-            The save; None when it has failed already, and on_error is "warn".
+            The save; None if it has failed already and on_error is "warn".
 
         Raises:
-            FastPersistError, …: With on_error="raise": it has failed already, or the one before has.
-            Exception: What the Trainer's functions raise.
+            FastPersistError, …: With on_error="raise": this save has failed already, or the one before has.
+            Exception: Errors of the Trainer's functions.
         """
         self._settle()
         state, args = trainer.state, trainer.args
@@ -236,7 +234,7 @@ class CheckpointSaves:
             views = _on_all_ranks(lambda: self._view(trainer, path, run_dir))
             state.best_model_checkpoint = views[0].best_checkpoint
             synchronous = synchronous or views[0].is_urgent
-            are_allowed = self._writers != 1 or is_sharding(trainer)  # nobody else has a rank's shards
+            are_allowed = self._writers != 1 or is_sharding(trainer)  # only the rank itself holds its shards
             all_write = len(views) > 1 and are_allowed and all(view.can_take_part for view in views)
             frozen = functools.reduce(int.__and__, (view.frozen for view in views)) if all_write else views[0].frozen
             hidden_path = _on_all_ranks(begin)[0] or ""
@@ -258,9 +256,9 @@ class CheckpointSaves:
         return flight
 
     def _view(self, trainer: Any, path: str, run_dir: str) -> _View:
-        """Look at what the ranks have to know of each other before a save begins."""
+        """Collect what this rank tells the others before a save begins."""
         if is_sharding(trainer):
-            can_take_part, frozen = are_several(), 0  # what FSDP wraps is no plain parameter
+            can_take_part, frozen = are_several(), 0  # FSDP's parameters are not plain
         else:
             can_take_part = are_several() and _is_put_together_as_ever(trainer)
             looks = can_take_part or is_first_rank()
@@ -318,7 +316,7 @@ class CheckpointSaves:
                 stack.enter_context(saves_into(files, **options))
             if shards and files is not None:
                 stack.enter_context(sharded_saves(files, path, optimizer, self._plans))
-            _save_files(trainer, path)  # of other ranks: what is their own
+            _save_files(trainer, path)  # a follower saves only its own files
         if args.should_save:
             for exporter in [*trainer.callback_handler.callbacks, trainer.control]:
                 if isinstance(exporter, ExportableState):
@@ -338,13 +336,13 @@ class CheckpointSaves:
 
 
 class _View(NamedTuple):
-    """What one rank knows before a save.
+    """What one rank tells the others before a save.
 
     Attributes:
-        can_take_part: It can put weights and optimizer together as rank 0 does.
-        frozen: Which parameters training leaves alone there, as a bit for each.
-        best_checkpoint: What best_model_checkpoint is once this save exists; rank 0 knows.
-        is_urgent: Training does not go on before it is published; rank 0 knows.
+        can_take_part: Whether the rank can assemble weights and optimizer as the coordinator does.
+        frozen: One bit for each parameter; set if training leaves it unchanged.
+        best_checkpoint: best_model_checkpoint once this save exists; from the coordinator.
+        is_urgent: Whether training waits until the save is published; from the coordinator.
     """
 
     can_take_part: bool
@@ -354,7 +352,7 @@ class _View(NamedTuple):
 
 
 def _save_tensors(trainer: Any, path: str) -> None:
-    """Save what is large, and the same on all ranks; and some that is not."""
+    """Save model, optimizer and scheduler: all large replicated state, and some small files."""
     trainer.save_model(path, _internal_call=True)
     if not trainer.args.save_only_model:
         trainer._save_optimizer_and_scheduler(path)
@@ -368,7 +366,7 @@ def _save_files(trainer: Any, path: str) -> None:
 
 
 def _best_checkpoint(trainer: Any, run_dir: str) -> str | None:
-    """Return what best_model_checkpoint is once this save exists."""
+    """Return the best_model_checkpoint that will be true once this save exists."""
     state: Any = trainer.state
     if trainer.args.save_strategy != SaveStrategy.NO and state.best_global_step:
         best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
@@ -378,7 +376,7 @@ def _best_checkpoint(trainer: Any, run_dir: str) -> str | None:
 
 
 def _optimizer_of(trainer: Any) -> object:
-    """Return the optimizer if only its step changes parameters; else None, and everything is copied at once."""
+    """Return the optimizer if only its step changes parameters; else None, so that the save copies everything."""
     if moves_parameters(trainer):
         return None
     optimizer = trainer.optimizer
@@ -394,24 +392,24 @@ def _is_of_the_disk(error: BaseException) -> bool:
 
 # ------------------------------------------------------------------------------------------- written by all ranks
 
-_ASKED = "should_save_on_this_rank"  # by save_pretrained; newer models have it
+_ASKED = "should_save_on_this_rank"  # save_pretrained of newer models calls it
 _SHARED_NAMES = re.compile(r"(.*/)?(adapter_)?model(-\d+-of-\d+)?\.safetensors|" + re.escape(OPTIMIZER_NAME))
 
 
 def _is_shared(name: str) -> bool:
-    """Tell whether a file is what all ranks have replicas of."""
+    """Return whether a file holds replicated state, which all ranks write."""
     return _SHARED_NAMES.fullmatch(name) is not None
 
 
 def _is_none_shared(_name: str) -> bool:
-    """With FSDP, each file is one rank's, and what all have a part in is no file of torch.save."""
+    """Return False: with FSDP, each file of torch.save is one rank's own."""
     return False
 
 
 def _is_put_together_as_ever(trainer: Any) -> bool:
-    """Tell whether weights and optimizer come from stock functions alone, so that other ranks can run them, too.
+    """Return whether only stock functions assemble weights and optimizer, so that followers can run them too.
 
-    What a subclass does there may be meant for one rank, or speak with the others.
+    A subclass's function may be meant for one rank, or may run collectives.
     """
     peft = sys.modules.get("peft")
     models = [torch.nn.Module, PreTrainedModel, *([] if peft is None else [peft.PeftModel])]
@@ -425,7 +423,7 @@ def _is_put_together_as_ever(trainer: Any) -> bool:
 
 
 def _has_stock(owner: object, names: Sequence[str], kinds: Sequence[type]) -> bool:
-    """Tell whether methods are those of one of some classes; what is not there does not matter."""
+    """Return whether each method, where it exists, is the one of a given class."""
     for name in names:
         if hasattr(owner, name):
             function = getattr(getattr(owner, name), "__func__", None)
@@ -441,7 +439,7 @@ def _model_of(trainer: Any) -> Any:
 
 @contextmanager
 def _as_first_rank(trainer: Any) -> Iterator[None]:
-    """Let the Trainer's functions that save do on this rank what they do on rank 0."""
+    """Let the Trainer's saving functions behave on this rank as on rank 0."""
     args, model = trainer.args, _model_of(trainer)
     trainer.args = copy.copy(args)
     trainer.args.__class__ = type(type(args).__name__, (type(args),), {"should_save": True})
@@ -460,10 +458,10 @@ def _as_first_rank(trainer: Any) -> Iterator[None]:
 
 
 def from_first_rank(decide: Callable[[], Result]) -> Result:
-    """Decide something on rank 0, and let all ranks know it. With one rank: just decide.
+    """Run a function on rank 0, and return its result on all ranks.
 
     Raises:
-        Exception: What `decide` raises; on other ranks a StorageError or RuntimeError that says the same.
+        Exception: The exception of `decide`; on followers a StorageError or RuntimeError with its text.
     """
     if not are_several():
         return decide()
@@ -472,7 +470,7 @@ def from_first_rank(decide: Callable[[], Result]) -> Result:
     if dist.get_rank() == 0:
         try:
             outcome[0] = decide()
-        except Exception as error:  # noqa: BLE001 - raised below, when the others know
+        except Exception as error:  # noqa: BLE001 - raised below, when the followers know
             failure = error
             outcome[1] = _described(error)
     dist.broadcast_object_list(outcome, src=0)
@@ -484,10 +482,10 @@ def from_first_rank(decide: Callable[[], Result]) -> Result:
 
 
 def _on_all_ranks(work: Callable[[], Result]) -> list[Result]:
-    """Do something on every rank, and return what came of it, by rank, when all are done; if one fails, all do.
+    """Run a function on every rank; return all results by rank, or raise on all ranks if one fails.
 
     Raises:
-        Exception: What `work` raises; on other ranks a StorageError or RuntimeError that says the same.
+        Exception: The exception of `work`; on other ranks a StorageError or RuntimeError with its text.
     """
     return on_all_ranks(work, lambda failure: _error_of(*failure), _is_of_the_disk)
 
@@ -505,7 +503,7 @@ def _error_of(rank: int, message: str, is_of_the_disk: bool) -> Exception:
 
 
 class _Mark(NamedTuple):
-    """What a frozen parameter was like at a save."""
+    """Fingerprint of a frozen parameter at a save."""
 
     address: int
     version: int
@@ -513,16 +511,16 @@ class _Mark(NamedTuple):
 
 
 class _FrozenParameters:
-    """Which parameters training leaves alone: they need no gradient, and are what they were at the save before.
+    """Finds parameters that training leaves unchanged: they need no gradient, and equal those of the save before.
 
-    Not needing a gradient is not enough: a teacher that follows its student does not either, and moves all the same.
+    The first condition alone is not enough: the parameters of an EMA teacher need no gradient, but change.
     """
 
     def __init__(self) -> None:
         self._marks: dict[str, _Mark] = {}
 
     def unchanged_in(self, model: torch.nn.Module) -> int:
-        """Return a bit for each parameter, set for those that are as they were at the last call; none at the first."""
+        """Return one bit for each parameter, set if it is unchanged since the last call; 0 at the first call."""
         places = [
             (position, name, parameter)
             for position, (name, parameter) in enumerate(model.named_parameters())
@@ -553,7 +551,7 @@ def _is_plain(parameter: torch.nn.Parameter) -> bool:
 
 
 def _marks_of(parameters: Sequence[torch.nn.Parameter]) -> list[_Mark]:
-    """Mark all of them by few copies to the host: at each one the training waits until the device has caught up."""
+    """Mark all parameters with few copies to the host: each copy synchronizes training with the device."""
     samples = [b""] * len(parameters)
     alike: dict[tuple[torch.device, int], list[int]] = {}
     for index, parameter in enumerate(parameters):

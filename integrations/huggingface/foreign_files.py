@@ -1,10 +1,10 @@
-"""What users have put into a checkpoint-N stays there when the Trainer saves that step again.
+"""Keeps the files that users have put into a checkpoint-N when the Trainer saves that step again.
 
-A stock Trainer writes over its own files and leaves all others alone. Ours are published as a new directory in place of
-the old one. So files that are no part of the old checkpoint are held beside it before it goes, by hard links where the
-file system has them, and put back as soon as the new one is published. They do not become part of it: they may change
-without its being damaged. If the process dies in between, they are in `.checkpoint-N.held`, from where the next save of
-that step puts them back. Links and special files are not kept: with one of them, no checkpoint counts as whole.
+A stock Trainer overwrites its own files and leaves all others alone. FastPersist replaces the whole directory. So this
+module holds foreign files beside the old checkpoint, by hard links where the file system has them, and moves them into
+the new one as soon as it is published. They do not become part of the checkpoint: a change to them is no damage. If the
+process dies in between, they stay in `.checkpoint-N.held`, and the next save of that step puts them back. Links and
+special files are not kept: no checkpoint with one of them counts as whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["clear_up", "drop_held", "hold_foreign", "own_names", "put_back"]
 _log = logging.getLogger("fastpersist")
 
 _MANIFEST_NAME = "MANIFEST.json"
-# What is the Trainer's wherever it is from: a stock one has no list of its files. None may stay beside newer ones.
+# Names of the Trainer's own files: a stock checkpoint has no list of them. None may stay beside newer files.
 _TRAINERS = re.compile(
     r"((pytorch_model|model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
     r"|optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|rng_state(_\d+)?\.pth|trainer_state\.json|training_args\.bin"
@@ -32,11 +32,11 @@ _TRAINERS = re.compile(
 
 
 def hold_foreign(path: str, *, wait: Callable[[], None]) -> None:
-    """Hold what in a directory that is about to be replaced is no part of its checkpoint. There may be no directory.
+    """Hold the foreign files of a directory, if it exists, before a save replaces it.
 
     Args:
         path: The final name.
-        wait: Waits until an earlier save has put back what it held.
+        wait: Waits until an earlier save has put back the files that it held.
 
     Raises:
         OSError: A file can neither be linked nor copied, or a directory not be listed.
@@ -50,11 +50,11 @@ def hold_foreign(path: str, *, wait: Callable[[], None]) -> None:
             continue
         source, target = os.path.join(path, name), os.path.join(held, name)
         if os.path.islink(source) or not os.path.isfile(source):
-            _log.warning("%s goes with the checkpoint that is replaced: links and special files are not kept", source)
+            _log.warning("%s is removed with the replaced checkpoint: links and special files are not kept", source)
             continue
         os.makedirs(os.path.dirname(target), exist_ok=True)
         if os.path.lexists(target):
-            os.unlink(target)  # of a save that died
+            os.unlink(target)  # left by a process that died
         try:
             os.link(source, target)
         except OSError:
@@ -62,7 +62,7 @@ def hold_foreign(path: str, *, wait: Callable[[], None]) -> None:
 
 
 def put_back(path: str) -> None:
-    """Give a new checkpoint what was held, but for names that it has itself. What goes wrong is in the log."""
+    """Move the held files into a new checkpoint, but for names that it has itself. Log errors."""
     held = _held_path(path)
     try:
         for name in _names_below(held):
@@ -73,11 +73,11 @@ def put_back(path: str) -> None:
         if os.path.isdir(held):
             shutil.rmtree(held)
     except OSError as error:
-        _log.warning("what others had put into %s is in %s, as it cannot be put back: %s", path, held, error)
+        _log.warning("foreign files of %s stay in %s, because moving them back failed: %s", path, held, error)
 
 
 def clear_up(path: str, run_dir: str, limit: int | None, best: str | None) -> None:
-    """Put back what was held; delete old checkpoints as the Trainer does. The new one is durable by now."""
+    """Put the held files back; delete old checkpoints as the Trainer does. The new one is durable by now."""
     put_back(path)
     try:
         rotate_checkpoints(output_dir=run_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
@@ -86,9 +86,9 @@ def clear_up(path: str, run_dir: str, limit: int | None, best: str | None) -> No
 
 
 def drop_held(path: str, *, unless: bool) -> None:
-    """Forget what was held for a save that failed: it is where it was, or, if that came too late, is put back."""
+    """Drop the files held for a save that failed: the old directory still has them, or they are put back."""
     if not unless and os.path.isdir(path):
-        put_back(path)  # the new one has the name already where only the sync of that has failed
+        put_back(path)  # the new directory has the name already if only its sync failed
 
 
 def _held_path(path: str) -> str:
@@ -97,14 +97,14 @@ def _held_path(path: str) -> str:
 
 
 def _names_below(path: str) -> Iterator[str]:
-    """Name all that is no directory below one, parts separated by "/"; nothing if there is none.
+    """Yield the relative paths of all non-directories below a directory; none if it does not exist.
 
     Raises:
         OSError: A directory cannot be listed.
     """
 
     def fail(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # else files that are there would go unseen, and then be gone
+        if not isinstance(error, FileNotFoundError):  # an unlisted file would be lost with the old directory
             raise error
 
     for folder, folders, names in os.walk(path, onerror=fail):
@@ -114,7 +114,7 @@ def _names_below(path: str) -> Iterator[str]:
 
 
 def own_names(path: str) -> set[str] | None:
-    """Return the files of one of our checkpoints; None where there is no list of them."""
+    """Return the names of a checkpoint's own files, from its manifest; None without a readable one."""
     try:
         with open(os.path.join(path, _MANIFEST_NAME), encoding="utf-8") as file:
             return {entry["name"] for entry in json.load(file)["files"]}

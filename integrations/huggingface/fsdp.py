@@ -1,7 +1,7 @@
-"""HuggingFace's Trainer with FSDP: which of its functions save and load shards, and how a directory of them looks.
+"""HuggingFace's Trainer with FSDP: saving, loading and checking its shards.
 
-The Trainer leaves this to Accelerate, and that to torch.distributed.checkpoint, where `sharded_redirection` catches it.
-That module is imported only where FSDP is used: DCP is slow to import, and few need it.
+The Trainer leaves shards to Accelerate, which calls torch.distributed.checkpoint (DCP); `sharded_redirection`
+intercepts these calls. Only programs with FSDP import that module, because DCP is slow to import.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastpersist import DirectorySave, PeerDirectorySave
 __all__ = ["LOADING_NAMES", "is_sharding", "moves_parameters", "sharded_loads", "sharded_saves", "shards_in"]
 
 LOADING_NAMES = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model")
-"""The functions of a Trainer that load what is sharded."""
+"""The functions of a Trainer that load shards."""
 
 _MODEL_NAME = "pytorch_model_fsdp"
 _SHARD_SUFFIX = ".distcp"
@@ -24,25 +24,25 @@ _METADATA_NAME = ".metadata"
 
 
 def is_sharding(trainer: Any) -> bool:
-    """Tell whether a Trainer uses FSDP of torch."""
+    """Return whether a Trainer uses torch's FSDP."""
     return bool(getattr(trainer, "is_fsdp_enabled", False))
 
 
 def moves_parameters(trainer: Any) -> bool:
-    """Tell whether parameters are gathered and freed between two steps, where the optimizer has them: by FSDP1."""
+    """Return whether parameters are gathered and freed between two optimizer steps, as FSDP1 does."""
     return is_sharding(trainer) and not getattr(trainer.accelerator, "is_fsdp2", False)
 
 
 def sharded_saves(
     files: DirectorySave | PeerDirectorySave, path: str, optimizer: object, plans: dict[str, Any]
 ) -> AbstractContextManager[None]:
-    """In the block, let a Trainer with FSDP put its shards into `files`.
+    """Redirect the shards of a Trainer with FSDP into `files`, in the block.
 
     Args:
-        files: With several ranks, what `directory_save_together` has returned.
-        path: The directory of the first rank.
-        optimizer: Whose tensors are written from where they are.
-        plans: Kept from one save to the next.
+        files: With several ranks, the result of `directory_save_together`.
+        path: The coordinator's directory.
+        optimizer: The optimizer whose tensors are written in place.
+        plans: Plans of earlier saves; kept for the next one.
     """
     from .._shared.sharded_redirection import shards_into
 
@@ -50,7 +50,7 @@ def sharded_saves(
 
 
 def sharded_loads(trainer: Any, engine: str) -> AbstractContextManager[None]:
-    """In the block, let the Trainer's shards be read by us."""
+    """Read the Trainer's shards with `FastPersistReader`, in the block."""
     if not is_sharding(trainer):
         return nullcontext()
     from .._shared.sharded_redirection import reads_shards
@@ -59,14 +59,14 @@ def sharded_loads(trainer: Any, engine: str) -> AbstractContextManager[None]:
 
 
 def shards_in(path: str, names: Iterable[str]) -> tuple[bool, str | None]:
-    """Look at the shards of a checkpoint.
+    """Check the shards of a checkpoint.
 
     Args:
-        path: Its directory.
-        names: Of its files.
+        path: The checkpoint's directory.
+        names: The names of its files.
 
     Returns:
-        Whether there are shards of a model, and what is wrong with any shards, None if nothing is.
+        Whether there are shards of a model, and what is wrong with any shards; None if nothing is.
     """
     folders = {
         os.path.dirname(name)

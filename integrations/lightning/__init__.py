@@ -1,16 +1,16 @@
-"""Lightning: checkpoints that are written while training goes on, by the Trainer and by Fabric.
+"""Lightning: the Trainer and Fabric write checkpoints in the background.
 
     io = FastPersistCheckpointIO()
     trainer = Trainer(plugins=[io], callbacks=[FastPersistCallback(), ModelCheckpoint(...)])
 
-The plugin saves and loads, the callback says when the optimizer is about to step. Every checkpoint is the ordinary
-.ckpt of Lightning. When `fit()` returns, or raises, all of them are durable. Between a save and that, a name that was
-accepted counts as taken, loading it through the Trainer waits for it, and what ModelCheckpoint removes or links to is
-removed or linked once the new file is durable. Code of yours that opens a file in the middle of `fit()` calls
-`io.wait()` before. Fabric's FSDP and ModelParallel take no plugin: `fastpersist.integrations.lightning_fabric`.
+The plugin saves and loads; the callback gates the optimizer's step. Each checkpoint is Lightning's ordinary .ckpt. When
+`fit()` returns or raises, all are durable. Until then ModelCheckpoint treats the name of a save under way as taken, and
+the Trainer waits for it before loading it. ModelCheckpoint's removals and links run once the new file is durable. Your
+code calls `io.wait()` before it opens a checkpoint during `fit()`. Fabric's FSDP and ModelParallel take no plugin: use
+`fastpersist.integrations.lightning_fabric`.
 
-Written for `lightning`. Where the program has imported `pytorch_lightning` alone, or that alone is installed, the
-classes here derive from its classes. Both accept them.
+The classes derive from those of `lightning`; or from those of `pytorch_lightning`, if the program has imported only
+that, or only that is installed. Both packages accept them.
 """
 
 from .plugin import FastPersistCallback, FastPersistCheckpointIO, last_checkpoint

@@ -1,17 +1,17 @@
-"""Checkpoints of DDP that all ranks write: how the ranks decide alike, on the training thread, whenever one is saved.
+"""DDP checkpoints that all ranks write: how the ranks agree on the training thread at each save.
 
-Lightning puts a checkpoint together on every rank, and then has rank 0's plugin save it. `SharedSaving` stands in for
-that function of the strategy. Rank 0 does what it does without it, and if that is to write a new file, all others
-write their part. Two small collectives of the process group, at a place where Lightning has a barrier anyway:
+Lightning assembles a checkpoint on every rank, and rank 0's plugin saves it. `SharedSaving` replaces the strategy's
+function for that. The coordinator (rank 0) acts as before; if it writes a new file, each follower writes a part. This
+takes two small collectives, at a point where Lightning has a barrier anyway:
 
-    first → others   a word   "together" and the file's name, "alone" when it is saved, or "failed" and why
-    all → all        begun    after `fastpersist.save_async`: why it could not begin, on each rank
+    coordinator → followers   word    "together" and the file's name, "alone" once it is saved, or "failed" and why
+    all → all                 begun   after `fastpersist.save_async`: why it could not begin, on each rank
 
-So an exception of one rank is an exception of all, and nobody waits for a rank that has given up. All that comes after
-is between the writers, beside training. Which files wait for which stays the affair of rank 0's plugin.
+So an exception of one rank is raised on all, and no rank waits for one that has raised. From there on only the writers
+communicate, in the background. The coordinator's plugin still decides which files wait for which.
 
-What a strategy does with checkpoints and optimizers decides more than this: whether the plugin is asked at all, and
-whose tensors are written from where they are. That is here, too.
+This module also judges strategies: whether one uses the plugin at all, and which optimizers' tensors are written in
+place.
 """
 
 from __future__ import annotations
@@ -45,53 +45,53 @@ __all__ = [
 Result = TypeVar("Result")
 
 Share: TypeAlias = Callable[[str, Callable[["ProcessGroup | None"], PendingSave]], PendingSave]
-"""Begins a save with all ranks: given its file, and what begins it with a process group or with none."""
+"""Begins a save on all ranks; takes its file, and the function that begins it with a process group or None."""
 
 SLURM_PREFIX = "hpc_ckpt_"
-"""How the names of files begin that Lightning saves before Slurm ends the job: in a signal handler."""
+"""Prefix of the files that Lightning saves in a signal handler, before Slurm ends the job."""
 
-# Callbacks of Lightning that change parameters outside of steps, some of them in ways that torch does not count.
+# Lightning callbacks that change parameters outside of steps, some without counting up torch's tensor versions.
 _CHANGING_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
 
 _DDP_MODULES = ("lightning.pytorch.strategies.ddp", "pytorch_lightning.strategies.ddp")
-_WORTH_SHARING_BYTES = 1 << 20  # fastpersist cuts no smaller tensor; without one, there is nothing to talk about
+_WORTH_SHARING_BYTES = 1 << 20  # fastpersist splits no smaller tensor, so ranks agree only if there is a larger one
 
 
 class Plugin(Protocol):
-    """The plugin, as far as it is needed here."""
+    """The part of the plugin that this module uses."""
 
     @property
     def writers(self) -> str | int:
-        """Which ranks write."""
+        """The ranks that write."""
 
     def gated_optimizers(self) -> list[Optimizer]:
-        """Return whose tensors are written from where they are."""
+        """Return the optimizers whose tensors are written in place."""
 
     def shared(self, share: Share) -> contextlib.AbstractContextManager[None]:
-        """In the block, a new file is begun by `share`."""
+        """Begin new files with `share`, in the block."""
 
     def end_burst(self) -> None:
-        """Wait for saves of before the last step."""
+        """Wait for the saves before the last step."""
 
     def save_part(self, checkpoint: dict[str, Any], key: str, process_group: ProcessGroup | None) -> PendingSave:
         """Begin this rank's part of a file."""
 
     def take_error(self) -> BaseException | None:
-        """Return what has failed and nobody was told of."""
+        """Return the next error that was not raised yet."""
 
     def warn_of_errors(self) -> None:
-        """Warn of what has failed, if that is what is wanted."""
+        """With on_error="warn", warn of failed saves."""
 
 
 # ------------------------------------------------------------------------------------------- all ranks save
 
 
 class SharedSaving:
-    """In place of `save_checkpoint` of a strategy, on all ranks, until `take_away`.
+    """Replaces `save_checkpoint` of a strategy, on all ranks, until `take_away`.
 
     Args:
-        trainer: Whose strategy is set up.
-        plugin: The strategy's.
+        trainer: The Trainer; its strategy is set up.
+        plugin: The strategy's plugin.
     """
 
     def __init__(self, trainer: Any, plugin: Plugin) -> None:
@@ -106,13 +106,16 @@ class SharedSaving:
 
     @classmethod
     def of(cls, trainer: Any, plugin: Plugin) -> SharedSaving | None:
-        """Stand in, if all ranks hold the same parameters and can write one file; decides alike on all of them."""
+        """Replace the function if all ranks hold the same parameters and can write one file; else return None.
+
+        All ranks decide the same.
+        """
         strategy = trainer.strategy
         kind = type(strategy)
         if kind.__name__ != "DDPStrategy" or kind.__module__ not in _DDP_MODULES:
-            return None  # others put checkpoints together in ways of their own
+            return None  # other strategies assemble checkpoints differently
         if strategy.checkpoint_io is not plugin or "save_checkpoint" in vars(strategy):
-            return None  # somebody else is asked first, on rank 0 alone, and may change what is saved
+            return None  # other code runs first, on rank 0 alone, and may change the checkpoint
         if plugin.writers == 1 or (plugin.writers == "auto" and trainer.num_nodes > 1):
             return None
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -120,7 +123,7 @@ class SharedSaving:
         return cls(trainer, plugin)
 
     def take_away(self) -> None:
-        """Give the strategy its own function back; where somebody has replaced ours meanwhile, it only passes on."""
+        """Restore the strategy's function; if other code has replaced ours, ours only passes on from now on."""
         self._is_wanted = False
         if vars(self._strategy).get("save_checkpoint") is self._stand_in:
             del self._strategy.save_checkpoint
@@ -128,8 +131,8 @@ class SharedSaving:
     def _save(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        # Slurm's signal comes to each rank at another place, and an exception perhaps to one rank only: a save that is
-        # asked for then is made without the others, who may be in collectives of their own.
+        # Slurm's signal reaches each rank at another point, and an exception may reach one rank only. A save at such a
+        # time runs without the other ranks, which may be in other collectives.
         is_sudden = self._trainer.interrupted or os.path.basename(str(filepath)).startswith(SLURM_PREFIX)
         if is_sudden or not self._is_wanted:
             self._alone(checkpoint, filepath, storage_options=storage_options)
@@ -156,14 +159,14 @@ class SharedSaving:
                 self._alone(checkpoint, filepath, storage_options=storage_options)
         except BaseException as error:
             if not is_told:
-                with contextlib.suppress(Exception):  # the group is broken: the others have noticed
+                with contextlib.suppress(Exception):  # the process group is broken: the followers have noticed
                     _say(("failed", _described(error)))
             raise
         if not is_told:
             _say(("alone", ""))
 
     def _save_part(self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str]) -> None:
-        self._plugin.end_burst()  # rank 0 waits for it, too: let the writer know
+        self._plugin.end_burst()  # the coordinator waits too: tell this rank's writer to hurry
         word, text = _say(None)
         if word == "failed":
             raise self._plugin.take_error() or PeerError(
@@ -175,7 +178,7 @@ class SharedSaving:
 
 
 def _say(word: tuple[str, str] | None) -> tuple[str, str]:
-    """Return what rank 0 says; collective."""
+    """Broadcast the coordinator's word and return it; collective."""
     said: list[Any] = [word]
     dist.broadcast_object_list(said, src=0)
     found: tuple[str, str] = said[0]
@@ -186,14 +189,14 @@ def _begin_on_all(key: str, begin: Callable[[], PendingSave]) -> PendingSave:
     """Begin a save on all ranks, or on none; collective.
 
     Raises:
-        PeerError: It could not begin on another rank.
+        PeerError: The save could not begin on another rank.
     """
     begun: list[PendingSave] = []
     try:
         on_all_ranks(key, lambda: begun.append(begin()))
     except PeerError:
         for pending in begun:
-            pending.exception()  # it is told here, and not once more when the writer has heard of it
+            pending.exception()  # count the error as delivered: it is raised here, not once more by the writer
         raise
     return begun[0]
 
@@ -203,10 +206,11 @@ def _described(error: BaseException) -> str:
 
 
 def on_all_ranks(subject: str, work: Callable[[], Result]) -> list[Result]:
-    """Do something on every rank, and return what came of it, by rank, when all are done; collective.
+    """Run a function on every rank, and return all results by rank; collective.
 
     Raises:
-        PeerError: It failed on another rank. Where it failed, what it raised is raised.
+        PeerError: The function failed on another rank.
+        Exception: The exception of `work` on this rank.
     """
 
     def error_of(failure: agreement.PeerFailure) -> Exception:
@@ -217,10 +221,10 @@ def on_all_ranks(subject: str, work: Callable[[], Result]) -> list[Result]:
 
 
 def _are_worth_sharing(optimizers: Iterable[Optimizer]) -> bool:
-    """Tell whether the ranks hold the same large tensors."""
+    """Return whether the ranks hold the same large tensors."""
     is_any_large = False
     for optimizer in optimizers:
-        # One shards its state and gives it to rank 0 alone, the other averages parameters now and then only.
+        # ZeroRedundancyOptimizer gathers its sharded state on rank 0 only; PostLocalSGD averages parameters rarely.
         if hasattr(optimizer, "consolidate_state_dict") or "PostLocalSGDOptimizer" in _names_of(type(optimizer)):
             return False
         for group in optimizer.param_groups:
@@ -232,7 +236,7 @@ def _are_worth_sharing(optimizers: Iterable[Optimizer]) -> bool:
 
 
 def shards_checkpoints(strategy: Any) -> bool:
-    """Tell whether each rank saves its shards: into a directory, and without asking a CheckpointIO."""
+    """Return whether each rank saves its shards, into a directory and without a CheckpointIO."""
     names = _names_of(type(strategy))
     if any("XLA" in name for name in names):
         return False
@@ -242,12 +246,12 @@ def shards_checkpoints(strategy: Any) -> bool:
 
 
 def moves_parameters(strategy: Any) -> bool:
-    """Tell whether parameters are gathered and freed between a save and the step, whoever writes them: by FSDP1."""
+    """Return whether parameters are gathered and freed between a save and the step, as FSDP1 does."""
     return "FSDPStrategy" in _names_of(type(strategy))
 
 
 def refuse_bypassing(strategy: Any) -> None:
-    """Raise for a strategy that writes checkpoints by itself, in ways of its own."""
+    """Raise for a strategy that saves by itself."""
     names = _names_of(type(strategy))
     if "DeepSpeedStrategy" in names or any("XLA" in name for name in names):
         raise ConfigError(
@@ -257,14 +261,14 @@ def refuse_bypassing(strategy: Any) -> None:
 
 
 def gated_optimizers(trainer: Any) -> list[Optimizer]:
-    """Return the optimizers whose tensors change in steps that are seen, and at no other time."""
+    """Return the optimizers whose tensors change only in steps that our hook sees."""
     module = trainer.lightning_module
     if any(_names_of(type(one)).intersection(_CHANGING_CALLBACKS) for one in trainer.callbacks):
         return []
     if moves_parameters(trainer.strategy):
         return []
-    # With manual optimization ModelCheckpoint saves weights of before the step, if the module keeps them, and puts
-    # those of now back as soon as the save has returned.
+    # With manual optimization ModelCheckpoint saves the weights before the step, if the module keeps them, and restores
+    # the current ones as soon as the save has returned.
     if not module.automatic_optimization and getattr(module, "saved_models", None):
         return []
     return [
@@ -276,5 +280,5 @@ def gated_optimizers(trainer: Any) -> list[Optimizer]:
 
 
 def _names_of(kind: type) -> set[str]:
-    """Return the names of a class and its bases, which both packages of Lightning share."""
+    """Return the names of a class and its bases; both packages of Lightning have the same names."""
     return {base.__name__ for base in kind.__mro__}

@@ -1,11 +1,11 @@
-"""Fabric's FSDP and ModelParallel, which take no plugin: shards that are written while training goes on.
+"""Fabric's FSDP and ModelParallel, which take no plugin: writes their shards in the background.
 
     fabric = Fabric(strategy=ModelParallelStrategy(...))
     io = attach(fabric)
     ...
-    fabric.save("checkpoint", state)     # as ever; it is durable after io.wait()
+    fabric.save("checkpoint", state)     # unchanged; the checkpoint is durable after io.wait()
 
-With other strategies, the plugin itself is what Fabric takes: Fabric(plugins=[FastPersistCheckpointIO()]).
+With other strategies, pass the plugin to Fabric: Fabric(plugins=[FastPersistCheckpointIO()]).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["attach"]
 
 
 def attach(fabric: Any, io: FastPersistCheckpointIO | None = None) -> FastPersistCheckpointIO:
-    """Let a strategy of Fabric's that shards save and load through ours. All ranks call this.
+    """Let a sharding strategy of Fabric save and load through FastPersist. All ranks call this.
 
-    `fabric.save` returns when what may change is copied. Directories have the names and files of Lightning, and a
-    MANIFEST.json; each becomes visible when all ranks have written it, whole.
+    `fabric.save` returns when everything that may change is copied. Directories have Lightning's names and files, and a
+    MANIFEST.json; each becomes visible when all ranks have written their parts.
 
     Args:
         fabric: With FSDPStrategy(state_dict_type="sharded") or ModelParallelStrategy.
-        io: Says how; set its `optimizer` after `fabric.setup`, or all is copied before a save returns, as it is with
-            FSDPStrategy. None: a new one.
+        io: The plugin, with its options. Set its `optimizer` after `fabric.setup`; else, and always with FSDPStrategy,
+            a save copies everything before it returns. None: a new plugin.
 
     Returns:
-        The plugin: `wait()` for what is saved, `pending()`.
+        The plugin; `wait()` waits for saves, `pending()` lists them.
 
     Raises:
         ConfigError: The strategy saves single files.
@@ -42,7 +42,7 @@ def attach(fabric: Any, io: FastPersistCheckpointIO | None = None) -> FastPersis
     io = io or FastPersistCheckpointIO()
     if not ShardedSaving.stand_in(fabric.strategy, io, is_of_fabric=True):
         raise ConfigError(
-            f"{type(fabric.strategy).__name__} saves no shards as it is: where it takes plugins, write "
+            f"{type(fabric.strategy).__name__} saves no shards as configured: where it takes plugins, write "
             "Fabric(plugins=[FastPersistCheckpointIO()]); else stock saving works there"
         )
     return io

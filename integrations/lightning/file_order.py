@@ -1,8 +1,8 @@
-"""What Lightning has asked for and what is not done yet: saves, second names and removals that wait for each other.
+"""Orders Lightning's file operations: saves, links and removals that wait for each other.
 
-Lightning removes an old checkpoint, or links to a new one, as soon as a save has returned; here both wait until the
-save is durable, and are done on the thread that has finished it. A checkpoint that was saved already gets a second name
-instead of a second file; `Likeness` tells. What is saved, and when training waits, is for `plugin`.
+Lightning removes an old checkpoint, or links to a new one, as soon as a save has returned. `FileOrder` defers both
+until the save is durable, and runs them on the thread that has finished it. A checkpoint that equals the last one
+(`Likeness`) gets a second name instead of a second file. `plugin` decides what to save and when training waits.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _LOCAL_PROTOCOLS = ("file", "local")
 
 
 def key_of(path: str) -> str:
-    """Return what identifies a name in a directory, whatever the name itself refers to."""
+    """Return a path that identifies a name in a directory; the name itself is not resolved."""
     absolute = os.path.abspath(path)
     return os.path.join(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
 
 
 def local_path(path: object) -> str | None:
-    """Return the path on this machine, None if it is elsewhere or no path at all."""
+    """Return the local path; None for a remote one, or for no path."""
     if not isinstance(path, str | os.PathLike):
         return None
     text = os.fspath(path)
@@ -53,23 +53,23 @@ def local_path(path: object) -> str | None:
 
 @dataclass(eq=False)
 class _Deferred:
-    """Something that is done to a name once what it needs is done."""
+    """A link or removal that waits for other operations."""
 
     key: str
     needs: list[PendingSave | _Deferred]
     act: Callable[[], None]
     source: str | None = None
-    """The file that the name is to be another name of; None for a removal."""
+    """The file to link to; None for a removal."""
     is_running: bool = False
     has_failed: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
 
 class FileOrder:
-    """Saves that are under way, and what comes after them. Thread-safe.
+    """Saves under way, and the links and removals that wait for them. Thread-safe.
 
     Args:
-        durable: Sync what is linked.
+        durable: Sync links and copies.
     """
 
     def __init__(self, *, durable: bool) -> None:
@@ -77,22 +77,22 @@ class FileOrder:
         self._lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
         self._saves: list[tuple[str, PendingSave]] = []  # under way
         self._deferred: list[_Deferred] = []
-        self._newest: PendingSave | _Deferred | None = None  # what made the name that was accepted last
+        self._newest: PendingSave | _Deferred | None = None  # the save or link that was accepted last
         self._failed: list[PendingSave | OSError] = []
 
-    # --- what Lightning asks for
+    # --- Lightning's requests
 
     def make_room(self, key: str) -> None:
-        """Prepare for a save: what is still to be done to or with this name is done, or needed no more.
+        """Prepare a name for a save: finish or cancel deferred operations on it.
 
-        A symbolic link becomes a name of its own: Lightning's saves replace the link, not the file that it leads to.
+        A symbolic link becomes a file: Lightning's saves replace the link, not its target.
         """
         self._settle(key)
         if os.path.islink(key):
             _unlink_symbolic(key)
 
     def add(self, key: str, pending: PendingSave) -> None:
-        """A save to this name was accepted."""
+        """Record a save to this name."""
         with self._lock:
             self._saves.append((key, pending))
             self._newest = pending
@@ -103,8 +103,8 @@ class FileOrder:
 
         Args:
             source: Key of a file that was saved.
-            key: The other name; whatever has it is replaced.
-            symbolic: By a symbolic link; otherwise by a hard link, or a copy where there are no hard links.
+            key: The other name; an existing file is replaced.
+            symbolic: Make a symbolic link; else a hard link, or a copy where there are no hard links.
         """
         self._settle(key)
         for pending in self._saves_of(key):
@@ -119,13 +119,13 @@ class FileOrder:
         with self._lock:
             needs: list[PendingSave | _Deferred] = [*self._saves_of(source)]
             if not needs and self._newest is not None and _has_failed(self._newest):
-                needs.append(self._newest)  # it was to be the source, most likely; there is nothing new to link to
+                needs.append(self._newest)  # most likely the source's own save: there is no new file to link to
             self._newest = _Deferred(key, needs, act, source)
             self._deferred.append(self._newest)
         self._do_what_is_due()
 
     def remove(self, key: str) -> None:
-        """Remove a file, once everything that was accepted before is durable; it stays if that fails."""
+        """Remove a file once all earlier operations are done and durable; keep it if one of them fails."""
         with self._lock:
             needs: list[PendingSave | _Deferred] = [pending for _, pending in self._saves]
             needs += [one for one in self._deferred if one.source is not None]
@@ -134,10 +134,10 @@ class FileOrder:
             self._deferred.append(_Deferred(key, needs, lambda: _remove(key)))
         self._do_what_is_due()
 
-    # --- what there will be
+    # --- pending state
 
     def expects(self, key: str) -> bool | None:
-        """Tell whether there will be a file of this name; None if nothing is to be done to it: ask the disk."""
+        """Return whether this name will exist after all pending operations; None if none concerns it."""
         with self._lock:
             deferred = [one for one in self._deferred if one.key == key]
             if deferred:
@@ -145,12 +145,12 @@ class FileOrder:
             return True if self._saves_of(key) else None
 
     def under_way(self) -> list[PendingSave]:
-        """Return the saves that are not over."""
+        """Return the saves under way."""
         with self._lock:
             return [pending for _, pending in self._saves]
 
     def wait_for(self, key: str) -> None:
-        """Return when all that was accepted for a name is done."""
+        """Wait until all operations on a name are done."""
         with self._lock:
             deferred = [one for one in self._deferred if one.key == key]
         for pending in self._saves_of(key):
@@ -159,7 +159,7 @@ class FileOrder:
             _wait(one)
 
     def join(self) -> None:
-        """Return when everything is done."""
+        """Wait until all operations are done."""
         while True:
             with self._lock:
                 saves, deferred = self.under_way(), list(self._deferred)
@@ -171,7 +171,7 @@ class FileOrder:
                 _wait(one)
 
     def next_error(self) -> BaseException | None:
-        """Return what has failed and what nobody has been told of yet, one at a time."""
+        """Return the next error that was not raised yet; None if there is none."""
         while True:
             with self._lock:
                 if not self._failed:
@@ -186,7 +186,7 @@ class FileOrder:
     def _settle(self, key: str) -> None:
         with self._lock:
             needless = [one for one in self._deferred if one.key == key and one.source is None and not one.is_running]
-            for one in needless:  # a removal: the file will be replaced instead
+            for one in needless:  # removals: the save replaces the file anyway
                 self._deferred.remove(one)
                 one.done.set()
             waited_for = [one for one in self._deferred if key in (one.key, one.source)]
@@ -198,7 +198,7 @@ class FileOrder:
             return [pending for known, pending in self._saves if known == key]
 
     def _finish(self, pending: PendingSave) -> None:
-        """A save is over; on the thread that has written it, before anybody who waits for it goes on."""
+        """Handle the end of a save, on its writing thread, before its waiters go on."""
         with self._lock:
             self._saves = [(key, one) for key, one in self._saves if one is not pending]
             if pending.stats.error is not None:
@@ -215,7 +215,7 @@ class FileOrder:
                 ]
                 if not due:
                     return
-                # Links first: they replace names that may refer to what is removed.
+                # Links first: they replace names that may refer to a file that a removal deletes.
                 chosen = next((one for one in due if one.source is not None), due[0])
                 chosen.is_running = True
             try:
@@ -255,7 +255,7 @@ def _wait(deferred: _Deferred) -> None:
         if isinstance(need, _Deferred):
             _wait(need)
         else:
-            need.join()  # which also tells the writer to hurry
+            need.join()  # also tells the writer to hurry
     deferred.done.wait()
 
 
@@ -263,10 +263,10 @@ def _wait(deferred: _Deferred) -> None:
 
 
 class Likeness:
-    """What is in a checkpoint, as far as it takes to tell whether another one, of the same step, is the same.
+    """Fingerprint of a checkpoint's content, to recognize an equal checkpoint of the same step.
 
-    Tensors are the same if they are the same memory, not changed since. They are kept, or their memory could be
-    another one's later.
+    Tensors are equal if they are the same memory with the same version. The fingerprint keeps them alive, so that no
+    new tensor can reuse their memory.
     """
 
     def __init__(self, content: object, tensors: list[torch.Tensor]) -> None:
@@ -275,7 +275,7 @@ class Likeness:
 
     @classmethod
     def of(cls, checkpoint: object) -> Likeness | None:
-        """Return it, or None if something is in there that cannot be compared."""
+        """Return the fingerprint of a checkpoint; None if it holds an object that cannot be compared."""
         tensors: list[torch.Tensor] = []
         try:
             return cls(_content(checkpoint, tensors), tensors)
@@ -289,10 +289,10 @@ class Likeness:
 
 
 def _content(value: Any, tensors: list[torch.Tensor]) -> object:
-    """Return something that compares by ==, with the order of dicts.
+    """Return a value that compares by ==, and keeps the order of dicts.
 
     Raises:
-        TypeError: There is no saying what this is, or it would take too long.
+        TypeError: An object of unknown type, or a collection too long to compare.
         RuntimeError: A tensor without memory or without a counter of changes.
     """
     if type(value) in (torch.Tensor, torch.nn.Parameter):
@@ -318,17 +318,17 @@ def _content(value: Any, tensors: list[torch.Tensor]) -> object:
 
 
 def _remove(key: str) -> None:
-    with contextlib.suppress(FileNotFoundError):  # asked for twice, or somebody else has done it
+    with contextlib.suppress(FileNotFoundError):  # removed already
         if os.path.isdir(key) and not os.path.islink(key):
             hidden = _hidden_name(key)
-            os.rename(key, hidden)  # first, and for good: nobody may ever see a part of a checkpoint
+            os.rename(key, hidden)  # first: no reader may ever see a part of a checkpoint
             shutil.rmtree(hidden)
         else:
             os.remove(key)
 
 
 def _hidden_name(key: str) -> str:
-    """Return a name beside this one, of the kind that saves have: the next save to `key` removes a leftover."""
+    """Return a hidden name beside this one, as saves use it, so that the next save to `key` removes a leftover."""
     directory, name = os.path.split(key)
     token = secrets.token_hex(8)
     hidden_name = f".{name}.pending-{token}"
@@ -342,7 +342,7 @@ def _unlink_symbolic(key: str) -> None:
     with contextlib.suppress(OSError):
         os.link(os.path.realpath(key), hidden)
         os.replace(hidden, key)
-    if os.path.islink(key):  # it leads nowhere, or there are no hard links here
+    if os.path.islink(key):  # its target does not exist, or the file system has no hard links
         os.remove(key)
 
 
@@ -372,17 +372,17 @@ def _link_symbolically(source: str, key: str) -> None:
     """Make `key` a symbolic link to a file, relative as Lightning makes it, in one step."""
     directory, name = os.path.split(key)
     hidden = os.path.join(directory, f".{name}.link"[-_NAME_LIMIT_BYTES:])
-    if os.path.lexists(hidden):  # left by somebody who died in here
+    if os.path.lexists(hidden):  # left by a process that died here
         os.remove(hidden)
     os.symlink(os.path.relpath(source, directory), hidden)
     _put_in_place(hidden, key)
 
 
 def _put_in_place(hidden: str, key: str) -> None:
-    if os.path.isdir(key) and not os.path.islink(key):  # a sharded checkpoint, by another strategy
+    if os.path.isdir(key) and not os.path.islink(key):  # a sharded checkpoint of another strategy
         shutil.rmtree(key)
     os.replace(hidden, key)
-    if os.path.lexists(hidden):  # both were names of one file already: then a rename does nothing
+    if os.path.lexists(hidden):  # both names were hard links of one file: then rename does nothing
         os.remove(hidden)
 
 

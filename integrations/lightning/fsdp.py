@@ -1,12 +1,12 @@
-"""Lightning's FSDP and ModelParallel, where each rank saves its shards: directories, written beside the training.
+"""Lightning's FSDP and ModelParallel, where each rank saves its shards into a directory, in the background.
 
-Those strategies ask no CheckpointIO: they put a directory together with dcp.save and torch.save. `ShardedSaving` stands
-in for that function of the strategy and calls it, with a hidden directory; what it saves there goes into a
-`DirectorySave` of all ranks (`sharded_redirection`, `redirection`), which publishes it whole, with the names that
-Lightning gives. Loading calls the strategy's own function, too, and the shards are read by us.
+These strategies use no CheckpointIO: they assemble a directory with dcp.save and torch.save. `ShardedSaving` replaces
+that function, and calls it with a hidden directory. It redirects the files into one `DirectorySave` of all ranks
+(`sharded_redirection`, `redirection`), which publishes the whole directory under Lightning's names. Loading calls the
+strategy's function too, and `FastPersistReader` reads the shards.
 
-The ranks agree on the training thread that each has begun, where Lightning has a barrier anyway; all that comes after
-is between the writers. Which names wait for which is the affair of the plugin, of which each rank has one here.
+The ranks agree on the training thread that each has begun, at a point where Lightning has a barrier anyway. From there
+on only the writers communicate. Each rank's plugin decides which names wait for which.
 """
 
 from __future__ import annotations
@@ -36,46 +36,46 @@ from .file_order import FileOrder, key_of, local_path, sync_path
 __all__ = ["ShardedSaving"]
 
 _FILE_OF_CHECKPOINT = re.compile(r"__\d+_\d+\.distcp|\.metadata(?:\.tmp)?|meta\.pt|MANIFEST\.json")
-"""What the strategies save into a directory."""
+"""Files that the strategies save into a directory."""
 
 _SLURM_NAME = ".slurm.ckpt"
-"""Lightning counts names that are like its own for Slurm, hidden ones too; so a save for Slurm has another at first."""
+"""First name of a save for Slurm: Lightning counts all names like its own for Slurm, hidden ones too."""
 
 
 class Plugin(Protocol):
-    """The plugin, as far as it is needed here."""
+    """The part of the plugin that this module uses."""
 
     @property
     def order(self) -> FileOrder:
-        """What was accepted and is not done."""
+        """The saves, links and removals that are not done."""
 
     @property
     def durable(self) -> bool:
-        """Whether what is saved survives power loss."""
+        """Whether saves survive power loss."""
 
     @property
     def engine(self) -> str:
-        """What writes and reads."""
+        """The engine that writes and reads."""
 
     def prepare(self) -> tuple[object, str]:
-        """Begin a save: wait as needed, raise what has failed; return whose step it waits for, and with which gate."""
+        """Wait and raise as needed before a save; return the optimizer that it gates, and the gate."""
 
     def accept(self, key: str, pending: PendingSave) -> None:
         """Take a save that has begun."""
 
     def wait_for(self, path: str | os.PathLike[str]) -> None:
-        """Wait until what was saved to a path is durable."""
+        """Wait until the saves to a path are durable."""
 
 
 class ShardedSaving:
-    """In place of `save_checkpoint` and `load_checkpoint` of a strategy, of a Trainer or of Fabric, on all ranks.
+    """Replaces `save_checkpoint` and `load_checkpoint` of a strategy, of a Trainer or of Fabric, on all ranks.
 
-    It stays for the strategy's life: what is saved after `fit()` is saved the same way.
+    It stays for the strategy's life, so saves after `fit()` work the same way.
 
     Args:
-        strategy: That saves shards.
-        plugin: Of this rank.
-        is_of_fabric: Whose functions take other arguments.
+        strategy: A strategy that saves shards.
+        plugin: This rank's plugin.
+        is_of_fabric: Whether it is Fabric's strategy, whose functions take other arguments.
     """
 
     def __init__(self, strategy: Any, plugin: Plugin, *, is_of_fabric: bool) -> None:
@@ -86,13 +86,13 @@ class ShardedSaving:
         self._plans: dict[str, Any] = {}
         strategy.save_checkpoint = self._save_of_fabric if is_of_fabric else self._save_of_trainer
         strategy.load_checkpoint = self._load
-        if not is_of_fabric:  # which asks for the state when it saves
+        if not is_of_fabric:  # the Trainer asks the strategy for the state when it saves
             for name in ("lightning_module_state_dict", "optimizer_state"):
                 setattr(strategy, name, _staying(getattr(strategy, name)))
 
     @classmethod
     def stand_in(cls, strategy: Any, plugin: Plugin, *, is_of_fabric: bool = False) -> bool:
-        """Stand in, unless the strategy saves single files; return whether somebody stands in now."""
+        """Replace the strategy's functions, unless it saves single files; return whether they are replaced now."""
         if not shards_checkpoints(strategy):
             return False
         found = getattr(vars(strategy).get("save_checkpoint"), "__self__", None)
@@ -102,7 +102,7 @@ class ShardedSaving:
             cls(strategy, plugin, is_of_fabric=is_of_fabric)
         return True
 
-    # --- what the Trainer and Fabric call
+    # --- called by the Trainer and Fabric
 
     def _save_of_trainer(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         self._save(
@@ -121,7 +121,7 @@ class ShardedSaving:
         )
 
     def _load(self, *arguments: Any, **options: Any) -> Any:
-        from .._shared.sharded_redirection import reads_shards  # slow to import, and few need it
+        from .._shared.sharded_redirection import reads_shards  # slow to import; only sharding strategies need it
 
         given = [*arguments, *(options[name] for name in ("path", "checkpoint_path") if name in options)][0]
         path = local_path(self._strategy.broadcast(given))
@@ -135,7 +135,7 @@ class ShardedSaving:
     def _save(self, given: Any, put_together: Callable[[Any], None], *, is_usual: bool) -> None:
         path = local_path(self._strategy.broadcast(given))
         if path is None or not is_usual:
-            put_together(given)  # which refuses it, or saves it elsewhere
+            put_together(given)  # the strategy refuses it, or saves it elsewhere
             return
         key = key_of(path)
         is_for_slurm = os.path.basename(key).startswith(SLURM_PREFIX)
@@ -151,7 +151,7 @@ class ShardedSaving:
                 gating = (None, "optimizer")
             if self._strategy.global_rank == 0:
                 self._plugin.order.make_room(key)
-                if os.path.isfile(key):  # of a strategy that saves single files
+                if os.path.isfile(key):  # a checkpoint of a strategy that saves single files
                     os.remove(key)
                 if os.path.isdir(target):
                     require_replaceable(target, _FILE_OF_CHECKPOINT.fullmatch)
@@ -174,7 +174,7 @@ class ShardedSaving:
             if files is not None:
                 files.abort()
             if pending is not None:
-                pending.exception()  # it is told here, and not once more when the writer has heard of it
+                pending.exception()  # count the error as delivered: it is raised here, not once more by the writer
             raise
         if is_for_slurm:
             on_all_ranks(key, lambda: self._rename(pending, target, key))
@@ -189,7 +189,7 @@ class ShardedSaving:
     def _require_seen(self, directory: str) -> None:
         if not os.path.isdir(directory):
             raise UnsupportedError(
-                f"rank {self._strategy.global_rank} does not see {directory}, which the first rank has made: all ranks "
+                f"rank {self._strategy.global_rank} does not see {directory}, which rank 0 has made: all ranks "
                 "save shards to one file system; without fastpersist, stock saving works"
             )
 
@@ -203,9 +203,9 @@ class ShardedSaving:
         from .._shared.sharded_redirection import shards_into
 
         optimizer, gate = gating
-        plans = {} if self._plugin.order.under_way() else self._plans  # which one save at a time can use
+        plans = {} if self._plugin.order.under_way() else self._plans  # only one save at a time can use the plans
         with ExitStack() as stack:
-            if isinstance(files, DirectorySave):  # what is no shard is small, and rank 0's
+            if isinstance(files, DirectorySave):  # all files but shards are small, and the coordinator's
                 stack.enter_context(saves_into(files, shared=lambda _name: False))
             stack.enter_context(shards_into(files, directory, optimizer=optimizer, gate=gate, plans=plans))
             put_together(directory)
@@ -222,7 +222,7 @@ class ShardedSaving:
 
 
 def _staying(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a strategy that gives the state where it is: the writer copies it to the host."""
+    """Wrap a strategy's function to leave the state on its device: the writer copies it to the host."""
 
     @functools.wraps(stock)
     def staying(*arguments: Any, **options: Any) -> Any:

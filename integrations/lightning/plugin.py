@@ -1,7 +1,7 @@
-"""Lightning's CheckpointIO and Callback: what saves and loads, and what says when the optimizer is about to step.
+"""Lightning's CheckpointIO, which saves and loads, and its Callback, which gates the optimizer's step.
 
-Which files wait for which is left to `file_order`, what all ranks of DDP write to `ddp`, and what FSDP and
-ModelParallel save in shards to `fsdp`.
+`file_order` decides which files wait for which, `ddp` lets all ranks of DDP write, and `fsdp` saves the shards of FSDP
+and ModelParallel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger("fastpersist")
 
 
 def _framework() -> tuple[str, str]:
-    """Return the packages to take the Trainer's and Fabric's classes from."""
+    """Return the packages whose Trainer and Fabric classes we derive from."""
     both = ("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")
     first, second = both
     if second[0] in sys.modules and first[0] not in sys.modules:
@@ -75,7 +75,7 @@ _is_watching = False
 
 
 def _watch_steps() -> None:
-    """From now on every optimizer's step in this process is seen here. May be called again."""
+    """Register the hook before every optimizer step in this process. Idempotent."""
     global _is_watching
     with _watching_lock:
         if not _is_watching:
@@ -83,9 +83,9 @@ def _watch_steps() -> None:
             _is_watching = True
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]  # a compiled step runs it as it is
+@torch._disable_dynamo  # type: ignore[attr-defined]  # a compiled step runs it uncompiled
 def _before_step(_optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """A step begins. Where Lightning has put forward and backward into it, its hook will say when they are over."""
+    """Pass the gate, unless the step runs Lightning's closure: then its own hook comes after forward and backward."""
     closures = [*arguments[1:2], keywords.get("closure")]
     is_wrapped = any(getattr(getattr(one, "func", None), "__name__", "") == "_wrap_closure" for one in closures)
     for plugin in list(_plugins_alive):
@@ -107,7 +107,7 @@ os.register_at_fork(after_in_child=_forget_pending)
 
 @dataclass(frozen=True, eq=False)
 class _Saved:
-    """What was saved last, and where."""
+    """The last save."""
 
     key: str
     likeness: Likeness
@@ -115,23 +115,22 @@ class _Saved:
 
 
 class FastPersistCheckpointIO(CheckpointIO):
-    """Saves and loads the checkpoints of a Trainer or of Fabric, files as Lightning's own plugin has them.
+    """Saves and loads the checkpoints of a Trainer or of Fabric, in the files of Lightning's own plugin.
 
-    In a Trainer use it together with `FastPersistCallback`. In Fabric set `optimizer` after `fabric.setup`; what is
-    saved is durable after `wait()`, and at a normal end of the program. Without either, everything is copied before
-    a save returns: right, and slower. One burst of saves is under way at a time: the first save after a step waits
-    for those before it.
+    In a Trainer use it together with `FastPersistCallback`. In Fabric set `optimizer` after `fabric.setup`; saves are
+    durable after `wait()`, and at a normal end of the program. Without either, a save copies everything before it
+    returns, which is correct but slower. The first save after a step waits for all saves before that step.
 
     Args:
-        optimizer: Whose tensors are written from where they are, if no callback says it: an optimizer, something with
-            one as `.optimizer`, or a list. Its next step waits for what is not copied or written by then.
-        on_error: "raise": a save that failed behind the training is raised by the next save, by a load of its path, by
-            `wait()`, or at the end of `fit()`, whichever comes first, and once. "warn": a RuntimeWarning instead.
+        optimizer: The optimizer whose tensors are written in place, if there is no callback; also an object with one as
+            `.optimizer`, or a list. Its next step waits until the part not yet written is copied.
+        on_error: "raise": the next save, a load of the path, `wait()`, or the end of `fit()` raises the error of a
+            failed background save, whichever comes first, once. "warn": a RuntimeWarning instead.
         durable: Survive power loss once saved.
         engine: "auto", or an engine's name, which then never falls back.
-        writers: In a Trainer with DDPStrategy and the callback, the ranks that write what all hold alike, parameters
-            and optimizer state: "auto", up to 8, but rank 0 alone if there are several machines; "all", "node" or a
-            number, as in `fastpersist.save`, if all machines see the same files; 1: rank 0 alone, as without DDP.
+        writers: In a Trainer with DDPStrategy and the callback, the ranks that write replicated state, parameters and
+            optimizer: "auto", up to 8, but rank 0 alone with several machines; "all", "node" or a number, as in
+            `fastpersist.save`, if all machines see the same files; 1: rank 0 alone, as without DDP.
 
     Raises:
         ConfigError: Unknown on_error, engine, or writers.
@@ -159,18 +158,18 @@ class FastPersistCheckpointIO(CheckpointIO):
         self._share: Share | None = None  # while all ranks save
         self._order = FileOrder(durable=durable)
         self._gated: Callable[[], list[Optimizer]] | None = None  # given by the callback while it gates the steps
-        self.hears_of_steps: Callable[[], bool] = lambda: True  # from Lightning's hook; for the callback to say
+        self.hears_of_steps: Callable[[], bool] = lambda: True  # whether Lightning's hook runs; set by the callback
         self._is_over = False
         self._has_stepped = False
         self._last: _Saved | None = None  # until the next step
-        for name in _PLUGIN_MODULES:  # Trainers of both packages shall take it; the program has imported its own by now
+        for name in _PLUGIN_MODULES:  # so that Trainers of both packages accept it; the program has imported its own
             if name in sys.modules:
                 sys.modules[name].CheckpointIO.register(type(self))
         _plugins_alive.add(self)
         _watch_steps()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Go to another process with the options alone: saves that are under way stay here, and so do optimizers."""
+        """Pickle the options only: saves under way and optimizers stay in this process."""
         options: dict[str, Any] = {"on_error": self._on_error, "durable": self._durable, "engine": self._engine}
         return functools.partial(type(self), writers=self._writers, **options), ()
 
@@ -182,13 +181,13 @@ class FastPersistCheckpointIO(CheckpointIO):
         """Save a checkpoint; return when training may go on.
 
         Args:
-            checkpoint: What Lightning has put together.
+            checkpoint: Lightning's checkpoint dict.
             path: A file; its directory is made. Remote paths go to Lightning's own plugin.
             storage_options: Not supported, as in Lightning's own plugin.
 
         Raises:
             TypeError: storage_options were given.
-            StorageError: An earlier save could not be written, with on_error="raise"; or the file cannot be created.
+            StorageError: With on_error="raise", an earlier save failed; or the file cannot be created.
         """
         if storage_options is not None:
             raise TypeError(
@@ -217,16 +216,16 @@ class FastPersistCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint of ours or of Lightning; wait for it, if it is still being written.
+        """Load a checkpoint, ours or stock; wait for it first if it is still being written.
 
         Args:
             path: A file. Remote paths go to Lightning's own plugin.
             map_location: As in torch.load; None: to host memory.
-            weights_only: As in Lightning; None is what torch takes it for.
+            weights_only: As in Lightning; None: torch's default.
 
         Raises:
             FileNotFoundError: There is no such file.
-            StorageError: It could not be written, with on_error="raise"; or cannot be read.
+            StorageError: With on_error="raise", its save failed; or the file cannot be read.
             FormatError: It is damaged.
         """
         local = local_path(path)
@@ -244,7 +243,7 @@ class FastPersistCheckpointIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint once every save that was accepted before is durable; it stays if one of them fails."""
+        """Remove a checkpoint once every earlier save is durable; keep it if one of them fails."""
         local = local_path(path)
         if local is None:
             TorchCheckpointIO().remove_checkpoint(path)  # type: ignore[arg-type]
@@ -255,7 +254,7 @@ class FastPersistCheckpointIO(CheckpointIO):
         """Finish everything. Later saves are durable when they return, until the next `fit()`.
 
         Raises:
-            StorageError: A save could not be written, with on_error="raise".
+            StorageError: With on_error="raise", a save failed.
         """
         unwinding = sys.exc_info()[1] is not None and self._gated is None
         self.end()
@@ -268,7 +267,7 @@ class FastPersistCheckpointIO(CheckpointIO):
 
     @property
     def optimizer(self) -> object:
-        """Whose tensors are written from where they are, if no callback says it."""
+        """The optimizer whose tensors are written in place, if there is no callback."""
         return self._optimizer
 
     @optimizer.setter
@@ -276,28 +275,28 @@ class FastPersistCheckpointIO(CheckpointIO):
         self._optimizer = optimizer
 
     def wait(self) -> None:
-        """Wait until everything that was saved is durable.
+        """Wait until all saves are durable.
 
         Raises:
-            StorageError: Something could not be written, with on_error="raise".
+            StorageError: With on_error="raise", a save failed.
         """
         self._order.join()
         self._deliver()
 
     def wait_for(self, path: str | os.PathLike[str]) -> None:
-        """Wait until what was saved to a path is durable.
+        """Wait until the saves to a path are durable.
 
         Raises:
-            StorageError: Something could not be written, with on_error="raise".
+            StorageError: With on_error="raise", a save failed.
         """
         for key in {key_of(os.fspath(path)), os.path.realpath(path)}:
             self._order.wait_for(key)
         self._deliver()
 
     def wait_captured(self) -> None:
-        """Return when everything that was saved may be changed. In a Trainer the callback does this before each step.
+        """Wait until all saved objects may be changed. In a Trainer the callback calls this before each step.
 
-        Without the callback, optimizers wait by themselves, and this only ends the burst of saves.
+        Without the callback, optimizers wait by themselves, and this only marks the step.
         """
         self._has_stepped, self._last = True, None
         if self._gated is not None:
@@ -312,25 +311,25 @@ class FastPersistCheckpointIO(CheckpointIO):
 
     @property
     def order(self) -> FileOrder:
-        """What was accepted and is not done."""
+        """The saves, links and removals that are not done."""
         return self._order
 
     def begin(self, gated: Callable[[], list[Optimizer]]) -> None:
-        """From now on somebody calls `wait_captured` before each step of the optimizers that are returned."""
+        """Gate the optimizers that `gated` returns by `wait_captured`, which the callback calls before each step."""
         self._gated, self._is_over = gated, False
         self._has_stepped, self._last = True, None
 
     def end(self) -> None:
-        """Finish everything, and tell nobody of errors yet; from now on saves wait until they are durable."""
+        """Wait for all operations, without raising their errors; make later saves wait until they are durable."""
         self._order.join()
         self._gated, self._is_over, self._last = None, True, None
 
     def forget_pending(self) -> None:
-        """Know of nothing that is under way: it is another process's."""
+        """Drop the saves under way: they belong to the parent process."""
         self._order, self._last = FileOrder(durable=self._durable), None
 
     def forget_errors(self) -> None:
-        """Another exception is on its way, and what went wrong here is in the log."""
+        """Drop the errors of saves while another exception propagates; the log has them."""
         while self._order.next_error() is not None:
             pass
 
@@ -338,27 +337,27 @@ class FastPersistCheckpointIO(CheckpointIO):
 
     @property
     def durable(self) -> bool:
-        """Whether what is saved survives power loss."""
+        """Whether saves survive power loss."""
         return self._durable
 
     @property
     def engine(self) -> str:
-        """What writes and reads."""
+        """The engine that writes and reads."""
         return self._engine
 
     def prepare(self) -> tuple[object, str]:
-        """Begin a save: wait as needed, raise what has failed; return whose step it waits for, and with which gate."""
+        """Wait and raise as needed before a save; return the optimizer that it gates, and the gate."""
         optimizer, gate = self._optimizer, "optimizer"
         if self._gated is not None:
             optimizer, gate = self._gated() or None, "manual"
-        elif optimizer is None:  # then nobody says when a step comes
+        elif optimizer is None:  # then the plugin does not see steps
             self._has_stepped = True
         self.end_burst()
         self._deliver()
         return optimizer, gate
 
     def accept(self, key: str, pending: PendingSave) -> None:
-        """Take the save of a directory, which somebody else has begun on all ranks."""
+        """Take the save of a directory that has begun on all ranks."""
         self._last = None
         self._order.add(key, pending)
         if self._is_over:
@@ -366,16 +365,16 @@ class FastPersistCheckpointIO(CheckpointIO):
 
     @property
     def writers(self) -> str | int:
-        """Which ranks write what all hold alike."""
+        """The ranks that write replicated state."""
         return self._writers  # type: ignore[no-any-return]
 
     def gated_optimizers(self) -> list[Optimizer]:
-        """Return whose tensors are written from where they are, as the callback says."""
+        """Return the optimizers whose tensors are written in place; the callback names them."""
         return [] if self._gated is None else self._gated()
 
     @contextlib.contextmanager
     def shared(self, share: Share) -> Iterator[None]:
-        """In the block, have a save of a new file begun by somebody who knows the other ranks."""
+        """Begin saves of new files with `share`, which involves the other ranks, in the block."""
         self._share = share
         try:
             yield
@@ -383,21 +382,21 @@ class FastPersistCheckpointIO(CheckpointIO):
             self._share = None
 
     def save_part(self, checkpoint: dict[str, Any], key: str, process_group: ProcessGroup | None) -> PendingSave:
-        """Begin this rank's part of a file that rank 0 saves."""
+        """Begin a follower's part of a file that the coordinator saves."""
         return self._begin_save(checkpoint, key, self.gated_optimizers(), "manual", process_group)
 
     def end_burst(self) -> None:
-        """After a step, wait for the saves before it."""
+        """Wait, after a step, for the saves before it."""
         if self._has_stepped:
             self._order.join()
             self._has_stepped = False
 
     def take_error(self) -> BaseException | None:
-        """Return what has failed and nobody was told of, one at a time; None with on_error="warn"."""
+        """Return the next error that was not raised yet; None with on_error="warn"."""
         return self._order.next_error() if self._on_error == "raise" else None
 
     def warn_of_errors(self) -> None:
-        """With on_error="warn", warn of what has failed."""
+        """With on_error="warn", warn of failed saves."""
         if self._on_error == "warn":
             self._deliver()
 
@@ -423,9 +422,9 @@ class FastPersistCheckpointIO(CheckpointIO):
         return pending
 
     def _save_for_slurm(self, checkpoint: dict[str, Any], key: str) -> None:
-        """Save before the job is started again, which Lightning asks Slurm for as soon as this returns.
+        """Save before this returns, because Lightning then asks Slurm to requeue the job.
 
-        Under a name that is not like those which Lightning counts later: it would take a pending file for another one.
+        The pending file has a name that Lightning does not count among its own for Slurm.
         """
         self._order.join()
         stand_in = os.path.join(os.path.dirname(key), ".slurm.ckpt")
@@ -438,11 +437,11 @@ class FastPersistCheckpointIO(CheckpointIO):
         while (error := self._order.next_error()) is not None:
             if self._on_error == "raise":
                 raise error
-            # As a warning of this module: those of Lightning's, from where this is called, are often ignored.
+            # stacklevel=1: programs often ignore warnings from Lightning's modules, which call this.
             warnings.warn(f"a checkpoint could not be saved: {error}", RuntimeWarning, stacklevel=1)
 
     def _has_just_saved(self, likeness: Likeness, key: str) -> bool:
-        """Tell whether the last save was of the same content, to another name, and may still become a file."""
+        """Return whether the last save had the same content and another name, and has not failed."""
         last = self._last
         if last is None or last.key == key or last.likeness != likeness or last.pending.stats.error is not None:
             return False
@@ -460,21 +459,21 @@ def _stock_load(path: Any, map_location: Any, weights_only: bool | None) -> dict
 
 
 class FastPersistCallback(Callback):
-    """Tells `FastPersistCheckpointIO` when a step comes, and ModelCheckpoint which names are taken.
+    """Gates optimizer steps for `FastPersistCheckpointIO`, and tells ModelCheckpoint which names are taken.
 
-    It finds the plugin in the Trainer. Before each step of an optimizer it waits for what of it is neither written nor
-    copied; everything else of the training overlaps with the writing. `trainer.save_checkpoint` outside of `fit()`
-    returns when the file is durable. With DDPStrategy all ranks write each file of `fit()`; the plugin's `writers` says
-    which. All of them call `trainer.save_checkpoint`, as always in Lightning.
+    It finds the plugin in the Trainer. Before each step of an optimizer it waits until the optimizer's tensors are
+    written or copied; all other training overlaps with the writing. `trainer.save_checkpoint` outside of `fit()`
+    returns when the file is durable. With DDPStrategy the ranks that the plugin's `writers` selects write each file of
+    `fit()`. All ranks call `trainer.save_checkpoint`, as always in Lightning.
 
-    FSDPStrategy(state_dict_type="sharded") and ModelParallelStrategy save directories, of which each rank writes its
-    shards; they are Lightning's, and visible when all ranks are done.
+    With FSDPStrategy(state_dict_type="sharded") and ModelParallelStrategy, each rank writes its shards into Lightning's
+    directory, which becomes visible when all ranks are done.
 
-    All is copied before a save returns, because weights change outside of steps, with WeightAveraging,
-    StochasticWeightAveraging, ModelPruning, FSDPStrategy, and optimizers that have train() and eval() of their own.
+    A save copies everything before it returns where weights change outside of steps: with WeightAveraging,
+    StochasticWeightAveraging, ModelPruning, FSDPStrategy, and optimizers that have their own train() and eval().
 
     Raises:
-        ConfigError: In setup: the plugin is not there, is inside an AsyncCheckpointIO, or is not asked by the strategy.
+        ConfigError: In setup: the plugin is missing, is inside an AsyncCheckpointIO, or the strategy does not use it.
     """
 
     def __init__(self) -> None:
@@ -486,7 +485,7 @@ class FastPersistCallback(Callback):
         return {**self.__dict__, "_plugin": None, "_sharing": None}  # each process finds its own
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Find the plugin; in `fit()` take the gate over."""
+        """Find the plugin; in `fit()` take over the gate."""
         refuse_bypassing(trainer.strategy)
         self._plugin = _find_plugin(trainer.strategy)
         ShardedSaving.stand_in(trainer.strategy, self._plugin)
@@ -494,7 +493,7 @@ class FastPersistCallback(Callback):
             self._end_sharing()
             if type(self._plugin).save_checkpoint is FastPersistCheckpointIO.save_checkpoint:
                 self._sharing = SharedSaving.of(trainer, self._plugin)
-            # While Lightning looks for a learning rate or a batch size, the Trainer has other callbacks.
+            # While Lightning tunes the learning rate or batch size, the Trainer has other callbacks.
             self._plugin.hears_of_steps = lambda: self in trainer.callbacks
             self._plugin.begin(functools.partial(gated_optimizers, trainer))
             for checkpoint in _model_checkpoints(trainer):
@@ -502,12 +501,12 @@ class FastPersistCallback(Callback):
                 checkpoint._link_checkpoint = functools.partial(_link_checkpoint, self._plugin.order)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Let nothing change that is still to be written."""
+        """Wait until the parameters may change."""
         if self._plugin is not None:
             self._plugin.wait_captured()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Finish what is under way; the exception goes on, and errors of saves are in the log."""
+        """Wait for the saves under way; the exception propagates, and errors of saves are only logged."""
         self._end_sharing()
         if self._plugin is not None:
             self._plugin.end()
@@ -515,9 +514,9 @@ class FastPersistCallback(Callback):
         _give_back(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Give ModelCheckpoint its own functions back, and finish everything.
+        """Restore ModelCheckpoint's functions, and finish everything.
 
-        By now the strategy has torn the plugin down, but for one inside another plugin: those do not pass it on.
+        The strategy has torn the plugin down already, unless another plugin wraps it: wrappers do not pass teardown on.
         """
         self._end_sharing()
         _give_back(trainer)
@@ -555,7 +554,7 @@ def _give_back(trainer: Any) -> None:
 
 
 def _file_exists(order: FileOrder, checkpoint: Any, filepath: Any, trainer: Any) -> bool:
-    """In ModelCheckpoint's place: tell whether a name is taken, by what is there or by what will be."""
+    """Replace ModelCheckpoint's function: return whether a name is taken, by a file or by a pending operation."""
     local = local_path(filepath) if trainer.is_global_zero else None
     expected = trainer.strategy.broadcast(None if local is None else order.expects(key_of(local)))
     if expected is not None:
@@ -564,7 +563,7 @@ def _file_exists(order: FileOrder, checkpoint: Any, filepath: Any, trainer: Any)
 
 
 def _link_checkpoint(order: FileOrder, trainer: Any, filepath: str, linkpath: str) -> None:
-    """In ModelCheckpoint's place: make the symbolic link once the file is durable."""
+    """Replace ModelCheckpoint's function: make the symbolic link once the file is durable."""
     if trainer.is_global_zero and key_of(filepath) != key_of(linkpath):
         order.link(key_of(filepath), key_of(linkpath), symbolic=True)
     trainer.strategy.barrier()

@@ -1,4 +1,4 @@
-"""Lightning's checkpoints after a crash: which is the newest that is whole."""
+"""Finds the newest whole Lightning checkpoint after a crash."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ __all__ = ["last_checkpoint"]
 _MANIFEST_NAME = "MANIFEST.json"
 _SHARD_SUFFIX = ".distcp"
 _OTHERS_NAME = "meta.pt"
-"""What Lightning writes last into a directory of shards; without it, it takes it for no checkpoint."""
+"""The file that Lightning writes last into a directory of shards; without it, the directory is no checkpoint."""
 _NAMES = (_MANIFEST_NAME, _OTHERS_NAME, ".metadata")
 
 
 def last_checkpoint(dirpath: str | os.PathLike[str]) -> str | None:
-    """Return the newest .ckpt of a directory that is whole, for `fit(ckpt_path=...)`; None if there is none.
+    """Return the newest whole .ckpt of a directory, for `fit(ckpt_path=...)`; None if there is none.
 
-    Files are read and their checksums compared, from the newest on, by time of modification, and so are directories of
-    FSDP and ModelParallel that were saved by us; of those that Lightning has written, all must be there. One that is
-    damaged is skipped, with a warning that says which and why.
+    This goes back from the newest by time of modification. It reads files, and our directories of FSDP and
+    ModelParallel, and compares their checksums; a stock directory must have all of its parts. It skips a damaged
+    checkpoint, with a warning that says which and why.
 
     Args:
-        dirpath: That of ModelCheckpoint.
+        dirpath: The directory of ModelCheckpoint.
 
     Thread safety: any thread, any process, also while training saves there.
     """
     found: dict[tuple[int, int], tuple[int, str]] = {}
     for path in sorted(Path(dirpath).glob("[!.]*.ckpt")):
-        with contextlib.suppress(OSError):  # removed meanwhile, or a symbolic link to nothing
+        with contextlib.suppress(OSError):  # removed meanwhile, or a dangling symbolic link
             status = path.stat()
             if path.is_file() or (path.is_dir() and _has_shards(path)):
                 found.setdefault((status.st_dev, status.st_ino), (status.st_mtime_ns, str(path)))
@@ -56,7 +56,7 @@ def _why_not_whole(path: str) -> str | None:
     if os.path.isdir(path) and not os.path.exists(os.path.join(path, _MANIFEST_NAME)):
         if not os.path.exists(os.path.join(path, _OTHERS_NAME)):
             return "its save was never finished"
-        from .._shared.sharded_redirection import why_not_whole  # slow to import, and few need it
+        from .._shared.sharded_redirection import why_not_whole  # slow to import; only shards need it
 
         return why_not_whole(path) or _damages_of(os.path.join(path, _OTHERS_NAME))
     return _damages_of(path)

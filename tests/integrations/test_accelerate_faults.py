@@ -222,7 +222,7 @@ def test_removal_that_fails_does_not_fail_the_save(
     monkeypatch.setattr("shutil.rmtree", refuse)
     save_state(training.accelerator)
     wait(training.accelerator)
-    assert "checkpoint_1 is saved, but older checkpoints than total_limit allows stay" in caplog.text
+    assert "checkpoint_1 is saved, but old checkpoints beyond total_limit could not be removed" in caplog.text
     assert names_in(tmp_path / "checkpoints") == ["checkpoint_1"]
 
 

@@ -405,7 +405,7 @@ def test_the_example_has_two_names(handle: Handle) -> None:
     ):
         assert tensor.dtype == torch.int16
     for wrong in ({}, {"example_tenosr": example, "example_tensor": example}, {"example_tensor": torch.int16}):
-        with pytest.raises(fp.ConfigError, match="second argument is a tensor"):
+        with pytest.raises(fp.ConfigError, match="second argument must be one tensor"):
             handle.new_cpu_locked_tensor(3, **wrong)  # type: ignore[arg-type]
 
 

@@ -420,7 +420,7 @@ def test_close_leaves_what_somebody_else_has_put_there_since(tmp_path: Path) -> 
 
 
 def test_what_is_no_engine_is_refused() -> None:
-    with pytest.raises(fp.ConfigError, match=r"deepspeed\.initialize returns, not a Linear"):
+    with pytest.raises(fp.ConfigError, match=r"deepspeed\.initialize, not a Linear"):
         attach(torch.nn.Linear(1, 1))
 
 

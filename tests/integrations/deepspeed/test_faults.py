@@ -158,7 +158,7 @@ def test_latest_that_cannot_be_written_is_told_and_the_checkpoint_stays(tmp_path
     (tmp_path / "latest").mkdir()
     (tmp_path / "latest" / "file").touch()
     engine.save_checkpoint(str(tmp_path), "a")
-    with pytest.raises(fp.StorageError, match=r"a is saved, but .*latest cannot be made to name it"):
+    with pytest.raises(fp.StorageError, match=r"a is saved, but .*latest cannot be updated to name it"):
         saving.wait()
     assert names_in(tmp_path) == ["a", "latest"]
     assert fp.verify(tmp_path / "a").ok

@@ -272,7 +272,7 @@ def test_a_trainer_takes_one_attachment(tmp_path: Path) -> None:
         attach(trainer)
     attachment.detach()
     trainer._save_checkpoint = lambda *_: None
-    with pytest.raises(fp.ConfigError, match="somebody has replaced"):
+    with pytest.raises(fp.ConfigError, match="other code has replaced"):
         attach(trainer)
 
 
@@ -287,7 +287,7 @@ def test_strategies_with_savers_of_their_own_are_named(tmp_path: Path, options: 
     trainer = trainer_for(output_dir=tmp_path)
     for name, value in options.items():
         setattr(trainer.args, name, value)
-    with pytest.raises(fp.ConfigError, match=f"{message} yet; without fastpersist, its own saving works"):
+    with pytest.raises(fp.ConfigError, match=f"{message} yet; stock saving works there"):
         attach(trainer)
 
 

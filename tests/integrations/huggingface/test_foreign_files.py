@@ -193,5 +193,5 @@ def test_link_is_not_kept_and_the_log_says_so(tmp_path: Path, caplog: pytest.Log
     (tmp_path / "a" / "folder").symlink_to("evaluation")
     hold_foreign(str(tmp_path / "a"), wait=nobody)
     for name in ("link", "folder"):
-        assert f"{tmp_path / 'a' / name} goes with the checkpoint" in caplog.text
+        assert f"{tmp_path / 'a' / name} is removed with the replaced checkpoint" in caplog.text
     assert sorted(os.listdir(tmp_path / ".a.held")) == ["evaluation", "my_weights.pt", "notes.txt"]
