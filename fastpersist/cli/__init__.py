@@ -1,7 +1,7 @@
 """The command `fastpersist`: one module per subcommand, each with `add_parser(subparsers)` and `run(arguments)`.
 
-Here they are only put together. What they share (exit codes, error lines, text for people) is in `terminal`. Command
-modules import what is slow to import inside `run`, so that `--help` does not wait for it.
+This module only assembles them. `terminal` has the shared parts: exit codes, error lines, text for people. Command
+modules import slow packages inside `run`, so that `--help` does not wait for them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: Its words, without the program's name; None for those the process was started with.
+        argv: Its words, without the program's name; None for those of this process.
 
     Returns:
-        The exit code: 0 good, 1 damaged, 2 usage or not found, 130 interrupted, 141 when the reader of our output left.
+        The exit code: 0 good, 1 damaged, 2 usage or not found, 130 interrupted, 141 when the output pipe is closed.
 
     Raises:
-        SystemExit: From argparse: 0 after --help and --version, 2 for words that make no command.
-        BaseException: With `run`, what ends the program that is run.
+        SystemExit: From argparse: 0 after --help and --version, 2 for a usage error.
+        BaseException: With `run`, the exception that ends the program.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     parser, commands = _parser()

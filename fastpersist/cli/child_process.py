@@ -1,7 +1,7 @@
-"""Processes of our own that answer: a request is a line of JSON, and so is its answer; or both are Python's objects.
+"""Child processes that answer requests, either as lines of JSON or as pickled Python objects.
 
-For commands that measure: a peak of memory belongs to a process, and what a process has set up (a ring, an engine) or
-given up (a system call) stays with it. What is asked and answered is the affair of the two ends.
+For commands that measure: a memory peak belongs to a process, and so do a ring, an engine, or a denied system call. The
+two ends define the requests and answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def python_command(program: str, *arguments: str) -> list[str]:
     would import the source tree there, which may have no native module.
 
     Args:
-        program: What it runs.
+        program: The Python code to run.
         arguments: For its `sys.argv`.
     """
     return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{program}", *arguments]
@@ -41,10 +41,10 @@ class ChildProcess:
     """The parent's end: a context manager around the process, which ends with it. One owner thread.
 
     Args:
-        program: What a fresh interpreter runs.
+        program: The Python code that a fresh interpreter runs.
         arguments: For its `sys.argv`.
-        environment: In place of ours.
-        title: What it is, for messages: "the process that saves".
+        environment: Replaces ours.
+        title: Names the process in messages: "the process that saves".
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ChildProcess:
         return self._process.pid
 
     def send(self, request: Mapping[str, Any]) -> None:
-        """Ask something; the answers come in the same order. That nobody is there shows when one is awaited."""
+        """Send a request; answers come in the same order. If the process has ended, only reading an answer raises."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.write(json.dumps(request) + "\n")
@@ -90,7 +90,7 @@ class ChildProcess:
         return answer
 
     def end(self) -> None:
-        """End the process, and all that it has forked, and wait for them."""
+        """End the process and its children, and wait for them."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()  # until the last one that could answer is gone
@@ -108,7 +108,7 @@ class ConnectedProcess:
     """A process at the other end of a connection, which it serves until we close our end. One owner thread.
 
     Args:
-        module: Whose `main` a fresh interpreter calls with the descriptor of its end.
+        module: The module whose `main` a fresh interpreter calls, with the descriptor of its end.
 
     Attributes:
         connection: Our end.
@@ -130,7 +130,7 @@ class ConnectedProcess:
         return self._process.wait()
 
     def end(self, patience_s: float = 0.0) -> None:
-        """Close our end; after so many seconds end the process, and all that it has forked, and wait for it."""
+        """Close our end; after a timeout in seconds end the process and its children; wait for it."""
         self.connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_s)
@@ -152,30 +152,29 @@ def connection_to_parent(descriptor: int) -> Iterator[Connection]:
 
 
 class Answers:
-    """The process's end. Make it before anything may print: what is printed then goes to stderr."""
+    """The process's end. Make it before any code may print: later prints go to stderr."""
 
     def __init__(self) -> None:
         self._answers: TextIO = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whoever prints cannot come between the answers
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints cannot come between the answers
 
     def send(self, answer: Mapping[str, Any]) -> None:
         """Answer the parent.
 
         Raises:
-            BrokenPipeError: It is gone.
+            BrokenPipeError: The parent has ended.
         """
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()
 
     def send_from_fork(self, work: Callable[[], Mapping[str, Any]], died: str) -> None:
-        """Have a forked child make the answer, so that it finds and leaves no memory but what is here already.
+        """Make the answer in a forked child, so that its memory use neither depends on earlier answers nor remains.
 
-        The child is gone when the parent is answered: nothing of what `work` began goes on, in files that the parent
-        may remove.
+        The child has ended before the parent gets the answer, so it cannot still write files that the parent removes.
 
         Args:
             work: Makes the answer; does not raise.
-            died: What the answer has under "failed" if the child ends before it has answered.
+            died: The answer's "failed" text if the child ends before it has answered.
         """
         with open(os.memfd_create("answer"), "w+") as answer:
             with warnings.catch_warnings():
@@ -191,6 +190,6 @@ class Answers:
             self.send(json.load(answer) if code == 0 else {"failed": f"{died} (exit status {code})"})
 
     def requests(self) -> Iterator[dict[str, Any]]:
-        """Yield what the parent asks, until it closes its end."""
+        """Yield the parent's requests, until it closes its end."""
         for line in sys.stdin:
             yield json.loads(line)

@@ -1,4 +1,4 @@
-"""`fastpersist info [DIR]`: what FastPersist finds on this machine and in a directory, found by trying."""
+"""`fastpersist info [DIR]`: probes which features work on this machine and in a directory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _EPILOG = """\
   machine                                 architecture, such as "x86_64"
   crc32                                   which CRC-32 implementation runs here
   ring_bytes, chunk_bytes                 host memory for all transfers; one request
-  tuned_by                                the tuning file that counts here, null when there is none
-  directory, filesystem                   what was probed; its type, such as "ext4"
+  tuned_by                                the tuning file that applies here, null when there is none
+  directory, filesystem                   the probed directory; its type, such as "ext4"
   direct_io       {supported, memory_alignment_bytes, offset_alignment_bytes, why_not}
   engines         list of {name, usable, why_not, way}, best first; way: of cufile, how bytes reach the GPU, else null
   auto            the engine that a save here takes, null when none is usable
@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found."""
+    """Print the findings."""
     found = _find(arguments.directory, start_gpu=arguments.gpu)
     if arguments.json:
         print(json.dumps(found, indent=2))
@@ -108,7 +108,7 @@ def _find(directory: str, *, start_gpu: bool) -> dict[str, Any]:
 
 
 def _way(directory: str) -> str:
-    """Say how the engine cufile, which can be used, moves bytes between files here and the GPU."""
+    """Return how the usable engine cufile moves bytes between files here and the GPU."""
     from fastpersist.errors import FastPersistError
     from fastpersist.transfer import gpudirect
 
@@ -119,7 +119,7 @@ def _way(directory: str) -> str:
 
 
 def _gpu() -> dict[str, Any]:
-    """Find what there is for GPUs, without starting CUDA in a process that has not."""
+    """Find the GPU support, without starting CUDA."""
     import torch
 
     from fastpersist import _native
@@ -139,7 +139,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _torch_gpu() -> str | None:
-    """Return which GPUs this torch is built for, None for none."""
+    """Return the GPU platform that this torch is built for; None without one."""
     import torch
 
     versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
@@ -206,7 +206,7 @@ def _gpu_lines(gpu: dict[str, Any]) -> list[str]:
 
 
 def filesystem_name(directory: str) -> str:
-    """Return the type of the file system a directory is on, such as "ext4", by the kernel's table of mounts.
+    """Return the type of a directory's file system, such as "ext4", from the kernel's table of mounts.
 
     Args:
         directory: An existing directory.

@@ -1,7 +1,6 @@
-"""`fastpersist inspect PATH`: what a file, a checkpoint or a directory of checkpoints holds, without loading it.
+"""`fastpersist inspect PATH`: lists a file, a checkpoint or a directory of checkpoints, without loading it.
 
-None of its code is run. What it holds is found out by `fastpersist.inspect`; here it is only written down, for people
-or as JSON.
+It runs no code from the file. `fastpersist.inspect` reads the contents; this module formats them, as text or JSON.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ _EPILOG = """\
                         record, crc32}; offset_bytes is from the file's start and
                         null for tensors without data, crc32 is a number and null
                         in files without checksums; in directories also file
-  globals               what the pickle would import, as "module.name"
+  globals               names that the pickle would import, as "module.name"
   metadata              of a safetensors header
 a checkpoint directory also has
   files                 list of {name, size_bytes, crc32}
   step, time_s          null for a checkpoint of no step; Unix time
   commit_number         order in which the steps of a root were committed; or null
-  metrics               numbers; "nan", "inf" and "-inf" for what JSON has no number
-  versions, host, stats what wrote it, where, and what that cost
+  metrics               numbers; "nan", "inf" and "-inf" as strings
+  versions, host, stats software that wrote it, machine, and figures of the save
 a root has
   checkpoint_count      of all committed checkpoints, whatever --limit says
   checkpoints           list of objects with path, size_bytes, has_checksums and
-                        what a checkpoint directory also has, by step
-  latest                what the file LATEST says, a hint; null without one
+                        the further keys of a checkpoint directory, by step
+  latest                text of the file LATEST, a hint; null without one
   leftovers             names of unfinished, replaced and damaged checkpoints
 
 Exit codes: 0 listed, 1 damaged (in a root: any step), 2 not found, not readable
@@ -60,7 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "inspect",
         help="list the tensors of a file or a checkpoint, or the steps in a directory of checkpoints",
-        description="List what a file, a checkpoint or a directory of checkpoints holds. Nothing of it is run.",
+        description="List what a file, a checkpoint or a directory of checkpoints holds. This runs no code from it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -75,7 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what the path holds."""
+    """Print the contents of the path."""
     from fastpersist import inspect
 
     manifest = inspect(arguments.path)
@@ -97,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _damaged(manifest: Manifest) -> list[str]:
-    """Return what has the name of a step and is none; hidden names are those of unfinished or replaced ones."""
+    """Return the names that look like steps but are no checkpoints, hidden ones (unfinished or replaced) included."""
     return [name for name in manifest.leftovers if not name.startswith(".")]
 
 

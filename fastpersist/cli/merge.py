@@ -1,4 +1,4 @@
-"""`fastpersist merge DIR… OUT`: one ordinary file from a checkpoint that lies in several stores, or in shards."""
+"""`fastpersist merge DIR… OUT`: makes one ordinary file of a checkpoint in several directories, or in shards."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["add_parser", "run"]
 
 _EPILOG = """\
 Ranks that share no file system save each step into several directories, one in each
-file system. Bring those of one step to one machine (rsync, scp, a mount), and name
-all of them:
+file system. Copy or mount those of one step on one machine (rsync, scp), and name all
+of them:
 
   fastpersist merge node-a/step-00000100 node-b/step-00000100 state.pt
 
-The file is what one rank alone would have written, byte for byte, and torch.load reads
-it. A directory of torch.distributed.checkpoint (.metadata and *.distcp) is merged, too;
-that takes as much memory as the state. Objects in it are loaded as torch.load does it
+The file equals that of a save by one rank, byte for byte, and torch.load reads it. The
+command also merges a directory of torch.distributed.checkpoint (.metadata and
+*.distcp); this takes as much memory as the state, and loads objects like torch.load
 with weights_only=True, which refuses those that would run code.
 
 Exit codes: 0 good, 1 a part is missing or damaged, 2 usage or not found.
@@ -29,8 +29,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command's options."""
     parser = subparsers.add_parser(
         "merge",
-        help="make one file of a checkpoint that lies in several directories or in shards",
-        description="Make one ordinary file of a checkpoint that lies in several directories or in shards.",
+        help="make one file of a checkpoint in several directories or in shards",
+        description="Make one ordinary file of a checkpoint in several directories or in shards.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -38,18 +38,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("out", metavar="OUT", help="the file to make: .pt, or .safetensors for a flat dict of tensors")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     parser.add_argument(
-        "--format", choices=("auto", "torch", "safetensors"), default="auto", help="of OUT; auto: as its suffix says"
+        "--format", choices=("auto", "torch", "safetensors"), default="auto", help="format of OUT; auto: by its suffix"
     )
     parser.add_argument(
         "--no-weights-only", action="store_true", help="load objects of any kind: only if you trust the checkpoint"
     )
-    parser.add_argument("--engine", default="auto", metavar="NAME", help="which engine reads and writes")
+    parser.add_argument("--engine", default="auto", metavar="NAME", help="the engine that reads and writes")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merge, and say what was written."""
+    """Merge, and print the result."""
     from fastpersist.checkpointer.merge import merge
 
     report = merge(

@@ -1,7 +1,7 @@
-"""`fastpersist report ROOT`: what the checkpoints of a run cost its training, by what their manifests say.
+"""`fastpersist report ROOT`: the cost of a run's checkpoints to its training, from their manifests.
 
-Steps that are kept no longer have taken their figures with them; a running `Checkpointer` has those of its own saves in
-`stats()`. What the steps hold is `inspect`'s to say, whether they are whole `verify`'s.
+Removed steps are missing; a running `Checkpointer` has the figures of its own saves in `stats()`. `inspect` lists the
+contents of steps, and `verify` checks them.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ __all__ = ["add_parser", "run"]
 _DURATIONS = ("stall_s", "capture_s", "write_s", "sync_s")
 
 _EPILOG = """\
-The figures are rank 0's, as it knew them when it made the step visible:
-  stall    what the training thread lost: inside save(), and waiting before a step of the optimizer
-  capture  from save() until everything could be changed again; most of it beside training
+The figures are those of rank 0 at the moment when it published the step:
+  stall    time that the training thread lost: inside save(), and waiting at the gate
+  capture  from save() until everything could be changed again; most of it overlaps training
   write    from the first byte to the last; sync: until these were durable
-  rate     size through write and sync; beside training the writing is spread over
-           the step, so this is what the step left time for, not what the disk can do
-  copied   what had to be copied: inside save(), and because a step came before the writer
-  every    time since the step before, of those that are there
-  lost     stall, of that time
+  rate     size divided by write and sync; a background save spreads its writing over
+           the step, so this rate is below that of the disk
+  copied   bytes copied inside save(), and at the gate for a step that came before the writer
+  every    time since the previous step that is still there
+  lost     stall as a part of that time
 
 --json prints one object:
   path, steps     list of {step, time_s, size_bytes, stats, every_s, rate_bytes_per_s, lost_ratio}, oldest first;
-                  stats as in the manifest; null for what is not known
+                  stats as in the manifest; null if not known
   total           {step_count, size_bytes, stall_s, write_s, sync_s}, sums
-  median          {stall_s, rate_bytes_per_s, every_s, lost_ratio} of the steps; null for what no step has
+  median          {stall_s, rate_bytes_per_s, every_s, lost_ratio} of the steps; null if no step has it
 
 Exit codes: 0 good, 2 not found, or no directory of checkpoints.
 """
 
 
 class _Row(NamedTuple):
-    """A step; None for what is not known.
+    """A step; None stands for an unknown value.
 
     Attributes:
-        step: Its number.
-        time_s: When it was saved, Unix time.
-        size_bytes: Of all its files.
+        step: Number of the step.
+        time_s: Unix time of the save.
+        size_bytes: Size of all its files.
         stats: See `fastpersist.SaveStats`.
-        every_s: Since the step before.
-        rate_bytes_per_s: Through writing and syncing.
-        lost_ratio: Of that time, what training lost.
+        every_s: Time since the previous step.
+        rate_bytes_per_s: Size divided by the time of writing and syncing.
+        lost_ratio: Stall divided by `every_s`.
     """
 
     step: int | None
@@ -74,8 +74,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command's options."""
     parser = subparsers.add_parser(
         "report",
-        help="say what the checkpoints of a run cost its training",
-        description="Say what the steps in a directory of checkpoints cost: stalls, writing, rates, copies.",
+        help="show what the checkpoints of a run cost its training",
+        description="Show what the steps in a directory of checkpoints cost: stalls, writing, rates, copies.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -85,7 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what the steps cost."""
+    """Print the costs of the steps."""
     from fastpersist import inspect
 
     manifest = inspect(arguments.root)
@@ -191,7 +191,7 @@ def _name(row: _Row) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    """Say a time with three digits: "4.2 ms", "1.35 s", "12 min"."""
+    """Format a time with three digits: "4.2 ms", "1.35 s", "12 min"."""
     if seconds is None:
         return ""
     if seconds < 1:

@@ -1,7 +1,7 @@
-"""`fastpersist run SCRIPT ARGS…`: run a program unchanged, with torch.save and torch.load replaced by ours.
+"""`fastpersist run SCRIPT ARGS…`: runs a program unchanged, with torch.save and torch.load replaced by ours.
 
-The program becomes the `__main__` of this process, as Python would have made it: arguments, import path, what is
-pickled from `__main__`, exit code, traceback. That is the job here; what is replaced, and how, is that of `install`.
+The program becomes the `__main__` of this process, as with `python`: arguments, import path, objects pickled from
+`__main__`, exit code, traceback. `integrations.torch_save.install` replaces the functions.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ keep torch's own save and load; so under torchrun every rank is run with it:
 
   torchrun --nproc-per-node 2 --no-python fastpersist run SCRIPT ARGS…
 
-torch is imported before the program begins: variables of the environment that torch reads
-then, such as OMP_NUM_THREADS, have to be set outside.
+The command imports torch before the program begins: set environment variables that torch
+reads at import, such as OMP_NUM_THREADS, outside.
 
-Exit codes: the program's own; 1 too when something that it saved with --async could not be
-written; 2 too when there is no such program.
+Exit codes: the program's own; also 1 when a save with --async could not be written, and
+2 when there is no such program.
 """
 
 
@@ -44,9 +44,9 @@ class _Program:
     """A program that was found, before it runs.
 
     Attributes:
-        code: To be executed.
-        names: What Python tells a main module of itself, such as `__file__`.
-        argument_0: What the program finds as sys.argv[0].
+        code: The code to execute.
+        names: Python's attributes of a main module, such as `__file__`.
+        argument_0: The program's sys.argv[0].
     """
 
     code: CodeType
@@ -55,7 +55,7 @@ class _Program:
 
 
 class _NoProgramError(Exception):
-    """There is nothing to run; the message says what is missing."""
+    """There is no program to run; the message says what is missing."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -96,7 +96,7 @@ def _options() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the program; what ends it, an exception or SystemExit, goes through."""
+    """Run the program; an exception or SystemExit that ends it propagates."""
     from fastpersist import FastPersistError, install, installed
 
     words: list[str] = arguments.words
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_as_main(words: Sequence[str], *, is_module: bool) -> BaseException | None:
-    """Find the program and run it; return what ended it before its last line, None if nothing did.
+    """Find the program and run it; return the exception that ended it, None without one.
 
     Raises:
         _NoProgramError: There is none.
@@ -153,7 +153,7 @@ def _run_as_main(words: Sequence[str], *, is_module: bool) -> BaseException | No
 
 
 def _find_script(path: str) -> _Program:
-    """Find what `python PATH` runs: a file, or the `__main__.py` in a directory or zip file."""
+    """Find the program of `python PATH`: a file, or the `__main__.py` in a directory or zip file."""
     whole_path = os.path.abspath(path)
     if pkgutil.get_importer(whole_path) is not None:
         _put_first_on_path(whole_path)
@@ -179,7 +179,7 @@ def _find_script(path: str) -> _Program:
 
 
 def _find_module(name: str) -> _Program:
-    """Find what `python -m NAME` runs: a module, or the `__main__` of a package."""
+    """Find the program of `python -m NAME`: a module, or the `__main__` of a package."""
     _put_first_on_path(os.getcwd())
     spec = _find_spec(name)
     if spec is None:
@@ -203,7 +203,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
 
 
 def _program_of(spec: ModuleSpec, argument_0: str) -> _Program:
-    """Take the code of a module that the import system has found."""
+    """Return the code of a module that the import system has found."""
     get_code = getattr(spec.loader, "get_code", None)
     code = None if get_code is None else get_code(spec.name)
     if code is None:
@@ -223,13 +223,13 @@ def _with_builtins(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put_first_on_path(directory: str) -> None:
-    """Replace what Python has put there because of the command `fastpersist`, unless it was told to put nothing."""
+    """Replace the first entry of sys.path, which Python sets for the command `fastpersist`, unless it set none."""
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         sys.path[0] = directory
 
 
 def _show_without_us(error: BaseException) -> None:
-    """Let the traceback that Python shows in the end begin with the program's own first line."""
+    """Let Python's final traceback begin with the program's own first line."""
     theirs = error.__traceback__
     while theirs is not None and theirs.tb_frame.f_code.co_filename.startswith((__file__, "<frozen importlib")):
         theirs = theirs.tb_next

@@ -1,7 +1,7 @@
-"""What the commands share: how they end (exit codes, error lines) and how they write for people.
+"""Shared by the commands: exit codes, error lines, and text for people.
 
-A FastPersistError is an answer, not a crash: one line on standard error and an exit code. Anything else is a bug and
-keeps its traceback.
+A FastPersistError is an answer: the command prints one line on standard error and returns an exit code. Any other
+exception is a bug, and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXIT_READER_LEFT = 141  # 128 + SIGPIPE
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code; what it raises as an answer becomes a line and a code.
+    """Run a command and return its exit code; print a FastPersistError as one line.
 
     Args:
         command: Prints its result and returns its exit code.
@@ -61,13 +61,13 @@ def run_command(command: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """End the block as Ctrl-C does when the process is told to end (kill, timeout, a terminal that is closed).
+    """End the block like Ctrl-C on SIGTERM or SIGHUP (kill, timeout, a closed terminal).
 
-    The exit code is what a shell reports: 143, or 129. What somebody handles or ignores (nohup) stays as it is, and so
-    does everything beside the main thread.
+    The exit code is the shell's: 143 or 129. A signal that has a handler already or is ignored (nohup) keeps that. Only
+    the main thread installs handlers.
 
     Raises:
-        SystemExit: The process was told to end.
+        SystemExit: The process got such a signal.
     """
 
     def stop(number: int, _frame: FrameType | None) -> None:
@@ -87,12 +87,12 @@ def stopped_by_signals() -> Iterator[None]:
 
 
 def print_error(message: str) -> None:
-    """Print one line that says what went wrong."""
+    """Print an error as one line."""
     print(f"fastpersist: error: {printable(message)}", file=sys.stderr)
 
 
 def printable(text: str) -> str:
-    """Escape what a terminal would obey or could not show; names in files are chosen by strangers."""
+    """Escape control and unprintable characters: names in files are untrusted."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
         for character in text
@@ -100,7 +100,7 @@ def printable(text: str) -> str:
 
 
 def size_text(size_bytes: int) -> str:
-    """Say a size in decimal units, three digits or so: "38.4 MB"."""
+    """Format a size in decimal units, with about three digits: "38.4 MB"."""
     size: float = size_bytes
     for unit in ("bytes", "kB", "MB"):
         if size < 1000:

@@ -1,4 +1,4 @@
-"""`fastpersist verify PATH…`: read files and checkpoints whole, and say which tensors are damaged and where."""
+"""`fastpersist verify PATH…`: reads whole files and checkpoints, and reports damaged tensors."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["add_parser", "run"]
 _EPILOG = """\
 --json prints a list with one object per PATH, in their order:
   path
-  ok                    nothing is wrong with what could be checked
+  ok                    the check found no damage
   has_checksums         false: only the structure could be checked
   checked_bytes         bytes that were compared with a CRC-32
   damages               list of {message, tensors, record, offset_bytes, file}: tensors
-                        are the names that it touches, offset_bytes is from the file's
-                        start and null for what has no place, file is named from a
+                        are the damaged names, offset_bytes is from the file's start and
+                        null for damage without a place, file is relative to the
                         directory and "" where PATH is a file
   leftovers             of a directory of checkpoints: names of unfinished and replaced
                         ones, which are no damage; the next save removes them
-  notes                 what is no damage either: files beside those of a checkpoint
+  notes                 remarks that are no damage, such as foreign files in a checkpoint
   error                 why the file could not be read, else null
 
 Exit codes: 0 all good, 1 some are damaged, 2 some could not be read at all.
@@ -44,8 +44,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command's options."""
     parser = subparsers.add_parser(
         "verify",
-        help="read files and checkpoints whole and say which tensors are damaged",
-        description="Read files and checkpoints whole and compare them with their checksums. Nothing of them is run.",
+        help="read whole files and checkpoints, and report damaged tensors",
+        description="Read whole files and checkpoints, and compare their checksums. This runs no code from them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -56,12 +56,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a file written by fastpersist, torch.save or safetensors, a checkpoint, or a directory of those",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--quiet", action="store_true", help="print only what is wrong, and no progress bar")
+    parser.add_argument("--quiet", action="store_true", help="print only damage, and no progress bar")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check every path, even when one before it is bad."""
+    """Check all paths, even after a damaged one."""
     from fastpersist import FastPersistError, verify
 
     progress = sys.stderr.isatty() and not arguments.quiet

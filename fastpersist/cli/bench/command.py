@@ -1,9 +1,9 @@
-"""`fastpersist bench save DIR` and `bench load DIR`: how close to the disk's speed, and how others do.
+"""`fastpersist bench save DIR` and `bench load DIR`: compares fastpersist and others with the speed of the disk.
 
-`bench io`, `bench overlap` and `bench ranks` are files of their own and only hung in here.
+This module also registers `bench io`, `bench overlap` and `bench ranks`, which are packages.
 
-Runs the rows of the other bench files in one scratch directory inside DIR, which is removed in any case, and reports.
-Nothing here fails because a machine is slow: the exit code is 0 unless a row of fastpersist itself fails.
+It runs the rows of the other modules in one scratch directory inside DIR, always removes that, and reports. A slow
+machine is no failure: the exit code is 0 unless a row of fastpersist fails.
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ _GIB = 1 << 30
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `bench.command` and what it can measure."""
+    """Add the command `bench` and its subcommands."""
     bench = subparsers.add_parser(
         "bench",
-        help="measure saving and loading against fio and others, in a directory on the disk in question",
+        help="measure saving and loading against fio and others, in a directory on the disk to measure",
     )
     commands = bench.add_subparsers(dest="command", required=True, metavar="COMMAND")
     save = commands.add_parser("save", help="time until a state is durable in a fresh file")
     load = commands.add_parser("load", help="time until a state is in memory, read from the disk")
     for parser in (save, load):
-        parser.add_argument("directory", metavar="DIR", help="existing directory; a scratch directory in it is removed")
+        parser.add_argument(
+            "directory", metavar="DIR", help="existing directory; gets a scratch directory, removed afterwards"
+        )
         parser.add_argument(
             "--state",
             action="append",
             choices=STATE_NAMES,
-            help="what is saved (default: gpt2-124m); may be repeated",
+            help="the state to save (default: gpt2-124m); may be repeated",
         )
         parser.add_argument("--repeat", type=positive, metavar="N", help="rounds (default: 7, with --quick 1)")
         parser.add_argument(
@@ -134,10 +136,10 @@ def _measure_all(arguments: argparse.Namespace) -> tuple[list[str], list[StateRe
 
 
 def _engines(arguments: argparse.Namespace, scratch: str) -> tuple[list[str], list[str]]:
-    """Return the engines that have rows of their own, and what is to be said about them.
+    """Return the engines to measure by name, and notes on them.
 
     Raises:
-        ConfigError, UnsupportedError: They were named, and are not there, or cannot be used.
+        ConfigError, UnsupportedError: A named engine does not exist, or cannot be used.
     """
     if arguments.engine:
         return resolve_engines(scratch, arguments.engine)

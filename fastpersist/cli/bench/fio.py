@@ -1,4 +1,4 @@
-"""The yardstick: what fio gets out of the same directory, with the requests that a good writer or reader would make."""
+"""The yardstick: fio on the same directory, with the requests of a good writer or reader."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class FioJob:
-    """What fio is asked to do.
+    """A job of fio.
 
     Attributes:
         direction: Reads are of files that are there; writes make fresh, preallocated files and sync them.

@@ -1,7 +1,7 @@
-"""What `bench load` compares: fastpersist.load in its forms, and others' readers of the same bytes.
+"""The rows of `bench load`: fastpersist.load in its forms, and other readers of the same bytes.
 
-Every row's clock runs from the call until all bytes are in memory: who maps the file has every page of it touched.
-Every row's result is checked to hold all bytes, outside its time, and dropped before the next.
+Each row's clock runs from the call until all bytes are in memory; mapped files have every page touched. Outside of its
+time, each result is checked to hold all bytes, and dropped before the next row.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PageCache:
         self._wrong_bytes_max = max(self._wrong_bytes_max, wrong_bytes)
 
     def describe(self) -> str:
-        """Say what was done before each run, and what the check found."""
+        """Describe the preparation of each run, and the result of the check."""
         if self._warm:
             done, wanted, wrong = "file read into the page cache", "all of it was there", "were missing"
         else:
@@ -160,7 +160,7 @@ def _seconds_of_load(load: Callable[[], Any], payload_bytes: int) -> float:
 
 
 def _engine_of(path: str, engine: str) -> str:
-    """Say which engine has just read a file: load does not tell, but one more block is read by the same."""
+    """Return the engine that has just read a file, by reading one more block: load does not report it."""
     if engine != "auto":
         return engine
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -173,7 +173,7 @@ def _engine_of(path: str, engine: str) -> str:
 
 
 def _touched(tree: Any) -> Any:
-    """Read a byte of every page of the tensors, as whoever uses them will.
+    """Read a byte of every page of the tensors, as their user will.
 
     Neighbours are touched as one span, for ten thousand small tensors would be ten thousand calls of torch, which is
     not what mapping costs. Less than a page between two tensors leaves no page that belongs to neither.

@@ -1,4 +1,4 @@
-"""What every bench command does with its DIR and its FILE: refuse early, work in a scratch directory, leave nothing."""
+"""DIR and FILE of all bench commands: early checks, scratch directories that leave nothing behind, room on the disk."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def positive(text: str) -> int:
 
 
 def check_places(directory: str, files: Iterable[str | None]) -> None:
-    """Refuse what could not be measured, or whose results could not be written, now and not after an hour.
+    """Raise before measuring if DIR cannot be used, or the results could not be written.
 
     Args:
         directory: DIR.
-        files: Where results go; None for those that nobody asked for. They are made, empty; one that is there keeps
-            the results that it has, until there are new ones.
+        files: Files for results; None for those not asked for. Missing ones are created empty; an existing one keeps
+            its results until there are new ones.
 
     Raises:
         ConfigError: DIR is no directory.
@@ -54,7 +54,7 @@ def check_places(directory: str, files: Iterable[str | None]) -> None:
 
 @contextlib.contextmanager
 def scratch_directory(directory: str) -> Iterator[str]:
-    """Give a new directory in DIR. Any exception removes it, and SIGTERM and SIGHUP too; only a SIGKILL leaves it.
+    """Make a scratch directory in DIR. The end of the block, SIGTERM and SIGHUP remove it; only a SIGKILL leaves it.
 
     Raises:
         StorageError: DIR takes no directory.
@@ -67,15 +67,15 @@ def scratch_directory(directory: str) -> Iterator[str]:
 
 
 def require_space(directory: str, payload_bytes: int, *, smaller: str) -> None:
-    """Refuse to fill a disk.
+    """Raise if the disk has too little room.
 
     Args:
-        directory: Where it is written.
-        payload_bytes: Most that is there at one time.
-        smaller: The option that asks for less.
+        directory: The target directory.
+        payload_bytes: Largest number of bytes in it at one time.
+        smaller: The option that reduces them.
 
     Raises:
-        NoSpaceError: There is not room for so much, and a tenth more.
+        NoSpaceError: The free space is less than that and a tenth more.
     """
     needed_bytes = int(1.1 * payload_bytes) + 64 * _MIB
     free_bytes = shutil.disk_usage(directory).free
@@ -89,9 +89,9 @@ def require_space(directory: str, payload_bytes: int, *, smaller: str) -> None:
 
 
 def empty(directory: str) -> None:
-    """Remove what is in a directory, pending files of failed rows too, and wait until that is on disk.
+    """Remove the contents of a directory, pending files of failed rows too, and sync the removal.
 
-    Else the blocks would be freed in the next row's time.
+    Else the kernel would free the blocks in the next row's time.
     """
     with os.scandir(directory) as entries:
         for entry in list(entries):

@@ -1,6 +1,6 @@
-"""What the bench commands say: the facts without which a number means nothing, tables, notes, and the same as JSON.
+"""The output of the bench commands: facts on the machine, tables, notes, and the same as JSON.
 
-`report_head`, `facts_text`, `table` and `notes_text` serve all of them; the rest is of `bench save` and `bench load`.
+`report_head`, `facts_text`, `table` and `notes_text` serve all commands; the rest is for `bench save` and `bench load`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StateResult:
 
 
 def machine_facts(directory: str) -> dict[str, Any]:
-    """Say what was measured on: device, file system, kernel, processors, versions, date."""
+    """Return the facts on the machine: device, file system, kernel, processors, versions, date."""
     source, kind, options = _mount_of(directory)
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

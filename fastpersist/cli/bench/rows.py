@@ -1,7 +1,7 @@
-"""Rows, samples, and the rounds in which the samples are taken. What a row does is its own matter.
+"""Rows, samples, and the rounds in which the samples are taken.
 
-All rows take their turn in every round, so the drift of a shared machine hits all of them alike; each round has an
-order of its own, so no row always runs in the wake of the same neighbour.
+All rows take their turn in every round, so drift of a shared machine affects all alike. Each round has another order,
+so that no row always follows the same neighbour.
 """
 
 from __future__ import annotations

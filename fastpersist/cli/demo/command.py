@@ -1,8 +1,8 @@
-"""`fastpersist demo`: the main job on real input. A checkpoint after every step, a kill, a resumption, nothing lost.
+"""`fastpersist demo`: trains with a checkpoint after every step, kills the training, resumes it, and compares the bits.
 
-The trainer is `demo.gpt`, run in child processes by `demo.run` and shown by `demo.live`; the table of times is
-`demo.times`. Here is the story: what is started, killed and compared, and what counts as proof. Every claim that is
-printed was checked; one that is not so ends the demo with FAIL.
+`demo.run` runs the trainer `demo.gpt` in child processes, `demo.live` shows them, and `demo.times` makes the table of
+times. This module starts, kills and compares the runs. It checks every claim that it prints; a false one ends the demo
+with FAIL.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _say = partial(print, flush=True)  # children write to the same terminal, in tur
 
 
 class _DemoFailedError(Exception):
-    """Something that the demo claims is not so."""
+    """A claim of the demo is false."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -65,7 +65,7 @@ def _step_count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tell the story; the exit code says whether it ended well."""
+    """Run the demo; return 0 if every claim holds."""
     started_s = time.monotonic()
     if arguments.steps is None:
         arguments.steps = 24 if arguments.quick else 64
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _workplace(kept_in: str | None) -> Iterator[Path]:
-    """Make a directory of our own, on the disk the user is on; remove it unless he said where he wants it."""
+    """Make a working directory on the user's disk; remove it unless the user chose the place."""
     from fastpersist.commit.filesystem import storage_errors
 
     prefix = "fastpersist-demo-"
@@ -99,7 +99,7 @@ def _workplace(kept_in: str | None) -> Iterator[Path]:
 
 
 def _tell(arguments: argparse.Namespace, directory: Path) -> str:
-    """Sections 1 to 5; returns what was proven, in one line."""
+    """Run sections 1 to 5; return the proven claims in one line."""
     from fastpersist.cli.demo.gpt import GPT, sizes, stdlib_modules
     from fastpersist.cli.info import filesystem_name
 
@@ -161,7 +161,7 @@ def _run(
 
 
 def _killed_run(arguments: argparse.Namespace, directory: Path, whole: Run) -> tuple[Path, Run]:
-    """Train until the signal hits; where it came after the end, all of it is done again."""
+    """Train until the signal hits; if the training ended before the signal, try again."""
     for attempt in range(1, _ATTEMPT_COUNT + 1):
         root = directory / f"killed-{attempt}"
         root.mkdir()
@@ -175,7 +175,7 @@ def _killed_run(arguments: argparse.Namespace, directory: Path, whole: Run) -> t
 
 
 def _say_what_is_left(root: Path, killed: Run) -> list[Path]:
-    """Show what the dead trainer left, and check that its checkpoints are whole; returns what it had not finished."""
+    """List the files of the dead trainer, and verify its checkpoints; return the unfinished ones."""
     import torch
 
     import fastpersist
@@ -215,7 +215,7 @@ def _compare_losses(expected: Run, found: Run) -> None:
 
 
 def _compare(whole: Run, resumed: Run) -> str:
-    """Compare losses of every step since the resumption and the digest of the end; returns what that proves."""
+    """Compare the loss of every step since the resumption and the final digest; return the proven claim."""
     _compare_losses(whole, resumed)
     if resumed.step != whole.step:
         raise _DemoFailedError(f"the resumed run ended at step {resumed.step}, the undisturbed one at {whole.step}")
@@ -247,7 +247,7 @@ def _check_last_checkpoint(arguments: argparse.Namespace, root: Path, whole: Run
 
 
 def _cost_table(arguments: argparse.Namespace, directory: Path) -> Iterator[str]:
-    """Train with and without, in turns, which share whatever else the machine does; yields the lines to print."""
+    """Train with and without checkpoints in turns, so that drift of the machine affects both; yield lines to print."""
     from tabulate import tabulate
 
     from fastpersist.cli.demo.gpt import TURN_COUNT, WAYS

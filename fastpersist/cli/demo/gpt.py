@@ -1,9 +1,9 @@
 """The trainer of `fastpersist demo`: a small GPT that learns to write Python, with a checkpoint after every step.
 
-`python -m fastpersist.cli.demo.gpt` is one run of it, in a process of its own, because the demo kills one. Two runs of
-the same steps give the same bits, so whoever resumes must find *all* of the state: parameters, AdamW's moments, step,
-place in the text, and the generator that dropout draws from. What happens is told line by line on standard output, as
-JSON; `demo.run` reads it.
+`python -m fastpersist.cli.demo.gpt` is one run, in its own process, because the demo kills one. Two runs of the same
+steps give the same bits, so a resumed run needs *all* of the state: parameters, AdamW's moments, step, place in the
+text, and the generator that dropout draws from. The run reports events on standard output, one JSON object a line;
+`demo.run` reads them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def sizes(*, quick: bool) -> Sizes:
 
 
 class Block(nn.Module):
-    """One layer: look back over the text, then think about what was seen."""
+    """One transformer layer: causal attention, then a feed-forward network."""
 
     def __init__(self, size: Sizes) -> None:
         super().__init__()
@@ -136,11 +136,11 @@ class Training:
         return loss.item()
 
     def state(self) -> dict[str, Any]:
-        """Return what every rank of a larger job would have in common."""
+        """Return the state that all ranks of a larger job would share."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step_count}
 
     def rank_state(self) -> dict[str, Any]:
-        """Return what is this process's own: the place in its data, and its random numbers."""
+        """Return the state of this process alone: the place in its data, and its random generator."""
         return {"position": self.position, "rng": torch.get_rng_state()}
 
     def resume(self, checkpoints: fastpersist.Checkpointer) -> None:
@@ -161,7 +161,7 @@ class Training:
 
 
 def main() -> int:
-    """Train up to a step and tell on standard output, one JSON object a line, what happens."""
+    """Train up to a step, and report events on standard output, one JSON object a line."""
     parser = argparse.ArgumentParser(prog="python -m fastpersist.cli.demo.gpt", description=main.__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--steps", type=int, required=True)
@@ -216,7 +216,7 @@ def _way(save_with: str, step_count: int) -> str:
 
 
 def _save_with_torch(training: Training, path: Path) -> None:
-    """Do with torch.save what a checkpoint is for: afterwards it is durable, and there was always a whole one."""
+    """Save with torch.save, durably and so that a whole checkpoint exists at any time."""
     temporary = path.with_suffix(".new")
     with temporary.open("wb") as file:
         torch.save({**training.state(), **training.rank_state()}, file)

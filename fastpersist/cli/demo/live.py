@@ -1,7 +1,7 @@
-"""What the demo shows of a run while it goes on: a few lines that change in place, or plain ones, one after the other.
+"""Shows the progress of a demo run: a few lines that change in place, or plain lines.
 
-On a terminal the lines are drawn by rich. Where output goes to a file or a pipe, or rich is not installed, some steps
-print a line each. Both say the same, and both are made from a `Run` alone.
+On a terminal rich draws the lines. Without a terminal or without rich, some steps print a plain line each. Both have
+the same content, made from a `Run`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _hint_given = False
 
 @contextmanager
 def showing(without: Run | None = None, *, plain: bool = True) -> Iterator[Callable[[Run], None]]:
-    """Yield what is called with a run whenever something of it is new.
+    """Yield a function to call with a run after each event.
 
     Args:
         without: A run without checkpoints, to compare the time of a step with.
@@ -90,7 +90,7 @@ def _lines(run: Run, without: Run | None) -> Padding:
 
 
 def _facts(run: Run, without: Run | None) -> list[tuple[str, str]]:
-    """Say how it goes, as names and texts; only what is known already."""
+    """Return the known facts of a run, as names and texts."""
     facts = []
     if run.step in run.losses:
         facts.append(("loss", f"{float.fromhex(run.losses[run.step]):.4f}"))
@@ -104,7 +104,7 @@ def _facts(run: Run, without: Run | None) -> list[tuple[str, str]]:
 
 
 def _step_time(run: Run, without: Run | None) -> str:
-    """Say how long a step takes, and how long one took without checkpoints."""
+    """Describe the time of a step, and that of a step without checkpoints."""
     # No percentage: the runs are minutes apart, and the machine may do something else meanwhile. See section 5 of demo.
     beside = "" if without is None or not without.step_s() else f", {without.step_s() * 1e3:.1f} ms without checkpoints"
     return f"{run.step_s() * 1e3:.1f} ms{beside}"

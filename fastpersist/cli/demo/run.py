@@ -1,7 +1,7 @@
-"""One run of the demo's trainer, seen from outside: started, listened to, and killed if that is what it is for.
+"""Starts a run of the demo's trainer, reads its reports, and kills it if asked to.
 
-The trainer (`demo.gpt`) tells what happens, one JSON object a line. Here a `Run` is made of it: losses, times, costs of
-the saves. What is shown of it is `demo.live`'s, what is proven with it `demo.command`'s.
+The trainer (`demo.gpt`) reports events, one JSON object a line. This module collects them in a `Run`: losses, times,
+costs of the saves. `demo.live` shows it, and `demo.command` draws the conclusions.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["Run", "TrainerFailedError", "run_trainer"]
 
 
 class TrainerFailedError(Exception):
-    """The trainer ended in a way that it was not meant to."""
+    """The trainer ended unexpectedly."""
 
 
 @dataclass(slots=True)
 class Run:
-    """What is known of a run so far.
+    """The reported facts of a run.
 
     Attributes:
-        step_count: Steps it is to train for.
-        step: The last one that it told of.
-        resumed_at: The step of the checkpoint that it went on from, 0 if from none.
+        step_count: Number of steps to train.
+        step: The last reported step.
+        resumed_at: The step of the checkpoint that it resumed from; 0 without one.
         losses: Loss of each step, as float.hex() writes it.
         times_s: Seconds of the steps that are a measure, the save and waits for earlier saves included; by the way
             of saving.
@@ -52,7 +52,7 @@ class Run:
     killed: str = ""
 
     def note(self, event: dict[str, Any]) -> None:
-        """Take in what the trainer told."""
+        """Record a report of the trainer."""
         if event["event"] == "resumed":
             self.resumed_at = self.step = event["step"]
         elif event["event"] == "step":
@@ -96,14 +96,14 @@ def run_trainer(
         directory: Where its checkpoints go.
         step_count: How far.
         save_with: "nothing", "fastpersist", "torch" or, of all of these, "turns".
-        show: Called whenever something is new.
+        show: Called after each report.
         quick: The small model.
         resume: Go on from the newest checkpoint in the directory.
         kill: Send SIGKILL at a random moment in the middle third. A trainer that was through before is a run that
             was not killed.
 
     Raises:
-        TrainerFailedError: It ended on its own account, before it was through.
+        TrainerFailedError: The trainer ended before its last step, and was not killed by us.
     """
     words = [str(directory), "--steps", str(step_count), "--save-with", save_with]
     words += ["--quick"] * quick + ["--resume"] * resume

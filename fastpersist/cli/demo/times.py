@@ -1,7 +1,7 @@
 """The table of `fastpersist demo`: save and load of one training state, against torch and safetensors.
 
-A glance: some rows of `fastpersist bench`, by its own harness. A save ends when file and name are durable, a load when
-all bytes are in memory; rows take turns, so that whatever else the machine does hits all of them.
+It runs some rows of `fastpersist bench`, with the same harness. A save ends when file and name are durable, a load when
+all bytes are in memory; rows take turns, so that drift of the machine affects all alike.
 """
 
 from __future__ import annotations

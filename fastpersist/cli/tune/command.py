@@ -1,8 +1,8 @@
-"""`fastpersist tune DIR`: find the values with which saves to a file system are fastest, and keep them for it.
+"""`fastpersist tune DIR`: finds the fastest settings for saves to a file system, and stores them.
 
-Saves fresh files to a scratch directory in DIR, in processes of their own (`tune.worker`), with values that
-`tune.search` chooses; says what is gained against the defaults; writes the file (`tune.file`) that saves to this file
-system use from then on. Where the difference is inside the noise, the default is kept.
+It saves fresh files to a scratch directory in DIR, in child processes (`tune.worker`), with settings that `tune.search`
+chooses. It reports the gain over the defaults, and writes the file (`tune.file`) that later saves to this file system
+use. It keeps a default where the difference is within the noise.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _PAIR_COUNTS = (7, 15)
 _SEARCH_UNTIL, _SIMPLIFY_UNTIL, _COMPARE_UNTIL, _LOAD_UNTIL = 0.45, 0.6, 0.75, 0.85
 
 _EPILOG = """\
-Each value is found by saving fresh files as fastpersist.save does, until they are durable. Choices take turns; half of
-them are left after each round. What is left at last is compared with the defaults in further runs, and is kept only if
-it is faster in 95 of 100 cases, and by 2 % at least.
+The command saves fresh files as fastpersist.save does, until they are durable. Choices take turns; each round drops
+half of them. Further runs compare the last one with the defaults; it is kept only if it is faster in 95 of 100 cases,
+and by at least 2 %.
 
-The values hold for loading, too, except that a file is not loaded through the page cache for their sake. So loading a
-file from the disk is compared as well; where that has become slower, everything stays as it is by default.
+Loading uses these settings too, but never the page cache because of them. So the command also compares loading a file
+from the disk; if the choice makes loading slower, all defaults stay.
 
 --json prints one object:
   facts                  machine, file system, device, versions, date
@@ -59,9 +59,9 @@ file from the disk is compared as well; where that has become slower, everything
   comparison             {settings, gain, interval, pair_count, noise, is_kept}: the best against the defaults, or null
   loading                the same for loading; null when the defaults are the best for saving
   writers                the same for the number of writers against 8; null when it was not tried
-  settings               what the tuning file sets
-  file, written          where it belongs, and whether it was written
-  notes                  what else there is to know
+  settings               settings in the tuning file
+  file, written          path of the tuning file, and whether it was written
+  notes                  further remarks
 
 Exit codes: 0 good, 2 the directory is missing, full, or takes no file.
 """
@@ -72,14 +72,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "tune",
         help="find the fastest settings for the file system of a directory, and use them from then on",
-        description="Find the values with which saves to a file system are fastest, and write them to a file that\n"
-        "fastpersist finds by itself. Takes about a minute, in which the machine should do nothing else.",
+        description="Find the fastest settings for saves to a file system, and write them to a file that\n"
+        "fastpersist finds by itself. Takes about a minute, in which the machine should be idle.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", metavar="DIR", help="existing directory; a scratch directory in it is removed")
-    parser.add_argument("--seconds", type=_positive, default=60.0, metavar="S", help="about so long (default: 60)")
-    parser.add_argument("--size-mb", type=_positive_integer, metavar="N", help="MiB of a file (default: as it fits)")
+    parser.add_argument(
+        "directory", metavar="DIR", help="existing directory; the command removes its scratch directory in it"
+    )
+    parser.add_argument(
+        "--seconds", type=_positive, default=60.0, metavar="S", help="approximate duration (default: 60)"
+    )
+    parser.add_argument(
+        "--size-mb",
+        type=_positive_integer,
+        metavar="N",
+        help="MiB of a file (default: by memory, free space and speed)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--dry-run", action="store_true", help="measure, and print the file instead of writing it")
     parser.add_argument("--output", metavar="FILE", help="write there, for FASTPERSIST_CONFIG=FILE")
@@ -101,7 +110,7 @@ def _positive_integer(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, say what was found, write the file.
+    """Measure, print the findings, write the file.
 
     Raises:
         ConfigError: DIR is no directory, or there is no place for the file.
@@ -148,7 +157,7 @@ def _tell(line: str) -> None:
 
 
 def _place(arguments: argparse.Namespace) -> str:
-    """Return where the tuning file belongs, before anything is measured in vain."""
+    """Return the tuning file's path; raise before measuring if it cannot be written."""
     from fastpersist.commit.filesystem import storage_errors
     from fastpersist.config import tuning_path
     from fastpersist.errors import ConfigError
@@ -171,7 +180,7 @@ def _place(arguments: argparse.Namespace) -> str:
 
 
 def _notes(place: str, *, is_automatic: bool) -> list[str]:
-    """Say what in the environment keeps the file from being used."""
+    """Warn of environment variables that override the file."""
     notes = []
     chosen = os.environ.get("FASTPERSIST_CONFIG")
     if is_automatic and chosen is not None and (not chosen or os.path.realpath(chosen) != os.path.realpath(place)):
@@ -188,7 +197,7 @@ def _notes(place: str, *, is_automatic: bool) -> list[str]:
 
 @contextlib.contextmanager
 def _scratch(directory: str) -> Iterator[str]:
-    """Give a directory that is removed in any case; a second Ctrl-C does not keep it."""
+    """Make a directory that is always removed, even at a second Ctrl-C."""
     from fastpersist.commit.filesystem import storage_errors
 
     with storage_errors("creating a directory in", directory):
@@ -210,20 +219,20 @@ def _scratch(directory: str) -> Iterator[str]:
 
 @dataclasses.dataclass(slots=True)
 class _Found:
-    """What came of it all.
+    """All results of a tuning run.
 
     Attributes:
-        size_bytes: Of a file.
-        default_engine: What "auto" takes here.
+        size_bytes: Size of a file.
+        default_engine: The engine that "auto" takes here.
         rounds: Seconds by choice, round by round.
-        failed: Why, by choice.
-        best: What was compared with the defaults at last; None when nothing beat them on the way.
-        comparison: Of it with the defaults.
-        loading: Of the same two, for loading; None when the best is not kept.
-        writer_count: What was compared with the default number of writers.
-        writers: Of it with that.
-        run_count: Files that were saved.
-        seconds: How long it took.
+        failed: Reason of failure by choice.
+        best: The choice that was compared with the defaults at last; None if no choice beat them.
+        comparison: Comparison of `best` with the defaults.
+        loading: The same comparison for loading; None if `best` is not kept.
+        writer_count: The number of writers that was compared with the default.
+        writers: That comparison.
+        run_count: Number of saved files.
+        seconds: Duration.
     """
 
     size_bytes: int
@@ -240,7 +249,7 @@ class _Found:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the tuning file sets."""
+        """Settings of the tuning file."""
         found: dict[str, Any] = {}
         if self.best is not None and self.saves_faster and not self.loads_slower:
             found |= self.best.settings()
@@ -259,7 +268,7 @@ class _Found:
         return self.loading is not None and self.loading.is_slower
 
     def findings(self) -> list[str]:
-        """Say what was measured and what came of it."""
+        """Return the findings, a line each."""
         lines = [
             f"Measured: {self.run_count} saves of {self.size_bytes // _MIB} MiB into fresh files, until they were "
             f"durable, in {self.seconds:.0f} s.",
@@ -272,7 +281,7 @@ class _Found:
         return lines
 
     def verdict(self) -> str:
-        """Say what is gained against the defaults, or that nothing is."""
+        """Describe the gain over the defaults, if any."""
         if self.best is None or self.comparison is None:
             return f"The defaults ({self.default_engine}) are the best that was found."
         than = f"the defaults ({self.default_engine})"
@@ -280,14 +289,14 @@ class _Found:
         return f"{text} Half of the runs with the defaults lie within ±{self.comparison.noise:.1%}."
 
     def loading_verdict(self) -> str:
-        """Say what that means for loading."""
+        """Describe the effect on loading."""
         if self.loading is None:
             return ""
         text = f"Loading from the disk with it {_gain_text(self.loading, 'with the defaults')}"
         return text + (": slower, so the defaults stay after all." if self.loading.is_slower else ".")
 
     def writers_verdict(self) -> str:
-        """Say how many processes should write a file."""
+        """Describe the best number of writers."""
         from fastpersist.cli.tune.search import WRITER_COUNTS
 
         if self.writers is None or self.writer_count == WRITER_COUNTS[-1]:
@@ -296,7 +305,7 @@ class _Found:
         return f"writers {self.writer_count} {text}{_consequence(self.writers)}"
 
     def as_json(self, facts: dict[str, Any], place: str, is_written: bool, notes: Sequence[str]) -> dict[str, Any]:
-        """Return everything as JSON can hold it."""
+        """Return all results as plain values for JSON."""
         return {
             "facts": facts,
             "size_bytes": self.size_bytes,
@@ -397,7 +406,7 @@ def _tune(scratch: str, seconds: float, size_mib: int | None, tell: Callable[[st
 
 
 def _compare_loading(foreman: Foreman, choice: Choice, deadline_s: float) -> Comparison:
-    """Find out what is good for saving does to loading. The file that is loaded is one more than is saved."""
+    """Compare loading with the best choice for saving. This needs one more file than saving."""
     from fastpersist.cli.tune import search
     from fastpersist.cli.tune.search import DEFAULTS, Race
 
@@ -412,7 +421,7 @@ def _compare_loading(foreman: Foreman, choice: Choice, deadline_s: float) -> Com
 
 
 def _compare_writers(foreman: Foreman, scratch: str, choice: Choice, found: _Found, deadline_s: float) -> None:
-    """Find out how many processes should write one file."""
+    """Find the best number of processes to write one file."""
     from fastpersist.cli.tune import search
     from fastpersist.cli.tune.search import WRITER_COUNTS, Race
 
@@ -440,7 +449,7 @@ def _compare_writers(foreman: Foreman, scratch: str, choice: Choice, found: _Fou
 def _sized(
     foreman: Foreman, scratch: str, size_mib: int | None, seconds: float
 ) -> tuple[int, tuple[float, float], str]:
-    """Have bytes ready to be saved; return how many, the seconds of a save and of all around it, and the engine."""
+    """Prepare the bytes to save; return their number, the seconds of a save and of a whole run, and the engine."""
     from fastpersist.cli.tune.search import DEFAULTS
 
     most = min(shutil.disk_usage(scratch).free, available_host_bytes()) // _DISK_SHARE
@@ -464,7 +473,7 @@ def _sized(
 
 
 def _require_room(directory: str, size_bytes: int) -> None:
-    """Refuse to fill a disk.
+    """Raise if the disk has too little room.
 
     Raises:
         NoSpaceError: There is not room for a file twice the size.

@@ -1,6 +1,6 @@
-"""The tuning file: what `fastpersist tune` has found, as TOML with comments, written whole or not at all.
+"""Writes the tuning file, the findings of `fastpersist tune` as TOML with comments, atomically.
 
-How it is found and read is `fastpersist.config`'s affair; what is written here is read back by it before it counts.
+`fastpersist.config` finds and reads the file; it also checks the new text before the file is replaced.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def tuning_text(settings: Mapping[str, Any], facts: Mapping[str, Any], findings:
     """Return a tuning file.
 
     Args:
-        settings: By key, what differs from the defaults.
-        facts: Of the machine, as `bench_report.machine_facts` gives them.
-        findings: What was measured and what came of it, a line each.
+        settings: By key, settings that differ from the defaults.
+        facts: Facts on the machine, from `bench.report.machine_facts`.
+        findings: The findings, a line each.
     """
     comments = [
         f"Written by `fastpersist tune {facts['directory']}` on {facts['date']}.",
@@ -48,13 +48,13 @@ def tuning_text(settings: Mapping[str, Any], facts: Mapping[str, Any], findings:
 
 
 def write_tuning(path: str, text: str, settings: Mapping[str, Any], *, make_parents: bool) -> None:
-    """Write a tuning file in one step: who reads it meanwhile finds the old one or the new one.
+    """Write a tuning file atomically: concurrent readers find the old one or the new one.
 
     Args:
-        path: Of the file.
-        text: What `tuning_text` has made of the settings.
-        settings: What the library has to read in it.
-        make_parents: Make the directory that it is in.
+        path: Path of the file.
+        text: Result of `tuning_text`.
+        settings: Settings that the library must read back from the text.
+        make_parents: Make the file's directory.
 
     Raises:
         StorageError: It cannot be written; nothing has changed.

@@ -1,11 +1,11 @@
-"""What `fastpersist tune` looks for and how it decides: choices, successive halving, and what is inside the noise.
+"""The search of `fastpersist tune`: choices, successive halving, and the decision whether a gain exceeds the noise.
 
-Nothing here touches a disk or a clock of its own: a choice is measured by a function that the caller gives, so the
-decisions can be tested with disks that do not exist.
+This module uses no disk and no clock: the caller passes a function that measures a choice, so tests can use simulated
+disks.
 
-All choices that are compared with each other take turns, each time in another order: the drift of a machine that others
-use too hits all of them alike. What a round has found is not believed in the next one, which measures anew: the best of
-many noisy numbers is good luck in part. So the gain that is told comes from runs that had no part in the choosing.
+Choices that are compared take turns, each time in another order, so that drift of a shared machine affects all alike.
+Each round measures anew, because the best of many noisy numbers is partly luck. So the reported gain comes from runs
+that had no part in the choosing.
 """
 
 from __future__ import annotations
@@ -87,22 +87,22 @@ class Choice(NamedTuple):
 
 
 DEFAULTS = Choice()
-"""What counts without tuning."""
+"""The settings without tuning."""
 
 
 def settings_text(settings: dict[str, Any]) -> str:
-    """Say settings in one line, such as "engine threads, chunk_bytes 4 MiB"."""
+    """Describe settings in one line, such as "engine threads, chunk_bytes 4 MiB"."""
     return ", ".join(
         f"{key} {value // _MIB} MiB" if key.endswith("_bytes") else f"{key} {value}" for key, value in settings.items()
     )
 
 
 def choices_for(engines: Sequence[str], auto: str, *, ring_limit_bytes: int) -> list[Choice]:
-    """Return all there is to try but the defaults: first what is one value away from them, the rest as by lot.
+    """Return all choices but the defaults: first those that differ in one value, then the rest in random order.
 
     Args:
-        engines: Those that work in the directory.
-        auto: The one of them that "auto" takes.
+        engines: The engines that work in the directory.
+        auto: The engine that "auto" takes.
         ring_limit_bytes: The largest ring that still says something: a file should be several times as large.
     """
     names = ["auto", *(name for name in engines if name != auto)]
@@ -131,15 +131,15 @@ def choices_for(engines: Sequence[str], auto: str, *, ring_limit_bytes: int) -> 
 
 
 class Race(Generic[_Thing]):
-    """Measures things in turn, and keeps what it has measured. What cannot be measured is out of the race.
+    """Measures choices in turn, and keeps the results. Drops a choice that cannot be measured.
 
     Args:
-        measure: Seconds of one run; UnsupportedError if it cannot be.
+        measure: Returns the seconds of one run; raises UnsupportedError if a choice cannot be measured.
         now: A clock, in seconds.
 
     Attributes:
-        failed: Why, by thing.
-        run_count: How many runs there were.
+        failed: Reason of failure by choice.
+        run_count: Number of runs.
     """
 
     def __init__(self, measure: Callable[[_Thing], float], now: Callable[[], float]) -> None:
@@ -150,11 +150,10 @@ class Race(Generic[_Thing]):
         self.run_count = 0
 
     def round(self, things: Sequence[_Thing], repeat_count: int, deadline_s: float) -> dict[_Thing, list[float]]:
-        """Run each so many times; fewer times when it is too late, but the first of them at least once.
+        """Run each choice a number of times; stop early after the deadline, but run the first one at least once.
 
         Returns:
-            Seconds by thing; the same number for all that are there. Runs of a pass that was not ended do not count,
-            unless it was the first.
+            Seconds by choice, the same number for each. An unfinished pass does not count, unless it was the first.
         """
         found: dict[_Thing, list[float]] = {thing: [] for thing in things}
         for number in range(repeat_count):
@@ -268,7 +267,7 @@ def search(
 
 
 def simplify(race: Race[Choice], choice: Choice, repeat_count: int, deadline_s: float) -> Choice:
-    """Put back to its default every value that makes no difference: what is left says what matters.
+    """Reset to its default every value that makes no difference, so that only effective ones remain.
 
     Args:
         race: What measures.
@@ -303,13 +302,13 @@ def simplify(race: Race[Choice], choice: Choice, repeat_count: int, deadline_s: 
 
 
 def _plainer(choice: Choice, key: str) -> Choice:
-    """Put a value back to its default, where that is legal and leaves something."""
+    """Reset a value to its default, if the result is valid and not all defaults."""
     plainer = choice._replace(**{key: getattr(DEFAULTS, key)})
     return plainer if plainer.is_legal() and plainer != DEFAULTS else choice
 
 
 def _is_as_good(found: dict[Choice, list[float]], plain: Choice, choice: Choice) -> bool:
-    """Tell whether a plainer choice is as fast, as far as a few runs can say; in doubt it is."""
+    """Return whether a few runs show no evidence that a plainer choice is slower."""
     if plain not in found or choice not in found:
         return False
     comparison = Comparison(found[plain], found[choice])
@@ -325,8 +324,8 @@ class Comparison:
     """Runs of two things in turn, paired in order.
 
     Attributes:
-        before_s: Seconds of the one that is there already.
-        after_s: Seconds of the one that is proposed.
+        before_s: Seconds of the current choice.
+        after_s: Seconds of the proposed choice.
     """
 
     before_s: list[float]
@@ -375,7 +374,7 @@ class Comparison:
 
     @property
     def noise(self) -> float:
-        """How far the runs of the one that is there are apart: half the distance of the quartiles, by the median."""
+        """Noise of the `before` runs: half the distance of the quartiles, divided by the median."""
         if len(self.before_s) < 2:
             return 0.0
         quartiles = statistics.quantiles(self.before_s, n=4, method="inclusive")
@@ -389,11 +388,11 @@ def compare(
 
     Args:
         race: What measures.
-        before: The one that is there already.
-        after: The one that is proposed.
+        before: The current choice.
+        after: The proposed choice.
         deadline_s: By the race's clock.
-        pair_count_min: So many pairs are run, however late it is.
-        pair_count_max: And not more than so many.
+        pair_count_min: Least number of pairs, even after the deadline.
+        pair_count_max: Largest number of pairs.
     """
     found = race.round([before, after], pair_count_min, math.inf)
     for _ in range(pair_count_max - pair_count_min):

@@ -1,9 +1,9 @@
-"""The processes in which `fastpersist tune` saves: as a program would, with nothing but the environment to go by.
+"""The processes in which `fastpersist tune` saves, like a program that is configured by environment variables only.
 
-The command starts one process, the *foreman*, and sends it requests (`child_process`). The foreman holds the bytes that
-are saved, and forks a *saver* for each ring that is asked for, since a ring stays as long as its process; the bytes are
-shared. It does not save itself, so each saver starts with no ring and no engine. A saver's first save is a short one
-that is not told: it makes the ring, as the first save of a program does.
+The command starts one process, the *foreman*, and sends it requests (`child_process`). The foreman holds the bytes to
+save, and forks a *saver* for each ring configuration, since a ring lives as long as its process; they share the bytes.
+The foreman does not save, so each saver starts without ring and engine. A saver's first save is short and not counted:
+it makes the ring, as the first save of a program does.
 
     {"do": "fill", "size_bytes": n}                     hold so many bytes; savers are ended
     {"do": "save", "environment": {…}, "ring": [r, c]}  one process saves a fresh file          → seconds, engine

@@ -15,7 +15,7 @@ from fastpersist.errors import UnsupportedError
 
 __all__ = ["gdsio_command", "gdsio_sample", "run_gdsio", "why_no_gdsio"]
 
-# Where the packages of CUDA put it, which is in nobody's PATH.
+# Where the packages of CUDA install it; this is usually not in PATH.
 _USUAL_PLACE = "/usr/local/cuda/gds/tools/gdsio"
 
 
@@ -25,7 +25,7 @@ def _program() -> str:
 
 
 def why_no_gdsio(setup: Setup) -> str:
-    """Say why gdsio is left out; an empty string if it is not."""
+    """Return why gdsio is left out; an empty string if it is not."""
     if setup.device == "cpu":
         return "it moves bytes between disk and GPU memory, and this is about host memory"
     if setup.process_count > 1:
@@ -52,7 +52,7 @@ def run_gdsio(point: Point, setup: Setup, path: str) -> IoSample:
     """Run gdsio once on one file; a sync, which it does not do, is added to what it writes.
 
     Raises:
-        UnsupportedError: It failed, or said something else than it is known to say.
+        UnsupportedError: It failed, or its output is unknown.
     """
     command = gdsio_command(_program(), point, setup, path)
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What `bench io` varies and what it holds fixed, as plain values, and sizes as people type them. It does no I/O."""
+"""The parameters of `bench io`, varied (points) and fixed (setup), and sizes in text. It does no I/O."""
 
 from __future__ import annotations
 

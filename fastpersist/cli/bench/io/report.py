@@ -1,4 +1,4 @@
-"""What `bench io` says: a table for people, JSON for programs. The facts on the machine are from bench_report."""
+"""The output of `bench io`: a table for people, JSON for programs. `bench.report` has the facts on the machine."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _cells(result: IoResult, setup: Setup) -> list[str]:
 
 
 def _remarks(results: Sequence[IoResult]) -> list[str]:
-    """Say why rows have no samples, or fewer; what is said of many rows is said once."""
+    """Return why rows have no samples, or fewer; a reason of many rows appears once."""
     rows_by_note: dict[str, list[str]] = {}
     for result in results:
         if result.measured.note:

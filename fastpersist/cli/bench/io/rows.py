@@ -1,7 +1,7 @@
-"""What `bench io` compares: TensorFile at each point, and fio (gdsio for GPU memory) at the same one.
+"""The rows of `bench io`: TensorFile at each point, and fio (gdsio for GPU memory) at the same one.
 
-The rows of one direction take turns (bench_rows.measure). Reads are all of the same files, laid out before and dropped
-from the page cache before each run; each write is of fresh files, unless it is to be in place.
+The rows of one direction take turns (`bench.rows.measure`). All reads use the same files, written before and dropped
+from the page cache before each run; each write makes fresh files, unless it is in place.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`fastpersist bench overlap DIR`: what a checkpoint in every step costs a training, against others.
+"""`fastpersist bench overlap DIR`: measures the cost of a checkpoint in every step to a training, against others.
 
-Each way of saving trains in a process of its own (`overlap.worker`), the ways in turn for several rounds. Here is the
-command line; what is said is `overlap.report`'s. As in the other benchmarks, nothing fails because a machine is slow:
-the exit code is 0 unless a row of fastpersist itself fails, or --soak finds that something grows.
+Each way of saving trains in its own process (`overlap.worker`), in turn for several rounds. This module has the
+command line, `overlap.report` the output. As in the other benchmarks, a slow machine is no failure: the exit code is 0
+unless a row of fastpersist fails, or --soak finds growth.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `overlap` to the commands of `bench.command`."""
     parser = commands.add_parser(
         "overlap",
-        help="what a checkpoint in every step costs a training",
+        help="measure the cost of a checkpoint in every step to a training",
         description="What a checkpoint in every step costs a training: a stack of linear layers with random weights "
         "under AdamW, whose step is made as long as wanted by matrix products. Measured are its steps without "
         "checkpoints, with fastpersist.Checkpointer, with torch.save and fsync, and with "

@@ -1,4 +1,4 @@
-"""What `bench overlap` says: the runs or turns of each way condensed to a row, the table, and what a soak has found."""
+"""The output of `bench overlap`: the runs or turns of each way condensed to a row, the table, and a soak's result."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One run of a training with a way of saving: what its steps take, what saving takes of them, what is on disk then.
+"""One run of a training with a way of saving: the times of its steps and saves, and the files at the end.
 
-A model is anybody's; what a step computes of it, `TrainedModel`'s subclasses say.
+The model is arbitrary; subclasses of `TrainedModel` define what a step computes.
 """
 
 from __future__ import annotations

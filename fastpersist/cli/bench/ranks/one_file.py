@@ -1,6 +1,6 @@
-"""One file of a state that all ranks hold alike: the rows of saving it, of loading it, and of what saves have to agree.
+"""Rows for one file of a replicated state: saving it, loading it, and the cost of agreement.
 
-What a rank does is `ranks.work`'s; which row is a yardstick of which is decided here.
+`ranks.work` has the code of a rank; this module decides which row is the yardstick of which.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Processes that are the ranks of one gloo group on this machine.
 
-Each rank holds a state of its own in its own memory. Ranks do what they are told over a pipe, a function and its
-arguments (`ranks.work`, `ranks.sharded_work`), so that ways of saving take turns in the same processes. All times are
-of CLOCK_MONOTONIC, which the processes of one machine share: a save by several ranks lasts from the first that begins
-it to the last that returns.
+Each rank holds its state in its own memory. A rank gets a function and its arguments over a pipe, and calls it
+(`ranks.work`, `ranks.sharded_work`), so that ways of saving take turns in the same processes. All times are of
+CLOCK_MONOTONIC, which the processes of one machine share: a save by several ranks lasts from the first that begins it
+to the last that returns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Span = tuple[float, float]
 
 
 class Failed(Exception):
-    """A rank could not do what it was asked for: who, in what, and why, in one line; its traceback may follow."""
+    """A call failed on a rank: the rank, the call and the reason in one line; its traceback may follow."""
 
 
 def whole_span(spans: Sequence[Span]) -> float:

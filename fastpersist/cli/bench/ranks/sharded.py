@@ -1,6 +1,6 @@
-"""A state that is sharded over all ranks: the rows of saving and loading it, and of saving it in the background.
+"""Rows for a state that is sharded over all ranks: saving, loading, and saving in the background.
 
-What a rank does is `ranks.sharded_work`'s; which row is compared with which is decided here.
+`ranks.sharded_work` has the code of a rank; this module decides which row is compared with which.
 """
 
 from __future__ import annotations

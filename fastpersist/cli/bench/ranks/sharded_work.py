@@ -1,7 +1,7 @@
-"""What ranks do that hold a sharded state: save and load it through torch.distributed.checkpoint, or beside it.
+"""The code of ranks with a sharded state: they save and load it through torch.distributed.checkpoint (DCP), or others.
 
-Our storage writer and reader, DCP's own, and torch_checkpointing, each with the settings that serve it best on a CPU.
-Ways of saving in the background are those of `bench overlap`. In which order all take turns is not decided here.
+Our storage writer and reader, DCP's own, and torch_checkpointing, each with its best settings on a CPU. `bench overlap`
+has the ways of saving in the background. `ranks.sharded` decides the order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What ranks do that hold the same state: save it to one file and load that, and what limits them in that.
+"""The code of ranks with a replicated state: they save it to one file, load that, and measure the limits of both.
 
-The processes are `ranks.processes`; in which order they do what, and what is made of the times, is not decided here.
+`ranks.processes` runs the ranks; `ranks.one_file` decides the order, and evaluates the times.
 """
 
 from __future__ import annotations
