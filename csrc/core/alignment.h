@@ -1,4 +1,4 @@
-// Rounding to powers of two. All of csrc rounds here, so an overflow or an off-by-one has one place to hide.
+// Rounds to powers of two. All of csrc rounds here, so overflows and off-by-one errors have one place to be tested.
 #pragma once
 
 #include <bit>

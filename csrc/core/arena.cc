@@ -36,9 +36,9 @@ void Arena::Grow(uint64_t limit_bytes) {
   changed_.notify_all();
 }
 
-// Map the next blocks and pin them. To pin takes longer than to fill: others take and return blocks meanwhile, or wait
-// for these. `ahead`: pages that are not pinned are found and cleared, too. False: the kernel has no memory.
-// REQUIRES: !is_mapping_.
+// Map and pin the next blocks. Pinning takes longer than filling: other threads take and return blocks meanwhile, or
+// wait for these. `ahead`: also allocate and clear pages that are not pinned. Returns false if the kernel has no
+// memory. REQUIRES: !is_mapping_.
 bool Arena::Map(std::unique_lock<std::mutex>& lock, bool ahead) {
   PinnedMemory mapping = NextMapping();
   if (mapping.memory == nullptr) return false;
@@ -66,8 +66,8 @@ bool Arena::Map(std::unique_lock<std::mutex>& lock, bool ahead) {
   return true;
 }
 
-// A mapping out of the pinned cache, which may be larger than the limit allows; else a fresh one, of kBlocksPerMapping
-// blocks or up to the limit. Its memory is null where the kernel has none. REQUIRES: less than the limit is mapped.
+// Returns a mapping of the pinned cache, which may exceed the limit; else a fresh one, of kBlocksPerMapping blocks or
+// up to the limit. Its memory is null if the kernel has none. REQUIRES: less than the limit is mapped.
 PinnedMemory Arena::NextMapping() const {
   const size_t size_bytes = std::min<size_t>(kBlocksPerMapping, limit_count_ - mapped_count_) * kBlockBytes;
   PinnedMemory cached = TakeFromPinnedCache(size_bytes);
@@ -83,15 +83,14 @@ void Arena::Add(PinnedMemory mapping) {
   mapped_count_ += block_count;
 }
 
-// Blocks of what is mapped by now are taken and returned meanwhile. What is mapped later is pinned before its blocks
-// are taken.
+// Pins the mappings that exist now, while other threads take and return their blocks. Map pins later ones first.
 void Arena::PinWith(const Pin& pin) {
   std::unique_lock lock(mutex_);
   if (pin_) return;
   pin_ = pin;
   is_pinning_ = true;
   const size_t count = mappings_.size();
-  for (size_t index = 0; index < count; ++index) {  // others add behind these
+  for (size_t index = 0; index < count; ++index) {  // other threads append mappings
     if (mappings_[index].pinned != nullptr) continue;
     const std::span memory(mappings_[index].memory, mappings_[index].size_bytes);
     lock.unlock();
@@ -169,7 +168,7 @@ void Arena::TakeBack(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-// Unused mappings, without which as much as the limit stays mapped.
+// Take out unused mappings as long as the limit stays mapped without them.
 std::vector<PinnedMemory> Arena::TakeSurplus() {
   std::vector<PinnedMemory> surplus;
   for (size_t index = 0; !is_pinning_ && index < mappings_.size() && mapped_count_ > limit_count_;) {

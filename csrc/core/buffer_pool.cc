@@ -44,11 +44,11 @@ BufferPool::BufferPool(std::byte* memory, size_t buffer_count, size_t buffer_byt
 }
 
 BufferPool::~BufferPool() {
-  if (ForkGeneration() != fork_generation_) return;  // the mapping did not come along
+  if (ForkGeneration() != fork_generation_) return;  // this process does not have the mapping
   TakeBack();
   const std::span memory(memory_, buffer_count_ * buffer_bytes_);
   quarantine_.Outlive(memory, [memory, owner = owner_, pinned = std::move(pinned_)]() mutable {
-    pinned.reset();  // the device forgets it before it is gone
+    pinned.reset();  // unpin before unmapping
     if (owner == nullptr) UnmapBuffers(memory.data(), memory.size());
     owner.reset();
   });
@@ -70,12 +70,12 @@ size_t BufferPool::free_count() {
 }
 
 bool BufferPool::has_waiting() const {
-  if (ForkGeneration() != fork_generation_) return false;  // the mutex may have been held while the parent forked
+  if (ForkGeneration() != fork_generation_) return false;  // the parent may have forked while the mutex was held
   const std::lock_guard lock(mutex_);
   return !waiting_.empty();
 }
 
-// kPrivate: `into` has no buffers, since devices hold up too many.
+// Join the ring. kPrivate: devices hold up too many buffers, and `into` gets none.
 Result<BufferPool::Admission> BufferPool::Join(std::vector<std::byte*>& into, const std::function<Status()>& poll) {
   ReleaseComplete();
   TakeBack();
@@ -103,19 +103,19 @@ Result<BufferPool::Admission> BufferPool::Join(std::vector<std::byte*>& into, co
     free_.pop_back();
   }
   std::erase(waiting_, ticket);
-  changed_.notify_all();  // somebody else may be first now
+  changed_.notify_all();  // another transfer may be first now
   if (!stop.ok()) return stop;
   return admission;
 }
 
-// After Join has said kPrivate.
+// Create the pool for a transfer for which Join returned kPrivate.
 Result<std::unique_ptr<BufferPool>> BufferPool::CreatePrivate() {
   Result<std::unique_ptr<BufferPool>> created = Create(kBuffersPerTransfer, buffer_bytes_);
   if (!created.ok()) {
     EndPrivate();
     return NotEnough();
   }
-  std::call_once(created.value()->pin_once_, [] {});  // nobody pins it
+  std::call_once(created.value()->pin_once_, [] {});  // nobody may pin it
   return created;
 }
 
@@ -154,7 +154,7 @@ void BufferPool::TakeBack() {
   changed_.notify_all();
 }
 
-// Those that have the buffers wait for a device: whoever waits for buffers now gets private ones.
+// The owners of the buffers wait for a device: give private buffers to all transfers that wait now.
 void BufferPool::AdmitPrivately() {
   if (ForkGeneration() != fork_generation_) return;
   {
@@ -167,7 +167,7 @@ void BufferPool::AdmitPrivately() {
 Status BufferPool::NotEnough() const {
   return Status::Error(owner_ == nullptr ? StatusCode::kNoMemory : StatusCode::kDeviceError,
                        std::to_string(quarantined_count()) + " of the ring's " + std::to_string(buffer_count_) +
-                           " buffers wait for a device that does not end its copies, and there is no memory for " +
+                           " buffers wait for a device that does not complete its copies, and there is no memory for " +
                            "others: end what the device's streams wait for, or start a new process");
 }
 
@@ -194,7 +194,7 @@ BufferShare::BufferShare(BufferShare&& other) noexcept
 }
 
 BufferShare::~BufferShare() {
-  FP_CHECK(unused_.size() == owned_count_);  // a buffer still in flight would be handed to somebody else
+  FP_CHECK(unused_.size() == owned_count_);  // a buffer in flight must not go to another transfer
   for (std::byte* buffer : unused_) pool().Return(buffer);
   if (private_pool_ != nullptr) ring_->EndPrivate();
 }

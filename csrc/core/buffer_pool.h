@@ -1,16 +1,16 @@
 // The ring: a fixed number of aligned buffers of one size, allocated once, shared by every transfer of the process.
 // It does not grow, so host memory is bounded, and waiting for a buffer is the back-pressure of a transfer.
 //
-// The sharing rule. A transfer joins with kBuffersPerTransfer buffers before it moves a byte and keeps that many until
-// it leaves; so no transfer waits for another while it holds what the other needs, and no two can deadlock. It may take
-// more while nobody waits to join, and gives those back as soon as somebody does. Transfers join in the order they
-// came.
+// The sharing rule. A transfer joins with kBuffersPerTransfer buffers before it moves a byte, and keeps that many until
+// it leaves. No transfer therefore waits for another while it holds buffers that the other needs, and no two can
+// deadlock. A transfer may take more while no other waits to join, and gives those back once one does. Transfers join
+// in order of arrival.
 //
-// Devices that stand still. A transfer that gives up quarantines the buffers that a device may still copy from or to
-// (core/quarantine.h): the ring has fewer buffers until the device has completed its copies. Transfers of CPU tensors
-// must go on meanwhile. So a transfer joins with a private pool of kBuffersPerTransfer buffers where the ring has too
-// few buffers left, or where those that have them wait for a device. Private buffers are never pinned, since to pin
-// memory may wait for that very device. All private pools together have at most as many buffers as the ring.
+// Hung devices. A transfer that gives up quarantines the buffers that a device may still copy from or to
+// (core/quarantine.h): the ring lacks them until the device has completed its copies. Transfers of CPU tensors must go
+// on meanwhile. So a transfer joins with a private pool of kBuffersPerTransfer buffers if the ring has too few left, or
+// if their owners wait for a device. Private buffers are never pinned, since pinning may wait for that very device. All
+// private pools together have at most as many buffers as the ring.
 #pragma once
 
 #include <atomic>
@@ -36,10 +36,10 @@ class BufferPool {
   static constexpr size_t kBuffersPerTransfer = 2;
   static constexpr uint64_t kBufferAlignment = 4096;
 
-  // One anonymous mapping, advised to use huge pages and to stay out of forked children. kNoMemory when it cannot be
-  // had. REQUIRES: buffer_bytes is a multiple of kBufferAlignment, buffer_count >= kBuffersPerTransfer.
+  // Map the buffers anonymously, advised to use huge pages and to stay out of forked children. kNoMemory if the kernel
+  // refuses. REQUIRES: buffer_bytes is a multiple of kBufferAlignment, buffer_count >= kBuffersPerTransfer.
   static Result<std::unique_ptr<BufferPool>> Create(size_t buffer_count, size_t buffer_bytes);
-  // Over the memory of `owner`, which lives as long as the pool: memory of a device, which no thread can look into.
+  // A pool over device memory, which no thread can read. `owner` keeps the memory alive as long as the pool lives.
   static std::unique_ptr<BufferPool> Over(std::byte* memory, size_t buffer_count, size_t buffer_bytes,
                                           std::shared_ptr<void> owner);
   ~BufferPool();
@@ -50,12 +50,12 @@ class BufferPool {
   size_t buffer_count() const { return buffer_count_; }
   // Takes complete buffers out of quarantine first.
   size_t free_count();
-  // Neither free nor a transfer's.
+  // Buffers that are neither free nor owned by a transfer.
   size_t quarantined_count() const { return quarantine_.count(); }
 
-  // Let a device know the ring's memory. The first call counts, for as long as the pool lives; later ones do nothing.
+  // Pin the ring's memory for a device, for as long as the pool lives. Only the first call counts.
   void PinWith(const Pin& pin);
-  // Whether a device knows this buffer.
+  // Whether a device has pinned this buffer.
   bool is_pinned(const std::byte* buffer) const;
 
  private:
@@ -77,7 +77,7 @@ class BufferPool {
   std::byte* const memory_;
   const size_t buffer_count_;
   const size_t buffer_bytes_;
-  const std::shared_ptr<void> owner_;  // of the memory; null: the pool itself
+  const std::shared_ptr<void> owner_;  // keeps the memory alive; null: the pool maps it
   const uint64_t fork_generation_;
   std::once_flag pin_once_;
   std::shared_ptr<void> pinned_;
@@ -87,44 +87,44 @@ class BufferPool {
   Quarantine quarantine_;
   uint64_t next_ticket_ = 0;
   std::deque<uint64_t> waiting_;          // tickets of the transfers that wait to join, in order
-  uint64_t private_until_ticket_ = 0;     // those before it need not wait for buffers of the ring
+  uint64_t private_until_ticket_ = 0;     // earlier tickets need not wait for buffers of the ring
   std::atomic<size_t> private_count_{0};  // buffers of private pools
 };
 
 // The buffers of one transfer. Not thread-safe: one owner. Returns everything on destruction.
 class BufferShare {
  public:
-  // Waits for kBuffersPerTransfer buffers; `poll` is asked about every 50 ms and its error ends the wait.
+  // Wait for kBuffersPerTransfer buffers; calls `poll` about every 50 ms, and its error ends the wait.
   static Result<BufferShare> Join(BufferPool& pool, const std::function<Status()>& poll);
   BufferShare(BufferShare&& other) noexcept;
   BufferShare& operator=(BufferShare&&) = delete;
   ~BufferShare();
 
-  // An unused buffer of this share, else one more from the pool, else nullptr: put one back first.
+  // Returns an unused buffer of this share, else another one of the pool, else null: put one back first.
   std::byte* Take();
   void Put(std::byte* buffer);
-  // Instead of Put, where a transfer gives up and a device may still copy from or to the buffer, which comes back to
-  // the pool when the copies are complete. Only Put and PutInQuarantine may be called afterwards.
+  // Instead of Put, if a transfer gives up and a device may still copy from or to the buffer: the pool gets it back
+  // when the copies are complete. Afterwards call only Put and PutInQuarantine.
   void PutInQuarantine(std::byte* buffer, CopiesComplete complete);
-  // Give back what a transfer does not need while it moves nothing. REQUIRES: all buffers are unused.
+  // Give back all but what the share must keep while its transfer moves nothing. REQUIRES: all buffers are unused.
   void Rest();
-  // To be called now and then while this transfer waits for a device, so that others that join do not wait for it, too.
+  // Call this now and then while the transfer waits for a device, so that joining transfers need not.
   void LetOthersJoin();
 
-  // Of the buffers: the ring, or a private pool.
+  // The pool of the buffers: the ring, or a private pool.
   BufferPool& pool() const { return private_pool_ != nullptr ? *private_pool_ : *ring_; }
 
  private:
   explicit BufferShare(BufferPool& ring) : ring_(&ring) {}
 
-  // How long a transfer makes others wait for a device: longer than any copy of its own takes.
+  // How long a transfer may make others wait for a device: longer than any single copy takes.
   static constexpr std::chrono::milliseconds kPatience{500};
 
   BufferPool* ring_;
   std::unique_ptr<BufferPool> private_pool_;  // null: the buffers are the ring's
   std::vector<std::byte*> unused_;
   size_t owned_count_ = 0;
-  std::chrono::steady_clock::time_point moved_at_ = std::chrono::steady_clock::now();  // a buffer, the last time
+  std::chrono::steady_clock::time_point moved_at_ = std::chrono::steady_clock::now();  // the last Take or Put
 };
 
 }  // namespace fastpersist

@@ -1,5 +1,5 @@
-// FP_CHECK states an invariant. It is on in every build: setuptools passes -DNDEBUG, so assert() would vanish where it
-// matters. A broken invariant aborts with the place; it is never used for what a disk, a file or a user may do.
+// FP_CHECK states an invariant, in every build: setuptools passes -DNDEBUG, which would remove assert(). A broken
+// invariant aborts and prints its place. Never use it for input from disks, files or users.
 #pragma once
 
 #include <cstdio>

@@ -8,8 +8,8 @@
 // 32-bit state bit 31 is the coefficient of x^0 and bit 0 that of x^31.
 //
 // Since remainders add up, state(A then B) = state(A) * x^n + state(B), where B has n bits and its state begins at 0.
-// All speed below comes from this one line: pieces are worked on side by side and moved into place by a multiplication
-// with x^n mod P, where the factor is a constant when n is one. The compiler computes every such constant from P.
+// This line gives all speed below: several pieces are computed at once, and a multiplication by x^n mod P, a constant
+// for constant n, moves each into place. The compiler computes every such constant from P.
 //
 // Folding follows V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel
 // white paper, 2009. The constants look different here because they are kept in the upper half of their 64 bits.
@@ -36,7 +36,7 @@ constexpr uint32_t kOne = 0x80000000;         // x^0
 
 constexpr uint32_t MultiplyByX(uint32_t a) { return (a >> 1) ^ ((a & 1) != 0 ? kPolynomial : 0); }
 
-// Without branches on the bits of b: they are random, and a wrong guess costs more than the whole step.
+// No branches on the bits of b: they are random, and a wrong guess costs more than the whole step.
 constexpr uint32_t Multiply(uint32_t a, uint32_t b) {
   uint32_t product = 0;
   for (int power = 0; power < 32; ++power) {
@@ -167,14 +167,14 @@ constexpr FoldFactors FoldOver(uint64_t distance_bits) {
           .high = static_cast<int64_t>(uint64_t{PowerOfX(distance_bits - 1, 0)} << 32)};
 }
 
-// What becomes of the bytes after they are loaded. Streaming stores leave the cache alone: a plain store first reads
-// the line it is about to overwrite, a third of all traffic in a copy of cold bytes.
+// What happens to the bytes after they are loaded. Streaming stores bypass the cache: a plain store first reads the
+// line that it overwrites, a third of all traffic in a copy of cold bytes.
 enum class Then : uint8_t { kForget, kStream };
 
-// Far enough to hide the latency of memory while streaming, and across the ends of pages, where the hardware's own
-// prefetching stops. Reading alone is no faster for it. A prefetch beyond the source's end is dropped, it never faults.
-// NTA: the source is read once, and must not push out of the shared cache what a training beside us works on. Copies
-// are as fast as with T0.
+// The prefetch distance: far enough to hide the latency of memory while streaming, and across page ends, where the
+// hardware's prefetching stops. Reading alone is no faster with it. A prefetch beyond the source's end never faults.
+// NTA: the source is read once and must not evict the data of a training from the shared cache. Copies are as fast as
+// with T0.
 constexpr size_t kPrefetchBytes = 2048;
 
 template <Then kThen>
@@ -237,8 +237,8 @@ FP_TARGET_AVX512 inline __m512i Load512(std::byte* target, const std::byte* sour
   return loaded;
 }
 
-// The upper halves are zeroed by hand: g++ 12, seeing that what it calls next leaves them alone, forgets to, and all
-// 128-bit code of the process (the PCLMULQDQ variant too) would run at half speed until somebody else does it.
+// Zero the upper halves by hand: g++ 12 omits it when the next call leaves them alone, and then all 128-bit code of the
+// process (the PCLMULQDQ variant too) runs at half speed until somebody zeroes them.
 FP_TARGET_AVX512 inline uint32_t StateOf(__m512i folded) {
   std::array<std::byte, sizeof(__m512i)> bytes;
   _mm512_storeu_si512(bytes.data(), folded);
@@ -292,7 +292,7 @@ FP_TARGET_AVX512 uint32_t FoldAvx512(uint32_t state, std::byte* target, const st
   return StateOf(d);
 }
 
-// Whole blocks by `kFold`, what is left by `kRest`.
+// Whole blocks by `kFold`, the rest by `kRest`.
 template <CopyFunction kFold, size_t kBlockBytes, UpdateFunction kRest>
 uint32_t UpdateByFolding(uint32_t state, const std::byte* data, size_t size_bytes) {
   const size_t folded_bytes = size_bytes - size_bytes % kBlockBytes;
@@ -303,7 +303,7 @@ uint32_t UpdateByFolding(uint32_t state, const std::byte* data, size_t size_byte
 constexpr UpdateFunction kUpdatePclmul = UpdateByFolding<FoldPclmul<Then::kForget>, kPclmulBlockBytes, UpdatePortable>;
 constexpr UpdateFunction kUpdateAvx512 = UpdateByFolding<FoldAvx512<Then::kForget>, kAvx512BlockBytes, kUpdatePclmul>;
 
-// Below this size the wait for the streamed bytes to leave the core costs more than the cache does.
+// For smaller sizes, waiting until the streamed bytes have left the core costs more than the cache does.
 constexpr size_t kStreamMinBytes = 1024;
 constexpr size_t kCacheLineBytes = 64;
 
@@ -337,7 +337,7 @@ constexpr Crc32Variant kPclmul = {
 };
 
 bool HasPclmul() { return __builtin_cpu_supports("pclmul"); }
-// Asks for the operating system's consent to the wide registers too.
+// Also checks that the operating system has enabled the wide registers.
 bool HasAvx512() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq") && HasPclmul(); }
 
 #endif  // __x86_64__
@@ -366,7 +366,7 @@ FP_TARGET_CRC inline uint32_t Step(uint32_t state, const std::byte* data) {
   return CrcOf8(state, word);
 }
 
-// Takes as many times three strips of kStripBytes as there are, and moves `data` and `size_bytes` past them.
+// Take as many groups of three strips of kStripBytes as there are; advance `data` and `size_bytes` past them.
 template <size_t kStripBytes>
 FP_TARGET_CRC uint32_t UpdateByStrips(uint32_t state, const std::byte*& data, size_t& size_bytes) {
   static_assert(kStripBytes % sizeof(uint64_t) == 0);
@@ -386,7 +386,7 @@ FP_TARGET_CRC uint32_t UpdateByStrips(uint32_t state, const std::byte*& data, si
   return state;
 }
 
-// Joining strips costs about as much as 1 KiB of CRC, so long strips come first and short ones take what is left.
+// Joining strips costs about as much as 1 KiB of CRC, so long strips come first, and short ones take the rest.
 FP_TARGET_CRC uint32_t UpdateArmv8(uint32_t state, const std::byte* data, size_t size_bytes) {
   static_assert(kCopyBlockBytes == size_t{3} * 8192, "a copied block is three long strips");
   state = UpdateByStrips<8192>(state, data, size_bytes);

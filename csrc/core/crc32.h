@@ -11,7 +11,7 @@
 
 namespace fastpersist {
 
-// The CRC of the bytes that gave `crc` followed by `data`; the CRC of no bytes is 0, so start with that.
+// Continue `crc`, the CRC of earlier bytes, with `data`; the CRC of no bytes is 0, so start with that.
 // Crc32(0, "123456789", 9) == 0xCBF43926.
 uint32_t Crc32(uint32_t crc, const std::byte* data, size_t size_bytes);
 
@@ -23,14 +23,14 @@ uint32_t CopyWithCrc32(uint32_t crc, std::byte* target, const std::byte* source,
 // The CRC of two byte strings joined, from the CRC of each and the length of the second. O(log second_size_bytes).
 uint32_t CombineCrc32(uint32_t first, uint32_t second, uint64_t second_size_bytes);
 
-// One way to do the work; `function` has the contract of Crc32, `copy_function` that of CopyWithCrc32.
+// One implementation; `function` has the contract of Crc32, `copy_function` that of CopyWithCrc32.
 struct Crc32Variant {
   std::string_view name;  // "avx512-vpclmulqdq", "pclmulqdq", "armv8-crc" or "portable"
   uint32_t (*function)(uint32_t crc, const std::byte* data, size_t size_bytes);
   uint32_t (*copy_function)(uint32_t crc, std::byte* target, const std::byte* source, size_t size_bytes);
 };
 
-// The variants this CPU can run, fastest first, "portable" last. For tests and benchmarks.
+// The variants that this CPU can run, fastest first, "portable" last. For tests and benchmarks.
 std::span<const Crc32Variant> Crc32Variants();
 
 // The name of the variant that Crc32 and CopyWithCrc32 use.

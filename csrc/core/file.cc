@@ -35,7 +35,7 @@ uint32_t FieldAt(const struct statx& answer, size_t offset) {
   return value;
 }
 
-// /sys knows the logical block size of a device without permission to open it; for a partition it is in the parent.
+// /sys has a device's logical block size without permission to open it; for a partition, in the parent's folder.
 uint32_t LogicalBlockSize(uint32_t major, uint32_t minor) {
   for (const char* suffix : {"", "/.."}) {
     const std::string device = std::to_string(major) + ":" + std::to_string(minor);
@@ -54,13 +54,13 @@ Status RenameWith(unsigned flags, const std::string& source, const std::string& 
   if (syscall(SYS_renameat2, AT_FDCWD, source.c_str(), AT_FDCWD, target.c_str(), flags) == 0) return Status::Ok();
   const int sys_errno = errno;
   Status status = Status::FromErrno(sys_errno, operation, target);
-  // EINVAL: the file system does not know the flag. EPERM: a sandbox that filters system calls, or a right that is
-  // missing; then the plain renames that come instead fail as well, and say so.
+  // EINVAL: the file system does not know the flag. EPERM: a sandbox filters system calls, or a right is missing; the
+  // caller then renames plainly, which reports a missing right.
   if (sys_errno == EINVAL || sys_errno == EPERM) return Status::Error(StatusCode::kUnsupported, status.message());
   return status;
 }
 
-// Set the size, if the file system has space for the pages that the file lacks.
+// Set the size if the file system has space for the pages that the file lacks.
 Status AllocateOnTmpfs(int fd, uint64_t size_bytes, std::string_view path) {
   struct statfs system = {};
   struct stat file = {};

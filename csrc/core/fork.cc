@@ -9,7 +9,7 @@
 namespace fastpersist {
 namespace {
 
-// Plain atomics, no lock: the child handler runs with whatever locks the parent's other threads held.
+// Plain atomics without a lock: the child handler runs while the parent's other threads may have held any lock.
 std::atomic<uint64_t> g_generation{0};
 // A slot holds descriptor + 1, so that zero-initialised slots are free.
 constexpr int kFree = 0;

@@ -1,7 +1,7 @@
-// What a forked child may touch. The kernel objects behind an engine (its ring, its completion queue, its threads) and
-// the pages of the ring (MADV_DONTFORK) belong to the parent. A child that unmapped or closed through a copied object
-// could hit something of its own. So an object remembers the generation in which it was made and does nothing in a
-// later one. Descriptors that must not outlive a fork are registered here and closed in the child.
+// Tells objects that a forked child must leave alone. The kernel objects behind an engine (its ring, completion queue
+// and threads) and the pages of the ring (MADV_DONTFORK) belong to the parent. A child that unmaps or closes through a
+// copied object could hit something of its own. So each object remembers its fork generation and does nothing in a
+// later one. Descriptors that must not outlive a fork are registered here, and the child closes them.
 #pragma once
 
 #include <atomic>
@@ -13,9 +13,8 @@ namespace fastpersist {
 // 0 in the process that loaded the module, one more in each fork below it. Async-signal-safe, thread-safe.
 uint64_t ForkGeneration();
 
-// One T for each process, made at first use and never destroyed, since it may still be in use when the process ends. A
-// forked child makes its own, since the parent's may have been locked at that moment. For static variables;
-// thread-safe.
+// One T for each process, made at first use and never destroyed, since threads may use it when the process ends. A
+// forked child makes its own, since a parent's thread may have held its lock. For static variables; thread-safe.
 template <typename T>
 class PerProcess {
  public:
@@ -37,8 +36,8 @@ class PerProcess {
   std::atomic<Slot*> slot_{nullptr};
 };
 
-// A file descriptor that is closed in forked children. Thread-safe; at most 1024 at once, further ones are simply
-// inherited (they are O_CLOEXEC, so exec still drops them).
+// Register a descriptor that forked children close. Thread-safe; at most 1024 at once: children inherit further ones
+// (they are O_CLOEXEC, so exec drops them).
 void CloseInForkedChild(int fd);
 void ForgetDescriptor(int fd);  // before closing it in this process
 

@@ -22,7 +22,7 @@
 namespace fastpersist {
 namespace {
 
-constexpr uint64_t kStepBytes = uint64_t{4} << 20;         // how long a stop may have to wait: about 1 ms
+constexpr uint64_t kStepBytes = uint64_t{4} << 20;         // the longest wait of a stop: about 1 ms
 constexpr uint64_t kWorthwhileBytes = uint64_t{64} << 20;  // below, starting a thread costs more than it gains
 
 // The whole units inside a range.
@@ -44,8 +44,8 @@ void Populate(std::span<std::byte> range) { (void)madvise(range.data(), range.si
 
 namespace {
 
-// Anonymous memory on a huge-page boundary, advised to use huge pages; null, with errno set, when it cannot be had.
-// NORESERVE: what is not touched costs nothing. Whole pages: munmap cuts between pages only.
+// Map anonymous memory on a huge-page boundary, advised to use huge pages; null, with errno set, if the kernel refuses.
+// NORESERVE: untouched pages cost nothing. Whole pages: munmap cuts between pages only.
 std::byte* MapOnHugePages(size_t wanted_bytes) {
   const size_t size_bytes = AlignUp(wanted_bytes, PageBytes());
   // One huge page more than needed, cut off again at both ends.
@@ -74,7 +74,7 @@ std::byte* MapBuffers(size_t size_bytes) {
 
 namespace {
 
-// A list that only grows, so that it needs no lock, which a fork could leave locked.
+// A list that only grows: it needs no lock, which a fork could leave locked.
 struct Unreleased {
   const std::byte* memory;
   const Unreleased* next;
@@ -137,7 +137,7 @@ void Prefault::Run() const {
     for (uint64_t at = first; at < last; at += kStepBytes) {
       if (stopping_.load(std::memory_order_relaxed)) return;
       const uint64_t size_bytes = std::min(kStepBytes, last - at);
-      // Refused: an older kernel, or no memory, which the thread that fills will hear of.
+      // An older kernel, or no memory: the filling thread will get that error.
       if (madvise(reinterpret_cast<void*>(at), size_bytes, MADV_POPULATE_WRITE) != 0) return;
     }
   }

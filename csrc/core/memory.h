@@ -1,5 +1,5 @@
-// Memory of this library: mappings for buffers, which devices may know, and fresh memory that is about to be filled,
-// which meets fewer faults, and those on another core than the one that fills it.
+// The memory of this library: mappings for buffers, pages locked in memory, and a thread that prepares fresh memory
+// before another one fills it.
 #pragma once
 
 #include <pthread.h>
@@ -20,19 +20,19 @@ namespace fastpersist {
 // 512. It is only advice, which the kernel may ignore.
 void AdviseHugePages(std::span<std::byte> range);
 
-// Let the kernel find and clear the pages of a range now. A kernel before 5.14 does it when they are touched.
-// REQUIRES: on page boundaries.
+// Make the kernel allocate and clear the pages of a range now. A kernel before 5.14 does it at the first touch.
+// REQUIRES: the range lies on page boundaries.
 void Populate(std::span<std::byte> range);
 
-// Of this kernel: 4 KiB as a rule, up to 64 KiB on aarch64.
+// The page size of this kernel: usually 4 KiB, up to 64 KiB on aarch64.
 uint64_t PageBytes();
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
 
-// Anonymous memory for our own buffers: on a huge-page boundary, advised to use huge pages (without them a first touch
-// meets 512 faults instead of one, and the kernel pins more pages per request) and to stay out of forked children
-// (which have no use of it, and would make this process copy pages that direct I/O writes into). Null, with errno set,
-// when it cannot be had. Given back by UnmapBuffers(memory, size_bytes).
+// Map anonymous memory for buffers, on a huge-page boundary, advised to use huge pages (else a first touch meets 512
+// faults instead of one, and the kernel pins more pages per request) and to stay out of forked children (which do not
+// need it, and would make this process copy pages that direct I/O writes to). Returns null and sets errno if the kernel
+// refuses. Free it by UnmapBuffers(memory, size_bytes).
 std::byte* MapBuffers(size_t size_bytes);
 void UnmapBuffers(std::byte* memory, size_t size_bytes);
 
@@ -41,24 +41,23 @@ inline bool IsInside(std::span<const std::byte> memory, const std::byte* address
   return std::less_equal<>()(memory.data(), address) && std::less<>()(address, memory.data() + memory.size());
 }
 
-// For memory of MapBuffers that a device did not let go of: UnmapBuffers leaves it mapped from now on. If the address
-// were mapped anew, the device would take the new memory for the old, and copy from and to it.
+// Make UnmapBuffers leave this memory mapped, because a device did not release it. If the kernel mapped the address
+// anew, the device would copy from and to the new memory.
 void KeepMapped(const std::byte* memory);
 
-// Makes memory known to a device, so that it copies from and to it by itself; the memory is known to it as long as what
-// is returned lives. Never fails: memory that a device does not know is only slower.
+// Pins memory for a device, so that it copies from and to it by itself, while the returned object lives. Never fails: a
+// device also copies from and to unpinned memory, only slower.
 using Pin = std::function<std::shared_ptr<void>(std::span<std::byte> memory)>;
 
-// Whether a device has completed the copies that it was told to make from or to some memory. It is asked now and then,
-// and not again once it is true. What it holds, such as references to the other side of the copies, lives until then.
+// Whether a device has completed its copies from or to some memory. Called now and then until it returns true. Objects
+// that it holds, such as references to the other side of the copies, live until then.
 using CopiesComplete = std::function<bool()>;
 
-// Page-locked memory, which is never swapped out: zeroed, and on a huge-page boundary where it is large enough. A
-// forked child has a copy that is not locked.
+// Page-locked memory, which is never swapped out: zeroed, and on a huge-page boundary if it is large enough. The copy
+// in a forked child is not locked.
 class LockedMemory {
  public:
-  // kNoMemory, with what to do about it, where the limit (RLIMIT_MEMLOCK) or the machine does not allow it.
-  // REQUIRES: size_bytes > 0.
+  // kNoMemory, with advice, if the limit (RLIMIT_MEMLOCK) or the machine does not allow it. REQUIRES: size_bytes > 0.
   static Result<std::unique_ptr<LockedMemory>> Create(size_t size_bytes);
   ~LockedMemory();
   LockedMemory(const LockedMemory&) = delete;
@@ -76,17 +75,17 @@ class LockedMemory {
   const size_t mapped_bytes_;
 };
 
-// A thread that makes the kernel find and clear the pages of fresh memory before another one fills it. Clearing is a
-// third of the work of a load, and where the filling thread does it, the disk waits. This changes no byte, so it may
-// run beside the filling.
+// A thread that makes the kernel allocate and clear fresh pages before another thread fills them. Clearing is a third
+// of a load's work, and the disk waits if the filling thread does it. It changes no byte, so it may run beside the
+// filling.
 //
-// Does nothing where it cannot help: with one CPU, little memory, a kernel before 5.14, or where no thread can be had.
+// Does nothing if it cannot help: with one CPU, little memory, a kernel before 5.14, or if no thread can be started.
 class Prefault {
  public:
-  // Starts at once, in the order given. The ranges stay mapped until destruction. Only whole pages inside them are
-  // prepared, since the kernel refuses a range that begins within a page. `page_bytes` is for tests.
+  // Start at once, in the order given. The ranges stay mapped until destruction. It prepares only whole pages inside
+  // them, since the kernel refuses a range that begins within a page. `page_bytes` is for tests.
   explicit Prefault(std::vector<std::span<std::byte>> ranges, uint64_t page_bytes = PageBytes());
-  // Stops after the 4 MiB at which the thread is, for which it waits.
+  // Stops; waits until the thread has ended its current step of 4 MiB.
   ~Prefault();
   Prefault(const Prefault&) = delete;
   Prefault& operator=(const Prefault&) = delete;

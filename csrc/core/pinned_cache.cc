@@ -35,7 +35,7 @@ class PinnedCache {
       const size_t b_bytes = b.memory.size_bytes;
       return a_bytes >= size_bytes && b_bytes >= size_bytes ? a_bytes < b_bytes : a_bytes > b_bytes;
     };
-    // Of several that fit alike, the one that came last: those that nobody needs then reach the end of their lifetime.
+    // Of equal candidates, take the newest: unneeded ones then reach the end of their lifetime.
     const auto best = std::min_element(entries_.rbegin(), entries_.rend(), fits_better);
     if (best == entries_.rend()) return {};
     PinnedMemory taken = std::move(best->memory);
@@ -77,7 +77,7 @@ class PinnedCache {
                            [](uint64_t sum, const Entry& entry) { return sum + entry.memory.size_bytes; });
   }
 
-  // Where no thread can be had, no memory reaches the end of its lifetime. REQUIRES: the mutex is held.
+  // Without a thread, memory never reaches the end of its lifetime. REQUIRES: the mutex is held.
   bool StartWatch() {
     pthread_t thread{};
     if (StartThread(thread, "fastpersist-pin", [this] { Watch(); }) != 0) return false;
@@ -85,7 +85,7 @@ class PinnedCache {
     return true;
   }
 
-  // Give back what has reached the end of its lifetime, until the cache is empty.
+  // Give back memory at the end of its lifetime, until the cache is empty.
   void Watch() {
     std::unique_lock lock(mutex_);
     while (!entries_.empty()) {

@@ -1,7 +1,7 @@
-// The cache of pinned memory: what ended arenas had pinned, for the arenas that follow. To pin memory takes longer than
-// to fill it; with the cache, a program that makes an arena for each save pins no more than one that keeps its arena.
-// The cache never holds more than arenas have had at once. It gives memory back to the kernel when no arena has taken
-// it for ten minutes, or when a device refuses to pin more.
+// The cache of pinned memory: ended arenas leave theirs, later arenas take it. Pinning takes longer than filling; with
+// the cache, a program that makes an arena for each save pins no more than one that keeps its arena. The cache never
+// holds more than arenas have had at once. It gives memory back to the kernel if no arena has taken it for ten minutes,
+// or if a device refuses to pin more.
 #pragma once
 
 #include <chrono>
@@ -11,7 +11,7 @@
 
 namespace fastpersist {
 
-// A mapping (MapBuffers), and what keeps it known to a device.
+// A mapping (MapBuffers), and the object that keeps it pinned.
 struct PinnedMemory {
   std::byte* memory = nullptr;  // null: there is none
   size_t size_bytes = 0;
@@ -23,18 +23,18 @@ struct PinnedMemory {
 // REQUIRES: no device copies into the memory.
 void PutInPinnedCache(PinnedMemory memory);
 
-// The smallest mapping of at least this size, else the largest. Its memory is null where the cache is empty.
+// Take the smallest mapping of at least this size, else the largest. Its memory is null if the cache is empty.
 PinnedMemory TakeFromPinnedCache(size_t size_bytes);
 
 uint64_t PinnedCacheBytes();
 
-// Give all of it back to the kernel; returns how many bytes that was.
+// Give all memory back to the kernel; returns its size in bytes.
 uint64_t EmptyPinnedCache();
 
 // How long memory stays in the cache. For tests.
 void SetPinnedCacheLifetime(std::chrono::milliseconds lifetime);
 
-// The device forgets the memory, then the memory, if there is any, is unmapped.
+// Unpin the memory, if there is any, then unmap it.
 void Unmap(PinnedMemory memory);
 
 }  // namespace fastpersist

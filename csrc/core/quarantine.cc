@@ -9,7 +9,7 @@
 namespace fastpersist {
 namespace {
 
-// Memory whose owner is gone, with what its release waits for.
+// Memory without an owner, and the conditions for its release.
 struct Orphan {
   std::vector<CopiesComplete> conditions;
   std::function<void()> release;
@@ -80,7 +80,7 @@ void ReleaseWhenComplete(std::vector<CopiesComplete> conditions, std::function<v
 
 size_t ReleaseComplete() {
   Orphans& orphans = OfThisProcess();
-  std::vector<Orphan> looked_at;  // without the mutex: what is called may take its time, or another mutex
+  std::vector<Orphan> looked_at;  // checked without the mutex: a condition may be slow or need another mutex
   {
     const std::lock_guard lock(orphans.mutex);
     looked_at.swap(orphans.waiting);

@@ -1,10 +1,10 @@
-// The quarantine: memory that a lost device may still write to. A transfer or a save that gives up hands such memory in
-// together with a condition, and nobody is given it before the condition holds: the device has completed its copies.
-// Devices bound how much comes here: one that holds copies up takes no more of them (device/device.h).
+// The quarantine: memory that a lost device may still write to. A transfer or a save that gives up adds such memory
+// with a condition; nobody gets the memory before the condition holds: the device has completed its copies. A device
+// that holds copies up takes no more of them (device/device.h), which bounds the quarantine.
 //
-// Two owners keep memory here. While the owner of the memory lives, its pieces are in a Quarantine of its own, out of
-// which it takes them back. Memory whose owner is gone is the process's, which releases it (ReleaseWhenComplete). What
-// is there at the end of the process is left as it is.
+// Memory has one of two owners here. While its owner lives, the owner's Quarantine holds the pieces and gives them
+// back. After the owner's end, the process holds the memory and releases it (ReleaseWhenComplete). At the end of the
+// process it stays as it is.
 #pragma once
 
 #include <atomic>
@@ -18,23 +18,23 @@
 
 namespace fastpersist {
 
-// Pieces of one owner's memory. Thread-safe. Conditions are asked for, and dropped, without any lock: they may take
-// their time, and what they hold may need other locks.
+// Pieces of one owner's memory. Thread-safe. Calls and drops conditions without any lock: they may be slow, and their
+// objects may need other locks.
 class Quarantine {
  public:
   void Add(std::byte* piece, CopiesComplete complete);
 
-  // The pieces whose copies are complete, which are the owner's again.
+  // Returns the pieces whose copies are complete; they belong to the owner again.
   std::vector<std::byte*> TakeComplete();
 
   // Whether any piece begins inside this memory.
   bool Touches(std::span<const std::byte> memory) const;
 
-  // For the end of the owner: gives up all pieces inside `memory` and calls `release` once their copies are complete,
-  // as ReleaseWhenComplete does; at once where there is none.
+  // For the end of the owner: drop all pieces inside `memory` and call `release` once their copies are complete, as
+  // ReleaseWhenComplete does; at once if there are none.
   void Outlive(std::span<const std::byte> memory, std::function<void()> release);
 
-  // Pieces that are not complete, as far as TakeComplete has seen.
+  // Pieces that were incomplete at the last TakeComplete.
   size_t count() const { return count_; }
 
  private:
@@ -44,15 +44,16 @@ class Quarantine {
   };
 
   mutable std::mutex mutex_;
-  std::vector<Piece> pieces_;     // but those that TakeComplete is looking at
-  std::atomic<size_t> count_{0};  // with those
+  std::vector<Piece> pieces_;     // without those that a TakeComplete is checking
+  std::atomic<size_t> count_{0};  // including those
 };
 
-// Calls `release` once all of `conditions` hold: from here, or from a later call of this or of ReleaseComplete, on the
-// thread of that call. Nothing is called in a forked child, into which the memory did not come along. Thread-safe.
+// Call `release` once all `conditions` hold: now, or in a later call of this or of ReleaseComplete, on that call's
+// thread. A forked child, which lacks the memory, calls nothing. Thread-safe.
 void ReleaseWhenComplete(std::vector<CopiesComplete> conditions, std::function<void()> release);
 
-// Release what is complete; returns how much is left. To be called wherever work with such memory begins or ends.
+// Release all memory whose conditions hold; returns how many pieces are left. Call it when work with such memory begins
+// or ends.
 size_t ReleaseComplete();
 
 }  // namespace fastpersist

@@ -1,6 +1,5 @@
-// A few expensive things that one user leaves for the next: a context of the kernel, a mapping whose pages are there.
-// The cache has no lock, so that a fork at any moment leaves it usable. A forked child finds nothing of its parent's in
-// it.
+// A few expensive objects that one user leaves for the next: a kernel context, a mapping with its pages. The cache has
+// no lock, so a fork at any moment leaves it usable. A forked child does not get its parent's objects.
 #pragma once
 
 #include <array>
@@ -14,19 +13,20 @@
 
 namespace fastpersist {
 
-// Holds up to kCount things, whose destructor gives them back to the kernel. For static variables: at the end of the
-// process nothing is destroyed, since it may still be in use. Thread-safe.
+// Holds up to kCount objects, whose destructors give them back to the kernel. For static variables: nothing is
+// destroyed at the end of the process, since threads may still use it. Thread-safe.
 template <class T, size_t kCount>
 class ReuseCache {
  public:
-  // A thing that fits, or null. One that does not fit is put back.
+  // Take an object that fits, or null. Objects that do not fit stay.
   template <class Fits>
   std::unique_ptr<T> Take(Fits fits) {
     for (std::atomic<Slot*>& slot : slots_) {
       std::unique_ptr<Slot> taken(slot.exchange(nullptr));
       if (taken == nullptr) continue;
       if (taken->fork_generation != ForkGeneration()) {
-        [[maybe_unused]] const T* const left_alone = taken->thing.release();  // the parent's: it did not come along
+        [[maybe_unused]] const T* const left_alone =
+            taken->thing.release();  // the parent's: this process does not have it
         continue;
       }
       if (fits(*taken->thing)) return std::move(taken->thing);
@@ -35,7 +35,7 @@ class ReuseCache {
     return nullptr;
   }
 
-  // The thing is destroyed where the cache is full.
+  // Leave an object; it is destroyed if the cache is full.
   void Put(std::unique_ptr<T> thing) {
     auto slot = std::make_unique<Slot>(Slot{std::move(thing)});
     for (std::atomic<Slot*>& place : slots_) {

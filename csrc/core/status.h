@@ -1,6 +1,6 @@
-// Errors are values: a Status says what failed, with the errno when the kernel spoke, and a Result<T> is a T or a
-// Status. Nothing in csrc throws or prints. FromErrno is the only place where an errno becomes a Status, and
-// binding/errors.cc the only place where a Status becomes a Python exception.
+// Errors are values: a Status says what failed, with the kernel's errno if there is one; a Result<T> is a T or a
+// Status. Nothing in csrc throws or prints. Only FromErrno turns an errno into a Status, and only binding/errors.cc
+// turns a Status into a Python exception.
 #pragma once
 
 #include <cstdint>
@@ -15,15 +15,15 @@ namespace fastpersist {
 
 enum class StatusCode : uint8_t {
   kOk,
-  kInvalidArgument,  // the caller's request makes no sense; nothing was done
+  kInvalidArgument,  // the request makes no sense; nothing was done
   kUnsupported,      // this kernel, file system or sandbox cannot; the message says why not
-  kIoError,          // the kernel refused; sys_errno() says how
+  kIoError,          // the kernel refused; sys_errno() holds its error
   kNoSpace,          // ENOSPC, EDQUOT
-  kNoMemory,         // ENOMEM: the ring or a kernel resource could not be had
-  kEndOfFile,        // the file ended before the bytes that were asked for
+  kNoMemory,         // ENOMEM: no memory for the ring or a kernel resource
+  kEndOfFile,        // the file ends before the requested bytes
   kDeviceError,      // the device or its driver refused; the message has the driver's name of the error
   kCancelled,        // a hook asked to stop (KeyboardInterrupt, an exception in a callback)
-  kInternal,         // our own invariant broke
+  kInternal,         // an invariant of this library broke
 };
 
 class [[nodiscard]] Status {
@@ -40,8 +40,8 @@ class [[nodiscard]] Status {
     status.message_ = std::move(message);
     return status;
   }
-  // The message reads "<operation> <path> at offset <n>: <strerror> (<detail>)"; the offset is left out when kNoOffset,
-  // the detail when it is empty.
+  // The message reads "<operation> <path> at offset <n>: <strerror> (<detail>)", without the offset if it is kNoOffset
+  // and without the detail if it is empty.
   static Status FromErrno(int sys_errno, std::string_view operation, std::string_view path,
                           uint64_t offset_bytes = kNoOffset, std::string_view detail = {});
 
@@ -82,7 +82,7 @@ class [[nodiscard]] Result {
 
 }  // namespace fastpersist
 
-// Return the Status of an expression when it is an error.
+// Return the Status of an expression if it is an error.
 #define FP_RETURN_IF_ERROR(expression)              \
   do {                                              \
     ::fastpersist::Status fp_status = (expression); \

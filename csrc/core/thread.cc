@@ -27,7 +27,7 @@ int StartThread(pthread_t& thread, const char* name, std::function<void()> run) 
   sigset_t all_signals;
   sigset_t before;
   sigfillset(&all_signals);
-  pthread_sigmask(SIG_SETMASK, &all_signals, &before);  // a thread inherits the mask of the one that starts it
+  pthread_sigmask(SIG_SETMASK, &all_signals, &before);  // a new thread inherits its starter's mask
   const int refused = pthread_create(&thread, nullptr, Main, start.get());
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (refused == 0) start.release();  // NOLINT(bugprone-unused-return-value): the thread owns it now

@@ -1,5 +1,5 @@
-// Starts the threads of this library: named, so that ps and gdb show whose they are, and with all signals blocked,
-// since the application's signals are for its own threads.
+// Starts the threads of this library: named, for ps and gdb, and with all signals blocked, since the application's
+// threads handle its signals.
 #pragma once
 
 #include <pthread.h>

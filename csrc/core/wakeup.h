@@ -1,4 +1,4 @@
-// An eventfd by which one thread wakes another that waits for the kernel: poll(2) takes it beside other descriptors.
+// An eventfd with which one thread wakes another that waits for the kernel; poll(2) takes it beside other descriptors.
 #pragma once
 
 #include <sys/types.h>
@@ -11,7 +11,7 @@
 
 namespace fastpersist {
 
-// Readable from Signal() until Clear(). Thread-safe. In a forked child its descriptor is closed.
+// Readable from Signal() until Clear(). Thread-safe. Forked children close its descriptor.
 class Wakeup {
  public:
   static Result<std::unique_ptr<Wakeup>> Create();
@@ -30,7 +30,7 @@ class Wakeup {
   const int fd_;
 };
 
-// Sleep until one of two descriptors (-1: none) is readable or the time is over. A signal ends it earlier.
+// Sleep until one of two descriptors (-1: none) is readable, the time is over, or a signal arrives.
 void AwaitReadable(int first_fd, int second_fd, timespec at_most);
 
 // Whether a descriptor is readable now. False for -1.
