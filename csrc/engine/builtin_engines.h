@@ -1,5 +1,5 @@
-// The engines of this folder, one function each. Only registry.cc, which knows their names, the engines themselves and
-// the tests include this.
+// The engines of this folder, one function each. Only the registry (for their names), the engines and the tests include
+// this.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace fastpersist {
 
-// Old kernels are rare where tests run, so tests ask for their code paths by this.
+// Lets tests take the code paths of old kernels on new ones.
 enum class UringAbi : uint8_t {
   kNewest,   // whatever the kernel offers
   kLinux54,  // as on Linux 5.4: readv and writev only, no timeout argument, no cooperative task work
@@ -25,12 +25,13 @@ Result<std::unique_ptr<IoEngine>> CreateThreadsEngine(const EngineOptions& optio
 Result<std::unique_ptr<IoEngine>> CreateCuFileEngine(const EngineOptions& options, bool direct);
 Result<std::unique_ptr<IoEngine>> CreateNullEngine(const EngineOptions& options, bool direct);
 
-// What wraps another engine for the names "fault:<engine>"; null where the fault engine is not compiled in, as in a
-// wheel. `wake_fd` as in EngineOptions. Set by fault_engine.cc while the program is loaded.
+// Wraps another engine for the names "fault:<engine>". fault_engine.cc sets it while the program is loaded; null in
+// builds without that file, such as wheels. `wake_fd` as in EngineOptions.
 using EngineWrapper = std::unique_ptr<IoEngine> (*)(std::unique_ptr<IoEngine> wrapped, int wake_fd);
 inline EngineWrapper g_fault_wrapper = nullptr;
 
-// What no caller may ask of any engine. The offset matters most: io_uring takes UINT64_MAX as "the file's position".
+// Checks what no caller may ask of any engine. The offset matters most: io_uring takes UINT64_MAX as "the file's
+// position".
 inline void CheckRequest(const IoRequest& request) {
   FP_CHECK(request.buffer != nullptr);
   FP_CHECK(request.size_bytes > 0);

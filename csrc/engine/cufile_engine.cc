@@ -1,7 +1,6 @@
-// The cufile engine: it moves bytes between files and the memory of a device by GPUDirect Storage (device/cufile.h).
-// Worker threads each make one call after the other. Requests' buffers are addresses inside a DeviceStaging, or host
-// memory. Which way the bytes took is CuFile::Traffic's to say: libcufile goes through host memory, without a word,
-// where it cannot do better.
+// The cufile engine: moves bytes between files and a device's memory by GPUDirect Storage (device/cufile.h). Each
+// worker thread makes one call at a time. Buffers are addresses inside a DeviceStaging, or host memory. CuFile::Traffic
+// tells which way the bytes took: libcufile silently goes through host memory if it cannot do better.
 #include <cerrno>
 #include <memory>
 #include <mutex>
@@ -19,8 +18,8 @@ namespace {
 
 using SharedDescriptor = std::shared_ptr<const CuFileDescriptor>;
 
-// What one engine has used: registered at the first request, until the engine's end. Never more than a few: transfers
-// have one file. Thread-safe.
+// The descriptors of one engine, registered at the first request until the engine's end. Only a few: a transfer has one
+// file. Thread-safe.
 class Descriptors {
  public:
   explicit Descriptors(CuFile& cufile) : cufile_(cufile) {}
@@ -33,8 +32,8 @@ class Descriptors {
   std::vector<SharedDescriptor> known_;
 };
 
-// A descriptor that the engine has seen is meant to stay open until the engine's end; one that was closed all the same
-// is not mistaken for the file that has its number now.
+// The registration of a descriptor. It should stay open until the engine's end; if it was closed, the engine does not
+// take another file with that number for it.
 Result<SharedDescriptor> Descriptors::Of(int fd) {
   const std::lock_guard lock(mutex_);
   std::erase_if(known_, [&](const auto& known) { return known->fd() == fd && !known->IsStillOpen(); });
@@ -47,7 +46,7 @@ Result<SharedDescriptor> Descriptors::Of(int fd) {
   return known_.back();
 }
 
-// Of a file that libcufile does not take.
+// The outcome for a file that libcufile refuses.
 CuFileOutcome Refused(const Status& status) {
   if (status.sys_errno() != 0) return {.sys_errno = status.sys_errno(), .error = {}};
   return {.sys_errno = status.code() == StatusCode::kUnsupported ? EOPNOTSUPP : EIO, .error = status.message()};
@@ -97,7 +96,7 @@ IoCompletion CuFileIo::Perform(const IoRequest& request) {
 Result<std::unique_ptr<IoEngine>> CreateCuFileEngine(const EngineOptions& options, bool direct) {
   Result<CuFile*> cufile = CuFile::Get();
   if (!cufile.ok()) return cufile.status();
-  CuFileDescriptor::DropClosed();  // of transfers before
+  CuFileDescriptor::DropClosed();  // of earlier transfers
   const EngineLimits limits = {.queue_depth = options.queue_depth, .direct = direct};
   return CreateWorkerEngine(options.name, limits, options.thread_count, std::make_unique<CuFileIo>(*cufile.value()));
 }

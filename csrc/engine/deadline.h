@@ -1,4 +1,4 @@
-// When a Reap must be back. Steady clock, so a changed wall clock neither shortens nor lengthens a wait.
+// The time at which a Reap must return. Steady clock, so a changed wall clock neither shortens nor lengthens a wait.
 #pragma once
 
 #include <algorithm>

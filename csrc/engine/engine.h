@@ -1,5 +1,5 @@
-// The one interface to the kernel: three verbs. An engine queues requests, submits them, and reaps completions; it
-// never splits, retries, pads or finishes anything short: transfer/io_pump does that, once, for all engines.
+// The one interface to the kernel: an engine queues requests, submits them, and reaps completions. It never splits,
+// retries, pads or resumes a request: transfer/io_pump does that for all engines.
 //
 // How to add an engine: docs/explanation/engines.md.
 #pragma once
@@ -26,11 +26,11 @@ struct IoRequest {
   std::byte* buffer = nullptr;
   uint32_t size_bytes = 0;  // > 0; for a direct engine buffer, size and offset keep the file's direct I/O alignment
   uint64_t offset_bytes = 0;
-  uint64_t tag = 0;  // comes back in the completion; means nothing to the engine
+  uint64_t tag = 0;  // returned in the completion; the engine does not use it
 };
 
-// sys_errno == 0: done_bytes were moved; fewer than asked is short, not an error; 0 on a read is the end of the file.
-// sys_errno  > 0: the request failed and moved nothing that may be relied on.
+// sys_errno == 0: done_bytes were moved; fewer than requested is short, not an error; a read of 0 is the end of file.
+// sys_errno  > 0: the request failed, and none of its bytes count as moved.
 struct IoCompletion {
   uint64_t tag = 0;
   uint32_t done_bytes = 0;
@@ -51,8 +51,8 @@ class IoEngine {
   IoEngine() = default;
   IoEngine(const IoEngine&) = delete;
   IoEngine& operator=(const IoEngine&) = delete;
-  // Blocks until the kernel uses no buffer any more, and frees all descriptors, threads and mappings. In a forked child
-  // (core/fork.h) it touches nothing, since all of it is the parent's.
+  // Blocks until the kernel has released all buffers, and frees all descriptors, threads and mappings. Does nothing in
+  // a forked child (core/fork.h), since they are the parent's.
   virtual ~IoEngine() = default;
 
   virtual std::string_view name() const = 0;  // as in CreateEngine
@@ -61,22 +61,22 @@ class IoEngine {
   // Take one request. Never blocks, never enters the kernel. kFull: queue_depth requests are queued or in flight.
   virtual QueueResult Queue(const IoRequest& request) = 0;
 
-  // Hand everything queued to the kernel. A request that the kernel refuses at submission becomes a completion with
-  // its errno; what the kernel does not take now (EAGAIN, EBUSY, partial io_submit) stays queued and is tried again
-  // by the next Submit or Reap. An error means the engine itself is broken: queued requests were not started.
+  // Give all queued requests to the kernel. A request that the kernel refuses becomes a completion with its errno.
+  // Requests that the kernel cannot take now (EAGAIN, EBUSY, partial io_submit) stay queued, and the next Submit or
+  // Reap tries them again. An error means that the engine is broken: queued requests were not started.
   virtual Status Submit() = 0;
 
-  // Take completions, waiting until min_count of them are there or the timeout is over. Returns how many were written
-  // to `out`; fewer than min_count only after the timeout, when fewer are in flight, or while the owner's wake_fd is
-  // readable. EINTR is not an error here.
+  // Wait until min_count completions are there or the timeout is over, and write them to `out`. Returns how many; fewer
+  // than min_count only after the timeout, if fewer are in flight, or while the owner's wake_fd is readable. EINTR is
+  // no error here.
   // REQUIRES: min_count <= out.size().
   virtual Result<size_t> Reap(std::span<IoCompletion> out, size_t min_count, std::chrono::milliseconds timeout) = 0;
 
-  // Requests queued, in the kernel, or completed and not yet reaped.
+  // Requests that are queued, in the kernel, or completed and not reaped.
   virtual size_t in_flight() const = 0;
 
-  // Of a library between us and the kernel: its own error of the request that failed last, which no errno has, such as
-  // "CU_FILE_IO_DISABLED (5034)". Empty where the errno says all.
+  // The error that a library between engine and kernel gave the last failed request and no errno expresses, such as
+  // "CU_FILE_IO_DISABLED (5034)". Empty if the errno says all.
   virtual std::string last_failure() const { return {}; }
 };
 
@@ -87,14 +87,14 @@ struct EngineOptions {
   std::string name;
   uint32_t queue_depth = 8;   // 1 … 4096
   uint32_t thread_count = 0;  // threads and cufile only; 0: min(queue_depth, 16)
-  // The owner's. While it is readable, no Reap waits. Not for cufile.
+  // Reap does not wait while this descriptor is readable. Its owner is the caller. Not for cufile.
   int wake_fd = -1;
 };
 
 // Every name that CreateEngine knows, without "fault:", best first.
 std::vector<std::string> EngineNames();
 
-// kInvalidArgument for an unknown name, kUnsupported (with the reason) where this kernel or sandbox refuses it.
+// kInvalidArgument for an unknown name; kUnsupported, with the reason, if this kernel or sandbox refuses the engine.
 Result<std::unique_ptr<IoEngine>> CreateEngine(const EngineOptions& options);
 
 }  // namespace fastpersist

@@ -19,7 +19,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Process-wide state of the tests.
+// The process-wide state of the tests.
 struct Script {
   std::mutex mutex;
   std::optional<FaultPlan> plan;
@@ -35,7 +35,7 @@ Script& TheScript() {
   return *script;
 }
 
-// Count this request; the plan if it is hit.
+// Count this request; returns the plan if it is hit.
 std::optional<FaultPlan> NextFault(IoOp op) {
   Script& script = TheScript();
   const std::lock_guard lock(script.mutex);
@@ -69,12 +69,12 @@ class FaultEngine final : public IoEngine {
   size_t in_flight() const override { return slots_.size() - free_slots_.size(); }
 
  private:
-  // One per request that is not reaped; the wrapped engine's tag is its index.
+  // One for each unreaped request; its index is the wrapped engine's tag.
   struct Slot {
     IoRequest request;
     Clock::time_point due;  // the completion is held back until then
   };
-  // Finished here, not yet handed out.
+  // Completed here, not reaped yet.
   struct Finished {
     size_t slot = 0;
     IoCompletion completion;
@@ -121,7 +121,8 @@ QueueResult FaultEngine::Queue(const IoRequest& request) {
         break;
     }
   }
-  FP_CHECK(wrapped_->Queue(forwarded) == QueueResult::kQueued);  // it holds fewer requests than we do
+  FP_CHECK(wrapped_->Queue(forwarded) ==
+           QueueResult::kQueued);  // the wrapped engine never holds more requests than this one
   return QueueResult::kQueued;
 }
 
@@ -174,7 +175,7 @@ Result<size_t> FaultEngine::Reap(std::span<IoCompletion> out, size_t min_count, 
     const size_t wanted = std::min(min_count, taken + in_flight());
     if (taken >= wanted || last_look) return taken;
 
-    // Sleep until the wrapped engine has enough, a held completion is due, or the time is over.
+    // Sleep until the wrapped engine has enough completions, a delayed one is due, or the time is over.
     Clock::time_point until = deadline.end();
     for (const Finished& finished : finished_) until = std::min(until, slots_[finished.slot].due);
     const auto patience = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
@@ -184,7 +185,7 @@ Result<size_t> FaultEngine::Reap(std::span<IoCompletion> out, size_t min_count, 
       AwaitReadable(wake_fd_, -1, Deadline(patience).RemainingTimespec());
     }
     if (!healthy.ok()) {
-      if (taken > 0) return taken;  // these are not lost; the next call meets the error again
+      if (taken > 0) return taken;  // return these first; the next call meets the error again
       return healthy;
     }
   }

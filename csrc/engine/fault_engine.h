@@ -1,6 +1,6 @@
-// A test double that wraps any engine, forwards everything, and makes chosen requests fail, be short or be slow. It can
-// also record what was written, for power-loss replay. Tests set one plan for the process; without a plan it changes
-// nothing. It is compiled into test builds only (setup.py), which is what makes the names "fault:<engine>" exist.
+// A test double that wraps any engine, forwards every request, and makes chosen ones fail, be short or be slow. It can
+// record the written bytes, for power-loss replay. Tests set one plan for the process; without a plan it changes
+// nothing. Only test builds contain it (setup.py), and so the names "fault:<engine>".
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace fastpersist {
 struct FaultPlan {
   enum class Kind : uint8_t { kErrno, kShort, kZero, kDelay };
   std::optional<IoOp> op;  // count only reads or only writes; none: both
-  uint64_t nth = 1;        // the n-th counted request since the plan was set is hit, 1-based
-  uint64_t count = 1;      // and so are the count - 1 after it; UINT64_MAX: all from there on
+  uint64_t nth = 1;        // the n-th counted request since the plan was set is the first hit, 1-based
+  uint64_t count = 1;      // this many in a row are hit; UINT64_MAX: all from there on
   Kind kind = Kind::kErrno;
   int sys_errno = 5;           // kErrno
   uint32_t short_bytes = 512;  // kShort: bytes that are really done (the wrapped engine is asked for only these)
@@ -33,7 +33,7 @@ struct RecordedWrite {
 void SetFaultPlan(const FaultPlan& plan);
 uint64_t ClearFaultPlan();
 
-// While recording is on, each completed write is appended, with a copy of its bytes, in completion order.
+// While recording is on, append each completed write, with a copy of its bytes, in completion order.
 void SetWriteRecording(bool on);
 std::vector<RecordedWrite> TakeRecordedWrites();
 

@@ -1,6 +1,5 @@
-// The libaio engine: Linux native AIO, by its four system calls. The library of that name, which wraps the same calls,
-// is not used: measured in turn with 4 KiB reads, it saved no time per request (docs/explanation/engines.md has the
-// figures).
+// The libaio engine: Linux native AIO by its four system calls, without the library of that name. The library wraps the
+// same calls and saved no time per request in alternating runs of 4 KiB reads (figures: docs/explanation/engines.md).
 //
 // The kernel runs these requests asynchronously only on descriptors with O_DIRECT. On buffered ones Submit does the
 // work itself: correct, but nothing overlaps.
@@ -29,7 +28,7 @@
 namespace fastpersist {
 namespace {
 
-// The system calls, each with a value or -errno as its answer.
+// System calls that return a value or -errno.
 int Answer(long value) { return value < 0 ? -errno : static_cast<int>(value); }
 int Setup(uint32_t count, aio_context_t* context) { return Answer(syscall(SYS_io_setup, count, context)); }
 int Send(aio_context_t context, size_t count, iocb** requests) {
@@ -40,7 +39,7 @@ int GetEvents(aio_context_t context, size_t min_count, size_t max_count, io_even
       syscall(SYS_io_getevents, context, static_cast<long>(min_count), static_cast<long>(max_count), events, timeout));
 }
 
-// A context of the kernel. REQUIRES at its end: nothing is in flight in it.
+// A kernel AIO context. REQUIRES of its destructor: nothing is in flight in it.
 struct AioContext {
   explicit AioContext(uint32_t depth) : queue_depth(depth) {}
   ~AioContext() {
@@ -53,10 +52,10 @@ struct AioContext {
   aio_context_t id = 0;
 };
 
-// Contexts for the engines that follow. io_destroy waits for a grace period of the whole kernel, 35 ms where this was
-// measured: as long as a save of 100 MB.
+// Contexts for later engines. io_destroy waits for a grace period of the whole kernel, 35 ms where this was measured:
+// as long as a save of 100 MB.
 constinit ReuseCache<AioContext, 4> g_contexts;
-// Deeper contexts are not reused: they would hold much of fs.aio-max-nr for nothing.
+// Deeper contexts are not reused: they would hold much of fs.aio-max-nr while idle.
 constexpr uint32_t kReusedDepthMax = 64;
 
 class LibaioEngine final : public IoEngine {
@@ -74,7 +73,7 @@ class LibaioEngine final : public IoEngine {
   size_t in_flight() const override { return requests_.size() - free_requests_.size(); }
 
  private:
-  // A request that io_submit did not take, for its descriptor or alignment say; not yet reaped.
+  // A request that io_submit refused, for its descriptor or alignment for example; not reaped yet.
   struct Refusal {
     iocb* request = nullptr;
     int sys_errno = 0;
@@ -91,9 +90,9 @@ class LibaioEngine final : public IoEngine {
   std::unique_ptr<Wakeup> completed_;  // only with a wake_fd: io_getevents cannot wait for both
   std::unique_ptr<AioContext> context_;
 
-  std::vector<iocb> requests_;  // one per request that is not reaped; the kernel keeps the address
+  std::vector<iocb> requests_;  // one for each unreaped request; the kernel keeps the address
   std::vector<iocb*> free_requests_;
-  std::vector<iocb*> queued_;  // those before queued_begin_ are in the kernel already
+  std::vector<iocb*> queued_;  // those before queued_begin_ are in the kernel
   size_t queued_begin_ = 0;
   size_t in_kernel_count_ = 0;
   std::vector<Refusal> refused_;
@@ -118,7 +117,7 @@ Status SetupError(int sys_errno, uint32_t queue_depth) {
                                " are taken on this machine; raise it (sysctl -w fs.aio-max-nr=1048576)" + why);
     case ENOSYS:
       return Status::Error(StatusCode::kUnsupported,
-                           "Linux AIO is not there: this kernel is built without it, or a sandbox hides it" + why);
+                           "Linux AIO is missing: this kernel is built without it, or a sandbox hides it" + why);
     case EPERM:
     case EACCES:
       return Status::Error(StatusCode::kUnsupported,
@@ -156,11 +155,11 @@ Status LibaioEngine::Open() {
 
 LibaioEngine::~LibaioEngine() {
   if (ForkGeneration() != generation_) {
-    // The context is the parent's: contexts belong to an address space and were not copied.
+    // The context is the parent's: contexts belong to an address space, and fork does not copy them.
     [[maybe_unused]] const AioContext* const left_alone = context_.release();
     return;
   }
-  // io_destroy alone is not enough: not every kernel waits in it for requests that cannot be cancelled.
+  // io_destroy is not enough: some kernels do not wait there for requests that they cannot cancel.
   while (in_kernel_count_ > 0) {
     const int reaped = GetEvents(context_->id, 1, events_.size(), events_.data(), nullptr);
     if (reaped > 0) {
@@ -192,7 +191,7 @@ QueueResult LibaioEngine::Queue(const IoRequest& request) {
     kernel_request->aio_resfd = static_cast<uint32_t>(completed_->fd());
   }
   if (queued_begin_ > 0) {
-    // io_submit wants an array, so close the gap that an earlier Submit left.
+    // io_submit needs an array, so close the gap that an earlier Submit left.
     queued_.erase(queued_.begin(), queued_.begin() + static_cast<ptrdiff_t>(queued_begin_));
     queued_begin_ = 0;
   }
@@ -208,9 +207,9 @@ Status LibaioEngine::Submit() {
       queued_begin_ += static_cast<size_t>(taken);
       in_kernel_count_ += static_cast<size_t>(taken);
     } else if (taken == 0 || taken == -EAGAIN) {
-      return Status::Ok();  // the kernel takes no more now: they stay queued
+      return Status::Ok();  // the kernel takes no more now: the rest stays queued
     } else if (taken != -EINTR) {
-      refused_.push_back({.request = queued_[queued_begin_++], .sys_errno = -taken});  // it is always the first one
+      refused_.push_back({.request = queued_[queued_begin_++], .sys_errno = -taken});  // always the first one
     }
   }
   queued_.clear();
@@ -228,13 +227,13 @@ size_t LibaioEngine::TakeRefused(std::span<IoCompletion> out) {
   return count;
 }
 
-// May return fewer than min_count before the deadline, when a signal comes or wake_fd is readable.
+// May return fewer than min_count before the deadline: after a signal, or if wake_fd is readable.
 Result<size_t> LibaioEngine::TakeCompletions(std::span<IoCompletion> out, size_t min_count, const Deadline& deadline) {
   const size_t max_count = std::min(out.size(), in_kernel_count_);
   if (max_count == 0) return size_t{0};
   timespec remaining = min_count > 0 ? deadline.RemainingTimespec() : timespec{};
   if (completed_ != nullptr && min_count > 0) {
-    completed_->Clear();  // before the look, so that a completion that comes after the look ends the wait
+    completed_->Clear();  // before reading, so that a completion that comes later ends the wait
     Result<size_t> there = TakeCompletions(out, 0, deadline);
     if (!there.ok() || there.value() > 0) return there;
     AwaitReadable(completed_->fd(), wake_fd_, remaining);
@@ -264,11 +263,11 @@ Result<size_t> LibaioEngine::Reap(std::span<IoCompletion> out, size_t min_count,
     taken += TakeRefused(out.subspan(taken));
     const size_t wanted = std::min(min_count, taken + in_flight());
     size_t wait_count = taken >= wanted || last_look ? 0 : std::min(wanted - taken, in_kernel_count_);
-    // Requests that the kernel did not take are tried again after one completion.
+    // One completion is enough to try the requests again that the kernel did not take.
     if (queued_count() > 0) wait_count = std::min<size_t>(wait_count, 1);
     Result<size_t> reaped = TakeCompletions(out.subspan(taken), wait_count, deadline);
     if (!reaped.ok()) {
-      if (taken > 0) return taken;  // these are not lost; the next call meets the error again
+      if (taken > 0) return taken;  // return these first; the next call meets the error again
       return reaped.status();
     }
     taken += reaped.value();

@@ -1,4 +1,4 @@
-// The null engine: moves nothing and says it did, at once. It shows what everything but the disk costs.
+// The null engine: completes every request at once and moves nothing. It shows the cost of everything but the disk.
 #include <algorithm>
 #include <utility>
 #include <vector>

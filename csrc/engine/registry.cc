@@ -1,4 +1,4 @@
-// The names of the engines. To choose among them (probes, the ladder of "auto") is for transfer/engine_selection.py.
+// The names of the engines. transfer/engine_selection.py chooses among them (probes, the ladder of "auto").
 #include <algorithm>
 #include <array>
 #include <string>
@@ -27,8 +27,8 @@ EngineResult CreateThreads(const EngineOptions& options, bool direct) {
   return CreateThreadsEngine(options, direct, TmpfsMapping::kWherePays);
 }
 
-// Best first. Buffered, the threads copy into the page cache side by side; libaio does all its work in Submit. cufile
-// stands aside: it is for memory of a device.
+// Best first. Buffered, the threads copy into the page cache in parallel, while libaio does all its work in Submit.
+// cufile comes last: it is for device memory.
 constexpr std::array<Entry, 8> kEntries = {{
     {.name = "uring", .direct = true, .create = CreateUring},
     {.name = "libaio", .direct = true, .create = CreateLibaioEngine},

@@ -1,6 +1,5 @@
-// The threads engine: workers that call pread and pwrite. It works wherever
-// files do, so it is the last rung of the ladder; docs/explanation/engines.md walks through it.
-// Into tmpfs they write by tmpfs_writes, where that pays.
+// The threads engine: workers that call pread and pwrite. It works with every file, so it is the last rung of the
+// ladder; docs/explanation/engines.md explains it. Into tmpfs it writes by tmpfs_writes if that pays.
 #include <unistd.h>
 
 #include <cerrno>

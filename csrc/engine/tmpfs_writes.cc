@@ -22,17 +22,17 @@
 namespace fastpersist {
 namespace {
 
-// Below this, mapping costs more than it gains.
+// For smaller requests, mapping costs more than it gains.
 constexpr uint32_t kRequestBytesMin = 1 << 20;
 // One thread of pwrite(2) moves about as much as two that fill small pages of a mapping.
 constexpr int kCpuCountMin = 4;
 
-// More than any kernel can be built for.
+// No kernel can be built for more.
 constexpr size_t kPossibleCpuCountMax = 1 << 20;
 
-// The options of a mounted file system; nothing for one of the kernel's own, such as that of memfd_create(2), whose
-// files are written again and again, into pages that exist. In a line of mountinfo (proc_pid_mountinfo(5)) the third
-// word is the device, and the words after the lone dash are type, source and options.
+// The mount options of a file system; nothing for one of the kernel's own, such as that of memfd_create(2), whose files
+// are rewritten many times, into pages that exist. In a line of mountinfo (proc_pid_mountinfo(5)) the third word is the
+// device, and the words after the lone dash are type, source and options.
 std::optional<std::string> MountOptions(dev_t device) {
   std::ostringstream number;
   number << major(device) << ':' << minor(device);
@@ -56,7 +56,7 @@ bool GiveHugePages(const std::string& options) {
 
 }  // namespace
 
-// The kernel refuses a set that is smaller than the number of possible CPUs; cpu_set_t holds 1,024.
+// Asks with growing sets: the kernel refuses one with fewer bits than possible CPUs, and cpu_set_t holds 1,024.
 int UsableCpuCount(int (*ask)(pid_t, size_t, cpu_set_t*)) {
   for (size_t capacity = CPU_SETSIZE; capacity <= kPossibleCpuCountMax; capacity *= 2) {
     std::vector<cpu_set_t> cpus(capacity / CPU_SETSIZE);

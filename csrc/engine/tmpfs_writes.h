@@ -1,9 +1,9 @@
-// Large writes into files of tmpfs, by many threads at once. pwrite(2) lets one thread at a time into a file, and
-// spends most of its time on pages that the file lacks. All threads fill a mapping of the file side by side, and it has
-// huge pages where the mount gives them on request (huge=advise).
+// Writes large requests into files of tmpfs with many threads at once. pwrite(2) admits one thread at a time to a file,
+// and spends most of its time on pages that the file lacks. Here all threads fill a mapping of the file in parallel,
+// with huge pages if the mount gives them on request (huge=advise).
 //
-// The kernel copies into the mapping, not this process: a page that cannot be had (no space, a file cut shorter) is an
-// error of that call, and no SIGBUS here.
+// The kernel copies into the mapping, not this process: if a page cannot be had (no space, a file cut shorter), the
+// call returns an error, and no SIGBUS comes.
 #pragma once
 
 #include <sched.h>
@@ -18,7 +18,7 @@
 
 namespace fastpersist {
 
-// How many CPUs this thread may run on, on machines of any size; 0 where the kernel does not tell. `ask` is for tests.
+// How many CPUs this thread may run on, on machines of any size; 0 if the kernel does not say. `ask` is for tests.
 int UsableCpuCount(int (*ask)(pid_t, size_t, cpu_set_t*) = sched_getaffinity);
 
 enum class TmpfsMapping : uint8_t {
@@ -30,9 +30,9 @@ class TmpfsWrites {
  public:
   explicit TmpfsWrites(TmpfsMapping mapping);
 
-  // Write a request. False where this way is not taken or failed (not tmpfs, a small request, one beyond the file's
-  // end, no space, a kernel that refuses): the caller then writes all of it by pwrite(2), whose error counts.
-  // Thread-safe.
+  // Write a request through a mapping. Returns false if that was not tried or failed (not tmpfs, a small request, one
+  // beyond the file's end, no space, a kernel that refuses): the caller then writes all of it by pwrite(2), whose error
+  // counts. Thread-safe.
   bool Write(const IoRequest& request);
 
  private:
@@ -40,7 +40,7 @@ class TmpfsWrites {
   Kind KindOf(int fd, dev_t device);
 
   const bool pays_with_small_pages_;
-  std::atomic<bool> refused_ = false;  // by the kernel or a sandbox, for good
+  std::atomic<bool> refused_ = false;  // the kernel or a sandbox refuses, for good
   std::mutex mutex_;
   std::vector<std::pair<dev_t, Kind>> kinds_;  // of the file systems seen
 };

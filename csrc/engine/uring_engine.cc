@@ -1,7 +1,7 @@
-// The uring engine: io_uring by its three system calls and two shared mappings, no library.
+// The uring engine: io_uring by its three system calls and two shared mappings, without a library.
 //
-// Owner threads may change (engine.h), so SINGLE_ISSUER and DEFER_TASKRUN, which tie a ring to one thread, are not
-// used.
+// Owner threads may change (engine.h), so it does not use SINGLE_ISSUER and DEFER_TASKRUN, which tie a ring to one
+// thread.
 //
 // The completion ring cannot overflow: at most queue_depth requests are unreaped and it has twice as many entries.
 #include <sys/mman.h>
@@ -30,13 +30,13 @@
 namespace fastpersist {
 namespace {
 
-// Words that the kernel reads or writes at the same time.
+// Accesses to words that the kernel reads or writes concurrently.
 uint32_t LoadAcquire(uint32_t* word) { return std::atomic_ref<uint32_t>(*word).load(std::memory_order_acquire); }
 void StoreRelease(uint32_t* word, uint32_t value) {
   std::atomic_ref<uint32_t>(*word).store(value, std::memory_order_release);
 }
 
-// System calls answer a value or -errno.
+// System calls that return a value or -errno.
 int Setup(uint32_t entries, uring_abi::Params* params) {
   const long answer = syscall(uring_abi::kSysSetup, entries, params);
   return answer < 0 ? -errno : static_cast<int>(answer);
@@ -46,7 +46,7 @@ int Enter(int fd, uint32_t submit_count, uint32_t wait_count, uint32_t flags, co
   return answer < 0 ? -errno : static_cast<int>(answer);
 }
 
-// Part of the ring, shared with the kernel. A forked child never sees it (MADV_DONTFORK).
+// A part of the ring, shared with the kernel. A forked child does not have it (MADV_DONTFORK).
 class SharedMapping {
  public:
   SharedMapping() = default;
@@ -56,7 +56,7 @@ class SharedMapping {
     if (address_ != nullptr) munmap(address_, size_bytes_);
   }
 
-  // 0 or an errno.
+  // Returns 0 or an errno.
   int Map(int fd, long offset_bytes, size_t size_bytes) {
     void* address = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, offset_bytes);
     if (address == MAP_FAILED) return errno;
@@ -95,7 +95,7 @@ class UringEngine final : public IoEngine {
   size_t in_flight() const override { return slots_.size() - free_slots_.size(); }
 
  private:
-  // One per request that is not reaped; the completion carries its index.
+  // One for each unreaped request; the completion carries its index.
   struct Slot {
     uint64_t tag = 0;
     iovec vector = {};  // for readv and writev; Linux 5.4 reads it as late as when the request runs
@@ -112,7 +112,7 @@ class UringEngine final : public IoEngine {
   const int wake_fd_;
 
   int fd_ = -1;
-  // On the heap so that a forked child can leave it alone: there the addresses may belong to somebody else by now.
+  // On the heap so that a forked child can leave it alone: other objects may have these addresses there.
   std::unique_ptr<Ring> ring_ = std::make_unique<Ring>();
   bool plain_read_write_ = false;
   bool timeout_argument_ = false;
@@ -122,7 +122,7 @@ class UringEngine final : public IoEngine {
   uint32_t* shared_sq_flags_ = nullptr;
   uring_abi::Sqe* sqes_ = nullptr;
   uint32_t sq_mask_ = 0;
-  uint32_t sq_tail_ = 0;  // ours; the kernel sees it in Submit
+  uint32_t sq_tail_ = 0;  // the engine's; Submit shows it to the kernel
 
   uint32_t* shared_cq_head_ = nullptr;
   uint32_t* shared_cq_tail_ = nullptr;
@@ -140,7 +140,7 @@ Status SetupError(int sys_errno) {
     case ENOSYS:
       return Status::Error(
           StatusCode::kUnsupported,
-          "io_uring is not there: this kernel is older than Linux 5.1, built without it, or a sandbox hides "
+          "io_uring is missing: this kernel is older than Linux 5.1, built without it, or a sandbox hides "
           "it (io_uring_setup: " +
               Describe(sys_errno) + ")");
     case EPERM:
@@ -172,7 +172,7 @@ Status UringEngine::Open(UringAbi abi) {
   uring_abi::Params params = {};
   int opened = -EINVAL;
   if (abi == UringAbi::kNewest) {
-    // Completions wait for our next kernel entry instead of interrupting the thread that submitted.
+    // Completions wait for the next kernel entry and do not interrupt the submitting thread.
     params.flags = uring_abi::kSetupCoopTaskrun | uring_abi::kSetupTaskrunFlag;
     opened = Setup(limits_.queue_depth, &params);
   }
@@ -205,7 +205,7 @@ Status UringEngine::Open(UringAbi abi) {
   shared_cq_tail_ = rings.At<uint32_t>(params.cq_off.tail);
   cq_mask_ = *rings.At<uint32_t>(params.cq_off.ring_mask);
   cqes_ = rings.At<uring_abi::Cqe>(params.cq_off.cqes);
-  // Entries are used in ring order, so the indirection of the submission ring is set once.
+  // Entries are used in ring order, so the index array of the submission ring is set once.
   uint32_t* const index_of = rings.At<uint32_t>(params.sq_off.array);
   for (uint32_t entry = 0; entry < params.sq_entries; ++entry) index_of[entry] = entry;
 
@@ -231,7 +231,7 @@ UringEngine::~UringEngine() {
     return;
   }
   if (fd_ < 0) return;
-  // Closing the ring does not wait for its requests, and a child made by a bare clone() may keep it open anyway.
+  // Closing the ring does not wait for its requests, and a child of a bare clone() may keep it open.
   std::vector<IoCompletion> dropped(limits_.queue_depth);
   while (sqes_ != nullptr && in_flight() > queued_count()) {
     if (TakeCompletions(dropped) > 0) continue;
@@ -266,7 +266,7 @@ QueueResult UringEngine::Queue(const IoRequest& request) {
     sqe.addr = reinterpret_cast<uint64_t>(&slot.vector);
     sqe.len = 1;
   }
-  // Free: the submission ring has as many entries as there are slots, or more.
+  // The entry is free: the submission ring has at least as many entries as there are slots.
   sqes_[sq_tail_ & sq_mask_] = sqe;
   ++sq_tail_;
   return QueueResult::kQueued;
@@ -275,20 +275,19 @@ QueueResult UringEngine::Queue(const IoRequest& request) {
 Status UringEngine::Submit() {
   FP_CHECK(ForkGeneration() == generation_);
   StoreRelease(shared_sq_tail_, sq_tail_);
-  // One call stops behind a request that it refuses (which then completes with its errno), so go on until all are
-  // taken.
+  // One call stops behind a request that it refuses (which completes with its errno), so repeat until all are taken.
   while (const uint32_t queued = queued_count()) {
     const int taken = Enter(fd_, queued, 0, 0, nullptr, 0);
     if (taken > 0 || taken == -EINTR) continue;
     if (taken == 0 || taken == -EAGAIN || taken == -EBUSY)
-      break;  // the kernel takes no more now: they stay in the ring
+      break;  // the kernel takes no more now: the rest stays in the ring
     return Status::FromErrno(-taken, "io_uring_enter", "of the uring engine");
   }
   return Status::Ok();
 }
 
 size_t UringEngine::TakeCompletions(std::span<IoCompletion> out) {
-  uint32_t head = *shared_cq_head_;  // only we write it
+  uint32_t head = *shared_cq_head_;  // only this thread writes it
   const uint32_t tail = LoadAcquire(shared_cq_tail_);
   size_t count = 0;
   for (; head != tail && count < out.size(); ++head, ++count) {
@@ -315,7 +314,7 @@ Status UringEngine::Wait(size_t count, const Deadline& deadline) {
     waited = Enter(fd_, 0, static_cast<uint32_t>(count), uring_abi::kEnterGetEvents | uring_abi::kEnterExtArg,
                    &argument, sizeof(argument));
   } else {
-    // The ring is readable when it holds a completion.
+    // The ring's descriptor is readable while the ring holds a completion.
     AwaitReadable(fd_, wake_fd_, deadline.RemainingTimespec());
   }
   if (waited >= 0 || waited == -ETIME || waited == -EINTR || waited == -EAGAIN || waited == -EBUSY) return Status::Ok();
@@ -329,7 +328,7 @@ Result<size_t> UringEngine::Reap(std::span<IoCompletion> out, size_t min_count, 
   for (bool last_look = false;; last_look = deadline.Passed() || IsReadable(wake_fd_)) {
     Status healthy = Submit();
     if (healthy.ok() && (LoadAcquire(shared_sq_flags_) & (uring_abi::kSqTaskrun | uring_abi::kSqCqOverflow)) != 0) {
-      // Completions are there, but the kernel wants to be entered before it puts them into the ring.
+      // The kernel holds completions and puts them into the ring only when it is entered.
       Enter(fd_, 0, 0, uring_abi::kEnterGetEvents, nullptr, 0);
     }
     taken += TakeCompletions(out.subspan(taken));
@@ -339,14 +338,14 @@ Result<size_t> UringEngine::Reap(std::span<IoCompletion> out, size_t min_count, 
     const uint32_t queued = queued_count();
     const size_t in_kernel = in_flight() - queued;
     if (healthy.ok() && in_kernel > 0) {
-      // Requests that the kernel did not take are tried again after one completion.
+      // One completion is enough to try the requests again that the kernel did not take.
       healthy = Wait(queued > 0 ? 1 : wanted - taken, deadline);
     } else if (healthy.ok()) {
       std::this_thread::sleep_for(
           std::min<std::chrono::nanoseconds>(deadline.Remaining(), std::chrono::milliseconds(1)));
     }
     if (!healthy.ok()) {
-      if (taken > 0) return taken;  // these are not lost; the next call meets the error again
+      if (taken > 0) return taken;  // return these first; the next call meets the error again
       return healthy;
     }
   }

@@ -1,5 +1,5 @@
-// One mutex guards all that workers and owner share. A worker takes it once per request, the owner once per batch, and
-// only threads that sleep are woken. That is quick enough for 4 KiB requests at depth 256.
+// One mutex guards the state that workers and owner share. A worker locks it once per request, the owner once per
+// batch, and only sleeping threads are woken: fast enough for 4 KiB requests at depth 256.
 #include "engine/worker_engine.h"
 
 #include <pthread.h>
@@ -26,8 +26,8 @@ namespace {
 constexpr uint32_t kDefaultThreadCount = 16;
 constexpr size_t kNobodyWaits = SIZE_MAX;
 
-// What owner and workers share. On the heap, so that a forked child, where no worker lives and the mutex may be locked
-// for ever, can leave it alone.
+// The state that owner and workers share. On the heap, so that a forked child can leave it alone: there, no worker
+// lives and the mutex may be locked for ever.
 struct Pool {
   Pool(uint32_t queue_depth, std::unique_ptr<BlockingIo> what_to_do)
       : io(std::move(what_to_do)), submitted(queue_depth) {
@@ -39,14 +39,15 @@ struct Pool {
   std::mutex mutex;
   std::condition_variable work_arrived;
   std::condition_variable enough_completed;
-  std::unique_ptr<Wakeup> enough_completed_fd;  // in its place where the owner waits for a wake_fd, too
+  std::unique_ptr<Wakeup>
+      enough_completed_fd;  // used instead of enough_completed if the owner also waits for a wake_fd
   // A ring: requests [taken_count, submitted_count) modulo its size wait for a worker.
   std::vector<IoRequest> submitted;
   uint64_t submitted_count = 0;
   uint64_t taken_count = 0;
   size_t idle_count = 0;  // workers that wait for work_arrived
   std::vector<IoCompletion> completed;
-  size_t wanted_count = kNobodyWaits;  // the owner sleeps until so many are in `completed`
+  size_t wanted_count = kNobodyWaits;  // the owner sleeps until `completed` has this many
   bool stopping = false;
 };
 
@@ -60,7 +61,7 @@ void WakeOwner(Pool& pool) {
 
 void Work(Pool& pool) {
   std::unique_lock lock(pool.mutex);
-  bool owner_waits = false;  // for a completion that is there now
+  bool owner_waits = false;  // for the completion just added
   for (;;) {
     while (pool.taken_count == pool.submitted_count && !pool.stopping) {
       if (std::exchange(owner_waits, false)) WakeOwner(pool);
@@ -71,7 +72,7 @@ void Work(Pool& pool) {
     if (pool.stopping) return;
     const IoRequest request = pool.submitted[pool.taken_count++ % pool.submitted.size()];
     lock.unlock();
-    // Only now: an owner that was woken earlier would meet the locked mutex and sleep again.
+    // Only now, without the mutex: an owner woken earlier would meet it locked and sleep again.
     if (std::exchange(owner_waits, false)) WakeOwner(pool);
     const IoCompletion completion = pool.io->Perform(request);
     lock.lock();
@@ -117,9 +118,9 @@ class WorkerEngine final : public IoEngine {
   std::unique_ptr<Pool> pool_;
   std::vector<pthread_t> threads_;
 
-  // The owner's own, outside the mutex.
+  // For the owner only, outside the mutex.
   std::vector<IoRequest> queued_;
-  std::vector<IoCompletion> reaped_;  // taken from the pool in one go; those before reaped_begin_ were handed out
+  std::vector<IoCompletion> reaped_;  // taken from the pool in one go; those before reaped_begin_ were returned
   size_t reaped_begin_ = 0;
   size_t in_flight_ = 0;
 };
@@ -179,7 +180,7 @@ Status WorkerEngine::Submit() {
     for (const IoRequest& request : queued_) {
       pool_->submitted[pool_->submitted_count++ % pool_->submitted.size()] = request;
     }
-    // Workers that are busy look for more before they sleep.
+    // Busy workers look for more requests before they sleep.
     wake_count = std::min(pool_->idle_count, queued_.size());
   }
   for (; wake_count > 0; --wake_count) pool_->work_arrived.notify_one();
@@ -199,7 +200,7 @@ size_t WorkerEngine::TakeReaped(std::span<IoCompletion> out) {
   return count;
 }
 
-// Sleep until `count` are in `completed`, the deadline has passed, or wake_fd is readable.
+// Sleep until `completed` has `count` entries, the deadline has passed, or wake_fd is readable.
 void WorkerEngine::AwaitCompleted(std::unique_lock<std::mutex>& lock, size_t count, const Deadline& deadline) {
   const auto enough = [&] { return pool_->completed.size() >= count; };
   for (bool is_over = false; !enough() && !is_over;) {
@@ -224,7 +225,7 @@ Result<size_t> WorkerEngine::Reap(std::span<IoCompletion> out, size_t min_count,
   FP_RETURN_IF_ERROR(Submit());
   size_t taken = TakeReaped(out);
   if (taken == out.size() || in_flight_ == 0) return taken;
-  // Here reaped_ is empty: all that is in flight is in the pool.
+  // reaped_ is empty here: everything in flight is in the pool.
   const size_t wanted_count = std::min(min_count, taken + in_flight_);
   {
     std::unique_lock lock(pool_->mutex);
