@@ -22,7 +22,7 @@ constexpr CudaResult kStubLibrary = 34;
 constexpr CudaResult kDeviceUnavailable = 46;
 constexpr CudaResult kNoDevice = 100;
 
-// After these, the driver answers every further call of this process for that device with the same error.
+// After one of these, every further call of this process for that device fails with the same error.
 constexpr std::array<CudaResult, 19> kLost = {
     4,    // DEINITIALIZED
     100,  // NO_DEVICE
@@ -45,11 +45,11 @@ constexpr std::array<CudaResult, 19> kLost = {
     999,  // UNKNOWN
 };
 
-// These are atomics without a lock, so that a fork at any moment leaves them usable. The driver's table is never freed,
-// since transfers of other threads may outlive the interpreter's shutdown.
+// Atomics without a lock, so a fork at any moment leaves them usable. The driver's table is never freed, since other
+// threads' transfers may outlive the interpreter's shutdown.
 std::atomic<const CudaDriver*> g_driver{nullptr};
-// The fork generation + 1 of the process that called cuInit; 0 where none did. It is set before the call, so that a
-// child that is forked during the call sees it.
+// The fork generation + 1 of the process that called cuInit; 0 if none did. Set before the call, so that a child forked
+// during the call sees it.
 std::atomic<uint64_t> g_used_by{0};
 std::atomic<bool> g_ending{false};
 
@@ -61,7 +61,7 @@ Status ForkedAfterUse() {
       "or the forkserver method of multiprocessing");
 }
 
-// The error of a call that makes the driver ready.
+// The error of a call that initialises the driver.
 Status StartError(const CudaDriver& driver, CudaResult result, const char* call) {
   switch (result) {
     case kNotInitialized:  // the parent used CUDA without us
@@ -130,7 +130,7 @@ Status Load(CudaDriver& driver) {
   return Status::Ok();
 }
 
-// Ok where this process may call the driver, if it has one.
+// Whether this process may call a driver.
 Status Allowed() {
   const uint64_t used_by = g_used_by.load(std::memory_order_acquire);
   if (used_by != 0 && used_by != ForkGeneration() + 1) return ForkedAfterUse();
@@ -144,7 +144,7 @@ Status Allowed() {
 Result<const CudaDriver*> CudaDriver::Get() {
   FP_RETURN_IF_ERROR(Allowed());
   if (const CudaDriver* const driver = g_driver.load(std::memory_order_acquire); driver != nullptr) return driver;
-  // Several threads may come here at once; to load and initialise again does nothing.
+  // Several threads may be here at once; a second load and initialisation does nothing.
   auto fresh = std::make_unique<CudaDriver>();
   FP_RETURN_IF_ERROR(Load(*fresh));
   g_used_by.store(ForkGeneration() + 1, std::memory_order_release);
@@ -155,7 +155,7 @@ Result<const CudaDriver*> CudaDriver::Get() {
   }
   const CudaDriver* first = nullptr;
   if (!g_driver.compare_exchange_strong(first, fresh.get())) return first;
-  // After cuInit, so that it runs before what the driver itself registered there.
+  // Registered after cuInit, so that it runs before the driver's own exit handlers.
   (void)std::atexit([] { g_ending.store(true, std::memory_order_relaxed); });
   return fresh.release();
 }

@@ -1,6 +1,6 @@
-// The CUDA driver by its C interface, out of libcuda.so.1, which comes with the kernel driver: no toolkit, header or
-// CUDA runtime is needed to build or to run, and one build serves every torch and every CUDA since 11. Names carry
-// their version (`_v2`) where cuda.h would add it. Nothing here knows streams of ours or rings: device.h does.
+// The C interface of the CUDA driver, loaded from libcuda.so.1 of the kernel driver: building and running need no
+// toolkit, header or CUDA runtime, and one build serves every torch and every CUDA since 11. Names carry their version
+// (`_v2`) where cuda.h would add it. device.h adds streams and marks.
 #pragma once
 
 #include <cstddef>
@@ -58,19 +58,19 @@ struct CudaDriver {
   CudaResult (*ThreadExchangeStreamCaptureMode)(int* mode);         // swaps the calling thread's mode and *mode
   // NOLINTEND(readability-identifier-naming)
 
-  // The driver of this process: loaded and initialised by the first call that succeeds. kUnsupported, with
-  // the reason in one sentence: no driver, one without these calls, cuInit failed, the process is ending, or it was
-  // forked after CUDA was used here (a child cannot use its parent's CUDA). Cheap once it has succeeded. Thread-safe.
+  // Returns the driver of this process; the first call that succeeds loads and initialises it, later ones are cheap.
+  // kUnsupported, with the reason in one sentence: no driver, one without these calls, cuInit failed, the process is
+  // ending, or it was forked after CUDA was used here (a child cannot use its parent's CUDA). Thread-safe.
   static Result<const CudaDriver*> Get();
 
-  // Whether there is a driver with these calls: what Get finds before cuInit, which takes CUDA from all children that
-  // this process forks later. Thread-safe.
+  // Whether there is a driver with these calls. Does not call cuInit, which would make CUDA unusable in children forked
+  // later. Thread-safe.
   static Status Present();
 
-  // A kDeviceError that reads "<operation>: <CUDA_ERROR_NAME> (<text>)", and says so where the process cannot use the
-  // device any more; Ok for kCudaSuccess.
+  // Returns Ok for kCudaSuccess, else a kDeviceError "<operation>: <CUDA_ERROR_NAME> (<text>)", which also says if the
+  // process cannot use the device any more.
   Status Check(CudaResult result, std::string_view operation) const;
-  // Whether a device that answers this can do nothing any more in this process, and so copies no more.
+  // Whether this result means that the device is lost to this process, and so makes no more copies.
   static bool IsLost(CudaResult result);
 };
 

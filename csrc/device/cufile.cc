@@ -28,9 +28,9 @@ Status Unsupported(std::string message) { return Status::Error(StatusCode::kUnsu
 
 // --- statistics ---
 
-// CUfileStatsLevel3_t, in 8-byte words: those of level 1, which became more, and two histograms of 32 for level 2; the
-// number of devices (32 bits, and padding); then 31 for each device, of which 2 are its UUID. By the headers of cuFile
-// 1.15 to 1.20. A later one may have changed it again, under the same SONAME.
+// CUfileStatsLevel3_t in 8-byte words: the counters of level 1, whose number has grown, and two histograms of 32 for
+// level 2; the number of devices (32 bits, and padding); then 31 words for each device, of which 2 are its UUID. By the
+// headers of cuFile 1.15 to 1.20. A later one may have changed it again, under the same SONAME.
 struct Layout {
   int first_version;
   size_t device_count_word;  // 0: not known
@@ -41,14 +41,14 @@ constexpr size_t kDevicesMax = 16;
 constexpr std::array<size_t, 2> kP2pWords = {7, 20};  // reads and writes, in a device's words
 constexpr std::array<size_t, 2> kNvfsWords = {8, 21};
 constexpr std::array<size_t, 2> kPosixWords = {9, 22};
-// Room for a structure that has grown, and what fills it, to see whether it has.
+// Room for a structure that has grown, with a fill pattern that shows whether it has.
 constexpr size_t kRoomWords = 8192;
 constexpr uint64_t kUntouched = 0xA5C3'5A3C'C3A5'3C5A;
 constexpr int kPerDevice = 3;
 
-// --- what is set before the first use ---
+// Settings for the first use.
 
-// No lock, so that a fork at any moment leaves them usable. A path that was replaced is not freed: it may be in use.
+// No lock, so a fork at any moment leaves them usable. A replaced path is not freed, since it may be in use.
 std::atomic<const std::string*> g_library_path{nullptr};
 std::atomic<int> g_host_device{0};
 
@@ -64,8 +64,8 @@ void CuFile::Configure(std::string library_path, int host_device) {
 
 Result<CuFile*> CuFile::Get() {
   FP_RETURN_IF_ERROR(CudaDriver::Get().status());
-  // Beyond this line no process comes whose parent was here: what these guard is never held or half-made by a thread
-  // that did not come along.
+  // No child of a process that was here gets past this line: so no thread that the child lacks holds the mutex or has
+  // left its state half-made.
   static auto* const mutex = new std::mutex;
   static CuFile* opened = nullptr;
   const std::lock_guard lock(*mutex);
@@ -76,7 +76,7 @@ Result<CuFile*> CuFile::Get() {
 }
 
 Result<CuFile*> CuFile::LoadAndOpen() {
-  // What is in the process already is what its other users have opened. A library once loaded stays.
+  // If other users have loaded the library, take theirs. A library once loaded stays.
   void* library = dlopen(kSoname, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
   std::string why_not;
   const std::string* const path = g_library_path.load();
@@ -88,7 +88,7 @@ Result<CuFile*> CuFile::LoadAndOpen() {
     why_not.append(why_not.empty() ? "" : "; ").append(reason == nullptr ? name : reason);
   }
   if (library == nullptr) {
-    return Unsupported("GPUDirect Storage has no library here (" + why_not +
+    return Unsupported("GPUDirect Storage finds no library here (" + why_not +
                        "): install nvidia-cufile with pip (nvidia-cufile-cu12 for CUDA 12), or the system's libcufile");
   }
   auto calls = std::make_unique<Calls>();
@@ -129,7 +129,7 @@ std::string CuFile::version_text() const {
   return version_ == 0 ? "before 1.8" : std::to_string(version_ / 1000) + "." + std::to_string(version_ % 1000 / 10);
 }
 
-// Counted from the start, so that what a transfer did can be told afterwards.
+// Count from the start, so that Traffic() can report what each transfer did.
 void CuFile::StartStatistics() {
   for (const Layout& layout : kLayouts) {
     if (version_ >= layout.first_version) device_count_word_ = layout.device_count_word;
@@ -180,7 +180,7 @@ Result<CuFileTraffic> CuFile::Traffic() const {
 
 // --- files ---
 
-// Constant but for the count, which the table guards.
+// Constant, except for the count, which the table guards.
 struct CuFileDescriptor::Registered {
   CuFile* cufile = nullptr;
   int fd = -1;
@@ -190,7 +190,7 @@ struct CuFileDescriptor::Registered {
   void* file = nullptr;  // CUfileHandle_t
   size_t user_count = 0;
 
-  // 0, or the errno.
+  // Returns 0 or an errno.
   int Look(int descriptor) {
     struct stat found = {};
     const int flags = fcntl(descriptor, F_GETFL);
@@ -208,7 +208,7 @@ struct CuFileDescriptor::Registered {
 };
 
 struct CuFileDescriptor::Table {
-  // Held while libcufile registers and deregisters, so that nobody meets a descriptor in between.
+  // Held while libcufile registers and deregisters, so that no thread meets a half-registered descriptor.
   std::mutex mutex;
   std::vector<std::unique_ptr<Registered>> all;
 
@@ -253,7 +253,8 @@ Result<CuFileDescriptor> CuFileDescriptor::Open(CuFile& cufile, int fd) {
   const CuFileError error = cufile.calls_->handle_register(&fresh->file, &description);
   if (error.code != kCuFileSuccess) {
     std::string what = "cuFileHandleRegister of " + which + ": " + Describe(error);
-    // It asks udev about the disk. Without an answer it says the first since cuFile 1.16, the second until then.
+    // libcufile asks udev about the disk. Without an answer it reports the first since cuFile 1.16, the second until
+    // then.
     const bool has_no_udev =
         (error.code == kCuFileNotRegistered || error.code == kCuFileInternalError) && access("/run/udev", F_OK) != 0;
     if (has_no_udev) {
@@ -335,7 +336,7 @@ namespace {
 
 constexpr size_t kDevicePageBytes = size_t{2} << 20;
 
-// Where every area begins and ends.
+// The first byte and the end of every area.
 struct Areas {
   std::mutex mutex;
   struct Area {
@@ -364,7 +365,7 @@ Result<std::unique_ptr<DeviceStaging>> DeviceStaging::Create(Device& device, siz
   if (!driver.ok()) return driver.status();
   const ContextScope context(device);
   FP_RETURN_IF_ERROR(context.status());
-  // Whole pages of the device, or the driver puts it between other small allocations, on any boundary.
+  // Whole pages of the device: the driver places smaller ones between other small allocations, on any boundary.
   const size_t size_bytes = AlignUp(buffer_count * buffer_bytes, kDevicePageBytes);
   const std::string what =
       std::to_string(size_bytes) + " bytes of staging memory on cuda:" + std::to_string(device.ordinal());
@@ -395,15 +396,15 @@ DeviceStaging::DeviceStaging(Device& device, std::byte* base, size_t buffer_coun
 DeviceStaging::~DeviceStaging() {
   Result<const CudaDriver*> driver = CudaDriver::Get();
   Result<CuFile*> cufile = CuFile::Get();
-  if (!driver.ok() || !cufile.ok()) return;  // it was the parent's, or goes with the process
-  FP_CHECK(free_count() == buffer_count_);   // a buffer still in flight would be written into somebody else's memory
+  if (!driver.ok() || !cufile.ok()) return;  // it was the parent's, or ends with the process
+  FP_CHECK(free_count() == buffer_count_);   // a request in flight would write to somebody else's memory
   {
     Areas& areas = TheAreas();
     const std::lock_guard lock(areas.mutex);
     std::erase_if(areas.all, [&](const Areas::Area& area) { return area.base == base_; });
   }
   const ContextScope context(device_);
-  // Never free what is still registered: rather lose it. An error here: the device is lost.
+  // Never free registered memory: lose it instead. An error here means that the device is lost.
   if (context.status().ok() && cufile.value()->calls_->buf_deregister(base_).code == kCuFileSuccess) {
     driver.value()->MemFree(AsAddress(base_));
   }
@@ -433,7 +434,7 @@ std::optional<DeviceStaging::Place> DeviceStaging::Find(const std::byte* address
   Areas& areas = TheAreas();
   const std::lock_guard lock(areas.mutex);
   for (const Areas::Area& area : areas.all) {
-    // Unsigned, so that what lies below is beyond the end, too.
+    // Unsigned: an address below the area is beyond its end too.
     const CudaAddress inside = AsAddress(address) - AsAddress(area.base);
     if (inside < area.size_bytes) return Place{area.device, area.base, inside, area.size_bytes - inside};
   }

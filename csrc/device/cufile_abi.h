@@ -1,5 +1,5 @@
-// libcufile's C interface as this code uses it, without its header: what is laid out how, which calls there are, what
-// its errors mean. What the calls are for is cufile.h's.
+// The part of libcufile's C interface that this code uses, without its header: layouts, calls, and the meaning of
+// errors. cufile.h uses it.
 //
 // Source: GPUDirect Storage, cuFile API Reference Guide; the headers of cuFile 1.11 to 1.20, which agree on all of
 // this.
@@ -34,13 +34,13 @@ struct CuFileError {
 struct CuFileErrorName {
   int code;
   const char* name;
-  int sys_errno;  // for a transfer that fails so: what says "not with this file" lets another engine take over
+  int sys_errno;  // of a transfer with this error: "not with this file" lets another engine take over
 };
 
 CuFileErrorName NameOf(int code);
-// Such as "CU_FILE_IO_DISABLED (5034)", with the driver's own error where there is one.
+// A text such as "CU_FILE_IO_DISABLED (5034)", with the driver's own error if there is one.
 std::string Describe(CuFileError error);
-// Of a transfer of size_bytes: what cuFileRead and cuFileWrite answer, and errno behind them.
+// The outcome of a transfer of size_bytes from the result of cuFileRead or cuFileWrite, and the errno after it.
 CuFileOutcome OutcomeOf(ssize_t answer, size_t size_bytes, int sys_errno);
 
 // --- files ---
@@ -65,7 +65,7 @@ struct CuFile::Calls {
   CuFileError (*buf_deregister)(const void* base);
   ssize_t (*read)(void* file, void* base, size_t size_bytes, off_t offset_bytes, off_t base_offset_bytes);
   ssize_t (*write)(void* file, const void* base, size_t size_bytes, off_t offset_bytes, off_t base_offset_bytes);
-  // Null in a library that is too old for them.
+  // Null in a library that is too old.
   CuFileError (*get_version)(int* version);
   CuFileError (*get_stats_level)(int* level);
   CuFileError (*set_stats_level)(int level);

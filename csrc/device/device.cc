@@ -21,15 +21,14 @@ namespace fastpersist {
 namespace {
 
 constexpr uintptr_t kPageBytes = 4096;
-// A copy of a ring's buffer takes 100 µs and more, so most waits end in a sleep. The first looks, without sleep, catch
-// copies that are almost complete.
+// A copy of a ring's buffer takes 100 µs or more, so most waits end in a sleep. The first checks do not sleep: they
+// catch copies that are almost complete.
 constexpr int kSpinCount = 16;
 constexpr std::chrono::microseconds kSleepMin{20};
 constexpr std::chrono::microseconds kSleepMax{200};
 constexpr std::chrono::milliseconds kPollInterval{50};
 
-// The driver takes about a thousand commands ahead of the device and makes the next one wait: copies, and now and then
-// a mark.
+// The driver queues about a thousand commands (copies, and some marks) ahead of the device and blocks at the next one.
 constexpr uint64_t kWindowCopies = 128;
 constexpr size_t kWindowCount = 6;
 
@@ -53,7 +52,7 @@ void PreferNode(std::span<std::byte> memory, int node) {
   std::array<unsigned long, 16> nodes = {};
   if (node < 0 || static_cast<size_t>(node) >= nodes.size() * kWordBits) return;
   nodes[static_cast<size_t>(node) / kWordBits] = 1UL << (static_cast<size_t>(node) % kWordBits);
-  // The kernel takes one bit less than it is told.
+  // The kernel uses one bit less than the given number.
   syscall(SYS_mbind, memory.data(), memory.size(), MPOL_PREFERRED, nodes.data(), nodes.size() * kWordBits + 1, 0);
 }
 
@@ -70,8 +69,8 @@ std::string LockLimit(size_t size_bytes) {
 Result<Device*> Device::Get(int ordinal) {
   Result<const CudaDriver*> driver = CudaDriver::Get();
   if (!driver.ok()) return driver.status();
-  // A child of a process that was here has been refused above (CudaDriver::Get). So no mutex below was locked, and no
-  // device half made, by a thread that the fork left behind.
+  // CudaDriver::Get has refused the child of a process that was here. So no thread that the child lacks holds the mutex
+  // or has left a device half-made.
   static auto* const mutex = new std::mutex;
   static auto* const devices = new std::map<int, std::unique_ptr<Device>>;
   const std::lock_guard lock(*mutex);
@@ -142,7 +141,7 @@ Result<CudaEvent> Device::TakeEvent() {
 Status Device::RefuseCapture(CudaStream caller) const {
   int capturing = 0;
   const CudaResult result = driver_.StreamIsCapturing(caller, &capturing);
-  if (result != kCudaCaptureImplicit) {  // of the default stream: one that it waits for is
+  if (result != kCudaCaptureImplicit) {  // the default stream waits for one that is captured
     FP_RETURN_IF_ERROR(Check(result, "looking at the caller's stream on"));
     if (capturing == 0) return Status::Ok();
   }
@@ -156,7 +155,7 @@ Status Device::Order(CudaStream earlier, CudaStream later) {
   if (!event.ok()) return event.status();
   CudaResult result = driver_.EventRecord(event.value(), earlier);
   if (result == kCudaSuccess) result = driver_.StreamWaitEvent(later, event.value(), 0);
-  // A stream waits for what the event stood for when it was told to; the event may stand for something else now.
+  // A waiting stream remembers what the event stood for; the event may be recorded again.
   PutEvent(event.value());
   return Check(result, "ordering streams of");
 }
@@ -178,7 +177,7 @@ Result<std::pair<CudaAddress, size_t>> Device::RangeOf(CudaAddress address) {
 
 namespace {
 
-thread_local const Device* t_entered = nullptr;  // whose context the innermost scope of this thread has made current
+thread_local const Device* t_entered = nullptr;  // the device of this thread's innermost scope; null: none
 
 }  // namespace
 
@@ -253,7 +252,7 @@ CopyEnd::CopyEnd(CopyStream& stream) : stream_(&stream) {
 
 CopyEnd::CopyEnd(std::shared_ptr<const CopyMark> mark) : mark_(std::move(mark)), stream_(mark_->stream_) {}
 
-// An error of the query alone stops no copy.
+// An error of the query alone ends no copy.
 bool CopyEnd::IsComplete() const {
   if (seen_->load()) return true;
   Result<bool> marked = mark_ == nullptr ? Result<bool>(stream_->AllComplete()) : mark_->IsComplete();
@@ -357,8 +356,8 @@ Status CopyStream::Zero(CudaAddress target, size_t size_bytes) {
   return Started(device_.driver_.MemsetD8Async(target, 0, size_bytes, stream_), "clearing memory of");
 }
 
-// Marks every kWindowCopies-th copy, for AwaitRoom. A mark that cannot be had is left out: an error from here says that
-// the copy was not started, and its caller would give away memory into which it goes.
+// Marks every kWindowCopies-th copy for AwaitRoom. A failed mark is omitted: an error from here means that the copy was
+// not started, and the caller would give away memory that the copy fills.
 Status CopyStream::Started(CudaResult result, const char* what) {
   FP_RETURN_IF_ERROR(device_.Check(result, what));
   {
@@ -369,7 +368,7 @@ Status CopyStream::Started(CudaResult result, const char* what) {
   if (!mark.ok()) return Status::Ok();
   const std::lock_guard lock(windows_mutex_);
   windows_.push_back(std::make_shared<const CopyMark>(std::move(mark).value()));
-  if (windows_.size() > 2 * kWindowCount) windows_.pop_front();  // nobody waits: the driver does
+  if (windows_.size() > 2 * kWindowCount) windows_.pop_front();  // nobody waits in AwaitRoom: the driver blocks
   return Status::Ok();
 }
 
@@ -411,8 +410,8 @@ Result<bool> CopyStream::HasRoom(bool is_pinned) {
   return true;
 }
 
-// Whether all copies of the stream are complete. A device that is lost makes none any more; any other error says
-// nothing about them. Unlike a synchronisation, this never waits.
+// Whether all copies of the stream are complete. A lost device makes none any more; any other error says nothing about
+// them. Never waits, unlike a synchronisation.
 bool CopyStream::AllComplete() const {
   const ContextScope scope(device_);
   if (scope.status().code() == StatusCode::kUnsupported) return true;  // the process ends, and CUDA with it
@@ -437,7 +436,7 @@ Status CopyStream::RefuseGivenUp() {
   const auto given_up_s = std::chrono::duration_cast<std::chrono::seconds>(given_up).count();
   return Status::Error(StatusCode::kDeviceError,
                        "cuda:" + std::to_string(device_.ordinal()) +
-                           " has not ended the copies that a transfer gave up " + std::to_string(given_up_s) +
+                           " has not completed the copies that a transfer gave up " + std::to_string(given_up_s) +
                            " s ago: the stream they follow stands still, as behind a collective whose peer is gone; "
                            "abort that (its process group) or start a new process; saves of CPU tensors go on");
 }
@@ -447,7 +446,7 @@ Result<CopyMark> CopyStream::Mark() {
   FP_RETURN_IF_ERROR(scope.status());
   Result<CudaEvent> event = device_.TakeEvent();
   if (!event.ok()) return event.status();
-  CopyMark mark(&device_, this, event.value());  // gives the event back where this fails
+  CopyMark mark(&device_, this, event.value());  // returns the event if recording fails
   FP_RETURN_IF_ERROR(device_.Check(device_.driver_.EventRecord(event.value(), stream_), "marking copies of"));
   return mark;
 }
@@ -497,7 +496,7 @@ bool Pinned::Release() {
   const ContextScope scope(*device_);
   if (scope.status().code() == StatusCode::kUnsupported) return true;
   if (scope.status().ok() && device_->driver_.MemHostUnregister(memory) == kCudaSuccess) return true;
-  KeepMapped(memory);  // the device is lost, and the driver still knows the memory
+  KeepMapped(memory);  // the device is lost, and the memory still registered
   return false;
 }
 

@@ -1,8 +1,8 @@
-// A CUDA device as transfers use it: streams of its own, on which copies between pinned host memory and the device run
-// beside the caller's kernels, ordered against the caller's streams by events. A call waits for the device only where
-// its comment says so; none synchronises the device or the caller's streams.
+// A CUDA device for transfers: its own streams copy between pinned host memory and the device, beside the caller's
+// kernels; events order them against the caller's streams. A call waits for the device only if its comment says so;
+// none synchronises the device or the caller's streams.
 //
-// A copy that was started is *complete* when the device touches neither of its sides any more.
+// A started copy is *complete* when the device touches neither of its sides any more.
 #pragma once
 
 #include <atomic>
@@ -28,7 +28,7 @@ namespace fastpersist {
 class CopyStream;
 class Device;
 
-// A point in the order of a stream's copies. Its event goes back to the device for reuse. Move-only; empty after a
+// A point in the order of a stream's copies. The destructor returns its event to the device. Move-only; empty after a
 // move and by default.
 class CopyMark {
  public:
@@ -41,11 +41,11 @@ class CopyMark {
 
   explicit operator bool() const { return device_ != nullptr; }
 
-  // Whether every copy before the mark is complete. An error of the device shows here, too.
-  // REQUIRES of both: not empty.
+  // Whether every copy before the mark is complete. Also returns errors of the device. REQUIRES here and in Wait: not
+  // empty.
   Result<bool> IsComplete() const;
-  // Waits until IsComplete, which it asks every 20 … 200 µs. `poll` is called about every 50 ms, and its error ends the
-  // wait; it may be empty.
+  // Wait until IsComplete, checked every 20 … 200 µs. Calls `poll` about every 50 ms, unless it is empty; its error
+  // ends the wait.
   Status Wait(const std::function<Status()>& poll) const;
 
  private:
@@ -58,11 +58,11 @@ class CopyMark {
   CudaEvent event_ = nullptr;
 };
 
-// The end of copies that were started. It guards their memory: unlike a mark it has no errors, and it is complete only
-// when the device makes none of these copies any more. Copyable; thread-safe.
+// The end of started copies. It guards their memory: unlike a mark it has no errors, and it is complete only when the
+// device makes none of these copies any more. Copyable; thread-safe.
 class CopyEnd {
  public:
-  // Of all that the stream was given so far. Where no mark can be had, the end of all that the stream is ever given.
+  // The end of all that the stream was given so far. If no mark can be made, the end of all that it will ever be given.
   explicit CopyEnd(CopyStream& stream);
   // REQUIRES: the mark is not empty.
   explicit CopyEnd(std::shared_ptr<const CopyMark> mark);
@@ -72,66 +72,65 @@ class CopyEnd {
  private:
   friend class Grace;
 
-  std::shared_ptr<const CopyMark> mark_;  // null: none could be had
+  std::shared_ptr<const CopyMark> mark_;  // none could be made
   CopyStream* stream_;
-  // Shared by all copies of this object. What was complete once stays so, also where a later look at the whole stream
-  // would not show it.
+  // Shared by all copies of this object: once complete, it stays complete, even if the stream has new copies.
   std::shared_ptr<std::atomic<bool>> seen_ = std::make_shared<std::atomic<bool>>(false);
 };
 
 // The condition for a quarantine: all of these are complete.
 CopiesComplete CompletionOf(std::vector<CopyEnd> ends);
 
-// How long a transfer that gives up waits for the copies that it started. A stream that never ends, since it follows a
-// collective whose peer is gone, must not hold up anybody for ever. Memory whose copies are not complete after that
-// time is quarantined (core/quarantine.h).
+// How long a transfer that gives up waits for its started copies. A stream that never ends, behind a collective whose
+// peer is gone, must not block a caller for ever. Memory whose copies are incomplete after that time is quarantined
+// (core/quarantine.h).
 class Grace {
  public:
   static constexpr std::chrono::milliseconds kDefault{10'000};
-  // The duration for all objects that are made later. For tests.
+  // Set the duration of objects that are made later. For tests.
   static void Set(std::chrono::milliseconds duration);
 
-  // The time starts now.
+  // Start the time.
   Grace();
 
-  // Whether the time has passed, or the stream of these copies was given up before.
+  // Whether the time has passed. The second function is also true if the stream of these copies was given up before.
   bool IsOver() const;
   bool IsOver(const CopyEnd& end) const;
-  // Whether all ends are complete in time. Streams that were given up before are not waited for again. `meanwhile` is
-  // called about every 50 ms; it may be empty.
+  // Wait until all ends are complete; returns false if the time runs out first. Does not wait for streams that were
+  // given up before. Calls `meanwhile` about every 50 ms, unless it is empty.
   bool WaitFor(std::span<const CopyEnd> ends, const std::function<void()>& meanwhile = {}) const;
-  // After WaitFor returned false: the streams take no more copies until these ends are complete. So the quarantine
-  // stays bounded, and the next save of the device fails at once. Returns the condition for the quarantine.
+  // Call this after WaitFor returned false: the streams refuse further copies until these ends are complete. So the
+  // quarantine stays bounded, and the next save of the device fails at once. Returns the condition for the quarantine.
   static CopiesComplete GiveUp(std::vector<CopyEnd> ends);
 
  private:
   std::chrono::steady_clock::time_point deadline_;
 };
 
-// One direction of a device: its copies are done in the order in which they were started. Thread-safe. What starts or
-// orders copies fails with kDeviceError while the stream is given up (Grace::GiveUp).
+// One direction of a device: it makes its copies in the order in which they were started. Thread-safe. While the stream
+// is given up (Grace::GiveUp), calls that start or order copies fail with kDeviceError.
 class CopyStream {
  public:
   CopyStream(const CopyStream&) = delete;
   CopyStream& operator=(const CopyStream&) = delete;
 
-  // What is started from now on comes after everything that the caller's stream (a CUstream as an integer, as
-  // torch.cuda.Stream.cuda_stream gives it; 0: the legacy default stream) holds at this moment. kUnsupported, here and
-  // in HoldCaller, while that stream is captured into a CUDA graph: its work has not begun when this returns.
+  // Order later copies after everything that the caller's stream holds now. `caller_stream` is a CUstream as an
+  // integer, as in torch.cuda.Stream.cuda_stream; 0: the legacy default stream. kUnsupported, here and in HoldCaller,
+  // while that stream is captured into a CUDA graph, because its work has not begun then.
   Status FollowCaller(uintptr_t caller_stream);
-  // What the caller's stream is given from now on comes after everything started here so far.
+  // Order the caller's later work after everything started here so far.
   Status HoldCaller(uintptr_t caller_stream);
 
-  // Wait until a copy can be started that does not wait inside the driver, where nobody could end the wait: until few
-  // copies are queued, or none where the host memory is not pinned. `poll` as of CopyMark::Wait. For one thread: copies
-  // that others queue meanwhile may make the next one wait all the same.
+  // Wait until the next copy can start without blocking inside the driver, where nobody could end the wait: until few
+  // copies are queued, or none if the host memory is not pinned. `poll` as of CopyMark::Wait. For one thread: copies
+  // that other threads queue meanwhile may block the next one all the same.
   Status AwaitRoom(bool is_pinned, const std::function<Status()>& poll);
 
-  // Whether AwaitRoom would return at once. For any thread where the memory is pinned, else for one.
+  // Whether AwaitRoom would return at once. For any thread if the memory is pinned, else for one.
   Result<bool> HasRoom(bool is_pinned);
 
-  // Start one copy. The memory of both sides stays allocated, and the source unchanged, until a mark that was made
-  // afterwards is complete. Host memory that is not pinned is legal: the call may then wait for the copy.
+  // Start one copy. Both sides stay allocated, and the source unchanged, until a mark made afterwards is complete. The
+  // call may wait for the copy if the host memory is not pinned.
   Status ToHost(std::byte* target, CudaAddress source, size_t size_bytes);
   Status ToDevice(CudaAddress target, const std::byte* source, size_t size_bytes);
   // Start one copy between two places of the device, or set bytes of it to zero.
@@ -163,11 +162,11 @@ class CopyStream {
 };
 
 // One for each device of the process, made at first use and never freed: torch keeps the same primary context, and
-// transfers of other threads may outlive the interpreter's shutdown. Thread-safe.
+// other threads' transfers may outlive the interpreter's shutdown. Thread-safe.
 class Device {
  public:
-  // By the ordinal that torch uses ("cuda:1" is 1; CUDA_VISIBLE_DEVICES counts). kUnsupported as CudaDriver::Get, and
-  // in a forked child of a process that has used it; kDeviceError when the device cannot be had (not remembered: the
+  // Returns the device with torch's ordinal ("cuda:1" is 1; CUDA_VISIBLE_DEVICES counts). kUnsupported as
+  // CudaDriver::Get, and in a forked child of a process that has used the device; kDeviceError if the device fails (the
   // next call tries again).
   static Result<Device*> Get(int ordinal);
 
@@ -175,13 +174,13 @@ class Device {
   Device& operator=(const Device&) = delete;
 
   int ordinal() const { return ordinal_; }
-  // Of host memory that is nearest to it; -1: unknown, or the machine has one node.
+  // The node of the nearest host memory; -1: unknown, or the machine has one node.
   int numa_node() const { return numa_node_; }
 
   CopyStream& to_host() { return to_host_; }
   CopyStream& to_device() { return to_device_; }
 
-  // The allocation that an address lies in, as the driver knows it.
+  // Returns the driver's allocation that contains an address: its start and size in bytes.
   Result<std::pair<CudaAddress, size_t>> RangeOf(CudaAddress address);
 
  private:
@@ -192,8 +191,8 @@ class Device {
   friend class Pinned;
 
   Device(const CudaDriver& driver, int ordinal) : driver_(driver), ordinal_(ordinal) {}
-  Status Open();                                                  // again after a failure: goes on where it stopped
-  bool is_open() const { return to_device_.stream_ != nullptr; }  // the last step
+  Status Open();  // can be called again after a failure, and continues there
+  bool is_open() const { return to_device_.stream_ != nullptr; }  // Open sets it last
   Status Check(CudaResult result, const char* what) const;
   Result<CudaEvent> TakeEvent();
   void PutEvent(CudaEvent event);
@@ -210,12 +209,12 @@ class Device {
   std::vector<CudaEvent> free_events_;
 };
 
-// Makes the device's context current for the calling thread while this lives; afterwards the former context is current
-// again. Calls of this file enter it by themselves; others that call the driver, or a library above it, need one.
-// Scopes may be nested, and a scope inside one of the same device costs no call of the driver. So one scope around many
-// calls is quicker, but no foreign code, which could make another context current, may run inside it.
+// Makes the device's context current for the calling thread while it lives; the former context is current again
+// afterwards. The functions of this file enter it themselves; other calls of the driver, or of a library above it, need
+// a scope. A scope inside another one of the same device makes no driver call, so one scope around many calls is
+// faster; but code that may change the context must not run inside it.
 //
-// The thread is in the relaxed capture mode meanwhile. Otherwise a call of ours would break a CUDA graph that the
+// The thread is in the relaxed capture mode meanwhile. Otherwise the driver calls would break a CUDA graph that the
 // application captures at that moment.
 class ContextScope {
  public:
@@ -224,7 +223,7 @@ class ContextScope {
   ContextScope(const ContextScope&) = delete;
   ContextScope& operator=(const ContextScope&) = delete;
 
-  // Where this is an error, no call may be made. kUnsupported in a forked child and at the end of the process.
+  // If this is an error, make no calls. kUnsupported in a forked child and at the end of the process.
   const Status& status() const { return status_; }
 
  private:
@@ -240,14 +239,14 @@ class ContextScope {
   Status status_;
 };
 
-// Host memory that is registered with the device while this lives, so that the device reads and writes it without a
-// copy by the driver. Where the driver refuses, copies from and to the memory are slower, and why_not() says why.
+// Host memory that is registered with the device while this lives, so that the device reads and writes it without an
+// extra copy by the driver. If the driver refuses, copies of this memory are slower, and why_not() gives the reason.
 // Move-only.
 class Pinned {
  public:
   Pinned() = default;
-  // Binds pages that are not touched yet to the device's NUMA node (advice), then registers them for all devices.
-  // REQUIRES: memory of MapBuffers, from its start, or that is never unmapped; it outlives this.
+  // Bind untouched pages to the device's NUMA node (advice), then register all for all devices. REQUIRES: memory of
+  // MapBuffers, from its start, or memory that is never unmapped; it outlives this.
   static Pinned Register(Device& device, std::span<std::byte> memory);
   Pinned(Pinned&& other) noexcept;
   Pinned& operator=(Pinned&& other) noexcept;
@@ -258,8 +257,8 @@ class Pinned {
   bool ok() const { return memory_ != nullptr; }
   const std::string& why_not() const { return why_not_; }
 
-  // What the destructor does, earlier. False: the device is lost and the driver does not release the memory, which then
-  // stays mapped (KeepMapped). Does nothing in a forked child, and at the end of the process, when the driver is gone.
+  // Unregister before the destructor does. Returns false if the device is lost and the driver does not release the
+  // memory, which then stays mapped (KeepMapped). Does nothing in a forked child, and at the end of the process.
   bool Release();
 
  private:

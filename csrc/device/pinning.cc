@@ -15,7 +15,7 @@ std::mutex g_mutex;
 std::string g_why_not;  // guarded by g_mutex
 std::atomic<uint64_t> g_pinned_bytes{0};
 
-// A pinned range that is counted while it lives.
+// A pinned range whose bytes are counted while it lives.
 class CountedPin {
  public:
   CountedPin(Pinned pinned, uint64_t size_bytes) : pinned_(std::move(pinned)), size_bytes_(size_bytes) {
@@ -37,7 +37,8 @@ class CountedPin {
 Pin PinFor(Device& device) {
   return [&device](std::span<std::byte> memory) -> std::shared_ptr<void> {
     Pinned pinned = Pinned::Register(device, memory);
-    if (!pinned.ok() && EmptyPinnedCache() > 0) pinned = Pinned::Register(device, memory);  // there may be a limit
+    if (!pinned.ok() && EmptyPinnedCache() > 0)
+      pinned = Pinned::Register(device, memory);  // the driver may have a limit
     if (!pinned.ok()) {
       const std::lock_guard lock(g_mutex);
       g_why_not = pinned.why_not();

@@ -1,4 +1,4 @@
-// Pins the buffers of rings and arenas for a device; core/, which has them, knows no device.
+// Pins the buffers of rings and arenas for a device, because core/, which owns them, knows no device.
 #pragma once
 
 #include <string>
@@ -11,10 +11,10 @@ namespace fastpersist {
 // For BufferPool::PinWith and Arena::PinWith.
 Pin PinFor(Device& device);
 
-// Why memory of this process was not pinned, the last time it was refused; empty if it never was. Thread-safe.
+// Why pinning was refused the last time in this process; empty if it never was. Thread-safe.
 std::string WhyNotPinned();
 
-// How much memory of ours is pinned now. Thread-safe.
+// How many bytes are pinned now. Thread-safe.
 uint64_t PinnedBytes();
 
 }  // namespace fastpersist
