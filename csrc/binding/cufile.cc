@@ -1,4 +1,4 @@
-// GPUDirect Storage for Python: where its library is, what it says, and memory of a device to try it with.
+// GPUDirect Storage for Python: sets its library's path, reports its state, and provides device memory for trying it.
 #include "device/cufile.h"
 
 #include <pybind11/pybind11.h>

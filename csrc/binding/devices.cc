@@ -1,4 +1,4 @@
-// Devices for Python: what the driver says, and how copies are ordered against the caller's streams.
+// Devices for Python: reports the driver's state, and orders copies against the caller's streams.
 #include <pybind11/pybind11.h>
 
 #include <chrono>
@@ -25,7 +25,7 @@ void FollowCaller(int device, uintptr_t stream, bool to_host) {
   Device& followed = DeviceOf(device);
   Status status;
   {
-    const py::gil_scoped_release release;  // a stream that is full makes it wait
+    const py::gil_scoped_release release;  // it waits while the stream is full
     status = (to_host ? followed.to_host() : followed.to_device()).FollowCaller(stream);
   }
   ThrowIfError(status, "");

@@ -1,5 +1,5 @@
-// What tests need to make requests fail, and to see what was written; engine/fault_engine.h has the contract. It is
-// compiled into test builds only (setup.py).
+// Lets tests make requests fail and read what was written; engine/fault_engine.h has the contract. Only test builds
+// contain it (setup.py).
 #include <pybind11/pybind11.h>
 
 #include <string>
@@ -22,7 +22,7 @@ void BindFaultPlan(py::module_& m) {
              } else if (op == "write") {
                plan.op = IoOp::kWrite;
              } else if (op != "any") {
-               throw py::value_error("op is read, write or any, not " + op);
+               throw py::value_error("op must be read, write or any, not " + op);
              }
              plan.nth = nth;
              plan.count = count;
@@ -35,7 +35,7 @@ void BindFaultPlan(py::module_& m) {
              } else if (kind == "delay") {
                plan.kind = FaultPlan::Kind::kDelay;
              } else {
-               throw py::value_error("kind is errno, short, zero or delay, not " + kind);
+               throw py::value_error("kind must be errno, short, zero or delay, not " + kind);
              }
              plan.sys_errno = sys_errno;
              plan.short_bytes = short_bytes;

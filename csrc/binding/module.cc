@@ -1,6 +1,6 @@
-// The native module fastpersist._native; this folder alone sees Python. Tensor memory crosses as address and length,
-// and the Python side keeps it alive. The GIL is released while bytes move and taken back only to run a hook.
-// Signatures and semantics for users of the module: fastpersist/_native.pyi.
+// The native module fastpersist._native; only this folder uses Python. Tensor memory crosses as address and length, and
+// the Python side keeps it alive. The GIL is released while bytes move, and taken only to run a hook.
+// fastpersist/_native.pyi has the signatures.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -39,7 +39,7 @@ py::list TextList(const std::vector<std::string>& texts) {
 
 // ---------------------------------------------------------------------------------------------------- hooks
 
-// A hook that raised leaves its exception in `error`; the transfer stops with kCancelled and the binding raises it.
+// Holds the exception that a hook raised: the transfer stops with kCancelled, and the binding raises it again.
 struct HookError {
   std::unique_ptr<py::error_already_set> error;
 
@@ -54,7 +54,7 @@ struct HookError {
   }
 };
 
-// Runs `call` with the GIL; used from transfers, which run without it.
+// Run `call` with the GIL, from transfers, which run without it.
 template <class Call>
 Status WithGil(HookError& hook_error, Call call) {
   const py::gil_scoped_acquire gil;
@@ -66,12 +66,12 @@ Status WithGil(HookError& hook_error, Call call) {
   }
 }
 
-// `pull` and `push` are called as (id, offset_bytes, address, size_bytes), `poll` as (done_bytes) or None. Signals are
-// looked at on every poll, so Ctrl-C ends a transfer that runs on the main thread.
+// `pull` and `push` are called as (id, offset_bytes, address, size_bytes), `poll` as (done_bytes); each may be None.
+// Every poll handles signals, so Ctrl-C ends a transfer of the main thread.
 TransferCallbacks MakeHooks(const std::shared_ptr<HookError>& hook_error, const py::object& pull,
                             const py::object& push, const py::object& poll) {
   TransferCallbacks hooks;
-  // Transfers copy and drop the hooks without the GIL: they share the Python objects, of which none is copied there.
+  // Transfers copy and drop the hooks without the GIL, so the hooks share their Python objects and copy none.
   if (!pull.is_none()) {
     hooks.pull = [hook_error, pull = Shared(pull)](uint64_t id, uint64_t offset_bytes, std::byte* target,
                                                    uint64_t size_bytes) {
@@ -79,7 +79,7 @@ TransferCallbacks MakeHooks(const std::shared_ptr<HookError>& hook_error, const 
     };
   }
   if (!push.is_none()) {
-    hooks.destinations = Shared(push);  // what is read into belongs to whoever takes what is pushed
+    hooks.destinations = Shared(push);  // `push` keeps the destinations alive
     hooks.push = [hook_error, push = Shared(push)](uint64_t id, uint64_t offset_bytes, const std::byte* source,
                                                    uint64_t size_bytes) {
       return WithGil(*hook_error, [&] { (*push)(id, offset_bytes, reinterpret_cast<uintptr_t>(source), size_bytes); });
@@ -104,7 +104,7 @@ PumpOptions MakePumpOptions(const TransferOptions& options) {
   return pump;
 }
 
-// Runs `call` (which returns a Status) without the GIL, then raises what went wrong, a hook's own exception first.
+// Run `call` (which returns a Status) without the GIL, then raise the error, a hook's own exception first.
 template <class Call>
 void RunTransfer(HookError& hook_error, const std::string& path, Call call) {
   Status status;
@@ -116,7 +116,7 @@ void RunTransfer(HookError& hook_error, const std::string& path, Call call) {
   ThrowIfError(status, path);
 }
 
-// Deletes an object whose end takes a while, without the GIL, on whichever thread drops the last reference.
+// Deletes an object without the GIL, since its destructor may take long, on the thread that drops the last reference.
 template <class T>
 void DeleteWithoutGil(const T* last) {
   if (PyGILState_Check() == 0) {
@@ -127,7 +127,7 @@ void DeleteWithoutGil(const T* last) {
   delete last;
 }
 
-// For objects whose end only waits for the kernel or a device, such as a transfer that was not closed.
+// For objects whose destructors wait only for the kernel or a device, such as a transfer that was not closed.
 template <class T>
 struct EndsWithoutGil {
   void operator()(const T* last) const { DeleteWithoutGil(last); }
@@ -135,7 +135,7 @@ struct EndsWithoutGil {
 template <class T>
 using WithoutGilPtr = std::unique_ptr<T, EndsWithoutGil<T>>;
 
-// Offset in the file, bytes, CRC: FileWriter::Run as Python has it.
+// FileWriter::Run for Python: offset in the file, size in bytes, CRC.
 using RunTuple = std::tuple<uint64_t, uint64_t, uint32_t>;
 
 class PyWriter {
@@ -166,7 +166,7 @@ class PyWriter {
     FileWriter& open = writer();
     RunTransfer(*hook_error_, path_, [&] { return open.Finish(); });
   }
-  // Waits for the kernel and gives everything back. Without Finish, what was written is of no use.
+  // Wait for the kernel and give everything back. Without Finish, the written bytes are of no use.
   void Close() {
     if (writer_ == nullptr) return;
     engine_name_ = writer_->pump().engine_name();
@@ -194,7 +194,7 @@ class PyWriter {
   std::vector<std::string> demotions() const { return writer_ == nullptr ? demotions_ : writer_->pump().demotions(); }
 
  private:
-  // Raises when closed, so call it with the GIL.
+  // Raises if the writer is closed. REQUIRES: the GIL is held.
   FileWriter& writer() {
     if (writer_ == nullptr) {
       Throw(Status::Error(StatusCode::kInvalidArgument, "the writer of " + path_ + " is closed"), path_);
@@ -210,15 +210,15 @@ class PyWriter {
   std::vector<std::string> demotions_;
 };
 
-// Waits as Snapshot::Capture does, without the GIL; signals are looked at while it waits.
+// Wait as Snapshot::Capture does, without the GIL; handles signals meanwhile.
 void CaptureSnapshot(Snapshot& snapshot, SourceKind kind, bool wait) {
   const auto hook_error = std::make_shared<HookError>();
   const TransferCallbacks hooks = MakeHooks(hook_error, py::none(), py::none(), py::none());
   RunTransfer(*hook_error, "", [&] { return snapshot.Capture(kind, wait, [&hooks] { return hooks.poll(0); }); });
 }
 
-// For calls that lock the mutex of a snapshot or an arena: they must not hold the GIL, since the thread that has the
-// mutex may be pinning memory, which takes long.
+// Calls that lock the mutex of a snapshot or an arena must not hold the GIL: the owner of the mutex may be pinning
+// memory, which takes long.
 template <class Function>
 auto WithoutGil(Function&& function) {
   const py::gil_scoped_release release;
@@ -288,7 +288,7 @@ ReadReport ReadExtents(TransferOptions options, const ExtentList& list, const py
     Result<std::unique_ptr<FileReader>> opened =
         FileReader::Open(options.fd, options.path, MakePumpOptions(options), ring, std::move(hooks), ring_device);
     if (!opened.ok()) return opened.status();
-    const std::unique_ptr<FileReader> reader = std::move(opened).value();  // may have to wait when it ends
+    const std::unique_ptr<FileReader> reader = std::move(opened).value();  // its destructor may have to wait
     Result<std::vector<uint32_t>> crcs = reader->Read(list.extents);
     if (!crcs.ok()) return crcs.status();
     report.crcs = std::move(crcs).value();
@@ -299,8 +299,8 @@ ReadReport ReadExtents(TransferOptions options, const ExtentList& list, const py
   return report;
 }
 
-// Many independent requests, straight from and to memory: what probes, benchmarks and tests of the engines run on.
-// A request is (write, offset_bytes, address, size_bytes).
+// Run independent requests (write, offset_bytes, address, size_bytes), straight from and to memory: for probes,
+// benchmarks and tests of the engines.
 void RunRequests(int fd, const std::string& path, const std::vector<std::string>& engines,
                  const std::vector<std::tuple<bool, uint64_t, uintptr_t, uint32_t>>& requests, uint32_t queue_depth,
                  uint32_t thread_count) {
@@ -369,7 +369,7 @@ PYBIND11_MODULE(_native, m) {
 
   py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
       .def(py::init([](uint64_t limit_bytes) {
-             // Memory that a device knows takes it a while to forget.
+             // Its destructor unpins memory, which takes long.
              return std::shared_ptr<Arena>(new Arena(limit_bytes), DeleteWithoutGil<Arena>);
            }),
            py::arg("limit_bytes"))
@@ -396,7 +396,7 @@ PYBIND11_MODULE(_native, m) {
 
   py::class_<Snapshot, std::shared_ptr<Snapshot>>(m, "Snapshot")
       .def(py::init([](std::shared_ptr<Arena> arena) {
-             // One that nobody has closed waits for the copies of devices.
+             // Its destructor waits for the copies of devices if nobody has closed it.
              return std::shared_ptr<Snapshot>(new Snapshot(std::move(arena)), DeleteWithoutGil<Snapshot>);
            }),
            py::arg("arena"))
@@ -405,7 +405,7 @@ PYBIND11_MODULE(_native, m) {
           [](Snapshot& self, uintptr_t address, uint64_t size_bytes, SourceKind kind, std::optional<int> device) {
             if (device.has_value()) {
               Device& owner = DeviceOf(*device);
-              const py::gil_scoped_release release;  // the first one pins what the arena has mapped
+              const py::gil_scoped_release release;  // the first call pins the arena's mapped memory
               return self.Add(owner, address, size_bytes, kind);
             }
             return self.Add(reinterpret_cast<const std::byte*>(address), size_bytes, kind);
@@ -425,7 +425,7 @@ PYBIND11_MODULE(_native, m) {
           "hold_caller",
           [](Snapshot& self, int device, uintptr_t stream) {
             Device& owner = DeviceOf(device);
-            return WithoutGil([&] { return self.HoldCaller(owner, stream); });  // a full stream makes it wait
+            return WithoutGil([&] { return self.HoldCaller(owner, stream); });  // it waits while the stream is full
           },
           py::arg("device"), py::arg("stream"))
       .def("settled",

@@ -1,5 +1,5 @@
-// RandomAccess, its requests, and page-locked memory, as Python has them. Waiting looks for signals, so Ctrl-C ends the
-// wait, not the request.
+// RandomAccess, its requests, and page-locked memory, for Python. Waits handle signals: Ctrl-C ends the wait, not the
+// request.
 #include "transfer/random_access.h"
 
 #include <pybind11/pybind11.h>
@@ -29,7 +29,7 @@ namespace {
 using std::chrono::milliseconds;
 constexpr milliseconds kSignalInterval(50);
 
-// Calls `wait_for` with a short time, without the GIL, until it returns true or the timeout is over.
+// Call `wait_for` with a short time, without the GIL, until it returns true or the timeout is over; returns which.
 template <class WaitFor>
 bool WaitWithSignals(const std::optional<double>& timeout_s, WaitFor wait_for) {
   const auto start = std::chrono::steady_clock::now();
@@ -53,7 +53,7 @@ bool WaitWithSignals(const std::optional<double>& timeout_s, WaitFor wait_for) {
   }
 }
 
-// A request, the path for its errors, and the owner of its memory, which needs the GIL.
+// A request, the path for its errors, and the owner of its memory. The owner needs the GIL.
 struct PyRequest {
   std::shared_ptr<FileRequest> request;
   std::string path;
@@ -65,19 +65,19 @@ struct PyRequest {
     if (status.ok()) return;
     request->SetTold();
     if (status.code() != StatusCode::kDeviceError) Throw(status, path);
-    // What a device says names no file.
+    // The messages of devices name no file.
     const uint64_t offset_bytes = request->failed_part().offset_bytes + request->failed_part_done_bytes();
     const std::string what = request->op() == IoOp::kRead ? "reading " : "writing ";
     Throw(Status::Error(status.code(),
                         what + path + " at offset " + std::to_string(offset_bytes) + ": " + status.message()),
           path);
   }
-  // With the GIL. The end of the owner may run code that comes back here.
+  // Drop the owner of the memory; its destructor may run code that calls back here. REQUIRES: the GIL is held.
   void LetGo() {
     request->Drop();
     const py::object last = std::exchange(memory_owner, py::none());
   }
-  // Where a read met the end of the file: offset, bytes that were there, bytes asked for.
+  // Where a read met the end of the file: offset, bytes read, bytes requested.
   std::optional<std::tuple<uint64_t, uint64_t, uint64_t>> ended_early() const {
     if (request->status().code() != StatusCode::kEndOfFile) return std::nullopt;
     const FilePart& part = request->failed_part();
@@ -85,9 +85,9 @@ struct PyRequest {
   }
 };
 
-// References to every request that may still run. Its caller may drop it, or be interrupted before it is returned,
-// while the kernel still uses its memory. Everything here needs the GIL. It is leaked on purpose, and so are the
-// requests of a forked child's parent.
+// References to every request that may still run: its caller may drop it, or be interrupted before it is returned,
+// while the kernel uses its memory. All functions need the GIL. Leaked on purpose, like the requests of a forked
+// child's parent.
 class OpenRequests {
  public:
   static void Add(const std::shared_ptr<PyRequest>& request) {
@@ -99,13 +99,13 @@ class OpenRequests {
   // Drop the requests that are done.
   static void Forget() {
     OpenRequests& own = Own();
-    std::vector<std::shared_ptr<PyRequest>> done;  // destroyed last: what it keeps may run code that comes back here
+    std::vector<std::shared_ptr<PyRequest>> done;  // destroyed last: its members may run code that calls back here
     std::erase_if(own.requests_, [&done](const std::shared_ptr<PyRequest>& request) {
       if (!request->done()) return false;
       done.push_back(request);
       return true;
     });
-    own.next_look_count_ = std::max<size_t>(64, 2 * own.requests_.size());  // so that looking costs little per request
+    own.next_look_count_ = std::max<size_t>(64, 2 * own.requests_.size());  // keeps the cost per request small
     for (const std::shared_ptr<PyRequest>& request : done) request->LetGo();
   }
 
@@ -140,8 +140,8 @@ class PyRandomAccess {
   PyRandomAccess(const PyRandomAccess&) = delete;
   PyRandomAccess& operator=(const PyRandomAccess&) = delete;
 
-  // `slices` is iterated while what came before is under way. If that raises, what was started is waited for, or until
-  // a signal's handler raises.
+  // Starts each slice before it asks `slices` for the next. If the iteration raises, waits for the started ones, or
+  // until a signal's handler raises.
   std::shared_ptr<PyRequest> Submit(bool write, const py::iterable& slices, py::object memory_owner) {
     const std::shared_ptr<RandomAccess> open = file();
     const auto request = std::make_shared<PyRequest>(
@@ -184,7 +184,7 @@ class PyRandomAccess {
     return WaitWithSignals(timeout_s, [&open](milliseconds time) { return open->WaitForAll(time); });
   }
 
-  // Those that nobody was told of.
+  // The failed writes whose failure was not raised yet.
   std::vector<std::shared_ptr<PyRequest>> TakeFailedWrites() {
     std::vector<std::shared_ptr<PyRequest>> found;
     for (const std::shared_ptr<FileRequest>& request : file()->TakeFailedWrites()) {
@@ -195,11 +195,11 @@ class PyRandomAccess {
 
   void RaiseLostWrites() const { ThrowIfError(file()->WrittenBack(), path_); }
 
-  // Waits for all requests. May be called again.
+  // Wait for all requests. May be called again.
   void Close() {
     if (file_ == nullptr) return;
     if (generation_ != ForkGeneration()) {
-      // The parent's: its locks may be held for ever here, so it is never destroyed.
+      // The parent's locks may be held for ever here, so never destroy it.
       static auto* const left_alone = new std::vector<std::shared_ptr<RandomAccess>>;
       left_alone->push_back(std::move(file_));
       file_ = nullptr;
@@ -211,7 +211,7 @@ class PyRandomAccess {
     file_ = nullptr;
     const py::gil_scoped_release release;
     last->GiveUpOnDevices();
-    // Another thread may hold it, too; descriptors must not be closed while the kernel uses them.
+    // Another thread may hold a reference too; descriptors must not be closed while the kernel uses them.
     while (!last->WaitForAll(std::chrono::hours(1))) continue;
     last.reset();
   }
@@ -233,7 +233,7 @@ class PyRandomAccess {
       if (offset_bytes > INT64_MAX || size_bytes > INT64_MAX - offset_bytes) {
         Throw(Status::Error(StatusCode::kInvalidArgument, std::to_string(size_bytes) + " bytes at offset " +
                                                               std::to_string(offset_bytes) + " of " + path_ +
-                                                              " lie behind any possible end of a file"),
+                                                              " lie beyond any possible end of a file"),
               path_);
       }
       parts.push_back({reinterpret_cast<std::byte*>(address), size_bytes, offset_bytes});
@@ -241,7 +241,7 @@ class PyRandomAccess {
     return parts;
   }
 
-  // With the GIL: file_ is guarded by it.
+  // Guarded by the GIL, as file_ is.
   std::shared_ptr<RandomAccess> file() const {
     if (file_ == nullptr) Throw(Status::Error(StatusCode::kInvalidArgument, path_ + " is closed"), path_);
     return file_;

@@ -14,10 +14,9 @@
 namespace fastpersist {
 namespace {
 
-// One ring for the process, made at first use; one more for each other pair of sizes, which file systems that were
-// tuned may want, and for each device whose memory is the ring. A forked child forgets the parent's (their pages did
-// not come along) and makes its own. They are leaked on purpose: transfers of other threads may outlive the
-// interpreter's shutdown.
+// One ring for the process, made at first use; one more for each other pair of sizes, for tuned file systems, and for
+// each device whose memory is a ring. A forked child, which lacks the parent's pages, forgets them and makes its own.
+// Leaked on purpose: other threads' transfers may outlive the interpreter's shutdown.
 struct RingKey {
   size_t ring_bytes;
   size_t chunk_bytes;
@@ -37,14 +36,14 @@ Result<std::unique_ptr<BufferPool>> MakeRing(const RingKey& key) {
       DeviceStaging::Create(DeviceOf(key.device), buffer_count, key.chunk_bytes);
   if (!made.ok()) return made.status();
   const std::shared_ptr<DeviceStaging> staging = std::move(made).value();
-  std::byte* memory = nullptr;  // its buffers lie one behind the other
+  std::byte* memory = nullptr;  // the buffers are contiguous
   while (std::byte* const buffer = staging->Take()) memory = memory == nullptr ? buffer : std::min(memory, buffer);
   return BufferPool::Over(memory, buffer_count, key.chunk_bytes, staging);
 }
 
 BufferPool& Ring(const RingKey& key) {
   if (g_ring_generation != ForkGeneration()) {
-    g_ring_mutex = new std::mutex;  // the parent's may have been held while it forked; the child has one thread now
+    g_ring_mutex = new std::mutex;  // a parent's thread may hold the old one; the child has one thread now
     g_rings = new Rings;
     g_ring_generation = ForkGeneration();
   }
@@ -54,7 +53,7 @@ BufferPool& Ring(const RingKey& key) {
     Result<std::unique_ptr<BufferPool>> made = MakeRing(key);
     if (!made.ok()) {
       Throw(Status::Error(made.status().code(),
-                          made.status().message() + "; a smaller one is had by setting FASTPERSIST_RING_BYTES"),
+                          made.status().message() + "; set FASTPERSIST_RING_BYTES for a smaller one"),
             "");
     }
     ring = std::move(made).value().release();
@@ -65,7 +64,7 @@ BufferPool& Ring(const RingKey& key) {
 template <class Count>
 size_t SumOverRings(Count count) {
   if (g_ring_generation != ForkGeneration()) return 0;
-  std::vector<BufferPool*> rings;  // none is ever freed, and to count may run code that needs a ring
+  std::vector<BufferPool*> rings;  // rings are never freed; counting may run code that needs a ring
   {
     const std::lock_guard lock(*g_ring_mutex);
     for (const auto& [key, ring] : *g_rings) rings.push_back(ring);

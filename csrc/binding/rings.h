@@ -1,4 +1,4 @@
-// The buffers of transfers that Python starts: one ring for the process, and the rule for nested transfers.
+// Provides the buffers of transfers that Python starts: the process's ring, and extra ones for nested transfers.
 #pragma once
 
 #include <atomic>
@@ -20,19 +20,19 @@ struct TransferOptions {
   std::vector<std::string> engines;
   size_t ring_bytes;
   size_t chunk_bytes;
-  size_t queue_depth;  // requests in flight; a transfer touches one buffer more
+  size_t queue_depth;  // requests in flight; a transfer uses one buffer more
   uint32_t thread_count;
-  std::optional<int> ring_device;  // the ring is memory of that device
+  std::optional<int> ring_device;  // the device whose memory the ring is; none: host memory
 };
 
-// Buffers of all rings of this process; those that no transfer has; those in quarantine.
+// Over all rings of this process: all buffers; those without a transfer; those in quarantine.
 size_t RingBufferCount();
 size_t RingFreeCount();
 size_t RingQuarantinedCount();
 
-// The transfers that a thread has open. A transfer that is started while another of the same thread is open (a signal
-// handler or a hook that saves) must not wait for buffers that the outer one cannot give back: it gets two of its own.
-// Shared with each transfer, which may be closed on another thread. Made with the GIL; raises where there is no memory.
+// One open transfer of a thread. A transfer started while another of the same thread is open (by a signal handler or a
+// hook that saves) must not wait for buffers that the outer one cannot give back: it gets two of its own. Any thread
+// may destroy it. REQUIRES of the constructor: the GIL is held; it raises if there is no memory.
 class OpenTransfer {
  public:
   explicit OpenTransfer(const TransferOptions& options);
@@ -41,7 +41,7 @@ class OpenTransfer {
   OpenTransfer& operator=(const OpenTransfer&) = delete;
 
   BufferPool& buffers() { return *buffers_; }
-  // Whose memory the buffers are; null: the host's.
+  // The device whose memory the buffers are; null: the host's.
   Device* ring_device() const { return ring_device_; }
 
  private:

@@ -14,7 +14,8 @@ PyObject* Answer(PyObject* self, PyObject* object) {
   return PyObject_CallOneArg(PyTuple_GET_ITEM(self, 1), object);
 }
 
-PyMethodDef g_method = {"answer", Answer, METH_O, "None for objects of uninteresting types, else what is asked."};
+PyMethodDef g_method = {"answer", Answer, METH_O,
+                        "None for objects of uninteresting types, else the result of the callable."};
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// A callable that asks Python only about objects of types that are not known to be uninteresting.
+// A callable that calls Python only for objects whose type is not known to be uninteresting.
 #pragma once
 
 #include <pybind11/pybind11.h>
