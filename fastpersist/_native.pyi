@@ -1,9 +1,9 @@
-"""The typed face of the native module (csrc/binding/module.cc). Not public.
+"""Type the native module (csrc/binding/module.cc). Not public.
 
-Addresses are plain integers; whoever passes one keeps the memory alive and unchanged until the call has returned
-(FileWriter.append: no longer than that). Paths are bytes, as os.fsencode gives
-them. Every call that moves bytes releases the GIL and takes it back only
-for hooks. Errors are raised as the classes of fastpersist.errors; what a hook raises goes through as it is.
+Addresses are plain integers; the caller keeps their memory alive and unchanged until the call has returned
+(FileWriter.append needs it no longer either). Paths are bytes, as of os.fsencode. Every call that moves bytes releases
+the GIL and takes it only to run a hook. Errors are of the classes of fastpersist.errors; exceptions of hooks are raised
+unchanged.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +28,7 @@ class TransferOptions:
     ) -> None: ...
 
 class Arena:
-    """Blocks of host memory for captured bytes; made and grown, never filled, from here."""
+    """Blocks of host memory for captured bytes. Python makes and grows an arena; snapshots fill it."""
 
     def __init__(self, limit_bytes: int) -> None: ...
     def grow(self, limit_bytes: int) -> None: ...
@@ -46,7 +46,7 @@ class SourceKind:
 class Snapshot:
     """The bytes of one file from save() to the writer; csrc/transfer/snapshot.h has the contract.
 
-    The memory of the sources stays allocated until the writer has passed, or close().
+    The caller keeps the memory of a source allocated until the writer has taken it, or close().
     """
 
     def __init__(self, arena: Arena) -> None: ...
@@ -61,7 +61,7 @@ class Snapshot:
     def counts(self) -> dict[str, int]: ...
 
 class PieceList:
-    """What to write next, in order."""
+    """The pieces to write next, in order."""
 
     def __init__(self) -> None: ...
     def add_bytes(self, data: bytes) -> None: ...
@@ -98,7 +98,7 @@ class FileWriter:
     def demotions(self) -> list[str]: ...
 
 class ExtentList:
-    """What to read, sorted by offset."""
+    """The extents to read, sorted by offset."""
 
     def __init__(self) -> None: ...
     def __len__(self) -> int: ...
@@ -134,28 +134,28 @@ def run_requests(
     queue_depth: int = 8,
     thread_count: int = 0,
 ) -> None:
-    """Run requests (write, offset_bytes, address, size_bytes), each whole, in no particular order."""
+    """Run and complete requests (write, offset_bytes, address, size_bytes), in any order."""
 
 def cuda_why_not() -> str:
-    """Return why the CUDA driver cannot be used here; "" when it can. Makes it ready (cuInit)."""
+    """Return why this process cannot use the CUDA driver; "" if it can. Calls cuInit."""
 
 def cuda_driver_why_not() -> str:
-    """Return why there is no CUDA driver to use; "" when there is one. Does not make it ready."""
+    """Return why there is no usable CUDA driver; "" if there is one. Does not call cuInit."""
 
 def cufile_configure(library_path: bytes, host_device: int) -> None:
-    """Say, before the first use, where libcufile is (b"": found by name), and whose context host memory is moved in."""
+    """Set, before the first use, the path of libcufile (b"": by name) and the device for requests of host memory."""
 
 def cufile_why_not() -> str:
-    """Return why GPUDirect Storage cannot be used; "" when it can. Makes CUDA ready, and opens the library."""
+    """Return why this process cannot use GPUDirect Storage; "" if it can. Calls cuInit and opens the library."""
 
 def cufile_traffic() -> tuple[int, int, int]:
-    """Return transfers of device memory so far: by P2PDMA, by nvidia-fs, through host memory.
+    """Return the number of transfers of device memory so far: by P2PDMA, by nvidia-fs, through host memory.
 
-    UnsupportedError: unknown.
+    Raises UnsupportedError if the library does not count them.
     """
 
 class StagingBuffers:
-    """Memory of a device that is registered with cuFile, for run_requests; given back when this is dropped."""
+    """Device memory registered with cuFile, for run_requests; freed when the object is dropped."""
 
     def __init__(self, device: int, buffer_count: int, buffer_bytes: int) -> None: ...
     @property
@@ -166,10 +166,10 @@ def set_device_grace_s(grace_s: float) -> None: ...
 def why_not_pinned() -> str: ...
 def pinned_bytes() -> int: ...
 def pinned_cache_bytes() -> int:
-    """Return how much of it has no arena now, and waits for the next one; see csrc/core/pinned_cache.h."""
+    """Return how many pinned bytes wait for the next arena; see csrc/core/pinned_cache.h."""
 
 def empty_pinned_cache() -> int:
-    """Give the pinned memory without an arena back to the kernel; return how much it was."""
+    """Give the pinned memory without an arena back to the kernel; return its bytes."""
 
 def allocate(fd: int, size_bytes: int, path: bytes) -> None: ...
 def filesystem_type(fd: int) -> int: ...
@@ -178,12 +178,12 @@ def direct_io_limits(fd: int) -> tuple[bool, int, int, str]:
     """Return (supported, memory_alignment_bytes, offset_alignment_bytes, why_not)."""
 
 def block_bytes(fd: int) -> int:
-    """Return what direct I/O on a file is cut and padded to: 4096, or more where the file asks for it."""
+    """Return the unit of direct I/O on a file: 4096, or more if the file asks for it."""
 
 def is_mount_point(path: bytes) -> bool: ...
 def exchange_names(first: bytes, second: bytes) -> None: ...
 def rename_to_free_name(source: bytes, target: bytes) -> None:
-    """Rename, unless the name is taken. This and exchange_names: UnsupportedError where there is no such rename."""
+    """Rename, unless the new name exists. Raises UnsupportedError, as exchange_names does, without such a rename."""
 
 def close_in_forked_child(fd: int) -> None: ...
 def forget_descriptor(fd: int) -> None: ...
@@ -200,7 +200,7 @@ def ring_free_count() -> int: ...
 def ring_quarantined_count() -> int: ...
 
 class FaultPlan:
-    """Which requests of the engines "fault:<engine>" are hit, and how (csrc/engine/fault_engine.h). Of test builds."""
+    """The faults of the engines "fault:<engine>" (csrc/engine/fault_engine.h). Test builds only."""
 
     def __init__(
         self,
@@ -220,18 +220,18 @@ def set_write_recording(on: bool) -> None: ...
 def take_recorded_writes() -> list[tuple[int, bytes]]: ...
 
 class FileRequest:
-    """Reads or writes of a RandomAccess that were asked for together."""
+    """One request to a RandomAccess: its reads or its writes."""
 
     def done(self) -> bool: ...
     def let_go(self) -> None:
-        """Drop the owner of the memory of a request that is done."""
+        """Drop the memory owner of a request that is done."""
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done, or the time is over; say whether it is. Signals are looked at."""
+        """Wait until it is done, at most timeout_s; return whether it is. Handles signals meanwhile."""
     def raise_failure(self) -> None:
-        """Raise the failure that was met first, if any, and note that somebody was told. Only of a done request."""
+        """Raise the first failure, if any, and note that the caller knows it. The request must be done."""
     @property
     def ended_early(self) -> tuple[int, int, int] | None:
-        """Where a read met the end of the file: offset of the part, bytes that were there, bytes asked for."""
+        """Where a read met the end of the file: offset of the part, bytes read, bytes requested."""
     @property
     def failed_count(self) -> int: ...
     @property
@@ -240,7 +240,7 @@ class FileRequest:
 class RandomAccess:
     """Reads and writes at any place of an open file; csrc/transfer/random_access.h has the contract.
 
-    The memory of a request stays allocated until it is done. The descriptors stay the caller's, and open until close().
+    The caller keeps the memory of a request allocated until it is done, and owns the descriptors, open until close().
     """
 
     def __init__(
@@ -264,20 +264,20 @@ class RandomAccess:
         slices: Iterable[Sequence[tuple[int, int, int]] | tuple[int, Sequence[tuple[int, int, int]]]],
         memory_owner: object,
     ) -> FileRequest:
-        """Start a request: (address, size_bytes, offset_bytes) of each part; each slice is under way before the next.
+        """Start a request: (address, size_bytes, offset_bytes) of each part; each slice starts before the next is read.
 
-        A slice that is a tuple has the ordinal of the CUDA device in whose memory its parts lie; the copies come after
-        what follow_caller was called for. `memory_owner` is held until the request is done and somebody looks, and for
-        as long as a device may still copy there. If the iteration raises, what was started is waited for, or until a
-        signal's handler raises.
+        A slice that is a tuple has the ordinal of a CUDA device, whose memory holds its parts; the copies follow the
+        work for which follow_caller was called. The request holds `memory_owner` until it is done and the owner is
+        dropped (let_go, forget_done_requests), and while a device may still copy there. If the iteration raises, this
+        waits for the started slices, or until a signal's handler raises.
         """
     def give_up_on_devices(self) -> None:
-        """Let copies fail that a device has not completed within the grace time from now on."""
+        """Fail the copies that a device does not complete within the grace time, from now on."""
     def wait_for_all(self, timeout_s: float | None = None) -> bool: ...
     def take_failed_writes(self) -> list[FileRequest]:
-        """Return the writes that have failed since the last call, and that nobody was told of."""
+        """Return the writes that have failed since the last call and whose failure was not raised."""
     def raise_lost_writes(self) -> None:
-        """Raise what is known of bytes that the kernel took and could not bring to the device."""
+        """Raise the first error with which the kernel failed to write bytes back to the device."""
     def close(self) -> None:
         """Wait for all requests and give everything back. May be called again."""
     @property
@@ -286,7 +286,7 @@ class RandomAccess:
     def demotions(self) -> list[str]: ...
 
 class LockedMemory:
-    """Page-locked, zeroed memory; exports a writable buffer of bytes, which keeps it."""
+    """Page-locked, zeroed memory; exports a writable buffer of bytes, which keeps it alive."""
 
     def __init__(self, size_bytes: int) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -296,13 +296,13 @@ class LockedMemory:
     def size_bytes(self) -> int: ...
 
 def has_edge_locks(fd: int) -> bool:
-    """Tell whether a file has the locks that keep direct and buffered writes apart."""
+    """Return whether a file has the locks that keep direct and buffered writes apart."""
 
 def forget_done_requests() -> None:
-    """Drop the owners of the memory of requests that are done by now."""
+    """Drop the memory owners of all requests that are done."""
 
 def allocate_alone(lock_fd: int, fd: int, offset_bytes: int, size_bytes: int, path: bytes) -> None:
-    """Reserve a range, and let the file reach as far, where the file system can; with lock_fd as in EdgeLock, or -1."""
+    """Reserve a range and extend the file to its end, if the file system can; lock_fd as of EdgeLock, or -1."""
 
 def truncate_alone(lock_fd: int, fd: int, size_bytes: int, path: bytes) -> None:
-    """Give a file another length; with lock_fd as in EdgeLock, or -1."""
+    """Change the length of a file; lock_fd as of EdgeLock, or -1."""
