@@ -1,4 +1,4 @@
-// Host memory for captured bytes (core/arena.h): limits, reuse, and what a forked child sees of it.
+// The arena (core/arena.h): limits, reuse, pinning, and what a forked child may do with it.
 #include "core/arena.h"
 
 #include <sys/resource.h>
@@ -33,7 +33,7 @@ uint64_t MappedBytes(Arena& arena) {
   return arena.mapped_bytes();
 }
 
-// Pinning that takes until it is let go, but for the first `quick_count`.
+// Pins that block until they are released, except for the first `quick_count`.
 class HeldPinning {
  public:
   explicit HeldPinning(int quick_count = 0) : quick_count_(quick_count) {}
@@ -62,7 +62,7 @@ class HeldPinning {
   std::atomic<bool> may_end_{false};
 };
 
-// Runs `child` in a fork; it returns whether all is well.
+// Runs `child` in a fork; returns whether it succeeded.
 template <class Function>
 bool HoldsInAChild(Function child) {
   const pid_t pid = fork();
@@ -143,7 +143,7 @@ void RunsAreAsLongInEverySave() {
         blocks.push_back(block);
       }
     }
-    // Each is what was mapped, and pinned, in one piece, also where two such pieces touch.
+    // Each mapping was mapped and pinned in one piece, even if two of them touch.
     EXPECT_WITH(runs == std::vector<size_t>({32, 32}), std::to_string(runs.size()) + " runs");
     if (save % 2 == 1) std::reverse(blocks.begin(), blocks.end());
     std::swap(blocks[3], blocks[40]);
@@ -166,12 +166,12 @@ void ARunEndsAtTheLimit() {
   for (std::byte* block : {first, second, third}) few.Return(block);
 }
 
-// What arenas of a test had pinned is no later test's. Declared before them.
+// Unpins the memory of a test's arenas, so that no later test gets it. Declared before them.
 struct Cleaner {
   ~Cleaner() { EmptyPinnedCache(); }
 };
 
-// A save that comes to fresh memory must not hold up those that have theirs.
+// A save that maps fresh memory must not block those that have theirs.
 void BlocksAreReturnedAndTakenWhileFreshMemoryIsPinned() {
   const Cleaner cleaner;
   Arena arena(34 * kBlock);
@@ -190,7 +190,7 @@ void BlocksAreReturnedAndTakenWhileFreshMemoryIsPinned() {
   });
   held.AwaitBegin();
   {
-    std::unique_lock lock(arena.mutex());  // hangs where it is held
+    std::unique_lock lock(arena.mutex());  // hangs if the mutex is held
     EXPECT(arena.used_bytes() == 32 * kBlock);
     arena.Return(all_but_two[7]);
     EXPECT(arena.TryTake(lock) == all_but_two[7]);
@@ -203,7 +203,7 @@ void BlocksAreReturnedAndTakenWhileFreshMemoryIsPinned() {
   ReturnAll(arena, {fresh});
 }
 
-// The first tensor of a device comes to an arena that saves of the host have used so far, and use.
+// The first tensor of a device comes to an arena that saves of host memory use.
 void BlocksAreReturnedAndTakenWhileMappedMemoryIsPinned() {
   const Cleaner cleaner;
   Arena arena(40 * kBlock);  // two mappings
@@ -214,7 +214,7 @@ void BlocksAreReturnedAndTakenWhileMappedMemoryIsPinned() {
   held.AwaitBegin();
   arena.PinWith(held.pin());  // another save's: it does not wait either
   {
-    std::unique_lock lock(arena.mutex());  // hangs where it is held
+    std::unique_lock lock(arena.mutex());  // hangs if the mutex is held
     EXPECT(arena.TryTake(lock) == blocks[0] && !arena.is_pinned(blocks[0]));
     EXPECT(arena.TryTakeBehind(blocks[0]) == blocks[1]);
     arena.Return(blocks[0]);
@@ -232,7 +232,7 @@ void BlocksAreReturnedAndTakenWhileMappedMemoryIsPinned() {
   ReturnAll(arena, blocks);
 }
 
-// How often memory was pinned, and how much of it still is.
+// Counts how often memory was pinned, and how much still is.
 struct Pins {
   ~Pins() { EmptyPinnedCache(); }
 
@@ -248,7 +248,7 @@ struct Pins {
   }
 };
 
-// An arena of a device that has handed out all it may.
+// A device's arena that has handed out all of its blocks.
 std::unique_ptr<Arena> UsedArena(uint64_t limit_bytes, const Pin& pin) {
   auto arena = std::make_unique<Arena>(limit_bytes);
   arena->PinWith(pin);
@@ -342,7 +342,7 @@ void AForkedChildHasNothingOfWhatTheParentKeeps() {
   EXPECT(pins.count == 1 && EmptyPinnedCache() == 3 * kBlock);
 }
 
-// What PinWith is at work on stays mapped, whatever the arena has too much of.
+// Mappings on which PinWith works stay mapped, even beyond the limit.
 void WhatIsBeingPinnedIsNotLetGoOf() {
   const Cleaner cleaner;
   Arena arena(4 * kBlock);
@@ -369,7 +369,7 @@ void WhatIsBeingPinnedIsNotLetGoOf() {
   EXPECT(arena.is_pinned(blocks[0]) && arena.is_pinned(others[0]));
 }
 
-// Who comes to what is just being prepared does not have as much pinned himself, only to throw half of it away.
+// A taker that meets a running Prepare must wait for it: it must not pin as much itself and throw half of it away.
 void WhatIsPreparedAndNeededAtOnceIsPinnedOnce() {
   for (const bool prepared_first : {true, false}) {
     const Cleaner cleaner;
@@ -394,14 +394,14 @@ void WhatIsPreparedAndNeededAtOnceIsPinnedOnce() {
 }
 
 void AForkedChildHasNoneOfItAndHarmsNothing() {
-  auto arena = std::make_unique<Arena>(32 * kBlock);  // so much that nothing of the child's comes to lie there
+  auto arena = std::make_unique<Arena>(32 * kBlock);  // so large that no mapping of the child lands there
   const auto blocks = TakeAll(*arena);
   blocks[0][0] = std::byte{42};
   EXPECT(!arena->forked());
   int ends[2];
   if (pipe(ends) != 0) return;
   EXPECT(HoldsInAChild([&] {
-    // The kernel tells whether the page is there; touching it would be a crash.
+    // Asks the kernel whether the page is mapped: a touch would crash.
     const bool is_there = write(ends[1], blocks[0], 1) == 1;
     const bool is_forked = arena->forked();
     arena.reset();  // with blocks out, which would be a broken invariant in the parent

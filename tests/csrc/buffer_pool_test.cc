@@ -1,4 +1,5 @@
-// The ring and its sharing rule (core/buffer_pool.h): who gets how many buffers, in which order, and who gives back.
+// The ring and its sharing rule (core/buffer_pool.h): how many buffers a transfer gets, in which order, and who gives
+// back.
 #include "core/buffer_pool.h"
 
 #include <sys/mman.h>
@@ -22,18 +23,18 @@ using Poll = std::function<Status()>;
 
 std::unique_ptr<BufferPool> Pool(size_t buffer_count) { return Must(BufferPool::Create(buffer_count, kBufferBytes)); }
 
-// Every buffer that can be had without waiting.
+// Takes every buffer that is available without waiting.
 Bytes::size_type TakeAll(BufferShare& share, std::vector<std::byte*>& into) {
   while (std::byte* buffer = share.Take()) into.push_back(buffer);
   return into.size();
 }
 
-// A thread that joins, holds its share until told to let go, and says when it was admitted.
+// A thread that joins, holds its share until the test releases it, and reports when it was admitted.
 class Joiner {
  public:
   explicit Joiner(BufferPool& pool)
       : thread_([this, &pool] {
-          // Polls come only while it waits, the first one 50 ms after it has begun to.
+          // Polls come only while it waits, the first one after 50 ms.
           auto share = BufferShare::Join(pool, [this] {
             waits_ = true;
             return Status::Ok();
@@ -206,7 +207,7 @@ void AnErrorOfPollEndsTheWait() {
   EXPECT(!stopped.ok() && stopped.status().code() == StatusCode::kCancelled);
   EXPECT(asked_count == 3);
   EXPECT_WITH(SecondsSince(start) < 2, std::to_string(SecondsSince(start)));
-  // It does not stand in the queue any more: the next one is admitted.
+  // It has left the queue: the next one is admitted.
   Joiner joiner(*pool);
   joiner.AwaitWaiting();
   share.reset();
@@ -229,7 +230,7 @@ void ManyTransfersShareFewBuffers() {
             buffers.push_back(buffer);
           }
           if (buffer == nullptr || buffers.size() > 3) {
-            // Nobody else may have written to what is ours.
+            // Nobody else may have written to our buffers.
             for (int i = 0; i < 64; ++i) torn_count += buffers.front()[i] != static_cast<std::byte>(number);
             share.Put(buffers.front());
             buffers.erase(buffers.begin());
@@ -244,10 +245,10 @@ void ManyTransfersShareFewBuffers() {
   EXPECT(pool->free_count() == 8);
 }
 
-// Buffers of which a device, played by the test, has not completed the copies.
+// Buffers with incomplete copies of a device, which the test plays.
 class LostDevice {
  public:
-  // Gives up a transfer that has so many buffers.
+  // Gives up a transfer with this many buffers.
   void Quarantine(BufferPool& pool, size_t buffer_count) const {
     auto share = Must(BufferShare::Join(pool, {}));
     std::vector<std::byte*> buffers;
@@ -294,11 +295,11 @@ void TransfersHavePrivateBuffersWhileTheRingIsInQuarantine() {
     std::vector<std::byte*> buffers;
     EXPECT(TakeAll(one, buffers) == BufferPool::kBuffersPerTransfer);
     for (std::byte* buffer : buffers) {
-      EXPECT(!one.pool().is_pinned(buffer));  // to pin may wait for the very device
+      EXPECT(!one.pool().is_pinned(buffer));  // pinning may wait for that very device
       std::memset(buffer, 0xA5, kBufferBytes);
       one.Put(buffer);
     }
-    Joiner third(*pool);  // private buffers are no more than the ring has
+    Joiner third(*pool);  // private pools have at most as many buffers as the ring
     third.AwaitWaiting();
     EXPECT(!third.admitted());
     {

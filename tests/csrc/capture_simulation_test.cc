@@ -1,8 +1,8 @@
-// The barrier of a save (transfer/capture_core.h) in simulated time: a writer, threads that capture, and one that
-// closes, each advanced one step at a time in random order, with much, little and no memory, devices that stand still
-// or fail, and waits that are given up. Threads wake only when the core says that something has changed: a wake-up that
-// is forgotten leaves all of them asleep. What is looked at: bytes that a barrier has opened are read by nobody any
-// more, no block holds two things at once, the writer gets every byte as it was, and everything ends.
+// The barrier of a save (transfer/capture_core.h) in simulated time: a writer, capturing threads and a closing one
+// advance one step at a time in random order, with much, little and no memory, hung or failing devices, and given up
+// waits. Threads wake only when the core reports a change: a forgotten wake-up leaves all of them asleep. Checks:
+// nobody reads bytes whose barrier has opened, no block holds two things at once, the writer gets every byte unchanged,
+// and every schedule ends.
 #include <algorithm>
 #include <map>
 #include <memory>
@@ -29,10 +29,10 @@ std::shared_ptr<Arena> g_arenas[std::size(kLimits)];  // one for each limit; the
 CudaAddress g_device[kDeviceCount] = {};
 uint64_t g_caller[kDeviceCount] = {};  // streams that the devices' copies follow, and that change the sources
 
-// What a device's memory holds at first, 8 bytes at a time.
+// The initial content of a device's memory, 8 bytes at a time.
 uint64_t WordAt(uint64_t place) { return (place / 8 + 1) * 0x9E3779B97F4A7C15U; }
 
-// Which source addresses host memory of the arena holds copies of.
+// The source addresses of which the arena's host memory holds copies.
 class Copies {
  public:
   void Set(uintptr_t target, uint64_t size_bytes, uintptr_t from) {
@@ -76,7 +76,7 @@ struct SimulatedSource {
 
 struct Simulation;
 
-// A thread: what it does between two waits is one step.
+// A thread: its work between two waits is one step.
 struct Thread {
   explicit Thread(Simulation& simulation) : sim(simulation) {}
   virtual ~Thread() = default;
@@ -88,7 +88,7 @@ struct Thread {
     is_asleep = true;
     until = at_most;
   }
-  // Gives back blocks into which a device still copies. True: all of them are.
+  // Gives back blocks into which a device still copies. Returns whether all of them are complete.
   bool ReturnIncomplete(bool give_up);
 
   Simulation& sim;
@@ -474,7 +474,7 @@ bool Simulation::IsReader(const SimulatedSource& source, uintptr_t from, uint64_
   return source.address < from + size_bytes && from < source.address + source.size_bytes;
 }
 
-// Nobody may have changed these bytes of sources of the host.
+// Checks that these host bytes are unchanged.
 void Simulation::ExpectUnchanged(uintptr_t from, uint64_t size_bytes) const {
   for (const SimulatedSource& source : sources) {
     if (source.device != nullptr || !IsReader(source, from, size_bytes)) continue;
@@ -482,7 +482,7 @@ void Simulation::ExpectUnchanged(uintptr_t from, uint64_t size_bytes) const {
   }
 }
 
-// A barrier has opened: these bytes change, those of devices in the order of the caller's stream.
+// A barrier has opened: change its bytes; those of devices in the order of the caller's stream.
 void Simulation::Open(SourceKind kind) {
   if (std::exchange(is_open[static_cast<size_t>(kind)], true)) return;
   for (int device = 0; device < kDeviceCount; ++device) {
@@ -504,7 +504,7 @@ void Simulation::Open(SourceKind kind) {
   }
 }
 
-// Whoever sleeps has something to wait for still.
+// Every sleeper still has something to wait for.
 void Simulation::ExpectNoneForgotten() const {
   const CaptureLedger& ledger = core->ledger();
   for (const auto& gate : gates) {
@@ -531,7 +531,7 @@ void Simulation::RunToEnd() {
     if (random.OneIn(50)) Cuda().stream_unblock(g_caller[random.Below(kDeviceCount)]);
     std::vector<Thread*> ready;
     std::copy_if(threads.begin(), threads.end(), std::back_inserter(ready), [](Thread* one) { return one->CanStep(); });
-    // The closer looks whether it is time; that alone does not keep the schedule going.
+    // The closer polls; that alone does not keep the schedule going.
     const bool is_closer_alone =
         ready.size() == 1 && ready.front() == closer.get() && closer->state == Closer::State::kBefore;
     if (!ready.empty() && !(is_closer_alone && !writer->is_over)) {
@@ -540,7 +540,7 @@ void Simulation::RunToEnd() {
     }
     if (std::all_of(threads.begin(), threads.end(), [](const Thread* one) { return one->is_over; })) return;
     if (Cuda().step(random.Next()) != 0) continue;
-    // Grace times pass: who waits for a device gives up, or the device goes on.
+    // Let grace times pass: a waiter gives its device up, or the device goes on.
     const auto returning = std::find_if(threads.begin(), threads.end(), [](Thread* one) { return one->returning; });
     if (returning != threads.end() && random.OneIn(2)) {
       (*returning)->Step();

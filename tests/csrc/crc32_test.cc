@@ -1,5 +1,5 @@
-// Every CRC-32 variant of this CPU, and the dispatched functions, against a reference that takes one bit at a time. Run
-// it under the sanitizers too: the bytes lie flush against the end of their allocation, so reading on is caught.
+// Tests every CRC-32 variant of this CPU and the dispatched functions against a bitwise reference. Run it under the
+// sanitizers too: the bytes lie flush against the end of their allocation, so they catch reads beyond it.
 #include "core/crc32.h"
 
 #include <algorithm>
@@ -73,7 +73,7 @@ uint32_t Apply(const Matrix& matrix, uint32_t state) {
   return image;
 }
 
-// The state after `count` more zero bytes, for counts that nobody can loop over.
+// The state after `count` more zero bytes, for counts too large for a loop.
 uint32_t ReferenceAfterZeros(uint32_t state, uint64_t count) {
   Matrix step{};
   for (size_t bit = 0; bit < 32; ++bit) step[bit] = ReferenceStep(uint32_t{1} << bit, std::byte{0});
@@ -89,7 +89,7 @@ uint32_t ReferenceAfterZeros(uint32_t state, uint64_t count) {
 // --- Bytes
 // -------------------------------------------------------------------------------------------------------------
 
-// Seeded, so that a failure can be had again.
+// Seeded, so that a failure can be repeated.
 std::mt19937 RandomNumbers(uint32_t seed) { return std::mt19937(seed); }
 
 std::vector<std::byte> RandomBytes(size_t size_bytes, uint32_t seed) {
@@ -167,7 +167,7 @@ void SmallSizesAtEveryMisalignment(const Crc32Variant& variant) {
   }
 }
 
-// Sizes around every length at which some kernel changes its ways, and random ones.
+// Sizes around every length at which a kernel takes another path, and random ones.
 void LargeSizes(const Crc32Variant& variant) {
   const std::vector<std::byte> content = RandomBytes(size_t{1} << 18, 2);
   const std::vector<uint32_t> expected = ReferenceOfPrefixes(content);
@@ -287,14 +287,14 @@ void CombinesBeyond4GiB() {
     const uint32_t zeros = ~ReferenceAfterZeros(~uint32_t{0}, zeros_bytes);
     const uint32_t expected = ~ReferenceAfterZeros(~first, zeros_bytes);
     Expect(CombineCrc32(first, zeros, zeros_bytes), expected, "combine", "zeros appended", zeros_bytes, 0);
-    // ... and the other way round: the length that counts is the second's.
+    // The other way round: the second string's length counts.
     const uint32_t prepended = ~std::accumulate(content.begin(), content.end(), ~zeros, ReferenceStep);
     Expect(CombineCrc32(zeros, first, content.size()), prepended, "combine", "zeros prepended", zeros_bytes, 0);
   }
 }
 
-// The features of the first processor in /proc/cpuinfo, between spaces; empty where the list is another processor's,
-// as under a user-mode emulator.
+// The features of the first processor in /proc/cpuinfo, between spaces; empty if the list is another processor's, as
+// under a user-mode emulator.
 std::string ProcessorFeatures() {
 #if defined(__x86_64__)
   constexpr const char* kLabel = "flags";
@@ -308,7 +308,7 @@ std::string ProcessorFeatures() {
   return "";
 }
 
-// A variant that the processor could run but dispatch does not offer would be slow, not wrong, and go unnoticed.
+// If dispatch omitted a variant that the processor has, code would be slow, not wrong, and nobody would notice.
 void DispatchTakesTheFastestUsableVariant() {
   const std::string features = ProcessorFeatures();
   const auto listed = [&](const char* feature) {

@@ -26,8 +26,8 @@ struct CudaDouble {
 
   void* library = nullptr;  // for dlsym of the driver's own calls
 
-  // The library: $CUDA_DOUBLE; or beside this program, where tests/csrc/Makefile puts it; or where Python does. ""
-  // where none is there.
+  // The path of the library: $CUDA_DOUBLE; or beside this program, where tests/csrc/Makefile puts it; or where Python
+  // puts it; else "".
   static std::string FindLibrary() {
     if (const char* const given = std::getenv("CUDA_DOUBLE"); given != nullptr && *given != '\0') return given;
     char program[4096];
@@ -41,7 +41,7 @@ struct CudaDouble {
     return "";
   }
 
-  // Null, with the reason, where it cannot be had. Stays loaded.
+  // Null, with the reason, if it cannot be loaded. Stays loaded.
   static const CudaDouble* Load(std::string* why_not) {
     const std::string path = FindLibrary();
     if (path.empty()) {
@@ -78,7 +78,7 @@ struct CudaDouble {
     return *cuda;
   }
 
-  // All violations in one text, one a line; "" where there is none.
+  // All violations in one text, one on each line; "" without any.
   std::string Violations() const {
     std::string text;
     for (int i = 0; i < violation_count(); ++i) text += std::string(violation(i)) + "\n";

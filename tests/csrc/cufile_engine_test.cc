@@ -1,6 +1,6 @@
-// The engine of GPUDirect Storage over the doubles of libcufile and of the driver (tests/support/cuda_double): bytes go
-// between files and the memory of a device, every failure is an error that names itself, and a forked child leaves the
-// library alone. What all engines promise is engine_contract_test's.
+// The engine of GPUDirect Storage over the doubles of libcufile and of the driver (tests/support/cuda_double): it moves
+// bytes between files and a device's memory, names the cause in every error, and leaves the library alone in a forked
+// child. engine_contract_test checks the contract of all engines.
 #include <fcntl.h>
 
 #include <array>
@@ -40,7 +40,7 @@ void BytesOfTheDeviceGoToAFileAndComeBack() {
     EXPECT(engine->last_failure().empty());
     EXPECT(file.Content() == bytes);
   }
-  // All by the address that was registered, with how far inside beside it.
+  // All requests use the registered address, and the offset inside it.
   EXPECT(Double().unregistered_transfer_count() == 0);
   EXPECT(Double().host_transfer_count() == 0);
   ExpectNothingLeft();
@@ -206,7 +206,7 @@ void AFileThatIsRefusedFailsItsRequestsAndIsTriedAgain() {
   std::byte* const buffer = staging->Take();
   const bool has_udev = access("/run/udev", F_OK) == 0;
   for (const auto& [error, sys_errno] : {std::pair(5008, EOPNOTSUPP), std::pair(5025, EIO),
-                                         // Of a disk that udev does not know: until cuFile 1.15, and since 1.16.
+                                         // For a disk that udev does not know: until cuFile 1.15, and since 1.16.
                                          std::pair(5030, has_udev ? EIO : EOPNOTSUPP), std::pair(5027, EOPNOTSUPP)}) {
     Double().fail("cuFileHandleRegister", 1, error);
     EXPECT(RunOne(*engine, Request(IoOp::kWrite, file.fd(), buffer)).sys_errno == sys_errno);

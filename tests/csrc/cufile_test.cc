@@ -1,6 +1,6 @@
-// GPUDirect Storage (device/cufile.h) over the doubles of libcufile and of the driver (tests/support/cuda_double): the
-// library is found and opened once or says why not, memory of a device is registered and given back in order, and no
-// way is claimed that the library has not told of. How bytes move is cufile_engine_test's.
+// GPUDirect Storage (device/cufile.h) over the doubles of libcufile and of the driver (tests/support/cuda_double): it
+// finds and opens the library once or says why not, registers and frees device memory in order, and reports only ways
+// that the library has counted. cufile_engine_test checks how bytes move.
 #include "device/cufile.h"
 
 #include <fcntl.h>

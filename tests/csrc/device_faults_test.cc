@@ -1,6 +1,5 @@
-// What becomes of the driver's failures (device/device.h), over its double: every call may fail without anything being
-// left behind, an error that takes the device away says so, one that comes late is found by a mark, and a forked or
-// ending process leaves the driver alone.
+// Failures of the driver (device/device.h), over its double: every call may fail and leaves nothing behind, an error
+// that costs the device says so, a mark finds a late error, and a forked or ending process leaves the driver alone.
 #include <filesystem>
 #include <fstream>
 #include <optional>
@@ -20,7 +19,7 @@ void AnyCallMayFailAndTheNextSaveIsWhole() {
        {"cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDevicePrimaryCtxRetain",
         "cuCtxPushCurrent", "cuStreamCreate", "cuStreamWaitEvent", "cuEventCreate", "cuEventRecord", "cuEventQuery",
         "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuMemGetAddressRange", "cuStreamIsCapturing", "cuMemHostRegister"}) {
-    // The product remembers what it has, so that the nth failure is looked for in a fresh process each.
+    // The product remembers its devices, so each nth failure gets a fresh process.
     for (int nth = 1;; ++nth) {
       const int answer = InChild([&] {
         Cuda().fail(call, nth, 2);  // out of memory
@@ -139,8 +138,8 @@ void ACopyThatFailsLaterIsFoundByTheMarksBehindIt() {
 
 // --- forked and ending processes ---
 
-// Until the double's threads, which have nothing to do, are gone: ASan's allocator does not survive a fork while
-// another thread is inside it.
+// Wait until the double's idle threads are gone: ASan's allocator does not survive a fork while another thread is
+// inside it.
 void WaitForTheThreadsOfTheDouble() {
   const auto is_double = [](const std::filesystem::directory_entry& task) {
     std::string name;

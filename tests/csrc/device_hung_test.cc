@@ -1,5 +1,5 @@
-// Streams of a device that stand still, as behind a collective whose peer is gone: who gives up does so in time,
-// nothing that the device may still touch is used again before it has, and the transfers of others go on.
+// Hung streams of a device, as behind a collective whose peer is gone: a transfer gives up in time, nobody reuses
+// memory before the device has completed its copies, and the transfers of others go on.
 #include <sys/mman.h>
 
 #include <atomic>
@@ -27,7 +27,7 @@ constexpr auto kLate = std::byte{7};
 
 Status PeerIsGone() { return Status::Error(StatusCode::kCancelled, "a peer is gone"); }
 
-// A stream of the application that stands still until told otherwise. What follows it is written by it just then.
+// A stream of the application that hangs until the test releases it. Only then it writes kLate to the memory.
 class StoppedStream {
  public:
   explicit StoppedStream(const DeviceMemory& memory) : stream_(Cuda().stream_new(0)) {
@@ -305,7 +305,7 @@ void AnArenaThatIsGoneStaysMappedUntilTheDeviceHasEnded() {
   EXPECT(ReleaseComplete() == 0);
 }
 
-// Nobody else asks: there may be no arena and no device any more in this process.
+// Nobody else checks the quarantine: the process may have no arena and no device any more.
 void TheNextTransferLetsGoOfWhatTheDeviceHasEndedMeanwhile() {
   const DeviceMemory memory;
   const StoppedStream stopped(memory);
@@ -323,7 +323,7 @@ void TheNextTransferLetsGoOfWhatTheDeviceHasEndedMeanwhile() {
   EXPECT(Cuda().registration_count() == 0);
 }
 
-// A gate on a device that was given up: the save fails, and the training goes on.
+// A barrier on a device that was given up: the save fails, and the training goes on.
 void AGateOfADeviceThatStandsStillFailsTheSaveAndWaitsForNothing() {
   const DeviceMemory memory;
   const StoppedStream stopped(memory);

@@ -1,5 +1,5 @@
-// Reads and writes of a file with memory of devices (transfer/random_access.h): by many threads, beside those of the
-// host, with a device that fails, and with one that stands still when the file is closed.
+// Reads and writes of a file with device memory (transfer/random_access.h): by many threads, beside those of the host,
+// with a failing device, and with one that hangs when the file is closed.
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -19,7 +19,7 @@ constexpr uint64_t kChunkBytes = 16 << 10;
 constexpr uint32_t kQueueDepth = 8;
 constexpr double kInTime_s = 8;  // on a busy machine; what hangs takes for ever
 
-// A file, open as TensorFile opens it. Ends with all requests done.
+// A file, opened as TensorFile opens it. Its end waits for all requests.
 class OpenFile {
  public:
   explicit OpenFile(const std::string& path, const std::string& engine = "threads", uint32_t queue_depth = kQueueDepth)
@@ -72,7 +72,7 @@ bool Well(const std::shared_ptr<FileRequest>& request) {
   return EXPECT(request->WaitFor(kLong)) && EXPECT_WITH(request->status().ok(), request->status().message());
 }
 
-// Each thread has a range of its own in the file and in the memory of both sides.
+// Each thread has its own range of the file and of both memories.
 void RequestsOfManyThreadsAndBothMemories() {
   constexpr size_t kThreads = 4;
   constexpr size_t kShare = kBytes / kThreads;
@@ -171,7 +171,7 @@ void ClosingLeavesMemoryAloneThatTheDeviceMayStillTouch() {
   EXPECT(seen == content);
 }
 
-// A slow disk is no device that stands still: what is under way when the file is closed comes to its end.
+// A slow disk is no hung device: requests in flight end normally when the file is closed.
 void ClosingWaitsForTheDiskHoweverLongItTakes() {
   const Bytes content(20 * kChunkBytes, kFresh);
   const ScratchFile scratch("slow", Bytes(20 * kChunkBytes));
@@ -185,7 +185,7 @@ void ClosingWaitsForTheDiskHoweverLongItTakes() {
   EXPECT(scratch.Content() == content);
 }
 
-// The pump breaks while copies wait for room in a stream: an engine cannot go on, and the next one cannot be had.
+// The pump breaks while copies wait for room in a stream: an engine fails, and the next one cannot be created.
 void WhatWaitsForADeviceEndsThoughTheFileIsOfNoUseAnyMore() {
   const Bytes content = RandomBytes(kChunkBytes, 4);
   const ScratchFile scratch("broken", content);
@@ -219,7 +219,7 @@ void WhatWaitsForADeviceEndsThoughTheFileIsOfNoUseAnyMore() {
   EXPECT(scratch.Content() == content);
 }
 
-// A write whose first piece waits for its turn in the file fails in its second one, and then waits for nothing.
+// A write waits with its first piece for its turn in the file, and fails in the second: then it waits for nothing.
 void AWriteThatFailsGivesItsTurnInTheFileAway() {
   const ScratchFile scratch("turn", Bytes(2 * kChunkBytes));
   const DeviceMemory memory;
@@ -247,7 +247,7 @@ void AWriteThatFailsGivesItsTurnInTheFileAway() {
   for (const int fd : fds) close(fd);
 }
 
-// Who is told of the end of the file takes it that the bytes before it are there.
+// A caller that gets the end of the file trusts the bytes before it.
 void TheEndOfTheFileHidesNoCopyThatFailed() {
   const Bytes content = RandomBytes(kChunkBytes + 512, 5);
   const ScratchFile scratch("end", content);

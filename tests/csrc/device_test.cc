@@ -1,7 +1,7 @@
-// The CUDA driver by dlopen (device/cuda_driver.h) and what transfers do with it (device/device.h), over the double of
-// the driver: it is found once or says why not, copies keep their order with the caller's streams both ways, marks tell
-// the truth, memory is pinned and forgotten, and nothing is left behind for the application's own use of CUDA.
-// Failures are device_faults_test's.
+// The CUDA driver by dlopen (device/cuda_driver.h) and its use by transfers (device/device.h), over the driver's
+// double: it is found once or says why not, copies keep their order with the caller's streams both ways, marks tell the
+// truth, memory is pinned and unpinned, and the application's own use of CUDA stays undisturbed. device_faults_test
+// checks failures.
 #include "device/device.h"
 
 #include <dlfcn.h>
@@ -16,7 +16,7 @@ namespace {
 
 // --- finding the driver ---
 
-// Where this program lies, and what is built for it.
+// The folder of this program, and of the libraries built for it.
 std::string Folder() {
   char path[4096];
   const ssize_t size = readlink("/proc/self/exe", path, sizeof(path));
@@ -24,7 +24,7 @@ std::string Folder() {
   return program.substr(0, program.rfind('/'));
 }
 
-// Run before the double is loaded: what the machine itself has.
+// Run before the double is loaded: shows what the machine has.
 void WithoutADriverTheReasonSaysWhatToDo() {
   const Status status = CudaDriver::Present();
   if (status.ok()) return;  // it has one
@@ -67,7 +67,7 @@ void ADriverThatIsTooOldIsRefusedUntilThereIsANewerOne() {
   EXPECT_OK(CudaDriver::Get().status());
 }
 
-// That of CUDA 12.4 answers so to each call.
+// The driver of CUDA 12.4 answers each call like this.
 void TheStubOfTheToolkitIsNamedByTheFirstCallThatItRefuses() {
   Cuda().fail("cuDriverGetVersion", 0, 34);
   for (const Status& status : {CudaDriver::Present(), CudaDriver::Get().status()}) {
@@ -146,7 +146,7 @@ void CopiesComeAfterWhatTheCallersStreamHolds(uint64_t stream) {
   EXPECT_OK(device.to_host().FollowCaller(stream));
   EXPECT_OK(device.to_host().ToHost(host.data(), memory.address(), kBytes));
   const CopyMark mark = Must(device.to_host().Mark());
-  // The other direction does not follow, so it shows that time enough has passed.
+  // The other direction does not follow, which shows that there was time enough.
   const DeviceMemory other;
   EXPECT_OK(device.to_device().ToDevice(other.address(), host.data(), 0));
   EXPECT_OK(Must(device.to_device().Mark()).Wait(no_poll));
@@ -493,7 +493,7 @@ void PinningThatIsRefusedSaysWhyAndCopiesGoOn() {
   EXPECT_OK(Must(device.to_host().Mark()).Wait(no_poll));
   EXPECT(host.AllAre(kFresh));
   EXPECT(Cuda().pageable_copy_count() == 1);
-  // Less memory is not refused, and a limit that would do is not blamed.
+  // Less memory is not refused, and the message does not blame a limit that suffices.
   const Pages less(65536);
   EXPECT(Pinned::Register(device, less.bytes()).ok());
   Cuda().fail("cuMemHostRegister", 1, 2);

@@ -31,7 +31,7 @@ std::unique_ptr<FileWriter> OpenWriter(const ScratchFile& file, BufferPool& pool
                                pool, {}));
 }
 
-// Tensors in one allocation, each on a multiple of 512 bytes as torch's allocator places them, and what is in them.
+// Tensors in one allocation, each on a multiple of 512 bytes as torch's allocator places them, and their content.
 struct DeviceTensors {
   DeviceTensors(const std::vector<size_t>& sizes, uint64_t seed) {
     const CudaDouble& cuda = CudaDouble::Get();
@@ -51,7 +51,7 @@ struct DeviceTensors {
   DeviceTensors(const DeviceTensors&) = delete;
   DeviceTensors& operator=(const DeviceTensors&) = delete;
 
-  // What a step of training does, in its stream.
+  // The work of a training step, in its stream.
   void Overwrite(uint64_t stream) const {
     for (size_t i = 0; i < addresses.size(); ++i) {
       if (!contents[i].empty()) {
@@ -135,7 +135,7 @@ void EveryByteIsThatOfTheSaveWhoeverIsFirst() {
   }
 }
 
-// Whoever closes while copies are on the way gets memory back that nobody writes to any more.
+// Close() during copies returns memory to which nobody writes any more.
 void AbandonedTransfersLeaveNothingOnTheWay() {
   const CudaDouble& cuda = CudaDouble::Get();
   Device& device = *Must(Device::Get(0));
@@ -170,7 +170,7 @@ void AbandonedTransfersLeaveNothingOnTheWay() {
   }
 }
 
-// Each copy in turn fails; the writer hears of it, the gate does not, and everything comes back.
+// Each copy in turn fails; the writer gets the error, the barrier does not, and all memory comes back.
 void AFailedCopyFailsTheWriterAlone() {
   const CudaDouble& cuda = CudaDouble::Get();
   Device& device = *Must(Device::Get(0));
@@ -207,8 +207,8 @@ void AFailedCopyFailsTheWriterAlone() {
   EXPECT_WITH(failure_count > 8 && failure_count < 199, std::to_string(failure_count));
 }
 
-// A device takes some thousand copies before the thread that tells it has to wait: one of 64 MiB, and not of a block
-// each.
+// A device takes some thousand copies before it blocks the thread that starts them: so one copy has 64 MiB, not one
+// block.
 void EveryCaptureTakesAsFewCopies() {
   const CudaDouble& cuda = CudaDouble::Get();
   Device& device = *Must(Device::Get(0));
@@ -234,7 +234,7 @@ void EveryCaptureTakesAsFewCopies() {
   cuda.free(address);
 }
 
-// As torch's pool of small tensors has them: allocations of 2 MiB that touch, and somebody else's bytes in the first.
+// As in torch's pool of small tensors: allocations of 2 MiB that touch, the first with another owner's bytes in it.
 void SmallTensorsAreGatheredInEachAllocation() {
   const CudaDouble& cuda = CudaDouble::Get();
   Device& device = *Must(Device::Get(0));

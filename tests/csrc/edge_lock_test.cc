@@ -1,5 +1,5 @@
-// The turns of direct writes and of bytes through the page cache (transfer/edge_lock.h): who is alone is alone, nobody
-// starves, and who is gone holds nothing; between descriptions of one process, and of several.
+// The turns of direct and buffered writes (transfer/edge_lock.h), between descriptions of one process and of several: a
+// side that is alone is alone, no side starves, and an ended process holds nothing.
 #include "transfer/edge_lock.h"
 
 #include <signal.h>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr auto kPause = std::chrono::milliseconds(10);
 
-// A lock with a description of its own.
+// A lock with its own file description.
 struct Owner {
   explicit Owner(const ScratchFile& file) : fd(open(file.path().c_str(), O_RDWR | O_CLOEXEC)), lock(fd, file.path()) {}
   Owner(const Owner&) = delete;

@@ -1,5 +1,5 @@
-// What the engine contract tests stand on: the engines under test, checks that print, memory and files of known
-// content, and the steps that many tests take.
+// The base of the engine contract tests: the engines under test, checks that print, memory and files of known content,
+// and common steps.
 #pragma once
 
 #include <fcntl.h>
@@ -125,8 +125,8 @@ inline std::unique_ptr<IoEngine> Make(const Candidate& candidate, uint32_t queue
 
 constexpr uint64_t kAlignment = 4096;  // more than any disk here asks for
 
-// Page-aligned and not copied by fork, as the ring of the pipeline is: a page that a child copies while the kernel
-// writes into it would be lost to one of the two.
+// Page-aligned and not copied by fork, as the ring is: if a child copied a page while the kernel writes into it, one of
+// the two would lose the bytes.
 class Buffer {
  public:
   explicit Buffer(size_t size_bytes) : size_bytes_(size_bytes) {
@@ -168,7 +168,7 @@ class File {
 
 constexpr uint64_t kInputBytes = (uint64_t{64} << 20) + 8192 + 1234;  // 8 x 8 MiB, and an end that is not aligned
 
-// What the input file holds: random, so that no two blocks are alike.
+// The content of the input file: random, so that no two blocks are alike.
 inline const std::vector<std::byte>& Content() {
   static const std::vector<std::byte> content = [] {
     std::vector<std::byte> bytes(kInputBytes);
@@ -261,7 +261,7 @@ inline size_t DescriptorCount() {
   return static_cast<size_t>(std::distance(begin(entries), end(entries)));
 }
 
-// Threads of this process, but the kernel's own io_uring workers, which it ends when they have been idle for seconds.
+// Threads of this process without the kernel's io_uring workers, which the kernel ends after idle seconds.
 inline size_t ThreadCount() {
   size_t count = 0;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {

@@ -1,6 +1,6 @@
-// The contract of engine.h, the same for every engine: each name of EngineNames(), each wrapped by "fault:" without a
-// plan, and the code paths for old kernels and machines without libaio. An engine that cannot run here is skipped with
-// its reason, but the threads engines run everywhere.
+// The contract of engine.h for every engine: each name of EngineNames(), each wrapped by "fault:" without a plan, and
+// the code paths for old kernels and machines without libaio. An engine that cannot run here is skipped with its
+// reason, except the threads engines, which run everywhere.
 //
 // engine_contract_test [SCRATCH_DIRECTORY [ENGINE]]
 #include "engine_candidates.h"
@@ -56,7 +56,8 @@ void SizesAroundTheAlignmentAreWrittenAndReadBack(const Candidate& candidate) {
   }
 }
 
-// The kernel refuses these, some file systems do not care, and libaio hears it at submission: one completion always.
+// The kernel refuses these, some file systems accept them, and libaio reports them at submission: always one
+// completion.
 void MisalignedDirectRequestsCompleteEitherWay(const Candidate& candidate) {
   if (!candidate.direct) return;
   Buffer buffer(4 * kAlignment);
@@ -93,7 +94,7 @@ void QueueIsFullAtItsDepthUntilReaped(const Candidate& candidate) {
     EXPECT(engine->in_flight() == kDepth);
     EXPECT(engine->Submit().ok());
     EXPECT(engine->Queue(extra) == QueueResult::kFull);
-    // With some reaped there is room for as many.
+    // After some are reaped, there is room for as many.
     std::vector<IoCompletion> two(2);
     auto reaped = engine->Reap(two, 2, std::chrono::seconds(60));
     ASSERT(reaped.ok() && reaped.value() == 2);
@@ -282,7 +283,7 @@ void ReapWithNothingInFlightReturnsAtOnce(const Candidate& candidate) {
   EXPECT(Clock::now() - start < std::chrono::seconds(5));
 }
 
-// Whatever the timing: fewer than asked only when the time is over, and then soon.
+// Whatever the timing: fewer than min_count come only after the timeout, and then soon.
 void ReapHonoursItsTimeout(const Candidate& candidate) {
   constexpr size_t kSize = 8 << 20;
   Buffer buffer(8 * kSize);
@@ -312,7 +313,7 @@ void ReapHonoursItsTimeout(const Candidate& candidate) {
   EXPECT(reaped.ok() && reaped.value() == 1);
 }
 
-// A read that waits for ever unless somebody writes: io_uring takes pipes too.
+// A read that waits until the test writes: io_uring takes pipes too.
 void TimeoutPassesWhileNothingCompletes(const Candidate& candidate) {
   if (!candidate.name.starts_with("uring")) return;
   int ends[2];
@@ -439,7 +440,7 @@ void NothingIsLeftBehind(const Candidate& candidate) {
   const size_t threads_before = ThreadCount();
   for (int round = 0; round < 30; ++round) use();
   EXPECT_WITH(DescriptorCount() == descriptors_before, std::to_string(DescriptorCount()));
-  // A joined thread is in /proc a moment longer.
+  // A joined thread stays in /proc a moment longer.
   for (int wait = 0; wait < 100 && ThreadCount() != threads_before; ++wait)
     std::this_thread::sleep_for(milliseconds(10));
   EXPECT_WITH(ThreadCount() == threads_before, std::to_string(ThreadCount()));
@@ -468,7 +469,7 @@ void OwnerMayChangeBetweenThreads(const Candidate& candidate) {
   }
 }
 
-// Ends by itself after a while, so that a child that hangs is a failure and not a test that never ends.
+// Ends by itself after a while, so that a hung child fails the test and does not block it.
 int ExitCodeOfChild(const std::function<int()>& body) {
   std::fflush(stdout);
   const pid_t child = fork();
@@ -602,7 +603,7 @@ void CreateEngineRefusesWhatMakesNoSense() {
   EXPECT(!names.empty() && names.back() == "null");
 }
 
-// One candidate runs all its tests, or says why it is left out.
+// Runs all tests of one candidate, or says why it is skipped.
 enum class Outcome : uint8_t { kRan, kSkipped };
 Outcome RunOrSkip(const Candidate& candidate) {
   g_engine = candidate.name;

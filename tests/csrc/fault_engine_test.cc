@@ -1,5 +1,5 @@
-// The test double that injects faults: plans hit exactly what they name, and recordings hold what was written. That it
-// is transparent without a plan is shown by engine_contract_test.
+// The test double that injects faults: plans hit exactly the requests that they name, and recordings hold the written
+// bytes. engine_contract_test checks that it changes nothing without a plan.
 //
 // fault_engine_test [SCRATCH_DIRECTORY]
 #include "engine/fault_engine.h"
@@ -87,7 +87,7 @@ class Bench {
                {.op = op, .fd = fd_, .buffer = block(i), .size_bytes = kBlock, .offset_bytes = i * kBlock, .tag = i}) ==
            QueueResult::kQueued);
   }
-  // Blocks [0, count), one after the other, and what became of each.
+  // Runs blocks [0, count), one after the other; returns their completions.
   std::vector<IoCompletion> RunEach(IoOp op, size_t count) {
     std::vector<IoCompletion> completions;
     for (size_t i = 0; i < count; ++i) {
@@ -127,7 +127,7 @@ void ErrnoHitsTheNthAndTheCountBehindIt() {
   SetFaultPlan({.op = kAny, .nth = 8, .count = UINT64_MAX, .kind = FaultPlan::Kind::kErrno, .sys_errno = EIO});
   EXPECT(WithErrno(bench.RunEach(IoOp::kRead, 10), EIO) == "0000000111");
   EXPECT(ClearFaultPlan() == 3);
-  // A plan that nobody reached, and none at all.
+  // A plan that no request reached, and no plan at all.
   SetFaultPlan({.op = kAny, .nth = 11, .kind = FaultPlan::Kind::kErrno, .sys_errno = EIO});
   EXPECT(WithErrno(bench.RunEach(IoOp::kRead, 10), 0) == "1111111111");
   EXPECT(ClearFaultPlan() == 0);
@@ -217,7 +217,7 @@ void DelayHoldsOnlyItsRequest() {
     ASSERT(reaped.ok() && reaped.value() == 2);
     EXPECT(out[0].tag + out[1].tag == 0 + 2);
     EXPECT(bench.engine().in_flight() == 1);
-    // Waiting for it honours the timeout first, and then returns when it is due, not later.
+    // A wait honours its timeout first, and then returns when the completion is due, not later.
     reaped = bench.engine().Reap(out, 1, milliseconds(10));
     EXPECT(reaped.ok() && reaped.value() == 0);
     reaped = bench.engine().Reap(out, 1, std::chrono::seconds(60));

@@ -1,5 +1,5 @@
-// Bytes from a file to where they belong (transfer/file_reader.h): extents of any place, size and order of overlap come
-// out right, with few requests and right CRCs, and nothing is kept after an error.
+// Reads of extents (transfer/file_reader.h): extents of any place, size and overlap arrive intact, with few requests
+// and right CRCs, and an error leaves nothing in flight.
 #include "transfer/file_reader.h"
 
 #include <algorithm>
@@ -43,7 +43,7 @@ Bytes Slice(const Bytes& content, uint64_t offset_bytes, uint64_t size_bytes) {
 
 uint32_t CrcOf(const Bytes& bytes) { return Crc32(0, bytes.data(), bytes.size()); }
 
-// How many requests it takes to read extents of these places and sizes.
+// How many requests a read of these extents takes.
 uint64_t CountRequests(const ScratchFile& file, const std::vector<std::pair<uint64_t, uint64_t>>& places) {
   const auto pool = Pool();
   std::vector<ReadExtent> extents;

@@ -1,4 +1,4 @@
-// What a file allows (core/file.h), asked of a real one in the scratch directory.
+// The limits and calls of core/file.h, on a real file in the scratch directory.
 #include "core/file.h"
 
 #include <sys/vfs.h>
@@ -83,7 +83,7 @@ void AllocationReservesTheSpaceAndSetsTheSize() {
   EXPECT(StatusOf(file).st_size == 0);
   EXPECT_OK(Allocate(file.fd(), (3 << 20) + 5, file.path()));
   EXPECT(StatusOf(file).st_size == (3 << 20) + 5);
-  // Where the file system cannot, and on tmpfs, the size is all.
+  // On tmpfs, and if the file system has no fallocate, only the size is set.
   const bool reserved = !IsTmpfs(file.fd()) && fallocate(file.fd(), 0, 0, 1) == 0;
   EXPECT(!reserved || StatusOf(file).st_blocks * 512 >= 3 << 20);
   EXPECT(file.Content() == Bytes((3 << 20) + 5));
@@ -118,7 +118,7 @@ void CachedBytesAreThoseInThePageCache() {
   constexpr uint64_t kBytes = 1 << 20;
   const ScratchFile file("file", RandomBytes(kBytes, 3));
   const uint64_t cached_bytes = CachedBytesOf(file.fd());
-  // 0 from a kernel before 6.5, which cannot tell; else at least the pages that were just written.
+  // 0 from a kernel before 6.5, which cannot say; else at least the pages just written.
   EXPECT_WITH(cached_bytes == 0 || cached_bytes == kBytes, std::to_string(cached_bytes));
   EXPECT(fsync(file.fd()) == 0);
   posix_fadvise(file.fd(), 0, 0, POSIX_FADV_DONTNEED);

@@ -1,5 +1,5 @@
-// Bytes to a file through the ring (transfer/file_writer.h): what is cut, coalesced and padded, how many requests that
-// makes, which CRCs come out, and that nothing is kept after an error. Requests are seen through the fault engine.
+// Writes through the ring (transfer/file_writer.h): cuts, coalescing, padding, the number of requests, the CRCs, and
+// that an error leaves nothing in flight. The fault engine shows the requests.
 #include "transfer/file_writer.h"
 
 #include <map>
@@ -35,7 +35,7 @@ Bytes Padded(Bytes bytes, uint64_t block_bytes = kBlockBytes) {
 
 uint32_t CrcOf(const Bytes& bytes) { return Crc32(0, bytes.data(), bytes.size()); }
 
-// Offset and size of each request that wrote, while this lives.
+// Records offset and size of each write while it lives.
 class Recording {
  public:
   Recording() { SetWriteRecording(true); }

@@ -1,5 +1,5 @@
-// The pump finishes every request (transfer/io_pump.h): what is short is resumed, what is refused for now is repeated,
-// an engine that turns out not to be supported is replaced, and everything else is an error that says where.
+// The pump finishes every request (transfer/io_pump.h): it resumes short ones, repeats refused ones, replaces an engine
+// that proves unsupported, and turns everything else into an error with its place.
 #include "transfer/io_pump.h"
 
 #include <map>
@@ -42,7 +42,7 @@ Result<std::unique_ptr<IoPump>> Open(const ScratchFile& file, std::vector<std::s
                       {.engines = std::move(engines), .queue_depth = queue_depth, .poll = std::move(poll)});
 }
 
-// kPieceCount requests with the queue kept full. Each tag must come back once.
+// Runs kPieceCount requests with the queue full. Each tag must come back once.
 Status Transfer(IoPump& pump, IoOp op, Memory& memory) {
   std::map<uint64_t, int> finished_count;
   std::vector<IoPump::Finished> finished;
@@ -67,7 +67,7 @@ Status Transfer(IoPump& pump, IoOp op, Memory& memory) {
   return Status::Ok();
 }
 
-// A faulty write: the file must hold all the same what was written.
+// A faulty write: the file must hold the written bytes even so.
 void ExpectWriteSucceeds(const FaultPlan& plan, const std::vector<std::string>& engines, const std::string& last_engine,
                          size_t demotion_count) {
   const ScratchFile file("pump");
@@ -263,7 +263,7 @@ void WritesThatNoDirectEngineIsLeftForAreGivenBack() {
   const ScratchFile file("pump", content);
   Memory memory(RandomBytes(kPieceBytes * 4, 7));
   const Fault fault(Fault::Errno(EOPNOTSUPP, 1, kAll));
-  // From one direct engine to the next it is as ever.
+  // From one direct engine to the next, nothing else changes.
   const auto pump = Must(IoPump::Open(file.fd(), file.path(),
                                       {.engines = {"fault:threads", "fault:threads", "threads-buffered"},
                                        .queue_depth = 4,

@@ -1,4 +1,4 @@
-// Preparing fresh memory (core/memory.h) touches pages and no byte, beside whoever fills them, and ends when told.
+// Preparing fresh memory (core/memory.h) touches pages but no byte, beside the filling thread, and ends when stopped.
 #include "core/memory.h"
 
 #include <sys/mman.h>
@@ -48,7 +48,7 @@ size_t ThreadCount() {
 }
 
 bool PreparesAhead() {
-  // What Prefault itself needs: a second CPU, and MADV_POPULATE_WRITE (23) of Linux 5.14.
+  // The needs of Prefault: a second CPU, and MADV_POPULATE_WRITE (23) of Linux 5.14.
   const Mapping probe;
   return sysconf(_SC_NPROCESSORS_ONLN) > 1 && madvise(probe.bytes().data(), kPageBytes, 23) == 0;
 }
@@ -65,7 +65,7 @@ void PagesAreThereInTheEndAndHoldZeros() {
       std::all_of(memory.bytes().begin(), memory.bytes().end(), [](std::byte byte) { return byte == std::byte{0}; }));
 }
 
-// A kernel with pages of 64 KiB refuses a range that begins or ends within one; nothing was prepared then.
+// A kernel with pages of 64 KiB refuses a range that begins or ends within one, and would prepare nothing.
 void OnlyWholePagesArePrepared() {
   constexpr size_t kLargePageBytes = 64 << 10;
   const Mapping memory;
@@ -77,7 +77,7 @@ void OnlyWholePagesArePrepared() {
   const std::span<std::byte> range = memory.bytes().subspan(from, until - from);
   const bool can = PreparesAhead();
   {
-    // Again and again, so that it is worth a thread.
+    // Repeated, so that a thread pays.
     const Prefault prefault(std::vector(32, range), kLargePageBytes);
     for (int i = 0; can && i < 1000 && memory.ResidentBytes() < whole_bytes; ++i) usleep(10'000);
   }

@@ -1,5 +1,5 @@
 // Reads and writes at any place of a file (transfer/random_access.h), by many threads and with every engine: against a
-// model, beyond the end, with requests that fail, with a queue that is full, and in a forked child.
+// model, beyond the end, with failing requests, with a full queue, and in a forked child.
 #include "transfer/random_access.h"
 
 #include <sys/wait.h>
@@ -34,7 +34,7 @@ struct Descriptor {
   const int fd;
 };
 
-// A file, open as TensorFile opens it. Ends with all requests done.
+// A file, opened as TensorFile opens it. Its end waits for all requests.
 class OpenFile {
  public:
   OpenFile(const std::string& path, std::vector<std::string> engines, uint64_t chunk_bytes = 16384,
@@ -89,7 +89,7 @@ bool Well(const std::shared_ptr<FileRequest>& request) {
   return EXPECT(request->WaitFor(kLong)) && EXPECT_WITH(request->status().ok(), request->status().message());
 }
 
-// Of the engines that work in the scratch directory; the others are left out.
+// The engines that work in the scratch directory.
 template <class Test>
 void WithEachEngine(Test test) {
   size_t tried_count = 0;
@@ -102,7 +102,7 @@ void WithEachEngine(Test test) {
   EXPECT(tried_count > 0);
 }
 
-// Once somebody else has had the lock alone, whoever had it before has left it, and so has written back.
+// Once another side has had the lock alone, its former owner has left it, and so has written back.
 void AwaitWriteback(const std::string& path) {
   const Descriptor own(path);
   EdgeLock lock(own.fd, path);
@@ -207,7 +207,7 @@ std::vector<Reached> TakeReads() {
   return reads;
 }
 
-// Those that went into these bytes.
+// The requests that reached these bytes.
 std::vector<Reached> TakeReadsTo(const std::byte* address, size_t size_bytes) {
   std::vector<Reached> reads = TakeReads();
   std::erase_if(reads, [&](const Reached& read) {
@@ -318,7 +318,7 @@ void ARequestThatComesLaterIsStartedWithoutLookingForIt() {
     std::unique_lock lock(g_reads_mutex);
     EXPECT(g_read_came.wait_for(lock, kLong, [] { return g_reads.size() == 1; }));
   }
-  // The pump comes back every 50 ms; else the thread sleeps until something happens.
+  // The pump returns every 50 ms; otherwise the thread sleeps until something happens.
   const auto start = Clock::now();
   const uint64_t before_count = SleepCount();
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
@@ -498,7 +498,7 @@ void AFailedWritebackIsKeptForTheNextSync() {
       g_writeback_errno = sys_errno;
       EXPECT(Well(is_demoted ? file.Write(memory, 2 * block_bytes) : file.Write(memory, 100)));
       AwaitWriteback(scratch.path());
-      // Not by the description that sync() uses: the kernel tells each of them once.
+      // Not by the description that sync() uses: the kernel reports an error once to each.
       EXPECT(AllAre(TakeWritebackFds(), is_demoted ? file.direct_lock_fd() : file.edge_lock_fd()));
       const Status written_back = file->WrittenBack();
       EXPECT_WITH(written_back.sys_errno() == (sys_errno == 0 ? 0 : EIO), written_back.message());  // the first
@@ -656,7 +656,7 @@ void AForkedChildTouchesNothing() {
 }  // namespace
 }  // namespace fastpersist
 
-// Sees what the engine "threads" asks the kernel for.
+// Records the requests of the engine "threads" to the kernel.
 extern "C" ssize_t pread(int fd, void* buffer, size_t size_bytes, off_t offset) noexcept(false) {
   using namespace fastpersist;
   {

@@ -1,8 +1,8 @@
-// The requests of a file (transfer/request_flow.h) in simulated time, with random schedules of arrivals, completions in
-// any order, short and failing I/O, engines that turn out to be unsupported or break, another file that wants the lock,
-// devices that stand still, and closing. After each event: no buffer is in use twice, staging stays within its
-// capacity, direct requests are aligned, no write is in flight while another file has the lock. At the end: every
-// request is complete, once, has failed only where something went wrong, and the bytes are where they belong.
+// The requests of a file (transfer/request_flow.h) in simulated time, with random arrivals, completions in any order,
+// short and failing I/O, engines that prove unsupported or break, another file that wants the lock, hung devices, and
+// closing. After each event: no buffer is in use twice, staging stays within its capacity, direct requests are aligned,
+// no write is in flight while another file has the lock. At the end: every request is complete exactly once, has failed
+// only if its I/O did, and the bytes are at their places.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -39,7 +39,7 @@ struct InFlight {
   bool is_submitted = false;
 };
 
-// What a part should bring, and where.
+// The expected bytes of a part, and their place.
 struct Expected {
   std::shared_ptr<FileRequest> request;
   std::vector<FilePart> parts;
@@ -77,7 +77,7 @@ struct Simulation {
   explicit Simulation(uint64_t seed);
   void RunToEnd();
 
-  // Something that happens meanwhile.
+  // An event beside the flow.
   void Happen();
   void Arrive();
   std::vector<FilePart> NewParts(IoOp op, Device* device, Expected& expected);
@@ -220,7 +220,7 @@ Result<size_t> Engine::Reap(std::span<IoCompletion> out, size_t min_count, std::
     out[count++] = Complete(request);
   }
   if (count == 0) sim.clock.Sleep(timeout);
-  // The pump must come back now: it has a completion, or the wakeup is readable.
+  // The pump must return now: it has a completion, or the wakeup is readable.
   sim.must_return = IsReadable(sim.wake_fd) && (count == 0 || !in_flight_.empty());
   return count;
 }

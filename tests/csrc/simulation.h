@@ -1,6 +1,6 @@
-// What simulations share: random schedules out of a seed, a clock that they move, and how a failing seed is told. A
-// simulation drives a core of the product in one thread, so that a seed means the same events in the same order
-// wherever it runs:
+// The common part of simulations: random schedules from a seed, a clock that they advance, and the report of a failing
+// seed. A simulation drives a core of the product in one thread, so a seed means the same events in the same order
+// everywhere:
 //
 //     build/programs-plain/request_simulation_test --schedules 1 --seed 4711
 //
@@ -22,7 +22,7 @@
 
 namespace fastpersist {
 
-// SplitMix64: as good as needed here, and a seed costs nothing, unlike that of std::mt19937_64.
+// SplitMix64: good enough here, and quick to seed, unlike std::mt19937_64.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15U) {}
@@ -59,7 +59,7 @@ inline void TellSeed() {
   std::fflush(stdout);
 }
 
-// An invariant of a schedule. The first that is broken ends the program, since what follows means nothing.
+// An invariant of a schedule. The first broken one ends the program, since all that follows is meaningless.
 #define ALWAYS(condition, detail)                                                        \
   do {                                                                                   \
     if (!(condition)) {                                                                  \
@@ -79,7 +79,7 @@ inline int RunSchedules(int argc, char** argv, uint64_t default_count, void (*sc
     if (std::strcmp(argv[i], "--seed") == 0 && !is_last) first_seed = std::strtoull(argv[++i], nullptr, 10);
     if (std::strcmp(argv[i], "--schedules") == 0 && !is_last) count = std::strtoull(argv[++i], nullptr, 10);
   }
-  // A check of the product (FP_CHECK) that fails ends the process, too.
+  // A failing check of the product (FP_CHECK) also ends the process.
   signal(SIGABRT, [](int) { TellSeed(); });
   for (uint64_t i = 0; i < count; ++i) {
     g_seed = first_seed + i;

@@ -1,5 +1,5 @@
-// A file written from a snapshot (transfer/file_writer.h, transfer/snapshot.h): the bytes as they were, whoever changes
-// them meanwhile, and the CRC of the whole file out of the CRCs of its parts.
+// A file written from a snapshot (transfer/file_writer.h, transfer/snapshot.h): the old bytes, although others change
+// them meanwhile, and the CRC of the whole file from the CRCs of its parts.
 #include <optional>
 #include <thread>
 

@@ -1,5 +1,5 @@
-// The bytes of a save between save() and the writer (transfer/snapshot.h): whoever changes them after Capture() changes
-// nothing in the file, however writer and gate meet, with much, little and no memory; and nobody waits for ever.
+// The bytes of a save between save() and the writer (transfer/snapshot.h): changes after Capture() never reach the
+// file, however writer and barrier meet, with much, little and no memory; and nobody waits for ever.
 #include "transfer/snapshot.h"
 
 #include <sys/wait.h>
@@ -40,7 +40,7 @@ uint64_t Copied(Snapshot& snapshot, SourceKind kind) {
 
 void Scribble(Bytes& bytes) { std::fill(bytes.begin(), bytes.end(), std::byte{0xDB}); }
 
-// What the writer does: take a source to its end, at most max_bytes at a time.
+// Acts as the writer: takes a source to its end, at most max_bytes at a time.
 Status TakeSource(Snapshot& snapshot, uint32_t index, uint64_t size_bytes, uint64_t max_bytes, Bytes& into) {
   for (uint64_t done_bytes = 0; done_bytes < size_bytes;) {
     auto taken = snapshot.Take(index, done_bytes, max_bytes, kNoPoll);
@@ -60,8 +60,8 @@ Bytes TakeSource(Snapshot& snapshot, uint32_t index, uint64_t size_bytes) {
   return into;
 }
 
-// Waits for something that another thread is about to do. What it does next cannot be seen from outside, so the tests
-// hold whether this was long enough or not; but then they may prove less.
+// Waits until another thread has met `condition`. Its step after that cannot be seen from outside: the tests hold even
+// if it comes late, but then they may prove less.
 template <class Condition>
 void WaitUntil(Condition condition) {
   const auto start = Clock::now();
@@ -215,8 +215,8 @@ void AGateWithoutMemoryGoesWhenWhatItWaitsForIsLeftOut() {
 
 // --- Writer and gate
 
-// All kinds of sources, sizes, leases and moments: what is taken is what was there, though each kind is overwritten the
-// moment its capture returns.
+// All kinds of sources, sizes, leases and moments: the writer takes the old bytes, although each kind is overwritten as
+// soon as its capture returns.
 void WriterAndGateMeetAnywhere(uint64_t limit_bytes) {
   for (int round = 0; round < kRounds; ++round) {
     std::mt19937 random(static_cast<uint32_t>(round));
@@ -428,7 +428,7 @@ void CloseLetsEverybodyGo() {
   snapshot.Close();
 }
 
-// After Close() nobody reads the sources, and no block is out: the memory of both may go.
+// After Close() nobody reads the sources, and no block is out: both memories may go.
 void CloseInTheMiddleOfCopyingIsTheEndOfIt() {
   for (int round = 0; round < kRounds; ++round) {
     const auto arena = MakeArena(kPlenty);
@@ -508,7 +508,7 @@ void APacedWriterDoesNotEndTooEarly() {
   snapshot.Pace({}, std::chrono::milliseconds(300));
   const auto start = Clock::now();
   (void)TakeSource(snapshot, 0, bytes.size());
-  // It looks at the clock once every 8 MiB, so the last third may come at once.
+  // It reads the clock once every 8 MiB, so the last third may come at once.
   EXPECT_WITH(SecondsSince(start) >= 0.19, std::to_string(SecondsSince(start)));
 }
 

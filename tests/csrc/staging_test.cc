@@ -1,6 +1,6 @@
-// The memory for what direct I/O does not take (transfer/staging.h): pieces are aligned, apart, and inside; what is
-// given back can be had again; the lowest place is taken; with nothing out, any size up to the capacity fits; and the
-// memory of one file is the next one's. What devices may still touch is nobody's.
+// Staging memory (transfer/staging.h): pieces are aligned, disjoint and inside; places given back are reused, the
+// lowest first; with nothing out, any size up to the capacity fits; and a file's memory goes to the next file, except
+// pieces that a device may still touch.
 #include "transfer/staging.h"
 
 #include <sys/mman.h>
@@ -120,7 +120,7 @@ void TheNextFileHasTheMemoryOfTheLastIfItIsLargeEnough() {
   std::memset(other, 1, 4 * kUnit);
 }
 
-// How much of the mapping at an address the kernel may take whenever it likes.
+// How much of the mapping at an address the kernel may reclaim at any time.
 size_t TakeableKib(const std::byte* address) {
   const auto place = reinterpret_cast<uintptr_t>(address);
   std::ifstream smaps("/proc/self/smaps");
@@ -204,7 +204,7 @@ void AForkedChildHasMemoryOfItsOwn() {
 
 void MemoryThatCannotBeHadIsAnErrorThatMayBeTriedAgain() {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which need more address space than that
-  // In a child: a limit that was lowered for good would hurt the other tests.
+  // In a child: a limit lowered for good would hurt the other tests.
   const pid_t child = fork();
   if (child == 0) {
     Staging staging(size_t{1} << 40);
@@ -302,7 +302,7 @@ void MemoryQuarantinedWhenItsFileIsGoneStaysUntilItsCopiesAreComplete() {
   EXPECT(ReleaseComplete() == 0 && known.expired());
 }
 
-// Of a device that is lost the driver keeps what it knows: whatever came to that address next would be taken for it.
+// The driver keeps the registrations of a lost device: it would take new memory at that address for the old.
 void WhatADeviceDoesNotLetGoOfStaysMapped() {
   const Pin of_a_lost_device = [](std::span<std::byte> memory) {
     return std::shared_ptr<void>(memory.data(), [](void* known) { KeepMapped(static_cast<std::byte*>(known)); });

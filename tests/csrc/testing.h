@@ -1,4 +1,4 @@
-// What the test programs of the core and the transfers share: checks that print and count, scratch files, and bytes of
+// The common part of the test programs of core and transfers: checks that print and count, scratch files, and bytes of
 // which no two blocks are alike. A program's main() calls Run with its tests.
 #pragma once
 
@@ -51,7 +51,7 @@ inline bool Expect(bool holds, const char* what, const std::string& detail, cons
     ::fastpersist::Expect(expected_ok.ok(), #expression, expected_ok.message(), __FILE__, __LINE__); \
   } while (false)
 
-// The value of what cannot fail here; a test without it makes no sense.
+// The value of a call that cannot fail here; without it the test is meaningless.
 template <class T>
 T Must(Result<T> result) {
   if (!result.ok()) {
@@ -67,7 +67,7 @@ inline double SecondsSince(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Seeded, so that a failure can be had again.
+// Seeded, so that a failure can be repeated.
 inline Bytes RandomBytes(size_t size_bytes, uint64_t seed) {
   Bytes bytes(size_bytes);
   std::mt19937_64 random(seed);
@@ -100,7 +100,7 @@ class ScratchFile {
   int fd() const { return fd_; }
   const std::string& path() const { return path_; }
 
-  // Through a descriptor of its own: the flags of fd() belong to the engines.
+  // Uses its own descriptor: the flags of fd() belong to the engines.
   Bytes Content() const {
     const int fd = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
     struct stat status = {};
@@ -129,8 +129,7 @@ class ScratchFile {
   int fd_ = -1;
 };
 
-// The plan of the fault engines (engine/fault_engine.h) while this lives. Requests from the nth on are hit, count of
-// them.
+// Sets the plan of the fault engines (engine/fault_engine.h) while it lives. It hits `count` requests from the nth on.
 class Fault {
  public:
   static constexpr uint64_t kAll = UINT64_MAX;

@@ -1,5 +1,5 @@
-// What the tests of GPUDirect Storage share: the doubles of libcufile and of the driver, processes of their own, and
-// the steps that many tests take.
+// The common part of the tests of GPUDirect Storage: the doubles of libcufile and of the driver, child processes, and
+// common steps.
 #pragma once
 
 #include <dlfcn.h>
@@ -27,7 +27,7 @@ constexpr size_t kBufferCount = 4;
 
 // --- the doubles ---
 
-// Beside the program, where the Makefile builds it, or where the environment says.
+// The path beside the program, where the Makefile builds it, or that of the environment.
 inline std::string LibraryPath(const char* variable, const char* name) {
   if (const char* const given = std::getenv(variable); given != nullptr && *given != '\0') return given;
   std::array<char, 4096> program = {};
@@ -44,7 +44,7 @@ struct CuFileDouble {
 #undef FASTPERSIST_MEMBER
 };
 
-// Loaded by the first use in a test.
+// Loaded at the first use in a test.
 inline const CuFileDouble& Double(const std::string& path = NewLibrary()) {
   static const CuFileDouble* const loaded = [&] {
     CudaDouble::Get();
@@ -77,7 +77,7 @@ inline void ExpectNothingLeft() {
   EXPECT(Cuda().allocation_count() == 0);
 }
 
-// The exit code of a process of its own; -1: it, or one of its checks, failed.
+// The exit code of a child process; -1: it, or one of its checks, failed.
 inline int InChild(const std::function<void()>& function) {
   std::fflush(stdout);
   const pid_t child = fork();
@@ -138,7 +138,7 @@ inline std::string Describe(const IoCompletion& completion) {
   return std::to_string(completion.done_bytes) + " bytes, " + std::strerror(completion.sys_errno);
 }
 
-// The exit status of a program whose doubles are there; else 77, "cannot run here".
+// The exit status of a program if its doubles exist; else 77, "cannot run here".
 inline int RunWithDoubles(int argc, char** argv, std::initializer_list<Test> tests) {
   for (const std::string& path : {CudaDouble::FindLibrary(), NewLibrary(), OldLibrary()}) {
     if (access(path.c_str(), R_OK) == 0) continue;
@@ -150,6 +150,6 @@ inline int RunWithDoubles(int argc, char** argv, std::initializer_list<Test> tes
 
 }  // namespace fastpersist
 
-// Each test a process of its own: the product keeps the library as long as the process lives.
+// Runs each test in its own process: the product keeps the library as long as the process lives.
 #define ISOLATED(...) \
   ::fastpersist::Test { #__VA_ARGS__, ::fastpersist::Isolated<::fastpersist::__VA_ARGS__> }

@@ -1,6 +1,6 @@
-// What the tests of the CUDA driver and its devices share: memory of both sides, over the double of the driver
-// (tests/support/cuda_double), and processes of their own, since the product keeps the driver and its devices as long
-// as the process lives.
+// The common part of the tests of the CUDA driver and its devices: memory of both sides, over the double of the driver
+// (tests/support/cuda_double), and child processes, since the product keeps the driver and its devices as long as the
+// process lives.
 #pragma once
 
 #include <sys/mman.h>
@@ -45,7 +45,7 @@ class Pages {
   std::span<std::byte> bytes_;
 };
 
-// A range of the device's memory, all of one value at first.
+// A range of the device's memory, at first filled with one value.
 class DeviceMemory {
  public:
   explicit DeviceMemory(int device = 0) : address_(Cuda().alloc_on(device, kBytes)) {}
@@ -75,7 +75,7 @@ inline void ExpectNothingLeft() {
   EXPECT(Cuda().registration_count() == 0);
 }
 
-// The answer of a process of its own, which begins as this one is; -1: it, or one of its checks, failed.
+// The answer of a child process, which begins in the state of this one; -1: it, or one of its checks, failed.
 inline int InChild(const std::function<int()>& function) {
   std::fflush(stdout);
   const pid_t child = fork();
@@ -83,7 +83,7 @@ inline int InChild(const std::function<int()>& function) {
     const int failure_count = g_failure_count;
     const int answer = function();
     std::fflush(stdout);
-    // At once: the double's threads run, and the leak checker wants to find all threads standing still.
+    // At once: the double's threads run, and the leak checker needs all threads at rest.
     std::_Exit(g_failure_count == failure_count ? answer : 99);
   }
   int ending = 0;
@@ -110,7 +110,7 @@ void WithDouble() {
   EXPECT(answer == 0);
 }
 
-// All that a save and a load do; what a step should have brought is looked for after it.
+// All calls of a save and a load; the tests check the results of the steps afterwards.
 inline Status SaveAndLoad(std::string* why_not_pinned = nullptr) {
   Result<Device*> device = Device::Get(0);
   if (!device.ok()) return device.status();
@@ -147,7 +147,7 @@ inline Status SaveAndLoad(std::string* why_not_pinned = nullptr) {
 }  // namespace fastpersist
 
 #ifdef __SANITIZE_THREAD__
-// The processes end without a last look at what was found.
+// These processes end without a last check of violations.
 extern "C" const char* __tsan_default_options() { return "halt_on_error=1"; }  // NOLINT: its name is given
 #endif
 

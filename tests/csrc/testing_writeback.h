@@ -1,5 +1,5 @@
-// Stands in for sync_file_range(2) in the program that includes it: notes which descriptors the calls use, and lets
-// those that wait fail. Which description is told of a failed writeback depends on nothing else.
+// Replaces sync_file_range(2) in the program that includes it: records the descriptors of the calls, and makes the
+// calls that wait fail. Only the descriptor decides which description gets the error of a failed writeback.
 #pragma once
 
 #include <fcntl.h>
@@ -18,7 +18,7 @@ inline std::atomic<int> g_writeback_errno{0};  // what calls that wait answer; 0
 inline std::mutex g_writeback_mutex;
 inline std::vector<int> g_writeback_fds;
 
-// The descriptors of all calls since the last time.
+// Returns the descriptors of all calls since the last time.
 inline std::vector<int> TakeWritebackFds() {
   const std::lock_guard lock(g_writeback_mutex);
   return std::exchange(g_writeback_fds, {});

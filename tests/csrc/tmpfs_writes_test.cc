@@ -33,7 +33,7 @@ IoRequest WriteOf(int fd, Bytes& bytes, uint64_t offset_bytes) {
           .tag = offset_bytes};
 }
 
-// As the kernel of a machine with 4,096 possible CPUs, of which this thread may use 5.
+// Acts as the kernel of a machine with 4,096 possible CPUs, of which this thread may use 5.
 int AskOfALargeMachine(pid_t, size_t size_bytes, cpu_set_t* cpus) {
   if (8 * size_bytes < 4096) {
     errno = EINVAL;
@@ -168,7 +168,7 @@ void AFileCutShorterMeanwhileKillsNobody() {
 
 // --- In a child: with mounts of its own, or a system call less ---
 
-// Returns whether the child could do what it is for; what it finds wrong it prints, and ends with 1.
+// Returns whether the child could run its check; the child prints what it finds wrong and ends with 1.
 bool InChild(const std::function<bool()>& set_up, const std::function<void()>& test) {
   const pid_t child = fork();
   if (child == 0) {
