@@ -54,8 +54,12 @@ __all__ = [
 WINDOWS_NAME = ".windows"
 """The name of the mapped file in the pending directory; it is removed before the directory is published."""
 
-_RUN_BYTES_MIN = 64 << 10
-"""Only chunks of shorter runs go through windows; longer runs each rank writes to their places."""
+_RUN_BYTES_MIN = 32 << 10
+"""Only chunks of shorter runs go through windows; longer runs each rank writes to their places.
+
+Columns of 4 ranks, in turn (2026-11-23, a busy machine): windows were 4.4 times as fast with runs of 2 KiB, and 1.22
+times with runs of 32 KiB.
+"""
 
 _WINDOW_BYTES = 4 << 20
 _SLOT_COUNT_MAX = 32
