@@ -3,11 +3,11 @@
     python benchmarks/deepnvme.py DIR                                       1 GiB, 7 rounds, in turn; takes a minute
     python benchmarks/deepnvme.py DIR --block 1M --depth 128 --parallel 4
 
-Needs DeepSpeed and what it builds its module with (`pip install deepspeed ninja`, libaio-dev); without them its rows
-are left out, and the reason is said. All move the same page-locked tensor, each from a locked allocation of its own
-kind, in blocks of the same size with the same number of requests in flight. Writes: a fresh file, from opening it until
-it is synced; DeepNVMe does not sync, so this does it for it. Reads: of a file that was dropped from the page cache,
-until all bytes are in memory. What was read is compared with what was written, each time.
+Needs DeepSpeed and the tools to build its module (`pip install deepspeed ninja`, libaio-dev); without them its rows are
+left out, with a note. All move the same page-locked tensor, each from its own kind of locked allocation, in blocks of
+the same size with the same number of requests in flight. Writes: a fresh file, from opening it until it is synced; this
+program syncs for DeepNVMe, which does not. Reads: a file that was dropped from the page cache, until all bytes are in
+memory. Each read is compared with the written bytes.
 """
 
 from __future__ import annotations

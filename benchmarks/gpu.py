@@ -4,13 +4,13 @@
     python benchmarks/gpu.py DIR --parts save load --size-mb 8192 --rounds 7
     python benchmarks/gpu.py DIR --device cpu --size-mb 64 --rounds 1        rehearses the script without a GPU
 
-All rows of a part take their turn in every round, in one process; a part is a process of its own, so that one that
-crashes, hangs, or leaves a CUDA context that can do no more, costs no other part its figures.
+All rows of a part take their turn in every round, in one process. Each part has its own process, so that a crash, a
+hang, or a broken CUDA context costs no other part its figures.
 
 save      device → durable file: from the call to synced bytes and name. A state of bf16 and fp32 tensors.
 overlap   a training under fused AdamW that saves every step: how much longer steps take, how long the host waits.
 load      file → device: cold files, until all bytes are on the device.
-tmpfs     saving to a file system in memory: what we cost without a disk.
+tmpfs     saving to a file system in memory: the cost without a disk.
 memory    host memory that saves take, in a process that has never saved; the first save, which pins the ring, apart.
 gpudirect saves and loads by the engine "cufile"; last, as libcufile may never return.
 
@@ -70,7 +70,7 @@ def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _run_part(arguments: argparse.Namespace) -> None:
-    """Measure one part; what is found goes to arguments.found."""
+    """Measure one part; write the findings to arguments.found."""
     import warnings
 
     import gpu_measure as measure
@@ -257,7 +257,7 @@ def _memory_part(arguments: argparse.Namespace, found: Any, device: Any, _: floa
 def _own_process(
     arguments: argparse.Namespace, part: str, budget_s: float, limit_s: float, directory: str
 ) -> dict[str, Any]:
-    """Run a part in a process of its own; return what it has found, whatever became of it."""
+    """Run a part in its own process; return its findings, even if it failed."""
     found_path, log_path = (os.path.join(directory, f"{part}.{what}") for what in ("json", "log"))
     place = os.path.join(directory, part)
     os.mkdir(place)
@@ -307,7 +307,7 @@ def _with_mount(directory: str, words: list[str]) -> list[str]:
 
 
 def _choose_size(arguments: argparse.Namespace, directory: str) -> list[str]:
-    """Look how fast the disk is, and choose the size of the state by it; return what a reader has to know."""
+    """Measure the speed of the disk, and choose the size of the state by it; return notes for the reader."""
     notes = []
     probe_bytes = min((arguments.size_mb or 512) * _MIB, 512 * _MIB)
     try:
@@ -323,7 +323,7 @@ def _choose_size(arguments: argparse.Namespace, directory: str) -> list[str]:
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Say what is known without torch; the parts tell the rest."""
+    """Return the facts that need no torch; the parts add the rest."""
     return {
         "when": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
         "cpu": report.first_value("/proc/cpuinfo", "model name") or platform.machine(),

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Proves the GPU path on a machine that has one, in one call of less than nine minutes, without a network: builds the
-# native module, runs the tests that need a GPU, measures, and writes what came of it as JSON and as tables.
+# Tests the GPU path on a machine that has one, in one call of less than nine minutes, without a network: builds the
+# native module, runs the tests that need a GPU, measures, and writes the results as JSON and as tables.
 #
-# What a stage cannot do is recorded, and the later stages run all the same. Needs python3 with torch, pybind11,
+# A failure of a stage is recorded, and the later stages run all the same. Needs python3 with torch, pybind11,
 # setuptools, numpy, safetensors and pytest, and a C++ compiler; nothing is installed, and the tree is used as it is.
 set -u -o pipefail
 

@@ -1,7 +1,7 @@
-"""The disk and the host's memory without torch: loops that write and read past the page cache, syncing, room.
+"""Disk and host memory without torch: loops of direct writes and reads, syncing, free space.
 
-gpu.py looks at the disk by this before it starts the processes that import torch. Nothing of fastpersist moves these
-bytes; which loops are a yardstick, and of what, is gpu_yardsticks' matter.
+gpu.py measures the disk with this before it starts the processes that import torch. No code of fastpersist moves these
+bytes; gpu_yardsticks uses the loops as yardsticks.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def read_loop(path: str) -> float:
 
 
 def probe_write_bytes_per_s(directory: str, size_bytes: int) -> float:
-    """Return about what the disk takes, from one small file; sizes are chosen by it."""
+    """Return the approximate write rate of the disk, from one small file; gpu.py chooses sizes by it."""
     path = os.path.join(directory, "probe")
     try:
         return size_bytes / write_loop(path, size_bytes)
@@ -132,7 +132,7 @@ def probe_write_bytes_per_s(directory: str, size_bytes: int) -> float:
 
 
 def sync(path: str) -> None:
-    """Make a file durable that somebody else has written, or the names in a directory."""
+    """Make a file of another writer, or the names in a directory, durable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -152,7 +152,7 @@ def remove(path: str) -> None:
 
 
 def free_bytes(directory: str) -> int:
-    """Return what a user may still write to a file system."""
+    """Return the bytes that a user may still write to a file system."""
     room = os.statvfs(directory)
     return room.f_bavail * room.f_frsize
 

@@ -1,7 +1,7 @@
-"""What every part of gpu.py needs: the device, the state, rows that take turns until time is up, the memory they take.
+"""Shared by the parts of gpu.py: the device, the state, rows that take turns until time is up, and their memory.
 
-Knows nothing of ways to save or load. Every sample goes to a JSON file as soon as it is there, so that a part that is
-killed, or crashes, leaves what it has measured.
+It knows no ways to save or load. It writes every sample to a JSON file at once, so that a part that is killed or
+crashes leaves its samples.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Device:
         return str(self.torch)
 
     def synchronize(self) -> None:
-        """Wait for all that the device was told to do."""
+        """Wait for all work of the device."""
         if self.is_cuda:
             torch.cuda.synchronize(self.torch)
 
@@ -74,7 +74,7 @@ class Device:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def facts(self) -> dict[str, Any]:
-        """Say what device it is, and whose torch uses it."""
+        """Return the facts on the device and on torch."""
         facts: dict[str, Any] = {
             "device": self.name, "device_memory_bytes": self.total_bytes(), "torch": torch.__version__,
         }  # fmt: skip
@@ -159,7 +159,7 @@ class Row:
 
 @dataclass(slots=True)
 class Found:
-    """What a part has found; `keep` writes it down.
+    """The findings of a part; `keep` writes them to the file.
 
     Attributes:
         rows: By name: kind, size_bytes, seconds (one each round), first_s (of the run before the rounds), integrity
@@ -189,7 +189,7 @@ class Found:
         return self.rows[name]
 
     def note(self, text: str) -> None:
-        """Add a note, and say it."""
+        """Add a note, and print it."""
         self.notes.append(text)
         print(f"note: {text}", file=sys.stderr, flush=True)
         self.keep()

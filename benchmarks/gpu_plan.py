@@ -1,6 +1,6 @@
-"""How gpu.py divides its time and how large it makes things: arithmetic only, with what is known before and on the way.
+"""Divides the time of gpu.py among its parts, and chooses sizes: arithmetic only.
 
-Nothing is measured, and nothing imported here; gpu.py, and its part "overlap", ask and do.
+This module measures nothing and imports nothing; gpu.py and its part "overlap" use the results.
 """
 
 from __future__ import annotations

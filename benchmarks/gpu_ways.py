@@ -1,6 +1,6 @@
-"""The ways to save and load that gpu.py compares, each with the settings that serve it best on a GPU.
+"""The ways to save and load that gpu.py compares, each with its best settings on a GPU.
 
-Every save is durable when its time ends: who does not sync has it done. Every load has its bytes on the device.
+Every save is durable when its time ends: we sync for those that do not. Every load ends with its bytes on the device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DcpSaver:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """There is none; DCP asks for none."""
+        """Not used: DCP does not call it."""
         raise AttributeError("a state that nobody trains")
 
     def state(self, step: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The yardsticks of gpu.py: what the disk takes and gives, and what pinned copies move between host and device.
+"""The yardsticks of gpu.py: the rates of the disk, and of pinned copies between host and device.
 
 The disk is measured by fio, if it is installed, and always by a plain loop of threads with O_DIRECT, whose requests are
 those that fio would make: 8 at a time, 8 MiB each. The better of the two is the yardstick. Nothing of fastpersist moves

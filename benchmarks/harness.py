@@ -1,4 +1,4 @@
-"""What the programs here have in common, beside the harness of `fastpersist bench`, which they import.
+"""Shared by the programs here, beside the harness of `fastpersist bench`, which they import.
 
 Import it first: without an installed fastpersist, or with a source tree that has no native module, the program ends
 with one line that says what to do.
@@ -24,7 +24,7 @@ __all__ = ["argument_parser", "run_benchmark"]
 
 
 def argument_parser(program: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with what all programs take: DIR and --json."""
+    """Return a parser with the options of all programs: DIR and --json."""
     parser = argparse.ArgumentParser(
         prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,5 +34,5 @@ def argument_parser(program: str, description: str | None) -> argparse.ArgumentP
 
 
 def run_benchmark(main: Callable[[], int]) -> None:
-    """Run a program to its end, as the commands of fastpersist are: what it raises as an answer becomes a line."""
+    """Run a program like the commands of fastpersist: print a FastPersistError as one line."""
     sys.exit(run_command(main))

@@ -1,4 +1,4 @@
-"""What checkpoints cost inside the frameworks: the same small GPT-2, saved by the framework itself and by us.
+"""The cost of checkpoints inside the frameworks: the same small GPT-2, saved by the framework itself and by us.
 
     python benchmarks/trainers.py DIR                                   all frameworks, every step and every 10th
     python benchmarks/trainers.py DIR --frameworks lightning --every 1 2 --rounds 5
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace, scratch: str, framework: str, way: str, every: int) -> dict[str, Any]:
-    """Train in a process of its own; return its samples, or what it said before it failed."""
+    """Train in a child process; return its samples, or its output before it failed."""
     step_count = _WARM_UP_COUNT + 1 + -(-arguments.steps // every) * every
     with tempfile.TemporaryDirectory(dir=scratch) as root:
         job = {
@@ -153,7 +153,7 @@ def _measure(arguments: argparse.Namespace, scratch: str) -> list[dict[str, Any]
 
 
 def main() -> int:
-    """Measure, print and write what was asked for; return 1 if a run of ours failed."""
+    """Measure, print and write the results; return 1 if a run of ours failed."""
     if sys.argv[1:2] == ["--worker"]:
         job = json.loads(sys.argv[2])
         result = train(job)

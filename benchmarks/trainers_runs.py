@@ -1,6 +1,6 @@
-"""What a process of trainers.py does: train a small GPT-2 through one framework, saving in one way, and time it.
+"""A process of trainers.py: trains a small GPT-2 through one framework, saves in one way, and measures the times.
 
-The model, the data and the optimizer are the same in all frameworks; what differs is who runs the loop and who saves.
+The model, the data and the optimizer are the same in all frameworks; the loop and the way of saving differ.
 A step is counted from the end of one optimizer step to the end of the next. A stall is the time inside the call that
 saves plus the waits at the gate. Durable means: files and names survive a power loss; stock saving does not promise
 that, so for it one more save is made after the training, and its files are synced.
@@ -33,7 +33,7 @@ _KEPT_COUNT = 2
 
 
 class _Stopwatch:
-    """Notes when optimizer steps end, what saves cost the training thread, and when they are durable."""
+    """Records when optimizer steps end, the stall of saves, and when saves are durable."""
 
     def __init__(self) -> None:
         self.step_ends: list[float] = []
@@ -109,7 +109,7 @@ def _batches(job: dict[str, Any]) -> torch.utils.data.DataLoader[Any]:
 
 
 def _keep_newest(paths: list[Path]) -> None:
-    """Remove all but the newest; what every training script does in its own way."""
+    """Remove all checkpoints but the newest, as training scripts do."""
     while len(paths) > _KEPT_COUNT:
         old = paths.pop(0)
         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
@@ -246,7 +246,7 @@ def _accelerate(job: dict[str, Any], watch: _Stopwatch) -> Callable[[], None]:
 
 
 def _follow_all(watch: _Stopwatch) -> None:
-    """Note of every save that is made from now on when it is durable."""
+    """Record, for every later save, when it is durable."""
     made = fp.PendingSave.__init__
 
     def followed(self: fp.PendingSave, *arguments: Any) -> None:

@@ -1,7 +1,7 @@
-"""A training loop of Accelerate, with a checkpoint after every step that is written while the next one computes.
+"""A training loop of Accelerate, with a checkpoint after every step, written while the next step computes.
 
-Two lines differ from a loop with Accelerate's own saving. Run without arguments it shows what that is worth: a training
-is killed in the middle (SIGKILL), resumes from its newest checkpoint, and reaches the same bits as one that was not.
+Two lines differ from a loop with Accelerate's own saving. Without arguments it kills a training in the middle
+(SIGKILL), resumes it from its newest checkpoint, and compares the bits with those of an undisturbed training.
 
 python examples/accelerate_loop.py [DIR] [--steps N] [--width N]
 """
@@ -65,7 +65,7 @@ def train(root: Path, steps: int, width: int) -> None:
         configuration.iteration = step + 1
         print(f"resumed at step {step}", flush=True)
     else:
-        configuration.iteration = 1  # so that checkpoint_N is what there was after N steps
+        configuration.iteration = 1  # so that checkpoint_N is the state after N steps
     for (rows,) in accelerator.skip_first_batches(batches, step):
         if step == steps:
             break
@@ -83,7 +83,7 @@ def train(root: Path, steps: int, width: int) -> None:
 
 
 def show(steps: int, width: int) -> None:
-    """Kill a training, resume it, and compare it with one that was left alone."""
+    """Kill a training, resume it, and compare it with an undisturbed one."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "error", __file__, "--steps", str(steps), "--width", str(width)]
         whole = subprocess.run([*command, f"{folder}/whole"], stdout=subprocess.PIPE, text=True, check=True)
@@ -104,7 +104,7 @@ def show(steps: int, width: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", metavar="DIR", nargs="?", type=Path, help="train there, without the show")
+    parser.add_argument("root", metavar="DIR", nargs="?", type=Path, help="train there, without the kill")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--width", type=int, default=64)
     arguments = parser.parse_args()

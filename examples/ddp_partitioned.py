@@ -1,7 +1,7 @@
-"""Train with DistributedDataParallel; every rank writes a part of every checkpoint, which is one ordinary file.
+"""Train with DistributedDataParallel; all ranks write each checkpoint together, as one ordinary file.
 
-Kill any process, or all of them, and start it again, with the same or another number of ranks: it goes on from the
-newest checkpoint. `torch.load(DIR/step-…/state.pt)` reads it without fastpersist and without ranks.
+Kill any process, or all of them, and start again with any number of ranks: the training resumes from the newest
+checkpoint. `torch.load(DIR/step-…/state.pt)` reads it without fastpersist and without ranks.
 
 torchrun --nproc-per-node 4 examples/ddp_partitioned.py [DIR] [--steps N] [--width N]
 """

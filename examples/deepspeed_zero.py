@@ -1,7 +1,7 @@
-"""Train with DeepSpeed's ZeRO, with a checkpoint every few steps that is written while the next ones compute.
+"""Train with DeepSpeed's ZeRO, with a checkpoint every few steps, written while the next steps compute.
 
-Two lines differ from a program with DeepSpeed's own saving: attach, and close. Stop it however you like and start it
-again, with or without those lines: it goes on from the newest checkpoint, and takes the same way.
+Two lines differ from a program with DeepSpeed's own saving: attach, and close. Stop it in any way and start it again,
+with or without those lines: it resumes from the newest checkpoint, with the same result.
 
 torchrun --nproc-per-node 2 examples/deepspeed_zero.py [DIR] [--steps N] [--every N] [--width N] [--stage N]
 

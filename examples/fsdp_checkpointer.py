@@ -28,7 +28,7 @@ ROWS = 12  # of all ranks together
 
 
 def main(root: Path, steps: int, width: int) -> None:
-    """Train so many steps more, from the newest step in `root` if there is one."""
+    """Train a number of further steps, from the newest step in `root` if there is one."""
     rank, count = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     torch.manual_seed(0)  # all ranks begin with the same weights

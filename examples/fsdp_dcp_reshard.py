@@ -32,7 +32,7 @@ ROWS = 12  # of all ranks together
 
 
 def main(root: Path, steps: int, every: int, width: int) -> None:
-    """Train so many steps more, from the newest checkpoint in `root` if there is one."""
+    """Train a number of further steps, from the newest checkpoint in `root` if there is one."""
     rank, count = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     torch.manual_seed(0)  # all ranks begin with the same weights
@@ -70,7 +70,7 @@ def main(root: Path, steps: int, every: int, width: int) -> None:
 
     def load(path: Path) -> int:
         found = state(0, 0.0)
-        dcp.load(found, storage_reader=FastPersistReader(path))  # reads what this rank's shards consist of
+        dcp.load(found, storage_reader=FastPersistReader(path))  # reads only the bytes of this rank's shards
         set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
         loss, before = measure(), found["loss"]
         if not math.isclose(loss, before, rel_tol=1e-5):

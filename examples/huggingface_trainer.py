@@ -1,7 +1,7 @@
-"""HuggingFace's Trainer with its checkpoints written while it trains on: one line more, `attach(trainer)`.
+"""HuggingFace's Trainer with background checkpoints, by one additional line: `attach(trainer)`.
 
-Without a directory it shows what becomes of a training that is killed: it is resumed from the newest checkpoint that is
-whole. With one, it trains there; stop it however you like (Ctrl-C, kill, kill -9) and start it again.
+Without a directory it kills a training, and resumes it from the newest whole checkpoint. With one, it trains there;
+stop it in any way (Ctrl-C, kill, kill -9) and start it again.
 
 python examples/huggingface_trainer.py [DIR] [--steps N]
 """
@@ -28,7 +28,7 @@ def train(root: Path, steps: int) -> None:
     from fastpersist.integrations.huggingface import attach, last_checkpoint
 
     class Tell(TrainerCallback):
-        """Say when a checkpoint is there: a step or two after it was taken."""
+        """Report when a checkpoint is published: a step or two after its save."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             print(f"begins after step {state.global_step}", flush=True)

@@ -1,7 +1,7 @@
 """Train a small transformer on Python's own source with Lightning, kill it with SIGKILL, and resume.
 
 A child process trains with a checkpoint after every step, each written while the next step computes, and is killed in
-the middle. This process goes on from the newest whole checkpoint, and compares with a training that nobody killed.
+the middle. This process resumes from the newest whole checkpoint, and compares with an undisturbed training.
 
 python examples/lightning_trainer.py [--steps N] [--width N]
 """

@@ -1,4 +1,4 @@
-"""Train a little, save, lose the model, resume: the whole of FastPersist in one page.
+"""Train a little, save, lose the model, resume: the basic calls of FastPersist on one page.
 
 python examples/quickstart.py [checkpoint.pt]
 """

@@ -1,4 +1,4 @@
-"""A training that knows only torch.save and torch.load, run as it is, and unchanged through `fastpersist run`.
+"""A training that uses only torch.save and torch.load, run directly, and unchanged through `fastpersist run`.
 
 python examples/torch_save_unchanged.py                      show both, kill the second in the middle, and resume it
 python examples/torch_save_unchanged.py DIR                  train, with torch's own save and load
@@ -20,7 +20,7 @@ STEPS, CONTEXT, ROWS, WIDTH = 40, 16, 32, 64
 
 
 def train(directory: Path) -> None:
-    """Learn to continue Python, with a checkpoint after every step, from the last one if there is one."""
+    """Train a model of Python text, with a checkpoint after every step, from the last one if there is one."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     library = Path(sysconfig.get_path("stdlib"))
@@ -52,7 +52,7 @@ def train(directory: Path) -> None:
 
 
 def show() -> None:
-    """Run the training three times, each in a process of its own: with torch's functions, with ours, and resumed."""
+    """Run the training three times, each in its own process: with torch's functions, with ours, and resumed."""
     with tempfile.TemporaryDirectory() as stock, tempfile.TemporaryDirectory() as ours:
         python = [sys.executable, "-W", "error"]
         whole = run([*python, __file__, stock])
@@ -69,7 +69,7 @@ def show() -> None:
 
 
 def run(command: list[str], kill_after: int = 0) -> list[str]:
-    """Run a training and return what it printed; kill it as soon as it has told of a step."""
+    """Run a training and return its output; kill it when it has reported a given step."""
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None

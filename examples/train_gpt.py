@@ -1,6 +1,6 @@
 """Train a small transformer to write Python, with a checkpoint after every step, and resume.
 
-Stop it however you like (Ctrl-C, kill, kill -9) and start it again: it goes on where it was and reaches the same bits.
+Stop it in any way (Ctrl-C, kill, kill -9) and start it again: it resumes and reaches the same bits.
 
 python examples/train_gpt.py [DIR] [--steps N] [--width N]
 """
@@ -45,7 +45,7 @@ def main(root: Path, steps: int, width: int) -> None:
     step, position = 0, 0
 
     # --8<-- [start:state]
-    def state() -> dict[str, object]:  # all that the next step depends on; the generator is for dropout
+    def state() -> dict[str, object]:  # everything that the next step depends on; dropout uses the generator
         own = {"step": step, "position": position, "rng": torch.get_rng_state()}
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **own}
 

@@ -1,7 +1,7 @@
-"""What all examples of this folder share: their command line, the clock, the cold cache, and the comparison of bytes.
+"""Shared by the examples of this folder: command line, clock, cold cache, and comparison of bytes.
 
-An example says `for path in command.loads(tensor):`, or `stores`, and moves the bytes in the body of that loop: the
-time of a run is that of the body, from opening the file to closing it. How bytes are moved is said there, not here.
+An example loops by `for path in command.loads(tensor):`, or `stores`, and moves the bytes in the body: the time of a
+run is that of the body, from opening the file to closing it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def positive(word: str) -> int:
 
 
 class Command:
-    """One run of an example: what was asked for, and what was found.
+    """One run of an example: its options and results.
 
     Attributes:
         size_bytes: Of the tensor, and of the file.
@@ -93,7 +93,7 @@ class Command:
         return GPUDIRECT
 
     def locked_tensor(self, size_bytes: int) -> torch.Tensor:
-        """Return an `fp.locked_tensor`; where so much may not be locked, an ordinary one, and say so in the end."""
+        """Return an `fp.locked_tensor`; beyond the limit of locked memory an ordinary one, with a note."""
         try:
             return fp.locked_tensor(size_bytes, torch.uint8)
         except fp.StorageError as error:
@@ -152,14 +152,14 @@ class Command:
 
 @contextlib.contextmanager
 def load_command(text: str | None) -> Iterator[Command]:
-    """Read the command line of an example that loads; remove afterwards what was made for it."""
+    """Read the command line of an example that loads; remove its temporary file afterwards."""
     with contextlib.ExitStack() as stack:
         yield Command(text, True, stack)
 
 
 @contextlib.contextmanager
 def store_command(text: str | None) -> Iterator[Command]:
-    """Read the command line of an example that stores; remove afterwards what was made for it."""
+    """Read the command line of an example that stores; remove its temporary file afterwards."""
     with contextlib.ExitStack() as stack:
         yield Command(text, False, stack)
 
@@ -171,7 +171,7 @@ def leave_out(reason: str) -> None:
 
 
 def rates(bytes_per_s: list[float]) -> str:
-    """Say the median of some rates, and the range they are in."""
+    """Format the median and the range of some rates."""
     low, middle, high = min(bytes_per_s) / 1e9, statistics.median(bytes_per_s) / 1e9, max(bytes_per_s) / 1e9
     return f"median {middle:.2f} GB/s, {low:.2f}–{high:.2f}"
 
@@ -198,7 +198,7 @@ def sync_directory(path: Path) -> None:
 
 
 def drop_from_cache(path: Path, size_bytes: int) -> int:
-    """Drop a file from the page cache; return how many of its first bytes are there nevertheless."""
+    """Drop a file from the page cache; return how many of its first bytes remain there."""
     with path.open("rb") as file:
         os.fsync(file.fileno())  # pages that are not on the disk yet stay
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -213,7 +213,7 @@ def drop_from_cache(path: Path, size_bytes: int) -> int:
 
 
 def cache_state(cached_bytes: int) -> str:
-    """Say what `drop_from_cache` has found."""
+    """Describe the result of `drop_from_cache`."""
     if cached_bytes:
         return f"NOT COLD: up to {cached_bytes / 2**20:.1f} MiB of the file stayed in the page cache"
     return "cold: the file was dropped from the page cache before each (fadvise), and mincore found none of it there"

@@ -1,7 +1,7 @@
 """Load a GPU tensor by GPUDirect: from the disk to the GPU, with no host memory in between.
 
 `fp.TensorFile` does not use GPUDirect so far (`fp.save` and `fp.load` do: engine="cufile"), so this program says so in
-one line and ends with exit code 77. It shows what will have to be written when it does.
+one line and ends with exit code 77. It shows the future code.
 
 python examples/file_access/gds_load_gpu_tensor.py [--file PATH] [--size-mb N] [--loop N] [--validate]
 """

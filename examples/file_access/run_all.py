@@ -1,10 +1,9 @@
-"""Run all examples of this folder in turn, and print one table of what they reach.
+"""Run all examples of this folder in turn, and print one table of their rates.
 
 python examples/file_access/run_all.py [DIR] [--size-mb N] [--loop N] [--validate]
 
-DIR is a directory on the file system in question (default: this one); what is made there is removed. In each round
-every example runs once, in a process of its own, so that what the disk does meanwhile hits all of them. Exit code 1:
-one of them failed.
+DIR is a directory on the file system to measure (default: this one); files made there are removed. In each round every
+example runs once, in its own process, so that drift of the disk affects all alike. Exit code 1: one of them failed.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ EXAMPLES = (
 
 
 class Row:
-    """What one example has said so far.
+    """The results of one example.
 
     Args:
-        name: Of its file, without the suffix.
-        words: Of its command line.
+        name: Name of its file, without the suffix.
+        words: Its command line.
     """
 
     def __init__(self, name: str, words: list[str]) -> None:
@@ -54,7 +53,7 @@ class Row:
         self._remark = ""
 
     def run(self) -> None:
-        """Run it once, unless it has failed, or cannot run here."""
+        """Run the example once, unless it has failed, or cannot run here."""
         if self._ended:
             return
         done = subprocess.run(self._command, capture_output=True, text=True, check=False)
@@ -78,7 +77,7 @@ class Row:
 
 
 def engine_of(path: Path) -> str:
-    """Say which engine reads a file that is not in the page cache."""
+    """Return the engine that reads a file that is not in the page cache."""
     drop_from_cache(path, path.stat().st_size)
     with fp.TensorFile(path) as file:
         file.read(torch.empty(4096, dtype=torch.uint8))

@@ -42,7 +42,7 @@ class Row:
 
     Attributes:
         name: Unique in a table.
-        kind: The ceiling, ourselves or somebody else.
+        kind: The ceiling, ours, or another library.
         run: Write a fresh file at a path, or read the one that is there, once. None: it cannot be run.
         suffix: Ending of the file it writes or reads.
         why_not: Why it cannot be run.
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(slots=True)
 class Measured:
-    """What came of a row. `note` says why there are no samples, or fewer than there were rounds."""
+    """The result of a row. `note` says why there are no samples, or fewer than rounds."""
 
     row: Row
     note: str

@@ -1,6 +1,6 @@
-"""What `bench save` compares: fastpersist.save in its forms, and others' writers at their best settings.
+"""The rows of `bench save`: fastpersist.save in its forms, and other writers at their best settings.
 
-Every row's clock runs from the call to durable: bytes and name would survive a power cut. Who does not sync is synced.
+Each row's clock runs from the call until bytes and name would survive a power cut. We sync for writers that do not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIB = 1 << 20
 
 
 def usable_engines(directory: str, *, buffered: bool) -> list[str]:
-    """Return the engines that work in a directory, without cufile, which is for those who name it.
+    """Return the engines that work in a directory, but for cufile, which must be named.
 
     Args:
         directory: An existing one.

@@ -1,4 +1,4 @@
-"""The states that are saved and loaded: real parameter shapes with Adam moments, one big tensor, many small ones.
+"""The states to save and load: real parameter shapes with Adam moments, one big tensor, many small ones.
 
 Everything is built from shapes and random numbers, so nothing is downloaded and no device can compress or share blocks.
 """

@@ -27,7 +27,7 @@ __all__ = ["Job", "Worker", "forget_peak", "main", "resident_bytes"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """What a worker is for.
+    """The job of a worker.
 
     Attributes:
         command: "save" or "load".

@@ -147,7 +147,7 @@ def _answer(do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """Raise what an answer tells of."""
+    """Return an answer; raise its error, if it has one."""
     if answer.get("is_full"):
         raise NoSpaceError(errno.ENOSPC, answer["error"])
     if "error" in answer:
@@ -184,7 +184,7 @@ class _Crew:
         self._loaded = ""  # the file that is loaded, as long as there is one
 
     def do(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a request asks for."""
+        """Run a request."""
         if request["do"] != "load" and self._loaded:
             _remove(self._loaded)
             self._loaded = ""
@@ -263,7 +263,7 @@ class _Crew:
 
 
 def _random_bytes(size_bytes: int) -> torch.Tensor:
-    """Return bytes that no file system makes smaller, as far as one looks that compresses."""
+    """Return bytes that no compressing file system makes smaller."""
     tile = torch.frombuffer(bytearray(os.urandom(min(size_bytes, _TILE_BYTES))), dtype=torch.uint8)
     data = torch.empty(size_bytes, dtype=torch.uint8)
     for start in range(0, size_bytes, tile.numel()):

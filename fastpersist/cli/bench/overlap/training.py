@@ -1,7 +1,7 @@
 """The trainings of `bench overlap`: square layers of any size, or a GPT-2, under AdamW, on random inputs.
 
-Matrix products that touch nothing of the state make a step as long as wanted. What a step is, and what is timed of it,
-says `overlap.run`; how they are saved, `overlap.ways`.
+Matrix products that do not touch the state make a step as long as wanted. `overlap.run` defines a step and its times;
+`overlap.ways` saves.
 """
 
 from __future__ import annotations

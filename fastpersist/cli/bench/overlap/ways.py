@@ -1,7 +1,7 @@
-"""The ways to save that are compared beside a training, each with the settings that serve it best.
+"""The ways to save that are compared beside a training, each with its best settings.
 
-A way saves the state of a training after a step, keeps the last checkpoints, and is told when the state is about to
-change. Everything it wrote is durable when `finish` returns. Who measures what is not decided here.
+A way saves the state of a training after a step, keeps the last checkpoints, and hears when the state is about to
+change. All its files are durable when `finish` returns.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = [
 
 
 class Trained(Protocol):
-    """What a way has to know of a training."""
+    """The view of a training that a way needs."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """What owns the parameters."""
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return what is saved; the tensors are the live ones."""
+        """Return the state to save; its tensors are the live ones."""
 
 
 class Unavailable(Exception):

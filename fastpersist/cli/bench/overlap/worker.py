@@ -56,7 +56,7 @@ _EARLY_COUNT = 100  # saves after which a training has all memory that it will e
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """What one process is to do.
+    """The job of one process.
 
     Attributes:
         root: An empty directory of its own.
