@@ -181,7 +181,7 @@ class Found:
         os.replace(pending_path, self.path)
 
     def row(self, name: str, kind: str, size_bytes: int) -> dict[str, Any]:
-        """Add a row that has not been run, and return what is to be said of it."""
+        """Add a row that has not been run, and return its record."""
         self.rows[name] = {
             "kind": kind, "size_bytes": size_bytes, "seconds": [], "first_s": None,
             "integrity": "not checked", "note": "",

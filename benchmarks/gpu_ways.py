@@ -270,7 +270,7 @@ def _load_row(
 
 
 def _touched(state: State, device: Device) -> State:
-    """Without a GPU, read a byte of each page of what is only mapped, as whoever uses it will."""
+    """Without a GPU, read a byte of each mapped page, as the user of the tensors will."""
     if not device.is_cuda:
         for tensor in state.values():
             tensor.view(torch.uint8)[::4096].sum()

@@ -45,7 +45,7 @@ _ALIGNMENT_BYTES = 4096
 _ZIP_MAGIC = b"PK\x03\x04"
 _FORCING_VARIABLES = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
-# Errors of a path that nobody can open for writing: torch.save reports them in its own words.
+# Errors of a path that cannot be opened for writing: torch.save reports them in its own words.
 _BAD_PATH = (
     errno.EACCES,
     errno.EISDIR,

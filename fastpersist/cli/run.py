@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     except _NoProgramError as error:
         print_error(str(error))
         return EXIT_USAGE
-    except FastPersistError as error:  # of a save that nobody has waited for
+    except FastPersistError as error:  # of a background save, not yet raised
         print_error(str(error))
         code = EXIT_FAILED
     if ending is None or (code and isinstance(ending, SystemExit) and not ending.code):

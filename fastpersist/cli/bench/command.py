@@ -170,8 +170,8 @@ def _measure_saves(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
         ]
         measured = measure(rows, arguments.repeat, before=before, after=after)
     notes = [
-        "seconds run from the call until file and name are durable: who does not sync is followed by fsync of the file "
-        "and of its directory; every run writes a fresh file, and its removal is synced before the next run",
+        "seconds run from the call until file and name are durable: writers that do not sync are followed by fsync of "
+        "the file and of its directory; every run writes a fresh file, and its removal is synced before the next run",
         *_COMMON_NOTES,
         *engine_notes,
         "fio: --rw=write --direct=1 --ioengine=io_uring --bs=8M --iodepth=8 --numjobs=1 --fallocate=native "

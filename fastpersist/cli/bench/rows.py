@@ -126,7 +126,7 @@ def _run_once(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of peers, on how they are used; they are used as intended
             result.samples.append(run(path))
-    except Exception as error:  # noqa: BLE001 - whatever somebody else's writer raises spoils its row, not the run
+    except Exception as error:  # noqa: BLE001 - an error of any writer spoils its row, not the run
         result.note = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
         after()

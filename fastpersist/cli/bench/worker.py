@@ -118,7 +118,7 @@ def main() -> None:
     try:
         if job.deny_io_uring:
             deny_io_uring()
-            # That auto takes another engine then is the very point, and no warning to anybody.
+            # auto takes another engine then, as intended: no warning.
             logging.getLogger("fastpersist").setLevel(logging.ERROR)
         rows = {row.name: row for row in _rows(job)}
     except FastPersistError as error:

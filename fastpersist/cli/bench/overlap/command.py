@@ -36,7 +36,7 @@ _PROGRAM = "from fastpersist.cli.bench.overlap.worker import main; main()"
 _OURS = "fp.Checkpointer"
 _STEP_OF_WRITE = 1.25  # the write fits into the step, with some air
 _FILE_COUNT = 4  # two checkpoints are kept while one is written and one removed
-_COPY_COUNT = 4  # parameters, moments and gradients, and a copy of the state by who saves
+_COPY_COUNT = 4  # parameters, moments and gradients, and the saver's copy of the state
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -102,7 +102,7 @@ def overlap_remarks(arguments: argparse.Namespace, lengths: dict[str, Any]) -> l
         "step: from its start until the device has made it, and the call that saves; median of the runs' medians, and "
         "the shortest and longest of all. slowdown: median of the rounds, each against its own run without checkpoints",
         "stall: inside the call that saves, and waiting before the optimizer's step; median, and the longest of all",
-        "kept up: how many saves found the one before written; who was late made the next one wait. torch.save is done "
+        "kept up: how many saves found the one before written; a late one made the next one wait. torch.save is done "
         "when its call returns",
         "durable after: from the end of the last step until all is durable. of bound: a run until then, of the larger "
         "of training alone and of writing alone as often",

@@ -121,7 +121,7 @@ def _timed_load(here: Here, count: int, load: Callable[[], object]) -> Span:
         loaded = load()
         end_s = time.monotonic()
     finally:
-        here.together(count)  # nobody frees what was loaded, or goes to another call, while others are still loading
+        here.together(count)  # no rank frees its object, or goes to another call, while others are still loading
     del loaded
     return start_s, end_s
 
