@@ -414,6 +414,7 @@ def test_a_locked_tensor_goes_with_its_last_reference(handle: Handle) -> None:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmLck:"))
 
+    gc.collect()  # what earlier tests have locked must not go in between
     before_kib = locked_kib()
     tensor = handle.new_cpu_locked_tensor(64 << 10, torch.empty(0, dtype=torch.uint8))
     assert locked_kib() == before_kib + 64

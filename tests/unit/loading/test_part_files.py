@@ -74,7 +74,7 @@ def test_record_of_absurd_length_is_not_read(store: Path) -> None:
 def test_record_that_says_nonsense_is_refused(store: Path) -> None:
     content = json.loads((store / PARTS_NAME).read_bytes())
     (store / PARTS_NAME).write_text(json.dumps({**content, "format": 7}))
-    with pytest.raises(fp.FormatError, match="no record of parts that can be trusted"):
+    with pytest.raises(fp.FormatError, match="this is no valid record of parts"):
         read_record(str(store), manifest_of(store))
 
 

@@ -51,6 +51,7 @@ ALL_WAYS = WAYS | FURTHER_WAYS
 
 WARM_UP_COUNT = 2  # with the first save, peers start threads and everybody allocates memory; the second waits for it
 
+_ENDING_S = 3.0
 _EARLY_COUNT = 100  # saves after which a training has all memory that it will ever have
 
 
@@ -209,9 +210,17 @@ def _footprint() -> dict[str, int]:
     gc.collect()
     return {
         "resident_bytes": resident_bytes("VmRSS"),
-        "thread_count": len(os.listdir("/proc/self/task")),
+        "thread_count": _lasting_thread_count(),
         "descriptor_count": len(os.listdir("/proc/self/fd")),
     }
+
+
+def _lasting_thread_count() -> int:
+    """Count the threads of this process; those that have no more work get some seconds to end."""
+    deadline_s = time.monotonic() + _ENDING_S
+    while (count := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return count
 
 
 def _find_lengths(job: Job) -> dict[str, Any]:
