@@ -11,6 +11,7 @@
 
 #include "binding/bindings.h"
 #include "binding/errors.h"
+#include "binding/gil.h"
 
 namespace py = pybind11;
 
@@ -18,12 +19,12 @@ namespace fastpersist {
 namespace {
 
 std::string WhyNot() {
-  const py::gil_scoped_release release;  // opening looks for every device and every file system
+  const ReleasedGil released;  // opening looks for every device and every file system
   return CuFile::Get().status().message();
 }
 
 std::string DriverWhyNot() {
-  const py::gil_scoped_release release;
+  const ReleasedGil released;
   return CudaDriver::Present().message();
 }
 
@@ -43,7 +44,7 @@ class StagingBuffers {
     Device& owner = DeviceOf(device);
     Status status;
     {
-      const py::gil_scoped_release release;
+      const ReleasedGil released;
       Result<std::unique_ptr<DeviceStaging>> made = DeviceStaging::Create(owner, buffer_count, buffer_bytes);
       status = made.status();
       if (made.ok()) staging_ = std::move(made).value();

@@ -7,6 +7,7 @@
 
 #include "binding/bindings.h"
 #include "binding/errors.h"
+#include "binding/gil.h"
 #include "core/pinned_cache.h"
 #include "device/device.h"
 #include "device/pinning.h"
@@ -25,7 +26,7 @@ void FollowCaller(int device, uintptr_t stream, bool to_host) {
   Device& followed = DeviceOf(device);
   Status status;
   {
-    const py::gil_scoped_release release;  // it waits while the stream is full
+    const ReleasedGil released;  // it waits while the stream is full
     status = (to_host ? followed.to_host() : followed.to_device()).FollowCaller(stream);
   }
   ThrowIfError(status, "");
@@ -48,8 +49,8 @@ void BindDevices(py::module_& m) {
       py::arg("grace_s"));
   m.def("why_not_pinned", [] { return FileSystemText(WhyNotPinned()); });
   m.def("pinned_bytes", &PinnedBytes);
-  m.def("pinned_cache_bytes", &PinnedCacheBytes, py::call_guard<py::gil_scoped_release>());
-  m.def("empty_pinned_cache", &EmptyPinnedCache, py::call_guard<py::gil_scoped_release>());
+  m.def("pinned_cache_bytes", &PinnedCacheBytes, py::call_guard<ReleasedGil>());
+  m.def("empty_pinned_cache", &EmptyPinnedCache, py::call_guard<ReleasedGil>());
 }
 
 }  // namespace fastpersist

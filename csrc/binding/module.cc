@@ -15,6 +15,7 @@
 
 #include "binding/bindings.h"
 #include "binding/errors.h"
+#include "binding/gil.h"
 #include "binding/rings.h"
 #include "binding/type_filter.h"
 #include "core/buffer_pool.h"
@@ -57,7 +58,7 @@ struct HookError {
 // Run `call` with the GIL, from transfers, which run without it.
 template <class Call>
 Status WithGil(HookError& hook_error, Call call) {
-  const py::gil_scoped_acquire gil;
+  const HeldGil gil;
   try {
     call();
     return Status::Ok();
@@ -109,7 +110,7 @@ template <class Call>
 void RunTransfer(HookError& hook_error, const std::string& path, Call call) {
   Status status;
   {
-    const py::gil_scoped_release release;
+    const ReleasedGil released;
     status = call();
   }
   hook_error.Rethrow();
@@ -123,7 +124,7 @@ void DeleteWithoutGil(const T* last) {
     delete last;
     return;
   }
-  const py::gil_scoped_release release;
+  const ReleasedGil released;
   delete last;
 }
 
@@ -221,7 +222,7 @@ void CaptureSnapshot(Snapshot& snapshot, SourceKind kind, bool wait) {
 // memory, which takes long.
 template <class Function>
 auto WithoutGil(Function&& function) {
-  const py::gil_scoped_release release;
+  const ReleasedGil released;
   return function();
 }
 
@@ -350,7 +351,7 @@ uint32_t CrcOfBuffer(const py::buffer& data, uint32_t crc) {
 
 std::shared_ptr<const py::object> Shared(const py::object& object) {
   return std::shared_ptr<const py::object>(new py::object(object), [](const py::object* last) {
-    const py::gil_scoped_acquire gil;
+    const HeldGil gil;
     delete last;
   });
 }
@@ -373,8 +374,8 @@ PYBIND11_MODULE(_native, m) {
              return std::shared_ptr<Arena>(new Arena(limit_bytes), DeleteWithoutGil<Arena>);
            }),
            py::arg("limit_bytes"))
-      .def("grow", &Arena::Grow, py::arg("limit_bytes"), py::call_guard<py::gil_scoped_release>())
-      .def("prepare", &Arena::Prepare, py::arg("size_bytes"), py::call_guard<py::gil_scoped_release>())
+      .def("grow", &Arena::Grow, py::arg("limit_bytes"), py::call_guard<ReleasedGil>())
+      .def("prepare", &Arena::Prepare, py::arg("size_bytes"), py::call_guard<ReleasedGil>())
       .def_property_readonly("used_bytes",
                              [](Arena& self) {
                                return WithoutGil([&] {
@@ -405,14 +406,14 @@ PYBIND11_MODULE(_native, m) {
           [](Snapshot& self, uintptr_t address, uint64_t size_bytes, SourceKind kind, std::optional<int> device) {
             if (device.has_value()) {
               Device& owner = DeviceOf(*device);
-              const py::gil_scoped_release release;  // the first call pins the arena's mapped memory
+              const ReleasedGil released;  // the first call pins the arena's mapped memory
               return self.Add(owner, address, size_bytes, kind);
             }
             return self.Add(reinterpret_cast<const std::byte*>(address), size_bytes, kind);
           },
           py::arg("address"), py::arg("size_bytes"), py::arg("kind"), py::arg("device") = py::none())
       .def("narrow", &Snapshot::Narrow, py::arg("source"), py::arg("from_bytes"), py::arg("until_bytes"),
-           py::call_guard<py::gil_scoped_release>())
+           py::call_guard<ReleasedGil>())
       .def("capture", &CaptureSnapshot, py::arg("kind"), py::arg("wait"))
       .def(
           "pace",
@@ -420,7 +421,7 @@ PYBIND11_MODULE(_native, m) {
             self.Pace(std::chrono::nanoseconds(int64_t(delay_s * 1e9)),
                       std::chrono::nanoseconds(int64_t(seconds * 1e9)));
           },
-          py::arg("delay_s"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
+          py::arg("delay_s"), py::arg("seconds"), py::call_guard<ReleasedGil>())
       .def(
           "hold_caller",
           [](Snapshot& self, int device, uintptr_t stream) {
@@ -434,8 +435,8 @@ PYBIND11_MODULE(_native, m) {
              ThrowIfError(settled.status(), "");
              return settled.value();
            })
-      .def("hurry", &Snapshot::Hurry, py::call_guard<py::gil_scoped_release>())
-      .def("close", &Snapshot::Close, py::call_guard<py::gil_scoped_release>())
+      .def("hurry", &Snapshot::Hurry, py::call_guard<ReleasedGil>())
+      .def("close", &Snapshot::Close, py::call_guard<ReleasedGil>())
       .def("counts", &CountsOf);
 
   py::class_<PieceList>(m, "PieceList")
@@ -500,7 +501,7 @@ PYBIND11_MODULE(_native, m) {
       [](int fd, uint64_t size_bytes, const std::string& path) {
         Status status;
         {
-          const py::gil_scoped_release release;
+          const ReleasedGil released;
           status = Allocate(fd, size_bytes, path);
         }
         ThrowIfError(status, path);
@@ -513,7 +514,7 @@ PYBIND11_MODULE(_native, m) {
       [](const std::string& first, const std::string& second) {
         Status status;
         {
-          const py::gil_scoped_release release;
+          const ReleasedGil released;
           status = ExchangeNames(first, second);
         }
         ThrowIfError(status, second);
@@ -524,7 +525,7 @@ PYBIND11_MODULE(_native, m) {
       [](const std::string& source, const std::string& target) {
         Status status;
         {
-          const py::gil_scoped_release release;
+          const ReleasedGil released;
           status = RenameToFreeName(source, target);
         }
         ThrowIfError(status, target);

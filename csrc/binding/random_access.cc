@@ -16,6 +16,7 @@
 
 #include "binding/bindings.h"
 #include "binding/errors.h"
+#include "binding/gil.h"
 #include "core/file.h"
 #include "core/fork.h"
 #include "core/memory.h"
@@ -44,7 +45,7 @@ bool WaitWithSignals(const std::optional<double>& timeout_s, WaitFor wait_for) {
     }
     bool there = false;
     {
-      const py::gil_scoped_release release;
+      const ReleasedGil released;
       there = wait_for(step);
     }
     if (there) return true;
@@ -129,7 +130,7 @@ class PyRandomAccess {
   explicit PyRandomAccess(RandomAccessOptions options) : path_(options.path) {
     Status status;
     {
-      const py::gil_scoped_release release;
+      const ReleasedGil released;
       Result<std::unique_ptr<RandomAccess>> opened = RandomAccess::Open(std::move(options));
       status = opened.status();
       if (opened.ok()) file_ = std::move(opened).value();
@@ -160,7 +161,7 @@ class PyRandomAccess {
         } else {
           parts = PartsOf(slice);
         }
-        const py::gil_scoped_release release;
+        const ReleasedGil released;
         open->Add(request->request, std::move(parts));
       }
     } catch (...) {
@@ -175,7 +176,7 @@ class PyRandomAccess {
   // From now on, copies that a device has not completed within the grace time fail.
   void GiveUpOnDevices() {
     const std::shared_ptr<RandomAccess> open = file();
-    const py::gil_scoped_release release;
+    const ReleasedGil released;
     open->GiveUpOnDevices();
   }
 
@@ -209,7 +210,7 @@ class PyRandomAccess {
     demotions_ = file_->demotions();
     std::shared_ptr<RandomAccess> last = std::move(file_);
     file_ = nullptr;
-    const py::gil_scoped_release release;
+    const ReleasedGil released;
     last->GiveUpOnDevices();
     // Another thread may hold a reference too; descriptors must not be closed while the kernel uses them.
     while (!last->WaitForAll(std::chrono::hours(1))) continue;
@@ -303,7 +304,7 @@ void BindRandomAccess(py::module_& m) {
       .def(py::init([](size_t size_bytes) {
              if (size_bytes == 0) Throw(Status::Error(StatusCode::kInvalidArgument, "there is nothing to lock"), "");
              Result<std::unique_ptr<LockedMemory>> made = [size_bytes] {
-               const py::gil_scoped_release release;
+               const ReleasedGil released;
                return LockedMemory::Create(size_bytes);
              }();
              ThrowIfError(made.status(), "");
@@ -324,7 +325,7 @@ void BindRandomAccess(py::module_& m) {
       [](int lock_fd, int fd, uint64_t offset_bytes, uint64_t size_bytes, const std::string& path) {
         Status status;
         {
-          const py::gil_scoped_release release;
+          const ReleasedGil released;
           status = AllocateAlone(lock_fd, fd, offset_bytes, size_bytes, path);
         }
         ThrowIfError(status, path);
@@ -335,7 +336,7 @@ void BindRandomAccess(py::module_& m) {
       [](int lock_fd, int fd, uint64_t size_bytes, const std::string& path) {
         Status status;
         {
-          const py::gil_scoped_release release;
+          const ReleasedGil released;
           status = TruncateAlone(lock_fd, fd, size_bytes, path);
         }
         ThrowIfError(status, path);

@@ -162,3 +162,38 @@ def test_a_write_that_failed_at_the_end_of_the_interpreter_is_told(path: Path) -
     )
     assert "write to" in result.stderr
     assert str(path) in result.stderr
+
+
+LATE = """
+    import atexit, sys, threading, time, torch, fastpersist as fp
+    from fastpersist import _native
+    from fastpersist.transfer import tensor_file
+    class Slow:
+        def __del__(self, sleep=time.sleep):
+            sleep(2)  # in which others may ask for the GIL
+    sys.slow = Slow()  # goes after Python has begun to end threads
+    _native.set_fault_plan(_native.FaultPlan(op="write", kind="delay", count=2**64 - 1, delay_ms=1000))
+    def start(work):
+        begun = threading.Event()
+        threading.Thread(target=lambda: (begun.set(), work()), daemon=True).start()
+        begun.wait()
+    data = torch.ones(1000, dtype=torch.uint8)
+"""
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        'start(lambda: fp.save(data, sys.argv[1], engine="fault:threads-buffered")); '
+        "exec('while _native.ring_free_count() == _native.ring_buffer_count(): time.sleep(0.001)')",
+        # Nobody waits for its requests at exit.
+        "atexit.unregister(tensor_file._close_all); "
+        'file = fp.TensorFile(sys.argv[1], "w", engine="fault:threads-buffered"); '
+        "pending = file.write_async(data); start(pending.wait)",
+    ],
+    ids=["a save asks while it is polled", "a wait asks at its end"],
+)
+def test_a_daemon_thread_that_asks_for_the_interpreter_too_late_ends_with_the_process(ending: str, path: Path) -> None:
+    result = run_script(LATE + "    " + ending, path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""

@@ -1,0 +1,50 @@
+// The GIL, given away while a thread waits or moves bytes, and taken back.
+//
+// Once Python ends, it ends each other thread that asks for the GIL, by pthread_exit: a forced unwinding, which calls
+// std::terminate at the first destructor, as those of pybind11's guards, and would run destructors that need the GIL. A
+// thread that meets it here stops for good, as in Python 3.14, and the process ends without it.
+#pragma once
+
+#include <Python.h>
+#include <cxxabi.h>
+#include <unistd.h>
+
+namespace fastpersist {
+
+// Runs `ask`, a call of Python that returns with the GIL.
+template <class Ask>
+auto TakeGil(Ask&& ask) {
+  try {
+    return ask();
+  } catch (abi::__forced_unwind&) {
+    for (;;) pause();
+  }
+}
+
+// REQUIRES: the thread holds the GIL.
+class ReleasedGil {
+ public:
+  ReleasedGil() : state_(PyEval_SaveThread()) {}
+  ~ReleasedGil() {
+    TakeGil([this] { PyEval_RestoreThread(state_); });
+  }
+  ReleasedGil(const ReleasedGil&) = delete;
+  ReleasedGil& operator=(const ReleasedGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
+// For any thread, whether it holds the GIL or not.
+class HeldGil {
+ public:
+  HeldGil() : state_(TakeGil([] { return PyGILState_Ensure(); })) {}
+  ~HeldGil() { PyGILState_Release(state_); }
+  HeldGil(const HeldGil&) = delete;
+  HeldGil& operator=(const HeldGil&) = delete;
+
+ private:
+  const PyGILState_STATE state_;
+};
+
+}  // namespace fastpersist
