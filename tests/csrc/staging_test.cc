@@ -3,6 +3,7 @@
 // pieces that a device may still touch.
 #include "transfer/staging.h"
 
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -120,8 +121,28 @@ void TheNextFileHasTheMemoryOfTheLastIfItIsLargeEnough() {
   std::memset(other, 1, 4 * kUnit);
 }
 
-// How much of the mapping at an address the kernel may reclaim at any time.
+// Keeps this thread on its CPU while it lives.
+class OnOneCpu {
+ public:
+  OnOneCpu() {
+    cpu_set_t here;
+    CPU_ZERO(&here);
+    CPU_SET(sched_getcpu(), &here);
+    sched_getaffinity(0, sizeof before_, &before_);
+    sched_setaffinity(0, sizeof here, &here);
+  }
+  ~OnOneCpu() { sched_setaffinity(0, sizeof before_, &before_); }
+  OnOneCpu(const OnOneCpu&) = delete;
+  OnOneCpu& operator=(const OnOneCpu&) = delete;
+
+ private:
+  cpu_set_t before_{};
+};
+
+// How much of the mapping at an address the kernel may reclaim at any time. A CPU marks such pages in batches, the last
+// of them when it next unmaps something.
 size_t TakeableKib(const std::byte* address) {
+  munmap(mmap(nullptr, kUnit, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0), kUnit);
   const auto place = reinterpret_cast<uintptr_t>(address);
   std::ifstream smaps("/proc/self/smaps");
   bool is_it = false;
@@ -136,6 +157,7 @@ size_t TakeableKib(const std::byte* address) {
 }
 
 void MemoryOfTheLastFileIsNotTakenFromUnderARead() {
+  const OnOneCpu on_one_cpu;
   constexpr size_t kBytes = 64 * kUnit;
   const std::byte* memory = nullptr;
   const auto leave_some = [&memory] {
