@@ -8,6 +8,7 @@ unchanged.
 
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from typing_extensions import Buffer
 
 NO_CRC: int
@@ -187,9 +188,26 @@ def rename_to_free_name(source: bytes, target: bytes) -> None:
 
 def close_in_forked_child(fd: int) -> None: ...
 def forget_descriptor(fd: int) -> None: ...
-def type_filter(
-    uninteresting: dict[type, None], otherwise: Callable[[object], object]
-) -> Callable[[object], object]: ...
+
+class TorchTypes:
+    def __init__(
+        self,
+        *,
+        tensor: type,
+        parameter: type,
+        rebuild_parameter: Callable[..., object],
+        ordered_dict: type,
+        rebuild_by_dtype: dict[torch.dtype, tuple[Callable[..., object], type, int, bool]],
+        is_ordinary: Callable[[object], bool],
+        global_opcode: Callable[[object], bytes | None],
+        location_of: Callable[[torch.UntypedStorage], str],
+        is_host_tagged_cpu: bool,
+        may_have_names: bool,
+    ) -> None: ...
+
+def pickle_plain(
+    object: object, torch: TorchTypes
+) -> tuple[bytes, list[torch.UntypedStorage], list[list[torch.Tensor]]] | None: ...
 def crc32(data: Buffer, crc: int = 0) -> int: ...
 def combine_runs(runs: Sequence[tuple[int, int, int]], size_bytes: int) -> int | None: ...
 def combine_crc32(first: int, second: int, second_size_bytes: int) -> int: ...

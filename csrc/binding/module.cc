@@ -16,8 +16,8 @@
 #include "binding/bindings.h"
 #include "binding/errors.h"
 #include "binding/gil.h"
+#include "binding/plain_pickler.h"
 #include "binding/rings.h"
-#include "binding/type_filter.h"
 #include "core/buffer_pool.h"
 #include "core/crc32.h"
 #include "core/file.h"
@@ -507,7 +507,13 @@ PYBIND11_MODULE(_native, m) {
         ThrowIfError(status, path);
       },
       py::arg("fd"), py::arg("size_bytes"), py::arg("path"));
-  m.def("type_filter", &MakeTypeFilter, py::arg("uninteresting"), py::arg("otherwise"));
+  py::class_<TorchTypes>(m, "TorchTypes")
+      .def(py::init<py::object, py::object, py::object, py::object, py::dict, py::object, py::object, py::object, bool,
+                    bool>(),
+           py::kw_only(), py::arg("tensor"), py::arg("parameter"), py::arg("rebuild_parameter"),
+           py::arg("ordered_dict"), py::arg("rebuild_by_dtype"), py::arg("is_ordinary"), py::arg("global_opcode"),
+           py::arg("location_of"), py::arg("is_host_tagged_cpu"), py::arg("may_have_names"));
+  m.def("pickle_plain", &PicklePlain, py::arg("object"), py::arg("torch"));
   m.def("is_mount_point", &IsMountPoint, py::arg("path"));
   m.def(
       "exchange_names",

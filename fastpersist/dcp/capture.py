@@ -23,7 +23,7 @@ from fastpersist.dcp.blobs import is_plain
 from fastpersist.errors import ConfigError, InternalError, UnsupportedError
 from fastpersist.saving.capture import Capture, no_garbage_collection
 from fastpersist.saving.containers import Source
-from fastpersist.saving.ownership import Owners, Ownership
+from fastpersist.saving.ownership import PLAIN, Owners, Ownership
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.writer import Pieces
@@ -242,7 +242,7 @@ class _Held:
         first_byte = int(local.storage_offset()) * local.element_size()
         for at in range(0, size_bytes, piece_bytes):
             self.sources.append(Source(storage, first_byte + at, min(piece_bytes, size_bytes - at)))
-            self.tensors.append([local] if holder is local else [local, holder])
+            self.tensors.append([local] if type(local) in PLAIN else [])
             self._names.append(name)
         if holder is not local:
             self.wrappers.append(holder)

@@ -7,7 +7,7 @@ moves, and any writer can write any part. This module computes places; `torch_zi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Record", "align_up", "place_records"]
 
@@ -18,8 +18,7 @@ LOCAL_HEADER_BYTES = 30
 _EXTRA_FIELD_HEADER_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One record of a torch zip and where it lies.
 
     Attributes:

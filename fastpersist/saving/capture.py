@@ -25,13 +25,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import operator
 import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,7 +40,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from fastpersist import _native
 from fastpersist.errors import DeviceError, TornStateError
-from fastpersist.saving.ownership import PLAIN, Owners, Ownership, note_step_of, storage_key, storage_keys
+from fastpersist.saving.ownership import Owners, Ownership, note_step_of, storage_keys
 from fastpersist.saving.pacing import note_step
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
@@ -50,6 +51,7 @@ __all__ = ["Capture", "Kind", "Sources", "no_garbage_collection", "watch_steps"]
 _log = logging.getLogger("fastpersist")
 
 Kind = _native.SourceKind
+_STABLE, _CONSTANT, _VOLATILE = Kind.STABLE, Kind.CONSTANT, Kind.VOLATILE  # each one object: compare by identity
 
 _SETTLING_S = 0.0005
 _SAMPLE_COUNT = 64
@@ -65,7 +67,7 @@ class Sources(Protocol):
 
     @property
     def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
-        """Return for each source the tensors by which the object holds it."""
+        """Return for each source the plain tensors by which the object holds its storage."""
 
     @property
     def wrappers(self) -> Sequence[torch.Tensor]:
@@ -143,16 +145,64 @@ def _forget_pending() -> None:
 os.register_at_fork(after_in_child=_forget_pending)
 
 
-class _Watched(NamedTuple):
-    """The tensors by which a source is held, and the count of changes of each at save()."""
+_version_of = operator.attrgetter("_version")
 
-    tensors: list[tuple[torch.Tensor, int]]
-    container: Sources
-    source: int
 
-    def has_changed(self) -> bool:
-        """Tell whether one of them has been changed since."""
-        return any(tensor._version != version for tensor, version in self.tensors)
+class _Watched:
+    """The tensors by which sources of a file are held, and the count of changes of each at save()."""
+
+    def __init__(self, container: Sources) -> None:
+        self.container = container
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._sources: list[int] = []  # of each tensor
+
+    def add(self, source: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Note the counts of all tensors by which a source is held.
+
+        Raises:
+            RuntimeError: One of them is an inference tensor and does not count. None of them is noted.
+        """
+        self._versions += list(map(_version_of, tensors))
+        self._tensors += tensors
+        self._sources += [source] * len(tensors)
+
+    def changed(self) -> list[int]:
+        """Return the sources that were changed since, through one of the tensors."""
+        versions = list(map(_version_of, self._tensors))
+        if versions == self._versions:
+            return []
+        compared = zip(self._sources, versions, self._versions, strict=True)
+        return [source for source, now, before in compared if now != before]
+
+
+class _Places:
+    """Where the storages of sources of a file lay at save()."""
+
+    def __init__(self, container: Sources) -> None:
+        self.container = container
+        self._storages: list[torch.UntypedStorage] = []
+        self._addresses: list[int] = []
+        self._sizes: list[int] = []
+        self._sources: list[int] = []
+
+    def add(self, source: int, address: int) -> None:
+        """Note the place of a source's storage."""
+        storage = self.container.sources[source].storage
+        self._storages.append(storage)
+        self._addresses.append(address)
+        self._sizes.append(storage.nbytes())
+        self._sources.append(source)
+
+    def resized(self) -> int | None:
+        """Return a source whose storage has other memory, or another length, than at save()."""
+        addresses = list(map(torch.UntypedStorage.data_ptr, self._storages))
+        sizes = list(map(torch.UntypedStorage.nbytes, self._storages))
+        if addresses == self._addresses and sizes == self._sizes:
+            return None
+        now = zip(addresses, sizes, strict=True)
+        before = zip(self._addresses, self._sizes, strict=True)
+        return next(source for source, a, b in zip(self._sources, now, before, strict=True) if a != b)
 
 
 _collector_holders = 0  # how many have turned it off, and will turn it on again
@@ -212,7 +262,7 @@ class Capture:
         self._watched: list[_Watched] = []
         self._constants_watched: list[_Watched] = []
         self._samples: list[tuple[Sources, int, int, bytes]] = []
-        self._places: list[tuple[Sources, int, int, int]] = []  # of stable bytes: source, address, length
+        self._places: list[_Places] = []  # of stable bytes
         self._stable_keys: set[int] = set()
         self._kept: list[torch.UntypedStorage] = []
         self._devices: list[int] = []  # ordinals of the devices that bytes of this save are copied from
@@ -239,34 +289,40 @@ class Capture:
             self._stable, self._constant, self.why_volatile = found.stable, found.constant, found.why_volatile
         self._look = None
         snapshot = _native.Snapshot(self._arena.for_state(sum(source.size_bytes for source in container.sources)))
-        reached_by = self._reached_by(container)
+        watched, constants_watched, places = _Watched(container), _Watched(container), _Places(container)
         on_devices_bytes = 0
         followed: set[int] = set()  # devices whose copies now come after the work of the caller's current stream
-        for index, source in enumerate(container.sources):
-            storage = source.storage
-            kind, watched = self._kind_of(storage, reached_by[index])
-            start_bytes = source.offset_bytes
+        for index, (source, tensors) in enumerate(zip(container.sources, self._reached_by(container), strict=True)):
+            storage, start_bytes, size_bytes = source.storage, source.offset_bytes, source.size_bytes
+            key = storage._cdata
+            kind, held_by = self._kind_of(key)
             on_host = cuda.is_host_memory(storage)
             ordinal = None if on_host else cuda.ordinal_of(storage)
+            if ordinal is None and not on_host:
+                # This copy is the capture; nobody else has it, so it does not change.
+                storage = byte_tensor(storage)[start_bytes : start_bytes + size_bytes].cpu().untyped_storage()
+                kind, start_bytes = _CONSTANT, 0
+            elif kind is not _VOLATILE:
+                try:
+                    (watched if kind is _STABLE else constants_watched).add(index, [*held_by, *tensors])
+                except RuntimeError:  # inference tensors do not count
+                    kind = _VOLATILE
             if ordinal is not None:
                 if ordinal not in followed:
                     cuda.follow_caller(ordinal, to_host=True)
                     followed.add(ordinal)
-                on_devices_bytes += 0 if kind == Kind.CONSTANT else source.size_bytes
-            elif not on_host:
-                # This copy is the capture; nobody else has it, so it does not change.
-                storage = byte_tensor(storage)[start_bytes : start_bytes + source.size_bytes].cpu().untyped_storage()
-                kind, watched, start_bytes = Kind.CONSTANT, [], 0
+                on_devices_bytes += 0 if kind is _CONSTANT else size_bytes
+            address = storage.data_ptr()
             self._kept.append(storage)
-            snapshot.add(storage.data_ptr() + start_bytes, source.size_bytes, kind, ordinal)
             self.kinds.append(kind)
-            if watched:
-                into = self._watched if kind == Kind.STABLE else self._constants_watched
-                into.append(_Watched(watched, container, index))
-            if kind == Kind.STABLE:
-                self._stable_keys.add(storage._cdata)
-                self._places.append((container, index, storage.data_ptr(), storage.nbytes()))
+            snapshot.add(address + start_bytes, size_bytes, kind, ordinal)
+            if kind is _STABLE:
+                self._stable_keys.add(key)
+                places.add(index, address)
         self._snapshots.append(snapshot)
+        self._watched.append(watched)
+        self._constants_watched.append(constants_watched)
+        self._places.append(places)
         self._devices += followed.difference(self._devices)
         if on_devices_bytes:
             self._arena.prepare(on_devices_bytes)
@@ -481,39 +537,33 @@ class Capture:
             if self in _pending:
                 _pending.remove(self)
 
-    def _reached_by(self, container: Sources) -> list[list[torch.Tensor]]:
-        """Return for each source the tensors that really hold it: the pickler may list one too many."""
+    @staticmethod
+    def _reached_by(container: Sources) -> Sequence[Sequence[torch.Tensor]]:
+        """Return for each source all tensors by which the object holds its storage."""
+        if not container.wrappers:
+            return container.tensors
         around: dict[int, list[torch.Tensor]] = {}
         for wrapper in container.wrappers:
             for key in storage_keys(wrapper):
                 around.setdefault(key, []).append(wrapper)
-        reached = []
-        for source, tensors in zip(container.sources, container.tensors, strict=True):
-            key = source.storage._cdata
-            held = [tensor for tensor in tensors if type(tensor) in PLAIN and storage_key(tensor) == key]
-            reached.append(held + around.get(key, []))
-        return reached
+        return [
+            [*tensors, *around.get(source.storage._cdata, ())]
+            for source, tensors in zip(container.sources, container.tensors, strict=True)
+        ]
 
-    def _kind_of(
-        self, storage: torch.UntypedStorage, reached_by: list[torch.Tensor]
-    ) -> tuple[Kind, list[tuple[torch.Tensor, int]]]:
-        key = storage._cdata
+    def _kind_of(self, key: int) -> tuple[Kind, list[torch.Tensor]]:
+        """Return the kind of a storage, and the tensors by which its owner holds it."""
         if key in self._constant:
-            kind, held_by = Kind.CONSTANT, self._constant[key]
+            kind, held_by = _CONSTANT, self._constant[key]
         elif key in self._stable:
-            kind, held_by = Kind.STABLE, self._stable[key]
+            kind, held_by = _STABLE, self._stable[key]
         else:
-            return Kind.VOLATILE, []
-        torn = _torn.get(key)
-        if torn is not None:
-            if not torn.expired():
-                return Kind.VOLATILE, []
+            return _VOLATILE, []
+        if key in _torn:
+            if not _torn[key].expired():
+                return _VOLATILE, []
             del _torn[key]
-        try:
-            distinct = {id(tensor): tensor for tensor in (*held_by, *reached_by)}
-            return kind, [(tensor, tensor._version) for tensor in distinct.values()]
-        except RuntimeError:  # inference tensors do not count
-            return Kind.VOLATILE, []
+        return kind, held_by
 
     def _look_for_changes(self) -> None:
         if self._error is None:
@@ -525,25 +575,26 @@ class Capture:
 
     def _compare_places(self) -> None:
         """Find a storage that was resized: its memory is gone, and nobody may read there any more."""
-        for container, index, address, size_bytes in self._places:
-            storage = container.sources[index].storage
-            if storage.data_ptr() != address or storage.nbytes() != size_bytes:
-                self._tear(container, index, "it was resized, and its bytes are gone")
+        for places in self._places:
+            source = places.resized()
+            if source is not None:
+                self._tear(places.container, source, "it was resized, and its bytes are gone")
                 return
 
     def _compare(self, watched: list[_Watched], rule: str) -> None:
         for entry in watched:
-            if entry.has_changed():
-                self._tear(entry.container, entry.source, rule)
+            changed = entry.changed()
+            if changed:
+                self._tear(entry.container, changed[0], rule)
                 return
 
     def _tear(self, container: Sources, source: int, rule: str) -> None:
         storage = container.sources[source].storage
         _torn[storage._cdata] = StorageWeakRef(storage)
         for entry in (*self._watched, *self._constants_watched):  # all that have changed: one cause fails one save
-            if entry.has_changed():
-                changed = entry.container.sources[entry.source].storage
-                _torn[changed._cdata] = StorageWeakRef(changed)
+            for changed in entry.changed():
+                also = entry.container.sources[changed].storage
+                _torn[also._cdata] = StorageWeakRef(also)
         names = ", ".join(container.names_of(source)) or f"storage {source}"
         self._error = TornStateError(
             f"{names} was changed in place after save() and before it was captured ({rule}). Nothing was published; "

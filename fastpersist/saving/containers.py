@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -18,6 +17,7 @@ from fastpersist.errors import ConfigError, UnsavableTensorError
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
+from fastpersist.saving.capture import no_garbage_collection
 from fastpersist.saving.skeleton import ZERO_TENSOR, pickle_skeleton
 
 __all__ = [
@@ -34,8 +34,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Bytes of a tensor that go into a file.
 
     Attributes:
@@ -90,7 +89,7 @@ class Container(Protocol):
 
     @property
     def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
-        """Return for each source the tensors by which the object holds it."""
+        """Return for each source the plain tensors by which the object holds its storage."""
 
     @property
     def wrappers(self) -> Sequence[torch.Tensor]:
@@ -122,6 +121,7 @@ class Container(Protocol):
         """
 
 
+@no_garbage_collection()
 def container_for(
     obj: object,
     path: str,
@@ -171,11 +171,7 @@ class TorchZipContainer:
         if not prefix:
             raise RuntimeError("invalid file name: an archive needs a name before its suffix")
         self.skeleton = pickle_skeleton(obj)
-        # Storages without host memory behind them (meta, fake) are refused by torch here, before any file is touched.
-        self.sources = [
-            Source(storage.cpu() if storage.device.type == "meta" else storage, 0, storage.nbytes())
-            for storage in self.skeleton.storages
-        ]
+        self.sources = [Source(storage, 0, storage.nbytes()) for storage in self.skeleton.storages]
         sizes = [source.size_bytes for source in self.sources]
         self._plan = plan = torch_zip.plan_archive(prefix, len(self.skeleton.pickle), sizes)
         first = plan.first_storage
@@ -184,7 +180,7 @@ class TorchZipContainer:
 
     @property
     def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
-        """For each source the tensors by which the object holds it."""
+        """For each source the plain tensors by which the object holds its storage."""
         return self.skeleton.tensors
 
     @property

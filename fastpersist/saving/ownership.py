@@ -117,7 +117,10 @@ class Owners:
                 continue
             for tensor in _tensors_of(optimizer):
                 for key in storage_keys(tensor):
-                    found.setdefault(key, []).append(tensor)
+                    if key in found:
+                        found[key].append(tensor)
+                    else:
+                        found[key] = [tensor]
         return found, why_not
 
     def constant(self) -> dict[int, list[torch.Tensor]]:
@@ -183,7 +186,7 @@ def _tensors_of(optimizer: Optimizer, *, frozen: bool = True) -> Iterator[torch.
 def _tensors_below(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict | Mapping):  # dict first: the other takes long to tell
         for inner in value.values():
             yield from _tensors_below(inner)
     elif isinstance(value, list | tuple | set | frozenset):

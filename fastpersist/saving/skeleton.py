@@ -1,18 +1,19 @@
 """Object → skeleton + storages: the pickle of an object without the bytes of its tensors.
 
-The pickler is Python's, with torch's persistent ids: for a storage it writes ("storage", class, key, location, numel)
-and leaves the bytes out. All other objects take their own `__reduce__`. So parameters, views, quantized, sparse and
-nested tensors, subclasses and DTensors come out as torch.save writes them, and the pickle has the same bytes.
+A pickler writes a persistent id for each storage, ("storage", class, key, location, numel), and leaves the bytes out.
+All other objects are reduced as by Python's pickler. So parameters, views, quantized, sparse and nested tensors,
+subclasses and DTensors come out as torch.save writes them, and the pickle has the same bytes.
 
-A training step waits for this. So plain dense tensors, of which a state has hundreds, take a shorter way to the same
-bytes. To reuse the last pickle instead, one would have to prove for each object that nothing but tensor bytes has
-changed, which costs as much.
+A training step waits for this, and a state may have many thousands of tensors. So a native pickler
+(csrc/binding/plain_pickler.cc) writes states of plain tensors and ordinary objects. Where it meets something else, such
+as a tensor subclass, Python's pickler writes the whole object, ten times slower per tensor.
 """
 
 from __future__ import annotations
 
 import copyreg
 import enum
+import functools
 import io
 import pickle
 from collections import OrderedDict
@@ -25,6 +26,7 @@ import torch
 from fastpersist import _native
 from fastpersist.errors import UnsavableTensorError
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
+from fastpersist.saving.ownership import PLAIN, storage_key
 from fastpersist.transfer.torch_boundary import no_tag
 
 __all__ = ["PICKLE_PROTOCOL", "ZERO_TENSOR", "Skeleton", "pickle_skeleton", "reduced_types"]
@@ -43,7 +45,7 @@ class Skeleton:
     Attributes:
         pickle: The pickle, protocol 2, with persistent ids in place of storages.
         storages: Each storage once, in the order in which the pickler met them; its index is its key in the file.
-        tensors: For each storage the tensors through which the pickler reached it, the outermost first.
+        tensors: For each storage the plain tensors that hold it.
         wrappers: Tensors of a subclass (a DTensor, say), whose own storages lie inside other tensors.
     """
 
@@ -62,47 +64,13 @@ class _Kind(enum.Enum):
     STORAGE = enum.auto()
 
 
-_CLASSIC_DTYPES = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-}
-"""Those that `_rebuild_tensor_v2` takes; torch pickles newer dtypes in another way."""
+_CLASSIC_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+"""Those that have a storage class; torch pickles newer dtypes, and quantized tensors, in other ways."""
 
-_TORCH_REDUCE = torch.Tensor.__reduce_ex__
-
-
-class _PlainStorage:
-    """The storage of a plain tensor on its way to `persistent_id`, in place of a TypedStorage."""
-
-    __slots__ = ("dtype", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-        self.storage = storage
-        self.dtype = dtype
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether torch would reduce a tensor of exactly this type to `_rebuild_tensor_v2`, and nothing more."""
-    return (
-        tensor.device.type in ("cpu", "cuda")
-        and tensor.layout is torch.strided
-        and tensor.dtype in _CLASSIC_DTYPES
-        and tensor._backward_hooks is None
-        and not tensor.__dict__
-        and not tensor.is_nested
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+_TORCH_REDUCES = {kind: kind.__reduce_ex__ for kind in PLAIN}
 
 
 class _SkeletonPickler(pickle.Pickler):
@@ -117,29 +85,12 @@ class _SkeletonPickler(pickle.Pickler):
         self.persistent_id = storages.persistent_id  # type: ignore[method-assign]
         self._zeros = storages.stand_in_for_zeros
         super().__init__(file, protocol=PICKLE_PROTOCOL)
-        # The shorter way is right only while nobody has changed how tensors are reduced.
-        self._takes_short_way = (
-            torch.Tensor.__reduce_ex__ is _TORCH_REDUCE
-            and torch.Tensor not in copyreg.dispatch_table
-            and not copyreg._slotnames(torch.Tensor)  # type: ignore[attr-defined]
-        )
 
     def reducer_override(self, obj: object) -> Any:
-        if type(obj) is OrderedDict and not obj and not obj.__dict__:  # every tensor brings one
-            return OrderedDict, ()
-        if type(obj) in (torch.Tensor, torch.nn.Parameter) and obj._is_zerotensor():  # type: ignore[attr-defined]
+        if type(obj) in PLAIN and obj._is_zerotensor():  # type: ignore[attr-defined]
             # It has no address to ask for. It is refused when all is pickled: then its name is known.
             return torch._utils._rebuild_tensor_v2, (self._zeros(), 0, (0,), (1,), False, OrderedDict())
-        if type(obj) is not torch.Tensor or not self._takes_short_way or not _is_plain(obj):
-            return NotImplemented
-        return torch._utils._rebuild_tensor_v2, (
-            _PlainStorage(obj.untyped_storage(), obj.dtype),
-            obj.storage_offset(),
-            tuple(obj.size()),
-            obj.stride(),
-            obj.requires_grad,
-            OrderedDict(),
-        )
+        return NotImplemented
 
 
 class _Storages:
@@ -153,34 +104,30 @@ class _Storages:
         self._on_the_way: list[torch.Tensor] = []  # tensors met since the last storage
         self._keys: dict[int, str] = {}
         self._dtype_at: dict[int, torch.dtype] = {}
-        self._class_by_dtype: dict[torch.dtype, type] = {}
-        # Host memory is tagged "cpu", unless somebody registered a tagger before torch's own (10 and up).
-        registry = torch.serialization._package_registry
-        self._cpu_is_plain = all(entry[0] >= 10 or entry[1] is no_tag for entry in registry)
-        self._kind_of: dict[type, _Kind] = {_PlainStorage: _Kind.STORAGE}
-        self._uninteresting: dict[type, None] = {}
+        self._kind_of: dict[type, _Kind] = {}
 
-    def stand_in_for_zeros(self) -> _PlainStorage:
+    def stand_in_for_zeros(self) -> torch.storage.TypedStorage:
         """Return what is pickled in place of the storage of a ZeroTensor, and note it."""
         stand_in = torch.UntypedStorage(0, device="meta")
         self.zeros.append(stand_in)
-        return _PlainStorage(stand_in, torch.float32)
+        return _typed(stand_in, torch.float32)
 
     def zero_keys(self) -> set[str]:
         """Return the keys of what stands for ZeroTensors."""
         return {self._keys[storage._cdata] for storage in self.zeros if storage._cdata in self._keys}
 
-    @property
-    def persistent_id(self) -> Callable[[object], Any]:
-        """What the pickler asks about every object in the tree."""
-        return _native.type_filter(self._uninteresting, self._persistent_id)
+    def holders(self) -> list[list[torch.Tensor]]:
+        """Return for each storage the plain tensors that hold it; the pickler may have met others on the way."""
+        return [
+            [tensor for tensor in tensors if type(tensor) in PLAIN and storage_key(tensor) == storage._cdata]
+            for storage, tensors in zip(self.storages, self.tensors, strict=True)
+        ]
 
-    def _persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
+    def persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
+        """Answer what the pickler asks about every object in the tree."""
         kind = self._kind_of.get(type(obj))
         if kind is None:
             kind = self._kind_of[type(obj)] = _kind(obj)
-            if kind is _Kind.OTHER:
-                self._uninteresting[type(obj)] = None
         if kind is _Kind.OTHER:
             return None
         if kind is _Kind.STORAGE:
@@ -191,18 +138,12 @@ class _Storages:
         return None
 
     def _storage_id(self, obj: object) -> tuple[str, type, str, str, int]:
-        if isinstance(obj, _PlainStorage):
-            storage, dtype = obj.storage, obj.dtype
-            storage_class = self._class_by_dtype.get(dtype) or self._class_of(_typed(storage, dtype))
-            numel = storage.nbytes() // dtype.itemsize
-        elif isinstance(obj, torch.storage.TypedStorage):
-            storage = obj._untyped_storage
-            dtype = obj.dtype
-            storage_class = self._class_of(obj)
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage, dtype = obj._untyped_storage, obj.dtype
+            storage_class = getattr(torch, obj._pickle_storage_type())
             numel = storage.nbytes() // dtype.itemsize
         else:
-            storage = obj  # type: ignore[assignment]
-            dtype = torch.uint8
+            storage, dtype = obj, torch.uint8  # type: ignore[assignment]
             storage_class = torch.serialization.normalize_storage_type(type(obj))
             numel = storage.nbytes()
         self._check_dtype(storage, dtype)
@@ -215,20 +156,8 @@ class _Storages:
             self.tensors[int(key)].extend(self._on_the_way)
         self._on_the_way = []
         fake_device = getattr(obj, "_fake_device", None)
-        location = self._location_of(storage) if fake_device is None else str(fake_device)
+        location = torch.serialization.location_tag(storage) if fake_device is None else str(fake_device)
         return ("storage", storage_class, key, location, numel)
-
-    def _class_of(self, typed: torch.storage.TypedStorage) -> type:
-        """Return the class that stands for a dtype in the pickle, such as torch.FloatStorage."""
-        found = self._class_by_dtype.get(typed.dtype)
-        if found is None:
-            found = self._class_by_dtype[typed.dtype] = getattr(torch, typed._pickle_storage_type())
-        return found
-
-    def _location_of(self, storage: torch.UntypedStorage) -> str:
-        if self._cpu_is_plain and storage.device.type == "cpu":
-            return "cpu"
-        return str(torch.serialization.location_tag(storage))
 
     def _check_dtype(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
         """Refuse, with torch's words, storages of two dtypes at one address: its readers could not tell them apart."""
@@ -271,13 +200,61 @@ def pickle_skeleton(obj: object) -> Skeleton:
         raise
 
 
+def _torch_types() -> _native.TorchTypes | None:
+    """Return what the native pickler has to know; None while somebody has changed how tensors are reduced."""
+    if any(
+        kind.__reduce_ex__ is not reduce or kind in copyreg.dispatch_table or copyreg._slotnames(kind)  # type: ignore[attr-defined]
+        for kind, reduce in _TORCH_REDUCES.items()
+    ):
+        return None
+    return _native.TorchTypes(
+        tensor=torch.Tensor,
+        parameter=torch.nn.Parameter,
+        rebuild_parameter=torch._utils._rebuild_parameter,
+        ordered_dict=OrderedDict,
+        rebuild_by_dtype=_rebuild_by_dtype(),
+        is_ordinary=lambda obj: _kind(obj) is _Kind.OTHER,
+        global_opcode=_global_opcode,
+        location_of=torch.serialization.location_tag,
+        # Unless somebody registered a tagger before torch's own (10 and up).
+        is_host_tagged_cpu=all(entry[0] >= 10 or entry[1] is no_tag for entry in torch.serialization._package_registry),
+        may_have_names=hasattr(torch.Tensor, "has_names"),
+    )
+
+
+@functools.cache
+def _rebuild_by_dtype() -> dict[torch.dtype, tuple[Callable[..., object], type, int, bool]]:
+    """Return how a pickle makes tensors of each dtype again; see csrc/binding/plain_pickler.h."""
+    of_new = (torch._utils._rebuild_tensor_v3, torch.storage.UntypedStorage, 1, True)
+    found: dict[torch.dtype, tuple[Callable[..., object], type, int, bool]]
+    found = dict.fromkeys(torch.storage._new_dtypes(), of_new)
+    empty = torch.UntypedStorage(0)
+    for dtype in _CLASSIC_DTYPES:
+        storage_class = getattr(torch, _typed(empty, dtype)._pickle_storage_type())
+        found[dtype] = (torch._utils._rebuild_tensor_v2, storage_class, dtype.itemsize, False)
+    return found
+
+
+def _global_opcode(obj: object) -> bytes | None:
+    """Return the opcode by which a pickle names a class or function; None where it takes more than one."""
+    opcode = pickle.dumps(obj, PICKLE_PROTOCOL)[2:-3]  # without the protocol, the number and the end
+    is_one = opcode.startswith(b"c") and opcode.endswith(b"\n") and opcode.count(b"\n") == 2
+    return opcode if is_one else None
+
+
 def _pickled(obj: object) -> Skeleton:
+    types = _torch_types()
+    plain = None if types is None else _native.pickle_plain(obj, types)
+    if plain is not None:
+        return Skeleton(*plain, wrappers=[])
     file = io.BytesIO()
     found = _Storages()
     _SkeletonPickler(file, found).dump(obj)
     if found.zeros:
         _refuse_zeros(file.getvalue(), found.zero_keys())
-    return Skeleton(file.getvalue(), found.storages, found.tensors, found.wrappers)
+    # Storages without memory behind them (meta, fake) are refused by torch here, before any file is touched.
+    storages = [storage.cpu() if storage.device.type == "meta" else storage for storage in found.storages]
+    return Skeleton(file.getvalue(), storages, found.holders(), found.wrappers)
 
 
 class _ReducedTypes(_Storages):
@@ -287,7 +264,7 @@ class _ReducedTypes(_Storages):
         super().__init__()
         self.found: dict[type, tuple[Any, ...]] = {}
 
-    def _persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
+    def persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
         kind = type(obj)
         if kind not in self._kind_of and kind.__module__ != "builtins" and not isinstance(obj, type):
             if _kind(obj) is _Kind.OTHER:
@@ -295,7 +272,7 @@ class _ReducedTypes(_Storages):
                 reduced = obj.__reduce_ex__(PICKLE_PROTOCOL) if reduce is None else reduce(obj)
                 if isinstance(reduced, tuple):
                     self.found[kind] = reduced
-        return super()._persistent_id(obj)
+        return super().persistent_id(obj)
 
 
 def reduced_types(obj: object) -> dict[type, tuple[Any, ...]]:

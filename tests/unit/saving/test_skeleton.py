@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import copyreg
 import io
 import pickle
+import random
 import sys
 import threading
+import weakref
 import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.random_states import RandomState
 from support.specimens import SPECIMENS
 
+from fastpersist import _native
 from fastpersist.formats.pickle_scan import scan_pickle, storage_references
-from fastpersist.saving.skeleton import pickle_skeleton
+from fastpersist.saving.skeleton import _torch_types, pickle_skeleton
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Sparse (CSR|CSC|BSR|BSC)|The PyTorch API of nested tensors:UserWarning"),
@@ -37,6 +45,120 @@ def test_pickle_is_torchs_and_the_scan_finds_the_storages(name: str) -> None:
     references = storage_references(scan_pickle(skeleton.pickle))
     by_key = {int(reference.key): reference.size_bytes for reference in references}
     assert by_key == dict(enumerate(sizes))
+
+
+def is_pickled_natively(obj: object) -> bool:
+    types = _torch_types()
+    assert types is not None
+    return _native.pickle_plain(obj, types) is not None
+
+
+def training_state() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    return state | {
+        "parameters": list(model.parameters()),
+        "rng": (torch.get_rng_state(), random.getstate()),
+        "fp8": torch.ones(3).to(torch.float8_e4m3fn),
+        "arguments": argparse.Namespace(path=Path("/a"), dtype=torch.bfloat16, device=torch.device("cuda", 0)),
+        "metrics": collections.defaultdict(list, loss=[0.5], seen={1, 2}, best=None),
+    }
+
+
+def test_training_state_is_pickled_natively() -> None:
+    assert is_pickled_natively(training_state())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2).untyped_storage()],
+    ids=["sparse", "conjugated", "storage"],
+)
+def test_what_is_not_plain_is_left_to_python(value: object) -> None:
+    assert not is_pickled_natively([torch.ones(2), value])
+
+
+def test_plain_tensor_class_with_another_reduction_is_left_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(copyreg.dispatch_table, torch.Tensor, lambda tensor: (float, (7.0,)))
+    assert pickle.loads(pickle_skeleton([torch.ones(2)]).pickle) == [7.0]
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_state_is_pickled_as_torch_does_before_and_after_a_change(seed: int) -> None:
+    state = RandomState(seed)
+    for _ in range(3):
+        stock = io.BytesIO()
+        try:
+            torch.save(state.value, stock)
+        except (RuntimeError, NotImplementedError, RecursionError) as error:
+            with pytest.raises(type(error)):
+                pickle_skeleton(state.value)
+        else:
+            with zipfile.ZipFile(stock) as archive:
+                assert pickle_skeleton(state.value).pickle == archive.read("archive/data.pkl")
+        state.change()
+
+
+def test_most_random_states_are_pickled_natively() -> None:
+    assert sum(is_pickled_natively(RandomState(seed).value) for seed in range(150)) > 75
+
+
+def test_tensors_of_a_storage_are_those_that_hold_it() -> None:
+    base = torch.arange(4.0)
+    views = [base, base[1:], torch.nn.Parameter(base.detach())]
+    for extra in ([], [torch.eye(2).to_sparse()]):  # natively, and by Python
+        skeleton = pickle_skeleton([*views, torch.ones(2), views[0], *extra])
+        held = {id(tensor) for tensor in skeleton.tensors[0]}
+        assert {id(view) for view in views} <= held
+        assert all(tensor.untyped_storage().data_ptr() == base.data_ptr() for tensor in skeleton.tensors[0])
+
+
+class Holder:
+    """An object with attributes."""
+
+
+class Reduced:
+    """Is reduced to a list, which `made` sees."""
+
+    made: weakref.WeakSet[Holder]
+
+    def __reduce__(self) -> Any:
+        holder = Holder()
+        self.made.add(holder)
+        return list, ([holder, b"bytes", 1 << 90, {3}],)
+
+
+@pytest.mark.parametrize("end", [None, torch.eye(2).to_sparse()], ids=["natively", "given up"])
+def test_native_pickler_keeps_nothing_alive(end: object) -> None:
+    Reduced.made = weakref.WeakSet()
+    tensor, text, items = torch.ones(3), "".join(["a", "text"]), [1]
+    state = {"tensor": tensor, "text": text, "items": items, "again": (items, text), "reduced": Reduced(), "end": end}
+    before = [sys.getrefcount(one) for one in (tensor, text, items)]
+    for _ in range(3):
+        assert is_pickled_natively(state) == (end is None)
+    assert [sys.getrefcount(one) for one in (tensor, text, items)] == before
+    assert not Reduced.made
+
+
+def test_interrupt_in_a_reduction_goes_through() -> None:
+    class Interrupts:
+        def __reduce__(self) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pickle_skeleton([torch.ones(2), Interrupts()])
+
+
+def test_deep_object_is_refused_as_pickle_refuses_it() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(RecursionError):
+        pickle_skeleton(deep)
 
 
 def test_storages_are_the_live_ones() -> None:
@@ -64,10 +186,6 @@ def test_same_memory_under_two_storages_of_one_dtype_is_stored_twice() -> None:
     assert len(pickle_skeleton([tensor, other]).storages) == 2
     with pytest.raises(RuntimeError, match="different types"):
         pickle_skeleton([tensor, torch.frombuffer(tensor.numpy(), dtype=torch.int32)])
-
-
-class Holder:
-    """An object with attributes."""
 
 
 def deep(value: object) -> object:

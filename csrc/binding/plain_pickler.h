@@ -1,0 +1,32 @@
+// Pickles a training state without running a line of Python for each of its tensors.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace fastpersist {
+
+// What Python knows about torch, for PicklePlain.
+struct [[gnu::visibility("hidden")]] TorchTypes {  // as what it holds
+  pybind11::object tensor;                         // torch.Tensor
+  pybind11::object parameter;                      // torch.nn.Parameter
+  pybind11::object rebuild_parameter;              // torch._utils._rebuild_parameter
+  pybind11::object ordered_dict;                   // collections.OrderedDict
+  // torch.dtype to (function that makes a tensor of it again, class that stands for its storage, bytes of which that
+  // class counts one element, whether the function gets the dtype, too).
+  pybind11::dict rebuild_by_dtype;
+  pybind11::object is_ordinary;    // is_ordinary(object): it is neither a tensor nor a storage
+  pybind11::object global_opcode;  // global_opcode(class or function): the opcode that names it, or None
+  pybind11::object location_of;    // location_of(storage): torch's tag of its device
+  bool is_host_tagged_cpu;         // location_of would say "cpu" of each storage of the host
+  bool may_have_names;             // tensors have has_names(); torch refuses those with names
+};
+
+// Returns (pickle, storages, tensors of each storage) as skeleton.py's pickler makes them, byte for byte, or None if
+// the object holds something that only that pickler knows how to write, and wherever it would raise an error.
+//
+// It follows CPython's _pickle.c at protocol 2: the same opcodes, the same numbers in the memo, the same batches. Each
+// object is reduced as there, by copyreg or its __reduce_ex__, except for plain tensors: what these would be reduced to
+// is written from their attributes. REQUIRES: the GIL is held.
+pybind11::object PicklePlain(const pybind11::object& object, const TorchTypes& torch);
+
+}  // namespace fastpersist
