@@ -492,3 +492,12 @@ def test_gpt2_has_the_parameters_of_gpt2_and_learns(monkeypatch: pytest.MonkeyPa
     training = SyntheticTraining(0, "cpu", model="gpt2-124m", batch_count=2, token_count=8)
     training.step()
     assert 0 < training.last_loss() < 20
+
+
+def test_vectors_have_ten_thousand_tensors_and_change() -> None:
+    training = SyntheticTraining(1 << 20, "cpu", model="vectors")
+    before = [parameter.detach().clone() for parameter in training.model.parameters()]
+    training.step()
+    assert not any(map(torch.equal, before, training.model.parameters()))
+    state_of_optimizer = training.optimizer.state.values()
+    assert len(training.model.state_dict()) + sum(len(state) for state in state_of_optimizer) == 10_000

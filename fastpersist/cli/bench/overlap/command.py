@@ -20,7 +20,7 @@ import torch
 
 from fastpersist import require_engine
 from fastpersist.cli.bench.overlap.report import NONE, condense, overlap_remarks, overlap_text, report_soak
-from fastpersist.cli.bench.overlap.training import GPT2, GPT2_STATE_BYTES, LAYERS, MODELS
+from fastpersist.cli.bench.overlap.training import GPT2, GPT2_STATE_BYTES, LAYERS, MODELS, VECTORS
 from fastpersist.cli.bench.overlap.worker import ALL_WAYS, WAYS, Job
 from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.report import facts_text, machine_facts, report_head
@@ -96,7 +96,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--growth-mb", type=positive, default=8, metavar="N", help="MiB of growth that --soak allows (default: 8)"
     )
     parser.add_argument(
-        "--model", choices=MODELS, default=LAYERS, help=f"what is trained; {GPT2} has 1.5 GB of state (default: layers)"
+        "--model",
+        choices=MODELS,
+        default=LAYERS,
+        help=f"what is trained; {GPT2} has 1.5 GB of state, {VECTORS} has 10,000 tensors (default: {LAYERS})",
     )
     parser.add_argument(
         "--batch", type=positive, metavar="N", help="rows of the layers' input, or sequences (default: 16, or 1)"
@@ -179,9 +182,9 @@ def _check(arguments: argparse.Namespace) -> None:
 def _command_line(arguments: argparse.Namespace) -> str:
     """Spell out the command, as it would be typed to run the same again."""
     words = ["fastpersist", "bench", "overlap", arguments.directory, "--device", arguments.device]
-    if arguments.model == LAYERS:
+    if arguments.model != GPT2:
         words += ["--size-mb", str(arguments.size_mb)]
-    else:
+    if arguments.model != LAYERS:
         words += ["--model", arguments.model]
     for name in ("step-ms", "batch", "tokens", "max-host-mb", "turns", "soak"):
         value = getattr(arguments, name.replace("-", "_"))

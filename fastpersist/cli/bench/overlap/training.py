@@ -1,4 +1,4 @@
-"""The trainings of `bench overlap`: square layers of any size, or a GPT-2, under AdamW, on random inputs.
+"""The trainings of `bench overlap`: square layers of any size, a GPT-2, or many vectors, under AdamW, on random inputs.
 
 Matrix products that do not touch the state make a step as long as wanted. `overlap.run` defines a step and its times;
 `overlap.ways` saves.
@@ -15,10 +15,10 @@ from torch.nn import functional
 from fastpersist.cli.bench.overlap.run import TrainedModel
 from fastpersist.cli.demo.gpt import Block, Sizes
 
-__all__ = ["GPT2", "GPT2_STATE_BYTES", "LAYERS", "MODELS", "SyntheticTraining"]
+__all__ = ["GPT2", "GPT2_STATE_BYTES", "LAYERS", "MODELS", "VECTORS", "SyntheticTraining"]
 
-GPT2, LAYERS = "gpt2-124m", "layers"
-MODELS = (LAYERS, GPT2)
+GPT2, LAYERS, VECTORS = "gpt2-124m", "layers", "vectors"
+MODELS = (LAYERS, GPT2, VECTORS)
 GPT2_STATE_BYTES = 124_439_808 * 12
 
 _SEED = 20260
@@ -27,6 +27,7 @@ _TOKEN_COUNT = 96  # of a GPT-2's sequence: a step takes about 1 s on one thread
 _WIDTHS = (4096, 2048, 1024, 512, 256, 128, 64)
 _LAYER_COUNT_MIN = 4
 _COPY_COUNT = 3  # of a parameter: itself and two moments
+_VECTOR_COUNT = 2500  # each is four tensors of the state, with the count of its steps
 
 
 class _Gpt2(nn.Module):
@@ -63,6 +64,27 @@ def _layers(parameter_count: int, dtype: torch.dtype) -> tuple[nn.Module, int]:
     return model, width
 
 
+class _Vectors(nn.Module):
+    """Many small parameters, as adapters and experts have them."""
+
+    def __init__(self, parameter_count: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        length = max(parameter_count // _VECTOR_COUNT, 1)
+        self.vectors = nn.ParameterList(torch.randn(length, dtype=dtype) for _ in range(_VECTOR_COUNT))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.mean() * torch.cat(tuple(self.vectors))
+
+
+def _model(name: str, parameter_count: int, dtype: torch.dtype) -> tuple[nn.Module, int]:
+    """Return one of MODELS, and the width of its inputs."""
+    if name == GPT2:
+        return _Gpt2(), 768
+    if name == VECTORS:
+        return _Vectors(parameter_count, dtype), 1
+    return _layers(parameter_count, dtype)
+
+
 class SyntheticTraining(TrainedModel):
     """A model under AdamW, random inputs, and products that only take time. One thread.
 
@@ -92,7 +114,7 @@ class SyntheticTraining(TrainedModel):
         self._is_gpt2 = model == GPT2
         parameter_count = max(size_bytes // (_COPY_COUNT * dtype.itemsize), 1)
         with self._device:
-            network, self.width = (_Gpt2(), 768) if self._is_gpt2 else _layers(parameter_count, dtype)
+            network, self.width = _model(model, parameter_count, dtype)
             side = 256 if self._device.type == "cpu" else 2048 if dtype == torch.float32 else 8192
             self._factors = [torch.randn(side, side, dtype=dtype) for _ in range(3)]
         super().__init__(network, torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True))
