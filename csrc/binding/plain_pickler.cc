@@ -166,6 +166,9 @@ class PlainPickler {
   explicit PlainPickler(const TorchTypes& torch)
       : torch_(torch), dispatch_table_(py::module_::import("copyreg").attr("dispatch_table")) {}
 
+  // Whether code of the object itself runs, or has raised an error.
+  bool is_in_object() const { return is_in_object_; }
+
   py::object Pickle(PyObject* object) {
     Put(kProto);
     Put('\x02');
@@ -374,13 +377,14 @@ class PlainPickler {
       return Memoize(object);
     }
     py::object reduced;
+    is_in_object_ = true;
     if (PyObject* const reduce = PyDict_GetItemWithError(dispatch_table_.ptr(), type)) {
       reduced = Taken(PyObject_CallOneArg(reduce, object));
-    } else if (PyType_Check(object)) {
-      return SaveGlobal(object);
-    } else {
+    } else if (!PyType_Check(object)) {
       reduced = py::handle(object).attr(N().reduce_ex)(2);
     }
+    is_in_object_ = false;
+    if (!reduced) return SaveGlobal(object);  // it is a class of another metaclass
     if (py::isinstance<py::str>(reduced)) return SaveGlobal(object);
     if (!py::isinstance<py::tuple>(reduced)) throw NotPlain{};
     SaveReduced(object, py::reinterpret_borrow<py::tuple>(reduced));
@@ -424,8 +428,10 @@ class PlainPickler {
   void SaveAll(const py::object& items, Opcode one, Opcode many, SaveItem save_item) {
     if (items.is_none()) return;
     const auto next = [&] {
+      is_in_object_ = true;
       py::object item = py::reinterpret_steal<py::object>(PyIter_Next(items.ptr()));
       if (!item && PyErr_Occurred() != nullptr) throw py::error_already_set();
+      is_in_object_ = false;
       return item;
     };
     if (PyIter_Check(items.ptr()) == 0) throw NotPlain{};
@@ -560,6 +566,7 @@ class PlainPickler {
 
   const TorchTypes& torch_;
   const py::dict dispatch_table_;
+  bool is_in_object_ = false;
   std::string out_;
   Memo memo_;
   std::unordered_set<PyObject*> ordinary_types_;
@@ -572,14 +579,16 @@ class PlainPickler {
 }  // namespace
 
 py::object PicklePlain(const py::object& object, const TorchTypes& torch) {
+  PlainPickler pickler(torch);
   try {
-    return PlainPickler(torch).Pickle(object.ptr());
+    return pickler.Pickle(object.ptr());
   } catch (const NotPlain&) {
     PyErr_Clear();
     return py::none();
   } catch (const py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) throw;  // such as KeyboardInterrupt
-    return py::none();                           // Python's pickler will raise it, too, and say where
+    // Others, of torch and of Python, mean that the object is not plain. Python's pickler raises them if it has to.
+    if (pickler.is_in_object() || !error.matches(PyExc_Exception)) throw;
+    return py::none();
   }
 }
 

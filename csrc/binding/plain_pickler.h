@@ -22,7 +22,8 @@ struct [[gnu::visibility("hidden")]] TorchTypes {  // as what it holds
 };
 
 // Returns (pickle, storages, tensors of each storage) as skeleton.py's pickler makes them, byte for byte, or None if
-// the object holds something that only that pickler knows how to write, and wherever it would raise an error.
+// the object holds something that only that pickler knows how to write. An error that the object's own code raises goes
+// through, as there. After None that pickler reduces again what was reduced here.
 //
 // It follows CPython's _pickle.c at protocol 2: the same opcodes, the same numbers in the memo, the same batches. Each
 // object is reduced as there, by copyreg or its __reduce_ex__, except for plain tensors: what these would be reduced to

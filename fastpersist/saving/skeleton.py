@@ -202,11 +202,10 @@ def pickle_skeleton(obj: object) -> Skeleton:
 
 def _torch_types() -> _native.TorchTypes | None:
     """Return what the native pickler has to know; None while somebody has changed how tensors are reduced."""
-    if any(
-        kind.__reduce_ex__ is not reduce or kind in copyreg.dispatch_table or copyreg._slotnames(kind)  # type: ignore[attr-defined]
-        for kind, reduce in _TORCH_REDUCES.items()
-    ):
-        return None
+    slot_names: Callable[[type], list[str]] = copyreg._slotnames  # type: ignore[attr-defined]
+    for kind, reduce in _TORCH_REDUCES.items():
+        if kind.__reduce_ex__ is not reduce or kind in copyreg.dispatch_table or slot_names(kind):
+            return None
     return _native.TorchTypes(
         tensor=torch.Tensor,
         parameter=torch.nn.Parameter,
