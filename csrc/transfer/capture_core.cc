@@ -264,7 +264,7 @@ CaptureCore::Next CaptureCore::NextOf(TakeRun& run, TimePoint now, std::unique_l
     case Stage::kLease:
       return LeaseNext(run);
     case Stage::kCompleting:
-      blocks_.CompleteSegment(memories_[run.source].segments.back());
+      CapturedBlocks::CompleteSegment(memories_[run.source].segments.back(), run.marks_block);
       return Next::kEnd;
   }
   return Next::kEnd;
@@ -323,6 +323,7 @@ CaptureCore::Next CaptureCore::LeaseNext(TakeRun& run) {
   run.taken = {.address = reinterpret_cast<uintptr_t>(segment.memory + inside_bytes),
                .size_bytes = source.leased_bytes,
                .device = nullptr};
+  run.marks_block = !blocks_.is_open(segment.block);
   Result<std::shared_ptr<const CopyMark>> mark = blocks_.MarkOf(segment);
   if (!mark.ok()) {
     Fail(run, mark.status());

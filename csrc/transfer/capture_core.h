@@ -83,6 +83,7 @@ class CaptureCore {
     uint64_t max_bytes = 0;
     Copy copy;
     std::shared_ptr<const CopyMark> mark = nullptr;
+    bool marks_block = false;  // the mark is behind all copies into the segment's block
     std::optional<TimePoint> until = std::nullopt;
     Status status;                              // kEnd: an error, or
     std::optional<Taken> taken = std::nullopt;  // these bytes, leased until EndLease

@@ -61,9 +61,11 @@ class CapturedBlocks {
 
   // Returns the mark behind the copy of a segment; null: it is complete. An error: the device refuses a mark.
   Result<std::shared_ptr<const CopyMark>> MarkOf(const Segment& segment);
-  // The mark of a segment was reached.
-  void CompleteSegment(const Segment& segment) {
-    if (!is_open(segment.block)) segment.block->is_complete = true;
+  // The mark of a segment was reached. `with_block`: the block was full when the mark was made. Copies into an open one
+  // may have started later, even if it is full by now.
+  static void CompleteSegment(Segment& segment, bool with_block) {
+    segment.is_complete = true;
+    if (with_block) segment.block->is_complete = true;
   }
 
   // Drop one user of a block. The last one gives it back to the arena, or, if a device may still copy into it, to the

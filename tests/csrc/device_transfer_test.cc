@@ -2,7 +2,9 @@
 // that capture, write and abandon at once, and a training that overwrites everything as soon as it may. For the
 // sanitizers.
 #include <atomic>
+#include <chrono>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <random>
 #include <thread>
@@ -15,6 +17,7 @@
 #include "cuda_double.h"
 #include "device/device.h"
 #include "testing.h"
+#include "transfer/capture_core.h"
 #include "transfer/file_reader.h"
 #include "transfer/file_writer.h"
 #include "transfer/snapshot.h"
@@ -257,6 +260,55 @@ void SmallTensorsAreGatheredInEachAllocation() {
   snapshot.Close();
 }
 
+// The writer awaits a copy into a block, which meanwhile takes another copy and is full.
+void ACopyBehindAMarkIsAwaitedToo() {
+  const CudaDouble& cuda = CudaDouble::Get();
+  Device& device = *Must(Device::Get(0));
+  constexpr uint64_t kTensorBytes = 4096;
+  const uint64_t first = cuda.alloc_on(0, 2 * kTensorBytes);
+  const uint64_t second = cuda.alloc_on(0, 2 * kTensorBytes);
+  const auto arena = std::make_shared<Arena>(uint64_t{8} << 20);
+  std::unique_lock lock(arena->mutex());
+  CaptureCore core(*arena);
+  for (const uint64_t address : {first, second, second + kTensorBytes, first + kTensorBytes}) {
+    core.Add(address, kTensorBytes, SourceKind::kStable, &device);
+  }
+  using Next = CaptureCore::Next;
+  CaptureCore::CaptureRun capture;
+  const auto copy_pair = [&] {
+    EXPECT(core.NextOf(capture, lock) == Next::kCopy && capture.copy.sources.size() == 2);
+    EXPECT_OK(device.to_host().ToHost(capture.copy.target, capture.copy.from, capture.copy.size_bytes));
+    core.EndCopy(capture.copy, Status::Ok());
+  };
+  const auto take = [&](CaptureCore::TakeRun& run) { return core.NextOf(run, std::chrono::steady_clock::now(), lock); };
+  cuda.hold_copies(1);
+  copy_pair();
+  CaptureCore::TakeRun from_first;
+  from_first.max_bytes = kTensorBytes;
+  EXPECT(take(from_first) == Next::kAwait);
+  copy_pair();
+  EXPECT(core.NextOf(capture, lock) == Next::kEnd);
+  core.End(capture);
+  EXPECT_OK(from_first.mark->Wait(kNoPoll));
+  EXPECT(take(from_first) == Next::kEnd && from_first.taken.has_value());
+  core.EndLease();
+  CaptureCore::TakeRun from_second;
+  from_second.source = 1;
+  from_second.max_bytes = kTensorBytes;
+  EXPECT(take(from_second) == Next::kAwait);
+  cuda.hold_copies(-1);
+  if (from_second.mark != nullptr) EXPECT_OK(from_second.mark->Wait(kNoPoll));
+  if (!from_second.taken.has_value() || from_second.stage == CaptureCore::TakeRun::Stage::kCompleting)
+    take(from_second);
+  core.EndLease();
+  core.Close();
+  core.ReleaseAll();
+  cuda.synchronize();
+  while (CapturedBlocks::Block* const block = core.TakeIncomplete()) core.Return(block, nullptr);
+  cuda.free(first);
+  cuda.free(second);
+}
+
 void WhatIsReadComesToTheDevice() {
   const CudaDouble& cuda = CudaDouble::Get();
   Device& device = *Must(Device::Get(0));
@@ -309,9 +361,9 @@ void NothingWasMisused() {
 int main(int argc, char** argv) {
   using namespace fastpersist;
   CudaDouble::Get().reset(1);
-  return Run(
-      argc, argv,
-      {TEST(EveryByteIsThatOfTheSaveWhoeverIsFirst), TEST(AbandonedTransfersLeaveNothingOnTheWay),
-       TEST(WhatIsReadComesToTheDevice), TEST(EveryCaptureTakesAsFewCopies),
-       TEST(SmallTensorsAreGatheredInEachAllocation), TEST(NothingWasMisused), TEST(AFailedCopyFailsTheWriterAlone)});
+  return Run(argc, argv,
+             {TEST(EveryByteIsThatOfTheSaveWhoeverIsFirst), TEST(AbandonedTransfersLeaveNothingOnTheWay),
+              TEST(WhatIsReadComesToTheDevice), TEST(EveryCaptureTakesAsFewCopies),
+              TEST(SmallTensorsAreGatheredInEachAllocation), TEST(ACopyBehindAMarkIsAwaitedToo),
+              TEST(NothingWasMisused), TEST(AFailedCopyFailsTheWriterAlone)});
 }
