@@ -6,7 +6,7 @@ subclasses and DTensors come out as torch.save writes them, and the pickle has t
 
 A training step waits for this, and a state may have many thousands of tensors. So a native pickler
 (csrc/binding/plain_pickler.cc) writes states of plain tensors and ordinary objects. Where it meets something else, such
-as a tensor subclass, Python's pickler writes the whole object, ten times slower per tensor.
+as a tensor subclass, Python's pickler writes the whole object, about eight times slower per tensor.
 """
 
 from __future__ import annotations

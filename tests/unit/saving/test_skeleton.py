@@ -94,7 +94,7 @@ def test_random_state_is_pickled_as_torch_does_before_and_after_a_change(seed: i
         stock = io.BytesIO()
         try:
             torch.save(state.value, stock)
-        except (RuntimeError, NotImplementedError, RecursionError) as error:
+        except RuntimeError as error:  # such as NotImplementedError of a meta tensor: ours must be the same
             with pytest.raises(type(error)):
                 pickle_skeleton(state.value)
         else:
