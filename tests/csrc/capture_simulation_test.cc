@@ -20,6 +20,7 @@ namespace {
 constexpr int kDeviceCount = 2;
 constexpr size_t kDeviceBytes = size_t{4} << 20;
 constexpr uint64_t kBlock = Arena::kBlockBytes;
+constexpr uint64_t kClusterGapBytes = uint64_t{128} << 10;
 constexpr int kStepLimit = 20000;  // far more than any schedule takes
 constexpr uint64_t kLimits[] = {0, 1, 2, 5, 40};
 using Next = CaptureCore::Next;
@@ -153,6 +154,7 @@ struct Simulation {
   bool is_open[kSourceKindCount] = {};  // the bytes of this kind have been changed
   uint32_t give_up_odds = 0;            // waits are given up
   uint32_t copy_fault_odds = 0;
+  uint32_t device_odds = 4;  // a device does its next command once in so many steps of threads
   bool may_fail = false;
   std::vector<std::pair<uintptr_t, uint64_t>> live_reads;  // under way
   std::unique_ptr<Writer> writer;
@@ -420,7 +422,16 @@ Simulation::Simulation(uint64_t seed) : random(seed), arena(*g_arenas[random.Bel
 
 void Simulation::AddSources() {
   const bool with_devices = random.OneIn(2);
-  uint64_t next[kDeviceCount] = {};
+  struct Region {
+    uint64_t next;
+    uint64_t end;
+  };
+  // Two for each device, too far apart for one cluster: a state may alternate between clusters.
+  Region regions[kDeviceCount][2];
+  for (Region(&of_device)[2] : regions) {
+    of_device[0] = {.next = 0, .end = kDeviceBytes / 2};
+    of_device[1] = {.next = kDeviceBytes / 2 + kClusterGapBytes, .end = kDeviceBytes};
+  }
   uintptr_t next_host = uintptr_t{1} << 40;  // no memory: nothing of the host is copied
   for (uint64_t count = random.Within(1, 12); count > 0; --count) {
     SimulatedSource source{.address = next_host,
@@ -432,16 +443,18 @@ void Simulation::AddSources() {
       const size_t device = random.Below(kDeviceCount);
       source.device = &TheDevice(static_cast<int>(device));
       source.size_bytes = random.OneIn(8) ? random.Below(kBlock) / 8 * 8 : random.Below(20000) / 8 * 8;
-      source.size_bytes = std::min(source.size_bytes, kDeviceBytes - next[device]);
-      source.address = g_device[device] + next[device];
-      next[device] += source.size_bytes;
-      if (random.OneIn(2)) next[device] = std::min(next[device] + random.Below(4000) * 8, kDeviceBytes);
+      Region& region = regions[device][random.Below(2)];
+      source.size_bytes = std::min(source.size_bytes, region.end - region.next);
+      source.address = g_device[device] + region.next;
+      region.next += source.size_bytes;
+      if (random.OneIn(2)) region.next = std::min(region.next + random.Below(4000) * 8, region.end);
     }
     sources.push_back(source);
     core->Add(source.address, source.size_bytes, source.kind, source.device);
   }
   if (!with_devices) return;
   copy_fault_odds = random.OneIn(8) ? 10 : 0;
+  device_odds = random.OneIn(2) ? 4 : 40;
   may_fail |= copy_fault_odds > 0;
   for (int device = 0; device < kDeviceCount; ++device) {
     if (random.OneIn(4)) Cuda().stream_block(g_caller[device]);
@@ -527,7 +540,7 @@ void Simulation::RunToEnd() {
   for (int step = 0;; ++step) {
     ALWAYS(step < kStepLimit, "the schedule does not end");
     ExpectNoneForgotten();
-    if (random.OneIn(4)) Cuda().step(random.Next());
+    if (random.OneIn(device_odds)) Cuda().step(random.Next());
     if (random.OneIn(50)) Cuda().stream_unblock(g_caller[random.Below(kDeviceCount)]);
     std::vector<Thread*> ready;
     std::copy_if(threads.begin(), threads.end(), std::back_inserter(ready), [](Thread* one) { return one->CanStep(); });
