@@ -352,7 +352,7 @@ void CaptureCore::EndLease() {
   std::vector<Segment>& segments = memories_[index].segments;
   const Segment& segment = segments.back();
   if (!closed_ && ledger_[index].taken_bytes < segment.from_bytes + segment.size_bytes) return;
-  Release(segment.block);
+  Release(segment);
   segments.pop_back();
 }
 
@@ -367,7 +367,7 @@ void CaptureCore::Narrow(uint32_t source, uint64_t from_bytes, uint64_t until_by
     const uint64_t first = std::max(segment.from_bytes, from_bytes);
     const uint64_t end = std::min(segment.from_bytes + segment.size_bytes, until_bytes);
     if (first >= end) {
-      Release(segment.block);
+      Release(segment);
       continue;
     }
     narrowed.push_back({.from_bytes = first - from_bytes,
@@ -393,7 +393,7 @@ void CaptureCore::ReleaseAll() {
     // The writer keeps its leased bytes until EndLease.
     const bool is_leased = lease_.has_value() && lease_->source == index && !lease_->is_live;
     const auto leased = segments.end() - (is_leased ? 1 : 0);
-    for (auto segment = segments.begin(); segment != leased; ++segment) Release(segment->block);
+    for (auto segment = segments.begin(); segment != leased; ++segment) Release(*segment);
     segments.erase(segments.begin(), leased);
   }
   changed_ = true;

@@ -153,7 +153,7 @@ class CaptureCore {
   Next LeaseNext(TakeRun& run);
   Next EndWith(TakeRun& run, Status status);
   void CloseCaptureBlock();
-  void Release(Block* block) { changed_ |= blocks_.Release(block); }
+  void Release(const Segment& segment) { changed_ |= blocks_.Release(segment); }
 
   Arena& arena_;
   CaptureLedger ledger_;

@@ -32,7 +32,8 @@ CapturedBlocks::Block* CapturedBlocks::AddBlock(std::byte* memory, Device* devic
                      .device = device,
                      .mark = nullptr,
                      .is_unmarked = false,
-                     .is_complete = device == nullptr});
+                     .is_complete = device == nullptr,
+                     .has_dropped = false});
   return &blocks_.back();
 }
 
@@ -55,16 +56,16 @@ void CapturedBlocks::EndRun(const std::vector<Block*>& run, uint64_t last_bytes)
   for (Block* block : std::span(run).first(run.size() - 1)) AddUnmarked(*block);
   ++run.back()->user_count;
   Of(Filler::kCapture) = {.block = run.back(), .fill_bytes = AlignUp(last_bytes, kCacheLineBytes)};
-  Release(run.front());
+  DropUser(run.front());
 }
 
 void CapturedBlocks::CloseBlock(Filler filler) {
   Open& open = Of(filler);
   if (open.block == nullptr) return;
   Block& block = *std::exchange(open.block, nullptr);
-  if (!block.is_complete && block.user_count > 1) AddUnmarked(block);
+  if (!block.is_complete && (block.user_count > 1 || block.has_dropped)) AddUnmarked(block);
   if (filler == Filler::kWriter) MarkFull();
-  Release(&block);
+  DropUser(&block);
 }
 
 // A device's copies into a full block are in flight and need a mark.
@@ -98,7 +99,12 @@ Result<std::shared_ptr<const CopyMark>> CapturedBlocks::MarkOf(const Segment& se
   return std::shared_ptr<const CopyMark>(std::make_shared<CopyMark>(std::move(made).value()));
 }
 
-bool CapturedBlocks::Release(Block* block) {
+bool CapturedBlocks::Release(const Segment& segment) {
+  segment.block->has_dropped |= !segment.is_complete;
+  return DropUser(segment.block);
+}
+
+bool CapturedBlocks::DropUser(Block* block) {
   FP_CHECK(block->user_count > 0);
   if (--block->user_count > 0) return false;
   if (!block->is_complete && (block->mark != nullptr || block->is_unmarked)) {

@@ -25,6 +25,7 @@ class CapturedBlocks {
     std::shared_ptr<CopyMark> mark;  // behind the copies into it; null: it is open, or has none
     bool is_unmarked;                // it has copies without a mark: not marked yet, or marking failed
     bool is_complete;
+    bool has_dropped;  // a segment was dropped before its copy was complete
   };
   struct Segment {
     uint64_t from_bytes;  // in the source
@@ -68,9 +69,9 @@ class CapturedBlocks {
     if (with_block) segment.block->is_complete = true;
   }
 
-  // Drop one user of a block. The last one gives it back to the arena, or, if a device may still copy into it, to the
-  // incomplete blocks: its next owner must not find late writes. Returns true if the arena has it.
-  bool Release(Block* block);
+  // Drop one segment of a block. Its last user gives a block back to the arena, or, if a device may still copy into it,
+  // to the incomplete blocks: its next owner must not find late writes. Returns true if the arena has it.
+  bool Release(const Segment& segment);
   // Take one of the incomplete blocks, so that the caller waits for it without the lock; null: there is none.
   Block* TakeIncomplete();
   // Give back a block of TakeIncomplete. `landed`: it is quarantined until this holds; null: its copies are complete.
@@ -85,6 +86,7 @@ class CapturedBlocks {
 
   Open& Of(Filler filler) { return open_[static_cast<size_t>(filler)]; }
   Block* AddBlock(std::byte* memory, Device* device);
+  bool DropUser(Block* block);
   void AddUnmarked(Block& block);
 
   Arena& arena_;

@@ -309,6 +309,34 @@ void ACopyBehindAMarkIsAwaitedToo() {
   cuda.free(second);
 }
 
+// The writer drops the only bytes of a block while the device still copies them there.
+void ABlockOfDroppedBytesAwaitsTheirCopy() {
+  const CudaDouble& cuda = CudaDouble::Get();
+  Device& device = *Must(Device::Get(0));
+  constexpr uint64_t kTensorBytes = 4096;
+  const uint64_t tensor = cuda.alloc_on(0, kTensorBytes);
+  const auto arena = std::make_shared<Arena>(uint64_t{8} << 20);
+  std::unique_lock lock(arena->mutex());
+  CaptureCore core(*arena);
+  core.Add(tensor, kTensorBytes, SourceKind::kStable, &device);
+  cuda.hold_copies(1);
+  CaptureCore::CaptureRun capture;
+  EXPECT(core.NextOf(capture, lock) == CaptureCore::Next::kCopy);
+  EXPECT_OK(device.to_host().ToHost(capture.copy.target, capture.copy.from, capture.copy.size_bytes));
+  core.EndCopy(capture.copy, Status::Ok());
+  core.Narrow(0, kTensorBytes, kTensorBytes);
+  EXPECT(core.NextOf(capture, lock) == CaptureCore::Next::kEnd);
+  core.End(capture);
+  EXPECT(arena->used_bytes() == Arena::kBlockBytes);  // else another save would take it under the copy
+  cuda.hold_copies(-1);
+  core.Close();
+  core.ReleaseAll();
+  cuda.synchronize();
+  while (CapturedBlocks::Block* const block = core.TakeIncomplete()) core.Return(block, nullptr);
+  EXPECT(arena->used_bytes() == 0);
+  cuda.free(tensor);
+}
+
 void WhatIsReadComesToTheDevice() {
   const CudaDouble& cuda = CudaDouble::Get();
   Device& device = *Must(Device::Get(0));
@@ -361,9 +389,10 @@ void NothingWasMisused() {
 int main(int argc, char** argv) {
   using namespace fastpersist;
   CudaDouble::Get().reset(1);
-  return Run(argc, argv,
-             {TEST(EveryByteIsThatOfTheSaveWhoeverIsFirst), TEST(AbandonedTransfersLeaveNothingOnTheWay),
-              TEST(WhatIsReadComesToTheDevice), TEST(EveryCaptureTakesAsFewCopies),
-              TEST(SmallTensorsAreGatheredInEachAllocation), TEST(ACopyBehindAMarkIsAwaitedToo),
-              TEST(NothingWasMisused), TEST(AFailedCopyFailsTheWriterAlone)});
+  return Run(
+      argc, argv,
+      {TEST(EveryByteIsThatOfTheSaveWhoeverIsFirst), TEST(AbandonedTransfersLeaveNothingOnTheWay),
+       TEST(WhatIsReadComesToTheDevice), TEST(EveryCaptureTakesAsFewCopies),
+       TEST(SmallTensorsAreGatheredInEachAllocation), TEST(ACopyBehindAMarkIsAwaitedToo),
+       TEST(ABlockOfDroppedBytesAwaitsTheirCopy), TEST(NothingWasMisused), TEST(AFailedCopyFailsTheWriterAlone)});
 }
