@@ -439,8 +439,8 @@ PYBIND11_MODULE(_native, m) {
       .def("close", &Snapshot::Close, py::call_guard<ReleasedGil>())
       .def("counts", &CountsOf);
 
-  py::class_<PieceList>(m, "PieceList")
-      .def(py::init<>())
+  py::class_<PieceList> pieces(m, "PieceList");
+  pieces.def(py::init<>())
       .def("add_bytes", [](PieceList& self, const py::bytes& data) { self.AddBytes(std::string(data)); })
       .def(
           "add_memory",
@@ -460,6 +460,7 @@ PYBIND11_MODULE(_native, m) {
            py::arg("crc_slot") = PieceList::kNoCrc)
       .def("add_crc", &PieceList::AddCrc, py::arg("crc_slot"))
       .def_property_readonly("size_bytes", &PieceList::size_bytes);
+  BindZipRecords(m, pieces);
 
   py::class_<PyWriter>(m, "FileWriter")
       .def(py::init<TransferOptions, py::object, py::object>(), py::arg("options"), py::kw_only(),

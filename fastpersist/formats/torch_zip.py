@@ -1,8 +1,9 @@
-"""The torch zip, byte for byte: layout ⇄ bytes. Pure: no I/O of its own, no torch, hostile input expected.
+"""The torch zip, byte for byte: layout ⇄ bytes. No I/O of its own, no torch, hostile input expected.
 
 Writing: `plan_archive` places every record of an archive whose pickle and storages have given sizes, and the encoders
-make the bytes between the storages. The result equals what torch.save writes with `storage_alignment=4096`, but for the
-digits of `.data/serialization_id`.
+make the bytes between the storages; those of records are in csrc/binding/zip_records.cc, since a file may have many
+thousands. The result equals what torch.save writes with `storage_alignment=4096`, but for the digits of
+`.data/serialization_id`.
 
 Reading: `read_directory` checks a central directory (bounds, overlaps, duplicates, method) before anybody uses it.
 
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import FormatError, UnsupportedError
 from fastpersist.formats.layout import (
@@ -63,10 +65,8 @@ _ZIP64_LOCATOR = struct.Struct("<4sIQI")
 
 _FLAG_ENCRYPTED = 0x0001
 _FLAG_DESCRIPTOR = 0x0008
-_FLAG_UTF8 = 0x0800
 _ZIP64_FIELD = 0x0001
 _DIRECTORY_ATTRIBUTE = 0x10
-_PADDING_FIELD = b"FB"
 _COMMENT_LIMIT_BYTES = 0xFFFF
 _UNIX_MADE_BY = 0x031E
 _ZIP64_VERSION = 45
@@ -159,21 +159,7 @@ def _plan_archive(prefix: str, pickle_bytes: int, storage_sizes: tuple[int, ...]
 
 def local_header(record: Record) -> bytes:
     """Encode everything from a record's header offset to its data: header, name, zip64 field, padding field."""
-    zip64 = b""
-    zip64_bytes = zip64_extra_bytes(record.size_bytes, record.header_offset_bytes)
-    if zip64_bytes:
-        zip64 = struct.pack("<HH", _ZIP64_FIELD, zip64_bytes - 4)
-        if record.size_bytes >= ZIP32_LIMIT:
-            zip64 += struct.pack("<QQ", record.size_bytes, 0)
-        if record.header_offset_bytes >= ZIP32_LIMIT:
-            zip64 += struct.pack("<Q", record.header_offset_bytes)
-    before_padding = record.header_offset_bytes + LOCAL_HEADER_BYTES + len(record.name) + len(zip64) + 4
-    padding_bytes = record.data_offset_bytes - before_padding
-    extra_bytes = len(zip64) + 4 + padding_bytes
-    flags = _FLAG_UTF8 | (_FLAG_DESCRIPTOR if record.size_bytes else 0)
-    fixed = _LOCAL.pack(LOCAL_HEADER_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, len(record.name), extra_bytes)
-    padding = _PADDING_FIELD + padding_bytes.to_bytes(2, "little") + b"Z" * padding_bytes
-    return fixed + record.name + zip64 + padding
+    return _native.zip_local_header(record)
 
 
 def descriptor_head(record: Record) -> bytes:
@@ -183,9 +169,7 @@ def descriptor_head(record: Record) -> bytes:
 
 def descriptor_tail(record: Record) -> bytes:
     """Encode the part of the data descriptor behind its CRC: the size, twice."""
-    if not record.descriptor_bytes:
-        return b""
-    return struct.pack("<QQ" if record.descriptor_bytes == 24 else "<II", record.size_bytes, record.size_bytes)
+    return _native.zip_descriptor_tail(record)
 
 
 def descriptor(record: Record, crc: int) -> bytes:
@@ -193,15 +177,6 @@ def descriptor(record: Record, crc: int) -> bytes:
     if not record.descriptor_bytes:
         return b""
     return descriptor_head(record) + crc.to_bytes(4, "little") + descriptor_tail(record)
-
-
-def _central_zip64(record: Record) -> bytes:
-    fields = b""
-    if record.size_bytes >= ZIP32_LIMIT:
-        fields += struct.pack("<QQ", record.size_bytes, record.size_bytes)
-    if record.header_offset_bytes >= ZIP32_LIMIT:
-        fields += struct.pack("<Q", record.header_offset_bytes)
-    return struct.pack("<HH", _ZIP64_FIELD, len(fields)) + fields if fields else b""
 
 
 def _central_entry_bytes(record: Record) -> int:
@@ -215,36 +190,7 @@ def central_directory(records: Sequence[Record], crcs: Sequence[int]) -> bytes:
         records: All records, in file order.
         crcs: The CRC-32 of each record's data (0 without checksums), in the same order.
     """
-    parts = []
-    for record, crc in zip(records, crcs, strict=True):
-        zip64 = _central_zip64(record)
-        size = min(record.size_bytes, ZIP32_LIMIT)
-        flags = _FLAG_UTF8 | (_FLAG_DESCRIPTOR if record.size_bytes else 0)
-        offset = min(record.header_offset_bytes, ZIP32_LIMIT)
-        parts.append(
-            _CENTRAL.pack(
-                _CENTRAL_MAGIC,
-                0,
-                0,
-                flags,
-                0,
-                0,
-                0,
-                crc,
-                size,
-                size,
-                len(record.name),
-                len(zip64),
-                0,
-                0,
-                0,
-                0,
-                offset,
-            )
-            + record.name
-            + zip64
-        )
-    directory = b"".join(parts)
+    directory = _native.zip_central_entries(list(records), crcs)
     return directory + _end_records(len(records), len(directory), records[-1].end_offset_bytes)
 
 
@@ -273,9 +219,7 @@ def serialization_id(records: Sequence[Record], crcs: Sequence[int]) -> bytes:
 
     torch only logs this value; ours is a digest, torch's a hash of names and a combined CRC.
     """
-    digest = hashlib.sha256()
-    for record, crc in zip(records, crcs, strict=True):
-        digest.update(b"%s %d %d\n" % (record.name, record.size_bytes, crc))
+    digest = hashlib.sha256(_native.zip_contents(list(records), crcs))
     return b"%040d" % (int.from_bytes(digest.digest(), "big") % 10**SERIALIZATION_ID_DIGITS)
 
 

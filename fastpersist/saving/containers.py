@@ -16,6 +16,7 @@ from fastpersist import _native
 from fastpersist.errors import ConfigError, UnsavableTensorError
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
+from fastpersist.formats.layout import Record
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
 from fastpersist.saving.capture import no_garbage_collection
 from fastpersist.saving.skeleton import ZERO_TENSOR, pickle_skeleton
@@ -28,6 +29,7 @@ __all__ = [
     "SafetensorsContainer",
     "Source",
     "Stored",
+    "StoredRecords",
     "TorchZipContainer",
     "container_for",
     "is_safetensors",
@@ -46,6 +48,10 @@ class Source(NamedTuple):
     storage: torch.UntypedStorage
     offset_bytes: int
     size_bytes: int
+
+
+_BATCH_COUNT = 512
+"""Records in one batch: their headers, of up to a block each, are all held in memory."""
 
 
 class Literal(NamedTuple):
@@ -67,6 +73,14 @@ class Checksum(NamedTuple):
 
     offset_bytes: int
     source: int
+
+
+class StoredRecords(NamedTuple):
+    """Records in a row that hold sources in a row: all of each, with header and descriptor."""
+
+    offset_bytes: int
+    records: list[Record]
+    first_source: int
 
 
 Part: TypeAlias = Literal | Stored | Checksum
@@ -112,6 +126,9 @@ class Container(Protocol):
 
     def parts(self) -> Iterator[Part]:
         """Yield all but the closing bytes, in file order and without gaps."""
+
+    def batches(self) -> Iterator[Part | StoredRecords]:
+        """Yield the same bytes, those of many small sources at a time."""
 
     def closing(self, crcs: Sequence[int]) -> bytes:
         """Return the bytes that make the file readable, written last.
@@ -210,8 +227,22 @@ class TorchZipContainer:
 
     def parts(self) -> Iterator[Part]:
         """Yield pickle, small records and storages, with their headers and descriptors."""
+        return self._parts_of(range(len(self._plan.records) - 1))
+
+    def batches(self) -> Iterator[Part | StoredRecords]:
+        """Yield the same, many storages at a time."""
+        plan, records = self._plan, self._plan.records
+        end = plan.first_storage + plan.storage_count
+        yield from self._parts_of(range(plan.first_storage))
+        for first in range(plan.first_storage, end, _BATCH_COUNT):
+            batch = list(records[first : min(first + _BATCH_COUNT, end)])
+            yield StoredRecords(batch[0].header_offset_bytes, batch, first - plan.first_storage)
+        yield from self._parts_of(range(end, len(records) - 1))
+
+    def _parts_of(self, indices: range) -> Iterator[Part]:
         plan = self._plan
-        for index, record in enumerate(plan.records[:-1]):
+        for index in indices:
+            record = plan.records[index]
             yield Literal(record.header_offset_bytes, torch_zip.local_header(record))
             source = index - plan.first_storage
             if not 0 <= source < plan.storage_count:
@@ -291,6 +322,10 @@ class SafetensorsContainer:
         """Yield the tensors."""
         for source, offset_bytes in enumerate(self.offsets):
             yield Stored(offset_bytes, source)
+
+    def batches(self) -> Iterator[Part | StoredRecords]:
+        """Yield the tensors, too."""
+        return self.parts()
 
     def closing(self, crcs: Sequence[int]) -> bytes:
         """Return the header."""

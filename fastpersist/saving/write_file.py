@@ -17,7 +17,7 @@ for a directory of files, whether training waits or goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from fastpersist.commit.filesystem import filesystem
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.formats.layout import align_up
 from fastpersist.saving.capture import Capture, Sources
-from fastpersist.saving.containers import Container, Literal, Source, Stored
+from fastpersist.saving.containers import Container, Literal, Source, Stored, StoredRecords
 from fastpersist.saving.ownership import Owners, Ownership
 from fastpersist.saving.pacing import Spread
 from fastpersist.transfer import cuda
@@ -202,10 +202,14 @@ def write_container(
     ):
         snapshot = snapshot or gathering
         stream = PieceStream(writer, snapshot)
-        for part in container.parts():
+        # A storage that torch has to copy is a piece of its own.
+        is_native = snapshot is not None or all(cuda.is_host_memory(source.storage) for source in container.sources)
+        for part in container.batches() if is_native else container.parts():
             stream.seek(part.offset_bytes)
             if isinstance(part, Literal):
                 stream.add_bytes(part.data)
+            elif isinstance(part, StoredRecords):
+                stream.add_records(part, container.sources, with_crcs=container.has_checksums)
             elif isinstance(part, Stored):
                 slot = part.source if container.has_checksums else None
                 stream.add_source(container.sources[part.source], part.source, slot)
@@ -296,6 +300,20 @@ class PieceStream:
                 source.storage, slot, offset_bytes=source.offset_bytes, size_bytes=source.size_bytes
             )
         self._added(source.size_bytes)
+
+    def add_records(self, part: StoredRecords, sources: Sequence[Source], *, with_crcs: bool) -> None:
+        """Add records; without a snapshot all of their sources are in host memory. Each source has a slot of its own.
+
+        Args:
+            part: Which records.
+            sources: All of the file.
+            with_crcs: Compute and record CRCs.
+        """
+        self._end_literal()
+        first, count = part.first_source, len(part.records)
+        self._pieces.add_records(part.records, sources[first : first + count], first, self._snapshot, with_crcs)
+        self._added(part.records[-1].end_offset_bytes - part.offset_bytes)
+        self.flush()
 
     def flush(self) -> None:
         """Hand over all pieces; return when their bytes have been copied."""

@@ -7,12 +7,13 @@ pieces. `engine_selection` chooses the engine, and `reader` reads.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
 import torch
 
 from fastpersist import _native
+from fastpersist.formats.layout import Record
 from fastpersist.transfer import cuda
 from fastpersist.transfer.cuda import is_host_memory
 from fastpersist.transfer.engine_selection import announce_engine, transfer_options
@@ -75,6 +76,29 @@ class Pieces:
     def add_captured(self, snapshot: _native.Snapshot, source: int, size_bytes: int, crc_slot: int | None) -> None:
         """Add a whole source of a snapshot, wherever its bytes are when the writer reaches them."""
         self.native.add_captured(snapshot, source, size_bytes, _native.NO_CRC if crc_slot is None else crc_slot)
+
+    def add_records(
+        self,
+        records: list[Record],
+        storages: Sequence[tuple[torch.UntypedStorage, int, int]],
+        first_source: int,
+        snapshot: _native.Snapshot | None,
+        with_crcs: bool,
+    ) -> None:
+        """Add records of a torch zip in a row, each with header and descriptor.
+
+        Args:
+            records: Where they lie.
+            storages: Of each record storage, offset and length of its data. Kept alive until this object is dropped.
+            first_source: The first record's data are this source of the snapshot, and its CRC goes into this slot.
+            snapshot: Holds the data; without it they are read from where they are, in host memory.
+            with_crcs: Compute and record CRCs.
+        """
+        addresses = []
+        if snapshot is None:
+            addresses = [storage.data_ptr() + offset_bytes for storage, offset_bytes, _ in storages]
+            self._kept += [storage for storage, _, _ in storages]
+        self.native.add_records(records, first_source, with_crcs, snapshot, addresses)
 
 
 class Writer:

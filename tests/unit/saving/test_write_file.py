@@ -7,12 +7,16 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from support.states import pending_files
 
 import fastpersist as fp
+from fastpersist import _native
 from fastpersist.commit.file_commit import PendingFile, resolve_target
 from fastpersist.commit.filesystem import Filesystem, using
-from fastpersist.saving.write_file import WrittenFile, publish_file, write_file
+from fastpersist.saving.containers import Checksum, Container, Literal, Stored, TorchZipContainer
+from fastpersist.saving.write_file import WrittenFile, publish_file, write_container, write_file
+from fastpersist.transfer.arena import Arena
 
 SIZE_BYTES = 5000
 """More than a block, and less than two."""
@@ -100,3 +104,41 @@ def test_what_the_check_raises_keeps_the_old_file(tmp_path: Path) -> None:
     assert steps.done == [("allocate", 8192), ("write", 0)]
     assert path.read_bytes() == b"old"
     assert not pending_files(tmp_path)
+
+
+def composed(container: Container) -> bytes:
+    """Put a file together part by part."""
+    contents = [
+        bytes(source.storage)[source.offset_bytes : source.offset_bytes + source.size_bytes]
+        for source in container.sources
+    ]
+    crcs = [_native.crc32(content) if container.has_checksums else 0 for content in contents]
+    file = b""
+    for part in container.parts():
+        assert part.offset_bytes == len(file)
+        match part:
+            case Literal(data=data):
+                file += data
+            case Stored(source=source):
+                file += contents[source]
+            case Checksum(source=source):
+                file += crcs[source].to_bytes(4, "little")
+    assert container.closing_extent[0] == len(file)
+    return file + container.closing(crcs)
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("captured", [True, False])
+def test_many_records_at_a_time_give_the_same_file(captured: bool, checksum: bool, tmp_path: Path) -> None:
+    state = [torch.arange(index % 7, dtype=torch.uint8) for index in range(1100)]  # several batches, some empty
+    container = TorchZipContainer(state, "many", checksum=checksum)
+    snapshot = None
+    if captured:
+        snapshot = _native.Snapshot(Arena(1 << 20).for_state(0))
+        for source in container.sources:
+            snapshot.add(source.storage.data_ptr(), source.size_bytes, _native.SourceKind.CONSTANT, None)
+    with (tmp_path / "many.pt").open("w+b") as file:
+        write_container(container, file.fileno(), file.name, engine="threads-buffered", snapshot=snapshot)
+        file.truncate(container.size_bytes)
+        file.seek(0)
+        assert file.read() == composed(container)
