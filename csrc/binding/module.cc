@@ -211,6 +211,24 @@ class PyWriter {
   std::vector<std::string> demotions_;
 };
 
+// Add sources; of each its address, bytes, kind and device (none: the host's memory).
+void AddSources(Snapshot& snapshot, const std::vector<uintptr_t>& addresses, const std::vector<uint64_t>& sizes,
+                const std::vector<SourceKind>& kinds, const std::vector<std::optional<int>>& devices) {
+  const size_t count = addresses.size();
+  if (sizes.size() != count || kinds.size() != count || devices.size() != count) {
+    throw py::value_error("each source has an address, a size, a kind and a device");
+  }
+  for (size_t index = 0; index < count; ++index) {
+    if (devices[index].has_value()) {
+      Device& owner = DeviceOf(*devices[index]);
+      const ReleasedGil released;  // the first call pins the arena's mapped memory
+      snapshot.Add(owner, addresses[index], sizes[index], kinds[index]);
+    } else {
+      snapshot.Add(reinterpret_cast<const std::byte*>(addresses[index]), sizes[index], kinds[index]);
+    }
+  }
+}
+
 // Wait as Snapshot::Capture does, without the GIL; handles signals meanwhile.
 void CaptureSnapshot(Snapshot& snapshot, SourceKind kind, bool wait) {
   const auto hook_error = std::make_shared<HookError>();
@@ -401,17 +419,7 @@ PYBIND11_MODULE(_native, m) {
              return std::shared_ptr<Snapshot>(new Snapshot(std::move(arena)), DeleteWithoutGil<Snapshot>);
            }),
            py::arg("arena"))
-      .def(
-          "add",
-          [](Snapshot& self, uintptr_t address, uint64_t size_bytes, SourceKind kind, std::optional<int> device) {
-            if (device.has_value()) {
-              Device& owner = DeviceOf(*device);
-              const ReleasedGil released;  // the first call pins the arena's mapped memory
-              return self.Add(owner, address, size_bytes, kind);
-            }
-            return self.Add(reinterpret_cast<const std::byte*>(address), size_bytes, kind);
-          },
-          py::arg("address"), py::arg("size_bytes"), py::arg("kind"), py::arg("device") = py::none())
+      .def("add", &AddSources, py::arg("addresses"), py::arg("sizes"), py::arg("kinds"), py::arg("devices"))
       .def("narrow", &Snapshot::Narrow, py::arg("source"), py::arg("from_bytes"), py::arg("until_bytes"),
            py::call_guard<ReleasedGil>())
       .def("capture", &CaptureSnapshot, py::arg("kind"), py::arg("wait"))

@@ -22,6 +22,7 @@ decides when which save is written.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import gc
 import logging
@@ -30,7 +31,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -146,63 +147,75 @@ os.register_at_fork(after_in_child=_forget_pending)
 
 
 _version_of = operator.attrgetter("_version")
+_key_of = operator.attrgetter("_cdata")
 
 
 class _Watched:
-    """The tensors by which sources of a file are held, and the count of changes of each at save()."""
+    """The tensors by which sources of a file are held, and the count of changes of each at save().
 
-    def __init__(self, container: Sources) -> None:
+    Args:
+        container: The file.
+        sources: Which sources of it.
+        holders: For each of these the tensors, in lists.
+
+    Raises:
+        RuntimeError: One of them is an inference tensor and does not count.
+    """
+
+    def __init__(
+        self, container: Sources, sources: list[int], holders: Iterable[Sequence[Sequence[torch.Tensor]]]
+    ) -> None:
         self.container = container
+        self._sources = sources
         self._tensors: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        self._sources: list[int] = []  # of each tensor
-
-    def add(self, source: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Note the counts of all tensors by which a source is held.
-
-        Raises:
-            RuntimeError: One of them is an inference tensor and does not count. None of them is noted.
-        """
-        self._versions += list(map(_version_of, tensors))
-        self._tensors += tensors
-        self._sources += [source] * len(tensors)
+        self._ends: list[int] = []  # of each source, in the list of tensors
+        for lists in holders:
+            for tensors in lists:
+                self._tensors += tensors
+            self._ends.append(len(self._tensors))
+        self._versions = list(map(_version_of, self._tensors))
 
     def changed(self) -> list[int]:
         """Return the sources that were changed since, through one of the tensors."""
         versions = list(map(_version_of, self._tensors))
         if versions == self._versions:
             return []
-        compared = zip(self._sources, versions, self._versions, strict=True)
-        return [source for source, now, before in compared if now != before]
+        compared = enumerate(zip(versions, self._versions, strict=True))
+        return [self._sources[bisect.bisect_right(self._ends, place)] for place, (a, b) in compared if a != b]
+
+
+def _counts_changes(tensor: torch.Tensor) -> bool:
+    try:
+        _version_of(tensor)
+    except RuntimeError:  # an inference tensor
+        return False
+    return True
 
 
 class _Places:
     """Where the storages of sources of a file lay at save()."""
 
-    def __init__(self, container: Sources) -> None:
+    def __init__(self, container: Sources, sources: list[int]) -> None:
         self.container = container
-        self._storages: list[torch.UntypedStorage] = []
-        self._addresses: list[int] = []
-        self._sizes: list[int] = []
-        self._sources: list[int] = []
-
-    def add(self, source: int, address: int) -> None:
-        """Note the place of a source's storage."""
-        storage = self.container.sources[source].storage
-        self._storages.append(storage)
-        self._addresses.append(address)
-        self._sizes.append(storage.nbytes())
-        self._sources.append(source)
+        self._sources = sources
+        self._storages = [container.sources[source].storage for source in sources]
+        self._addresses, self._sizes = self._now()
 
     def resized(self) -> int | None:
         """Return a source whose storage has other memory, or another length, than at save()."""
-        addresses = list(map(torch.UntypedStorage.data_ptr, self._storages))
-        sizes = list(map(torch.UntypedStorage.nbytes, self._storages))
+        addresses, sizes = self._now()
         if addresses == self._addresses and sizes == self._sizes:
             return None
         now = zip(addresses, sizes, strict=True)
         before = zip(self._addresses, self._sizes, strict=True)
         return next(source for source, a, b in zip(self._sources, now, before, strict=True) if a != b)
+
+    def _now(self) -> tuple[list[int], list[int]]:
+        return _addresses_of(self._storages), list(map(torch.UntypedStorage.nbytes, self._storages))
+
+
+def _addresses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    return list(map(torch.UntypedStorage.data_ptr, storages))
 
 
 _collector_holders = 0  # how many have turned it off, and will turn it on again
@@ -289,43 +302,37 @@ class Capture:
             self._stable, self._constant, self.why_volatile = found.stable, found.constant, found.why_volatile
         self._look = None
         snapshot = _native.Snapshot(self._arena.for_state(sum(source.size_bytes for source in container.sources)))
-        watched, constants_watched, places = _Watched(container), _Watched(container), _Places(container)
-        on_devices_bytes = 0
-        followed: set[int] = set()  # devices whose copies now come after the work of the caller's current stream
-        for index, (source, tensors) in enumerate(zip(container.sources, self._reached_by(container), strict=True)):
-            storage, start_bytes, size_bytes = source.storage, source.offset_bytes, source.size_bytes
-            key = storage._cdata
-            kind, held_by = self._kind_of(key)
-            on_host = cuda.is_host_memory(storage)
-            ordinal = None if on_host else cuda.ordinal_of(storage)
-            if ordinal is None and not on_host:
+        # Training waits, and a state may have many thousands of sources: all that is done for each of them is done in
+        # columns.
+        storages = [source.storage for source in container.sources]
+        starts = [source.offset_bytes for source in container.sources]
+        sizes = [source.size_bytes for source in container.sources]
+        keys = list(map(_key_of, storages))
+        kinds = self._kinds_of(keys)
+        ordinals: list[int | None] = [None] * len(storages)
+        copied = []
+        for index, on_host in enumerate(map(cuda.is_host_memory, storages)):
+            if on_host:
+                continue
+            ordinals[index] = cuda.ordinal_of(storages[index])
+            if ordinals[index] is None:
                 # This copy is the capture; nobody else has it, so it does not change.
-                storage = byte_tensor(storage)[start_bytes : start_bytes + size_bytes].cpu().untyped_storage()
-                kind, start_bytes = _CONSTANT, 0
-            elif kind is not _VOLATILE:
-                try:
-                    (watched if kind is _STABLE else constants_watched).add(index, [*held_by, *tensors])
-                except RuntimeError:  # inference tensors do not count
-                    kind = _VOLATILE
-            if ordinal is not None:
-                if ordinal not in followed:
-                    cuda.follow_caller(ordinal, to_host=True)
-                    followed.add(ordinal)
-                on_devices_bytes += 0 if kind is _CONSTANT else size_bytes
-            address = storage.data_ptr()
-            self._kept.append(storage)
-            self.kinds.append(kind)
-            snapshot.add(address + start_bytes, size_bytes, kind, ordinal)
-            if kind is _STABLE:
-                self._stable_keys.add(key)
-                places.add(index, address)
+                copy = byte_tensor(storages[index])[starts[index] : starts[index] + sizes[index]].cpu()
+                storages[index], starts[index], kinds[index] = copy.untyped_storage(), 0, _VOLATILE
+                copied.append(index)
+        reached_by = self._reached_by(container)
+        self._watched.append(self._watch(container, keys, kinds, self._stable, _STABLE, reached_by))
+        self._constants_watched.append(self._watch(container, keys, kinds, self._constant, _CONSTANT, reached_by))
+        for index in copied:
+            kinds[index] = _CONSTANT
+        stable = [index for index, kind in enumerate(kinds) if kind is _STABLE]
+        self._places.append(_Places(container, stable))
+        self._stable_keys.update([keys[index] for index in stable])
+        self._follow_devices(ordinals, kinds, sizes)
+        snapshot.add(list(map(operator.add, _addresses_of(storages), starts)), sizes, kinds, ordinals)
         self._snapshots.append(snapshot)
-        self._watched.append(watched)
-        self._constants_watched.append(constants_watched)
-        self._places.append(places)
-        self._devices += followed.difference(self._devices)
-        if on_devices_bytes:
-            self._arena.prepare(on_devices_bytes)
+        self._kept += storages
+        self.kinds += kinds
         if self._paranoid:
             self._take_samples(container)
         return snapshot
@@ -538,6 +545,36 @@ class Capture:
                 _pending.remove(self)
 
     @staticmethod
+    def _watch(
+        container: Sources,
+        keys: Sequence[int],
+        kinds: list[Kind],
+        held_by: Mapping[int, list[torch.Tensor]],
+        kind: Kind,
+        reached_by: Sequence[Sequence[torch.Tensor]],
+    ) -> _Watched:
+        """Note the counters of all sources of a kind; those held by tensors that do not count become volatile."""
+        indices = [index for index, of_source in enumerate(kinds) if of_source is kind]
+        try:
+            return _Watched(container, indices, [(held_by[keys[index]], reached_by[index]) for index in indices])
+        except RuntimeError:
+            for index in indices:
+                if not all(map(_counts_changes, (*held_by[keys[index]], *reached_by[index]))):
+                    kinds[index] = _VOLATILE
+        return Capture._watch(container, keys, kinds, held_by, kind, reached_by)
+
+    def _follow_devices(self, ordinals: Sequence[int | None], kinds: Sequence[Kind], sizes: Sequence[int]) -> None:
+        """Let copies from devices come after the work of the caller's current streams; pin memory for them."""
+        found = {ordinal for ordinal in ordinals if ordinal is not None}
+        for ordinal in found:
+            cuda.follow_caller(ordinal, to_host=True)
+        self._devices += found.difference(self._devices)
+        sized = zip(ordinals, kinds, sizes, strict=True)
+        size_bytes = sum(size for ordinal, kind, size in sized if ordinal is not None and kind is not _CONSTANT)
+        if size_bytes:
+            self._arena.prepare(size_bytes)
+
+    @staticmethod
     def _reached_by(container: Sources) -> Sequence[Sequence[torch.Tensor]]:
         """Return for each source all tensors by which the object holds its storage."""
         if not container.wrappers:
@@ -551,19 +588,17 @@ class Capture:
             for source, tensors in zip(container.sources, container.tensors, strict=True)
         ]
 
-    def _kind_of(self, key: int) -> tuple[Kind, list[torch.Tensor]]:
-        """Return the kind of a storage, and the tensors by which its owner holds it."""
-        if key in self._constant:
-            kind, held_by = _CONSTANT, self._constant[key]
-        elif key in self._stable:
-            kind, held_by = _STABLE, self._stable[key]
-        else:
-            return _VOLATILE, []
-        if key in _torn:
-            if not _torn[key].expired():
-                return _VOLATILE, []
-            del _torn[key]
-        return kind, held_by
+    def _kinds_of(self, keys: Sequence[int]) -> list[Kind]:
+        """Return the kind of each storage."""
+        constant, stable = self._constant, self._stable
+        kinds = [_CONSTANT if key in constant else _STABLE if key in stable else _VOLATILE for key in keys]
+        for index, key in enumerate(keys) if _torn else ():
+            if key in _torn and kinds[index] is not _VOLATILE:
+                if _torn[key].expired():
+                    del _torn[key]
+                else:
+                    kinds[index] = _VOLATILE
+        return kinds
 
     def _look_for_changes(self) -> None:
         if self._error is None:

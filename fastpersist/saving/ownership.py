@@ -168,30 +168,37 @@ def _unwrapped(given: object) -> Optimizer:
     return inner
 
 
-def _tensors_of(optimizer: Optimizer, *, frozen: bool = True) -> Iterator[torch.Tensor]:
-    """Yield what an optimizer's step may change: its parameters, and the tensors anywhere inside its state.
+def _tensors_of(optimizer: Optimizer, *, frozen: bool = True) -> list[torch.Tensor]:
+    """Return what an optimizer's step may change: its parameters, and the tensors anywhere inside its state.
 
     Args:
         optimizer: With its wrappers taken off.
         frozen: Also the parameters that require no gradient now.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if frozen or parameter.requires_grad:
-                yield parameter
+    found = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if frozen or parameter.requires_grad
+    ]
     for value in optimizer.state.values():
-        yield from _tensors_below(value)
+        _add_tensors(value, found)
+    return found
 
 
-def _tensors_below(value: object) -> Iterator[torch.Tensor]:
+def _add_tensors(value: object, found: list[torch.Tensor]) -> None:
+    """Append the tensors anywhere inside a value."""
     if isinstance(value, torch.Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, dict | Mapping):  # dict first: the other takes long to tell
         for inner in value.values():
-            yield from _tensors_below(inner)
+            if type(inner) is torch.Tensor:  # nearly all: no call for them
+                found.append(inner)
+            else:
+                _add_tensors(inner, found)
     elif isinstance(value, list | tuple | set | frozenset):
         for inner in value:
-            yield from _tensors_below(inner)
+            _add_tensors(inner, found)
 
 
 def _kept(constant: object) -> object:

@@ -243,9 +243,12 @@ def _gathering_snapshot(container: Container) -> _native.Snapshot | None:
     for device in on_devices:
         cuda.follow_caller(device, to_host=True)
     snapshot = _native.Snapshot(_gathering.for_state(container.size_bytes))
-    for source, ordinal in zip(container.sources, ordinals, strict=True):
-        address = source.storage.data_ptr() + source.offset_bytes
-        snapshot.add(address, source.size_bytes, _native.SourceKind.CONSTANT, ordinal)
+    snapshot.add(
+        [source.storage.data_ptr() + source.offset_bytes for source in container.sources],
+        [source.size_bytes for source in container.sources],
+        [_native.SourceKind.CONSTANT] * len(ordinals),
+        ordinals,
+    )
     return snapshot
 
 

@@ -69,7 +69,7 @@ def test_who_gives_captured_memory_back_keeps_nobody_else_waiting(stage: Stage, 
     storage = cuda_storage(bytes(2 * CHUNK))
     arena = _native.Arena(ARENA_BYTES)
     snapshot, other = _native.Snapshot(arena), _native.Snapshot(arena)
-    snapshot.add(storage.data_ptr(), 2 * CHUNK, _native.SourceKind.VOLATILE, 0)
+    snapshot.add([storage.data_ptr()], [2 * CHUNK], [_native.SourceKind.VOLATILE], [0])
     stage.cuda.delay_us(SLOW_COPY_US)
     snapshot.capture(_native.SourceKind.VOLATILE, True)
     giving = threading.Thread(target=(lambda: snapshot.narrow(0, 0, 0)) if way == "narrow" else snapshot.close)
@@ -175,7 +175,7 @@ def test_the_arena_has_a_block_back_when_the_device_has_let_it_go(stage: Stage, 
     storage = cuda_storage(bytes(2 * CHUNK))
     arena = _native.Arena(ARENA_BYTES)
     snapshot = _native.Snapshot(arena)
-    snapshot.add(storage.data_ptr(), 2 * CHUNK, _native.SourceKind.VOLATILE, 0)
+    snapshot.add([storage.data_ptr()], [2 * CHUNK], [_native.SourceKind.VOLATILE], [0])
     with stage.cuda.held_copies():
         if call is not None:
             stage.cuda.fail(call, 0, OUT_OF_MEMORY)
@@ -192,7 +192,7 @@ def test_whoever_closes_second_waits_as_long_as_the_first(stage: Stage) -> None:
     # The thread that cancels a save and the one that writes it both let the tensors go behind this.
     storage = cuda_storage(bytes(2 * CHUNK))
     snapshot = _native.Snapshot(_native.Arena(ARENA_BYTES))
-    snapshot.add(storage.data_ptr(), 2 * CHUNK, _native.SourceKind.VOLATILE, 0)
+    snapshot.add([storage.data_ptr()], [2 * CHUNK], [_native.SourceKind.VOLATILE], [0])
     with stage.cuda.held_copies():
         snapshot.capture(_native.SourceKind.VOLATILE, True)
         first, second = (threading.Thread(target=snapshot.close) for _ in range(2))
@@ -215,7 +215,7 @@ def test_overlapping_sources_of_which_parts_are_wanted_are_gathered_rightly(stag
     snapshot = _native.Snapshot(_native.Arena(ARENA_BYTES))
     places = [(0, 2048), (512, 600), (3000, 1000)]
     for first, size_bytes in places:
-        snapshot.add(storage.data_ptr() + first, size_bytes, _native.SourceKind.STABLE, 0)
+        snapshot.add([storage.data_ptr() + first], [size_bytes], [_native.SourceKind.STABLE], [0])
     snapshot.capture(_native.SourceKind.VOLATILE, False)  # as save() does, before the plan is there
     snapshot.narrow(0, 1500, 2048)
     snapshot.capture(_native.SourceKind.STABLE, True)
@@ -297,7 +297,7 @@ def test_a_gate_gives_the_device_one_command_for_a_tensor_and_few_for_all_of_the
     storage = cuda_storage(bytes(tensor_bytes))
     snapshot = _native.Snapshot(_native.Arena(count * tensor_bytes))
     for _ in range(count):
-        snapshot.add(storage.data_ptr(), tensor_bytes, _native.SourceKind.STABLE, 0)
+        snapshot.add([storage.data_ptr()], [tensor_bytes], [_native.SourceKind.STABLE], [0])
     calls = ("cuMemcpyDtoHAsync_v2", "cuEventRecord", "cuCtxPushCurrent_v2")
     with stage.cuda.held_copies():
         before = {call: stage.cuda.call_count(call) for call in calls}
@@ -315,9 +315,9 @@ def test_a_gate_does_not_wait_while_another_save_lets_a_device_know_the_arena(st
     arena = _native.Arena(ARENA_BYTES)
     earlier, gated, of_device = (_native.Snapshot(arena) for _ in range(3))
     for snapshot in (earlier, gated):
-        snapshot.add(on_host.data_ptr(), on_host.nbytes, _native.SourceKind.STABLE)
+        snapshot.add([on_host.data_ptr()], [on_host.nbytes], [_native.SourceKind.STABLE], [None])
     earlier.capture(_native.SourceKind.STABLE, True)  # maps
-    source = (storage.data_ptr(), storage.nbytes(), _native.SourceKind.STABLE, 0)
+    source = ([storage.data_ptr()], [storage.nbytes()], [_native.SourceKind.STABLE], [0])
     with stage.cuda.held_registrations():
         adding = threading.Thread(target=of_device.add, args=source)
         adding.start()

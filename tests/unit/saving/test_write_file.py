@@ -136,7 +136,7 @@ def test_many_records_at_a_time_give_the_same_file(captured: bool, checksum: boo
     if captured:
         snapshot = _native.Snapshot(Arena(1 << 20).for_state(0))
         for source in container.sources:
-            snapshot.add(source.storage.data_ptr(), source.size_bytes, _native.SourceKind.CONSTANT, None)
+            snapshot.add([source.storage.data_ptr()], [source.size_bytes], [_native.SourceKind.CONSTANT], [None])
     with (tmp_path / "many.pt").open("w+b") as file:
         write_container(container, file.fileno(), file.name, engine="threads-buffered", snapshot=snapshot)
         file.truncate(container.size_bytes)

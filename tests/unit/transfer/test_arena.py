@@ -24,7 +24,7 @@ def test_files_of_one_save_have_room_together() -> None:
     files = [torch.ones(20 * MIB, dtype=torch.uint8) for _ in range(4)]
     snapshots = [_native.Snapshot(arena.for_state(file.nbytes)) for file in files]
     for snapshot, file in zip(snapshots, files, strict=True):
-        snapshot.add(file.data_ptr(), file.nbytes, _native.SourceKind.STABLE)
+        snapshot.add([file.data_ptr()], [file.nbytes], [_native.SourceKind.STABLE], [None])
     for snapshot in snapshots:
         snapshot.capture(_native.SourceKind.STABLE, False)  # without a writer that would make room
     assert [snapshot.counts()["stable_remaining_bytes"] for snapshot in snapshots] == [0, 0, 0, 0]
@@ -37,7 +37,7 @@ def test_a_limit_holds_for_all_files_of_a_save() -> None:
     files = [torch.ones(20 * MIB, dtype=torch.uint8) for _ in range(2)]
     snapshots = [_native.Snapshot(arena.for_state(file.nbytes)) for file in files]
     for snapshot, file in zip(snapshots, files, strict=True):
-        snapshot.add(file.data_ptr(), file.nbytes, _native.SourceKind.STABLE)
+        snapshot.add([file.data_ptr()], [file.nbytes], [_native.SourceKind.STABLE], [None])
         snapshot.capture(_native.SourceKind.STABLE, False)
     assert [snapshot.counts()["stable_remaining_bytes"] for snapshot in snapshots] == [0, 10 * MIB]
     for snapshot in snapshots:
