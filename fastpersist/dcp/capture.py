@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from fastpersist.dcp.blobs import is_plain
 from fastpersist.errors import ConfigError, InternalError, UnsupportedError
-from fastpersist.saving.capture import Capture, no_garbage_collection
+from fastpersist.saving.capture import Capture
 from fastpersist.saving.containers import Source
 from fastpersist.saving.ownership import PLAIN, Owners, Ownership
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
+from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.writer import Pieces
 
 __all__ = ["Piece", "ShardedCapture"]

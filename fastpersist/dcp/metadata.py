@@ -40,7 +40,7 @@ from fastpersist.errors import CheckpointNotFoundError, FormatError, StorageErro
 from fastpersist.formats.manifest import DCP_METADATA_NAME
 from fastpersist.formats.pickle_nodes import Call, Global, SymbolicDict, UnsupportedPickle
 from fastpersist.formats.pickle_scan import scan_pickle
-from fastpersist.saving.capture import no_garbage_collection
+from fastpersist.transfer.garbage import no_garbage_collection
 
 __all__ = ["METADATA_NAME", "Found", "build_pickled", "pickled", "read_metadata"]
 

@@ -37,9 +37,9 @@ from fastpersist.dcp.plan_comparison import GetSums, sample, two_under_one_name
 from fastpersist.dcp.save_planner import StepSavePlanner, is_object
 from fastpersist.distributed.messages import decoded, encoded
 from fastpersist.errors import ConfigError, CoordinationError, FormatError
-from fastpersist.saving.capture import no_garbage_collection
 from fastpersist.saving.directory_files import RankSession
 from fastpersist.saving.ownership import Ownership
+from fastpersist.transfer.garbage import no_garbage_collection
 
 __all__ = ["Done", "Planned", "SharedPlans", "gather_done", "tell_done"]
 

@@ -36,8 +36,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from fastpersist.dcp.blobs import is_plain
 from fastpersist.distributed.replica_check import sample_crcs
 from fastpersist.errors import CoordinationError
-from fastpersist.saving.capture import no_garbage_collection
 from fastpersist.saving.ownership import Ownership
+from fastpersist.transfer.garbage import no_garbage_collection
 
 __all__ = [
     "CUT_TENSOR_BYTES_MIN",

@@ -29,12 +29,12 @@ from fastpersist.distributed.group_save import PeerDirectorySave
 from fastpersist.distributed.messages import preferring_failure_of_others
 from fastpersist.errors import ConfigError, InternalError, StorageError
 from fastpersist.formats.manifest import FileEntry, check_file_name
-from fastpersist.saving.capture import no_garbage_collection
 from fastpersist.saving.directory_files import WriteSite
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.write_file import CapturedFile
 from fastpersist.transfer.arena import Arena
+from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.progress import Poll
 
 __all__ = ["ShardedFiles", "required_mapping", "save_sharded"]

@@ -67,6 +67,7 @@ class CheckpointSource:
         kind: "torch_zip", "safetensors", or "other" (legacy pickles, anything unknown); the first bytes tell.
         size_bytes: Length of the file.
         fd: The descriptor for transfers.
+        local_headers: Fixed parts of local headers that were read already, by their offsets.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
@@ -76,6 +77,7 @@ class CheckpointSource:
     def __init__(self, path: str, fd: int | None = None) -> None:
         self.path = path
         self.fd = _open(path, path) if fd is None else fd
+        self.local_headers: dict[int, bytes] = {}
         try:
             with storage_errors("looking at", path):
                 self.size_bytes = os.fstat(self.fd).st_size
@@ -360,7 +362,8 @@ class SkippingFile(io.RawIOBase):
         size_bytes = min(len(buffer), max(0, self._source.size_bytes - self._position))
         entry = self._entries.get(self._position)
         if size_bytes == LOCAL_HEADER_BYTES and entry is not None:
-            data_offset_bytes = torch_zip.header_leads_to(self._source.read_at(self._position, size_bytes), entry)
+            header = self._source.local_headers.get(self._position) or self._source.read_at(self._position, size_bytes)
+            data_offset_bytes = torch_zip.header_leads_to(header, entry)
             if data_offset_bytes is None or data_offset_bytes + entry.size_bytes > self._source.size_bytes:
                 raise FormatError(
                     f"the header of record {entry.name} is damaged", path=self.path, offset_bytes=self._position

@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, TypeAlias, cast
 
@@ -26,8 +26,10 @@ import torch
 from fastpersist import _native
 from fastpersist.errors import ChecksumError, FormatError, InternalError, UnsupportedError
 from fastpersist.formats import safetensors as safetensors_format
+from fastpersist.formats.layout import LOCAL_HEADER_BYTES
 from fastpersist.formats.pickle_scan import StorageReference
 from fastpersist.loading.checkpoint_file import CheckpointSource, SkippingFile
+from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.reader import Extents, Read, read_extents
 from fastpersist.transfer.torch_boundary import no_tag, not_allowed_globals, stock_load
@@ -252,6 +254,7 @@ def storages_to_fill(
 # --------------------------------------------------------------------------------------------- loading
 
 
+@no_garbage_collection()
 def load_checkpoint(
     source: CheckpointSource,
     *,
@@ -339,12 +342,40 @@ def fill_storages(
     indexes = {}
     for key, item in wanted.items():
         indexes[key] = extents.add_storage(item.entry_offset_bytes, storages[key], with_crc=verify, fresh=True)
+    headers = None
+    if all(item.device.type == "cpu" for item in wanted.values()):  # GPUDirect reads into one kind of memory
+        headers = _LocalHeaders(source, wanted, extents)
     crcs = read(source.fd, source.path, extents, engine=engine, poll=poll).crcs
+    if headers is not None:
+        headers.keep()
     if verify:
         damaged = [key for key, item in wanted.items() if crcs[indexes[key]] != item.crc]
         if damaged:
             first = damaged[0]
             raise checksum_error(source, first, wanted[first].crc, crcs[indexes[first]], len(damaged))
+
+
+class _LocalHeaders:
+    """The local headers of storages, read in the same pass as these.
+
+    torch reads them when it unpickles. Each lies right before its storage. If they were read then, the kernel would
+    read ahead, and many small storages would come from the disk twice.
+    """
+
+    def __init__(self, source: CheckpointSource, keys: Iterable[str], extents: Extents) -> None:
+        self._source = source
+        self._offsets = [source.directory.entries[f"data/{key}"].header_offset_bytes for key in keys]
+        self._headers = bytearray(max(1, len(self._offsets)) * LOCAL_HEADER_BYTES)
+        memory = torch.frombuffer(self._headers, dtype=torch.uint8)
+        for index, offset_bytes in enumerate(self._offsets):
+            address = memory.data_ptr() + index * LOCAL_HEADER_BYTES
+            extents.add_memory(offset_bytes, LOCAL_HEADER_BYTES, address, memory, with_crc=False)
+
+    def keep(self) -> None:
+        """Let the source know them, when they are read."""
+        for index, offset_bytes in enumerate(self._offsets):
+            start = index * LOCAL_HEADER_BYTES
+            self._source.local_headers[offset_bytes] = bytes(self._headers[start : start + LOCAL_HEADER_BYTES])
 
 
 def read_safetensors(

@@ -24,15 +24,13 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import gc
 import logging
 import operator
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -45,9 +43,10 @@ from fastpersist.saving.ownership import Owners, Ownership, note_step_of, storag
 from fastpersist.saving.pacing import note_step
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
+from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.tensor_memory import byte_tensor
 
-__all__ = ["Capture", "Kind", "Sources", "no_garbage_collection", "watch_steps"]
+__all__ = ["Capture", "Kind", "Sources", "watch_steps"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -135,12 +134,9 @@ def _after_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> 
 
 def _forget_pending() -> None:
     """Forget all saves in a forked child: they, and the threads that write them, are the parent's."""
-    global _collector_holders, _pending_lock
+    global _pending_lock
     _pending_lock = threading.RLock()
     _pending.clear()
-    if _collector_holders:  # threads of the parent; none of them is here to turn it on again
-        _collector_holders = 0
-        gc.enable()
 
 
 os.register_at_fork(after_in_child=_forget_pending)
@@ -216,27 +212,6 @@ class _Places:
 
 def _addresses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
     return list(map(torch.UntypedStorage.data_ptr, storages))
-
-
-_collector_holders = 0  # how many have turned it off, and will turn it on again
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Turn the garbage collector off while tens of thousands of objects are made, none of which is garbage.
-
-    It would walk all objects of the process again and again, which takes longer than making these.
-    """
-    global _collector_holders
-    was_enabled = gc.isenabled()
-    gc.disable()
-    _collector_holders += was_enabled
-    try:
-        yield
-    finally:
-        if was_enabled:
-            _collector_holders -= 1
-            gc.enable()
 
 
 class Capture:

@@ -18,8 +18,8 @@ from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats import torch_zip
 from fastpersist.formats.layout import Record
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
-from fastpersist.saving.capture import no_garbage_collection
 from fastpersist.saving.skeleton import ZERO_TENSOR, pickle_skeleton
+from fastpersist.transfer.garbage import no_garbage_collection
 
 __all__ = [
     "Checksum",

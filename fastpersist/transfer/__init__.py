@@ -6,5 +6,5 @@ Where to look:
     any place of an open file    tensor_file, with tensor_requests for what callers give and wait for
     which engine moves bytes     engine_selection; gpudirect for the engine "cufile"
     where bytes come from        tensor_memory (host), cuda (devices), arena (copies of what is about to change)
-    for all of them              progress, torch_boundary
+    for all of them              progress, torch_boundary, garbage
 """

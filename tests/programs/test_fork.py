@@ -24,7 +24,7 @@ from support.states import load_step, make_state, pending_files
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.commit.file_commit import PendingFile, resolve_target
-from fastpersist.saving.capture import no_garbage_collection
+from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.writer import Pieces, Writer
 
 ENGINES = ("uring", "libaio", "threads", "threads-buffered")

@@ -18,6 +18,7 @@ from support.sameness import assert_same, portrait
 from support.specimens import SPECIMENS, Wrapper
 
 import fastpersist as fp
+from fastpersist.loading.checkpoint_file import CheckpointSource
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Sparse (CSR|CSC|BSR|BSC)|The PyTorch API of nested tensors:UserWarning"),
@@ -456,3 +457,22 @@ def test_header_that_leads_elsewhere_does_not_mislead(tmp_path: Path) -> None:
     assert torch.load(path)["weight"].tolist() != [0, 1, 2, 3, 4]
     assert fp.load(path, verify=True)["weight"].tolist() == [0, 1, 2, 3, 4]
     assert [damage.record for damage in fp.verify(path).damages] == ["data/0"]
+
+
+def test_local_headers_of_many_storages_are_not_read_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each lies before its storage. A read of its own makes the kernel read ahead: the file comes from the disk twice.
+    path = tmp_path / "many.pt"
+    state = [torch.full((3,), index) for index in range(500)]
+    fp.save(state, path)
+    counts = []
+    read_at = CheckpointSource.read_at
+
+    def counted(self: CheckpointSource, offset_bytes: int, size_bytes: int) -> bytes:
+        counts.append(size_bytes)
+        return read_at(self, offset_bytes, size_bytes)
+
+    monkeypatch.setattr(CheckpointSource, "read_at", counted)
+    assert all(map(torch.equal, fp.load(path), state))
+    assert 0 < len(counts) < 60  # of the directory, the pickle, and small records
