@@ -170,7 +170,7 @@ else
 endif
 
 test-rest: $(BUILT)
-	$(PYTEST) -m 'not quick and not long'
+	$(PYTEST) -m 'not quick and not long' --durations=0 --durations-min=5
 
 test-all:
 	$(MAKE) --no-print-directory test

@@ -2,11 +2,15 @@
 
 #include <signal.h>
 
+#include <cerrno>
 #include <memory>
 #include <utility>
+#include <vector>
 
 namespace fastpersist {
 namespace {
+
+constexpr size_t kPossibleCpuCountMax = 1 << 20;
 
 struct Start {
   const char* name;
@@ -32,6 +36,16 @@ int StartThread(pthread_t& thread, const char* name, std::function<void()> run) 
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (refused == 0) start.release();  // NOLINT(bugprone-unused-return-value): the thread owns it now
   return refused;
+}
+
+int UsableCpuCount(int (*ask)(pid_t, size_t, cpu_set_t*)) {
+  for (size_t capacity = CPU_SETSIZE; capacity <= kPossibleCpuCountMax; capacity *= 2) {
+    std::vector<cpu_set_t> cpus(capacity / CPU_SETSIZE);
+    const size_t size_bytes = cpus.size() * sizeof(cpu_set_t);
+    if (ask(0, size_bytes, cpus.data()) == 0) return CPU_COUNT_S(size_bytes, cpus.data());
+    if (errno != EINVAL) break;
+  }
+  return 0;
 }
 
 }  // namespace fastpersist

@@ -1,6 +1,5 @@
 #include "engine/tmpfs_writes.h"
 
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
@@ -18,6 +17,7 @@
 
 #include "core/alignment.h"
 #include "core/file.h"
+#include "core/thread.h"
 
 namespace fastpersist {
 namespace {
@@ -28,7 +28,6 @@ constexpr uint32_t kRequestBytesMin = 1 << 20;
 constexpr int kCpuCountMin = 4;
 
 // No kernel can be built for more.
-constexpr size_t kPossibleCpuCountMax = 1 << 20;
 
 // The mount options of a file system; nothing for one of the kernel's own, such as that of memfd_create(2), whose files
 // are rewritten many times, into pages that exist. In a line of mountinfo (proc_pid_mountinfo(5)) the third word is the
@@ -57,16 +56,6 @@ bool GiveHugePages(const std::string& options) {
 }  // namespace
 
 // Asks with growing sets: the kernel refuses one with fewer bits than possible CPUs, and cpu_set_t holds 1,024.
-int UsableCpuCount(int (*ask)(pid_t, size_t, cpu_set_t*)) {
-  for (size_t capacity = CPU_SETSIZE; capacity <= kPossibleCpuCountMax; capacity *= 2) {
-    std::vector<cpu_set_t> cpus(capacity / CPU_SETSIZE);
-    const size_t size_bytes = cpus.size() * sizeof(cpu_set_t);
-    if (ask(0, size_bytes, cpus.data()) == 0) return CPU_COUNT_S(size_bytes, cpus.data());
-    if (errno != EINVAL) break;
-  }
-  return 0;
-}
-
 TmpfsWrites::TmpfsWrites(TmpfsMapping mapping)
     : pays_with_small_pages_(mapping == TmpfsMapping::kAlways || UsableCpuCount() >= kCpuCountMin) {}
 

@@ -6,7 +6,6 @@
 // call returns an error, and no SIGBUS comes.
 #pragma once
 
-#include <sched.h>
 #include <sys/types.h>
 
 #include <atomic>
@@ -17,9 +16,6 @@
 #include "engine/engine.h"
 
 namespace fastpersist {
-
-// How many CPUs this thread may run on, on machines of any size; 0 if the kernel does not say. `ask` is for tests.
-int UsableCpuCount(int (*ask)(pid_t, size_t, cpu_set_t*) = sched_getaffinity);
 
 enum class TmpfsMapping : uint8_t {
   kWherePays,  // with at least four CPUs, or huge pages

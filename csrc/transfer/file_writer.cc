@@ -10,9 +10,17 @@
 #include "core/alignment.h"
 #include "core/crc32.h"
 #include "core/memory.h"
+#include "core/thread.h"
 #include "device/pinning.h"
 
 namespace fastpersist {
+namespace {
+
+constexpr int kHelpersMax = 4;                        // more copy no faster than the memory is
+constexpr size_t kHelpedBytesMin = size_t{64} << 10;  // a smaller copy takes no longer than handing it over
+constexpr uint32_t kWritesPerCheck = 8;
+
+}  // namespace
 
 void PieceList::AddBytes(std::string bytes) {
   owned_.push_back(std::move(bytes));
@@ -65,7 +73,8 @@ FileWriter::FileWriter(int fd, std::unique_ptr<IoPump> pump, BufferShare share, 
       block_bytes_(pump_->block_bytes()),
       share_(std::move(share)),
       callbacks_(std::move(callbacks)),
-      chunk_bytes_(chunk_bytes) {
+      chunk_bytes_(chunk_bytes),
+      helpers_max_(ring_device == nullptr ? static_cast<size_t>(std::min(UsableCpuCount(), kHelpersMax)) : 0) {
   if (ring_device != nullptr) device_ring_.emplace(*ring_device, [this] { return Poll(); }, nullptr);
   in_flight_.resize(pump_->queue_depth());
 }
@@ -88,6 +97,7 @@ Status FileWriter::Poll() {
 // cuMemUnmap).
 Status FileWriter::Abort(Status status) {
   if (failed_.ok()) failed_ = std::move(status);
+  helpers_.reset();  // waits for those that copy
   pump_->Abandon();
   for (std::byte*& buffer : in_flight_) {
     if (buffer != nullptr) share_.Put(std::exchange(buffer, nullptr));
@@ -199,7 +209,7 @@ Status FileWriter::EndBlock() {
 Status FileWriter::EndChunk() {
   if (chunk_.fill_bytes == 0) return Status::Ok();
   FP_RETURN_IF_ERROR(EndBlock());
-  if (copying_.empty() && chunk_.devices.empty()) {
+  if (copying_.empty() && !chunk_.is_copying()) {
     FP_RETURN_IF_ERROR(StartWrite(chunk_));
     chunk_.offset_bytes += std::exchange(chunk_.fill_bytes, 0);
     return Status::Ok();
@@ -224,6 +234,8 @@ void FileWriter::PassOn() {
 // Start to write whole blocks of the chunk: see EndBlock.
 Status FileWriter::StartWrite(Chunk& chunk) {
   const size_t padded_bytes = AlignUp(chunk.fill_bytes, block_bytes_);
+  FP_RETURN_IF_ERROR(Collect(/*wait=*/false));
+  AddHelpers();
   while (pump_->in_flight() == pump_->queue_depth()) FP_RETURN_IF_ERROR(Collect(/*wait=*/true));
   const auto free_tag = std::find(in_flight_.begin(), in_flight_.end(), nullptr);
   FP_CHECK(free_tag != in_flight_.end());
@@ -234,8 +246,24 @@ Status FileWriter::StartWrite(Chunk& chunk) {
                                 .needed_bytes = static_cast<uint32_t>(padded_bytes),
                                 .offset_bytes = chunk.offset_bytes,
                                 .tag = static_cast<uint64_t>(free_tag - in_flight_.begin())};
-  FP_RETURN_IF_ERROR(pump_->Start(request));
-  return Collect(/*wait=*/false);
+  return pump_->Start(request);
+}
+
+// Before a write starts: start helpers if the disk had nothing to do at more than a tenth of the last writes. One
+// helper would only do what this thread does, so there are two at first.
+void FileWriter::AddHelpers() {
+  ++write_count_;
+  if (pump_->in_flight() == 0 && pump_->done_bytes() > 0) ++starved_count_;  // the first write finds an idle disk
+  if (write_count_ < kWritesPerCheck) return;
+  const bool is_starved = starved_count_ * 10 > write_count_;
+  write_count_ = starved_count_ = 0;
+  if (!is_starved || helpers_max_ < 2) return;
+  if (helpers_ == nullptr) {
+    auto helpers = std::make_unique<CopyHelpers>();
+    if (helpers->TryAddThread() && helpers->TryAddThread()) helpers_ = std::move(helpers);
+  } else if (helpers_->thread_count() < helpers_max_) {
+    helpers_->TryAddThread();
+  }
 }
 
 // Put marks behind the started copies into a chunk, which tell when they are complete.
@@ -252,6 +280,10 @@ Status FileWriter::MarkCopies(Chunk& chunk) {
 Status FileWriter::AwaitCopies(Chunk& chunk) {
   for (const CopyMark& mark : chunk.marks) FP_RETURN_IF_ERROR(mark.Wait([this] { return Poll(); }));
   chunk.marks.clear();
+  for (const Part& part : chunk.parts) {
+    if (part.helped != nullptr) FP_RETURN_IF_ERROR(helpers_->Wait(*part.helped, [this] { return Poll(); }));
+  }
+  chunk.has_helpers = false;
   return Status::Ok();
 }
 
@@ -263,6 +295,9 @@ Result<bool> FileWriter::CompleteFirst(bool wait) {
     for (const CopyMark& mark : first.marks) {
       Result<bool> reached = mark.IsComplete();
       if (!reached.ok() || !reached.value()) return reached;
+    }
+    for (const Part& part : first.parts) {
+      if (part.helped != nullptr && !part.helped->is_complete.load(std::memory_order_acquire)) return false;
     }
   }
   FP_RETURN_IF_ERROR(AwaitCopies(first));
@@ -303,6 +338,8 @@ void FileWriter::SettleCrcs(Chunk& chunk) {
       }
       part.crc_slot = PieceList::kNoCrc;
       part.crc = Crc32(0, bytes, part.size_bytes);
+    } else if (part.helped != nullptr) {
+      part.crc = part.helped->crc;
     } else if (part.kind == Part::Kind::kCopying && part.crc_slot != PieceList::kNoCrc) {
       part.crc = Crc32(0, bytes, part.size_bytes);
     }
@@ -333,6 +370,17 @@ Result<Snapshot::Taken> FileWriter::Take(const PieceList::Piece& piece, uint64_t
   return taken;
 }
 
+// Let a helper copy a large part. Returns false if there is none.
+bool FileWriter::TryHelp(const PieceList::Piece& piece, uint64_t done_bytes, Part& part) {
+  if (helpers_ == nullptr || part.size_bytes < kHelpedBytesMin) return false;
+  part.kind = Part::Kind::kCopying;
+  part.helped = std::make_shared<CopyHelpers::Copy>(chunk_.buffer + part.offset_bytes, piece.address + done_bytes,
+                                                    part.size_bytes, piece.crc_slot != PieceList::kNoCrc);
+  helpers_->Start(part.helped);
+  chunk_.has_helpers = true;
+  return true;
+}
+
 // Copy at most size_limit_bytes of a piece behind the chunk's filled bytes; describe the copied bytes in `part`.
 Status FileWriter::CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, size_t size_limit_bytes, Part& part) {
   std::byte* const target = chunk_.buffer + part.offset_bytes;
@@ -346,8 +394,10 @@ Status FileWriter::CopyPart(const PieceList::Piece& piece, uint64_t done_bytes, 
     }
   };
   switch (piece.kind) {
-    case PieceList::Kind::kBytes:
     case PieceList::Kind::kMemory:
+      if (TryHelp(piece, done_bytes, part)) break;
+      [[fallthrough]];
+    case PieceList::Kind::kBytes:
       copy(piece.address + done_bytes);
       break;
     case PieceList::Kind::kDevice:
@@ -442,6 +492,7 @@ Status FileWriter::Fill(const PieceList::Piece& piece) {
     const auto size_bytes =
         static_cast<size_t>(std::min<uint64_t>(capacity_bytes - chunk_.fill_bytes, piece.size_bytes - done_bytes));
     Part part{.kind = Part::Kind::kThere,
+              .helped = nullptr,
               .crc_slot = piece.crc_slot,
               .crc = 0,
               .skip_bytes = 0,
@@ -454,7 +505,7 @@ Status FileWriter::Fill(const PieceList::Piece& piece) {
     chunk_.fill_bytes += part.size_bytes;
     chunk_.parts.push_back(part);
     // If no copy is in flight, settle the CRC at once.
-    if (copying_.empty() && chunk_.devices.empty()) SettleCrcs(chunk_);
+    if (copying_.empty() && !chunk_.is_copying()) SettleCrcs(chunk_);
     if (chunk_.fill_bytes == capacity_bytes) FP_RETURN_IF_ERROR(EndChunk());
   }
   every_piece_has_crc_ &=

@@ -16,6 +16,7 @@
 #include <thread>
 
 #include "core/file.h"
+#include "core/thread.h"
 #include "engine/builtin_engines.h"
 #include "testing.h"
 
