@@ -92,6 +92,7 @@ struct Simulation {
   uint32_t fault_odds = 0;
   bool stands_still[kDeviceCount] = {};
   bool device_fails = false;
+  uint32_t device_odds = 3;   // a device does its next command once in so many events
   bool is_impatient = false;  // devices are given up at once
   bool is_closing = false;
   bool is_stopped = false;
@@ -266,6 +267,7 @@ Simulation::Simulation(uint64_t seed) : random(seed) {
   flow = std::make_unique<RequestFlow>(Must(IoPump::Open(-1, "the file", std::move(options))), seam.limits, chunk_bytes,
                                        staging_bytes, EdgeLock(lock_fds[0], "the file", &clock), WriteSide::kShared);
   if (!with_devices) return;
+  device_odds = random.OneIn(2) ? 3 : 40;
   is_impatient = random.OneIn(2);
   Grace::Set(is_impatient ? std::chrono::milliseconds(0) : std::chrono::hours(1));
   for (int device = 0; device < kDeviceCount; ++device) {
@@ -372,7 +374,7 @@ void Simulation::Happen() {
         Arrive();
         break;
       case 2:
-        if (with_devices) Cuda().step(random.Next());
+        if (with_devices && random.OneIn(device_odds)) Cuda().step(random.Next());
         break;
       case 3: {
         if (other->held()) {
@@ -415,7 +417,7 @@ void Simulation::RunToEnd() {
       }
       while (left_count > 0 || !open.empty()) Arrive();
     }
-    if (with_devices && random.OneIn(3)) Cuda().step(random.Next());
+    if (with_devices && random.OneIn(device_odds)) Cuda().step(random.Next());
     Happen();
     const std::chrono::microseconds wait = flow->NextWait();
     if (wait == RequestFlow::kForever) {
