@@ -22,8 +22,8 @@ from support.states import differences, load_step, make_state, pending_files
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.errors import ConfigError, InternalError, StorageError
+from fastpersist.transfer import cuda, tensor_memory
 from fastpersist.transfer import reader as transfer_reader
-from fastpersist.transfer import tensor_memory
 from fastpersist.transfer import writer as transfer_writer
 from fastpersist.transfer.engine_selection import transfer_options
 from fastpersist.transfer.writer import Pieces, Writer
@@ -171,6 +171,7 @@ def far_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(size_bytes)
         return real(address, size_bytes)
 
+    monkeypatch.setattr(cuda, "is_host_memory", lambda storage: False)
     for side in (transfer_writer, transfer_reader):
         monkeypatch.setattr(side, "is_host_memory", lambda storage: False)
         monkeypatch.setattr(side, "host_tensor", host_tensor)
