@@ -303,8 +303,14 @@ class Capture:
         stable = [index for index, kind in enumerate(kinds) if kind is _STABLE]
         self._places.append(_Places(container, stable))
         self._stable_keys.update([keys[index] for index in stable])
-        self._follow_devices(ordinals, kinds, sizes)
+        self._follow_devices(ordinals)
         snapshot.add(list(map(operator.add, _addresses_of(storages), starts)), sizes, kinds, ordinals)
+        sized = zip(ordinals, kinds, sizes, strict=True)
+        copied_bytes = sum(size for ordinal, kind, size in sized if ordinal is not None and kind is not _CONSTANT)
+        if (
+            copied_bytes
+        ):  # behind add, by which the arena knows the devices: else it would map memory that is not pinned
+            self._arena.prepare(copied_bytes)
         self._snapshots.append(snapshot)
         self._kept += storages
         self.kinds += kinds
@@ -538,16 +544,12 @@ class Capture:
                     kinds[index] = _VOLATILE
         return Capture._watch(container, keys, kinds, held_by, kind, reached_by)
 
-    def _follow_devices(self, ordinals: Sequence[int | None], kinds: Sequence[Kind], sizes: Sequence[int]) -> None:
-        """Let copies from devices come after the work of the caller's current streams; pin memory for them."""
+    def _follow_devices(self, ordinals: Sequence[int | None]) -> None:
+        """Let copies from devices come after the work of the caller's current streams."""
         found = {ordinal for ordinal in ordinals if ordinal is not None}
         for ordinal in found:
             cuda.follow_caller(ordinal, to_host=True)
         self._devices += found.difference(self._devices)
-        sized = zip(ordinals, kinds, sizes, strict=True)
-        size_bytes = sum(size for ordinal, kind, size in sized if ordinal is not None and kind is not _CONSTANT)
-        if size_bytes:
-            self._arena.prepare(size_bytes)
 
     @staticmethod
     def _reached_by(container: Sources) -> Sequence[Sequence[torch.Tensor]]:

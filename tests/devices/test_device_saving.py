@@ -31,6 +31,7 @@ from fastpersist import _native
 from fastpersist.errors import DeviceError
 from fastpersist.saving import capture
 from fastpersist.transfer import cuda
+from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.writer import Pieces, Writer
 
 CHUNK = 1 << 16
@@ -227,6 +228,30 @@ def test_captured_memory_is_pinned_and_used_again(stage: Stage, tmp_path: Path) 
         pinned_bytes = _native.pinned_bytes()
         assert pinned_bytes <= (8 * CHUNK) + (64 << 20) + (1 << 30)
     assert stage.cuda.pageable_copy_count == 0
+
+
+def test_the_arena_knows_the_device_before_it_prepares_memory(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It prepares on a thread of its own. Without the device it would not pin, and a copy into such memory waits for the
+    # device: the gate, too.
+    done: list[str] = []
+    add, prepare = _native.Snapshot.add, Arena.prepare
+
+    def noted_add(self: _native.Snapshot, *arguments: Any) -> None:
+        done.append("add")
+        add(self, *arguments)
+
+    def noted_prepare(self: Arena, state_bytes: int) -> None:
+        done.append("prepare")
+        prepare(self, state_bytes)
+
+    monkeypatch.setattr(_native.Snapshot, "add", noted_add)
+    monkeypatch.setattr(Arena, "prepare", noted_prepare)
+    training = Training(stage, [64 * CHUNK])
+    with fp.Checkpointer(tmp_path, optimizer=training.optimizer) as checkpointer:
+        checkpointer.save(1, training.state).result()
+    assert done == ["add", "prepare"]
 
 
 # --- small tensors
