@@ -1,9 +1,11 @@
 // Encodes what surrounds the data of a torch zip's records, for many records in one call.
 // fastpersist/formats/layout.py places the records, and torch_zip.py says what the bytes mean.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -12,9 +14,6 @@
 #include "binding/bindings.h"
 #include "transfer/file_writer.h"
 #include "transfer/snapshot.h"
-
-// After the headers of the product: the conversions of containers need complete types.
-#include <pybind11/stl.h>
 
 namespace py = pybind11;
 
@@ -161,46 +160,39 @@ void AddRecords(PieceList& pieces, const py::list& records, uint32_t first_sourc
 
 using Crcs = std::vector<uint32_t>;
 
-template <class Encode>
-py::bytes ForEach(const py::list& records, const Crcs& crcs, Encode encode) {
-  if (records.size() != crcs.size()) throw py::value_error("each record needs a CRC");
-  std::string out;
-  for (size_t index = 0; index < records.size(); ++index) encode(out, RecordOf(records[index]), crcs[index]);
-  return out;
+// What one of the functions above appends for a record.
+template <class Put>
+auto Encoding(Put put) {
+  return [put](const py::tuple& record) {
+    std::string out;
+    put(out, RecordOf(record));
+    return py::bytes(out);
+  };
+}
+
+// The same for many records, each with its CRC.
+template <class Put>
+auto EncodingAll(Put put) {
+  return [put](const py::list& records, const Crcs& crcs) {
+    if (records.size() != crcs.size()) throw py::value_error("each record needs a CRC");
+    std::string out;
+    for (size_t index = 0; index < records.size(); ++index) put(out, RecordOf(records[index]), crcs[index]);
+    return py::bytes(out);
+  };
+}
+
+void PutContents(std::string& out, const Record& record, uint32_t crc) {
+  out += record.name;
+  out += ' ' + std::to_string(record.size_bytes) + ' ' + std::to_string(crc) + '\n';
 }
 
 }  // namespace
 
 void BindZipRecords(py::module_& m, py::class_<PieceList>& pieces) {
-  m.def(
-      "zip_local_header",
-      [](const py::tuple& record) {
-        std::string out;
-        PutLocalHeader(out, RecordOf(record));
-        return py::bytes(out);
-      },
-      py::arg("record"));
-  m.def(
-      "zip_descriptor_tail",
-      [](const py::tuple& record) {
-        std::string out;
-        PutDescriptorTail(out, RecordOf(record));
-        return py::bytes(out);
-      },
-      py::arg("record"));
-  m.def(
-      "zip_central_entries",
-      [](const py::list& records, const Crcs& crcs) { return ForEach(records, crcs, PutCentralEntry); },
-      py::arg("records"), py::arg("crcs"));
-  m.def(
-      "zip_contents",
-      [](const py::list& records, const Crcs& crcs) {
-        return ForEach(records, crcs, [](std::string& out, const Record& record, uint32_t crc) {
-          out += record.name;
-          out += ' ' + std::to_string(record.size_bytes) + ' ' + std::to_string(crc) + '\n';
-        });
-      },
-      py::arg("records"), py::arg("crcs"));
+  m.def("zip_local_header", Encoding(PutLocalHeader), py::arg("record"));
+  m.def("zip_descriptor_tail", Encoding(PutDescriptorTail), py::arg("record"));
+  m.def("zip_central_entries", EncodingAll(PutCentralEntry), py::arg("records"), py::arg("crcs"));
+  m.def("zip_contents", EncodingAll(PutContents), py::arg("records"), py::arg("crcs"));
   pieces.def("add_records", &AddRecords, py::arg("records"), py::arg("first_source"), py::arg("with_crcs"),
              py::arg("snapshot"), py::arg("addresses"));
 }

@@ -10,7 +10,7 @@
 namespace fastpersist {
 namespace {
 
-constexpr size_t kPossibleCpuCountMax = 1 << 20;
+constexpr size_t kPossibleCpuCountMax = 1 << 20;  // no kernel can be built for more
 
 struct Start {
   const char* name;
@@ -38,6 +38,7 @@ int StartThread(pthread_t& thread, const char* name, std::function<void()> run) 
   return refused;
 }
 
+// Asks with growing sets: the kernel refuses one with fewer bits than possible CPUs, and cpu_set_t holds 1,024.
 int UsableCpuCount(int (*ask)(pid_t, size_t, cpu_set_t*)) {
   for (size_t capacity = CPU_SETSIZE; capacity <= kPossibleCpuCountMax; capacity *= 2) {
     std::vector<cpu_set_t> cpus(capacity / CPU_SETSIZE);

@@ -27,8 +27,6 @@ constexpr uint32_t kRequestBytesMin = 1 << 20;
 // One thread of pwrite(2) moves about as much as two that fill small pages of a mapping.
 constexpr int kCpuCountMin = 4;
 
-// No kernel can be built for more.
-
 // The mount options of a file system; nothing for one of the kernel's own, such as that of memfd_create(2), whose files
 // are rewritten many times, into pages that exist. In a line of mountinfo (proc_pid_mountinfo(5)) the third word is the
 // device, and the words after the lone dash are type, source and options.
@@ -55,7 +53,6 @@ bool GiveHugePages(const std::string& options) {
 
 }  // namespace
 
-// Asks with growing sets: the kernel refuses one with fewer bits than possible CPUs, and cpu_set_t holds 1,024.
 TmpfsWrites::TmpfsWrites(TmpfsMapping mapping)
     : pays_with_small_pages_(mapping == TmpfsMapping::kAlways || UsableCpuCount() >= kCpuCountMin) {}
 

@@ -6,7 +6,7 @@
 // writer reads the rest of a partly covered block from the file and writes it back unchanged.
 //
 // A device copies its own pieces. Several chunks fill at once then; when the copies into one are complete, the writer
-// settles its CRCs and starts its write. In the same way helper threads (copy_helpers.h) copy large pieces of memory
+// settles its CRCs and starts its write. In the same way copy threads (core/copy_threads.h) copy large pieces of memory
 // where the disk waits for copies.
 #pragma once
 
@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "core/buffer_pool.h"
-#include "core/copy_helpers.h"
+#include "core/copy_threads.h"
 #include "device/device.h"
 #include "transfer/device_ring.h"
 #include "transfer/io_pump.h"
@@ -112,7 +112,7 @@ class FileWriter {
   // once.
   static std::optional<uint32_t> CombineRuns(std::vector<Run> runs, uint64_t size_bytes);
   const IoPump& pump() const { return *pump_; }
-  size_t helper_count() const { return helpers_ == nullptr ? 0 : helpers_->thread_count(); }
+  size_t copy_thread_count() const { return copy_threads_ == nullptr ? 0 : copy_threads_->thread_count(); }
 
  private:
   FileWriter(int fd, std::unique_ptr<IoPump> pump, BufferShare share, TransferCallbacks callbacks, size_t chunk_bytes,
@@ -123,7 +123,7 @@ class FileWriter {
   struct Part {
     enum class Kind : uint8_t { kThere, kCopying, kCrcText };
     Kind kind;
-    std::shared_ptr<CopyHelpers::Copy> helped;  // kCopying: by a helper; null: by a device
+    std::shared_ptr<CopyThreads::Copy> handed_over;  // kCopying: by a copy thread; null: by a device
     uint32_t crc_slot;
     uint32_t crc;         // kThere: of the bytes, if it is wanted
     uint32_t skip_bytes;  // kCrcText: how many of the slot's four bytes lie in the chunk before
@@ -138,9 +138,9 @@ class FileWriter {
     std::vector<Part> parts;
     std::vector<Device*> devices;  // that copy into it
     std::vector<CopyMark> marks;   // behind their copies, once the chunk is full
-    bool has_helpers = false;      // helpers copy into it
+    bool has_handed_over = false;  // copy threads copy into it
 
-    bool is_copying() const { return !devices.empty() || has_helpers; }
+    bool is_copying() const { return !devices.empty() || has_handed_over; }
   };
 
   Status EnsureBuffer();
@@ -149,8 +149,8 @@ class FileWriter {
   Status ReadOldBytes(size_t from_bytes, size_t until_bytes);
   Status EndChunk();
   void PassOn();
-  void AddHelpers();
-  bool TryHelp(const PieceList::Piece& piece, uint64_t done_bytes, Part& part);
+  void AddCopyThreads();
+  bool TryHandOver(const PieceList::Piece& piece, uint64_t done_bytes, Part& part);
   Status StartWrite(Chunk& chunk);
   Status MarkCopies(Chunk& chunk);
   Status AwaitCopies(Chunk& chunk);
@@ -177,10 +177,10 @@ class FileWriter {
   const TransferCallbacks callbacks_;
   const size_t chunk_bytes_;
   std::optional<DeviceRing> device_ring_;  // none: the buffers are host memory
-  const size_t helpers_max_;
-  std::unique_ptr<CopyHelpers> helpers_;  // null: the disk has not waited for copies
-  uint32_t write_count_ = 0;              // since helpers were last thought of
-  uint32_t starved_count_ = 0;            // of these writes: nothing else was in flight
+  const size_t copy_threads_max_;
+  std::unique_ptr<CopyThreads> copy_threads_;  // null: the disk has not waited for copies
+  uint32_t write_count_ = 0;                   // since this was last looked at
+  uint32_t starved_count_ = 0;                 // of these writes: nothing else was in flight
   std::vector<uint32_t> crcs_;
   std::vector<Run> runs_{{.offset_bytes = 0, .size_bytes = 0, .crc = 0}};
   bool every_piece_has_crc_ = true;

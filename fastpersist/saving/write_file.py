@@ -195,7 +195,8 @@ def write_container(
         StorageError: An error of the disk.
     """
     without_crcs = () if container.has_checksums else [source.storage for source in container.sources]
-    gathering = _gathering_snapshot(container) if snapshot is None else None
+    on_host = snapshot is None and all(cuda.is_host_memory(source.storage) for source in container.sources)
+    gathering = None if on_host or snapshot is not None else _gathering_snapshot(container)
     with (
         nullcontext() if gathering is None else closing(gathering),
         Writer(fd, path, engine=engine, poll=poll, sparing=snapshot is not None, sources=without_crcs) as writer,
@@ -203,8 +204,7 @@ def write_container(
         snapshot = snapshot or gathering
         stream = PieceStream(writer, snapshot)
         # A storage that torch has to copy is a piece of its own.
-        is_native = snapshot is not None or all(cuda.is_host_memory(source.storage) for source in container.sources)
-        for part in container.batches() if is_native else container.parts():
+        for part in container.batches() if on_host or snapshot is not None else container.parts():
             stream.seek(part.offset_bytes)
             if isinstance(part, Literal):
                 stream.add_bytes(part.data)

@@ -1,7 +1,7 @@
-// Helper threads (core/copy_helpers.h) in a writer whose disk is memory: when they start, that they lose no byte
+// Copy threads (core/copy_threads.h) in a writer whose disk is memory: when they start, that they lose no byte
 // and no CRC, and that a writer which gives up leaves none behind. The disk completes a write at once, or only when its
 // queue is full.
-#include "core/copy_helpers.h"
+#include "core/copy_threads.h"
 
 #include <vector>
 
@@ -73,7 +73,7 @@ struct Writing {
 
 bool HasCpus() { return UsableCpuCount() >= 2; }
 
-void HelpersCopyWhereTheDiskWaitsAndLoseNothing() {
+void CopyThreadsStartWhereTheDiskWaitsAndLoseNothing() {
   for (const bool with_crcs : {true, false}) {
     Writing w;
     const Bytes large = RandomBytes(20 * kChunkBytes + 777, 1);
@@ -97,8 +97,8 @@ void HelpersCopyWhereTheDiskWaitsAndLoseNothing() {
       EXPECT_OK(w.writer->Append(pieces));
     }
     EXPECT_OK(w.writer->Finish());
-    EXPECT_WITH(w.writer->helper_count() >= (HasCpus() ? 2 : 0), std::to_string(w.writer->helper_count()));
-    EXPECT(w.writer->helper_count() <= 4);
+    EXPECT_WITH(w.writer->copy_thread_count() >= (HasCpus() ? 2 : 0), std::to_string(w.writer->copy_thread_count()));
+    EXPECT(w.writer->copy_thread_count() <= 4);
     w.disk.content.resize(expected.size());
     EXPECT(w.disk.content == expected);
     if (with_crcs) {
@@ -113,7 +113,7 @@ void HelpersCopyWhereTheDiskWaitsAndLoseNothing() {
   }
 }
 
-void ADiskThatIsBusyGetsNoHelpers() {
+void ADiskThatIsBusyGetsNoCopyThreads() {
   Writing w;
   w.disk.is_slow = true;
   const Bytes bytes = RandomBytes(70 * kChunkBytes, 3);
@@ -121,10 +121,10 @@ void ADiskThatIsBusyGetsNoHelpers() {
   pieces.AddMemory(bytes.data(), bytes.size(), 0);
   EXPECT_OK(w.writer->Append(pieces));
   EXPECT_OK(w.writer->Finish());
-  EXPECT(w.writer->helper_count() == 0);
+  EXPECT(w.writer->copy_thread_count() == 0);
 }
 
-void AnErrorWhileHelpersCopyReturnsEveryBuffer() {
+void AnErrorWhileCopyThreadsCopyReturnsEveryBuffer() {
   for (uint64_t chunk = 0; chunk < 60; chunk += 7) {
     Writing w;
     w.disk.fails_at = chunk * kChunkBytes;
@@ -139,21 +139,21 @@ void AnErrorWhileHelpersCopyReturnsEveryBuffer() {
   }
 }
 
-void AWaitForHelpersEndsWithTheErrorOfPoll() {
-  CopyHelpers helpers;
-  EXPECT(helpers.TryAddThread());
+void AWaitForACopyEndsWithTheErrorOfPoll() {
+  CopyThreads threads;
+  EXPECT(threads.TryAddThread());
   const Bytes source = RandomBytes(size_t{64} << 20, 5);
   Bytes target(source.size());
-  const auto copy = std::make_shared<CopyHelpers::Copy>(target.data(), source.data(), source.size(), true);
-  helpers.Start(copy);
+  const auto copy = std::make_shared<CopyThreads::Copy>(target.data(), source.data(), source.size(), true);
+  threads.Start(copy);
   int polls = 0;
-  EXPECT_OK(helpers.Wait(*copy, [&polls] {
+  EXPECT_OK(threads.Wait(*copy, [&polls] {
     ++polls;
     return Status::Ok();
   }));
   EXPECT(copy->crc == Crc32(0, source.data(), source.size()) && target == source);
-  const auto never = std::make_shared<CopyHelpers::Copy>(target.data(), source.data(), size_t{0}, false);
-  const Status status = helpers.Wait(*never, [] { return Status::Error(StatusCode::kCancelled, "enough"); });
+  const auto never = std::make_shared<CopyThreads::Copy>(target.data(), source.data(), size_t{0}, false);
+  const Status status = threads.Wait(*never, [] { return Status::Error(StatusCode::kCancelled, "enough"); });
   EXPECT(status.message() == "enough");
 }
 
@@ -163,6 +163,6 @@ void AWaitForHelpersEndsWithTheErrorOfPoll() {
 int main(int argc, char** argv) {
   using namespace fastpersist;
   return Run(argc, argv,
-             {TEST(HelpersCopyWhereTheDiskWaitsAndLoseNothing), TEST(ADiskThatIsBusyGetsNoHelpers),
-              TEST(AnErrorWhileHelpersCopyReturnsEveryBuffer), TEST(AWaitForHelpersEndsWithTheErrorOfPoll)});
+             {TEST(CopyThreadsStartWhereTheDiskWaitsAndLoseNothing), TEST(ADiskThatIsBusyGetsNoCopyThreads),
+              TEST(AnErrorWhileCopyThreadsCopyReturnsEveryBuffer), TEST(AWaitForACopyEndsWithTheErrorOfPoll)});
 }

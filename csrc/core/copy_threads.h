@@ -19,7 +19,7 @@
 namespace fastpersist {
 
 // One owner thread.
-class CopyHelpers {
+class CopyThreads {
  public:
   struct Copy {
     std::byte* target;
@@ -30,12 +30,12 @@ class CopyHelpers {
     std::atomic<bool> is_complete = false;
   };
 
-  CopyHelpers();
+  CopyThreads();
   // Drops the copies that no thread has begun, and waits for the others. In a forked child, which does not have the
   // threads, it does nothing.
-  ~CopyHelpers();
-  CopyHelpers(const CopyHelpers&) = delete;
-  CopyHelpers& operator=(const CopyHelpers&) = delete;
+  ~CopyThreads();
+  CopyThreads(const CopyThreads&) = delete;
+  CopyThreads& operator=(const CopyThreads&) = delete;
 
   // Start one more thread. Returns false if the system refuses.
   bool TryAddThread();

@@ -1,4 +1,4 @@
-#include "core/copy_helpers.h"
+#include "core/copy_threads.h"
 
 #include <chrono>
 #include <cstring>
@@ -15,9 +15,9 @@ constexpr std::chrono::milliseconds kPollInterval(50);
 
 }  // namespace
 
-CopyHelpers::CopyHelpers() : fork_generation_(ForkGeneration()), state_(std::make_unique<State>()) {}
+CopyThreads::CopyThreads() : fork_generation_(ForkGeneration()), state_(std::make_unique<State>()) {}
 
-CopyHelpers::~CopyHelpers() {
+CopyThreads::~CopyThreads() {
   if (fork_generation_ != ForkGeneration()) {
     [[maybe_unused]] const State* const left_alone = state_.release();
     return;
@@ -30,14 +30,14 @@ CopyHelpers::~CopyHelpers() {
   for (const pthread_t thread : threads_) pthread_join(thread, nullptr);
 }
 
-bool CopyHelpers::TryAddThread() {
+bool CopyThreads::TryAddThread() {
   pthread_t thread = {};
   if (StartThread(thread, "fastpersist-cpy", [&state = *state_] { Work(state); }) != 0) return false;
   threads_.push_back(thread);
   return true;
 }
 
-void CopyHelpers::Work(State& state) {
+void CopyThreads::Work(State& state) {
   std::unique_lock lock(state.mutex);
   while (true) {
     state.copy_arrived.wait(lock, [&state] { return state.is_stopping || !state.waiting.empty(); });
@@ -56,7 +56,7 @@ void CopyHelpers::Work(State& state) {
   }
 }
 
-void CopyHelpers::Start(std::shared_ptr<Copy> copy) {
+void CopyThreads::Start(std::shared_ptr<Copy> copy) {
   {
     const std::lock_guard lock(state_->mutex);
     state_->waiting.push_back(std::move(copy));
@@ -64,7 +64,7 @@ void CopyHelpers::Start(std::shared_ptr<Copy> copy) {
   state_->copy_arrived.notify_one();
 }
 
-Status CopyHelpers::Wait(const Copy& copy, const std::function<Status()>& poll) {
+Status CopyThreads::Wait(const Copy& copy, const std::function<Status()>& poll) {
   const auto is_complete = [&copy] { return copy.is_complete.load(std::memory_order_acquire); };
   while (!is_complete()) {
     {
