@@ -211,6 +211,7 @@ class TorchTypes:
         *,
         tensor: type,
         parameter: type,
+        storage: type,
         rebuild_parameter: Callable[..., object],
         ordered_dict: type,
         rebuild_by_dtype: dict[torch.dtype, tuple[Callable[..., object], type, int, bool]],
@@ -227,7 +228,16 @@ def zip_central_entries(records: list[Record], crcs: Sequence[int]) -> bytes: ..
 def zip_contents(records: list[Record], crcs: Sequence[int]) -> bytes: ...
 def pickle_plain(
     object: object, torch: TorchTypes
-) -> tuple[bytes, list[torch.UntypedStorage], list[list[torch.Tensor]]] | None: ...
+) -> (
+    tuple[
+        bytes,
+        list[torch.UntypedStorage],
+        tuple[list[int], list[int], list[int], bool] | None,
+        list[torch.Tensor],
+        list[int],
+    ]
+    | None
+): ...
 def crc32(data: Buffer, crc: int = 0) -> int: ...
 def combine_runs(runs: Sequence[tuple[int, int, int]], size_bytes: int) -> int | None: ...
 def combine_crc32(first: int, second: int, second_size_bytes: int) -> int: ...

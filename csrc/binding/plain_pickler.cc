@@ -1,12 +1,14 @@
 #include "binding/plain_pickler.h"
 
+#include <array>
 #include <bit>
+#include <charconv>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -19,28 +21,68 @@ namespace {
 // Thrown where only Python's pickler can go on.
 struct NotPlain : std::exception {};
 
+// Numbers by address, of objects or of memory.
+class AddressTable {
+ public:
+  AddressTable() : slots_(1024) {}
+
+  // Returns the number of an address, or null. Address 0 has none.
+  const uint32_t* Find(uintptr_t address) const {
+    const Slot& slot = slots_[IndexOf(slots_, address)];
+    return slot.address == 0 ? nullptr : &slot.number;
+  }
+
+  // REQUIRES: the address is not 0 and has no number.
+  void Add(uintptr_t address, uint32_t number) {
+    if (2 * ++used_ > slots_.size()) Grow();
+    slots_[IndexOf(slots_, address)] = {address, number};
+  }
+
+ private:
+  struct Slot {
+    uintptr_t address = 0;
+    uint32_t number = 0;
+  };
+
+  static size_t IndexOf(const std::vector<Slot>& slots, uintptr_t address) {
+    const size_t mask = slots.size() - 1;
+    size_t index = (address >> 4) * 0x9E3779B97F4A7C15u >> 20 & mask;
+    while (slots[index].address != 0 && slots[index].address != address) index = (index + 1) & mask;
+    return index;
+  }
+
+  void Grow() {
+    std::vector<Slot> larger(4 * slots_.size());
+    for (const Slot& slot : slots_) {
+      if (slot.address != 0) larger[IndexOf(larger, slot.address)] = slot;
+    }
+    slots_ = std::move(larger);
+  }
+
+  std::vector<Slot> slots_;  // a power of two, at most half of them used
+  size_t used_ = 0;
+};
+
+uintptr_t AddressOf(PyObject* object) { return reinterpret_cast<uintptr_t>(object); }
+
 // Objects that were written, by identity, with their numbers. It holds a reference to each, as Python's does: the
 // identity of an object that was made on the way must not become another's.
 class Memo {
  public:
-  Memo() : slots_(1024) {}
+  Memo() = default;
   ~Memo() {
-    for (const Slot& slot : slots_) Py_XDECREF(slot.object);
+    for (PyObject* const object : held_) Py_DECREF(object);
   }
   Memo(const Memo&) = delete;
   Memo& operator=(const Memo&) = delete;
 
   // Returns the number of an object, or null.
-  const uint32_t* Find(PyObject* object) const {
-    const Slot& slot = slots_[IndexOf(slots_, object)];
-    return slot.object == nullptr ? nullptr : &slot.number;
-  }
+  const uint32_t* Find(PyObject* object) const { return numbers_.Find(AddressOf(object)); }
 
   // Numbers an object, which was not numbered before, and returns its number.
   uint32_t Add(PyObject* object) {
-    if (2 * ++used_ > slots_.size()) Grow();
-    Py_INCREF(object);
-    slots_[IndexOf(slots_, object)] = {object, count_};
+    held_.push_back(Py_NewRef(object));
+    numbers_.Add(AddressOf(object), count_);
     return count_++;
   }
 
@@ -48,28 +90,8 @@ class Memo {
   uint32_t AddUnseen() { return count_++; }
 
  private:
-  struct Slot {
-    PyObject* object = nullptr;
-    uint32_t number = 0;
-  };
-
-  static size_t IndexOf(const std::vector<Slot>& slots, PyObject* object) {
-    const size_t mask = slots.size() - 1;
-    size_t index = (reinterpret_cast<uintptr_t>(object) >> 4) * 0x9E3779B97F4A7C15u >> 20 & mask;
-    while (slots[index].object != nullptr && slots[index].object != object) index = (index + 1) & mask;
-    return index;
-  }
-
-  void Grow() {
-    std::vector<Slot> larger(2 * slots_.size());
-    for (const Slot& slot : slots_) {
-      if (slot.object != nullptr) larger[IndexOf(larger, slot.object)] = slot;
-    }
-    slots_ = std::move(larger);
-  }
-
-  std::vector<Slot> slots_;  // a power of two, at most half of them used
-  size_t used_ = 0;
+  AddressTable numbers_;
+  std::vector<PyObject*> held_;
   uint32_t count_ = 0;
 };
 
@@ -122,32 +144,57 @@ py::object Taken(PyObject* made) {
   return py::reinterpret_steal<py::object>(made);
 }
 
-py::object Ask(PyObject* object, PyObject* method) { return Taken(PyObject_CallMethodNoArgs(object, method)); }
-py::object Attribute(PyObject* object, PyObject* name) { return Taken(PyObject_GetAttr(object, name)); }
-
 uint64_t AsUnsigned(const py::object& number) {
   const unsigned long long value = PyLong_AsUnsignedLongLong(number.ptr());
   if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) throw py::error_already_set();
   return value;
 }
 
-// Names of attributes and methods, each made once.
+// An attribute of a class, or a method without arguments. It is looked up once: with thousands of tensors, each lookup
+// takes as long as the answer.
+class Asked {
+ public:
+  Asked(const py::object& type, const char* name)
+      : descriptor_(type.attr(name)), is_attribute_(Py_TYPE(descriptor_.ptr())->tp_descr_set != nullptr) {}
+
+  // REQUIRES: the object is of that class or of one derived from it.
+  py::object Of(PyObject* object) const {
+    if (!is_attribute_) return Taken(PyObject_CallOneArg(descriptor_.ptr(), object));
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    return Taken(Py_TYPE(descriptor_.ptr())->tp_descr_get(descriptor_.ptr(), object, type));
+  }
+
+  bool IsTrueOf(PyObject* object) const { return Of(object).ptr() == Py_True; }
+
+ private:
+  const py::object descriptor_;
+  const bool is_attribute_;
+};
+
+// What is asked of a tensor.
+struct TensorFacts {
+  explicit TensorFacts(const py::object& tensor)
+      : untyped_storage(tensor, "untyped_storage"),
+        storage_offset(tensor, "storage_offset"),
+        shape(tensor, "shape"),
+        stride(tensor, "stride"),
+        requires_grad(tensor, "requires_grad"),
+        dtype(tensor, "dtype"),
+        backward_hooks(tensor, "_backward_hooks"),
+        is_neg(tensor, "is_neg"),
+        is_conj(tensor, "is_conj"),
+        is_cpu(tensor, "is_cpu"),
+        is_cuda(tensor, "is_cuda"),
+        dict(tensor, "__dict__") {}
+
+  const Asked untyped_storage, storage_offset, shape, stride, requires_grad, dtype, backward_hooks;
+  const Asked is_neg, is_conj, is_cpu, is_cuda, dict;
+};
+
+// Names of attributes and methods, and texts of a pickle, each made once.
 struct Names {
-  PyObject* const untyped_storage = Interned("untyped_storage");
-  PyObject* const storage_offset = Interned("storage_offset");
-  PyObject* const shape = Interned("shape");
-  PyObject* const stride = Interned("stride");
-  PyObject* const requires_grad = Interned("requires_grad");
-  PyObject* const dtype = Interned("dtype");
-  PyObject* const backward_hooks = Interned("_backward_hooks");
-  PyObject* const is_neg = Interned("is_neg");
-  PyObject* const is_conj = Interned("is_conj");
   PyObject* const has_names = Interned("has_names");
-  PyObject* const is_cpu = Interned("is_cpu");
-  PyObject* const is_cuda = Interned("is_cuda");
   PyObject* const dict = Interned("__dict__");
-  PyObject* const nbytes = Interned("nbytes");
-  PyObject* const data_ptr = Interned("data_ptr");
   PyObject* const name = Interned("__name__");
   PyObject* const reduce_ex = Interned("__reduce_ex__");
   PyObject* const bit_length = Interned("bit_length");
@@ -161,10 +208,36 @@ const Names& N() {
   return *names;
 }
 
+// Grows like a string, but a byte takes no call.
+class Bytes {
+ public:
+  void Put(char byte) {
+    if (size_ == bytes_.size()) bytes_.resize(2 * size_);
+    bytes_[size_++] = byte;
+  }
+
+  void Append(std::string_view more) {
+    if (more.size() > bytes_.size() - size_) bytes_.resize(2 * bytes_.size() + more.size());
+    std::memcpy(bytes_.data() + size_, more.data(), more.size());
+    size_ += more.size();
+  }
+
+  std::string_view view() const { return {bytes_.data(), size_}; }
+
+ private:
+  std::string bytes_ = std::string(1 << 16, '\0');
+  size_t size_ = 0;
+};
+
 class PlainPickler {
  public:
   explicit PlainPickler(const TorchTypes& torch)
-      : torch_(torch), dispatch_table_(py::module_::import("copyreg").attr("dispatch_table")) {}
+      : torch_(torch),
+        of_tensor_(torch.tensor),
+        bytes_of_storage_(torch.storage, "nbytes"),
+        address_of_storage_(torch.storage, "data_ptr"),
+        key_of_storage_(torch.storage, "_cdata"),
+        dispatch_table_(py::module_::import("copyreg").attr("dispatch_table")) {}
 
   // Whether code of the object itself runs, or has raised an error.
   bool is_in_object() const { return is_in_object_; }
@@ -174,25 +247,26 @@ class PlainPickler {
     Put('\x02');
     Save(object);
     Put(kStop);
-    return py::make_tuple(py::bytes(out_), storages_, tensors_);
+    py::list sizes(storages_.size());
+    for (size_t i = 0; i < storages_.size(); i++) sizes[i] = py::int_(storages_[i].size_bytes);
+    const py::object facts =
+        has_run_code_ ? py::none() : py::object(py::make_tuple(keys_, addresses_, sizes, are_on_host_));
+    return py::make_tuple(py::bytes(out_.view()), live_storages_, facts, holders_, held_);
   }
 
  private:
   struct Storage {
-    py::object key;  // in the file: its index, as text
     uint64_t size_bytes = 0;
-    size_t index = 0;
+    uint32_t key = 0;                // number of the text that is its key in the file
     PyObject* only_class = nullptr;  // the one that may stand for it; null: it has no address, and any may
-    py::object location;             // of the host; null: to be asked for each time
   };
 
   // --- bytes
 
-  void Put(char byte) { out_.push_back(byte); }
+  void Put(char byte) { out_.Put(byte); }
 
   void Put32(uint32_t value) {
-    const char bytes[] = {char(value), char(value >> 8), char(value >> 16), char(value >> 24)};
-    out_.append(bytes, sizeof bytes);
+    for (int shift = 0; shift < 32; shift += 8) Put(char(value >> shift));
   }
 
   void PutNumbered(char short_opcode, char long_opcode, uint32_t number) {
@@ -217,6 +291,12 @@ class PlainPickler {
       Put(kBinInt);
       Put32(uint32_t(value));
     }
+  }
+
+  void PutText(std::string_view text) {
+    Put(kBinUnicode);
+    Put32(uint32_t(text.size()));
+    out_.Append(text);
   }
 
   void Memoize(PyObject* object) { PutNumbered(kBinPut, kLongBinPut, memo_.Add(object)); }
@@ -261,8 +341,8 @@ class PlainPickler {
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
     if (overflow == 0 && value == int32_t(value)) return PutInt(int32_t(value));
-    const uint64_t bits = AsUnsigned(Ask(object, N().bit_length));
     const py::handle number(object);
+    const uint64_t bits = AsUnsigned(number.attr(N().bit_length)());
     const auto bytes = number.attr("to_bytes")(bits / 8 + 1, "little", py::arg("signed") = true).cast<std::string>();
     size_t size = bytes.size();
     // Python leaves out one byte of signs, of negative numbers only.
@@ -270,7 +350,7 @@ class PlainPickler {
     if (size > 0xff) throw NotPlain{};
     Put(kLong1);
     Put(char(size));
-    out_.append(bytes, 0, size);
+    out_.Append(std::string_view(bytes).substr(0, size));
   }
 
   void SaveFloat(PyObject* object) {
@@ -283,9 +363,7 @@ class PlainPickler {
     Py_ssize_t size = 0;
     const char* const text = PyUnicode_AsUTF8AndSize(object, &size);
     if (text == nullptr || size > Py_ssize_t(UINT32_MAX)) throw NotPlain{};
-    Put(kBinUnicode);
-    Put32(uint32_t(size));
-    out_.append(text, size_t(size));
+    PutText({text, size_t(size)});
     Memoize(object);
   }
 
@@ -361,7 +439,7 @@ class PlainPickler {
   void SaveGlobal(PyObject* object) {
     const py::object opcode = torch_.global_opcode(py::handle(object));
     if (opcode.is_none()) throw NotPlain{};
-    out_ += opcode.cast<std::string_view>();
+    out_.Append(opcode.cast<std::string_view>());
     Memoize(object);
   }
 
@@ -372,11 +450,12 @@ class PlainPickler {
       ordinary_types_.insert(type);
     }
     if (type == torch_.ordered_dict.ptr() && PyDict_GET_SIZE(object) == 0 &&
-        PyDict_GET_SIZE(Attribute(object, N().dict).ptr()) == 0) {
+        PyDict_GET_SIZE(py::handle(object).attr(N().dict).ptr()) == 0) {
       PutEmptyOrderedDict();
       return Memoize(object);
     }
     py::object reduced;
+    has_run_code_ = has_run_code_ || type != torch_.ordered_dict.ptr();
     is_in_object_ = true;
     if (PyObject* const reduce = PyDict_GetItemWithError(dispatch_table_.ptr(), type)) {
       reduced = Taken(PyObject_CallOneArg(reduce, object));
@@ -465,15 +544,13 @@ class PlainPickler {
   }
 
   static bool HasAttributes(PyObject* tensor) {
-    const py::object attributes = Attribute(tensor, N().dict);
-    return !PyDict_CheckExact(attributes.ptr()) || PyDict_GET_SIZE(attributes.ptr()) != 0;
+    const py::object attributes = Taken(PyObject_GenericGetDict(tensor, nullptr));
+    return PyDict_GET_SIZE(attributes.ptr()) != 0;
   }
 
-  static bool IsTrue(const py::object& answer) { return answer.ptr() == Py_True; }
-
   void SaveTensor(PyObject* tensor) {
-    if (HasAttributes(tensor) || !Attribute(tensor, N().backward_hooks).is_none()) throw NotPlain{};
-    PutTensor(tensor, IsTrue(Attribute(tensor, N().requires_grad)));
+    if (HasAttributes(tensor) || !of_tensor_.backward_hooks.Of(tensor).is_none()) throw NotPlain{};
+    PutTensor(tensor, of_tensor_.requires_grad.IsTrueOf(tensor));
     Memoize(tensor);
   }
 
@@ -483,7 +560,7 @@ class PlainPickler {
     Save(torch_.rebuild_parameter.ptr());
     PutTensor(parameter, false);
     MemoizeUnseen();
-    Put(IsTrue(Attribute(parameter, N().requires_grad)) ? kNewTrue : kNewFalse);
+    Put(of_tensor_.requires_grad.IsTrueOf(parameter) ? kNewTrue : kNewFalse);
     PutEmptyOrderedDict();
     MemoizeUnseen();
     Put(char(kTuple1 + 2));
@@ -495,20 +572,20 @@ class PlainPickler {
   // Put the call that makes a plain tensor. Sparse, nested and opaque tensors, those on the meta device and ZeroTensors
   // raise an error, because they have no storage, no strides or no address.
   void PutTensor(PyObject* tensor, bool requires_grad) {
-    const bool is_on_host = IsTrue(Attribute(tensor, N().is_cpu));
-    if (!is_on_host && !IsTrue(Attribute(tensor, N().is_cuda))) throw NotPlain{};
-    if (IsTrue(Ask(tensor, N().is_neg)) || IsTrue(Ask(tensor, N().is_conj))) throw NotPlain{};
-    if (torch_.may_have_names && IsTrue(Ask(tensor, N().has_names))) throw NotPlain{};
-    const py::object dtype = Attribute(tensor, N().dtype);
+    const bool is_on_host = of_tensor_.is_cpu.IsTrueOf(tensor);
+    if (!is_on_host && !of_tensor_.is_cuda.IsTrueOf(tensor)) throw NotPlain{};
+    if (of_tensor_.is_neg.IsTrueOf(tensor) || of_tensor_.is_conj.IsTrueOf(tensor)) throw NotPlain{};
+    if (torch_.may_have_names && py::handle(tensor).attr(N().has_names)().ptr() == Py_True) throw NotPlain{};
+    const py::object dtype = of_tensor_.dtype.Of(tensor);
     PyObject* const rebuild = PyDict_GetItemWithError(torch_.rebuild_by_dtype.ptr(), dtype.ptr());
     if (rebuild == nullptr) throw NotPlain{};
     Save(PyTuple_GET_ITEM(rebuild, 0));
     Put(kMark);
     PutStorage(tensor, is_on_host, PyTuple_GET_ITEM(rebuild, 1),
                PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(rebuild, 2)));
-    Save(Ask(tensor, N().storage_offset).ptr());
-    PutNumbers(Attribute(tensor, N().shape));
-    PutNumbers(Ask(tensor, N().stride));
+    SaveInt(of_tensor_.storage_offset.Of(tensor).ptr());
+    PutNumbers(of_tensor_.shape.Of(tensor));
+    PutNumbers(of_tensor_.stride.Of(tensor));
     Put(requires_grad ? kNewTrue : kNewFalse);
     PutEmptyOrderedDict();
     MemoizeUnseen();
@@ -519,34 +596,53 @@ class PlainPickler {
   }
 
   void PutStorage(PyObject* tensor, bool is_on_host, PyObject* storage_class, uint64_t element_bytes) {
-    const py::object live = Ask(tensor, N().untyped_storage);
-    auto [found, is_new] = storages_by_object_.try_emplace(live.ptr());
-    Storage& storage = found->second;
-    if (is_new) {
-      storage.index = storages_.size();
-      storage.key = Taken(PyObject_Str(Taken(PyLong_FromSize_t(storage.index)).ptr()));
-      storage.size_bytes = AsUnsigned(Ask(live.ptr(), N().nbytes));
-      storages_.append(live);
-      tensors_.append(py::list());
-      if (is_on_host && torch_.is_host_tagged_cpu) storage.location = py::reinterpret_borrow<py::object>(N().cpu);
-      const uint64_t address = AsUnsigned(Ask(live.ptr(), N().data_ptr));
+    const py::object live = of_tensor_.untyped_storage.Of(tensor);
+    const uint32_t* const known = index_of_storage_.Find(AddressOf(live.ptr()));
+    const auto index = known == nullptr ? uint32_t(storages_.size()) : *known;
+    if (known == nullptr) {
+      index_of_storage_.Add(AddressOf(live.ptr()), index);
+      live_storages_.append(live);
+      storages_.push_back({.size_bytes = AsUnsigned(bytes_of_storage_.Of(live.ptr()))});
+      keys_.append(key_of_storage_.Of(live.ptr()));
+      addresses_.append(address_of_storage_.Of(live.ptr()));
+      are_on_host_ = are_on_host_ && is_on_host;
+      const uint64_t address = AsUnsigned(addresses_[index]);
       // A ZeroTensor has no address, and storages of two dtypes at one address are an error.
-      if (address == 0 && storage.size_bytes > 0) throw NotPlain{};
-      if (address != 0) storage.only_class = class_at_.try_emplace(address, storage_class).first->second;
+      if (address == 0 && storages_.back().size_bytes > 0) throw NotPlain{};
+      if (address != 0) storages_.back().only_class = OnlyClassAt(address, index, storage_class);
     }
+    Storage& storage = storages_[index];
     if (storage.only_class != nullptr && storage.only_class != storage_class) throw NotPlain{};
-    if (PyList_Append(PyList_GET_ITEM(tensors_.ptr(), Py_ssize_t(storage.index)), tensor) != 0) {
-      throw py::error_already_set();
-    }
+    holders_.append(py::handle(tensor));
+    held_.append(index);
     Put(kMark);
     Save(N().storage);
     Save(storage_class);
-    Save(storage.key.ptr());
-    Save(storage.location ? storage.location.ptr() : torch_.location_of(live).ptr());
-    Save(Taken(PyLong_FromUnsignedLongLong(storage.size_bytes / element_bytes)).ptr());
+    if (known == nullptr) {
+      std::array<char, 10> digits;
+      PutText({digits.data(), std::to_chars(digits.begin(), digits.end(), index).ptr});
+      storage.key = memo_.AddUnseen();
+      PutNumbered(kBinPut, kLongBinPut, storage.key);
+    } else {
+      PutNumbered(kBinGet, kLongBinGet, storage.key);
+    }
+    Save(is_on_host && torch_.is_host_tagged_cpu ? N().cpu : torch_.location_of(live).ptr());
+    const uint64_t element_count = storage.size_bytes / element_bytes;
+    if (element_count <= INT32_MAX) {
+      PutInt(int32_t(element_count));
+    } else {
+      SaveInt(py::int_(element_count).ptr());
+    }
     Put(kTuple);
     MemoizeUnseen();
     Put(kBinPersId);
+  }
+
+  // Returns the class of the first storage at an address.
+  PyObject* OnlyClassAt(uint64_t address, uint32_t index, PyObject* storage_class) {
+    if (const uint32_t* const first = first_at_.Find(address)) return storages_[*first].only_class;
+    first_at_.Add(address, index);
+    return storage_class;
   }
 
   // A new tuple of what a shape or strides hold.
@@ -565,15 +661,23 @@ class PlainPickler {
   }
 
   const TorchTypes& torch_;
+  const TensorFacts of_tensor_;
+  const Asked bytes_of_storage_, address_of_storage_, key_of_storage_;
   const py::dict dispatch_table_;
   bool is_in_object_ = false;
-  std::string out_;
+  bool has_run_code_ = false;  // of an object; it may have changed storages that were met before
+  Bytes out_;
   Memo memo_;
   std::unordered_set<PyObject*> ordinary_types_;
-  std::unordered_map<PyObject*, Storage> storages_by_object_;  // storages_ holds them
-  std::unordered_map<uint64_t, PyObject*> class_at_;           // of each storage that has an address
-  py::list storages_;
-  py::list tensors_;  // for each storage a list
+  std::vector<Storage> storages_;
+  AddressTable index_of_storage_;  // by the storage's object, which live_storages_ holds
+  AddressTable first_at_;          // the first storage at an address
+  py::list live_storages_;
+  py::list keys_;       // of each what identifies it while it lives: its _cdata
+  py::list addresses_;  // of each
+  bool are_on_host_ = true;
+  py::list holders_;  // the tensors
+  py::list held_;     // of each the index of its storage
 };
 
 }  // namespace

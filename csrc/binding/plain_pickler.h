@@ -9,6 +9,7 @@ namespace fastpersist {
 struct [[gnu::visibility("hidden")]] TorchTypes {  // as what it holds
   pybind11::object tensor;                         // torch.Tensor
   pybind11::object parameter;                      // torch.nn.Parameter
+  pybind11::object storage;                        // torch.UntypedStorage
   pybind11::object rebuild_parameter;              // torch._utils._rebuild_parameter
   pybind11::object ordered_dict;                   // collections.OrderedDict
   // torch.dtype to (function that makes a tensor of it again, class that stands for its storage, bytes of which that
@@ -21,9 +22,11 @@ struct [[gnu::visibility("hidden")]] TorchTypes {  // as what it holds
   bool may_have_names;             // tensors have has_names(); torch refuses those with names
 };
 
-// Returns (pickle, storages, tensors of each storage) as skeleton.py's pickler makes them, byte for byte, or None if
-// the object holds something that only that pickler knows how to write. An error that the object's own code raises goes
-// through, as there. After None that pickler reduces again what was reduced here.
+// Returns (pickle, storages, facts, tensors, for each tensor the index of its storage) as skeleton.py's pickler makes
+// them, byte for byte. Facts are the fields of sources.py's StorageFacts, or None if an object's own code has run,
+// which may have changed a storage that was met before. Returns None if the object holds something that only that
+// pickler knows how to write. An error that the object's own code raises goes through, as there. After None that
+// pickler reduces again what was reduced here.
 //
 // It follows CPython's _pickle.c at protocol 2: the same opcodes, the same numbers in the memo, the same batches. Each
 // object is reduced as there, by copyreg or its __reduce_ex__, except for plain tensors: what these would be reduced to

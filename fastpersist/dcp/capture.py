@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from fastpersist.dcp.blobs import is_plain
 from fastpersist.errors import ConfigError, InternalError, UnsupportedError
 from fastpersist.saving.capture import Capture
-from fastpersist.saving.containers import Source
 from fastpersist.saving.ownership import PLAIN, Owners, Ownership
+from fastpersist.saving.sources import Holders, Source, SourceTable
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.garbage import no_garbage_collection
@@ -77,7 +77,7 @@ class ShardedCapture:
         self.snapshot = self.capture.add(self._held)
         for ordinal in self._held.private_devices():  # their copies were made in the stream of this thread
             cuda.follow_caller(ordinal, to_host=True)
-        self.size_bytes = sum(source.size_bytes for source in self._held.sources)
+        self.size_bytes = sum(self._held.sources.sizes_bytes)
         self._resolved: list[_Resolved | None] = []
 
     def settle(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
@@ -221,8 +221,8 @@ class _Held:
 
     def __init__(self, piece_bytes: int | None) -> None:
         self._piece_bytes = piece_bytes
-        self.sources: list[Source] = []
-        self.tensors: list[list[torch.Tensor]] = []
+        self.sources = SourceTable([], [], [])
+        self.holders = Holders([], [])
         self.wrappers: list[torch.Tensor] = []
         self._names: list[str] = []
         self._tensors: list[_HeldTensor] = []
@@ -242,8 +242,9 @@ class _Held:
         self._tensors.append(_HeldTensor(local.data_ptr(), size_bytes, len(self.sources), piece_bytes))
         first_byte = int(local.storage_offset()) * local.element_size()
         for at in range(0, size_bytes, piece_bytes):
+            if type(local) in PLAIN:
+                self.holders.add(local, len(self.sources))
             self.sources.append(Source(storage, first_byte + at, min(piece_bytes, size_bytes - at)))
-            self.tensors.append([local] if type(local) in PLAIN else [])
             self._names.append(name)
         if holder is not local:
             self.wrappers.append(holder)

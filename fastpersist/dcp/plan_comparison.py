@@ -80,7 +80,8 @@ def sample(state: Mapping[str, Any], ownership: Ownership, passed_over: Containe
         passed_over: Names of tensors that no other rank has, which need no sample.
     """
     found: dict[str, torch.Tensor] = {}
-    _find_alike(state, "", found, _Judge({**ownership.stable, **ownership.constant}, passed_over), in_optimizer=False)
+    owned = {*ownership.stable.held, *ownership.constant.held}
+    _find_alike(state, "", found, _Judge(owned, passed_over), in_optimizer=False)
     return _taken(found)
 
 

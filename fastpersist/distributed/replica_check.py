@@ -19,8 +19,9 @@ from fastpersist import _native
 from fastpersist.distributed.partition import CUT_BYTES_MIN
 from fastpersist.errors import CoordinationError
 from fastpersist.formats.byte_ranges import Extent
-from fastpersist.saving.containers import Container, Source
+from fastpersist.saving.containers import Container
 from fastpersist.saving.ownership import Ownership
+from fastpersist.saving.sources import Source
 from fastpersist.transfer.tensor_memory import byte_tensor
 from fastpersist.transfer.writer import Pieces, Writer
 
@@ -35,7 +36,7 @@ _SHOWN_COUNT = 5
 
 def replicas_of(container: Container) -> list[int]:
     """Return which sources of a file that is saved by `fp.save` are cut, in file order: the large ones."""
-    return [index for index, source in enumerate(container.sources) if source.size_bytes >= CUT_BYTES_MIN]
+    return [index for index, size in enumerate(container.sources.sizes_bytes) if size >= CUT_BYTES_MIN]
 
 
 def replicas_in(container: Container, ownership: Ownership | None) -> list[int]:
@@ -45,12 +46,8 @@ def replicas_in(container: Container, ownership: Ownership | None) -> list[int]:
     """
     if ownership is None:
         return []
-    return [
-        index
-        for index in replicas_of(container)
-        if container.sources[index].storage._cdata in ownership.stable
-        or container.sources[index].storage._cdata in ownership.constant
-    ]
+    owned = {*ownership.stable.held, *ownership.constant.held}
+    return [index for index in replicas_of(container) if container.sources.storages[index]._cdata in owned]
 
 
 def sums_of(
@@ -64,8 +61,12 @@ def sums_of(
     """
     of_data = (_crcs_of if whole else _sample_crcs_of)([container.sources[source] for source in cut])
     described = []
+    dtypes_of: dict[int, set[str]] = {source: set() for source in cut}
+    for tensor, source in zip(*container.holders, strict=True):
+        if source in dtypes_of:
+            dtypes_of[source].add(str(tensor.dtype))
     for source, interior in zip(cut, interiors, strict=True):
-        dtypes = sorted({str(tensor.dtype) for tensor in container.tensors[source]})
+        dtypes = sorted(dtypes_of[source])
         described.append(repr((container.sources[source].size_bytes, dtypes, tuple(interior))).encode())
     return lambda: [zlib.crc32(text, crc) for text, crc in zip(described, of_data(), strict=True)]
 

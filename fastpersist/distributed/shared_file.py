@@ -32,7 +32,8 @@ from fastpersist.distributed.replica_check import sums_of
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
 from fastpersist.formats.byte_ranges import ByteRange, Extent, merged
-from fastpersist.saving.containers import Container, Source
+from fastpersist.saving.containers import Container
+from fastpersist.saving.sources import Holders, Source, SourceTable
 from fastpersist.transfer.engine_selection import is_cufile, require_engine
 
 __all__ = ["SaveGroup", "Share", "refusing_second"]
@@ -70,15 +71,13 @@ class Share:
 
     Attributes:
         ranges: What this rank writes of the container's sources.
-        sources: The same as `containers.Source`s.
-        tensors: For each of them the tensors by which the object holds its storage.
+        sources: The same as sources.
     """
 
     def __init__(self, container: Container, cut: Sequence[int], group: SaveGroup, name: str = "") -> None:
         self.container = container
         self.ranges: list[ByteRange] = []
-        self.sources: list[Source] = []
-        self.tensors: list[Sequence[torch.Tensor]] = []
+        self.sources = SourceTable([], [], [])
         self._cut = list(cut)
         self._session = group.session
         self._name = f"{group.label}/{name}" if name else group.label
@@ -95,6 +94,18 @@ class Share:
     def _sums(self) -> list[int]:
         """The sums of what is cut, as it was when the save began; for the background: it may wait for a device."""
         return self._get_sums()
+
+    @property
+    def holders(self) -> Holders:
+        """The plain tensors by which the object holds the storages of `sources`, each with the index of its source."""
+        ours: dict[int, list[int]] = {}
+        for index, part in enumerate(self.ranges):
+            ours.setdefault(part.source, []).append(index)
+        found = Holders([], [])
+        for tensor, source in zip(*self.container.holders, strict=True):
+            for index in ours.get(source, ()):
+                found.add(tensor, index)
+        return found
 
     @property
     def wrappers(self) -> Sequence[torch.Tensor]:
@@ -153,13 +164,12 @@ class Share:
         """Return what the engine "cufile" writes from memory of a device, where that is named; see `Writer`."""
         if self.container.has_checksums or not is_cufile(require_engine(engine)):
             return []
-        return [source.storage for source in self.sources]
+        return self.sources.storages
 
     def _add_range(self, part: ByteRange) -> int:
         whole = self.container.sources[part.source]
         self.ranges.append(part)
         self.sources.append(Source(whole.storage, whole.offset_bytes + part.from_bytes, part.size_bytes))
-        self.tensors.append(self.container.tensors[part.source])
         return len(self.ranges) - 1
 
     def _names_of_cut(self, position: int) -> list[str]:

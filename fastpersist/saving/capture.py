@@ -22,15 +22,15 @@ decides when which save is written.
 
 from __future__ import annotations
 
-import bisect
 import ctypes
+import itertools
 import logging
 import operator
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -41,6 +41,7 @@ from fastpersist import _native
 from fastpersist.errors import DeviceError, TornStateError
 from fastpersist.saving.ownership import Owners, Ownership, note_step_of, storage_keys
 from fastpersist.saving.pacing import note_step
+from fastpersist.saving.sources import Holders, Source, SourceTable, StorageFacts
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.garbage import no_garbage_collection
@@ -62,12 +63,12 @@ class Sources(Protocol):
     """What is captured of a file: `containers.Container` without the writing."""
 
     @property
-    def sources(self) -> Sequence[_Source]:
+    def sources(self) -> SourceTable:
         """The bytes, in the order of the file."""
 
     @property
-    def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
-        """Return for each source the plain tensors by which the object holds its storage."""
+    def holders(self) -> Holders:
+        """The plain tensors by which the object holds the sources' storages, with the index of each one's source."""
 
     @property
     def wrappers(self) -> Sequence[torch.Tensor]:
@@ -75,15 +76,6 @@ class Sources(Protocol):
 
     def names_of(self, source: int) -> list[str]:
         """Return the names of the tensors in a source."""
-
-
-class _Source(Protocol):
-    @property
-    def storage(self) -> torch.UntypedStorage: ...
-    @property
-    def offset_bytes(self) -> int: ...
-    @property
-    def size_bytes(self) -> int: ...
 
 
 # ------------------------------------------------------------------------------------------------------ the gate
@@ -143,7 +135,6 @@ os.register_at_fork(after_in_child=_forget_pending)
 
 
 _version_of = operator.attrgetter("_version")
-_key_of = operator.attrgetter("_cdata")
 
 
 class _Watched:
@@ -151,33 +142,68 @@ class _Watched:
 
     Args:
         container: The file.
-        sources: Which sources of it.
-        holders: For each of these the tensors, in lists.
+        holders: The tensors, with the indices of its sources.
 
     Raises:
         RuntimeError: One of them is an inference tensor and does not count.
     """
 
-    def __init__(
-        self, container: Sources, sources: list[int], holders: Iterable[Sequence[Sequence[torch.Tensor]]]
-    ) -> None:
+    def __init__(self, container: Sources, holders: Holders) -> None:
         self.container = container
-        self._sources = sources
-        self._tensors: list[torch.Tensor] = []
-        self._ends: list[int] = []  # of each source, in the list of tensors
-        for lists in holders:
-            for tensors in lists:
-                self._tensors += tensors
-            self._ends.append(len(self._tensors))
-        self._versions = list(map(_version_of, self._tensors))
+        self._holders = holders
+        self._versions = list(map(_version_of, holders.tensors))
 
     def changed(self) -> list[int]:
-        """Return the sources that were changed since, through one of the tensors."""
-        versions = list(map(_version_of, self._tensors))
+        """Return the sources that were changed since, through one of the tensors; ascending."""
+        versions = list(map(_version_of, self._holders.tensors))
         if versions == self._versions:
             return []
-        compared = enumerate(zip(versions, self._versions, strict=True))
-        return [self._sources[bisect.bisect_right(self._ends, place)] for place, (a, b) in compared if a != b]
+        compared = zip(self._holders.held, versions, self._versions, strict=True)
+        return sorted({source for source, now, before in compared if now != before})
+
+
+def _watch(
+    container: Sources, keys: Sequence[int], kinds: list[Kind], kind: Kind, by_key: Iterable[Holders]
+) -> _Watched:
+    """Note the counters of all sources of a kind; those held by tensors that do not count become volatile.
+
+    Args:
+        container: The file.
+        keys: Of the sources' storages.
+        kinds: Of the sources; may be changed.
+        kind: Which of them.
+        by_key: Tensors that hold storages, besides those in the object.
+    """
+    found = Holders([], [])
+    sources = [index for index, of_source in enumerate(kinds) if of_source is kind]
+    if not sources:
+        return _Watched(container, found)
+    in_object = container.holders
+    chosen = [kinds[source] is kind for source in in_object.held]
+    found.tensors.extend(itertools.compress(in_object.tensors, chosen))
+    found.held.extend(itertools.compress(in_object.held, chosen))
+    first_of = {keys[source]: source for source in reversed(sources)}  # a storage may have several
+    for owned in by_key:
+        chosen = [key in first_of for key in owned.held]
+        found.tensors.extend(itertools.compress(owned.tensors, chosen))
+        found.held.extend(map(first_of.__getitem__, itertools.compress(owned.held, chosen)))
+    try:
+        return _Watched(container, found)
+    except RuntimeError:
+        doubtful = {keys[source] for tensor, source in zip(*found, strict=True) if not _counts_changes(tensor)}
+    for index, key in enumerate(keys):
+        if key in doubtful:
+            kinds[index] = _VOLATILE
+    return _watch(container, keys, kinds, kind, by_key)
+
+
+def _around(wrappers: Iterable[torch.Tensor]) -> Holders:
+    """Return tensors of a subclass with the keys of the storages inside them."""
+    found = Holders([], [])
+    for wrapper in wrappers:
+        for key in storage_keys(wrapper):
+            found.add(wrapper, key)
+    return found
 
 
 def _counts_changes(tensor: torch.Tensor) -> bool:
@@ -191,27 +217,22 @@ def _counts_changes(tensor: torch.Tensor) -> bool:
 class _Places:
     """Where the storages of sources of a file lay at save()."""
 
-    def __init__(self, container: Sources, sources: list[int]) -> None:
+    def __init__(self, container: Sources, sources: list[int], facts: StorageFacts) -> None:
         self.container = container
         self._sources = sources
-        self._storages = [container.sources[source].storage for source in sources]
-        self._addresses, self._sizes = self._now()
+        self._storages = [container.sources.storages[source] for source in sources]
+        self._addresses = [facts.addresses[source] for source in sources]
+        self._sizes = [facts.sizes_bytes[source] for source in sources]
 
     def resized(self) -> int | None:
         """Return a source whose storage has other memory, or another length, than at save()."""
-        addresses, sizes = self._now()
+        addresses = list(map(torch.UntypedStorage.data_ptr, self._storages))
+        sizes = list(map(torch.UntypedStorage.nbytes, self._storages))
         if addresses == self._addresses and sizes == self._sizes:
             return None
         now = zip(addresses, sizes, strict=True)
         before = zip(self._addresses, self._sizes, strict=True)
         return next(source for source, a, b in zip(self._sources, now, before, strict=True) if a != b)
-
-    def _now(self) -> tuple[list[int], list[int]]:
-        return _addresses_of(self._storages), list(map(torch.UntypedStorage.nbytes, self._storages))
-
-
-def _addresses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
-    return list(map(torch.UntypedStorage.data_ptr, storages))
 
 
 class Capture:
@@ -242,10 +263,7 @@ class Capture:
         self.is_manual = owners.gate == "manual"
         self._optimizers = owners.optimizers()
         self._look: Callable[[], Ownership] | None = look or owners.look  # a file without tensors needs no answer
-        self._stable: dict[int, list[torch.Tensor]] = {}
-        self._constant: dict[int, list[torch.Tensor]] = {}
-        self.why_volatile = ""
-        """Why an optimizer's storages are not stable; "" when they are, or nothing was added."""
+        self._owned = Ownership(Holders([], []), Holders([], []), "")
         self._snapshots: list[_native.Snapshot] = []
         self._watched: list[_Watched] = []
         self._constants_watched: list[_Watched] = []
@@ -273,43 +291,41 @@ class Capture:
             The snapshot that the file is written from.
         """
         if container.sources and self._look is not None:
-            found = self._look()
-            self._stable, self._constant, self.why_volatile = found.stable, found.constant, found.why_volatile
+            self._owned = self._look()
         self._look = None
-        snapshot = _native.Snapshot(self._arena.for_state(sum(source.size_bytes for source in container.sources)))
+        sizes = container.sources.sizes_bytes
+        snapshot = _native.Snapshot(self._arena.for_state(sum(sizes)))
         # Training waits, and a state may have many thousands of sources: all that is done for each of them is done in
         # columns.
-        storages = [source.storage for source in container.sources]
-        starts = [source.offset_bytes for source in container.sources]
-        sizes = [source.size_bytes for source in container.sources]
-        keys = list(map(_key_of, storages))
+        facts, storages = container.sources.facts(), list(container.sources.storages)
+        keys = facts.keys
+        starts = list(map(operator.add, facts.addresses, container.sources.offsets_bytes))
         kinds = self._kinds_of(keys)
         ordinals: list[int | None] = [None] * len(storages)
         copied = []
-        for index, on_host in enumerate(map(cuda.is_host_memory, storages)):
-            if on_host:
+        for index, source in enumerate(container.sources) if not facts.are_on_host else ():
+            if cuda.is_host_memory(source.storage):
                 continue
-            ordinals[index] = cuda.ordinal_of(storages[index])
+            ordinals[index] = cuda.ordinal_of(source.storage)
             if ordinals[index] is None:
                 # This copy is the capture; nobody else has it, so it does not change.
-                copy = byte_tensor(storages[index])[starts[index] : starts[index] + sizes[index]].cpu()
-                storages[index], starts[index], kinds[index] = copy.untyped_storage(), 0, _VOLATILE
+                whole = byte_tensor(source.storage)
+                copy = whole[source.offset_bytes : source.offset_bytes + source.size_bytes].cpu()
+                storages[index], starts[index], kinds[index] = copy.untyped_storage(), copy.data_ptr(), _VOLATILE
                 copied.append(index)
-        reached_by = self._reached_by(container)
-        self._watched.append(self._watch(container, keys, kinds, self._stable, _STABLE, reached_by))
-        self._constants_watched.append(self._watch(container, keys, kinds, self._constant, _CONSTANT, reached_by))
+        around = _around(container.wrappers)
+        self._watched.append(_watch(container, keys, kinds, _STABLE, [self._owned.stable, around]))
+        self._constants_watched.append(_watch(container, keys, kinds, _CONSTANT, [self._owned.constant, around]))
         for index in copied:
             kinds[index] = _CONSTANT
         stable = [index for index, kind in enumerate(kinds) if kind is _STABLE]
-        self._places.append(_Places(container, stable))
+        self._places.append(_Places(container, stable, facts))
         self._stable_keys.update([keys[index] for index in stable])
         self._follow_devices(ordinals)
-        snapshot.add(list(map(operator.add, _addresses_of(storages), starts)), sizes, kinds, ordinals)
+        snapshot.add(starts, sizes, kinds, ordinals)
         sized = zip(ordinals, kinds, sizes, strict=True)
         copied_bytes = sum(size for ordinal, kind, size in sized if ordinal is not None and kind is not _CONSTANT)
-        if (
-            copied_bytes
-        ):  # behind add, by which the arena knows the devices: else it would map memory that is not pinned
+        if copied_bytes:  # behind add, by which the arena knows the devices: else it would map what is not pinned
             self._arena.prepare(copied_bytes)
         self._snapshots.append(snapshot)
         self._kept += storages
@@ -317,6 +333,11 @@ class Capture:
         if self._paranoid:
             self._take_samples(container)
         return snapshot
+
+    @property
+    def why_volatile(self) -> str:
+        """Why an optimizer's storages are not stable; "" when they are, or nothing was added."""
+        return self._owned.why_volatile
 
     def copy_volatile(self, *, wait: bool) -> bool:
         """Copy volatile bytes, which may change as soon as save() has returned.
@@ -497,7 +518,7 @@ class Capture:
             self._samples.clear()
             self._places.clear()
             self._kept.clear()
-            self._stable, self._constant = {}, {}
+            self._owned = Ownership(Holders([], []), Holders([], []), self._owned.why_volatile)
             self._devices = []
             self._sealed = True
 
@@ -525,25 +546,6 @@ class Capture:
             if self in _pending:
                 _pending.remove(self)
 
-    @staticmethod
-    def _watch(
-        container: Sources,
-        keys: Sequence[int],
-        kinds: list[Kind],
-        held_by: Mapping[int, list[torch.Tensor]],
-        kind: Kind,
-        reached_by: Sequence[Sequence[torch.Tensor]],
-    ) -> _Watched:
-        """Note the counters of all sources of a kind; those held by tensors that do not count become volatile."""
-        indices = [index for index, of_source in enumerate(kinds) if of_source is kind]
-        try:
-            return _Watched(container, indices, [(held_by[keys[index]], reached_by[index]) for index in indices])
-        except RuntimeError:
-            for index in indices:
-                if not all(map(_counts_changes, (*held_by[keys[index]], *reached_by[index]))):
-                    kinds[index] = _VOLATILE
-        return Capture._watch(container, keys, kinds, held_by, kind, reached_by)
-
     def _follow_devices(self, ordinals: Sequence[int | None]) -> None:
         """Let copies from devices come after the work of the caller's current streams."""
         found = {ordinal for ordinal in ordinals if ordinal is not None}
@@ -551,24 +553,11 @@ class Capture:
             cuda.follow_caller(ordinal, to_host=True)
         self._devices += found.difference(self._devices)
 
-    @staticmethod
-    def _reached_by(container: Sources) -> Sequence[Sequence[torch.Tensor]]:
-        """Return for each source all tensors by which the object holds its storage."""
-        if not container.wrappers:
-            return container.tensors
-        around: dict[int, list[torch.Tensor]] = {}
-        for wrapper in container.wrappers:
-            for key in storage_keys(wrapper):
-                around.setdefault(key, []).append(wrapper)
-        return [
-            [*tensors, *around.get(source.storage._cdata, ())]
-            for source, tensors in zip(container.sources, container.tensors, strict=True)
-        ]
-
     def _kinds_of(self, keys: Sequence[int]) -> list[Kind]:
         """Return the kind of each storage."""
-        constant, stable = self._constant, self._stable
-        kinds = [_CONSTANT if key in constant else _STABLE if key in stable else _VOLATILE for key in keys]
+        kind_of = dict.fromkeys(self._owned.stable.held, _STABLE)
+        kind_of.update(dict.fromkeys(self._owned.constant.held, _CONSTANT))
+        kinds = [kind_of.get(key, _VOLATILE) for key in keys]
         for index, key in enumerate(keys) if _torn else ():
             if key in _torn and kinds[index] is not _VOLATILE:
                 if _torn[key].expired():
@@ -638,6 +627,6 @@ class Capture:
                 return
 
 
-def _bytes_of(source: _Source, offset_bytes: int) -> bytes:
+def _bytes_of(source: Source, offset_bytes: int) -> bytes:
     size_bytes = min(_SAMPLE_BYTES, source.size_bytes - offset_bytes)
     return ctypes.string_at(source.storage.data_ptr() + source.offset_bytes + offset_bytes, size_bytes)

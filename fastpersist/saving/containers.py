@@ -19,6 +19,7 @@ from fastpersist.formats import torch_zip
 from fastpersist.formats.layout import Record
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
 from fastpersist.saving.skeleton import ZERO_TENSOR, pickle_skeleton
+from fastpersist.saving.sources import Holders, SourceTable
 from fastpersist.transfer.garbage import no_garbage_collection
 
 __all__ = [
@@ -27,27 +28,12 @@ __all__ = [
     "Literal",
     "Part",
     "SafetensorsContainer",
-    "Source",
     "Stored",
     "StoredRecords",
     "TorchZipContainer",
     "container_for",
     "is_safetensors",
 ]
-
-
-class Source(NamedTuple):
-    """Bytes of a tensor that go into a file.
-
-    Attributes:
-        storage: Where they are.
-        offset_bytes: The first, in the storage.
-        size_bytes: How many.
-    """
-
-    storage: torch.UntypedStorage
-    offset_bytes: int
-    size_bytes: int
 
 
 _BATCH_COUNT = 512
@@ -94,7 +80,7 @@ class Container(Protocol):
     """
 
     @property
-    def sources(self) -> Sequence[Source]:
+    def sources(self) -> SourceTable:
         """The bytes of its tensors, in the order of the file."""
 
     @property
@@ -102,8 +88,8 @@ class Container(Protocol):
         """Where each source lies in the file."""
 
     @property
-    def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
-        """Return for each source the plain tensors by which the object holds its storage."""
+    def holders(self) -> Holders:
+        """The plain tensors by which the object holds its storages, with the index of each one's source."""
 
     @property
     def wrappers(self) -> Sequence[torch.Tensor]:
@@ -188,17 +174,18 @@ class TorchZipContainer:
         if not prefix:
             raise RuntimeError("invalid file name: an archive needs a name before its suffix")
         self.skeleton = pickle_skeleton(obj)
-        self.sources = [Source(storage, 0, storage.nbytes()) for storage in self.skeleton.storages]
-        sizes = [source.size_bytes for source in self.sources]
+        storages, facts = self.skeleton.storages, self.skeleton.facts
+        sizes = facts.sizes_bytes
+        self.sources = SourceTable(storages, [0] * len(storages), sizes, facts)
         self._plan = plan = torch_zip.plan_archive(prefix, len(self.skeleton.pickle), sizes)
         first = plan.first_storage
         self.offsets = [record.data_offset_bytes for record in plan.records[first : first + plan.storage_count]]
         self.has_checksums = checksum
 
     @property
-    def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
-        """For each source the plain tensors by which the object holds its storage."""
-        return self.skeleton.tensors
+    def holders(self) -> Holders:
+        """The plain tensors by which the object holds its storages, with the index of each one's source."""
+        return self.skeleton.holders
 
     @property
     def wrappers(self) -> Sequence[torch.Tensor]:
@@ -291,23 +278,21 @@ class SafetensorsContainer:
         ]
         self._plan = safetensors_format.place_tensors(described, metadata, checksum=checksum)
         entries = self._plan.header.entries
-        self.sources = [
-            Source(
-                tensors[entry.name].untyped_storage(),
-                int(tensors[entry.name].storage_offset()) * tensors[entry.name].element_size(),
-                entry.size_bytes,
-            )
-            for entry in entries
-        ]
+        in_order = [tensors[entry.name] for entry in entries]
+        self.sources = SourceTable(
+            [tensor.untyped_storage() for tensor in in_order],
+            [int(tensor.storage_offset()) * tensor.element_size() for tensor in in_order],
+            [entry.size_bytes for entry in entries],
+        )
         self.offsets = [entry.offset_bytes for entry in entries]
-        self.tensors = [[tensors[entry.name]] for entry in entries]
+        self.holders = Holders(in_order, list(range(len(in_order))))
         self.wrappers: Sequence[torch.Tensor] = ()
         self.has_checksums = checksum
 
     @property
     def size_bytes(self) -> int:
         """Exact length of the finished file."""
-        return self._plan.header.size_bytes + sum(source.size_bytes for source in self.sources)
+        return self._plan.header.size_bytes + sum(self.sources.sizes_bytes)
 
     @property
     def closing_extent(self) -> tuple[int, int]:

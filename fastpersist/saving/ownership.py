@@ -16,11 +16,14 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from fastpersist.errors import ConfigError
+from fastpersist.saving.sources import Holders
 
 __all__ = ["PLAIN", "Owners", "Ownership", "note_step_of", "step_count", "storage_key", "storage_keys"]
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types whose storage is their own."""
+
+_PLAIN_TYPES = frozenset(PLAIN)
 
 _step_count = 0  # steps of all optimizers since the first save that a step waits for
 _replayed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose steps are CUDA graphs: no hook runs
@@ -53,18 +56,32 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     return key
 
 
+def _held_by(tensors: list[torch.Tensor]) -> Holders:
+    """Return tensors with the keys of their storages."""
+    if _PLAIN_TYPES.issuperset(map(type, tensors)):
+        try:
+            return Holders(tensors, [storage._cdata for storage in map(torch.Tensor.untyped_storage, tensors)])
+        except (NotImplementedError, RuntimeError):  # one of them has no storage
+            pass
+    found = Holders([], [])
+    for tensor in tensors:
+        for key in storage_keys(tensor):
+            found.add(tensor, key)
+    return found
+
+
 @dataclass(frozen=True)
 class Ownership:
     """The owners of storages at one moment.
 
     Attributes:
-        stable: For each storage that only an optimizer's step changes, the tensors by which an optimizer holds it.
-        constant: The same for storages that were declared constant.
+        stable: The tensors by which optimizers hold storages that only their steps change, with the key of each.
+        constant: The same of storages that were declared constant.
         why_volatile: Why storages of an optimizer are not among the stable ones; "" when all are.
     """
 
-    stable: dict[int, list[torch.Tensor]]
-    constant: dict[int, list[torch.Tensor]]
+    stable: Holders
+    constant: Holders
     why_volatile: str
 
 
@@ -101,43 +118,37 @@ class Owners:
         stable, why_volatile = self.stable()
         return Ownership(stable, self.constant(), why_volatile)
 
-    def stable(self) -> tuple[dict[int, list[torch.Tensor]], str]:
+    def stable(self) -> tuple[Holders, str]:
         """Find the storages that only an optimizer's step changes, as they are now.
 
         Returns:
-            For each storage key the tensors by which an optimizer holds it; and why storages of an optimizer are
-            not among them; "" when all are.
+            The tensors by which optimizers hold them, with the key of each; and why storages of an optimizer are not
+            among them; "" when all are.
         """
-        found: dict[int, list[torch.Tensor]] = {}
+        owned: list[torch.Tensor] = []
         why_not = "" if self._given is not None else "no optimizer was given"
         for optimizer in self.optimizers():
             reason = self._why_volatile(optimizer)
             if reason:
                 why_not = reason
                 continue
-            for tensor in _tensors_of(optimizer):
-                for key in storage_keys(tensor):
-                    if key in found:
-                        found[key].append(tensor)
-                    else:
-                        found[key] = [tensor]
-        return found, why_not
+            owned += _tensors_of(optimizer)
+        return _held_by(owned), why_not
 
-    def constant(self) -> dict[int, list[torch.Tensor]]:
+    def constant(self) -> Holders:
         """Find the storages that were declared constant, without those that an optimizer trains all the same."""
         if self._constant == []:
-            return {}
+            return Holders([], [])
         trained = {
             key
             for optimizer in self.optimizers()
             for tensor in _tensors_of(optimizer, frozen=False)
             for key in storage_keys(tensor)
         }
-        found: dict[int, list[torch.Tensor]] = {}
-        for tensor in _tensors_in(self._constant):
-            for key in storage_keys(tensor):
-                if key not in trained:
-                    found.setdefault(key, []).append(tensor)
+        found = Holders([], [])
+        for tensor, key in zip(*_held_by(list(_tensors_in(self._constant))), strict=True):
+            if key not in trained:
+                found.add(tensor, key)
         return found
 
     def _why_volatile(self, optimizer: Optimizer) -> str:

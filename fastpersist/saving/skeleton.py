@@ -27,6 +27,7 @@ from fastpersist import _native
 from fastpersist.errors import UnsavableTensorError
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
 from fastpersist.saving.ownership import PLAIN, storage_key
+from fastpersist.saving.sources import Holders, StorageFacts, facts_of
 from fastpersist.transfer.torch_boundary import no_tag
 
 __all__ = ["PICKLE_PROTOCOL", "ZERO_TENSOR", "Skeleton", "pickle_skeleton", "reduced_types"]
@@ -45,13 +46,15 @@ class Skeleton:
     Attributes:
         pickle: The pickle, protocol 2, with persistent ids in place of storages.
         storages: Each storage once, in the order in which the pickler met them; its index is its key in the file.
-        tensors: For each storage the plain tensors that hold it.
+        facts: What they are at the end.
+        holders: The plain tensors, and for each the index of its storage.
         wrappers: Tensors of a subclass (a DTensor, say), whose own storages lie inside other tensors.
     """
 
     pickle: bytes
     storages: list[torch.UntypedStorage]
-    tensors: list[list[torch.Tensor]]
+    facts: StorageFacts
+    holders: Holders
     wrappers: list[torch.Tensor]
 
 
@@ -98,7 +101,7 @@ class _Storages:
 
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
-        self.tensors: list[list[torch.Tensor]] = []
+        self._reached = Holders([], [])
         self.wrappers: list[torch.Tensor] = []
         self.zeros: list[torch.UntypedStorage] = []
         self._on_the_way: list[torch.Tensor] = []  # tensors met since the last storage
@@ -116,12 +119,13 @@ class _Storages:
         """Return the keys of what stands for ZeroTensors."""
         return {self._keys[storage._cdata] for storage in self.zeros if storage._cdata in self._keys}
 
-    def holders(self) -> list[list[torch.Tensor]]:
-        """Return for each storage the plain tensors that hold it; the pickler may have met others on the way."""
-        return [
-            [tensor for tensor in tensors if type(tensor) in PLAIN and storage_key(tensor) == storage._cdata]
-            for storage, tensors in zip(self.storages, self.tensors, strict=True)
-        ]
+    def holders(self) -> Holders:
+        """Return the plain tensors, with the index of each one's storage; the pickler met others on the way, too."""
+        found = Holders([], [])
+        for tensor, index in zip(*self._reached, strict=True):
+            if type(tensor) in PLAIN and storage_key(tensor) == self.storages[index]._cdata:
+                found.add(tensor, index)
+        return found
 
     def persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
         """Answer what the pickler asks about every object in the tree."""
@@ -151,9 +155,8 @@ class _Storages:
         if key is None:
             key = self._keys[storage._cdata] = str(len(self.storages))
             self.storages.append(storage)
-            self.tensors.append(self._on_the_way)
-        else:
-            self.tensors[int(key)].extend(self._on_the_way)
+        for tensor in self._on_the_way:
+            self._reached.add(tensor, int(key))
         self._on_the_way = []
         fake_device = getattr(obj, "_fake_device", None)
         location = torch.serialization.location_tag(storage) if fake_device is None else str(fake_device)
@@ -209,6 +212,7 @@ def _torch_types() -> _native.TorchTypes | None:
     return _native.TorchTypes(
         tensor=torch.Tensor,
         parameter=torch.nn.Parameter,
+        storage=torch.UntypedStorage,
         rebuild_parameter=torch._utils._rebuild_parameter,
         ordered_dict=OrderedDict,
         rebuild_by_dtype=_rebuild_by_dtype(),
@@ -245,7 +249,9 @@ def _pickled(obj: object) -> Skeleton:
     types = _torch_types()
     plain = None if types is None else _native.pickle_plain(obj, types)
     if plain is not None:
-        return Skeleton(*plain, wrappers=[])
+        pickled, live, noted, tensors, held = plain
+        facts = facts_of(live) if noted is None else StorageFacts(*noted)
+        return Skeleton(pickled, live, facts, Holders(tensors, held), wrappers=[])
     file = io.BytesIO()
     found = _Storages()
     _SkeletonPickler(file, found).dump(obj)
@@ -253,7 +259,7 @@ def _pickled(obj: object) -> Skeleton:
         _refuse_zeros(file.getvalue(), found.zero_keys())
     # Storages without memory behind them (meta, fake) are refused by torch here, before any file is touched.
     storages = [storage.cpu() if storage.device.type == "meta" else storage for storage in found.storages]
-    return Skeleton(file.getvalue(), storages, found.holders(), found.wrappers)
+    return Skeleton(file.getvalue(), storages, facts_of(storages), found.holders(), found.wrappers)
 
 
 class _ReducedTypes(_Storages):

@@ -17,7 +17,7 @@ for a directory of files, whether training waits or goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,9 +28,10 @@ from fastpersist.commit.filesystem import filesystem
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.formats.layout import align_up
 from fastpersist.saving.capture import Capture, Sources
-from fastpersist.saving.containers import Container, Literal, Source, Stored, StoredRecords
+from fastpersist.saving.containers import Container, Literal, Stored, StoredRecords
 from fastpersist.saving.ownership import Owners, Ownership
 from fastpersist.saving.pacing import Spread
+from fastpersist.saving.sources import Source, SourceTable
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import refuse_null_engine
@@ -100,7 +101,7 @@ def capture_file(
     capture = Capture(owners, arena, paranoid=paranoid, on_gate=on_gate, look=look)
     spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
     snapshot = capture.add(sources)
-    size_bytes = sum(source.size_bytes for source in sources.sources)
+    size_bytes = sum(sources.sources.sizes_bytes)
     spread.add_file(snapshot, size_bytes)
     return CapturedFile(capture, snapshot, size_bytes)
 
@@ -194,8 +195,9 @@ def write_container(
         ConfigError, UnsupportedError: Unknown or unusable engine.
         StorageError: An error of the disk.
     """
-    without_crcs = () if container.has_checksums else [source.storage for source in container.sources]
-    on_host = snapshot is None and all(cuda.is_host_memory(source.storage) for source in container.sources)
+    storages = container.sources.storages
+    without_crcs = () if container.has_checksums else storages
+    on_host = snapshot is None and all(map(cuda.is_host_memory, storages))
     gathering = None if on_host or snapshot is not None else _gathering_snapshot(container)
     with (
         nullcontext() if gathering is None else closing(gathering),
@@ -231,21 +233,22 @@ _gathering = Arena(8 << 20)  # through which small tensors leave a device when n
 
 def _gathering_snapshot(container: Container) -> _native.Snapshot | None:
     """Return a snapshot that copies small tensors of devices many at a time; None where all is on the host."""
-    ordinals = [cuda.ordinal_of(source.storage) for source in container.sources]
+    sources = container.sources
+    ordinals = [cuda.ordinal_of(storage) for storage in sources.storages]
     on_devices = {ordinal for ordinal in ordinals if ordinal is not None}
     if not on_devices:
         return None
     if any(
-        ordinal is None and not cuda.is_host_memory(source.storage)
-        for ordinal, source in zip(ordinals, container.sources, strict=True)
+        ordinal is None and not cuda.is_host_memory(storage)
+        for ordinal, storage in zip(ordinals, sources.storages, strict=True)
     ):
         return None  # torch has to copy some of them
     for device in on_devices:
         cuda.follow_caller(device, to_host=True)
     snapshot = _native.Snapshot(_gathering.for_state(container.size_bytes))
     snapshot.add(
-        [source.storage.data_ptr() + source.offset_bytes for source in container.sources],
-        [source.size_bytes for source in container.sources],
+        [storage.data_ptr() + start for storage, start in zip(sources.storages, sources.offsets_bytes, strict=True)],
+        sources.sizes_bytes,
         [_native.SourceKind.CONSTANT] * len(ordinals),
         ordinals,
     )
@@ -304,7 +307,7 @@ class PieceStream:
             )
         self._added(source.size_bytes)
 
-    def add_records(self, part: StoredRecords, sources: Sequence[Source], *, with_crcs: bool) -> None:
+    def add_records(self, part: StoredRecords, sources: SourceTable, *, with_crcs: bool) -> None:
         """Add records; without a snapshot all of their sources are in host memory. Each source has a slot of its own.
 
         Args:

@@ -19,6 +19,7 @@ from support.cuda_double import CudaDouble, checked_double, cuda_storage
 from fastpersist import _native
 from fastpersist.loading import unpickle
 from fastpersist.saving.ownership import Owners, Ownership
+from fastpersist.saving.sources import Holders
 from fastpersist.transfer import cuda as torch_cuda
 
 STEP_US = 200
@@ -64,7 +65,8 @@ class Stage:
         """Let optimizers own these storages, by a tensor that stands for their parameters."""
 
         def look(_owners: Owners) -> Ownership:
-            return Ownership({storage._cdata: [holder] for storage in storages.values()}, {}, "")
+            keys = [storage._cdata for storage in storages.values()]
+            return Ownership(Holders([holder] * len(keys), keys), Holders([], []), "")
 
         self._patch.setattr(Owners, "look", look)
 

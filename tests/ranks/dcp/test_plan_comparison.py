@@ -18,6 +18,7 @@ import fastpersist as fp
 from fastpersist.dcp.plan_comparison import sample
 from fastpersist.errors import CoordinationError, PeerError
 from fastpersist.saving.ownership import Ownership
+from fastpersist.saving.sources import Holders
 
 
 def saved(path: Path, state: dict[str, Any], *, optimizer: object = None) -> str:
@@ -148,8 +149,8 @@ def test_what_may_differ_among_ranks_does_not_keep_a_step_from_being_saved(tmp_p
 def test_samples_are_of_values_at_the_save_and_none_of_what_is_passed_over() -> None:
     tensors = {name: torch.arange(1000, dtype=torch.float64) for name in "ab"}
     tensors["one"] = torch.ones(1)
-    owned = {tensor.untyped_storage()._cdata: [tensor] for tensor in tensors.values()}
-    ownership = Ownership(owned, {}, "")
+    owned = [tensor.untyped_storage()._cdata for tensor in tensors.values()]
+    ownership = Ownership(Holders(list(tensors.values()), owned), Holders([], []), "")
     large = torch.ones(300_000, dtype=torch.complex128)
     state = {**tensors, "other": torch.ones(9), "empty": torch.ones(0), "large": large}
     get = sample(state, ownership, {"b"})

@@ -15,8 +15,9 @@ import fastpersist as fp
 from fastpersist.distributed import replica_check
 from fastpersist.distributed.partition import CUT_BYTES_MIN
 from fastpersist.formats.byte_ranges import Extent
-from fastpersist.saving.containers import Container, Source, container_for
+from fastpersist.saving.containers import Container, container_for
 from fastpersist.saving.ownership import Ownership
+from fastpersist.saving.sources import Holders, Source
 
 
 def changed(rank: int, which: str, how: str) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def test_large_storages_are_cut_and_in_training_only_those_that_somebody_owns() 
     container = container_of(state)
     named = {index: container.names_of(index)[0] for index in range(len(names))}
     keys = {name: tensor.untyped_storage()._cdata for name, tensor in state.items()}
-    ownership = Ownership({keys["owned"]: [], keys["small"]: []}, {keys["constant"]: []}, "")
+    ownership = Ownership(Holders([], [keys["owned"], keys["small"]]), Holders([], [keys["constant"]]), "")
     assert {named[index] for index in replica_check.replicas_of(container)} == {"owned", "constant", "volatile"}
     assert {named[index] for index in replica_check.replicas_in(container, ownership)} == {"owned", "constant"}
     assert replica_check.replicas_in(container, None) == []

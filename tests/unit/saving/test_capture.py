@@ -100,12 +100,12 @@ def test_optimizers_whose_steps_do_not_tell_all_own_nothing_stable(
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = make([parameter])
     found, why_not = Owners(optimizer).stable()
-    assert not found
+    assert not found.tensors
     assert reason in why_not
     assert type(optimizer).__name__ in why_not
     assert captured(Owners(optimizer), {"p": parameter}).why_volatile == why_not
     found, why_not = Owners(optimizer, gate="manual").stable()
-    assert set(found) == {key_of(parameter)}
+    assert set(found.held) == {key_of(parameter)}
     assert why_not == ""
 
 

@@ -14,9 +14,10 @@ from support.states import pending_files
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.commit.file_commit import PendingFile
-from fastpersist.saving.containers import Container, Source
+from fastpersist.saving.containers import Container
 from fastpersist.saving.file_save import FileOptions, save_file_async
 from fastpersist.saving.ownership import Owners, Ownership
+from fastpersist.saving.sources import Holders, SourceTable
 from fastpersist.saving.write_file import WrittenFile, write_container
 from fastpersist.transfer.progress import Poll
 
@@ -34,12 +35,12 @@ class WholeShare:
         self._failure = failure
 
     @property
-    def sources(self) -> Sequence[Source]:
+    def sources(self) -> SourceTable:
         return self.container.sources
 
     @property
-    def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
-        return self.container.tensors
+    def holders(self) -> Holders:
+        return self.container.holders
 
     @property
     def wrappers(self) -> Sequence[torch.Tensor]:

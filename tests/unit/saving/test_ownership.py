@@ -23,8 +23,8 @@ def key_of(tensor: torch.Tensor) -> int:
 def test_without_an_optimizer_nothing_is_stable() -> None:
     owners = Owners()
     assert owners.optimizers() == []
-    assert owners.stable() == ({}, "no optimizer was given")
-    assert owners.constant() == {}
+    assert owners.stable() == (([], []), "no optimizer was given")
+    assert owners.constant() == ([], [])
 
 
 def test_parameters_and_state_are_stable_as_they_are_at_each_save() -> None:
@@ -32,16 +32,16 @@ def test_parameters_and_state_are_stable_as_they_are_at_each_save() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     owners = Owners(optimizer)
     found, why_not = owners.stable()
-    assert set(found) == {key_of(parameter) for parameter in model.parameters()}
+    assert set(found.held) == {key_of(parameter) for parameter in model.parameters()}
     assert why_not == ""
     train(model, optimizer)
     found, _ = owners.stable()
     state = [tensor for entry in optimizer.state.values() for tensor in entry.values()]
     assert len(state) == 12
-    assert set(found) == {key_of(tensor) for tensor in (*model.parameters(), *state)}
+    assert set(found.held) == {key_of(tensor) for tensor in (*model.parameters(), *state)}
     late = torch.nn.Parameter(torch.zeros(3))
     optimizer.add_param_group({"params": [late]})
-    assert key_of(late) in owners.stable()[0]
+    assert key_of(late) in owners.stable()[0].held
 
 
 def test_tensors_are_found_anywhere_inside_state() -> None:
@@ -50,7 +50,7 @@ def test_tensors_are_found_anywhere_inside_state() -> None:
     inside = [torch.zeros(n) for n in range(1, 5)]
     optimizer.state[parameter] = {"a": [inside[0], (inside[1], {"b": inside[2]})], "c": 5, "d": None, "e": "text"}
     optimizer.state["all"] = OrderedDict(f=inside[3])  # type: ignore[index]
-    assert set(Owners(optimizer).stable()[0]) == {key_of(tensor) for tensor in (parameter, *inside)}
+    assert set(Owners(optimizer).stable()[0].held) == {key_of(tensor) for tensor in (parameter, *inside)}
 
 
 class Wrapper:
@@ -116,7 +116,7 @@ def test_constants_are_found_at_every_save(named: Callable[[torch.nn.Module], ob
     expected = {key_of(tensor) for tensor in module.state_dict().values()}
     assert len(expected) == 5
     for _ in range(2):
-        assert set(owners.constant()) == expected
+        assert set(owners.constant().held) == expected
 
 
 @pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.eye(3).to_mkldnn()])
@@ -126,15 +126,15 @@ def test_tensors_without_a_storage_have_no_key(tensor: torch.Tensor) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.state[parameter] = {"odd": tensor}
-    assert set(Owners(optimizer, tensor).stable()[0]) == {key_of(parameter)}
-    assert Owners(optimizer, tensor).constant() == {}
+    assert set(Owners(optimizer, tensor).stable()[0].held) == {key_of(parameter)}
+    assert Owners(optimizer, tensor).constant() == ([], [])
 
 
 def test_subclass_that_wraps_tensors_has_the_keys_of_those_inside() -> None:
     first, second = torch.zeros(3), torch.zeros(3)
     nested = TwoTensor(TwoTensor(first, second), TwoTensor(second, first))
     assert storage_keys(nested) == [key_of(one) for one in (first, second, second, first)]
-    assert set(Owners(None, [nested]).constant()) == {key_of(first), key_of(second)}
+    assert set(Owners(None, [nested]).constant().held) == {key_of(first), key_of(second)}
 
 
 def test_views_have_the_key_of_what_they_view() -> None:
@@ -153,8 +153,8 @@ def test_constant_that_an_optimizer_trains_is_none() -> None:
         parameter.requires_grad_(False)
     owners = Owners(torch.optim.SGD(model.parameters(), lr=0.1), model)
     found = owners.look()
-    assert set(found.constant) == {key_of(parameter) for parameter in frozen}
-    assert set(found.stable) == {key_of(parameter) for parameter in (*trained, *frozen)}
+    assert set(found.constant.held) == {key_of(parameter) for parameter in frozen}
+    assert set(found.stable.held) == {key_of(parameter) for parameter in (*trained, *frozen)}
 
 
 def test_optimizer_whose_step_a_graph_has_captured_owns_nothing_stable_for_good() -> None:
@@ -166,5 +166,5 @@ def test_optimizer_whose_step_a_graph_has_captured_owns_nothing_stable_for_good(
     assert step_count() == before + 3
     for gate in ("optimizer", "manual"):
         found, why_volatile = Owners([replayed, other], gate=gate).stable()
-        assert set(found) == {key_of(other.param_groups[0]["params"][0])}
+        assert set(found.held) == {key_of(other.param_groups[0]["params"][0])}
         assert why_volatile == "SGD steps inside a CUDA graph, where no hook runs"

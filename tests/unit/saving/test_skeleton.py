@@ -24,6 +24,7 @@ from support.specimens import SPECIMENS
 from fastpersist import _native
 from fastpersist.formats.pickle_scan import scan_pickle, storage_references
 from fastpersist.saving.skeleton import _torch_types, pickle_skeleton
+from fastpersist.saving.sources import facts_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Sparse (CSR|CSC|BSR|BSC)|The PyTorch API of nested tensors:UserWarning"),
@@ -112,9 +113,27 @@ def test_tensors_of_a_storage_are_those_that_hold_it() -> None:
     views = [base, base[1:], torch.nn.Parameter(base.detach())]
     for extra in ([], [torch.eye(2).to_sparse()]):  # natively, and by Python
         skeleton = pickle_skeleton([*views, torch.ones(2), views[0], *extra])
-        held = {id(tensor) for tensor in skeleton.tensors[0]}
-        assert {id(view) for view in views} <= held
-        assert all(tensor.untyped_storage().data_ptr() == base.data_ptr() for tensor in skeleton.tensors[0])
+        of_first = [tensor for tensor, index in zip(*skeleton.holders, strict=True) if index == 0]
+        assert {id(view) for view in views} <= {id(tensor) for tensor in of_first}
+        assert all(tensor.untyped_storage().data_ptr() == base.data_ptr() for tensor in of_first)
+
+
+class ResizesWhatWasMet:
+    """Its pickling changes a storage that the pickler has passed."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        self.storage.resize_(4 * 1024 * 1024)
+        return list, ()
+
+
+def test_facts_are_those_at_the_end_though_an_object_changes_storages_on_the_way() -> None:
+    tensor = torch.arange(4.0)
+    skeleton = pickle_skeleton([tensor, ResizesWhatWasMet(tensor.untyped_storage())])
+    assert skeleton.facts == facts_of(skeleton.storages)
+    assert skeleton.facts.sizes_bytes == [4 * 1024 * 1024]
 
 
 class Holder:

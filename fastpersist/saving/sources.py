@@ -1,0 +1,127 @@
+"""What a file takes from memory: its sources, and the tensors by which their storages are held.
+
+Both are columns. Training waits while they are made, and a state may have many thousands of tensors: an object for each
+would take longer than all else that is done with it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple, overload
+
+import torch
+
+from fastpersist.transfer import cuda
+
+__all__ = ["Holders", "Source", "SourceTable", "StorageFacts", "facts_of"]
+
+
+class Source(NamedTuple):
+    """Bytes of a tensor that go into a file.
+
+    Attributes:
+        storage: Where they are.
+        offset_bytes: The first, in the storage.
+        size_bytes: How many.
+    """
+
+    storage: torch.UntypedStorage
+    offset_bytes: int
+    size_bytes: int
+
+
+class StorageFacts(NamedTuple):
+    """What storages are at one moment.
+
+    Attributes:
+        keys: What identifies each while it lives.
+        addresses: Where each lies; 0 if it has no byte.
+        sizes_bytes: The length of each.
+        are_on_host: All of them lie in memory that the native side can read.
+    """
+
+    keys: list[int]
+    addresses: list[int]
+    sizes_bytes: list[int]
+    are_on_host: bool
+
+
+_key_of = operator.attrgetter("_cdata")
+
+
+def facts_of(storages: Sequence[torch.UntypedStorage]) -> StorageFacts:
+    """Return what storages are now."""
+    return StorageFacts(
+        list(map(_key_of, storages)),
+        list(map(torch.UntypedStorage.data_ptr, storages)),
+        list(map(torch.UntypedStorage.nbytes, storages)),
+        all(map(cuda.is_host_memory, storages)),
+    )
+
+
+class SourceTable(Sequence[Source]):
+    """Sources in the order of their file.
+
+    Args:
+        facts: Of the storages, if they are known already.
+
+    Attributes:
+        storages: Of each source the storage.
+        offsets_bytes: Of each the first byte, in the storage.
+        sizes_bytes: Of each the number of bytes.
+    """
+
+    __slots__ = ("_facts", "offsets_bytes", "sizes_bytes", "storages")
+
+    def __init__(
+        self,
+        storages: list[torch.UntypedStorage],
+        offsets_bytes: list[int],
+        sizes_bytes: list[int],
+        facts: StorageFacts | None = None,
+    ) -> None:
+        self.storages = storages
+        self.offsets_bytes = offsets_bytes
+        self.sizes_bytes = sizes_bytes
+        self._facts = facts
+
+    def facts(self) -> StorageFacts:
+        """Return what the storages were when the table was made; what they are now if nobody had looked then."""
+        return facts_of(self.storages) if self._facts is None else self._facts
+
+    def append(self, source: Source) -> None:
+        """Add a source behind the others."""
+        self._facts = None
+        self.storages.append(source.storage)
+        self.offsets_bytes.append(source.offset_bytes)
+        self.sizes_bytes.append(source.size_bytes)
+
+    def __len__(self) -> int:
+        return len(self.storages)
+
+    @overload
+    def __getitem__(self, index: int) -> Source: ...
+    @overload
+    def __getitem__(self, index: slice) -> SourceTable: ...
+    def __getitem__(self, index: int | slice) -> Source | SourceTable:
+        if isinstance(index, slice):
+            return SourceTable(self.storages[index], self.offsets_bytes[index], self.sizes_bytes[index])
+        return Source(self.storages[index], self.offsets_bytes[index], self.sizes_bytes[index])
+
+
+class Holders(NamedTuple):
+    """Tensors, and for each what it holds.
+
+    Attributes:
+        tensors: A tensor stands here as often as it holds something.
+        held: For each the index of a source, or the key of a storage (`ownership.storage_key`).
+    """
+
+    tensors: list[torch.Tensor]
+    held: list[int]
+
+    def add(self, tensor: torch.Tensor, held: int) -> None:
+        """Add a tensor and what it holds."""
+        self.tensors.append(tensor)
+        self.held.append(held)
