@@ -102,9 +102,10 @@ def _before_step(optimizer: Optimizer, _arguments: object, _keywords: object) ->
     # To ask for the stream, or whether there is CUDA at all, would start CUDA in a process without it.
     note_step_of(optimizer, is_replayed=torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
     note_step(optimizer, manual=False)
+    on_host = not _steps_on_current_stream(optimizer)
     for capture in list(_pending):
-        if not capture.is_manual and capture.is_changed_by(optimizer):
-            capture.wait_captured(on_host=not _steps_on_current_stream(optimizer))
+        if not capture.is_manual and capture.is_changed_by(optimizer, on_any_stream=on_host):
+            capture.wait_captured(on_host=on_host)
 
 
 def _steps_on_current_stream(optimizer: Optimizer) -> bool:
@@ -357,7 +358,7 @@ class Capture:
 
     def hold(self) -> None:
         """Make the optimizers' steps wait for this capture from now on."""
-        if not self._stable_keys:
+        if not self._stable_keys and not self._devices:
             return
         watch_steps()
         with _pending_lock:
@@ -373,8 +374,16 @@ class Capture:
         """Return one of the counts of csrc/transfer/snapshot, over all files."""
         return sum(snapshot.counts()[name] for snapshot in self._snapshots)
 
-    def is_changed_by(self, optimizer: Optimizer) -> bool:
-        """Tell whether a step of this optimizer could change stable bytes of this save."""
+    def is_changed_by(self, optimizer: Optimizer, *, on_any_stream: bool = False) -> bool:
+        """Tell whether a step of this optimizer could change bytes of this save that are not captured.
+
+        Args:
+            optimizer: Any; the save need not know it.
+            on_any_stream: It also changes what is on devices over streams that nobody has told to wait. Those could
+                reach bytes, be they volatile, that a device is still copying.
+        """
+        if on_any_stream and self._devices:
+            return True
         if any(optimizer is known for known in self._optimizers):
             return True
         return any(

@@ -278,6 +278,23 @@ def test_a_step_over_a_stream_of_the_optimizers_own_changes_nothing_that_is_bein
     assert bytes_in(load(tmp_path / "x.pt")) == contents
 
 
+def test_nor_does_such_a_step_if_the_save_does_not_know_the_optimizer(stage: Stage, tmp_path: Path) -> None:
+    state, contents = device_state([5 * CHUNK])
+    optimizer = SideStreamSGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    with stage.cuda.held_copies():
+        pending = fp.save_async(state, tmp_path / "x.pt")  # all of it is volatile, and a device still copies it
+        releasing = threading.Timer(0.1, stage.cuda.hold_copies, (-1,))
+        releasing.start()
+        optimizer.step()
+        stage.switch_stream()  # which nobody has told to wait
+        for storage in state.values():
+            stage.kernel(storage, 1)
+        stage.cuda.stream_synchronize(stage.stream())
+        releasing.join()
+    pending.result()
+    assert bytes_in(load(tmp_path / "x.pt")) == contents
+
+
 def test_after_wait_captured_everything_may_be_changed_by_anybody(stage: Stage, tmp_path: Path) -> None:
     with stage.cuda.held_copies():
         pending, _, state, contents = owned_save(stage, tmp_path / "x.pt", gate="manual")
