@@ -30,7 +30,7 @@ WORKERS := $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
 
 HEADERS := $(sort $(wildcard csrc/*/*.h))
 SOURCES := $(sort $(wildcard csrc/*/*.cc))
-TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc tests/abi/*.cc tests/abi/*.h))
+TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc tests/abi/*.cc tests/abi/*.h tests/support/*.cc))
 WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 

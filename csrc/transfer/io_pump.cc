@@ -20,6 +20,10 @@ bool SaysNotSupported(int sys_errno) {
   return sys_errno == EOPNOTSUPP || sys_errno == ENOSYS || sys_errno == EINVAL || sys_errno == EPERM;
 }
 
+// A file system in user space takes the flag O_DIRECT in any case, and may refuse the requests.
+constexpr char kPerhapsNotDirect[] =
+    "the file system may take no direct I/O; engine='threads-buffered' goes through the page cache";
+
 const char* Name(IoOp op) { return op == IoOp::kRead ? "read of" : "write to"; }
 
 }  // namespace
@@ -193,9 +197,12 @@ Status IoPump::Complete(const IoCompletion& completion, std::vector<Finished>& f
     return Status::Ok();
   }
   if (completion.sys_errno != 0) {
-    Status status = Status::FromErrno(completion.sys_errno, Name(request.op), path_, place, engine_->last_failure());
     const bool another = engine_index_ + 1 < options_.engines.size();
-    if (!SaysNotSupported(completion.sys_errno) || !another) return Give(index, std::move(status), finished);
+    const bool not_supported = SaysNotSupported(completion.sys_errno);
+    std::string detail = engine_->last_failure();
+    if (detail.empty() && direct() && not_supported && !another) detail = kPerhapsNotDirect;
+    Status status = Status::FromErrno(completion.sys_errno, Name(request.op), path_, place, detail);
+    if (!not_supported || !another) return Give(index, std::move(status), finished);
     if (demote_because_.ok()) demote_because_ = std::move(status);
     waiting_slots_.push_back(index);
     return Status::Ok();
