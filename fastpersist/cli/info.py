@@ -71,7 +71,7 @@ def _find(directory: str, *, start_gpu: bool) -> dict[str, Any]:
     probes = engines(directory)
     with storage_errors("creating a file in", directory), tempfile.TemporaryFile(dir=directory) as file:
         supported, memory_alignment_bytes, offset_alignment_bytes, why_not = _native.direct_io_limits(file.fileno())
-        ladder = engine_ladder("auto", file.fileno())
+        ladder = engine_ladder("auto", file.fileno(), one_writer=True)
         limits = config_for(file.fileno())
         tuned_by = tuning_path(file.fileno())
     usable = {probe.name for probe in probes if probe.usable}

@@ -173,6 +173,7 @@ class CoordinatorFile(Share):
             engine=engine,
             poll=checking(poll, self._session),
             sparing=snapshot is not None,
+            shared=not self._stores,
             sources=self._for_gpudirect(engine),
         ) as writer:
             stream = PieceStream(writer, snapshot)

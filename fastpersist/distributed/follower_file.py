@@ -123,7 +123,7 @@ class FollowerFile(Share):
                 filesystem().allocate(fd, extents.size_bytes, path)
             else:
                 engine = self._engine_for(fd, path, engine)
-            written = self._write_ranges(fd, path, places, engine, poll, snapshot)
+            written = self._write_ranges(fd, path, places, engine, poll, snapshot, shared=not is_part)
             if durable:
                 filesystem().sync(fd, path)
         finally:
@@ -139,10 +139,13 @@ class FollowerFile(Share):
         engine: str,
         poll: Poll,
         snapshot: _native.Snapshot | None,
+        *,
+        shared: bool,
     ) -> tuple[str, list[int]]:
         with_crc = self.container.has_checksums
         sources = self._for_gpudirect(engine)
-        with Writer(fd, path, engine=engine, poll=poll, sparing=snapshot is not None, sources=sources) as writer:
+        sparing = snapshot is not None
+        with Writer(fd, path, engine=engine, poll=poll, sparing=sparing, shared=shared, sources=sources) as writer:
             stream = PieceStream(writer, snapshot)
             for index, place in enumerate(places):
                 stream.seek(place)

@@ -51,8 +51,12 @@ Placed: TypeAlias = Iterable[tuple[int | None, int]]
 
 _QUEUE_DEPTH_MAX = 4096  # of every engine
 
-# Where direct I/O is refused, pointless or slower than the page cache.
+# Where direct I/O is refused, pointless or not known to be faster than the page cache.
 _BUFFERED_FILESYSTEMS = {"tmpfs", "ramfs", "nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs", "fuse", "9p"}
+
+# Those of them on which direct writes are 2 to 6 times as fast: the page cache sends a file's requests one by one. What
+# other hosts write to the same file meanwhile is only safe as it was tried, so this is for files with one writer.
+_DIRECT_FOR_ONE_WRITER = {"fuse"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ def is_cufile(engine: str) -> bool:
     return engine.removeprefix("fault:") == "cufile"
 
 
-def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[str]:
+def engine_ladder(engine: str, fd: int, *, for_reading: bool = False, one_writer: bool = False) -> list[str]:
     """Return the engines to try for a file, best first; one name alone never falls back.
 
     Args:
@@ -146,6 +150,7 @@ def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[st
         fd: The open file, whose file system decides whether direct I/O is tried, and with what the ladder begins if it
             has a tuning file.
         for_reading: A file that is mostly in the page cache is then read from there.
+        one_writer: Nobody else writes to the file meanwhile. Direct I/O is then tried on more file systems.
 
     Raises:
         ConfigError: Unknown engine name.
@@ -153,7 +158,8 @@ def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[st
     engine = require_engine(engine)
     if engine != "auto":
         return [engine]
-    ladder = ["threads-buffered"] if filesystem_type_name(fd) in _BUFFERED_FILESYSTEMS else list(AUTO_LADDER)
+    buffered = _BUFFERED_FILESYSTEMS - _DIRECT_FOR_ONE_WRITER if one_writer else _BUFFERED_FILESYSTEMS
+    ladder = ["threads-buffered"] if filesystem_type_name(fd) in buffered else list(AUTO_LADDER)
     if for_reading and 2 * _native.cached_bytes(fd) > os.fstat(fd).st_size:
         return ["threads-buffered"]
     wish = config_for(fd).engine_wish
@@ -164,7 +170,14 @@ def engine_ladder(engine: str, fd: int, *, for_reading: bool = False) -> list[st
 
 
 def transfer_options(
-    fd: int, path: str, engine: str, *, placed: Placed, for_reading: bool = False, sparing: bool = False
+    fd: int,
+    path: str,
+    engine: str,
+    *,
+    placed: Placed,
+    for_reading: bool = False,
+    one_writer: bool = False,
+    sparing: bool = False,
 ) -> _native.TransferOptions:
     """Return the options of a transfer: the engines to try, and the buffers.
 
@@ -174,12 +187,13 @@ def transfer_options(
         engine: Engine name or "auto".
         placed: What it moves. The ring of the engine "cufile" is memory of the device that most of it lies on.
         for_reading: See `engine_ladder`.
+        one_writer: See `engine_ladder`.
         sparing: Keep half the requests in flight.
 
     Raises:
         ConfigError: Unknown engine name.
     """
-    ladder = engine_ladder(engine, fd, for_reading=for_reading)
+    ladder = engine_ladder(engine, fd, for_reading=for_reading, one_writer=one_writer)
     limits = config_for(fd)
     queue_depth = limits.queue_depth or min(limits.ring_bytes // limits.chunk_bytes, _QUEUE_DEPTH_MAX)
     return _native.TransferOptions(

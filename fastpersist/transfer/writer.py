@@ -110,6 +110,7 @@ class Writer:
         engine: Engine name or "auto".
         poll: See `Poll`.
         sparing: Keep half the requests in flight: enough for the disk, less memory, and less load beside training.
+        shared: Others write to the file meanwhile, such as other ranks.
         sources: What will be written to a file from its start, if no piece wants a CRC. With the engine "cufile" the
             ring is then memory of the device on which they lie, so that their bytes need not go through host memory.
 
@@ -126,13 +127,14 @@ class Writer:
         engine: str = "auto",
         poll: Poll | None = None,
         sparing: bool = False,
+        shared: bool = False,
         sources: Collection[torch.UntypedStorage] = (),
     ) -> None:
         self._path = path
         self._wanted = engine
         self._pulled = _Pulled()
         placed = ((cuda.ordinal_of(storage), storage.nbytes()) for storage in sources)
-        options = transfer_options(fd, path, engine, placed=placed, sparing=sparing)
+        options = transfer_options(fd, path, engine, placed=placed, one_writer=not shared, sparing=sparing)
         self._native = _native.FileWriter(options, pull=self._pulled.copy, poll=poll)
 
     def append(self, pieces: Pieces) -> None:

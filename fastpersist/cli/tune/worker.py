@@ -336,7 +336,7 @@ def _write_part(data: torch.Tensor, path: str, low: int, high: int) -> dict[str,
     try:
         pieces = Pieces()
         pieces.add_storage(data.untyped_storage(), 0, offset_bytes=low, size_bytes=high - low)
-        with Writer(fd, path) as writer:
+        with Writer(fd, path, shared=True) as writer:
             writer.seek(low)
             writer.append(pieces)
             writer.finish()

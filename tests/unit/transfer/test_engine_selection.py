@@ -20,6 +20,7 @@ from fastpersist.config import Config
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
 from fastpersist.transfer import engine_selection
 from fastpersist.transfer.engine_selection import engine_ladder, engines, transfer_options
+from fastpersist.transfer.writer import Writer
 
 EVERY = 2**64 - 1
 
@@ -129,6 +130,18 @@ def test_file_systems_without_use_for_direct_io_are_buffered(
 ) -> None:
     monkeypatch.setattr(_native, "filesystem_type", lambda fd: kind)
     assert engine_ladder("auto", open_file()) == ["threads-buffered"]
+
+
+@pytest.mark.parametrize(("kind", "direct"), [(0x01021994, False), (0x6969, False), (0x65735546, True)])
+def test_a_file_with_one_writer_is_tried_with_direct_io_where_that_is_faster(
+    kind: int, direct: bool, tmp_path: Path, open_file: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "filesystem_type", lambda fd: kind)
+    ladder = list(engine_selection.AUTO_LADDER) if direct else ["threads-buffered"]
+    assert engine_ladder("auto", open_file(), one_writer=True) == ladder
+    for shared in (False, True):
+        with Writer(open_file(), "file.bin", shared=shared) as writer:
+            assert (writer.finish() == "threads-buffered") == (shared or not direct)
 
 
 def test_cached_file_is_read_from_the_cache(open_file: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
