@@ -54,8 +54,8 @@ _QUEUE_DEPTH_MAX = 4096  # of every engine
 # Where direct I/O is refused, pointless or not known to be faster than the page cache.
 _BUFFERED_FILESYSTEMS = {"tmpfs", "ramfs", "nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs", "fuse", "9p"}
 
-# Those of them on which direct writes are 2 to 6 times as fast: the page cache sends a file's requests one by one. What
-# other hosts write to the same file meanwhile is only safe as it was tried, so this is for files with one writer.
+# Those of them on which direct writes are 1.8 to 5 times as fast: the page cache sends a file's requests one by one.
+# What other hosts write to the same file meanwhile is only safe as it was tried, so this is for files with one writer.
 _DIRECT_FOR_ONE_WRITER = {"fuse"}
 
 

@@ -5,16 +5,15 @@
 //
 // It speaks the kernel's protocol (linux/fuse.h) over /dev/fuse and mounts by itself, so it needs root and no library.
 // It prints a line when the file system is mounted. It unmounts and ends when its standard input ends (with whoever
-// started it, however that died), and after LIFETIME_S in any case: until then, a process that waits for an answer
+// started it, however that died), and after kLifetimeS in any case: until then, a process that waits for an answer
 // cannot even be killed. It exits with 77 where there is no such file system, and says why.
 //
 //   latency-us  each request is answered so much later; up to 16 at once
 //   cache       through: writes go through the page cache and on; back: they stay there; none: there is no page cache
 //               (FOPEN_DIRECT_IO)
 //   direct=no   O_DIRECT is refused with EINVAL, at the opening or at the first request
-//   locks       kernel: of this host, and the server is not asked; server: the server is asked, as on a cluster; no:
-//   the
-//               server answers ENOSYS
+//   locks       kernel: of this host, and the server is not asked; server: the server is asked, as on a cluster;
+//               no: it is asked and answers ENOSYS
 //   rename2=no  a rename with flags is refused with EINVAL
 //   fallocate=no  is refused with EOPNOTSUPP
 //
@@ -57,11 +56,11 @@ int main() {
 
 namespace {
 
-constexpr int LIFETIME_S = 300;
-constexpr int THREAD_COUNT = 16;
-constexpr uint32_t WRITE_BYTES_MAX = 1 << 20;
-constexpr size_t BUFFER_BYTES = WRITE_BYTES_MAX + (64 << 10);
-constexpr uint64_t CACHED_S = 1;  // how long the kernel may believe names and attributes
+constexpr int kLifetimeS = 300;
+constexpr int kThreadCount = 16;
+constexpr uint32_t kWriteBytesMax = 1 << 20;
+constexpr size_t kBufferBytes = kWriteBytesMax + (64 << 10);
+constexpr uint64_t kCachedS = 1;  // how long the kernel may believe names and attributes
 
 struct Options {
   std::chrono::microseconds latency{0};
@@ -96,9 +95,9 @@ class Server {
 
   // Answer requests until the file system is unmounted.
   void Run() {
-    const std::unique_ptr<char[]> buffer(new char[BUFFER_BYTES]);
+    const std::unique_ptr<char[]> buffer(new char[kBufferBytes]);
     while (true) {
-      const ssize_t size_bytes = read(device_, buffer.get(), BUFFER_BYTES);
+      const ssize_t size_bytes = read(device_, buffer.get(), kBufferBytes);
       if (size_bytes < 0 && (errno == EINTR || errno == EAGAIN || errno == ENOENT)) continue;
       if (size_bytes < 0) return;
       fuse_in_header header;
@@ -172,7 +171,7 @@ class Server {
     }
     entry = {};
     entry.nodeid = node == &root_ ? FUSE_ROOT_ID : reinterpret_cast<uint64_t>(node);
-    entry.entry_valid = entry.attr_valid = CACHED_S;
+    entry.entry_valid = entry.attr_valid = kCachedS;
     entry.attr = AttributesOf(status);
     return 0;
   }
@@ -199,7 +198,7 @@ class Server {
     struct stat status = {};
     if (fstat(NodeOf(request.nodeid).fd, &status) != 0) return Answer(request, errno);
     fuse_attr_out answer{};
-    answer.attr_valid = CACHED_S;
+    answer.attr_valid = kCachedS;
     answer.attr = AttributesOf(status);
     AnswerWith(request, answer);
   }
@@ -275,7 +274,7 @@ class Server {
 
   void Read(const fuse_in_header& request, const fuse_read_in& wanted, char* buffer) {
     if (Refuses(wanted.flags)) return Answer(request, EINVAL);
-    const ssize_t done = pread(FileOf(wanted.fh).fd, buffer, std::min<size_t>(wanted.size, BUFFER_BYTES),
+    const ssize_t done = pread(FileOf(wanted.fh).fd, buffer, std::min<size_t>(wanted.size, kBufferBytes),
                                static_cast<off_t>(wanted.offset));
     if (done < 0) return Answer(request, errno);
     Answer(request, 0, buffer, static_cast<size_t>(done));
@@ -357,7 +356,7 @@ class Server {
     while (const dirent* const found = readdir(directory)) {
       const std::string_view name = found->d_name;
       const size_t entry_bytes = FUSE_DIRENT_ALIGN(FUSE_NAME_OFFSET + name.size());
-      if (done_bytes + entry_bytes > std::min<size_t>(wanted.size, BUFFER_BYTES)) break;
+      if (done_bytes + entry_bytes > std::min<size_t>(wanted.size, kBufferBytes)) break;
       fuse_dirent entry{};
       entry.ino = found->d_ino;
       entry.off = static_cast<uint64_t>(found->d_off);
@@ -390,10 +389,10 @@ class Server {
     if (options_.locks != "kernel") flags |= FUSE_POSIX_LOCKS;
     if (options_.cache == "back") flags |= FUSE_WRITEBACK_CACHE;
     answer.flags = flags & wanted.flags;
-    answer.max_background = THREAD_COUNT;
-    answer.congestion_threshold = THREAD_COUNT;
-    answer.max_write = WRITE_BYTES_MAX;
-    answer.max_pages = WRITE_BYTES_MAX / 4096;
+    answer.max_background = kThreadCount;
+    answer.congestion_threshold = kThreadCount;
+    answer.max_write = kWriteBytesMax;
+    answer.max_pages = kWriteBytesMax / 4096;
     answer.time_gran = 1;
     AnswerWith(request, answer);
   }
@@ -516,7 +515,7 @@ class Server {
         return AnswerEntry(request, body);
       }
       case FUSE_READLINK: {
-        const ssize_t size_bytes = readlinkat(NodeOf(request.nodeid).fd, "", body, BUFFER_BYTES / 2);
+        const ssize_t size_bytes = readlinkat(NodeOf(request.nodeid).fd, "", body, kBufferBytes / 2);
         if (size_bytes < 0) return Answer(request, errno);
         return Answer(request, 0, body, static_cast<size_t>(size_bytes));
       }
@@ -602,7 +601,7 @@ int main(int argc, char** argv) {
   if (mount("passthrough", argv[2], "fuse", MS_NOSUID | MS_NODEV, mount_options.c_str()) != 0)
     return CannotRun("mounting of fuse");
   Server server(device, root_fd, options);
-  for (int i = 0; i < THREAD_COUNT; ++i) {
+  for (int i = 0; i < kThreadCount; ++i) {
     std::thread([&server] {
       server.Run();
       _exit(0);
@@ -611,7 +610,7 @@ int main(int argc, char** argv) {
   std::puts("mounted");
   std::fflush(stdout);
   pollfd input{.fd = STDIN_FILENO, .events = POLLIN, .revents = 0};
-  poll(&input, 1, LIFETIME_S * 1000);
+  poll(&input, 1, kLifetimeS * 1000);
   umount2(argv[2], MNT_DETACH);
   _exit(0);
 }
