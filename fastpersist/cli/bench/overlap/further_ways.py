@@ -55,14 +55,14 @@ class BareLoopWay(OwnDirectoryWay):
         self._threads = ThreadPoolExecutor(self.depth + 1, "bare-loop")  # one of them waits for the others
 
     def save(self, step: int) -> None:
-        """Make the file, and begin to write."""
+        """Begin to write; the file is made in the background, too, because to reserve its space may take long."""
         self._wait_written()
         size_bytes = -(-tensor_bytes(self.training.state(step)) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        fd = _open_direct(self._next_path(step))
-        os.posix_fallocate(fd, 0, size_bytes)
-        self._written = self._threads.submit(self._write, fd, size_bytes)
+        self._written = self._threads.submit(self._write, self._next_path(step), size_bytes)
 
-    def _write(self, fd: int, size_bytes: int) -> None:
+    def _write(self, path: str, size_bytes: int) -> None:
+        fd = _open_direct(path)
+
         def write_chunk(offset: int) -> None:
             end = min(self.chunk_bytes, size_bytes - offset)
             done = 0
@@ -71,6 +71,7 @@ class BareLoopWay(OwnDirectoryWay):
                     done += os.pwrite(fd, view[done:end], offset + done)
 
         try:
+            os.posix_fallocate(fd, 0, size_bytes)
             list(self._threads.map(write_chunk, range(0, size_bytes, self.chunk_bytes)))
             os.fsync(fd)
         finally:
