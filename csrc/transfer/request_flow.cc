@@ -84,7 +84,11 @@ void RequestFlow::Step(Jobs& arrived, bool closing) {
     finished_.clear();
     const bool looks = turn_.is_locked_out() || has_more_work();
     status = pump_->Collect(looks ? kLookInterval : std::chrono::milliseconds::max(), finished_);
-    for (const IoPump::Finished& request : finished_) CompleteRequest(request);
+    for (const IoPump::Finished& request : finished_) {
+      CompleteRequest(request);
+      // Requests come back together, and many are copied: the disk must not wait until all of these copies are made.
+      if (status.ok()) status = StartAll();
+    }
   }
   if (!status.ok()) FailEverything(status);
   if (!turn_.has_writes() && !next_is_write() && ready_writes_.empty()) LeaveLock();
@@ -143,7 +147,7 @@ Status RequestFlow::StartHostPiece(const std::shared_ptr<Job>& job, bool& starte
     FP_RETURN_IF_ERROR(staging_.Prepare());
     staged = staging_.TakeForHost(range.asked_bytes());
     if (staged == nullptr) {
-      FP_CHECK(pump_->in_flight() > 0);
+      FP_CHECK(free_tags_.size() < pieces_.size());  // a request will free its place
       started = false;
       return Status::Ok();
     }

@@ -18,6 +18,7 @@
 #include "testing.h"
 #include "testing_writeback.h"
 #include "transfer/edge_lock.h"
+#include "transfer/request_flow.h"
 
 namespace fastpersist {
 namespace {
@@ -631,6 +632,64 @@ void WritersOfNeighbouringBytesLoseNoneWhileOthersRead() {
   });
 }
 
+// --- What is copied on the way
+
+// Completes all its requests at once, as a disk may that works on all of them at the same time. What it reads is 0xAB.
+class TogetherEngine final : public IoEngine {
+ public:
+  explicit TogetherEngine(std::function<void()> on_queue) : on_queue_(std::move(on_queue)) {}
+  std::string_view name() const override { return "together"; }
+  const EngineLimits& limits() const override { return limits_; }
+  QueueResult Queue(const IoRequest& request) override {
+    on_queue_();
+    std::memset(request.buffer, 0xAB, request.size_bytes);
+    complete_.push_back({.tag = request.tag, .done_bytes = request.size_bytes, .sys_errno = 0});
+    return QueueResult::kQueued;
+  }
+  Status Submit() override { return Status::Ok(); }
+  Result<size_t> Reap(std::span<IoCompletion> out, size_t, std::chrono::milliseconds) override {
+    const std::vector<IoCompletion> given = std::exchange(complete_, {});
+    std::copy(given.begin(), given.end(), out.begin());
+    return given.size();
+  }
+  size_t in_flight() const override { return complete_.size(); }
+
+ private:
+  const std::function<void()> on_queue_;
+  const EngineLimits limits_{.queue_depth = 2, .direct = true};
+  std::vector<IoCompletion> complete_;
+};
+
+void TheNextChunkStartsBeforeAllThatCameTogetherAreCopied() {
+  constexpr size_t kChunk = 128 << 10;
+  constexpr size_t kChunkCount = 4;
+  Bytes memory(kChunk * kChunkCount + 8192);
+  std::byte* const target = memory.data() + (4096 - reinterpret_cast<uintptr_t>(memory.data()) % 4096) + 64;
+  std::vector<size_t> copied_counts;  // at the start of each chunk
+  const auto note = [&] {
+    size_t copied_count = 0;
+    for (size_t i = 0; i < kChunkCount; ++i) copied_count += target[i * kChunk] == std::byte{0xAB} ? 1 : 0;
+    copied_counts.push_back(copied_count);
+  };
+  const PumpOptions::Simulation seam{.create_engine = [&](const std::string&) -> Result<std::unique_ptr<IoEngine>> {
+                                       return std::unique_ptr<IoEngine>(std::make_unique<TogetherEngine>(note));
+                                     },
+                                     .limits = DirectIoLimitsFor(4096, 4096)};
+  Result<std::unique_ptr<IoPump>> pump = IoPump::Open(
+      -1, "the file",
+      {.engines = {"together"}, .queue_depth = 2, .poll = {}, .outlives_failures = true, .simulation = &seam});
+  if (!EXPECT(pump.ok())) return;
+  RequestFlow flow(std::move(pump).value(), seam.limits, kChunk, 2 * kChunk, EdgeLock(-1, "the file"),
+                   WriteSide::kShared);
+  const auto job = std::make_shared<RequestJob>();
+  job->request = std::make_shared<FileRequest>(IoOp::kRead, FileRequest::OnComplete());
+  job->parts = {{target, kChunk * kChunkCount, 0}};
+  RequestFlow::Jobs arrived = {job};
+  while (flow.NextWait() != RequestFlow::kForever || !arrived.empty()) flow.Step(arrived, /*closing=*/false);
+  EXPECT(job->request->done() && job->request->status().ok());
+  EXPECT((copied_counts == std::vector<size_t>{0, 0, 1, 2}));
+}
+
 // --- Fork
 
 void AForkedChildTouchesNothing() {
@@ -673,13 +732,24 @@ extern "C" ssize_t pread(int fd, void* buffer, size_t size_bytes, off_t offset) 
 int main(int argc, char** argv) {
   using namespace fastpersist;
   return Run(argc, argv,
-             {TEST(AnySequenceLeavesWhatAModelWouldHold), TEST(ARequestOfManyPartsIsDoneWhenAllAre),
-              TEST(ARequestOfNothingIsDoneAtOnce), TEST(ARequestThatComesLaterIsStartedWithoutLookingForIt),
-              TEST(OnlyWholePagesOfMemoryAreReadTo), TEST(WhatLiesOnPagesIsReadToThemInOneRequestEach),
-              TEST(AReadBeyondTheEndSaysHowMuchIsThere), TEST(AFailedWriteIsFoundByWhoeverLooks),
-              TEST(EveryRequestEndsWhicheverPieceFails), TEST(AnEngineThatIsLeftInMidFileLosesNothing),
-              TEST(WhatADirectEngineLeavesOverIsWrittenAlone), TEST(ALadderThatGoesFromThePageCacheToDirectIsRefused),
-              TEST(AFailedWritebackIsKeptForTheNextSync), TEST(ThousandsOfRequestsOfManyThreads),
-              TEST(WhenAllWereWaitedForEachIsDone), TEST(ClosingWaitsForWhatIsUnderWay), TEST(DescriptorsAreGivenBack),
-              TEST(WritersOfNeighbouringBytesLoseNoneWhileOthersRead), TEST(AForkedChildTouchesNothing)});
+             {TEST(AnySequenceLeavesWhatAModelWouldHold),
+              TEST(ARequestOfManyPartsIsDoneWhenAllAre),
+              TEST(ARequestOfNothingIsDoneAtOnce),
+              TEST(ARequestThatComesLaterIsStartedWithoutLookingForIt),
+              TEST(OnlyWholePagesOfMemoryAreReadTo),
+              TEST(WhatLiesOnPagesIsReadToThemInOneRequestEach),
+              TEST(AReadBeyondTheEndSaysHowMuchIsThere),
+              TEST(AFailedWriteIsFoundByWhoeverLooks),
+              TEST(EveryRequestEndsWhicheverPieceFails),
+              TEST(AnEngineThatIsLeftInMidFileLosesNothing),
+              TEST(WhatADirectEngineLeavesOverIsWrittenAlone),
+              TEST(ALadderThatGoesFromThePageCacheToDirectIsRefused),
+              TEST(AFailedWritebackIsKeptForTheNextSync),
+              TEST(ThousandsOfRequestsOfManyThreads),
+              TEST(WhenAllWereWaitedForEachIsDone),
+              TEST(ClosingWaitsForWhatIsUnderWay),
+              TEST(DescriptorsAreGivenBack),
+              TEST(WritersOfNeighbouringBytesLoseNoneWhileOthersRead),
+              TEST(TheNextChunkStartsBeforeAllThatCameTogetherAreCopied),
+              TEST(AForkedChildTouchesNothing)});
 }
