@@ -188,21 +188,24 @@ def transfer_options(
         placed: What it moves. The ring of the engine "cufile" is memory of the device that most of it lies on.
         for_reading: See `engine_ladder`.
         one_writer: See `engine_ladder`.
-        sparing: Keep half the requests in flight.
+        sparing: Keep half the requests in flight, unless a depth was tuned or set.
 
     Raises:
         ConfigError: Unknown engine name.
     """
     ladder = engine_ladder(engine, fd, for_reading=for_reading, one_writer=one_writer)
     limits = config_for(fd)
-    queue_depth = limits.queue_depth or min(limits.ring_bytes // limits.chunk_bytes, _QUEUE_DEPTH_MAX)
+    queue_depth = limits.queue_depth  # as it was tuned, or set
+    if queue_depth is None:
+        whole = min(limits.ring_bytes // limits.chunk_bytes, _QUEUE_DEPTH_MAX)
+        queue_depth = whole // 2 if sparing else whole  # a ring has four chunks and more
     return _native.TransferOptions(
         fd=fd,
         path=os.fsencode(path),
         engines=ladder,
         ring_bytes=limits.ring_bytes,
         chunk_bytes=limits.chunk_bytes,
-        queue_depth=max(1, queue_depth // 2) if sparing else queue_depth,
+        queue_depth=queue_depth,
         thread_count=limits.threads,
         ring_device=_largest_share(placed) if is_cufile(ladder[0]) else None,
     )

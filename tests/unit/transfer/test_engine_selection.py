@@ -265,18 +265,18 @@ def given_options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("limits", "depth"),
+    ("limits", "depths"),
     [
-        (Config(ring_bytes=64 << 20, chunk_bytes=8 << 20), 8),
-        (Config(ring_bytes=64 << 20, chunk_bytes=8 << 20, queue_depth=20), 20),
-        (Config(ring_bytes=1 << 30, chunk_bytes=1 << 16), 4096),
-        (Config(ring_bytes=64 << 20, chunk_bytes=8 << 20, queue_depth=1), 1),
+        (Config(ring_bytes=64 << 20, chunk_bytes=8 << 20), [8, 4]),
+        (Config(ring_bytes=64 << 20, chunk_bytes=8 << 20, queue_depth=20), [20, 20]),
+        (Config(ring_bytes=1 << 30, chunk_bytes=1 << 16), [4096, 2048]),
+        (Config(ring_bytes=32 << 20, chunk_bytes=8 << 20), [4, 2]),
     ],
-    ids=["as many as there are chunks", "as tuned", "as many as an engine takes", "one"],
+    ids=["as many as there are chunks", "as tuned", "as many as an engine takes", "the smallest ring"],
 )
-def test_queue_is_as_deep_as_the_ring_and_half_of_it_if_sparing(
+def test_queue_is_as_deep_as_the_ring_and_half_of_it_if_sparing_but_always_as_tuned(
     limits: Config,
-    depth: int,
+    depths: list[int],
     open_file: Callable[..., int],
     given_options: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
@@ -285,7 +285,7 @@ def test_queue_is_as_deep_as_the_ring_and_half_of_it_if_sparing(
     fd = open_file()
     for sparing in (False, True):
         transfer_options(fd, "file.bin", "threads", placed=[], sparing=sparing)
-    assert [given["queue_depth"] for given in given_options] == [depth, max(1, depth // 2)]
+    assert [given["queue_depth"] for given in given_options] == depths
     for given in given_options:
         assert (given["fd"], given["path"], given["engines"]) == (fd, b"file.bin", ["threads"])
         assert (given["ring_bytes"], given["chunk_bytes"]) == (limits.ring_bytes, limits.chunk_bytes)
