@@ -18,6 +18,10 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MADV_WIPEONFORK
+#define MADV_WIPEONFORK 18
+#define MADV_KEEPONFORK 19
+#endif
 
 namespace fastpersist {
 namespace {
@@ -35,9 +39,18 @@ std::pair<uint64_t, uint64_t> Inside(std::span<std::byte> range, uint64_t unit_b
 
 uint64_t PageBytes() { return static_cast<uint64_t>(sysconf(_SC_PAGESIZE)); }
 
-void AdviseHugePages(std::span<std::byte> range) {
-  const auto [first, last] = Inside(range, kHugePageBytes);
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+void AdviseHugePages(std::vector<std::span<std::byte>> ranges) {
+  std::sort(ranges.begin(), ranges.end(), [](const auto& a, const auto& b) { return a.data() < b.data(); });
+  const uint64_t page_bytes = PageBytes();
+  for (size_t i = 0; i < ranges.size();) {
+    const auto start = reinterpret_cast<uintptr_t>(ranges[i].data());
+    uintptr_t end = start;
+    for (; i < ranges.size() && reinterpret_cast<uintptr_t>(ranges[i].data()) <= AlignUp(end, page_bytes); ++i) {
+      end = std::max(end, reinterpret_cast<uintptr_t>(ranges[i].data() + ranges[i].size()));
+    }
+    const auto [first, last] = Inside({reinterpret_cast<std::byte*>(start), end - start}, kHugePageBytes);
+    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  }
 }
 
 void Populate(std::span<std::byte> range) { (void)madvise(range.data(), range.size(), MADV_POPULATE_WRITE); }
@@ -93,6 +106,16 @@ void UnmapBuffers(std::byte* memory, size_t size_bytes) {
     if (one->memory == memory) return;
   }
   munmap(memory, size_bytes);
+}
+
+bool WipedOnFork::Add(std::span<std::byte> range) {
+  if (madvise(range.data(), range.size(), MADV_WIPEONFORK) != 0) return false;
+  ranges_.push_back(range);
+  return true;
+}
+
+WipedOnFork::~WipedOnFork() {
+  for (const auto& range : ranges_) madvise(range.data(), range.size(), MADV_KEEPONFORK);
 }
 
 Result<std::unique_ptr<LockedMemory>> LockedMemory::Create(size_t size_bytes) {

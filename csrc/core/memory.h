@@ -16,9 +16,10 @@
 
 namespace fastpersist {
 
-// Ask for huge pages wherever a whole one fits inside the range: filling it then takes one fault per 2 MiB instead of
-// 512. It is only advice, which the kernel may ignore.
-void AdviseHugePages(std::span<std::byte> range);
+// Ask for huge pages wherever a whole one fits inside the ranges: filling them then takes one fault per 2 MiB instead
+// of 512. Ranges that lie next to each other (no whole page between them) share huge pages. It is only advice, which
+// the kernel may ignore.
+void AdviseHugePages(std::vector<std::span<std::byte>> ranges);
 
 // Make the kernel allocate and clear the pages of a range now. A kernel before 5.14 does it at the first touch.
 // REQUIRES: the range lies on page boundaries.
@@ -52,6 +53,24 @@ using Pin = std::function<std::shared_ptr<void>(std::span<std::byte> memory)>;
 // Whether a device has completed its copies from or to some memory. Called now and then until it returns true. Objects
 // that it holds, such as references to the other side of the copies, live until then.
 using CopiesComplete = std::function<bool()>;
+
+// While it lives, a forked child finds zeros in this memory, so no page of it is shared with the child: a page that a
+// child shares is copied when anybody writes to it, and a direct read under way would go on into the page that is given
+// up (open(2), O_DIRECT).
+class WipedOnFork {
+ public:
+  WipedOnFork() = default;
+  ~WipedOnFork();
+  WipedOnFork(const WipedOnFork&) = delete;
+  WipedOnFork& operator=(const WipedOnFork&) = delete;
+
+  // Returns false if the kernel does not do it for this memory: it does for private, anonymous memory.
+  // REQUIRES: the range lies on page boundaries.
+  bool Add(std::span<std::byte> range);
+
+ private:
+  std::vector<std::span<std::byte>> ranges_;
+};
 
 // Page-locked memory, which is never swapped out: zeroed, and on a huge-page boundary if it is large enough. The copy
 // in a forked child is not locked.

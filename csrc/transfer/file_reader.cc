@@ -64,24 +64,35 @@ void FileReader::Abandon() {
   }
 }
 
-// Chunks end on multiples of the chunk size in the file. Example with 8 MiB chunks: extents [5 MiB, 20 MiB) and
-// [20 MiB + 100, 21 MiB) become [5, 8), [8, 16) and [16, 21) MiB; the last one serves both. An extent that starts
-// before the last chunk (inside an earlier extent) gets chunks of its own: those bytes are read twice.
-std::vector<FileReader::Chunk> FileReader::Cut(std::span<const ReadExtent> extents) const {
+// How many bytes of an extent, from its start, go straight to its memory. A direct read takes whole pages only: another
+// object may use the rest of the first or last page.
+uint64_t FileReader::StraightBytes(const ReadExtent& extent, WipedOnFork& wiped) const {
+  if (extent.target != ReadExtent::Target::kMemory || extent.size_bytes < kStraightBytes) return 0;
   // Direct I/O may be given up in mid-file, but no direct engine ever replaces a buffered one.
-  const bool may_go_straight = !pump_->direct();
+  if (!pump_->direct()) return extent.size_bytes;
+  const uint64_t unit_bytes = std::max(pump_->block_bytes(), PageBytes());
+  const bool is_aligned =
+      extent.offset_bytes % pump_->block_bytes() == 0 && reinterpret_cast<uintptr_t>(extent.address) % unit_bytes == 0;
+  if (!extent.fresh || !is_aligned || device_ring_.has_value()) return 0;
+  // A small rest is left to the ring, where it shares a request with what comes behind it.
+  const uint64_t rest_bytes = extent.size_bytes % chunk_bytes_;
+  const uint64_t size_bytes =
+      rest_bytes < kStraightBytes ? extent.size_bytes - rest_bytes : AlignDown(extent.size_bytes, unit_bytes);
+  return wiped.Add({extent.address, size_bytes}) ? size_bytes : 0;
+}
+
+// Chunks of the ring end on multiples of the chunk size in the file. Example with 8 MiB chunks: extents [5 MiB, 20 MiB)
+// and [20 MiB + 100, 21 MiB) become [5, 8), [8, 16) and [16, 21) MiB; the last one serves both. An extent that starts
+// before the last chunk (inside an earlier extent) gets chunks of its own: those bytes are read twice.
+std::vector<FileReader::Chunk> FileReader::Cut(std::span<const ReadExtent> extents, WipedOnFork& wiped) const {
   std::vector<Chunk> chunks;
   for (size_t i = 0; i < extents.size(); ++i) {
     uint64_t from = extents[i].offset_bytes;
     const uint64_t extent_end = from + extents[i].size_bytes;
-    if (may_go_straight && extents[i].target == ReadExtent::Target::kMemory &&
-        extents[i].size_bytes >= kStraightBytes) {
-      while (from < extent_end) {
-        const uint64_t size_bytes = std::min<uint64_t>(extent_end - from, chunk_bytes_);
-        chunks.push_back({from, size_bytes, i, i + 1, extents[i].address + (from - extents[i].offset_bytes)});
-        from += size_bytes;
-      }
-      continue;
+    for (const uint64_t straight_end = from + StraightBytes(extents[i], wiped); from < straight_end;) {
+      const uint64_t size_bytes = std::min<uint64_t>(straight_end - from, chunk_bytes_);
+      chunks.push_back({from, size_bytes, i, i + 1, extents[i].address + (from - extents[i].offset_bytes)});
+      from += size_bytes;
     }
     if (!chunks.empty() && chunks.back().straight == nullptr && from < extent_end) {
       Chunk& last = chunks.back();
@@ -113,13 +124,13 @@ Result<std::vector<uint32_t>> FileReader::Read(std::span<const ReadExtent> exten
                          "GPUDirect moves bytes that no CPU sees, so no checksums can be compared");
   }
   crc_parts_.assign(extents.size(), {});
-  const std::vector<Chunk> chunks = Cut(extents);
+  WipedOnFork wiped;
+  const std::vector<Chunk> chunks = Cut(extents, wiped);
   std::vector<std::span<std::byte>> fresh;
   for (const ReadExtent& extent : extents) {
-    if (!extent.fresh) continue;
-    fresh.emplace_back(extent.address, extent.size_bytes);
-    AdviseHugePages(fresh.back());
+    if (extent.fresh) fresh.emplace_back(extent.address, extent.size_bytes);
   }
+  AdviseHugePages(fresh);
   if (!pump_->direct()) fresh.clear();  // its threads fill the memory themselves and clear pages in parallel
   Status status;
   {

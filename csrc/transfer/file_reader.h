@@ -4,7 +4,9 @@
 //
 // A device copies its own extents while the next chunks are read; Read returns when all copies are complete.
 //
-// With a buffered engine, whose bytes the kernel copies anyway, large extents go straight to their memory.
+// Large extents go straight to their memory if they can: with a buffered engine, whose bytes the kernel copies anyway,
+// all of them; with a direct one the whole pages of fresh memory, where memory and file are aligned alike. Then no copy
+// takes processor time.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +18,7 @@
 #include <vector>
 
 #include "core/buffer_pool.h"
+#include "core/memory.h"
 #include "device/device.h"
 #include "transfer/device_ring.h"
 #include "transfer/io_pump.h"
@@ -38,7 +41,9 @@ struct ReadExtent {
   CudaAddress device_address = 0;
   uint64_t id = 0;
   bool with_crc = false;
-  bool fresh = false;  // kMemory: nothing has touched this memory yet, so its pages may be prepared ahead
+  // kMemory: nobody has touched this memory yet or touches it before Read returns, so its pages may be prepared ahead,
+  // and a forked child needs none of them.
+  bool fresh = false;
 };
 
 // One owner thread at a time.
@@ -65,7 +70,7 @@ class FileReader {
 
  private:
   // A request: `needed_bytes` of the file, with the bytes of extents [first, last). It fills a ring buffer from an
-  // aligned offset on, or, with `straight`, the memory of its one extent.
+  // aligned offset on, or, with `straight`, memory of its one extent.
   struct Chunk {
     uint64_t offset_bytes;
     uint64_t needed_bytes;
@@ -87,7 +92,8 @@ class FileReader {
   FileReader(std::unique_ptr<IoPump> pump, BufferShare share, TransferCallbacks callbacks, size_t chunk_bytes,
              Device* ring_device);
 
-  std::vector<Chunk> Cut(std::span<const ReadExtent> extents) const;
+  uint64_t StraightBytes(const ReadExtent& extent, WipedOnFork& wiped) const;
+  std::vector<Chunk> Cut(std::span<const ReadExtent> extents, WipedOnFork& wiped) const;
   Status Run(std::span<const ReadExtent> extents, std::span<const Chunk> chunks);
   Status Deliver(std::span<const ReadExtent> extents, const Chunk& chunk, const std::byte* buffer);
   Status DeliverFromDeviceRing(const ReadExtent& extent, uint64_t offset_in_extent, const std::byte* source,

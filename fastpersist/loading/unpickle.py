@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import mmap
 import os
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -304,15 +305,26 @@ def _refuse_disguised(source: CheckpointSource) -> None:
     )
 
 
+_OWN_PAGES_BYTES = 256 << 10  # as FileReader::kStraightBytes
+
+
 def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
     """Allocate a storage whose bytes are about to be filled.
 
     In host memory the storage cannot grow, like those of torch.load: so torch refuses a tensor that a file describes as
     larger than its storage. An ordinary storage would grow, by bytes that nobody has written. Memory of a device comes
     from torch's allocator, which has to know it, and can grow: `unpickle_with` checks that afterwards.
+
+    A large storage in host memory has pages of its own. Then a direct read may go straight to it. And mappings lie next
+    to each other, with huge pages across them: malloc writes a header before each block, and where a small page is in
+    use, no huge page can be. These headers left a third of a GPT-2 on small pages, with a fault for each.
     """
     if device.type != "cpu":
         return torch.UntypedStorage(size_bytes, device=device)
+    if size_bytes >= _OWN_PAGES_BYTES:
+        with contextlib.suppress(OSError):  # torch says in its own words that there is no memory
+            pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
     lent = torch._C._to_dlpack(torch.empty(size_bytes, dtype=torch.uint8, device=device))
     storage: torch.UntypedStorage = torch._C._from_dlpack(lent).untyped_storage()
     return storage
@@ -400,7 +412,10 @@ def read_safetensors(
     extents = Extents()
     tensors = {}
     for entry in header.entries:
-        tensor = torch.empty(entry.torch_shape, dtype=torch_dtype(entry, source.path), device=device)
+        if device.type == "cpu" and entry.size_bytes >= _OWN_PAGES_BYTES:
+            tensor = _tensor_over(new_storage(entry.size_bytes, device), entry, source)
+        else:  # three times as fast, which counts with ten thousand tensors
+            tensor = torch.empty(entry.torch_shape, dtype=torch_dtype(entry, source.path), device=device)
         tensors[entry.name] = tensor
         if device.type != "meta":
             extents.add_storage(entry.offset_bytes, tensor.untyped_storage(), with_crc=verify, fresh=True)
@@ -410,6 +425,14 @@ def read_safetensors(
             if crc != entry.crc:
                 raise _damaged(source, [entry.name], entry.offset_bytes, entry.crc or 0, crc, 1)
     return tensors
+
+
+def _tensor_over(
+    storage: torch.UntypedStorage, entry: safetensors_format.Entry, source: CheckpointSource
+) -> torch.Tensor:
+    """Return the tensor of a safetensors entry, whose bytes a storage has."""
+    like = torch.empty(entry.torch_shape, dtype=torch_dtype(entry, source.path), device="meta")
+    return torch.empty(0, dtype=like.dtype, device=storage.device).set_(storage, 0, like.shape, like.stride())
 
 
 def torch_dtype(entry: safetensors_format.Entry, path: str) -> torch.dtype:

@@ -2,10 +2,15 @@
 // and right CRCs, and an error leaves nothing in flight.
 #include "transfer/file_reader.h"
 
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <random>
 
 #include "core/crc32.h"
+#include "core/memory.h"
 #include "engine/fault_engine.h"
 #include "testing.h"
 
@@ -146,6 +151,97 @@ void BytesAroundATargetStayAsTheyAre() {
   EXPECT(Slice(memory, 0, 100) == Bytes(100, std::byte{0xA5}));
   EXPECT(Slice(memory, 100, kChunkBytes) == Slice(content, 4095, kChunkBytes));
   EXPECT(Slice(memory, kChunkBytes + 100, 100) == Bytes(100, std::byte{0xA5}));
+}
+
+// Fresh pages, as a load of a large tensor has them.
+class FreshPages {
+ public:
+  explicit FreshPages(size_t size_bytes) : size_bytes_(size_bytes) {
+    void* const mapped = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    EXPECT(mapped != MAP_FAILED);
+    address_ = static_cast<std::byte*>(mapped);
+  }
+  ~FreshPages() { munmap(address_, size_bytes_); }
+  FreshPages(const FreshPages&) = delete;
+  FreshPages& operator=(const FreshPages&) = delete;
+
+  std::byte* address() const { return address_; }
+  Bytes Read(size_t from, size_t size_bytes) const { return {address_ + from, address_ + from + size_bytes}; }
+
+ private:
+  const size_t size_bytes_;
+  std::byte* address_;
+};
+
+// With a direct engine, whole pages of fresh memory are filled without the ring, the rest through it, and nothing else
+// is touched. The ring's requests end on multiples of a chunk; the others begin where the extent begins, so one does.
+void WholeFreshPagesAreReadStraight() {
+  constexpr uint64_t kOffsetBytes = kChunkBytes / 2;
+  const Bytes content = RandomBytes(4 * kChunkBytes, 13);
+  const ScratchFile file("reader", content);
+  const auto pool = Pool();
+  struct Case {
+    uint64_t offset_bytes;
+    size_t address_bytes;
+    uint64_t size_bytes;
+    bool fresh;
+    uint64_t request_count;
+  };
+  for (const Case& one :
+       {Case{kOffsetBytes, 0, kChunkBytes, true, 1}, Case{kOffsetBytes, 0, kChunkBytes, false, 2},
+        Case{kOffsetBytes, 64, kChunkBytes, true, 2}, Case{kOffsetBytes + 64, 0, kChunkBytes, true, 2},
+        Case{kOffsetBytes, 0, kChunkBytes + 5000, true, 2}, Case{0, 0, 2 * kChunkBytes + 1, true, 3}}) {
+    const FreshPages memory(4 * kChunkBytes);
+    auto opened = Open(file, *pool, "fault:threads");
+    if (!opened.ok()) return;  // this file system has no direct I/O
+    const std::vector<ReadExtent> extents = {{.offset_bytes = one.offset_bytes,
+                                              .size_bytes = one.size_bytes,
+                                              .target = Target::kMemory,
+                                              .address = memory.address() + one.address_bytes,
+                                              .with_crc = true,
+                                              .fresh = one.fresh}};
+    SetFaultPlan(Fault::Delay(0));
+    const std::vector<uint32_t> crcs = Must(opened.value()->Read(extents));
+    const uint64_t request_count = ClearFaultPlan();
+    EXPECT_WITH(request_count == one.request_count, std::to_string(request_count));
+    const Bytes expected = Slice(content, one.offset_bytes, one.size_bytes);
+    EXPECT(memory.Read(one.address_bytes, one.size_bytes) == expected);
+    EXPECT(crcs == std::vector<uint32_t>{CrcOf(expected)});
+    EXPECT(memory.Read(0, one.address_bytes) == Bytes(one.address_bytes));
+    EXPECT(memory.Read(one.address_bytes + one.size_bytes, 9000) == Bytes(9000));
+  }
+}
+
+// A child that is forked meanwhile shares no page with a direct read: it finds zeros, and may write.
+void AForkWhileReadingStraightTakesNoBytesAway() {
+  const Bytes content = RandomBytes(6 * kChunkBytes, 14);
+  const ScratchFile file("reader", content);
+  const auto pool = Pool();
+  const FreshPages memory(content.size());
+  TransferCallbacks callbacks;
+  int zeros_count = 0;
+  callbacks.poll = [&](uint64_t) {
+    const pid_t child = fork();
+    if (child == 0) {
+      const bool found_zeros = memory.Read(0, content.size()) == Bytes(content.size());
+      std::memset(memory.address(), 1, content.size());
+      _exit(found_zeros ? 0 : 1);
+    }
+    int status = -1;
+    zeros_count += waitpid(child, &status, 0) == child && status == 0 ? 1 : 0;
+    return Status::Ok();
+  };
+  auto opened = Open(file, *pool, "fault:threads", std::move(callbacks));
+  if (!opened.ok()) return;              // this file system has no direct I/O
+  const Fault fault(Fault::Delay(120));  // ms: longer than the time between two polls
+  const std::vector<ReadExtent> extents = {{.offset_bytes = 0,
+                                            .size_bytes = content.size(),
+                                            .target = Target::kMemory,
+                                            .address = memory.address(),
+                                            .fresh = true}};
+  EXPECT_OK(opened.value()->Read(extents).status());
+  EXPECT(zeros_count > 0);
+  EXPECT(memory.Read(0, content.size()) == content);
 }
 
 void AReaderMayReadAgain() {
@@ -305,16 +401,43 @@ void ShortReadsAndAReplacedEngineLoseNothing() {
   }
 }
 
+void StraightReadsLoseNothingOfShortReadsAndAReplacedEngine() {
+  const Bytes content = RandomBytes(12 * kChunkBytes, 15);
+  const ScratchFile file("reader", content);
+  const auto pool = Pool();
+  for (const FaultPlan& plan : {Fault::Short(69 * 4096, 1, Fault::kAll), Fault::Errno(EINVAL, 5, Fault::kAll)}) {
+    const FreshPages memory(content.size());
+    const Fault fault(plan);
+    auto opened = FileReader::Open(
+        file.fd(), file.path(),
+        {.engines = {"fault:threads", "threads-buffered"}, .queue_depth = kBufferCount, .poll = {}}, *pool, {});
+    const auto reader = Must(std::move(opened));
+    const uint64_t size_bytes = content.size() - 5000;
+    const std::vector<ReadExtent> extents = {{.offset_bytes = 4096,
+                                              .size_bytes = size_bytes - 4096,
+                                              .target = Target::kMemory,
+                                              .address = memory.address(),
+                                              .with_crc = true,
+                                              .fresh = true}};
+    const Bytes expected = Slice(content, 4096, size_bytes - 4096);
+    EXPECT(Must(reader->Read(extents)) == std::vector<uint32_t>{CrcOf(expected)});
+    EXPECT(memory.Read(0, expected.size()) == expected);
+    EXPECT(ClearFaultPlan() > 0);
+  }
+}
+
 }  // namespace
 }  // namespace fastpersist
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(argc, argv,
-             {TEST(ExtentsOfAllKindsAreRightWithEveryEngine), TEST(RandomExtentsAreRight),
-              TEST(BytesAroundATargetStayAsTheyAre), TEST(AReaderMayReadAgain), TEST(ExtentsThatLieCloseShareARequest),
-              TEST(AGapIsNotRead), TEST(TheLastBlockMayBeShort), TEST(AnExtentBehindTheEndIsAnErrorThatSaysWhere),
-              TEST(AnErrorOfTheDiskLeavesNothingInFlight), TEST(AnErrorOfPushEndsTheRead),
-              TEST(AnErrorOfPollStopsAtOnceWithIoInFlight), TEST(TwoBuffersAreEnough),
-              TEST(ShortReadsAndAReplacedEngineLoseNothing)});
+  return Run(
+      argc, argv,
+      {TEST(ExtentsOfAllKindsAreRightWithEveryEngine), TEST(RandomExtentsAreRight),
+       TEST(BytesAroundATargetStayAsTheyAre), TEST(AReaderMayReadAgain), TEST(ExtentsThatLieCloseShareARequest),
+       TEST(AGapIsNotRead), TEST(TheLastBlockMayBeShort), TEST(AnExtentBehindTheEndIsAnErrorThatSaysWhere),
+       TEST(AnErrorOfTheDiskLeavesNothingInFlight), TEST(AnErrorOfPushEndsTheRead),
+       TEST(AnErrorOfPollStopsAtOnceWithIoInFlight), TEST(TwoBuffersAreEnough),
+       TEST(ShortReadsAndAReplacedEngineLoseNothing), TEST(WholeFreshPagesAreReadStraight),
+       TEST(AForkWhileReadingStraightTakesNoBytesAway), TEST(StraightReadsLoseNothingOfShortReadsAndAReplacedEngine)});
 }

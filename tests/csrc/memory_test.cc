@@ -2,6 +2,8 @@
 #include "core/memory.h"
 
 #include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <fstream>
 
@@ -104,7 +106,7 @@ void BuffersOfAnySizeAreGivenBack() {
 
 void WhatIsFilledMeanwhileStays() {
   const Mapping memory;
-  AdviseHugePages(memory.bytes());
+  AdviseHugePages({memory.bytes()});
   {
     const Prefault prefault({memory.bytes().subspan(100, kBytes - 1000)});
     std::memset(memory.bytes().data(), 7, kBytes);
@@ -127,10 +129,38 @@ void EndsAtOnceAndLeavesNoThread() {
 void OddRangesAreLeftAlone() {
   const Mapping memory;
   std::byte small[100];
-  AdviseHugePages(small);
+  AdviseHugePages({std::span(small)});
   AdviseHugePages({});
+  AdviseHugePages({{}, memory.bytes().subspan(kBytes - 100), std::span(small), memory.bytes().first(1)});
   const Prefault prefault(
       {std::span(small), {}, memory.bytes().subspan(1, kPageBytes - 1), memory.bytes().subspan(5, kBytes - 7)});
+}
+
+void AForkedChildFindsZerosWhileMemoryIsWiped() {
+  const Mapping memory;
+  std::memset(memory.bytes().data(), 7, kBytes);
+  // What a child finds in the first page, and right behind it.
+  const auto found_by_child = [&memory] {
+    const pid_t child = fork();
+    if (child == 0) _exit(static_cast<int>(memory.bytes()[0]) * 16 + static_cast<int>(memory.bytes()[kPageBytes]));
+    int status = -1;
+    EXPECT(waitpid(child, &status, 0) == child && WIFEXITED(status));
+    return WEXITSTATUS(status);
+  };
+  {
+    WipedOnFork wiped;
+    EXPECT(wiped.Add(memory.bytes().first(kPageBytes)));
+    EXPECT(found_by_child() == 7);
+    EXPECT(memory.bytes()[0] == std::byte{7});
+  }
+  EXPECT(found_by_child() == 7 * 16 + 7);
+}
+
+void SharedMemoryCannotBeWiped() {
+  void* const shared = mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  EXPECT(shared != MAP_FAILED);
+  EXPECT(!WipedOnFork().Add({static_cast<std::byte*>(shared), kPageBytes}));
+  munmap(shared, kPageBytes);
 }
 
 }  // namespace
@@ -141,5 +171,6 @@ int main(int argc, char** argv) {
   return Run(
       argc, argv,
       {TEST(PagesAreThereInTheEndAndHoldZeros), TEST(OnlyWholePagesArePrepared), TEST(BuffersOfAnySizeAreGivenBack),
-       TEST(WhatIsFilledMeanwhileStays), TEST(EndsAtOnceAndLeavesNoThread), TEST(OddRangesAreLeftAlone)});
+       TEST(WhatIsFilledMeanwhileStays), TEST(EndsAtOnceAndLeavesNoThread), TEST(OddRangesAreLeftAlone),
+       TEST(AForkedChildFindsZerosWhileMemoryIsWiped), TEST(SharedMemoryCannotBeWiped)});
 }

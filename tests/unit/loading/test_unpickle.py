@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import mmap
 import os
 import pickle
 import threading
@@ -38,6 +40,10 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.DEBUG, logger="fastpersist")
     return caplog
+
+
+def keep_storage(storage: torch.UntypedStorage, _location: str) -> torch.UntypedStorage:
+    return storage
 
 
 def went_the_stock_way(log: pytest.LogCaptureFixture) -> bool:
@@ -96,11 +102,32 @@ def test_file_of_a_shared_memory_tensor_is_read(tmp_path: Path) -> None:
     assert fp.load(tmp_path / "model.pt").tolist() == shared.tolist()
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_large_tensors_have_pages_of_their_own(suffix: str, tmp_path: Path) -> None:
+    # So direct reads may fill them without a copy, and fresh huge pages fit.
+    path = tmp_path / f"model{suffix}"
+    state = {"large": torch.arange(100_001.0), "huge": torch.arange(1_000_003.0), "small": torch.ones(3)}
+    fp.save(state, path)
+    loaded = fp.load(path)
+    assert_same({name: loaded[name] for name in state}, state)
+    assert [loaded[name].data_ptr() % mmap.PAGESIZE for name in ("large", "huge")] == [0, 0]
+    assert not any(tensor.untyped_storage().resizable() for tensor in loaded.values() if tensor.numel() > 3)
+    kept = loaded.pop("large")
+    del loaded
+    assert kept.sum() == state["large"].sum()  # its memory does not depend on that of the others
+
+
+def test_without_mappings_torch_allocates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more_mappings(*_arguments: object, **_keywords: object) -> object:
+        raise OSError(errno.ENOMEM, "as if vm.max_map_count were reached")
+
+    state = {"weight": torch.arange(100_000.0)}
+    fp.save(state, tmp_path / "model.pt")
+    monkeypatch.setattr(mmap, "mmap", no_more_mappings)
+    assert_same(fp.load(tmp_path / "model.pt"), state)
+
+
 # --------------------------------------------------------------------------------------------- map_location
-
-
-def keep(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-    return storage
 
 
 MAP_LOCATIONS: dict[str, Any] = {
@@ -111,7 +138,7 @@ MAP_LOCATIONS: dict[str, Any] = {
     "empty dict": {},
     "dict of another device": {"cuda:0": "cpu"},
     "dict to meta": {"cpu": "meta"},
-    "callable": keep,
+    "callable": keep_storage,
     "callable without an opinion": lambda storage, location: None,
     "callable to meta": lambda storage, location: storage.to(device="meta"),
     "meta": "meta",
@@ -434,12 +461,12 @@ def test_damage_is_found_by_verify_on_the_stock_way_too(tmp_path: Path) -> None:
     data[record_places(bytes(data))["data/0"][0]] ^= 1
     path.write_bytes(data)
     with pytest.raises(fp.ChecksumError, match="weight"):
-        fp.load(path, map_location=keep, verify=True)
+        fp.load(path, map_location=keep_storage, verify=True)
 
 
 def test_file_without_checksums_says_so(tmp_path: Path) -> None:
     fp.save({"weight": torch.ones(5)}, tmp_path / "model.pt", checksum=False)
-    for wanted in (None, keep):
+    for wanted in (None, keep_storage):
         with pytest.raises(fp.UnsupportedError, match="without checksums"):
             fp.load(tmp_path / "model.pt", verify=True, map_location=wanted)
 
