@@ -200,6 +200,7 @@ def load(
     progress: bool = False,
     engine: str = "auto",
     process_group: ProcessGroup | None = None,
+    mmap: bool = False,
 ) -> Any:
     """Load the object that a file holds: the same object that torch.load or safetensors would return.
 
@@ -218,6 +219,10 @@ def load(
             object on its own devices. They share the reading if that is faster, so that the disk gives each byte once.
             The call returns on all ranks or raises on all. A rank waits for another at most for the group's timeout.
             The calling thread takes part in the group's collectives.
+        mmap: Read nothing now: the tensors are views of the file, whose pages the kernel reads when they are used. For
+            those who want a part of a large file. What is changed in memory stays there. While the tensors live, nobody
+            may write into the file or cut it (a page that is no longer there ends the process); to replace it, as
+            `save` does, is safe. On the CPU only, and with none of `verify`, `engine` and `process_group`.
 
     Returns:
         The object. For a safetensors file: a dict of tensors by name, in the order of the file.
@@ -228,7 +233,8 @@ def load(
             message names. With weights_only=False also a pickle whose name ends in `.safetensors`: that name promises
             that loading runs no code.
         ChecksumError: With verify: the bytes of the tensors that the message names have changed.
-        ConfigError: An argument makes no sense.
+        ConfigError: An argument makes no sense; or mmap, and only stock torch.load can load the file, or not all of it
+            belongs on the CPU.
         UnsupportedError: The named engine cannot be used; or verify, and the file has no checksums.
         StorageError: An error of the disk; or the path is a directory (the message says what loads it), a FIFO or a
             device.
@@ -238,8 +244,13 @@ def load(
 
     Thread safety: any thread, any number at once; with a process_group one at a time, in the same order on all ranks.
     """
-    require_bools(weights_only=weights_only, verify=verify)
+    require_bools(weights_only=weights_only, verify=verify, mmap=mmap)
     name = _path_of(path, "read")
+    if mmap and (name is None or verify or process_group is not None or engine != "auto"):
+        raise ConfigError(
+            "mmap=True takes a path, and none of verify, engine and process_group: the kernel reads the file, when its "
+            "tensors are used"
+        )
     if name is None:
         if verify or process_group is not None:
             raise UnsupportedError(
@@ -256,6 +267,7 @@ def load(
                 engine=engine,
                 poll=poll,
                 read=read,
+                mapped=mmap,
             )
 
 

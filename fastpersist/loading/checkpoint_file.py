@@ -67,6 +67,7 @@ class CheckpointSource:
         kind: "torch_zip", "safetensors", or "other" (legacy pickles, anything unknown); the first bytes tell.
         size_bytes: Length of the file.
         fd: The descriptor for transfers.
+        whole_path: A name of this very file, to open it once more.
         local_headers: Fixed parts of local headers that were read already, by their offsets.
 
     Raises:
@@ -82,8 +83,8 @@ class CheckpointSource:
             with storage_errors("looking at", path):
                 self.size_bytes = os.fstat(self.fd).st_size
             # Through /proc the same inode is opened again, whatever has the name by now.
-            self._whole_path = f"/proc/self/fd/{self.fd}" if os.path.exists("/proc/self/fd") else path
-            self._small_fd = _open(self._whole_path, path)
+            self.whole_path = f"/proc/self/fd/{self.fd}" if os.path.exists("/proc/self/fd") else path
+            self._small_fd = _open(self.whole_path, path)
         except BaseException:
             os.close(self.fd)
             raise
@@ -117,7 +118,7 @@ class CheckpointSource:
 
     def open_whole(self) -> BinaryIO:
         """Open the file once more, for stock torch.load."""
-        return open(self._whole_path, "rb")
+        return open(self.whole_path, "rb")
 
     def read_at(self, offset_bytes: int, size_bytes: int) -> bytes:
         """Read a few bytes, which must lie inside the file.

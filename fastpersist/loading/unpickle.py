@@ -25,7 +25,7 @@ from typing import IO, Any, TypeAlias, cast
 import torch
 
 from fastpersist import _native
-from fastpersist.errors import ChecksumError, FormatError, InternalError, UnsupportedError
+from fastpersist.errors import ChecksumError, ConfigError, FormatError, InternalError, UnsupportedError
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats.layout import LOCAL_HEADER_BYTES
 from fastpersist.formats.pickle_scan import StorageReference
@@ -265,8 +265,11 @@ def load_checkpoint(
     engine: str,
     poll: Poll | None,
     read: Read = read_extents,
+    mapped: bool = False,
 ) -> Any:
-    """Load what a checkpoint file holds, by `read`; see `fastpersist.load`."""
+    """Load what a checkpoint file holds, by `read`, or as views of the file; see `fastpersist.load`."""
+    if mapped:
+        return _load_mapped(source, map_location, weights_only)
     if source.kind == "safetensors":
         return read_safetensors(source, map_location=map_location, verify=verify, engine=engine, poll=poll, read=read)
     if source.kind != "torch_zip":
@@ -334,6 +337,52 @@ def _load_stock(source: CheckpointSource, why: str, map_location: MapLocation, w
     _log.info("stock torch.load reads %s: %s", source.path, why)
     with source.open_whole() as file:
         return stock_load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+
+
+def _load_mapped(source: CheckpointSource, map_location: MapLocation, weights_only: bool) -> Any:
+    """Load a file as views of it: nothing is read until somebody uses it.
+
+    The mapping is private, whatever torch.serialization.set_default_mmap_options says: what is changed in memory never
+    reaches the file.
+
+    Raises:
+        ConfigError: This file cannot be loaded so, or not to this device.
+    """
+    if source.kind == "safetensors":
+        device = "cpu" if map_location is None else map_location
+        if not isinstance(device, str | torch.device) or torch.device(device).type != "cpu":
+            raise _no_views(source, "map_location is not the CPU")
+        whole = _whole_file(source)
+        return {
+            entry.name: _tensor_over(whole[entry.offset_bytes : entry.offset_bytes + entry.size_bytes], entry, source)
+            for entry in source.header.entries
+        }
+    if source.kind != "torch_zip":
+        source.refuse_foreign()
+        raise _no_views(source, source.explain_unknown())
+    if source.path.endswith(".safetensors") and not weights_only:
+        _refuse_disguised(source)
+    try:
+        wanted = why_stock(source, map_location, weights_only) or storages_to_fill(source, map_location)
+    except UnsupportedError as error:
+        wanted = str(error)
+    if isinstance(wanted, str):
+        raise _no_views(source, wanted)
+    if any(item.device.type != "cpu" for item in wanted.values()):
+        raise _no_views(source, "map_location, or the file, says that tensors belong to another device than the CPU")
+    whole = _whole_file(source)
+    storages = {
+        key: whole[item.entry_offset_bytes : item.entry_offset_bytes + item.size_bytes] for key, item in wanted.items()
+    }
+    return unpickle_with(source, storages, map_location=map_location, weights_only=weights_only)
+
+
+def _whole_file(source: CheckpointSource) -> torch.UntypedStorage:
+    return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(source.whole_path, False, source.size_bytes))
+
+
+def _no_views(source: CheckpointSource, why: str) -> ConfigError:
+    return ConfigError(f"{source.path} cannot be loaded with mmap=True: {why}; load it without")
 
 
 def fill_storages(

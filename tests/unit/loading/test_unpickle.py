@@ -127,6 +127,98 @@ def test_without_mappings_torch_allocates(tmp_path: Path, monkeypatch: pytest.Mo
     assert_same(fp.load(tmp_path / "model.pt"), state)
 
 
+# --------------------------------------------------------------------------------------------- views of the file
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_views_of_the_file_are_what_torch_load_gives(name: str, writer: str, tmp_path: Path) -> None:
+    path, specimen = tmp_path / "model.pt", SPECIMENS[name]
+    with specimen.made() as obj:
+        if writer == "ours":
+            fp.save(obj, path, durable=False)
+        else:
+            save_aligned(obj, path, alignment=64)
+        expected = torch.load(path, weights_only=specimen.weights_only)
+        assert_same(fp.load(path, weights_only=specimen.weights_only, mmap=True), expected)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_views_change_apart_from_the_file(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"model{suffix}"
+    state = {"a": torch.arange(100_000.0), "b": torch.ones(3, dtype=torch.int16), "empty": torch.empty(0)}
+    fp.save(state, path)
+    before = path.read_bytes()
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # for torch.load: its changes reach the file
+        loaded = fp.load(path, mmap=True)
+    assert any(str(path) in line for line in Path("/proc/self/maps").read_text().splitlines())
+    assert_same({name: loaded[name] for name in state}, state)
+    loaded["a"].add_(1)
+    loaded["b"].zero_()
+    assert loaded["a"][-1] == 100_000
+    assert loaded["b"].tolist() == [0, 0, 0]
+    assert path.read_bytes() == before
+    fp.save({"a": torch.zeros(7)}, path)  # replaces the name; the old file stays with those who have it
+    assert loaded["a"][-1] == 100_000
+    del loaded
+    assert all(str(path) not in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_views_of_the_file_read_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.pt"
+    fp.save({"weight": torch.arange(100_000.0)}, path)
+
+    def refused(*_arguments: object, **_keywords: object) -> object:
+        raise AssertionError("tensors are read")
+
+    monkeypatch.setattr("fastpersist.loading.unpickle.read_extents", refused)
+    monkeypatch.setattr("fastpersist.transfer.reader.read_extents", refused)
+    assert fp.load(path, mmap=True)["weight"][7] == 7
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"map_location": "meta"},
+        {"map_location": "cuda:0"},
+        {"map_location": keep_storage},
+        {"map_location": {"cpu": "meta"}},
+        {"verify": True},
+        {"engine": "threads"},
+        {"process_group": "a group"},
+        {"mmap": "yes"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_views_of_the_file_cannot_be_is_refused(options: dict[str, Any], suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"model{suffix}"
+    fp.save({"weight": torch.ones(3)}, path)
+    with pytest.raises(fp.ConfigError, match="mmap"):
+        fp.load(path, **{"mmap": True, **options})
+
+
+def test_file_that_only_torch_reads_has_no_views(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"weight": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(fp.ConfigError, match=f"{path} cannot be loaded with mmap=True: .* older torch.save"):
+        fp.load(path, mmap=True)
+    with path.open("rb") as file, pytest.raises(fp.ConfigError, match="takes a path"):
+        fp.load(file, mmap=True)
+    path.write_bytes(b"no checkpoint, but some text")
+    with pytest.raises(fp.FormatError):
+        fp.load(path, mmap=True)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_truncated_file_has_no_views(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"model{suffix}"
+    fp.save({"weight": torch.ones(100_000)}, path)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(fp.FormatError):
+        fp.load(path, mmap=True)
+
+
 # --------------------------------------------------------------------------------------------- map_location
 
 
