@@ -9,6 +9,7 @@ machine is no failure: the exit code is 0 unless a row of fastpersist fails.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import gc
 import os
@@ -19,7 +20,7 @@ import fastpersist
 from fastpersist.cli.bench.fio import fio_read_row, fio_write_row
 from fastpersist.cli.bench.io import command as bench_io
 from fastpersist.cli.bench.io.rows import resolve_engines
-from fastpersist.cli.bench.load_rows import PageCache, own_load_rows, peer_load_rows
+from fastpersist.cli.bench.load_rows import PageCache, memcpy_rows, own_load_rows, peer_load_rows
 from fastpersist.cli.bench.overlap import command as bench_overlap
 from fastpersist.cli.bench.places import check_places, empty, positive, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.ranks import command as bench_ranks
@@ -192,6 +193,7 @@ def _measure_loads(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
     def before(suffix: str) -> str:
         path = os.path.join(scratch, f"state{suffix}")
         cache.prepare(path)
+        _give_memory_back()
         return path
 
     def after() -> None:
@@ -204,6 +206,7 @@ def _measure_loads(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
             *own_load_rows(recipe, payload_bytes, engines),
             denied.row("fp.load"),
             *peer_load_rows(payload_bytes),
+            *(memcpy_rows(payload_bytes) if arguments.warm else ()),
         ]
         measured = measure(rows, arguments.repeat, before=before, after=after)
     empty(scratch)
@@ -212,11 +215,20 @@ def _measure_loads(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
         "what the drive itself or the host of a virtual disk caches is out of our reach",
         "seconds run from the call until all bytes are in memory; mapped files have every page touched; all rows but "
         "those of safetensors read one file, which fio reads as well",
+        "what malloc keeps of the rows before goes back to the kernel (malloc_trim), so each row pays for its pages, "
+        "as the first load of a process does",
         *_COMMON_NOTES,
         *engine_notes,
         "fio: --rw=read --direct=1 --ioengine=io_uring --bs=8M --iodepth=8 --numjobs=1, whole blocks of the file",
     ]
     return _result(recipe, payload_bytes, tensor_count, measured, peaks | denied.peaks), notes
+
+
+def _give_memory_back() -> None:
+    """Let malloc keep nothing of what was freed; only the GNU C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 _COMMON_NOTES = (

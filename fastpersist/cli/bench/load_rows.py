@@ -22,7 +22,7 @@ from fastpersist.cli.bench.states import StateRecipe, flatten, tensor_bytes
 from fastpersist.errors import StorageError
 from fastpersist.transfer.reader import Extents, read_extents
 
-__all__ = ["PageCache", "own_load_rows", "peer_load_rows"]
+__all__ = ["PageCache", "memcpy_rows", "own_load_rows", "peer_load_rows"]
 
 _PAGE_BYTES = 4096
 _DROP_CACHES = "/proc/sys/vm/drop_caches"
@@ -147,6 +147,29 @@ def peer_load_rows(payload_bytes: int) -> list[Row]:
     from safetensors.torch import load_file
 
     return [*rows, row(name, lambda path: _touched(load_file(path)), ".safetensors")]
+
+
+def memcpy_rows(size_bytes: int) -> list[Row]:
+    """Return the limits of loads from the page cache: copies into fresh memory on huge pages, page faults included."""
+    source = torch.ones(size_bytes, dtype=torch.uint8)
+
+    def row(thread_count: int) -> Row:
+        def run(_path: str) -> Sample:
+            threads_before = torch.get_num_threads()
+            torch.set_num_threads(thread_count)
+            try:
+                started_s = time.perf_counter()
+                pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                if hasattr(mmap, "MADV_HUGEPAGE"):
+                    pages.madvise(mmap.MADV_HUGEPAGE)
+                torch.frombuffer(pages, dtype=torch.uint8).copy_(source)
+                return Sample(time.perf_counter() - started_s, size_bytes)
+            finally:
+                torch.set_num_threads(threads_before)
+
+        return Row(f"memcpy, {thread_count} thread{'s' if thread_count > 1 else ''}", "peer", run)
+
+    return [row(1), row(2)]
 
 
 def _seconds_of_load(load: Callable[[], Any], payload_bytes: int) -> float:

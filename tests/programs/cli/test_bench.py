@@ -110,7 +110,8 @@ def test_bench_load_goes_without_fio(
         assert rows[name]["note"] == ""
         assert rows[name]["ratio_to_fio"] is None
         assert rows[name]["peak_bytes"] < 200 * MIB
-    for name in ("torch.load", "torch.load(mmap=True), touched", "safetensors load_file, touched"):
+    peers = ("torch.load", "torch.load(mmap=True), touched", "safetensors load_file, touched")
+    for name in (*peers, "memcpy, 1 thread", "memcpy, 2 threads"):
         assert rows[name]["note"] == ""
     assert any("page cache" in note for note in result["notes"])
     assert list(tmp_path.iterdir()) == []
