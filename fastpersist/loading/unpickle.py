@@ -320,7 +320,7 @@ def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
 
     A large storage in host memory has pages of its own. Then a direct read may go straight to it. And mappings lie next
     to each other, with huge pages across them: malloc writes a header before each block, and where a small page is in
-    use, no huge page can be. These headers left a third of a GPT-2 on small pages, with a fault for each.
+    use, no huge page can be. These headers left a fifth to a third of a GPT-2 on small pages.
     """
     if device.type != "cpu":
         return torch.UntypedStorage(size_bytes, device=device)
