@@ -394,7 +394,7 @@ def test_step_waits_for_the_writer_where_memory_is_short(tmp_path: Path, arena_b
 # --- the tests themselves
 
 
-def pass_the_gate(*_arguments: object) -> None:
+def pass_the_gate(*_arguments: object, **_keywords: object) -> None:
     """Stand in for the hook that waits."""
 
 
