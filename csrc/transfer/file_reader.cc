@@ -160,26 +160,36 @@ Status FileReader::Run(std::span<const ReadExtent> extents, std::span<const Chun
       if (!complete.ok()) return complete.status();
       if (!complete.value()) break;
     }
-    while (next < chunks.size() && pump_->in_flight() < pump_->queue_depth()) {
-      const Chunk& chunk = chunks[next];
-      std::byte* const buffer = chunk.straight == nullptr ? share_.Take() : nullptr;
-      if (chunk.straight == nullptr && buffer == nullptr) break;  // all of ours are in flight
-      const auto slot = std::find_if(in_flight_.begin(), in_flight_.end(), [](const auto& one) { return !one.used; });
-      FP_CHECK(slot != in_flight_.end());
-      *slot = {.used = true, .buffer = buffer, .chunk = next++};
-      const uint64_t size_bytes =
-          buffer == nullptr ? chunk.needed_bytes : AlignUp(chunk.needed_bytes, pump_->block_bytes());
-      FP_RETURN_IF_ERROR(pump_->Start({.op = IoOp::kRead,
-                                       .buffer = buffer == nullptr ? chunk.straight : buffer,
-                                       .size_bytes = static_cast<uint32_t>(size_bytes),
-                                       .needed_bytes = static_cast<uint32_t>(chunk.needed_bytes),
-                                       .offset_bytes = chunk.offset_bytes,
-                                       .tag = static_cast<uint64_t>(slot - in_flight_.begin())}));
-    }
+    FP_RETURN_IF_ERROR(StartChunks(chunks, next));
     if (pump_->in_flight() == 0) continue;
     finished.clear();
     FP_RETURN_IF_ERROR(pump_->Collect(finished));
-    for (const IoPump::Finished& request : finished) FP_RETURN_IF_ERROR(Finish(extents, chunks, request.tag));
+    for (const IoPump::Finished& request : finished) {
+      FP_RETURN_IF_ERROR(Finish(extents, chunks, request.tag));
+      // Requests come back together, and many are copied: the disk must not wait until all of these copies are made.
+      FP_RETURN_IF_ERROR(StartChunks(chunks, next));
+    }
+  }
+  return Status::Ok();
+}
+
+// Start chunks from `next` on, until the queue or the ring is full.
+Status FileReader::StartChunks(std::span<const Chunk> chunks, size_t& next) {
+  while (next < chunks.size() && pump_->in_flight() < pump_->queue_depth()) {
+    const auto slot = std::find_if(in_flight_.begin(), in_flight_.end(), [](const auto& one) { return !one.used; });
+    if (slot == in_flight_.end()) break;  // requests that came back are still to be copied
+    const Chunk& chunk = chunks[next];
+    std::byte* const buffer = chunk.straight == nullptr ? share_.Take() : nullptr;
+    if (chunk.straight == nullptr && buffer == nullptr) break;  // all of ours are in use
+    *slot = {.used = true, .buffer = buffer, .chunk = next++};
+    const uint64_t size_bytes =
+        buffer == nullptr ? chunk.needed_bytes : AlignUp(chunk.needed_bytes, pump_->block_bytes());
+    FP_RETURN_IF_ERROR(pump_->Start({.op = IoOp::kRead,
+                                     .buffer = buffer == nullptr ? chunk.straight : buffer,
+                                     .size_bytes = static_cast<uint32_t>(size_bytes),
+                                     .needed_bytes = static_cast<uint32_t>(chunk.needed_bytes),
+                                     .offset_bytes = chunk.offset_bytes,
+                                     .tag = static_cast<uint64_t>(slot - in_flight_.begin())}));
   }
   return Status::Ok();
 }

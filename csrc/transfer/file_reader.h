@@ -95,6 +95,7 @@ class FileReader {
   uint64_t StraightBytes(const ReadExtent& extent, WipedOnFork& wiped) const;
   std::vector<Chunk> Cut(std::span<const ReadExtent> extents, WipedOnFork& wiped) const;
   Status Run(std::span<const ReadExtent> extents, std::span<const Chunk> chunks);
+  Status StartChunks(std::span<const Chunk> chunks, size_t& next);
   Status Deliver(std::span<const ReadExtent> extents, const Chunk& chunk, const std::byte* buffer);
   Status DeliverFromDeviceRing(const ReadExtent& extent, uint64_t offset_in_extent, const std::byte* source,
                                uint64_t size_bytes);

@@ -382,6 +382,59 @@ void TwoBuffersAreEnough() {
   for (std::byte* buffer : held) holder->Put(buffer);
 }
 
+// Completes all requests together, as the disks of some virtual machines do.
+class TogetherEngine final : public IoEngine {
+ public:
+  std::string_view name() const override { return "together"; }
+  const EngineLimits& limits() const override { return limits_; }
+  QueueResult Queue(const IoRequest& request) override {
+    queued_.push_back({.tag = request.tag, .done_bytes = request.size_bytes, .sys_errno = 0});
+    return QueueResult::kQueued;
+  }
+  Status Submit() override { return Status::Ok(); }
+  Result<size_t> Reap(std::span<IoCompletion> out, size_t /*min_count*/,
+                      std::chrono::milliseconds /*timeout*/) override {
+    std::copy(queued_.begin(), queued_.end(), out.begin());
+    return std::exchange(queued_, {}).size();
+  }
+  size_t in_flight() const override { return queued_.size(); }
+
+ private:
+  const EngineLimits limits_{.queue_depth = kBufferCount, .direct = true};
+  std::vector<IoCompletion> queued_;
+};
+
+void TheNextChunkIsReadWhileThoseThatCameBackTogetherAreCopied() {
+  constexpr size_t kRounds = 3;
+  const auto pool = Pool();
+  const TogetherEngine* engine = nullptr;
+  const PumpOptions::Simulation simulation = {
+      .create_engine = [&engine](const std::string&) -> Result<std::unique_ptr<IoEngine>> {
+        auto made = std::make_unique<TogetherEngine>();
+        engine = made.get();
+        return std::unique_ptr<IoEngine>(std::move(made));
+      },
+      .limits = {.supported = true, .memory_alignment_bytes = 512, .offset_alignment_bytes = 512, .why_not = {}},
+  };
+  std::vector<size_t> in_flight;  // when a chunk is copied
+  TransferCallbacks callbacks;
+  callbacks.push = [&](uint64_t, uint64_t, const std::byte*, uint64_t) {
+    in_flight.push_back(engine->in_flight());
+    return Status::Ok();
+  };
+  const auto reader = Must(FileReader::Open(
+      -1, "simulated", {.engines = {"together"}, .queue_depth = kBufferCount, .poll = {}, .simulation = &simulation},
+      *pool, std::move(callbacks)));
+  const std::vector<ReadExtent> extents = {
+      {.offset_bytes = 0, .size_bytes = kRounds * kBufferCount * kChunkBytes, .target = Target::kPush}};
+  EXPECT_OK(reader->Read(extents).status());
+  std::vector<size_t> expected;
+  for (size_t round = 0; round < kRounds; ++round) {
+    for (size_t i = 0; i < kBufferCount; ++i) expected.push_back(round + 1 < kRounds ? i : 0);
+  }
+  EXPECT(in_flight == expected);
+}
+
 void ShortReadsAndAReplacedEngineLoseNothing() {
   const Bytes content = RandomBytes(12 * kChunkBytes, 12);
   const ScratchFile file("reader", content);
@@ -438,6 +491,7 @@ int main(int argc, char** argv) {
        TEST(AGapIsNotRead), TEST(TheLastBlockMayBeShort), TEST(AnExtentBehindTheEndIsAnErrorThatSaysWhere),
        TEST(AnErrorOfTheDiskLeavesNothingInFlight), TEST(AnErrorOfPushEndsTheRead),
        TEST(AnErrorOfPollStopsAtOnceWithIoInFlight), TEST(TwoBuffersAreEnough),
-       TEST(ShortReadsAndAReplacedEngineLoseNothing), TEST(WholeFreshPagesAreReadStraight),
-       TEST(AForkWhileReadingStraightTakesNoBytesAway), TEST(StraightReadsLoseNothingOfShortReadsAndAReplacedEngine)});
+       TEST(TheNextChunkIsReadWhileThoseThatCameBackTogetherAreCopied), TEST(ShortReadsAndAReplacedEngineLoseNothing),
+       TEST(WholeFreshPagesAreReadStraight), TEST(AForkWhileReadingStraightTakesNoBytesAway),
+       TEST(StraightReadsLoseNothingOfShortReadsAndAReplacedEngine)});
 }
