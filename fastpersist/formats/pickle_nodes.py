@@ -7,7 +7,7 @@ them, or put one inside itself. `pickle_scan` makes them, `pickle_tensors` reads
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from fastpersist.errors import UnsupportedError
@@ -114,9 +114,11 @@ class PickleScan:
         persistent_ids: One for each call of `persistent_load` by the unpickler, in that order.
         globals: Every global as "module.name", in the order of first use.
         has_negative_int: There is a negative int in it; sizes, strides and offsets never are negative.
+        calls: Every call that the unpickler would make, in that order.
     """
 
     root: object
     persistent_ids: list[PersistentId]
     globals: tuple[str, ...]
     has_negative_int: bool
+    calls: list[Call] = field(default_factory=list)

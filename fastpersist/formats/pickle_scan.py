@@ -40,6 +40,7 @@ from fastpersist.formats.pickle_tensors import (
     DTYPE_ITEMSIZE_BYTES,
     StorageReference,
     SymbolicTensor,
+    builds_without_bytes,
     iter_tensors,
     storage_references,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "SymbolicSet",
     "SymbolicTensor",
     "UnsupportedPickle",
+    "builds_without_bytes",
     "iter_tensors",
     "scan_pickle",
     "storage_references",
@@ -286,12 +288,23 @@ class _Scanner:
 
     Attributes:
         data: The pickle.
+        calls: All calls so far.
         position: Offset of the next byte to read.
         stack: The values above the innermost mark, so that no opcode can reach below a mark.
         marked: The stacks below the open marks, innermost last.
     """
 
-    __slots__ = ("data", "globals", "has_negative_int", "marked", "memo", "persistent_ids", "position", "stack")
+    __slots__ = (
+        "calls",
+        "data",
+        "globals",
+        "has_negative_int",
+        "marked",
+        "memo",
+        "persistent_ids",
+        "position",
+        "stack",
+    )
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -300,6 +313,7 @@ class _Scanner:
         self.marked: list[list[object]] = []
         self.memo: dict[int, object] = {}
         self.persistent_ids: list[PersistentId] = []
+        self.calls: list[Call] = []
         self.globals: dict[tuple[str, str], Global] = {}
         self.has_negative_int = False
 
@@ -316,6 +330,7 @@ class _Scanner:
             persistent_ids=self.persistent_ids,
             globals=tuple(f"{module}.{name}" for module, name in self.globals),
             has_negative_int=self.has_negative_int,
+            calls=self.calls,
         )
 
     def _evaluate(self) -> int:
@@ -327,7 +342,7 @@ class _Scanner:
         """
         data, size = self.data, len(self.data)
         stack, marked, memo, persistent_ids = self.stack, self.marked, self.memo, self.persistent_ids
-        constants = _CONSTANTS
+        calls, constants = self.calls, _CONSTANTS
         u16_at, u32_at = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from
         position = opcode = opcode_offset = 0
         try:
@@ -353,7 +368,8 @@ class _Scanner:
                     stack.append(tuple(items))
                 elif opcode == _REDUCE:
                     arguments = stack.pop()
-                    stack[-1] = _call(stack[-1], arguments)
+                    stack[-1] = call = _call(stack[-1], arguments)
+                    calls.append(call)
                 elif opcode == _BINUNICODE:
                     start = position + 4
                     position = start + u32_at(data, position)[0]
@@ -426,6 +442,11 @@ class _Scanner:
         self.stack = self.marked.pop()
         return items
 
+    def noted(self, call: Call) -> Call:
+        """Note a call."""
+        self.calls.append(call)
+        return call
+
     def push_number(self, value: object) -> None:
         """Push a number, or another value that is no container."""
         self.has_negative_int = self.has_negative_int or (type(value) is int and value < 0)
@@ -473,22 +494,22 @@ class _Scanner:
     def on_inst(self) -> None:
         named = self.take_global()
         items = self.take_marked()
-        self.stack.append(Call(named, tuple(items)))
+        self.stack.append(self.noted(Call(named, tuple(items))))
 
     def on_obj(self) -> None:
         items = self.take_marked()
-        self.stack.append(_call(items[0], tuple(items[1:])))
+        self.stack.append(self.noted(_call(items[0], tuple(items[1:]))))
 
     def on_new_obj(self) -> None:
         arguments = self.stack.pop()
-        self.stack[-1] = _call(self.stack[-1], arguments)
+        self.stack[-1] = self.noted(_call(self.stack[-1], arguments))
 
     def on_new_obj_ex(self) -> None:
         keywords = self.stack.pop()
         arguments = self.stack.pop()
         if keywords is None:
             raise ValueError("a call with None as its keyword arguments")
-        self.stack[-1] = _call(self.stack[-1], arguments, keywords)
+        self.stack[-1] = self.noted(_call(self.stack[-1], arguments, keywords))
 
     def on_tuple3(self) -> None:
         third = self.stack.pop()

@@ -27,7 +27,14 @@ from fastpersist.formats.pickle_nodes import (
     UnsupportedPickle,
 )
 
-__all__ = ["DTYPE_ITEMSIZE_BYTES", "StorageReference", "SymbolicTensor", "iter_tensors", "storage_references"]
+__all__ = [
+    "DTYPE_ITEMSIZE_BYTES",
+    "StorageReference",
+    "SymbolicTensor",
+    "builds_without_bytes",
+    "iter_tensors",
+    "storage_references",
+]
 
 _MESSAGE_CHARACTERS_MAX: Final = 200
 
@@ -137,6 +144,48 @@ def storage_references(scan: PickleScan) -> list[StorageReference]:
         except Unmodelled as error:
             raise UnsupportedPickle(f"persistent id number {position} of the pickle has {error}") from None
     return references
+
+
+# --- what needs no bytes ---
+
+
+def builds_without_bytes(scan: PickleScan) -> bool:
+    """Tell whether unpickling surely looks at no byte of a storage, so that it may run before these are there.
+
+    It does so for plain tensors, parameters and OrderedDicts, made as picklers write them, in dicts, lists, tuples and
+    sets: these hash and compare tensors by identity. Whatever else is called may look: a `__setstate__`, a subclass, a
+    sparse or nested tensor, which checks its indices, or a size that is itself a tensor.
+
+    Thread safety: safe.
+    """
+    return all(map(_needs_no_bytes, scan.calls))
+
+
+def _needs_no_bytes(call: Call) -> bool:
+    function, arguments = call.function, call.arguments
+    if type(function) is not Global or call.keywords is not None or call.items is not None:
+        return False
+    if function.name == "OrderedDict":
+        return function.module == "collections" and not arguments
+    if function.module != "torch._utils" or call.state is not None or call.entries is not None:
+        return False
+    if function.name == "_rebuild_tensor_v2" and len(arguments) == 6:  # a seventh has flags, by any names
+        storage, offset, shape, stride, requires_grad, _hooks = arguments
+        return (
+            type(storage) is PersistentId
+            and type(offset) is int
+            and type(requires_grad) is bool
+            and _are_ints(shape)
+            and _are_ints(stride)
+        )
+    if function.name == "_rebuild_parameter" and len(arguments) == 3:
+        data, requires_grad, _hooks = arguments
+        return type(data) is Call and type(requires_grad) is bool
+    return False
+
+
+def _are_ints(node: object) -> bool:
+    return type(node) is tuple and all(type(element) is int for element in node)
 
 
 # --- tensors ---

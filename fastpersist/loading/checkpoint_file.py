@@ -28,6 +28,7 @@ from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, STATE
 from fastpersist.formats.pickle_scan import (
     PickleScan,
     StorageReference,
+    builds_without_bytes,
     iter_tensors,
     scan_pickle,
     storage_references,
@@ -49,11 +50,13 @@ class PickleSummary:
         references: The storages that unpickling asks for, in order; one entry for each time it asks.
         globals: What unpickling would import, as "module.name".
         has_negative_int: A number in the pickle is negative, perhaps a stride.
+        needs_no_bytes: Unpickling surely looks at no byte of a storage.
     """
 
     references: list[StorageReference]
     globals: tuple[str, ...]
     has_negative_int: bool
+    needs_no_bytes: bool
 
 
 class CheckpointSource:
@@ -208,7 +211,9 @@ class CheckpointSource:
         """A summary of data.pkl. Raises FormatError or UnsupportedError."""
         scan = self.scan()
         try:
-            return PickleSummary(storage_references(scan), scan.globals, scan.has_negative_int)
+            return PickleSummary(
+                storage_references(scan), scan.globals, scan.has_negative_int, builds_without_bytes(scan)
+            )
         except FormatError as error:
             raise FormatError(f"data.pkl: {error.message}", path=self.path, offset_bytes=error.offset_bytes) from None
 
@@ -216,6 +221,19 @@ class CheckpointSource:
         """Forget data.pkl and its summary, to free memory; the next use reads it again."""
         for name in ("pickle", "summary"):
             self.__dict__.pop(name, None)
+
+    def prove_header(self, entry: torch_zip.DirectoryEntry) -> None:
+        """Prove that the local header of a record does not lead out of the file, as torch does.
+
+        Raises:
+            FormatError: It does, or it is none.
+            StorageError: An error of the disk.
+        """
+        place = entry.header_offset_bytes
+        header = self.local_headers.get(place) or self.read_at(place, LOCAL_HEADER_BYTES)
+        data_offset_bytes = torch_zip.header_leads_to(header, entry)
+        if data_offset_bytes is None or data_offset_bytes + entry.size_bytes > self.size_bytes:
+            raise FormatError(f"the header of record {entry.name} is damaged", path=self.path, offset_bytes=place)
 
     def is_byte_swapped(self) -> bool:
         """Tell whether a machine of the other byte order wrote the storages."""
@@ -324,15 +342,23 @@ class SkippingFile(io.RawIOBase):
     extent, proves that torch looks for a storage where we found it. torch also reads the fixed part of every local
     header. This refuses a header that leads out of the file, as torch does, and else returns one that leads to the data
     where the directory has it.
+
+    Args:
+        source: The file.
+        entries: The records of its storages.
+        headers_follow: Do not look at their headers: they are being read, and whoever reads them proves them.
     """
 
-    def __init__(self, source: CheckpointSource, entries: Iterable[torch_zip.DirectoryEntry]) -> None:
+    def __init__(
+        self, source: CheckpointSource, entries: Iterable[torch_zip.DirectoryEntry], *, headers_follow: bool = False
+    ) -> None:
         super().__init__()
         entries = list(entries)
         self._extents = {entry.data_offset_bytes: entry.size_bytes for entry in entries}
         self._entries = {entry.header_offset_bytes: entry for entry in entries}
         self.path = source.path
         self._source = source
+        self._headers_follow = headers_follow
         self._position = 0
         self.skipped_offset_bytes = -1
         self.failure: FastPersistError | None = None
@@ -363,12 +389,8 @@ class SkippingFile(io.RawIOBase):
         size_bytes = min(len(buffer), max(0, self._source.size_bytes - self._position))
         entry = self._entries.get(self._position)
         if size_bytes == LOCAL_HEADER_BYTES and entry is not None:
-            header = self._source.local_headers.get(self._position) or self._source.read_at(self._position, size_bytes)
-            data_offset_bytes = torch_zip.header_leads_to(header, entry)
-            if data_offset_bytes is None or data_offset_bytes + entry.size_bytes > self._source.size_bytes:
-                raise FormatError(
-                    f"the header of record {entry.name} is damaged", path=self.path, offset_bytes=self._position
-                )
+            if not self._headers_follow:
+                self._source.prove_header(entry)
             buffer[:] = torch_zip.leading_header(entry)
         elif size_bytes and self._extents.get(self._position) == size_bytes:
             self.skipped_offset_bytes = self._position

@@ -27,11 +27,13 @@ from fastpersist.loading.targets import (
     why_not_fitting,
 )
 from fastpersist.loading.unpickle import (
+    LocalHeaders,
     check_records,
     check_small_records,
     new_storage,
     require_checksums,
     torch_dtype,
+    unpickle_while_reading,
     unpickle_with,
 )
 from fastpersist.transfer.reader import Extents, Read
@@ -145,8 +147,13 @@ def meta_object(source: CheckpointSource, *, weights_only: bool = True) -> tuple
             raise FormatError(f"pickle and directory disagree on storage {reference.key}", path=source.path)
         if reference.key not in storages:
             storages[reference.key] = new_storage(entry.size_bytes, torch.device("meta"))
+    extents = Extents()
+    headers = LocalHeaders(source, storages, extents)
     try:
-        return unpickle_with(source, storages, map_location=None, weights_only=weights_only), storages
+        loaded = unpickle_while_reading(
+            source, storages, extents, headers, map_location=None, weights_only=weights_only
+        )
+        return loaded, storages
     except NotImplementedError as error:
         raise UnsupportedError(
             f"{source.path} holds tensors that cannot be described without their data ({error}); use fastpersist.load "

@@ -55,6 +55,7 @@ from fastpersist.loading.targets import (
     tensors_in,
 )
 from fastpersist.loading.unpickle import (
+    LocalHeaders,
     MapLocation,
     StorageToFill,
     check_records,
@@ -64,7 +65,7 @@ from fastpersist.loading.unpickle import (
     new_storage,
     require_checksums,
     storages_to_fill,
-    unpickle_with,
+    unpickle_while_reading,
     why_stock,
 )
 from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine
@@ -389,9 +390,16 @@ def _unpickled(
     """Unpickle around the given storages and around new ones without data for other keys; return those too."""
     sizes = {key: source.directory.entries[f"data/{key}"].size_bytes for key in keys - storages.keys()}
     meta = {key: new_storage(size_bytes, torch.device("meta")) for key, size_bytes in sizes.items()}
+    extents = Extents()
+    headers = LocalHeaders(source, keys, extents)
     with _torch_errors(source.path, options.weights_only):
-        loaded = unpickle_with(
-            source, {**meta, **storages}, map_location=options.map_location, weights_only=options.weights_only
+        loaded = unpickle_while_reading(
+            source,
+            {**meta, **storages},
+            extents,
+            headers,
+            map_location=options.map_location,
+            weights_only=options.weights_only,
         )
     return loaded, meta
 

@@ -7,6 +7,8 @@
    object of ours that skips the bytes of storages. So all code that runs during unpickling sees true bytes, and a
    torch.load that such code calls is not affected: it has neither our dictionary nor our file.
 
+Where unpickling surely runs no code that looks at bytes, as for the state of most models, steps 2 and 3 go on together.
+
 Stock torch.load reads the file alone, and the log says why, with a callable map_location, for meta and fake loads, for
 byte-swapped, legacy and TorchScript files, and if pickle and directory disagree.
 """
@@ -30,12 +32,13 @@ from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats.layout import LOCAL_HEADER_BYTES
 from fastpersist.formats.pickle_scan import StorageReference
 from fastpersist.loading.checkpoint_file import CheckpointSource, SkippingFile
+from fastpersist.transfer.background_read import BackgroundRead
 from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.reader import Extents, Read, read_extents
 from fastpersist.transfer.torch_boundary import no_tag, not_allowed_globals, stock_load
 
-__all__ = ["MapLocation", "load_checkpoint", "read_safetensors", "unpickle_with"]
+__all__ = ["MapLocation", "load_checkpoint", "read_safetensors", "unpickle_while_reading", "unpickle_with"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -123,6 +126,7 @@ def unpickle_with(
     *,
     map_location: MapLocation,
     weights_only: bool,
+    headers_follow: bool = False,
 ) -> Any:
     """Build the object of a torch zip around existing storages.
 
@@ -131,6 +135,7 @@ def unpickle_with(
         storages: The storages of the object's tensors, by key.
         map_location: Where wrapper subclasses without storage of their own go; not a callable.
         weights_only: As in torch.load.
+        headers_follow: See `SkippingFile`.
 
     Raises:
         FormatError: A record is not where the directory has it, or a tensor reaches beyond its storage.
@@ -138,7 +143,7 @@ def unpickle_with(
         Exception: What torch.load raises.
     """
     entries = source.directory.entries
-    file = SkippingFile(source, (entries[f"data/{key}"] for key in storages))
+    file = SkippingFile(source, (entries[f"data/{key}"] for key in storages), headers_follow=headers_follow)
     asks: list[tuple[StorageReference, torch.UntypedStorage, int]] = []
     seen: set[str] = set()
     for reference in source.summary.references:
@@ -166,6 +171,63 @@ def unpickle_with(
         source.prove_tensors()
         raise FormatError("a tensor reaches beyond its storage", path=source.path)
     return loaded
+
+
+def unpickle_while_reading(
+    source: CheckpointSource,
+    storages: Mapping[str, torch.UntypedStorage],
+    extents: Extents,
+    headers: LocalHeaders,
+    *,
+    map_location: MapLocation,
+    weights_only: bool,
+    engine: str = "auto",
+    poll: Poll | None = None,
+) -> Any:
+    """Build the object of a torch zip around existing storages, while bytes of the file are read.
+
+    A failure of the read comes before one of unpickling, as if the read had gone first.
+
+    Args:
+        source: The file.
+        storages: The storages of the object's tensors, by key. The code that unpickling runs must not look at bytes
+            that are being read: see `may_unpickle_while_reading`. On the meta device there are none.
+        extents: What is read, to host memory: parts of storages, and `headers`.
+        headers: The local headers of all storages.
+        map_location: See `unpickle_with`.
+        weights_only: As in torch.load.
+        engine: Engine name or "auto".
+        poll: See `Poll`.
+
+    Raises:
+        What `read_extents` and `unpickle_with` raise.
+    """
+    with BackgroundRead(source.fd, source.path, extents, engine=engine, poll=poll) as read:
+        try:
+            loaded = unpickle_with(
+                source, storages, map_location=map_location, weights_only=weights_only, headers_follow=True
+            )
+        except Exception:
+            read.wait()
+            headers.keep()
+            raise
+        read.wait()
+    headers.keep()
+    return loaded
+
+
+def may_unpickle_while_reading(source: CheckpointSource, storages: Iterable[StorageToFill], read: Read) -> bool:
+    """Tell whether unpickling surely looks at no byte of these storages, so that they may be read meanwhile.
+
+    A torch mode of the caller may look at each tensor that is made. Several ranks read on the callers' threads.
+    """
+    return (
+        read is read_extents
+        and source.summary.needs_no_bytes
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._len_torch_dispatch_stack()
+        and all(storage.device.type == "cpu" for storage in storages)
+    )
 
 
 # --------------------------------------------------------------------------------------------- which way
@@ -291,6 +353,19 @@ def load_checkpoint(
         return _load_stock(source, wanted, map_location, weights_only)
 
     storages = {key: new_storage(item.size_bytes, item.device) for key, item in wanted.items()}
+    if not verify and may_unpickle_while_reading(source, wanted.values(), read):
+        extents, headers, _ = _extents_of(source, wanted, storages, with_crc=False)
+        del wanted
+        return unpickle_while_reading(
+            source,
+            storages,
+            extents,
+            headers,
+            map_location=map_location,
+            weights_only=weights_only,
+            engine=engine,
+            poll=poll,
+        )
     fill_storages(source, wanted, storages, verify=verify, engine=engine, poll=poll, read=read)
     del wanted  # megabytes for ten thousand storages; unpickling needs memory too
     return unpickle_with(source, storages, map_location=map_location, weights_only=weights_only)
@@ -399,16 +474,9 @@ def fill_storages(
     if verify:
         require_checksums(source)
         check_small_records(source)
-    extents = Extents()
-    indexes = {}
-    for key, item in wanted.items():
-        indexes[key] = extents.add_storage(item.entry_offset_bytes, storages[key], with_crc=verify, fresh=True)
-    headers = None
-    if all(item.device.type == "cpu" for item in wanted.values()):  # GPUDirect reads into one kind of memory
-        headers = _LocalHeaders(source, wanted, extents)
+    extents, headers, indexes = _extents_of(source, wanted, storages, with_crc=verify)
     crcs = read(source.fd, source.path, extents, engine=engine, poll=poll).crcs
-    if headers is not None:
-        headers.keep()
+    headers.keep()
     if verify:
         damaged = [key for key, item in wanted.items() if crcs[indexes[key]] != item.crc]
         if damaged:
@@ -416,8 +484,25 @@ def fill_storages(
             raise checksum_error(source, first, wanted[first].crc, crcs[indexes[first]], len(damaged))
 
 
-class _LocalHeaders:
-    """The local headers of storages, read in the same pass as these.
+def _extents_of(
+    source: CheckpointSource,
+    wanted: Mapping[str, StorageToFill],
+    storages: Mapping[str, torch.UntypedStorage],
+    *,
+    with_crc: bool,
+) -> tuple[Extents, LocalHeaders, dict[str, int]]:
+    """Return what to read for new storages: they, their local headers, and the indexes of the storages by key."""
+    extents = Extents()
+    indexes = {}
+    for key, item in wanted.items():
+        indexes[key] = extents.add_storage(item.entry_offset_bytes, storages[key], with_crc=with_crc, fresh=True)
+    # GPUDirect reads into one kind of memory.
+    are_in_host_memory = all(item.device.type == "cpu" for item in wanted.values())
+    return extents, LocalHeaders(source, wanted if are_in_host_memory else (), extents), indexes
+
+
+class LocalHeaders:
+    """The local headers of storages that are not known yet, read in the same pass as these.
 
     torch reads them when it unpickles. Each lies right before its storage. If they were read then, the kernel would
     read ahead, and many small storages would come from the disk twice.
@@ -425,18 +510,25 @@ class _LocalHeaders:
 
     def __init__(self, source: CheckpointSource, keys: Iterable[str], extents: Extents) -> None:
         self._source = source
-        self._offsets = [source.directory.entries[f"data/{key}"].header_offset_bytes for key in keys]
-        self._headers = bytearray(max(1, len(self._offsets)) * LOCAL_HEADER_BYTES)
+        entries = (source.directory.entries[f"data/{key}"] for key in keys)
+        self._entries = [entry for entry in entries if entry.header_offset_bytes not in source.local_headers]
+        self._headers = bytearray(max(1, len(self._entries)) * LOCAL_HEADER_BYTES)
         memory = torch.frombuffer(self._headers, dtype=torch.uint8)
-        for index, offset_bytes in enumerate(self._offsets):
+        for index, entry in enumerate(self._entries):
             address = memory.data_ptr() + index * LOCAL_HEADER_BYTES
-            extents.add_memory(offset_bytes, LOCAL_HEADER_BYTES, address, memory, with_crc=False)
+            extents.add_memory(entry.header_offset_bytes, LOCAL_HEADER_BYTES, address, memory, with_crc=False)
 
     def keep(self) -> None:
-        """Let the source know them, when they are read."""
-        for index, offset_bytes in enumerate(self._offsets):
+        """Let the source know them, when they are read, and prove them.
+
+        Raises:
+            FormatError: One leads out of the file, or is none.
+        """
+        for index, entry in enumerate(self._entries):
             start = index * LOCAL_HEADER_BYTES
-            self._source.local_headers[offset_bytes] = bytes(self._headers[start : start + LOCAL_HEADER_BYTES])
+            header = bytes(self._headers[start : start + LOCAL_HEADER_BYTES])
+            self._source.local_headers[entry.header_offset_bytes] = header
+            self._source.prove_header(entry)
 
 
 def read_safetensors(

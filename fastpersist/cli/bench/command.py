@@ -17,7 +17,7 @@ import shlex
 from collections.abc import Callable
 
 import fastpersist
-from fastpersist.cli.bench.fio import fio_read_row, fio_write_row
+from fastpersist.cli.bench.fio import fio_read_row, fio_write_row, has_huge_pages
 from fastpersist.cli.bench.io import command as bench_io
 from fastpersist.cli.bench.io.rows import resolve_engines
 from fastpersist.cli.bench.load_rows import PageCache, memcpy_rows, own_load_rows, peer_load_rows
@@ -189,6 +189,7 @@ def _measure_loads(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
     # --quick is for tests: it leaves the rest of the machine its caches.
     cache = PageCache(warm=arguments.warm, whole_machine=not arguments.quick)
     tensor_count = _write_files(recipe, scratch)
+    huge_pages = has_huge_pages()
 
     def before(suffix: str) -> str:
         path = os.path.join(scratch, f"state{suffix}")
@@ -202,7 +203,7 @@ def _measure_loads(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
     with _Denied(job, needed_bytes=2 * payload_bytes + _GIB) as denied:
         peaks = _peaks(job, before, after)
         rows = [
-            fio_read_row(".pt"),
+            fio_read_row(".pt", huge_pages=huge_pages),
             *own_load_rows(recipe, payload_bytes, engines),
             denied.row("fp.load"),
             *peer_load_rows(payload_bytes),
@@ -219,7 +220,9 @@ def _measure_loads(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
         "as the first load of a process does",
         *_COMMON_NOTES,
         *engine_notes,
-        "fio: --rw=read --direct=1 --ioengine=io_uring --bs=8M --iodepth=8 --numjobs=1, whole blocks of the file",
+        "fio: --rw=read --direct=1 --ioengine=io_uring --bs=8M --iodepth=8 --numjobs=1"
+        + (" --iomem=mmaphuge: on huge pages" if huge_pages else ": on small pages (faster with vm.nr_hugepages=48)")
+        + ", whole blocks of the file",
     ]
     return _result(recipe, payload_bytes, tensor_count, measured, peaks | denied.peaks), notes
 

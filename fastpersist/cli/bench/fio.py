@@ -24,6 +24,7 @@ __all__ = [
     "fio_version",
     "fio_write_bytes",
     "fio_write_row",
+    "has_huge_pages",
     "run_fio",
 ]
 
@@ -33,6 +34,7 @@ FIO_NOT_INSTALLED = (
 )
 
 _BLOCK_BYTES = 8 << 20
+_DEPTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class FioJob:
         random: Every block once, in shuffled order.
         sharing_count: Jobs that share a file, a range each; for an engine with one request at a time.
         in_place: Write over files that are there.
+        huge_pages: Keep the data in huge pages, which the machine must have reserved.
     """
 
     direction: Direction
@@ -56,10 +59,11 @@ class FioJob:
     engine: str = "io_uring"
     direct: bool = True
     block_bytes: int = _BLOCK_BYTES
-    depth: int = 8
+    depth: int = _DEPTH
     random: bool = False
     sharing_count: int = 1
     in_place: bool = False
+    huge_pages: bool = False
 
     @property
     def range_bytes(self) -> int:
@@ -73,6 +77,8 @@ class FioJob:
             f"--ioengine={self.engine}", f"--direct={int(self.direct)}", f"--bs={self.block_bytes}",
             f"--iodepth={self.depth}", f"--size={self.range_bytes}", f"--numjobs={self.sharing_count}",
         ]  # fmt: skip
+        if self.huge_pages:
+            words.append("--iomem=mmaphuge")
         if self.sharing_count > 1:
             words += ["--thread", f"--offset_increment={self.range_bytes}"]
         if self.direction == "read":
@@ -119,8 +125,20 @@ def fio_write_row(size_bytes: int, *, job_count: int = 1) -> Row:
     return Row(name, "ceiling", run, suffix=".fio")
 
 
-def fio_read_row(suffix: str) -> Row:
+def has_huge_pages() -> bool:
+    """Tell whether the machine has enough huge pages reserved for fio's buffers, of default size."""
+    with open("/proc/meminfo") as meminfo:
+        fields = dict(line.split(":", 1) for line in meminfo)
+    free_count = int(fields.get("HugePages_Free", "0"))
+    size_kib = int(fields.get("Hugepagesize", "0 kB").split()[0])
+    # One page more: fio adds a few bytes for its alignment.
+    return free_count * size_kib << 10 >= _DEPTH * _BLOCK_BYTES + (size_kib << 10)
+
+
+def fio_read_row(suffix: str, *, huge_pages: bool = False) -> Row:
     """Return the read ceiling: the very file that the other rows load, from its start, in whole blocks of 8 MiB.
+
+    With huge pages fio reads faster by a fifth to a half, since each request is of few segments: see `has_huge_pages`.
 
     The file's blocks have been written; of blocks that are only allocated a file system reads nothing.
     """
@@ -131,7 +149,7 @@ def fio_read_row(suffix: str) -> Row:
     def run(path: str) -> Sample:
         # What is left over is less than a block; the rate is per byte, so nothing is gained by leaving it out.
         size_bytes = os.path.getsize(path) // _BLOCK_BYTES * _BLOCK_BYTES
-        return _run_by_best_engine(FioJob("read", size_bytes), path)
+        return _run_by_best_engine(FioJob("read", size_bytes, huge_pages=huge_pages), path)
 
     return Row(name, "ceiling", run, suffix=suffix)
 
