@@ -23,7 +23,6 @@ import fastpersist as fp
 from fastpersist.loading import unpickle
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.transfer import background_read
-from fastpersist.transfer.background_read import BackgroundRead
 from fastpersist.transfer.reader import Extents, read_extents
 
 fault = native_fixtures.fault
@@ -279,17 +278,3 @@ def test_without_a_thread_it_reads_first(path: Path, monkeypatch: pytest.MonkeyP
     expected = torch.load(path)
     monkeypatch.setattr(_thread, "start_new_thread", refuse)
     assert_same(fp.load(path), expected)
-
-
-def test_progress_is_told_and_may_stop_the_read(path: Path) -> None:
-    def stop(_done_bytes: int) -> None:
-        raise LookupError("enough")
-
-    def read(_fd: int, _path: str, _extents: Extents, *, engine: str, poll: Callable[[int], None]) -> Any:
-        poll(1)
-
-    with pytest.MonkeyPatch.context() as patch, CheckpointSource(str(path)) as source:
-        patch.setattr(background_read, "read_extents", read)
-        with BackgroundRead(source.fd, source.path, Extents(), poll=stop) as reading:
-            with pytest.raises(LookupError, match="enough"):
-                reading.wait()
