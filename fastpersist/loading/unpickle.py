@@ -216,17 +216,18 @@ def unpickle_while_reading(
     return loaded
 
 
-def may_unpickle_while_reading(source: CheckpointSource, storages: Iterable[StorageToFill], read: Read) -> bool:
+def may_unpickle_while_reading(source: CheckpointSource, storages: Iterable[torch.UntypedStorage], read: Read) -> bool:
     """Tell whether unpickling surely looks at no byte of these storages, so that they may be read meanwhile.
 
-    A torch mode of the caller may look at each tensor that is made. Several ranks read on the callers' threads.
+    A torch mode of the caller may look at each tensor that is made. Several ranks read on the callers' threads. A
+    storage that can grow, for a tensor that is larger than it, would free the memory that is being read into.
     """
     return (
         read is read_extents
         and source.summary.needs_no_bytes
         and not torch._C._len_torch_function_stack()
         and not torch._C._len_torch_dispatch_stack()
-        and all(storage.device.type == "cpu" for storage in storages)
+        and all(storage.device.type == "cpu" and not storage.resizable() for storage in storages)
     )
 
 
@@ -353,7 +354,7 @@ def load_checkpoint(
         return _load_stock(source, wanted, map_location, weights_only)
 
     storages = {key: new_storage(item.size_bytes, item.device) for key, item in wanted.items()}
-    if not verify and may_unpickle_while_reading(source, wanted.values(), read):
+    if not verify and may_unpickle_while_reading(source, storages.values(), read):
         extents, headers, _ = _extents_of(source, wanted, storages, with_crc=False)
         del wanted
         return unpickle_while_reading(

@@ -183,6 +183,14 @@ def test_a_mode_of_the_caller_meets_true_bytes(path: Path, monkeypatch: pytest.M
     assert_same(fp.load(path, verify=True), loaded)  # verify promises checked bytes before anything is unpickled
 
 
+def test_storages_that_can_grow_are_read_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Growing would free the memory that is being read into.
+    expected = torch.load(path)
+    monkeypatch.setattr(unpickle, "unpickle_while_reading", None)  # a call would be an error
+    monkeypatch.setattr(unpickle, "new_storage", lambda size_bytes, _device: torch.UntypedStorage(size_bytes))
+    assert_same(fp.load(path), expected)
+
+
 # --------------------------------------------------------------------------------------------- errors
 
 
