@@ -46,6 +46,10 @@ class SourceKind:
     VOLATILE: SourceKind
     CONSTANT: SourceKind
 
+    def __init__(self, value: int) -> None: ...
+    @property
+    def value(self) -> int: ...
+
 class Snapshot:
     """The bytes of one file from save() to the writer; csrc/transfer/snapshot.h has the contract.
 
@@ -57,8 +61,8 @@ class Snapshot:
         self,
         addresses: Sequence[int],
         sizes: Sequence[int],
-        kinds: Sequence[SourceKind],
-        devices: Sequence[int | None],
+        kinds: Sequence[SourceKind] | bytearray,
+        devices: Sequence[int | None] | None,
     ) -> None: ...
     def narrow(self, source: int, from_bytes: int, until_bytes: int) -> None: ...
     def capture(self, kind: SourceKind, wait: bool) -> None: ...
@@ -222,6 +226,44 @@ class TorchTypes:
         may_have_names: bool,
     ) -> None: ...
 
+class TensorQuestions:
+    def __init__(self, tensor: type, parameter: type, storage: type) -> None: ...
+
+class OwnedSources:
+    """The sources of a file that an owner's tensors hold."""
+
+class Counters:
+    """Counts of the changes of tensors."""
+
+    def changed(self) -> list[int]: ...
+
+class Places:
+    """Where storages lie."""
+
+    def moved(self) -> int | None: ...
+
+class HeldSources:
+    """Which tensors hold the sources of a file (csrc/binding/held_sources.cc)."""
+
+    def __init__(
+        self, questions: TensorQuestions, keys: Sequence[int], holders: list[torch.Tensor], held: Sequence[int]
+    ) -> None: ...
+    def sources_of(self, key: int) -> list[int]: ...
+    def owned_by(
+        self, tensors: list[torch.Tensor], keys_of: Callable[[torch.Tensor], Sequence[int]]
+    ) -> OwnedSources: ...
+    def owned_with(self, tensors: list[torch.Tensor], keys: Sequence[int]) -> OwnedSources: ...
+    def mark(self, kinds: bytearray, owned: OwnedSources, kind: int) -> None: ...
+    def watch(self, kinds: bytearray, kind: int, kind_in_doubt: int, owners: list[OwnedSources]) -> Counters: ...
+    def places(
+        self,
+        kinds: bytearray,
+        kind: int,
+        storages: list[torch.UntypedStorage],
+        addresses: Sequence[int],
+        sizes_bytes: Sequence[int],
+    ) -> Places: ...
+
 def zip_local_header(record: Record) -> bytes: ...
 def zip_descriptor_tail(record: Record) -> bytes: ...
 def zip_central_entries(records: list[Record], crcs: Sequence[int]) -> bytes: ...
@@ -232,9 +274,9 @@ def pickle_plain(
     tuple[
         bytes,
         list[torch.UntypedStorage],
-        tuple[list[int], list[int], list[int], bool] | None,
+        tuple[bytes, bytes, bytes, bool] | None,
         list[torch.Tensor],
-        list[int],
+        bytes,
     ]
     | None
 ): ...

@@ -17,6 +17,7 @@ std::shared_ptr<const pybind11::object> Shared(const pybind11::object& object);
 
 void BindCuFile(pybind11::module_& m);                                           // cufile.cc
 void BindDevices(pybind11::module_& m);                                          // devices.cc
+void BindHeldSources(pybind11::module_& m);                                      // held_sources.cc
 void BindRandomAccess(pybind11::module_& m);                                     // random_access.cc
 void BindZipRecords(pybind11::module_& m, pybind11::class_<PieceList>& pieces);  // zip_records.cc
 // fault_plan.cc sets it while the module is loaded; null in builds without that file.

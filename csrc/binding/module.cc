@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "binding/bindings.h"
+#include "binding/column.h"
 #include "binding/errors.h"
 #include "binding/gil.h"
 #include "binding/plain_pickler.h"
@@ -211,10 +212,19 @@ class PyWriter {
   std::vector<std::string> demotions_;
 };
 
-// Add sources; of each its address, bytes, kind and device (none: the host's memory).
-void AddSources(Snapshot& snapshot, const std::vector<uintptr_t>& addresses, const std::vector<uint64_t>& sizes,
-                const std::vector<SourceKind>& kinds, const std::vector<std::optional<int>>& devices) {
+// Add sources; of each its address, bytes, kind and device (none: the host's memory). Many lie on no device.
+void AddSources(Snapshot& snapshot, const py::object& addresses_given, const py::object& sizes_given,
+                const py::object& kinds_given, const std::optional<std::vector<std::optional<int>>>& devices_given) {
+  const std::vector<uint64_t> addresses = Column<uint64_t>(addresses_given), sizes = Column<uint64_t>(sizes_given);
+  std::vector<SourceKind> kinds;
+  if (py::isinstance<py::bytearray>(kinds_given)) {
+    for (const uint8_t kind : Column<uint8_t>(kinds_given)) kinds.push_back(static_cast<SourceKind>(kind));
+  } else {
+    kinds = kinds_given.cast<std::vector<SourceKind>>();
+  }
   const size_t count = addresses.size();
+  const std::vector<std::optional<int>> devices =
+      devices_given.has_value() ? *devices_given : std::vector<std::optional<int>>(count);
   if (sizes.size() != count || kinds.size() != count || devices.size() != count) {
     throw py::value_error("each source has an address, a size, a kind and a device");
   }
@@ -469,6 +479,7 @@ PYBIND11_MODULE(_native, m) {
       .def("add_crc", &PieceList::AddCrc, py::arg("crc_slot"))
       .def_property_readonly("size_bytes", &PieceList::size_bytes);
   BindZipRecords(m, pieces);
+  BindHeldSources(m);
 
   py::class_<PyWriter>(m, "FileWriter")
       .def(py::init<TransferOptions, py::object, py::object>(), py::arg("options"), py::kw_only(),

@@ -6,12 +6,19 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <exception>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_set>
 #include <utility>
 #include <vector>
+
+#include "binding/address_table.h"
+#include "binding/dense_tensor.h"
+#include "binding/tensor_questions.h"
 
 namespace py = pybind11;
 
@@ -21,48 +28,6 @@ namespace {
 // Thrown where only Python's pickler can go on.
 struct NotPlain : std::exception {};
 
-// Numbers by address, of objects or of memory.
-class AddressTable {
- public:
-  AddressTable() : slots_(1024) {}
-
-  // Returns the number of an address, or null. Address 0 has none.
-  const uint32_t* Find(uintptr_t address) const {
-    const Slot& slot = slots_[IndexOf(slots_, address)];
-    return slot.address == 0 ? nullptr : &slot.number;
-  }
-
-  // REQUIRES: the address is not 0 and has no number.
-  void Add(uintptr_t address, uint32_t number) {
-    if (2 * ++used_ > slots_.size()) Grow();
-    slots_[IndexOf(slots_, address)] = {address, number};
-  }
-
- private:
-  struct Slot {
-    uintptr_t address = 0;
-    uint32_t number = 0;
-  };
-
-  static size_t IndexOf(const std::vector<Slot>& slots, uintptr_t address) {
-    const size_t mask = slots.size() - 1;
-    size_t index = (address >> 4) * 0x9E3779B97F4A7C15u >> 20 & mask;
-    while (slots[index].address != 0 && slots[index].address != address) index = (index + 1) & mask;
-    return index;
-  }
-
-  void Grow() {
-    std::vector<Slot> larger(4 * slots_.size());
-    for (const Slot& slot : slots_) {
-      if (slot.address != 0) larger[IndexOf(larger, slot.address)] = slot;
-    }
-    slots_ = std::move(larger);
-  }
-
-  std::vector<Slot> slots_;  // a power of two, at most half of them used
-  size_t used_ = 0;
-};
-
 uintptr_t AddressOf(PyObject* object) { return reinterpret_cast<uintptr_t>(object); }
 
 // Objects that were written, by identity, with their numbers. It holds a reference to each, as Python's does: the
@@ -71,7 +36,7 @@ class Memo {
  public:
   Memo() = default;
   ~Memo() {
-    for (PyObject* const object : held_) Py_DECREF(object);
+    numbers_.ForEachAddress([](uintptr_t address) { Py_DECREF(reinterpret_cast<PyObject*>(address)); });
   }
   Memo(const Memo&) = delete;
   Memo& operator=(const Memo&) = delete;
@@ -81,8 +46,7 @@ class Memo {
 
   // Numbers an object, which was not numbered before, and returns its number.
   uint32_t Add(PyObject* object) {
-    held_.push_back(Py_NewRef(object));
-    numbers_.Add(AddressOf(object), count_);
+    numbers_.FindOrAdd(AddressOf(Py_NewRef(object)), count_);
     return count_++;
   }
 
@@ -90,8 +54,7 @@ class Memo {
   uint32_t AddUnseen() { return count_++; }
 
  private:
-  AddressTable numbers_;
-  std::vector<PyObject*> held_;
+  AddressTable numbers_;  // its objects are held
   uint32_t count_ = 0;
 };
 
@@ -138,39 +101,6 @@ PyObject* Interned(const char* text) {
   return made;  // kept for good, as all that is interned by name
 }
 
-// Takes what a call of Python's C API has returned.
-py::object Taken(PyObject* made) {
-  if (made == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(made);
-}
-
-uint64_t AsUnsigned(const py::object& number) {
-  const unsigned long long value = PyLong_AsUnsignedLongLong(number.ptr());
-  if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return value;
-}
-
-// An attribute of a class, or a method without arguments. It is looked up once: with thousands of tensors, each lookup
-// takes as long as the answer.
-class Asked {
- public:
-  Asked(const py::object& type, const char* name)
-      : descriptor_(type.attr(name)), is_attribute_(Py_TYPE(descriptor_.ptr())->tp_descr_set != nullptr) {}
-
-  // REQUIRES: the object is of that class or of one derived from it.
-  py::object Of(PyObject* object) const {
-    if (!is_attribute_) return Taken(PyObject_CallOneArg(descriptor_.ptr(), object));
-    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-    return Taken(Py_TYPE(descriptor_.ptr())->tp_descr_get(descriptor_.ptr(), object, type));
-  }
-
-  bool IsTrueOf(PyObject* object) const { return Of(object).ptr() == Py_True; }
-
- private:
-  const py::object descriptor_;
-  const bool is_attribute_;
-};
-
 // What is asked of a tensor.
 struct TensorFacts {
   explicit TensorFacts(const py::object& tensor)
@@ -208,25 +138,62 @@ const Names& N() {
   return *names;
 }
 
-// Grows like a string, but a byte takes no call.
+// Grows like a string, but a byte takes no call, and the end is Python's bytes object without a copy.
 class Bytes {
  public:
-  void Put(char byte) {
-    if (size_ == bytes_.size()) bytes_.resize(2 * size_);
-    bytes_[size_++] = byte;
+  Bytes() : bytes_(PyBytes_FromStringAndSize(nullptr, 1 << 16)) {
+    if (bytes_ == nullptr) throw py::error_already_set();
+    next_ = PyBytes_AS_STRING(bytes_);
+    end_ = next_ + PyBytes_GET_SIZE(bytes_);
   }
+  ~Bytes() { Py_XDECREF(bytes_); }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+
+  void Put(char byte) {
+    if (next_ == end_) Grow(1);
+    *next_++ = byte;
+  }
+
+  // Returns where so many bytes can be put; Taken() says where they end.
+  char* Room(size_t size) {
+    if (size > size_t(end_ - next_)) Grow(size);
+    return next_;
+  }
+  void Taken(char* end) { next_ = end; }
 
   void Append(std::string_view more) {
-    if (more.size() > bytes_.size() - size_) bytes_.resize(2 * bytes_.size() + more.size());
-    std::memcpy(bytes_.data() + size_, more.data(), more.size());
-    size_ += more.size();
+    std::memcpy(Room(more.size()), more.data(), more.size());
+    next_ += more.size();
   }
 
-  std::string_view view() const { return {bytes_.data(), size_}; }
+  // REQUIRES: nothing is put any more.
+  py::object Finish() {
+    Resize(next_ - PyBytes_AS_STRING(bytes_));
+    return py::reinterpret_steal<py::object>(std::exchange(bytes_, nullptr));
+  }
 
  private:
-  std::string bytes_ = std::string(1 << 16, '\0');
-  size_t size_ = 0;
+  [[gnu::noinline]] void Grow(size_t least) {
+    const Py_ssize_t used = next_ - PyBytes_AS_STRING(bytes_);
+    Resize(2 * PyBytes_GET_SIZE(bytes_) + Py_ssize_t(least));
+    next_ = PyBytes_AS_STRING(bytes_) + used;
+    end_ = PyBytes_AS_STRING(bytes_) + PyBytes_GET_SIZE(bytes_);
+  }
+
+  void Resize(Py_ssize_t size) {
+    if (_PyBytes_Resize(&bytes_, size) != 0) throw py::error_already_set();  // it has dropped the bytes
+  }
+
+  PyObject* bytes_;
+  char* next_ = nullptr;
+  char* end_ = nullptr;
+};
+
+// An object that comes again and again, with its number once it has one.
+struct Repeated {
+  PyObject* object;
+  std::optional<uint32_t> number;
 };
 
 class PlainPickler {
@@ -234,10 +201,13 @@ class PlainPickler {
   explicit PlainPickler(const TorchTypes& torch)
       : torch_(torch),
         of_tensor_(torch.tensor),
+        dense_tensors_(torch.tensor),
         bytes_of_storage_(torch.storage, "nbytes"),
         address_of_storage_(torch.storage, "data_ptr"),
         key_of_storage_(torch.storage, "_cdata"),
-        dispatch_table_(py::module_::import("copyreg").attr("dispatch_table")) {}
+        dispatch_table_(py::module_::import("copyreg").attr("dispatch_table")),
+        rebuild_parameter_{torch.rebuild_parameter.ptr(), {}},
+        ordered_dict_{torch.ordered_dict.ptr(), {}} {}
 
   // Whether code of the object itself runs, or has raised an error.
   bool is_in_object() const { return is_in_object_; }
@@ -247,39 +217,49 @@ class PlainPickler {
     Put('\x02');
     Save(object);
     Put(kStop);
-    py::list sizes(storages_.size());
-    for (size_t i = 0; i < storages_.size(); i++) sizes[i] = py::int_(storages_[i].size_bytes);
     const py::object facts =
-        has_run_code_ ? py::none() : py::object(py::make_tuple(keys_, addresses_, sizes, are_on_host_));
-    return py::make_tuple(py::bytes(out_.view()), live_storages_, facts, holders_, held_);
+        has_run_code_ ? py::none()
+                      : py::object(py::make_tuple(AsBytes(keys_), AsBytes(addresses_), AsBytes(sizes_), are_on_host_));
+    return py::make_tuple(out_.Finish(), live_storages_, facts, holders_, AsBytes(held_));
   }
 
  private:
   struct Storage {
-    uint64_t size_bytes = 0;
     uint32_t key = 0;                // number of the text that is its key in the file
     PyObject* only_class = nullptr;  // the one that may stand for it; null: it has no address, and any may
   };
+
+  // How tensors of a dtype are made again; see TorchTypes::rebuild_by_dtype.
+  struct Rebuild {
+    PyObject* dtype;
+    Repeated function, storage_class;
+    uint64_t element_bytes;
+    bool gets_dtype, may_be_conjugate;
+  };
+
+  template <class Number>
+  static py::bytes AsBytes(const std::vector<Number>& numbers) {
+    return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(Number)};
+  }
 
   // --- bytes
 
   void Put(char byte) { out_.Put(byte); }
 
-  void Put32(uint32_t value) {
-    for (int shift = 0; shift < 32; shift += 8) Put(char(value >> shift));
+  void PutWith32(char opcode, uint32_t value) {
+    char* const at = out_.Room(5);
+    at[0] = opcode;
+    for (int byte = 0; byte < 4; byte++) at[1 + byte] = char(value >> 8 * byte);
+    out_.Taken(at + 5);
   }
 
   void PutNumbered(char short_opcode, char long_opcode, uint32_t number) {
-    if (number < 256) {
-      Put(short_opcode);
-      Put(char(number));
-    } else {
-      Put(long_opcode);
-      Put32(number);
-    }
+    if (number >= 256) return PutWith32(long_opcode, number);
+    Put(short_opcode);
+    Put(char(number));
   }
 
-  void PutInt(int32_t value) {
+  void PutInt(int64_t value) {
     if (value >= 0 && value <= 0xff) {
       Put(kBinInt1);
       Put(char(value));
@@ -287,15 +267,15 @@ class PlainPickler {
       Put(kBinInt2);
       Put(char(value));
       Put(char(value >> 8));
+    } else if (value == int32_t(value)) {
+      PutWith32(kBinInt, uint32_t(value));
     } else {
-      Put(kBinInt);
-      Put32(uint32_t(value));
+      PutLong(py::int_(value));
     }
   }
 
   void PutText(std::string_view text) {
-    Put(kBinUnicode);
-    Put32(uint32_t(text.size()));
+    PutWith32(kBinUnicode, uint32_t(text.size()));
     out_.Append(text);
   }
 
@@ -307,6 +287,12 @@ class PlainPickler {
     if (number == nullptr) return false;
     PutNumbered(kBinGet, kLongBinGet, *number);
     return true;
+  }
+
+  void PutRepeated(Repeated& repeated) {
+    if (repeated.number.has_value()) return PutNumbered(kBinGet, kLongBinGet, *repeated.number);
+    Save(repeated.object);
+    if (const uint32_t* const number = memo_.Find(repeated.object)) repeated.number = *number;
   }
 
   // --- objects of Python
@@ -340,8 +326,12 @@ class PlainPickler {
   void SaveInt(PyObject* object) {
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
-    if (overflow == 0 && value == int32_t(value)) return PutInt(int32_t(value));
-    const py::handle number(object);
+    if (overflow == 0 && value == int32_t(value)) return PutInt(value);
+    PutLong(object);
+  }
+
+  // Put a number of more than 32 bits.
+  void PutLong(py::handle number) {
     const uint64_t bits = AsUnsigned(number.attr(N().bit_length)());
     const auto bytes = number.attr("to_bytes")(bits / 8 + 1, "little", py::arg("signed") = true).cast<std::string>();
     size_t size = bytes.size();
@@ -455,7 +445,6 @@ class PlainPickler {
       return Memoize(object);
     }
     py::object reduced;
-    has_run_code_ = has_run_code_ || type != torch_.ordered_dict.ptr();
     is_in_object_ = true;
     if (PyObject* const reduce = PyDict_GetItemWithError(dispatch_table_.ptr(), type)) {
       reduced = Taken(PyObject_CallOneArg(reduce, object));
@@ -464,6 +453,7 @@ class PlainPickler {
     }
     is_in_object_ = false;
     if (!reduced) return SaveGlobal(object);  // it is a class of another metaclass
+    has_run_code_ = has_run_code_ || type != torch_.ordered_dict.ptr();
     if (py::isinstance<py::str>(reduced)) return SaveGlobal(object);
     if (!py::isinstance<py::tuple>(reduced)) throw NotPlain{};
     SaveReduced(object, py::reinterpret_borrow<py::tuple>(reduced));
@@ -538,7 +528,7 @@ class PlainPickler {
   // --- tensors
 
   void PutEmptyOrderedDict() {
-    Save(torch_.ordered_dict.ptr());
+    PutRepeated(ordered_dict_);
     Put(kEmptyTuple);
     Put(kReduce);
   }
@@ -557,7 +547,7 @@ class PlainPickler {
   // torch reduces it to its data, a tensor of the same storage that requires no gradient.
   void SaveParameter(PyObject* parameter) {
     if (HasAttributes(parameter)) throw NotPlain{};
-    Save(torch_.rebuild_parameter.ptr());
+    PutRepeated(rebuild_parameter_);
     PutTensor(parameter, false);
     MemoizeUnseen();
     Put(of_tensor_.requires_grad.IsTrueOf(parameter) ? kNewTrue : kNewFalse);
@@ -572,53 +562,86 @@ class PlainPickler {
   // Put the call that makes a plain tensor. Sparse, nested and opaque tensors, those on the meta device and ZeroTensors
   // raise an error, because they have no storage, no strides or no address.
   void PutTensor(PyObject* tensor, bool requires_grad) {
-    const bool is_on_host = of_tensor_.is_cpu.IsTrueOf(tensor);
+    DenseTensor dense;
+    const bool is_dense = dense_tensors_.Describe(tensor, dense);
+    const bool is_on_host =
+        is_dense && dense.device_kind == DenseTensor::kHost ? true : of_tensor_.is_cpu.IsTrueOf(tensor);
     if (!is_on_host && !of_tensor_.is_cuda.IsTrueOf(tensor)) throw NotPlain{};
-    if (of_tensor_.is_neg.IsTrueOf(tensor) || of_tensor_.is_conj.IsTrueOf(tensor)) throw NotPlain{};
+    Rebuild& rebuild = RebuildOf(of_tensor_.dtype.Of(tensor));
+    if (of_tensor_.is_neg.IsTrueOf(tensor)) throw NotPlain{};
+    if (rebuild.may_be_conjugate && of_tensor_.is_conj.IsTrueOf(tensor)) throw NotPlain{};
     if (torch_.may_have_names && py::handle(tensor).attr(N().has_names)().ptr() == Py_True) throw NotPlain{};
-    const py::object dtype = of_tensor_.dtype.Of(tensor);
-    PyObject* const rebuild = PyDict_GetItemWithError(torch_.rebuild_by_dtype.ptr(), dtype.ptr());
-    if (rebuild == nullptr) throw NotPlain{};
-    Save(PyTuple_GET_ITEM(rebuild, 0));
+    const py::object offset = of_tensor_.storage_offset.Of(tensor);
+    PutRepeated(rebuild.function);
     Put(kMark);
-    PutStorage(tensor, is_on_host, PyTuple_GET_ITEM(rebuild, 1),
-               PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(rebuild, 2)));
-    SaveInt(of_tensor_.storage_offset.Of(tensor).ptr());
-    PutNumbers(of_tensor_.shape.Of(tensor));
-    PutNumbers(of_tensor_.stride.Of(tensor));
+    // The storage begins where a tensor begins that is the first in it.
+    const bool is_first = is_dense && PyLong_CheckExact(offset.ptr()) && PyLong_AsLong(offset.ptr()) == 0;
+    PutStorage(tensor, is_on_host, rebuild, is_first ? dense.address() : 0);
+    SaveInt(offset.ptr());
+    if (is_dense) {
+      PutNumbers(dense.shape());
+    } else {
+      PutNumbers(of_tensor_.shape.Of(tensor));
+    }
+    if (const int64_t* const strides = is_dense ? dense.strides() : nullptr) {
+      PutNumbers({strides, size_t(dense.dim_count)});
+    } else {
+      PutNumbers(of_tensor_.stride.Of(tensor));
+    }
     Put(requires_grad ? kNewTrue : kNewFalse);
     PutEmptyOrderedDict();
     MemoizeUnseen();
-    if (PyTuple_GET_ITEM(rebuild, 3) == Py_True) Save(dtype.ptr());
+    if (rebuild.gets_dtype) Save(rebuild.dtype);
     Put(kTuple);
     MemoizeUnseen();
     Put(kReduce);
   }
 
-  void PutStorage(PyObject* tensor, bool is_on_host, PyObject* storage_class, uint64_t element_bytes) {
+  Rebuild& RebuildOf(const py::object& dtype) {
+    for (Rebuild& known : rebuilds_) {
+      if (known.dtype == dtype.ptr()) return known;
+    }
+    PyObject* const found = PyDict_GetItemWithError(torch_.rebuild_by_dtype.ptr(), dtype.ptr());
+    if (found == nullptr) throw NotPlain{};
+    rebuilds_.push_back({.dtype = dtype.ptr(),  // the dict keeps it, and what follows
+                         .function = {PyTuple_GET_ITEM(found, 0), {}},
+                         .storage_class = {PyTuple_GET_ITEM(found, 1), {}},
+                         .element_bytes = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(found, 2)),
+                         .gets_dtype = PyTuple_GET_ITEM(found, 3) == Py_True,
+                         // Of others, torch does not let the conjugate bit be set.
+                         .may_be_conjugate = dtype.attr("is_complex").cast<bool>()});
+    return rebuilds_.back();
+  }
+
+  // Put the persistent id of a tensor's storage.
+  //   address  of the storage, if it is known
+  void PutStorage(PyObject* tensor, bool is_on_host, Rebuild& rebuild, uint64_t address) {
     const py::object live = of_tensor_.untyped_storage.Of(tensor);
-    const uint32_t* const known = index_of_storage_.Find(AddressOf(live.ptr()));
-    const auto index = known == nullptr ? uint32_t(storages_.size()) : *known;
-    if (known == nullptr) {
-      index_of_storage_.Add(AddressOf(live.ptr()), index);
+    const auto [index, is_new] = index_of_storage_.FindOrAdd(AddressOf(live.ptr()), uint32_t(storages_.size()));
+    PyObject* const storage_class = rebuild.storage_class.object;
+    if (is_new) {
       live_storages_.append(live);
-      storages_.push_back({.size_bytes = AsUnsigned(bytes_of_storage_.Of(live.ptr()))});
-      keys_.append(key_of_storage_.Of(live.ptr()));
-      addresses_.append(address_of_storage_.Of(live.ptr()));
+      storages_.emplace_back();
+      sizes_.push_back(AsUnsigned(bytes_of_storage_.Of(live.ptr())));
+      keys_.push_back(AsUnsigned(key_of_storage_.Of(live.ptr())));
+      if (address == 0) address = AsUnsigned(address_of_storage_.Of(live.ptr()));
+      addresses_.push_back(address);
       are_on_host_ = are_on_host_ && is_on_host;
-      const uint64_t address = AsUnsigned(addresses_[index]);
       // A ZeroTensor has no address, and storages of two dtypes at one address are an error.
-      if (address == 0 && storages_.back().size_bytes > 0) throw NotPlain{};
-      if (address != 0) storages_.back().only_class = OnlyClassAt(address, index, storage_class);
+      if (address == 0 && sizes_.back() > 0) throw NotPlain{};
+      if (address != 0) {
+        const uint32_t first = first_at_.FindOrAdd(address, index).first;
+        storages_.back().only_class = first == index ? storage_class : storages_[first].only_class;
+      }
     }
     Storage& storage = storages_[index];
     if (storage.only_class != nullptr && storage.only_class != storage_class) throw NotPlain{};
     holders_.append(py::handle(tensor));
-    held_.append(index);
+    held_.push_back(index);
     Put(kMark);
-    Save(N().storage);
-    Save(storage_class);
-    if (known == nullptr) {
+    PutRepeated(storage_text_);
+    PutRepeated(rebuild.storage_class);
+    if (is_new) {
       std::array<char, 10> digits;
       PutText({digits.data(), std::to_chars(digits.begin(), digits.end(), index).ptr});
       storage.key = memo_.AddUnseen();
@@ -626,42 +649,40 @@ class PlainPickler {
     } else {
       PutNumbered(kBinGet, kLongBinGet, storage.key);
     }
-    Save(is_on_host && torch_.is_host_tagged_cpu ? N().cpu : torch_.location_of(live).ptr());
-    const uint64_t element_count = storage.size_bytes / element_bytes;
-    if (element_count <= INT32_MAX) {
-      PutInt(int32_t(element_count));
+    if (is_on_host && torch_.is_host_tagged_cpu) {
+      PutRepeated(cpu_text_);
     } else {
-      SaveInt(py::int_(element_count).ptr());
+      Save(torch_.location_of(live).ptr());
     }
+    PutInt(int64_t(sizes_[index] / rebuild.element_bytes));
     Put(kTuple);
     MemoizeUnseen();
     Put(kBinPersId);
   }
 
-  // Returns the class of the first storage at an address.
-  PyObject* OnlyClassAt(uint64_t address, uint32_t index, PyObject* storage_class) {
-    if (const uint32_t* const first = first_at_.Find(address)) return storages_[*first].only_class;
-    first_at_.Add(address, index);
-    return storage_class;
-  }
-
   // A new tuple of what a shape or strides hold.
   void PutNumbers(const py::object& numbers) {
     if (!PyTuple_Check(numbers.ptr())) throw NotPlain{};
-    const Py_ssize_t count = PyTuple_GET_SIZE(numbers.ptr());
-    if (count == 0) return Put(kEmptyTuple);
-    if (count > 3) Put(kMark);
-    for (Py_ssize_t i = 0; i < count; i++) {
+    numbers_.clear();
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(numbers.ptr()); i++) {
       PyObject* const number = PyTuple_GET_ITEM(numbers.ptr(), i);
       if (!PyLong_CheckExact(number)) throw NotPlain{};
-      SaveInt(number);
+      numbers_.push_back(PyLong_AsLongLong(number));
     }
-    Put(count > 3 ? char(kTuple) : char(kTuple1 + count - 1));
+    PutNumbers(numbers_);
+  }
+
+  void PutNumbers(std::span<const int64_t> numbers) {
+    if (numbers.empty()) return Put(kEmptyTuple);
+    if (numbers.size() > 3) Put(kMark);
+    for (const int64_t number : numbers) PutInt(number);
+    Put(numbers.size() > 3 ? char(kTuple) : char(kTuple1 + numbers.size() - 1));
     MemoizeUnseen();
   }
 
   const TorchTypes& torch_;
   const TensorFacts of_tensor_;
+  const DenseTensors dense_tensors_;
   const Asked bytes_of_storage_, address_of_storage_, key_of_storage_;
   const py::dict dispatch_table_;
   bool is_in_object_ = false;
@@ -669,15 +690,20 @@ class PlainPickler {
   Bytes out_;
   Memo memo_;
   std::unordered_set<PyObject*> ordinary_types_;
+  Repeated rebuild_parameter_, ordered_dict_;
+  Repeated storage_text_{N().storage, {}};
+  Repeated cpu_text_{N().cpu, {}};
+  std::deque<Rebuild> rebuilds_;  // of the dtypes met
+  std::vector<int64_t> numbers_;
   std::vector<Storage> storages_;
   AddressTable index_of_storage_;  // by the storage's object, which live_storages_ holds
   AddressTable first_at_;          // the first storage at an address
   py::list live_storages_;
-  py::list keys_;       // of each what identifies it while it lives: its _cdata
-  py::list addresses_;  // of each
+  std::vector<uint64_t> keys_;  // of each what identifies it while it lives: its _cdata
+  std::vector<uint64_t> addresses_, sizes_;
   bool are_on_host_ = true;
-  py::list holders_;  // the tensors
-  py::list held_;     // of each the index of its storage
+  py::list holders_;            // the tensors
+  std::vector<uint32_t> held_;  // of each the index of its storage
 };
 
 }  // namespace

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import struct
 import sys
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,6 +92,7 @@ class ArchivePlan:
         small_records: The contents of the small records, by their index in `records`; without the serialization id.
         first_storage: Index in `records` of `data/0`.
         storage_count: How many storages there are, from that index on.
+        storage_offsets: Where the data of each storage starts.
         directory_offset_bytes: Where the central directory starts.
         size_bytes: Length of the whole file.
     """
@@ -99,6 +101,7 @@ class ArchivePlan:
     small_records: Mapping[int, bytes]
     first_storage: int
     storage_count: int
+    storage_offsets: Sequence[int]
     directory_offset_bytes: int
     size_bytes: int
 
@@ -128,33 +131,58 @@ def plan_archive(
         storage_sizes: Length in bytes of each storage, in the order of their keys 0, 1, 2 …
         alignment: Every record's data starts on a multiple of it, 1 … 32768.
     """
-    return _plan_archive(prefix, pickle_bytes, tuple(storage_sizes), alignment)
-
-
-@functools.lru_cache(maxsize=2)  # the next step of a run has the same sizes; 10,000 storages take 3 MB
-def _plan_archive(prefix: str, pickle_bytes: int, storage_sizes: tuple[int, ...], alignment: int) -> ArchivePlan:
     start = f"{prefix}/".encode()
-    head = [FORMAT_VERSION, str(alignment).encode(), sys.byteorder.encode()]
-    names_and_sizes = [
-        (start + b"data.pkl", pickle_bytes),
-        (start + b".format_version", len(head[0])),
-        (start + b".storage_alignment", len(head[1])),
-        (start + b"byteorder", len(head[2])),
-    ]
-    first_storage = len(names_and_sizes)
+    small = [FORMAT_VERSION, str(alignment).encode(), sys.byteorder.encode()]
+    head = place_records(
+        [
+            (start + b"data.pkl", pickle_bytes),
+            (start + b".format_version", len(small[0])),
+            (start + b".storage_alignment", len(small[1])),
+            (start + b"byteorder", len(small[2])),
+        ],
+        alignment,
+    )
+    sizes = storage_sizes if isinstance(storage_sizes, array) else array("Q", storage_sizes)
+    rest, storage_offsets, rest_bytes = _place_storages(start, head[-1].end_offset_bytes, sizes.tobytes(), alignment)
+    directory_offset_bytes = rest[-1].end_offset_bytes
+    size_bytes = directory_offset_bytes + sum(map(_central_entry_bytes, head)) + rest_bytes
+    size_bytes += _ZIP64_END.size + _ZIP64_LOCATOR.size + _END.size
+    return ArchivePlan(
+        [*head, *rest],
+        {1: small[0], 2: small[1], 3: small[2], len(head) + len(sizes): ARCHIVE_VERSION},
+        len(head),
+        len(sizes),
+        storage_offsets,
+        directory_offset_bytes,
+        size_bytes,
+    )
+
+
+@functools.lru_cache(maxsize=2)  # those of the next step of a run lie there, too; 10,000 storages take 3 MB
+def _place_storages(
+    start: bytes, start_offset_bytes: int, storage_sizes: bytes, alignment: int
+) -> tuple[list[Record], list[int], int]:
+    """Place the storages and the records behind them.
+
+    Args:
+        start: Of the names of all records.
+        start_offset_bytes: Where the first local header starts.
+        storage_sizes: The bytes of an array of type "Q".
+        alignment: As in `plan_archive`.
+
+    Returns:
+        The records, where the data of each storage starts, and the length of the central entries.
+    """
+    sizes = array("Q", storage_sizes)
     data = start + b"data/"
-    names_and_sizes += [(data + str(key).encode(), size) for key, size in enumerate(storage_sizes)]
-    version_index = len(names_and_sizes)
+    names_and_sizes = [(data + str(key).encode(), size) for key, size in enumerate(sizes)]
     names_and_sizes += [
         (start + b"version", len(ARCHIVE_VERSION)),
         (start + b".data/serialization_id", SERIALIZATION_ID_DIGITS),
     ]
-    records = place_records(names_and_sizes, alignment)
-    directory_offset_bytes = records[-1].end_offset_bytes
-    size_bytes = directory_offset_bytes + sum(map(_central_entry_bytes, records))
-    size_bytes += _ZIP64_END.size + _ZIP64_LOCATOR.size + _END.size
-    small = {1: head[0], 2: head[1], 3: head[2], version_index: ARCHIVE_VERSION}
-    return ArchivePlan(records, small, first_storage, len(storage_sizes), directory_offset_bytes, size_bytes)
+    records = place_records(names_and_sizes, alignment, start_offset_bytes=start_offset_bytes)
+    offsets = [record.data_offset_bytes for record in records[: len(sizes)]]
+    return records, offsets, sum(map(_central_entry_bytes, records))
 
 
 def local_header(record: Record) -> bytes:

@@ -23,15 +23,15 @@ decides when which save is written.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import logging
 import operator
 import os
 import random
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,9 +39,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from fastpersist import _native
 from fastpersist.errors import DeviceError, TornStateError
-from fastpersist.saving.ownership import Owners, Ownership, note_step_of, storage_keys
+from fastpersist.saving.ownership import Owned, Owners, Ownership, TensorsOfOwner, note_step_of, storage_keys
 from fastpersist.saving.pacing import note_step
-from fastpersist.saving.sources import Holders, Source, SourceTable, StorageFacts
+from fastpersist.saving.sources import Holders, Source, SourceTable
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.garbage import no_garbage_collection
@@ -52,7 +52,8 @@ __all__ = ["Capture", "Kind", "Sources", "watch_steps"]
 _log = logging.getLogger("fastpersist")
 
 Kind = _native.SourceKind
-_STABLE, _CONSTANT, _VOLATILE = Kind.STABLE, Kind.CONSTANT, Kind.VOLATILE  # each one object: compare by identity
+_STABLE, _CONSTANT, _VOLATILE = Kind.STABLE.value, Kind.CONSTANT.value, Kind.VOLATILE.value  # in columns of bytes
+_QUESTIONS = _native.TensorQuestions(torch.Tensor, torch.nn.Parameter, torch.UntypedStorage)
 
 _SETTLING_S = 0.0005
 _SAMPLE_COUNT = 64
@@ -135,67 +136,11 @@ def _forget_pending() -> None:
 os.register_at_fork(after_in_child=_forget_pending)
 
 
-_version_of = operator.attrgetter("_version")
+class _Watched(NamedTuple):
+    """The counts of changes, at save(), of the tensors by which sources of a file are held."""
 
-
-class _Watched:
-    """The tensors by which sources of a file are held, and the count of changes of each at save().
-
-    Args:
-        container: The file.
-        holders: The tensors, with the indices of its sources.
-
-    Raises:
-        RuntimeError: One of them is an inference tensor and does not count.
-    """
-
-    def __init__(self, container: Sources, holders: Holders) -> None:
-        self.container = container
-        self._holders = holders
-        self._versions = list(map(_version_of, holders.tensors))
-
-    def changed(self) -> list[int]:
-        """Return the sources that were changed since, through one of the tensors; ascending."""
-        versions = list(map(_version_of, self._holders.tensors))
-        if versions == self._versions:
-            return []
-        compared = zip(self._holders.held, versions, self._versions, strict=True)
-        return sorted({source for source, now, before in compared if now != before})
-
-
-def _watch(
-    container: Sources, keys: Sequence[int], kinds: list[Kind], kind: Kind, by_key: Iterable[Holders]
-) -> _Watched:
-    """Note the counters of all sources of a kind; those held by tensors that do not count become volatile.
-
-    Args:
-        container: The file.
-        keys: Of the sources' storages.
-        kinds: Of the sources; may be changed.
-        kind: Which of them.
-        by_key: Tensors that hold storages, besides those in the object.
-    """
-    found = Holders([], [])
-    sources = [index for index, of_source in enumerate(kinds) if of_source is kind]
-    if not sources:
-        return _Watched(container, found)
-    in_object = container.holders
-    chosen = [kinds[source] is kind for source in in_object.held]
-    found.tensors.extend(itertools.compress(in_object.tensors, chosen))
-    found.held.extend(itertools.compress(in_object.held, chosen))
-    first_of = {keys[source]: source for source in reversed(sources)}  # a storage may have several
-    for owned in by_key:
-        chosen = [key in first_of for key in owned.held]
-        found.tensors.extend(itertools.compress(owned.tensors, chosen))
-        found.held.extend(map(first_of.__getitem__, itertools.compress(owned.held, chosen)))
-    try:
-        return _Watched(container, found)
-    except RuntimeError:
-        doubtful = {keys[source] for tensor, source in zip(*found, strict=True) if not _counts_changes(tensor)}
-    for index, key in enumerate(keys):
-        if key in doubtful:
-            kinds[index] = _VOLATILE
-    return _watch(container, keys, kinds, kind, by_key)
+    container: Sources
+    counters: _native.Counters
 
 
 def _around(wrappers: Iterable[torch.Tensor]) -> Holders:
@@ -207,33 +152,11 @@ def _around(wrappers: Iterable[torch.Tensor]) -> Holders:
     return found
 
 
-def _counts_changes(tensor: torch.Tensor) -> bool:
-    try:
-        _version_of(tensor)
-    except RuntimeError:  # an inference tensor
-        return False
-    return True
-
-
-class _Places:
-    """Where the storages of sources of a file lay at save()."""
-
-    def __init__(self, container: Sources, sources: list[int], facts: StorageFacts) -> None:
-        self.container = container
-        self._sources = sources
-        self._storages = [container.sources.storages[source] for source in sources]
-        self._addresses = [facts.addresses[source] for source in sources]
-        self._sizes = [facts.sizes_bytes[source] for source in sources]
-
-    def resized(self) -> int | None:
-        """Return a source whose storage has other memory, or another length, than at save()."""
-        addresses = list(map(torch.UntypedStorage.data_ptr, self._storages))
-        sizes = list(map(torch.UntypedStorage.nbytes, self._storages))
-        if addresses == self._addresses and sizes == self._sizes:
-            return None
-        now = zip(addresses, sizes, strict=True)
-        before = zip(self._addresses, self._sizes, strict=True)
-        return next(source for source, a, b in zip(self._sources, now, before, strict=True) if a != b)
+def _owned(held: _native.HeldSources, owned: Owned) -> _native.OwnedSources:
+    """Find the sources of a file that an owner holds."""
+    if isinstance(owned, TensorsOfOwner):
+        return held.owned_by(owned.tensors, storage_keys)
+    return held.owned_with(owned.tensors, owned.held)
 
 
 class Capture:
@@ -269,8 +192,10 @@ class Capture:
         self._watched: list[_Watched] = []
         self._constants_watched: list[_Watched] = []
         self._samples: list[tuple[Sources, int, int, bytes]] = []
-        self._places: list[_Places] = []  # of stable bytes
-        self._stable_keys: set[int] = set()
+        self._places: list[tuple[Sources, _native.Places]] = []  # of stable bytes
+        self._kinds_by_file: list[tuple[Sequence[int], bytearray]] = []  # with the keys of the storages
+        self._known_stable_keys: set[int] = set()
+        self._keys_count = 0  # files whose keys are among these
         self._kept: list[torch.UntypedStorage] = []
         self._devices: list[int] = []  # ordinals of the devices that bytes of this save are copied from
         self._lock = threading.RLock()
@@ -279,8 +204,6 @@ class Capture:
         self.capture_s = 0.0
         """Seconds from the save's start until everything but constants could be changed again."""
         self._error: TornStateError | None = None
-        self.kinds: list[Kind] = []
-        """The kind of each source, over all files in the order they were added."""
 
     # --- on the thread that saves
 
@@ -294,46 +217,70 @@ class Capture:
         if container.sources and self._look is not None:
             self._owned = self._look()
         self._look = None
-        sizes = container.sources.sizes_bytes
-        snapshot = _native.Snapshot(self._arena.for_state(sum(sizes)))
+        sources = container.sources
+        sizes = sources.sizes_bytes
+        snapshot = _native.Snapshot(self._arena.for_state(sources.total_bytes()))
         # Training waits, and a state may have many thousands of sources: all that is done for each of them is done in
-        # columns.
-        facts, storages = container.sources.facts(), list(container.sources.storages)
-        keys = facts.keys
-        starts = list(map(operator.add, facts.addresses, container.sources.offsets_bytes))
-        kinds = self._kinds_of(keys)
-        ordinals: list[int | None] = [None] * len(storages)
+        # columns, natively.
+        facts, storages = sources.facts(), list(sources.storages)
+        starts = facts.addresses
+        if any(sources.offsets_bytes):
+            starts = array("Q", map(operator.add, starts, sources.offsets_bytes))
+        held = _native.HeldSources(_QUESTIONS, facts.keys, *container.holders)
+        around = _owned(held, _around(container.wrappers))
+        stable, constant = _owned(held, self._owned.stable), _owned(held, self._owned.constant)
+        kinds = bytearray([_VOLATILE]) * len(storages)
+        held.mark(kinds, stable, _STABLE)
+        held.mark(kinds, constant, _CONSTANT)
+        self._distrust_torn(held, kinds)
+        ordinals: list[int | None] | None = None
         copied = []
-        for index, source in enumerate(container.sources) if not facts.are_on_host else ():
-            if cuda.is_host_memory(source.storage):
-                continue
-            ordinals[index] = cuda.ordinal_of(source.storage)
-            if ordinals[index] is None:
-                # This copy is the capture; nobody else has it, so it does not change.
-                whole = byte_tensor(source.storage)
-                copy = whole[source.offset_bytes : source.offset_bytes + source.size_bytes].cpu()
-                storages[index], starts[index], kinds[index] = copy.untyped_storage(), copy.data_ptr(), _VOLATILE
-                copied.append(index)
-        around = _around(container.wrappers)
-        self._watched.append(_watch(container, keys, kinds, _STABLE, [self._owned.stable, around]))
-        self._constants_watched.append(_watch(container, keys, kinds, _CONSTANT, [self._owned.constant, around]))
+        if not facts.are_on_host:
+            starts = starts[:]
+            ordinals = [None if cuda.is_host_memory(storage) else cuda.ordinal_of(storage) for storage in storages]
+            for index, source in enumerate(sources):
+                if ordinals[index] is None and not cuda.is_host_memory(source.storage):
+                    # This copy is the capture; nobody else has it, so it does not change.
+                    whole = byte_tensor(source.storage)
+                    copy = whole[source.offset_bytes : source.offset_bytes + source.size_bytes].cpu()
+                    storages[index], starts[index], kinds[index] = copy.untyped_storage(), copy.data_ptr(), _VOLATILE
+                    copied.append(index)
+        watched = held.watch(kinds, _STABLE, _VOLATILE, [stable, around])
+        self._watched.append(_Watched(container, watched))
+        watched = held.watch(kinds, _CONSTANT, _VOLATILE, [constant, around])
+        self._constants_watched.append(_Watched(container, watched))
+        places = held.places(kinds, _STABLE, storages, facts.addresses, facts.sizes_bytes)
+        self._places.append((container, places))
         for index in copied:
             kinds[index] = _CONSTANT
-        stable = [index for index, kind in enumerate(kinds) if kind is _STABLE]
-        self._places.append(_Places(container, stable, facts))
-        self._stable_keys.update([keys[index] for index in stable])
-        self._follow_devices(ordinals)
+        self._kinds_by_file.append((facts.keys, kinds))
+        if ordinals is not None:
+            self._follow_devices(ordinals)
         snapshot.add(starts, sizes, kinds, ordinals)
-        sized = zip(ordinals, kinds, sizes, strict=True)
-        copied_bytes = sum(size for ordinal, kind, size in sized if ordinal is not None and kind is not _CONSTANT)
-        if copied_bytes:  # behind add, by which the arena knows the devices: else it would map what is not pinned
-            self._arena.prepare(copied_bytes)
+        if ordinals is not None:
+            sized = zip(ordinals, kinds, sizes, strict=True)
+            copied_bytes = sum(size for ordinal, kind, size in sized if ordinal is not None and kind != _CONSTANT)
+            if copied_bytes:  # behind add, by which the arena knows the devices: else it would map what is not pinned
+                self._arena.prepare(copied_bytes)
         self._snapshots.append(snapshot)
         self._kept += storages
-        self.kinds += kinds
         if self._paranoid:
             self._take_samples(container)
         return snapshot
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The kind of each source, over all files in the order they were added."""
+        return [Kind(kind) for _, kinds in self._kinds_by_file for kind in kinds]
+
+    @property
+    def _stable_keys(self) -> set[int]:
+        """What identifies the storages of the stable sources; one step in few asks for them."""
+        while self._keys_count < len(self._kinds_by_file):
+            keys, kinds = self._kinds_by_file[self._keys_count]
+            self._known_stable_keys.update(key for key, kind in zip(keys, kinds, strict=True) if kind == _STABLE)
+            self._keys_count += 1
+        return self._known_stable_keys
 
     @property
     def why_volatile(self) -> str:
@@ -358,7 +305,7 @@ class Capture:
 
     def hold(self) -> None:
         """Make the optimizers' steps wait for this capture from now on."""
-        if not self._stable_keys and not self._devices:
+        if not self._devices and not any(_STABLE in kinds for _, kinds in self._kinds_by_file):
             return
         watch_steps()
         with _pending_lock:
@@ -562,18 +509,15 @@ class Capture:
             cuda.follow_caller(ordinal, to_host=True)
         self._devices += found.difference(self._devices)
 
-    def _kinds_of(self, keys: Sequence[int]) -> list[Kind]:
-        """Return the kind of each storage."""
-        kind_of = dict.fromkeys(self._owned.stable.held, _STABLE)
-        kind_of.update(dict.fromkeys(self._owned.constant.held, _CONSTANT))
-        kinds = [kind_of.get(key, _VOLATILE) for key in keys]
-        for index, key in enumerate(keys) if _torn else ():
-            if key in _torn and kinds[index] is not _VOLATILE:
-                if _torn[key].expired():
-                    del _torn[key]
-                else:
-                    kinds[index] = _VOLATILE
-        return kinds
+    def _distrust_torn(self, held: _native.HeldSources, kinds: bytearray) -> None:
+        """Make storages volatile that were torn before."""
+        for key, torn in list(_torn.items()):
+            sources = [source for source in held.sources_of(key) if kinds[source] != _VOLATILE]
+            if sources and torn.expired():
+                _torn.pop(key, None)
+                continue
+            for source in sources:
+                kinds[source] = _VOLATILE
 
     def _look_for_changes(self) -> None:
         if self._error is None:
@@ -585,15 +529,15 @@ class Capture:
 
     def _compare_places(self) -> None:
         """Find a storage that was resized: its memory is gone, and nobody may read there any more."""
-        for places in self._places:
-            source = places.resized()
+        for container, places in self._places:
+            source = places.moved()
             if source is not None:
-                self._tear(places.container, source, "it was resized, and its bytes are gone")
+                self._tear(container, source, "it was resized, and its bytes are gone")
                 return
 
     def _compare(self, watched: list[_Watched], rule: str) -> None:
         for entry in watched:
-            changed = entry.changed()
+            changed = entry.counters.changed()
             if changed:
                 self._tear(entry.container, changed[0], rule)
                 return
@@ -602,7 +546,7 @@ class Capture:
         storage = container.sources[source].storage
         _torn[storage._cdata] = StorageWeakRef(storage)
         for entry in (*self._watched, *self._constants_watched):  # all that have changed: one cause fails one save
-            for changed in entry.changed():
+            for changed in entry.counters.changed():
                 also = entry.container.sources[changed].storage
                 _torn[also._cdata] = StorageWeakRef(also)
         names = ", ".join(container.names_of(source)) or f"storage {source}"

@@ -178,8 +178,7 @@ class TorchZipContainer:
         sizes = facts.sizes_bytes
         self.sources = SourceTable(storages, [0] * len(storages), sizes, facts)
         self._plan = plan = torch_zip.plan_archive(prefix, len(self.skeleton.pickle), sizes)
-        first = plan.first_storage
-        self.offsets = [record.data_offset_bytes for record in plan.records[first : first + plan.storage_count]]
+        self.offsets = plan.storage_offsets
         self.has_checksums = checksum
 
     @property

@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -18,7 +18,17 @@ from torch.optim.optimizer import Optimizer
 from fastpersist.errors import ConfigError
 from fastpersist.saving.sources import Holders
 
-__all__ = ["PLAIN", "Owners", "Ownership", "note_step_of", "step_count", "storage_key", "storage_keys"]
+__all__ = [
+    "PLAIN",
+    "Owned",
+    "Owners",
+    "Ownership",
+    "TensorsOfOwner",
+    "note_step_of",
+    "step_count",
+    "storage_key",
+    "storage_keys",
+]
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types whose storage is their own."""
@@ -56,6 +66,26 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     return key
 
 
+class TensorsOfOwner:
+    """Tensors with the keys of their storages, which are looked up when somebody asks: a file knows most of them.
+
+    Attributes:
+        tensors: As the owner has them.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    @functools.cached_property
+    def held(self) -> list[int]:
+        """The key of each storage (`storage_key`); not one for each tensor: a tensor may have none, or several."""
+        return list(_held_by(self.tensors).held)
+
+
+Owned: TypeAlias = TensorsOfOwner | Holders
+"""The tensors by which an owner holds storages."""
+
+
 def _held_by(tensors: list[torch.Tensor]) -> Holders:
     """Return tensors with the keys of their storages."""
     if _PLAIN_TYPES.issuperset(map(type, tensors)):
@@ -80,8 +110,8 @@ class Ownership:
         why_volatile: Why storages of an optimizer are not among the stable ones; "" when all are.
     """
 
-    stable: Holders
-    constant: Holders
+    stable: Owned
+    constant: Owned
     why_volatile: str
 
 
@@ -118,7 +148,7 @@ class Owners:
         stable, why_volatile = self.stable()
         return Ownership(stable, self.constant(), why_volatile)
 
-    def stable(self) -> tuple[Holders, str]:
+    def stable(self) -> tuple[Owned, str]:
         """Find the storages that only an optimizer's step changes, as they are now.
 
         Returns:
@@ -133,7 +163,7 @@ class Owners:
                 why_not = reason
                 continue
             owned += _tensors_of(optimizer)
-        return _held_by(owned), why_not
+        return TensorsOfOwner(owned) if owned else Holders([], []), why_not
 
     def constant(self) -> Holders:
         """Find the storages that were declared constant, without those that an optimizer trains all the same."""

@@ -16,6 +16,7 @@ import enum
 import functools
 import io
 import pickle
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -250,8 +251,12 @@ def _pickled(obj: object) -> Skeleton:
     plain = None if types is None else _native.pickle_plain(obj, types)
     if plain is not None:
         pickled, live, noted, tensors, held = plain
-        facts = facts_of(live) if noted is None else StorageFacts(*noted)
-        return Skeleton(pickled, live, facts, Holders(tensors, held), wrappers=[])
+        if noted is None:
+            facts = facts_of(live)
+        else:
+            keys, addresses, sizes, are_on_host = noted
+            facts = StorageFacts(array("Q", keys), array("Q", addresses), array("Q", sizes), are_on_host)
+        return Skeleton(pickled, live, facts, Holders(tensors, array("I", held)), wrappers=[])
     file = io.BytesIO()
     found = _Storages()
     _SkeletonPickler(file, found).dump(obj)

@@ -7,7 +7,8 @@ would take longer than all else that is done with it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from array import array
+from collections.abc import MutableSequence, Sequence
 from typing import NamedTuple, overload
 
 import torch
@@ -41,9 +42,9 @@ class StorageFacts(NamedTuple):
         are_on_host: All of them lie in memory that the native side can read.
     """
 
-    keys: list[int]
-    addresses: list[int]
-    sizes_bytes: list[int]
+    keys: MutableSequence[int]
+    addresses: MutableSequence[int]
+    sizes_bytes: MutableSequence[int]
     are_on_host: bool
 
 
@@ -53,9 +54,9 @@ _key_of = operator.attrgetter("_cdata")
 def facts_of(storages: Sequence[torch.UntypedStorage]) -> StorageFacts:
     """Return what storages are now."""
     return StorageFacts(
-        list(map(_key_of, storages)),
-        list(map(torch.UntypedStorage.data_ptr, storages)),
-        list(map(torch.UntypedStorage.nbytes, storages)),
+        array("Q", map(_key_of, storages)),
+        array("Q", map(torch.UntypedStorage.data_ptr, storages)),
+        array("Q", map(torch.UntypedStorage.nbytes, storages)),
         all(map(cuda.is_host_memory, storages)),
     )
 
@@ -72,19 +73,26 @@ class SourceTable(Sequence[Source]):
         sizes_bytes: Of each the number of bytes.
     """
 
-    __slots__ = ("_facts", "offsets_bytes", "sizes_bytes", "storages")
+    __slots__ = ("_facts", "_total_bytes", "offsets_bytes", "sizes_bytes", "storages")
 
     def __init__(
         self,
         storages: list[torch.UntypedStorage],
-        offsets_bytes: list[int],
-        sizes_bytes: list[int],
+        offsets_bytes: MutableSequence[int],
+        sizes_bytes: MutableSequence[int],
         facts: StorageFacts | None = None,
     ) -> None:
         self.storages = storages
         self.offsets_bytes = offsets_bytes
         self.sizes_bytes = sizes_bytes
         self._facts = facts
+        self._total_bytes: int | None = None
+
+    def total_bytes(self) -> int:
+        """Return the bytes of all sources."""
+        if self._total_bytes is None:
+            self._total_bytes = sum(self.sizes_bytes)
+        return self._total_bytes
 
     def facts(self) -> StorageFacts:
         """Return what the storages were when the table was made; what they are now if nobody had looked then."""
@@ -92,7 +100,7 @@ class SourceTable(Sequence[Source]):
 
     def append(self, source: Source) -> None:
         """Add a source behind the others."""
-        self._facts = None
+        self._facts = self._total_bytes = None
         self.storages.append(source.storage)
         self.offsets_bytes.append(source.offset_bytes)
         self.sizes_bytes.append(source.size_bytes)
@@ -119,7 +127,7 @@ class Holders(NamedTuple):
     """
 
     tensors: list[torch.Tensor]
-    held: list[int]
+    held: MutableSequence[int]
 
     def add(self, tensor: torch.Tensor, held: int) -> None:
         """Add a tensor and what it holds."""

@@ -101,7 +101,7 @@ def capture_file(
     capture = Capture(owners, arena, paranoid=paranoid, on_gate=on_gate, look=look)
     spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
     snapshot = capture.add(sources)
-    size_bytes = sum(sources.sources.sizes_bytes)
+    size_bytes = sources.sources.total_bytes()
     spread.add_file(snapshot, size_bytes)
     return CapturedFile(capture, snapshot, size_bytes)
 

@@ -133,7 +133,7 @@ def test_facts_are_those_at_the_end_though_an_object_changes_storages_on_the_way
     tensor = torch.arange(4.0)
     skeleton = pickle_skeleton([tensor, ResizesWhatWasMet(tensor.untyped_storage())])
     assert skeleton.facts == facts_of(skeleton.storages)
-    assert skeleton.facts.sizes_bytes == [4 * 1024 * 1024]
+    assert list(skeleton.facts.sizes_bytes) == [4 * 1024 * 1024]
 
 
 class Holder:
@@ -247,6 +247,33 @@ def test_object_that_holds_itself_and_a_lock_is_searched_once() -> None:
 
 def notes_of(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
+
+
+def test_facts_of_a_usual_state_are_not_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "half": torch.ones(3).half()}
+    expected = facts_of(pickle_skeleton(state).storages)
+    monkeypatch.setattr("fastpersist.saving.skeleton.facts_of", lambda storages: pytest.fail("asked again"))
+    assert pickle_skeleton(state).facts == expected
+
+
+def test_shape_and_strides_that_dlpack_leaves_open_are_those_of_torch() -> None:
+    odd = [
+        torch.empty_strided((1, 3), (100, 1)),
+        torch.empty_strided((2, 0), (7, 5)),
+        torch.empty_strided((3, 2, 1, 2), (4, 2, 9, 1)),
+        torch.tensor(3.0),
+        torch.arange(6.0)[2:],
+        torch.arange(6.0)[6:],
+        torch.zeros(0),
+    ]
+    file = io.BytesIO()
+    torch.save(odd, file)
+    with zipfile.ZipFile(file) as archive:
+        assert pickle_skeleton(odd).pickle == archive.read("archive/data.pkl")
 
 
 def test_storage_in_host_memory_is_tagged_without_asking_torch(monkeypatch: pytest.MonkeyPatch) -> None:

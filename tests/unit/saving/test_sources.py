@@ -27,9 +27,9 @@ def test_a_table_is_a_sequence_of_its_sources() -> None:
 def test_facts_are_those_of_the_storages() -> None:
     storages = [torch.UntypedStorage(10), torch.UntypedStorage(0)]
     facts = facts_of(storages)
-    assert facts.keys == [storage._cdata for storage in storages]
-    assert facts.addresses == [storages[0].data_ptr(), 0]
-    assert facts.sizes_bytes == [10, 0]
+    assert list(facts.keys) == [storage._cdata for storage in storages]
+    assert list(facts.addresses) == [storages[0].data_ptr(), 0]
+    assert list(facts.sizes_bytes) == [10, 0]
     assert facts.are_on_host
     assert not facts_of([*storages, torch.UntypedStorage(5, device="meta")]).are_on_host
 

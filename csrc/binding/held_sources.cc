@@ -1,0 +1,305 @@
+// Which tensors hold the sources of a file, which of those an owner has, and whether one was changed since. Training
+// waits for the answers, and a state may have many thousands of tensors: no line of Python runs for each.
+// fastpersist/saving/capture.py says what the answers are for.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "binding/address_table.h"
+#include "binding/bindings.h"
+#include "binding/column.h"
+#include "binding/tensor_questions.h"
+
+namespace py = pybind11;
+
+namespace fastpersist {
+namespace {
+
+// What is asked of tensors here. Those of a subclass may answer in their own way.
+class [[gnu::visibility("hidden")]] Questions {
+ public:
+  Questions(const py::type& tensor, py::type parameter, const py::type& storage)
+      : tensor_(tensor),
+        parameter_(std::move(parameter)),
+        version_(tensor, "_version"),
+        untyped_storage_(tensor, "untyped_storage"),
+        key_(storage, "_cdata"),
+        address_(storage, "data_ptr"),
+        size_(storage, "nbytes") {}
+
+  bool IsPlain(PyObject* tensor) const {
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
+    return type == tensor_.ptr() || type == parameter_.ptr();
+  }
+
+  // How often a tensor was changed in place. An inference tensor does not count, and raises RuntimeError.
+  int64_t VersionOf(PyObject* tensor) const {
+    const py::object version = IsPlain(tensor) ? version_.Of(tensor) : py::handle(tensor).attr("_version");
+    return version.cast<int64_t>();
+  }
+
+  // REQUIRES: IsPlain. A tensor without a storage raises NotImplementedError or RuntimeError.
+  uint64_t KeyOf(PyObject* tensor) const { return AsUnsigned(key_.Of(untyped_storage_.Of(tensor).ptr())); }
+
+  uint64_t AddressOf(PyObject* storage) const { return AsUnsigned(address_.Of(storage)); }
+  uint64_t SizeOf(PyObject* storage) const { return AsUnsigned(size_.Of(storage)); }
+
+ private:
+  const py::type tensor_, parameter_;
+  const Asked version_, untyped_storage_, key_, address_, size_;
+};
+
+// Tensors with the sources that they hold, and their counts of changes at one moment.
+class [[gnu::visibility("hidden")]] Counters {
+ public:
+  explicit Counters(std::shared_ptr<const Questions> questions) : questions_(std::move(questions)) {}
+
+  // Returns false for a tensor that does not count.
+  bool Add(PyObject* tensor, uint32_t source) {
+    try {
+      versions_.push_back(questions_->VersionOf(tensor));
+    } catch (const py::error_already_set& error) {
+      if (!error.matches(PyExc_RuntimeError)) throw;
+      return false;
+    }
+    tensors_.append(py::handle(tensor));
+    sources_.push_back(source);
+    return true;
+  }
+
+  // Returns the sources that were changed since, ascending.
+  std::vector<uint32_t> Changed() const {
+    std::vector<uint32_t> found;
+    for (size_t i = 0; i < versions_.size(); i++) {
+      if (questions_->VersionOf(PyList_GET_ITEM(tensors_.ptr(), Py_ssize_t(i))) != versions_[i]) {
+        found.push_back(sources_[i]);
+      }
+    }
+    std::sort(found.begin(), found.end());
+    found.erase(std::unique(found.begin(), found.end()), found.end());
+    return found;
+  }
+
+ private:
+  const std::shared_ptr<const Questions> questions_;
+  py::list tensors_;
+  std::vector<uint32_t> sources_;
+  std::vector<int64_t> versions_;
+};
+
+// Where the storages of sources lie.
+class [[gnu::visibility("hidden")]] Places {
+ public:
+  Places(std::shared_ptr<const Questions> questions, std::vector<uint32_t> sources, py::list storages,
+         std::vector<uint64_t> addresses, std::vector<uint64_t> sizes_bytes)
+      : questions_(std::move(questions)),
+        sources_(std::move(sources)),
+        storages_(std::move(storages)),
+        addresses_(std::move(addresses)),
+        sizes_bytes_(std::move(sizes_bytes)) {}
+
+  // Returns a source whose storage has other memory, or another length.
+  std::optional<uint32_t> Moved() const {
+    for (size_t i = 0; i < sources_.size(); i++) {
+      PyObject* const storage = PyList_GET_ITEM(storages_.ptr(), Py_ssize_t(i));
+      if (questions_->AddressOf(storage) != addresses_[i] || questions_->SizeOf(storage) != sizes_bytes_[i]) {
+        return sources_[i];
+      }
+    }
+    return std::nullopt;
+  }
+
+ private:
+  const std::shared_ptr<const Questions> questions_;
+  const std::vector<uint32_t> sources_;
+  const py::list storages_;
+  const std::vector<uint64_t> addresses_, sizes_bytes_;
+};
+
+// The sources that the tensors of an owner hold.
+struct [[gnu::visibility("hidden")]] Owned {
+  std::vector<uint32_t> sources;  // the first with each storage
+  py::list others;                // tensors by which the object does not hold them
+  std::vector<uint32_t> other_sources;
+};
+
+class [[gnu::visibility("hidden")]] HeldSources {
+ public:
+  static constexpr uint32_t kNone = UINT32_MAX;
+
+  HeldSources(Questions questions, const py::object& keys, py::list holders, const py::object& held)
+      : questions_(std::make_shared<const Questions>(std::move(questions))),
+        keys_(Column<uint64_t>(keys)),
+        holders_(std::move(holders)),
+        held_(Column<uint32_t>(held)),
+        next_(keys_.size(), kNone),
+        first_holders_(keys_.size(), kNone) {
+    if (holders_.size() != held_.size()) throw py::value_error("each holder holds one source");
+    for (uint32_t source = 0; source < keys_.size(); source++) {
+      const auto [first, is_new] = first_of_key_.FindOrAdd(uintptr_t(keys_[source]), source);
+      firsts_.push_back(first);
+      if (!is_new) next_[source] = std::exchange(next_[first], source);
+    }
+    for (size_t i = held_.size(); i-- > 0;) {
+      if (held_[i] >= keys_.size()) throw py::value_error("a holder holds a source that is not there");
+      first_holders_[held_[i]] = uint32_t(i);
+    }
+  }
+
+  // Returns the sources with a storage.
+  std::vector<uint32_t> SourcesOf(uint64_t key) const {
+    std::vector<uint32_t> found;
+    const uint32_t* const first = first_of_key_.Find(uintptr_t(key));
+    for (uint32_t source = first == nullptr ? kNone : *first; source != kNone; source = next_[source]) {
+      found.push_back(source);
+    }
+    std::sort(found.begin(), found.end());
+    return found;
+  }
+
+  // Finds what tensors hold.
+  //   keys_of  of a tensor that is not plain, the keys of the storages inside it
+  Owned OwnedBy(const py::list& tensors, const py::function& keys_of) const {
+    Owned owned;
+    size_t next = 0;  // an object lists the state of an optimizer in the optimizer's order
+    for (size_t i = 0; i < tensors.size(); i++) {
+      PyObject* const tensor = PyList_GET_ITEM(tensors.ptr(), Py_ssize_t(i));
+      if (next < held_.size() && PyList_GET_ITEM(holders_.ptr(), Py_ssize_t(next)) == tensor) {
+        owned.sources.push_back(firsts_[held_[next++]]);
+      } else if (!questions_->IsPlain(tensor)) {
+        for (const uint64_t key : keys_of(py::handle(tensor)).cast<std::vector<uint64_t>>()) Own(owned, tensor, key);
+      } else if (const uint32_t source = Own(owned, tensor); source != kNone && first_holders_[source] != kNone) {
+        next = first_holders_[source] + 1;
+      }
+    }
+    return owned;
+  }
+
+  // Finds the sources with the storages of tensors, whose keys are known.
+  Owned OwnedWith(const py::list& tensors, const py::object& keys) const {
+    const std::vector<uint64_t> known = Column<uint64_t>(keys);
+    if (tensors.size() != known.size()) throw py::value_error("each tensor has one key");
+    Owned owned;
+    for (size_t i = 0; i < known.size(); i++) Own(owned, PyList_GET_ITEM(tensors.ptr(), Py_ssize_t(i)), known[i]);
+    return owned;
+  }
+
+  // Sets the kind of all sources that an owner holds.
+  void Mark(const py::bytearray& kinds, const Owned& owned, uint8_t kind) const {
+    uint8_t* const of_source = KindsIn(kinds);
+    for (const uint32_t first : owned.sources) {
+      for (uint32_t source = first; source != kNone; source = next_[source]) of_source[source] = kind;
+    }
+  }
+
+  // Counts the changes of all tensors that hold sources of a kind: those of the object, and those of owners. Sources
+  // with a storage that is held by a tensor that does not count get another kind.
+  std::unique_ptr<Counters> Watch(const py::bytearray& kinds, uint8_t kind, uint8_t kind_in_doubt,
+                                  const std::vector<const Owned*>& owners) const {
+    uint8_t* const of_source = KindsIn(kinds);
+    auto counters = std::make_unique<Counters>(questions_);
+    std::vector<uint32_t> doubtful;
+    const auto add = [&](PyObject* tensor, uint32_t source) {
+      if (of_source[source] == kind && !counters->Add(tensor, source)) doubtful.push_back(source);
+    };
+    for (size_t i = 0; i < held_.size(); i++) add(PyList_GET_ITEM(holders_.ptr(), Py_ssize_t(i)), held_[i]);
+    for (const Owned* const owned : owners) {
+      for (size_t i = 0; i < owned->other_sources.size(); i++) {
+        add(PyList_GET_ITEM(owned->others.ptr(), Py_ssize_t(i)), owned->other_sources[i]);
+      }
+    }
+    if (doubtful.empty()) return counters;
+    for (const uint32_t source : doubtful) {
+      for (const uint32_t same : SourcesOf(keys_[source])) of_source[same] = kind_in_doubt;
+    }
+    return Watch(kinds, kind, kind_in_doubt, owners);
+  }
+
+  // Notes where the storages of the sources of a kind lie.
+  //   storages, addresses, sizes_bytes  of all sources
+  std::unique_ptr<Places> PlacesOf(const py::bytearray& kinds, uint8_t kind, const py::list& storages,
+                                   const py::object& addresses, const py::object& sizes_bytes) const {
+    const uint8_t* const of_source = KindsIn(kinds);
+    const std::vector<uint64_t> all_addresses = Column<uint64_t>(addresses), all_sizes = Column<uint64_t>(sizes_bytes);
+    if (storages.size() != keys_.size() || all_addresses.size() != keys_.size() || all_sizes.size() != keys_.size()) {
+      throw py::value_error("each source has a storage, its address and its size");
+    }
+    std::vector<uint32_t> sources;
+    py::list chosen;
+    std::vector<uint64_t> chosen_addresses, chosen_sizes;
+    for (uint32_t source = 0; source < keys_.size(); source++) {
+      if (of_source[source] != kind) continue;
+      sources.push_back(source);
+      chosen.append(py::handle(PyList_GET_ITEM(storages.ptr(), Py_ssize_t(source))));
+      chosen_addresses.push_back(all_addresses[source]);
+      chosen_sizes.push_back(all_sizes[source]);
+    }
+    return std::make_unique<Places>(questions_, std::move(sources), std::move(chosen), std::move(chosen_addresses),
+                                    std::move(chosen_sizes));
+  }
+
+ private:
+  uint8_t* KindsIn(const py::bytearray& kinds) const {
+    if (kinds.size() != keys_.size()) throw py::value_error("each source has a kind");
+    return reinterpret_cast<uint8_t*>(PyByteArray_AS_STRING(kinds.ptr()));
+  }
+
+  // Returns the first source with the storage of a plain tensor, or kNone.
+  uint32_t Own(Owned& owned, PyObject* tensor) const {
+    try {
+      return Own(owned, tensor, questions_->KeyOf(tensor));
+    } catch (const py::error_already_set& error) {
+      if (!error.matches(PyExc_RuntimeError)) throw;  // NotImplementedError is one
+      return kNone;
+    }
+  }
+
+  uint32_t Own(Owned& owned, PyObject* tensor, uint64_t key) const {
+    const uint32_t* const source = first_of_key_.Find(uintptr_t(key));
+    if (source == nullptr) return kNone;
+    owned.sources.push_back(*source);
+    const uint32_t holder = first_holders_[*source];
+    if (holder == kNone || PyList_GET_ITEM(holders_.ptr(), Py_ssize_t(holder)) != tensor) {
+      owned.others.append(py::handle(tensor));
+      owned.other_sources.push_back(*source);
+    }
+    return *source;
+  }
+
+  const std::shared_ptr<const Questions> questions_;
+  const std::vector<uint64_t> keys_;
+  const py::list holders_;
+  const std::vector<uint32_t> held_;
+  AddressTable first_of_key_;            // the first source with a storage
+  std::vector<uint32_t> firsts_;         // of each source the first with the same storage
+  std::vector<uint32_t> next_;           // of each source another with the same storage, from the first on
+  std::vector<uint32_t> first_holders_;  // of each source
+};
+
+}  // namespace
+
+void BindHeldSources(py::module_& m) {
+  py::class_<Questions>(m, "TensorQuestions")
+      .def(py::init<py::type, py::type, py::type>(), py::arg("tensor"), py::arg("parameter"), py::arg("storage"));
+  py::class_<Owned>(m, "OwnedSources");
+  py::class_<Counters>(m, "Counters").def("changed", &Counters::Changed);
+  py::class_<Places>(m, "Places").def("moved", &Places::Moved);
+  py::class_<HeldSources>(m, "HeldSources")
+      .def(py::init<Questions, py::object, py::list, py::object>(), py::arg("questions"), py::arg("keys"),
+           py::arg("holders"), py::arg("held"))
+      .def("sources_of", &HeldSources::SourcesOf, py::arg("key"))
+      .def("owned_by", &HeldSources::OwnedBy, py::arg("tensors"), py::arg("keys_of"))
+      .def("owned_with", &HeldSources::OwnedWith, py::arg("tensors"), py::arg("keys"))
+      .def("mark", &HeldSources::Mark, py::arg("kinds"), py::arg("owned"), py::arg("kind"))
+      .def("watch", &HeldSources::Watch, py::arg("kinds"), py::arg("kind"), py::arg("kind_in_doubt"), py::arg("owners"))
+      .def("places", &HeldSources::PlacesOf, py::arg("kinds"), py::arg("kind"), py::arg("storages"),
+           py::arg("addresses"), py::arg("sizes_bytes"));
+}
+
+}  // namespace fastpersist

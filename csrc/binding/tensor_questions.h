@@ -1,0 +1,55 @@
+// What the native module asks tensors and storages, through the types that torch has made for Python.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+namespace fastpersist {
+
+// Takes what a call of Python's C API has returned.
+inline pybind11::object Taken(PyObject* made) {
+  if (made == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::object>(made);
+}
+
+inline uint64_t AsUnsigned(const pybind11::object& number) {
+  const unsigned long long value = PyLong_AsUnsignedLongLong(number.ptr());
+  if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+  return value;
+}
+
+// An attribute of a class, or a method without arguments. It is looked up once, and its function is called as the
+// interpreter would: with thousands of tensors, all that lies between takes as long as the answer.
+class [[gnu::visibility("hidden")]] Asked {
+ public:
+  Asked(const pybind11::object& type, const char* name) : descriptor_(type.attr(name)) {
+    PyObject* const descriptor = descriptor_.ptr();
+    if (Py_IS_TYPE(descriptor, &PyGetSetDescr_Type)) {
+      attribute_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor)->d_getset;
+      if (attribute_->get == nullptr) attribute_ = nullptr;
+    } else if (Py_IS_TYPE(descriptor, &PyMethodDescr_Type)) {
+      const PyMethodDef* const method = reinterpret_cast<PyMethodDescrObject*>(descriptor)->d_method;
+      if (method->ml_flags == METH_NOARGS) method_ = method->ml_meth;
+    }
+  }
+
+  // REQUIRES: the object is of that class or of one derived from it.
+  pybind11::object Of(PyObject* object) const {
+    if (attribute_ != nullptr) return Taken(attribute_->get(object, attribute_->closure));
+    if (method_ != nullptr) return Taken(method_(object, nullptr));
+    PyObject* const descriptor = descriptor_.ptr();
+    if (Py_TYPE(descriptor)->tp_descr_set == nullptr) return Taken(PyObject_CallOneArg(descriptor, object));
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    return Taken(Py_TYPE(descriptor)->tp_descr_get(descriptor, object, type));
+  }
+
+  bool IsTrueOf(PyObject* object) const { return Of(object).ptr() == Py_True; }
+
+ private:
+  const pybind11::object descriptor_;
+  const PyGetSetDef* attribute_ = nullptr;
+  PyCFunction method_ = nullptr;
+};
+
+}  // namespace fastpersist
