@@ -7,6 +7,7 @@ unchanged.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from typing_extensions import Buffer
@@ -229,6 +230,13 @@ class TorchTypes:
 class TensorQuestions:
     def __init__(self, tensor: type, parameter: type, storage: type) -> None: ...
 
+def add_tensors(
+    values: dict[Any, Any],
+    found: list[torch.Tensor],
+    tensor: type,
+    add: Callable[[object, list[torch.Tensor]], None],
+) -> None: ...
+
 class OwnedSources:
     """The sources of a file that an owner's tensors hold."""
 
@@ -246,7 +254,12 @@ class HeldSources:
     """Which tensors hold the sources of a file (csrc/binding/held_sources.cc)."""
 
     def __init__(
-        self, questions: TensorQuestions, keys: Sequence[int], holders: list[torch.Tensor], held: Sequence[int]
+        self,
+        questions: TensorQuestions,
+        keys: Sequence[int],
+        holders: list[torch.Tensor],
+        held: Sequence[int],
+        versions: Sequence[int],
     ) -> None: ...
     def sources_of(self, key: int) -> list[int]: ...
     def owned_by(
@@ -274,7 +287,7 @@ def pickle_plain(
     tuple[
         bytes,
         list[torch.UntypedStorage],
-        tuple[bytes, bytes, bytes, bool] | None,
+        tuple[bytes, bytes, bytes, bytes, bool] | None,
         list[torch.Tensor],
         bytes,
     ]

@@ -38,10 +38,15 @@ class [[gnu::visibility("hidden")]] Questions {
     return type == tensor_.ptr() || type == parameter_.ptr();
   }
 
-  // How often a tensor was changed in place. An inference tensor does not count, and raises RuntimeError.
+  // Returns how often a tensor was changed in place; kNoVersion of an inference tensor, which does not count.
   int64_t VersionOf(PyObject* tensor) const {
-    const py::object version = IsPlain(tensor) ? version_.Of(tensor) : py::handle(tensor).attr("_version");
-    return version.cast<int64_t>();
+    try {
+      const py::object version = IsPlain(tensor) ? version_.Of(tensor) : py::handle(tensor).attr("_version");
+      return version.cast<int64_t>();
+    } catch (const py::error_already_set& error) {
+      if (!error.matches(PyExc_RuntimeError)) throw;
+      return kNoVersion;
+    }
   }
 
   // REQUIRES: IsPlain. A tensor without a storage raises NotImplementedError or RuntimeError.
@@ -60,17 +65,10 @@ class [[gnu::visibility("hidden")]] Counters {
  public:
   explicit Counters(std::shared_ptr<const Questions> questions) : questions_(std::move(questions)) {}
 
-  // Returns false for a tensor that does not count.
-  bool Add(PyObject* tensor, uint32_t source) {
-    try {
-      versions_.push_back(questions_->VersionOf(tensor));
-    } catch (const py::error_already_set& error) {
-      if (!error.matches(PyExc_RuntimeError)) throw;
-      return false;
-    }
+  void Add(PyObject* tensor, uint32_t source, int64_t version) {
     tensors_.append(py::handle(tensor));
     sources_.push_back(source);
-    return true;
+    versions_.push_back(version);
   }
 
   // Returns the sources that were changed since, ascending.
@@ -133,14 +131,17 @@ class [[gnu::visibility("hidden")]] HeldSources {
  public:
   static constexpr uint32_t kNone = UINT32_MAX;
 
-  HeldSources(Questions questions, const py::object& keys, py::list holders, const py::object& held)
+  HeldSources(Questions questions, const py::object& keys, py::list holders, const py::object& held,
+              const py::object& versions)
       : questions_(std::make_shared<const Questions>(std::move(questions))),
         keys_(Column<uint64_t>(keys)),
         holders_(std::move(holders)),
         held_(Column<uint32_t>(held)),
+        versions_(Column<int64_t>(versions)),
         next_(keys_.size(), kNone),
         first_holders_(keys_.size(), kNone) {
     if (holders_.size() != held_.size()) throw py::value_error("each holder holds one source");
+    if (!versions_.empty() && versions_.size() != held_.size()) throw py::value_error("each holder has one count");
     for (uint32_t source = 0; source < keys_.size(); source++) {
       const auto [first, is_new] = first_of_key_.FindOrAdd(uintptr_t(keys_[source]), source);
       firsts_.push_back(first);
@@ -205,13 +206,23 @@ class [[gnu::visibility("hidden")]] HeldSources {
     uint8_t* const of_source = KindsIn(kinds);
     auto counters = std::make_unique<Counters>(questions_);
     std::vector<uint32_t> doubtful;
-    const auto add = [&](PyObject* tensor, uint32_t source) {
-      if (of_source[source] == kind && !counters->Add(tensor, source)) doubtful.push_back(source);
+    const auto add = [&](PyObject* tensor, uint32_t source, int64_t version) {
+      if (version == kNoVersion) {
+        doubtful.push_back(source);
+      } else {
+        counters->Add(tensor, source, version);
+      }
     };
-    for (size_t i = 0; i < held_.size(); i++) add(PyList_GET_ITEM(holders_.ptr(), Py_ssize_t(i)), held_[i]);
+    for (size_t i = 0; i < held_.size(); i++) {
+      if (of_source[held_[i]] != kind) continue;
+      PyObject* const tensor = PyList_GET_ITEM(holders_.ptr(), Py_ssize_t(i));
+      add(tensor, held_[i], versions_.empty() ? questions_->VersionOf(tensor) : versions_[i]);
+    }
     for (const Owned* const owned : owners) {
       for (size_t i = 0; i < owned->other_sources.size(); i++) {
-        add(PyList_GET_ITEM(owned->others.ptr(), Py_ssize_t(i)), owned->other_sources[i]);
+        if (of_source[owned->other_sources[i]] != kind) continue;
+        PyObject* const tensor = PyList_GET_ITEM(owned->others.ptr(), Py_ssize_t(i));
+        add(tensor, owned->other_sources[i], questions_->VersionOf(tensor));
       }
     }
     if (doubtful.empty()) return counters;
@@ -276,23 +287,49 @@ class [[gnu::visibility("hidden")]] HeldSources {
   const std::vector<uint64_t> keys_;
   const py::list holders_;
   const std::vector<uint32_t> held_;
+  const std::vector<int64_t> versions_;  // of the holders; none if nobody has looked
   AddressTable first_of_key_;            // the first source with a storage
   std::vector<uint32_t> firsts_;         // of each source the first with the same storage
   std::vector<uint32_t> next_;           // of each source another with the same storage, from the first on
   std::vector<uint32_t> first_holders_;  // of each source
 };
 
+// Appends the tensors in the values of a dict, and in those of dicts among these, as ownership._add_tensors does.
+//   add  add(value, found) for all other values
+void AddTensors(const py::dict& values, py::list found, const py::type& tensor, const py::function& add) {
+  const auto add_one = [&](PyObject* value) {
+    PyTypeObject* const type = Py_TYPE(value);
+    if (reinterpret_cast<PyObject*>(type) == tensor.ptr()) {
+      found.append(py::handle(value));
+    } else if (type != &PyFloat_Type && type != &PyLong_Type && type != &PyBool_Type && value != Py_None) {
+      add(py::reinterpret_borrow<py::object>(value), found);
+    }
+  };
+  PyObject* key = nullptr;
+  PyObject* value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(values.ptr(), &at, &key, &value) != 0;) {
+    if (!PyDict_CheckExact(value)) {
+      add_one(value);
+      continue;
+    }
+    const py::object kept = py::reinterpret_borrow<py::object>(value);
+    PyObject* inner = nullptr;
+    for (Py_ssize_t inner_at = 0; PyDict_Next(kept.ptr(), &inner_at, &key, &inner) != 0;) add_one(inner);
+  }
+}
+
 }  // namespace
 
 void BindHeldSources(py::module_& m) {
   py::class_<Questions>(m, "TensorQuestions")
       .def(py::init<py::type, py::type, py::type>(), py::arg("tensor"), py::arg("parameter"), py::arg("storage"));
+  m.def("add_tensors", &AddTensors, py::arg("values"), py::arg("found"), py::arg("tensor"), py::arg("add"));
   py::class_<Owned>(m, "OwnedSources");
   py::class_<Counters>(m, "Counters").def("changed", &Counters::Changed);
   py::class_<Places>(m, "Places").def("moved", &Places::Moved);
   py::class_<HeldSources>(m, "HeldSources")
-      .def(py::init<Questions, py::object, py::list, py::object>(), py::arg("questions"), py::arg("keys"),
-           py::arg("holders"), py::arg("held"))
+      .def(py::init<Questions, py::object, py::list, py::object, py::object>(), py::arg("questions"), py::arg("keys"),
+           py::arg("holders"), py::arg("held"), py::arg("versions"))
       .def("sources_of", &HeldSources::SourcesOf, py::arg("key"))
       .def("owned_by", &HeldSources::OwnedBy, py::arg("tensors"), py::arg("keys_of"))
       .def("owned_with", &HeldSources::OwnedWith, py::arg("tensors"), py::arg("keys"))

@@ -228,6 +228,7 @@ void AddSources(Snapshot& snapshot, const py::object& addresses_given, const py:
   if (sizes.size() != count || kinds.size() != count || devices.size() != count) {
     throw py::value_error("each source has an address, a size, a kind and a device");
   }
+  snapshot.Reserve(count);
   for (size_t index = 0; index < count; ++index) {
     if (devices[index].has_value()) {
       Device& owner = DeviceOf(*devices[index]);

@@ -113,12 +113,13 @@ struct TensorFacts {
         backward_hooks(tensor, "_backward_hooks"),
         is_neg(tensor, "is_neg"),
         is_conj(tensor, "is_conj"),
+        version(tensor, "_version"),
         is_cpu(tensor, "is_cpu"),
         is_cuda(tensor, "is_cuda"),
         dict(tensor, "__dict__") {}
 
   const Asked untyped_storage, storage_offset, shape, stride, requires_grad, dtype, backward_hooks;
-  const Asked is_neg, is_conj, is_cpu, is_cuda, dict;
+  const Asked is_neg, is_conj, version, is_cpu, is_cuda, dict;
 };
 
 // Names of attributes and methods, and texts of a pickle, each made once.
@@ -217,9 +218,10 @@ class PlainPickler {
     Put('\x02');
     Save(object);
     Put(kStop);
-    const py::object facts =
-        has_run_code_ ? py::none()
-                      : py::object(py::make_tuple(AsBytes(keys_), AsBytes(addresses_), AsBytes(sizes_), are_on_host_));
+    const py::object facts = has_run_code_
+                                 ? py::none()
+                                 : py::object(py::make_tuple(AsBytes(keys_), AsBytes(addresses_), AsBytes(sizes_),
+                                                             AsBytes(versions_), are_on_host_));
     return py::make_tuple(out_.Finish(), live_storages_, facts, holders_, AsBytes(held_));
   }
 
@@ -597,6 +599,17 @@ class PlainPickler {
     Put(kReduce);
   }
 
+  // Returns how often a tensor was changed in place; kNoVersion of an inference tensor, which does not count.
+  int64_t VersionOf(PyObject* tensor) const {
+    try {
+      const py::object version = of_tensor_.version.Of(tensor);
+      return PyLong_AsLongLong(version.ptr());
+    } catch (const py::error_already_set& error) {
+      if (!error.matches(PyExc_RuntimeError)) throw;
+      return kNoVersion;
+    }
+  }
+
   Rebuild& RebuildOf(const py::object& dtype) {
     for (Rebuild& known : rebuilds_) {
       if (known.dtype == dtype.ptr()) return known;
@@ -638,6 +651,7 @@ class PlainPickler {
     if (storage.only_class != nullptr && storage.only_class != storage_class) throw NotPlain{};
     holders_.append(py::handle(tensor));
     held_.push_back(index);
+    versions_.push_back(VersionOf(tensor));
     Put(kMark);
     PutRepeated(storage_text_);
     PutRepeated(rebuild.storage_class);
@@ -702,8 +716,9 @@ class PlainPickler {
   std::vector<uint64_t> keys_;  // of each what identifies it while it lives: its _cdata
   std::vector<uint64_t> addresses_, sizes_;
   bool are_on_host_ = true;
-  py::list holders_;            // the tensors
-  std::vector<uint32_t> held_;  // of each the index of its storage
+  py::list holders_;               // the tensors
+  std::vector<uint32_t> held_;     // of each the index of its storage
+  std::vector<int64_t> versions_;  // of each
 };
 
 }  // namespace

@@ -19,6 +19,9 @@ inline uint64_t AsUnsigned(const pybind11::object& number) {
   return value;
 }
 
+// In place of the count of changes of a tensor that does not count.
+constexpr int64_t kNoVersion = -1;
+
 // An attribute of a class, or a method without arguments. It is looked up once, and its function is called as the
 // interpreter would: with thousands of tensors, all that lies between takes as long as the answer.
 class [[gnu::visibility("hidden")]] Asked {

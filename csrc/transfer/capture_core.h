@@ -27,6 +27,10 @@ class CaptureCore {
  public:
   explicit CaptureCore(Arena& arena) : arena_(arena), blocks_(arena) {}
 
+  void Reserve(size_t count) {
+    memories_.reserve(memories_.size() + count);
+    ledger_.Reserve(count);
+  }
   uint32_t Add(uintptr_t address, uint64_t size_bytes, SourceKind kind, Device* device);
 
   enum class Next : uint8_t {

@@ -43,6 +43,7 @@ class CaptureLedger {
     uint64_t taken_bytes = 0;
   };
 
+  void Reserve(size_t count) { sources_.reserve(sources_.size() + count); }
   uint32_t Add(uint64_t size_bytes, SourceKind kind);
   // Reduce a source to its bytes [from_bytes, until_bytes). REQUIRES: none of it is taken, leased or being copied.
   void Narrow(uint32_t source, uint64_t from_bytes, uint64_t until_bytes);

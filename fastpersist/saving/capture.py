@@ -226,7 +226,7 @@ class Capture:
         starts = facts.addresses
         if any(sources.offsets_bytes):
             starts = array("Q", map(operator.add, starts, sources.offsets_bytes))
-        held = _native.HeldSources(_QUESTIONS, facts.keys, *container.holders)
+        held = _native.HeldSources(_QUESTIONS, facts.keys, *container.holders, facts.versions)
         around = _owned(held, _around(container.wrappers))
         stable, constant = _owned(held, self._owned.stable), _owned(held, self._owned.constant)
         kinds = bytearray([_VOLATILE]) * len(storages)

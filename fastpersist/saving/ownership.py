@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim.optimizer import Optimizer
 
+from fastpersist import _native
 from fastpersist.errors import ConfigError
 from fastpersist.saving.sources import Holders
 
@@ -222,8 +224,11 @@ def _tensors_of(optimizer: Optimizer, *, frozen: bool = True) -> list[torch.Tens
         for parameter in group["params"]
         if frozen or parameter.requires_grad
     ]
-    for value in optimizer.state.values():
-        _add_tensors(value, found)
+    if type(optimizer.state) in (dict, defaultdict):  # each value is one of a parameter
+        _native.add_tensors(optimizer.state, found, torch.Tensor, _add_tensors)
+    else:
+        for value in optimizer.state.values():
+            _add_tensors(value, found)
     return found
 
 

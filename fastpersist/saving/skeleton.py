@@ -254,8 +254,10 @@ def _pickled(obj: object) -> Skeleton:
         if noted is None:
             facts = facts_of(live)
         else:
-            keys, addresses, sizes, are_on_host = noted
-            facts = StorageFacts(array("Q", keys), array("Q", addresses), array("Q", sizes), are_on_host)
+            keys, addresses, sizes, versions, are_on_host = noted
+            facts = StorageFacts(
+                array("Q", keys), array("Q", addresses), array("Q", sizes), are_on_host, array("q", versions)
+            )
         return Skeleton(pickled, live, facts, Holders(tensors, array("I", held)), wrappers=[])
     file = io.BytesIO()
     found = _Storages()

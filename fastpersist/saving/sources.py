@@ -40,12 +40,15 @@ class StorageFacts(NamedTuple):
         addresses: Where each lies; 0 if it has no byte.
         sizes_bytes: The length of each.
         are_on_host: All of them lie in memory that the native side can read.
+        versions: How often each tensor of the file's `Holders` was changed in place; -1 of those that do not count.
+            Empty if nobody has looked.
     """
 
     keys: MutableSequence[int]
     addresses: MutableSequence[int]
     sizes_bytes: MutableSequence[int]
     are_on_host: bool
+    versions: Sequence[int] = ()
 
 
 _key_of = operator.attrgetter("_cdata")
