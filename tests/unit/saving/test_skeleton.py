@@ -257,7 +257,11 @@ def test_facts_of_a_usual_state_are_not_asked_twice(monkeypatch: pytest.MonkeyPa
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "half": torch.ones(3).half()}
     expected = facts_of(pickle_skeleton(state).storages)
     monkeypatch.setattr("fastpersist.saving.skeleton.facts_of", lambda storages: pytest.fail("asked again"))
-    assert pickle_skeleton(state).facts == expected
+    torch.nn.init.zeros_(state["half"])  # one tensor is changed, and counts
+    skeleton = pickle_skeleton(state)
+    assert skeleton.facts[:4] == expected[:4]
+    assert list(skeleton.facts.versions) == [tensor._version for tensor in skeleton.holders.tensors]
+    assert any(skeleton.facts.versions)
 
 
 def test_shape_and_strides_that_dlpack_leaves_open_are_those_of_torch() -> None:
@@ -289,3 +293,9 @@ def test_storage_in_host_memory_is_tagged_without_asking_torch(monkeypatch: pyte
     torch.serialization.register_package(1, lambda storage: "mine", lambda storage, location: None)
     with pytest.raises(AssertionError, match="asked"):
         pickle_skeleton({"w": torch.ones(3)})
+
+
+def test_tensor_that_does_not_count_its_changes_has_no_count() -> None:
+    with torch.inference_mode():
+        silent = torch.ones(3)
+    assert list(pickle_skeleton([silent, torch.ones(2)]).facts.versions) == [-1, 0]
