@@ -324,7 +324,7 @@ void BindHeldSources(py::module_& m) {
   py::class_<Questions>(m, "TensorQuestions")
       .def(py::init<py::type, py::type, py::type>(), py::arg("tensor"), py::arg("parameter"), py::arg("storage"));
   m.def("add_tensors", &AddTensors, py::arg("values"), py::arg("found"), py::arg("tensor"), py::arg("add"));
-  py::class_<Owned>(m, "OwnedSources");
+  const py::class_<Owned> owned(m, "OwnedSources");
   py::class_<Counters>(m, "Counters").def("changed", &Counters::Changed);
   py::class_<Places>(m, "Places").def("moved", &Places::Moved);
   py::class_<HeldSources>(m, "HeldSources")
