@@ -37,6 +37,7 @@ from fastpersist.loading.directory_inspection import require_replaceable
 from fastpersist.loading.file_inspection import Damage, Manifest, TensorEntry, VerifyReport
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.pending_save import PendingSave, SaveStats
+from fastpersist.streaming.stream import StreamStats, WeightStream, stream
 from fastpersist.transfer.engine_selection import EngineProbe, engines, require_engine
 from fastpersist.transfer.tensor_file import TensorFile
 from fastpersist.transfer.tensor_memory import byte_view, locked_tensor
@@ -74,12 +75,14 @@ __all__ = [
     "SaveStats",
     "SkippedError",
     "StorageError",
+    "StreamStats",
     "TensorEntry",
     "TensorFile",
     "TornStateError",
     "UnsavableTensorError",
     "UnsupportedError",
     "VerifyReport",
+    "WeightStream",
     "byte_view",
     "directory_save_together",
     "engines",
@@ -93,6 +96,7 @@ __all__ = [
     "require_replaceable",
     "save",
     "save_async",
+    "stream",
     "uninstall",
     "verify",
 ]

@@ -7,8 +7,9 @@ import re
 
 from fastpersist.errors import ConfigError
 
-__all__ = ["local_path", "require_bools"]
+__all__ = ["byte_count", "local_path", "require_bools"]
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
 # Of one letter it would be a drive. pathlib leaves one slash of two.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
@@ -51,3 +52,24 @@ def require_bools(**options: object) -> None:
     for name, value in options.items():
         if not isinstance(value, int) and str(getattr(value, "dtype", "")) != "bool":
             raise ConfigError(f"{name} is True or False, not {value!r}")
+
+
+def byte_count(value: object, what: str) -> int:
+    """Return a number of bytes that was given as a number, or as a text such as "4GiB", "1.5 GB" or "800M".
+
+    Args:
+        value: K, M, G and T count by 1000, with an "i" by 1024, as everywhere but in old manuals.
+        what: The argument's name, for messages.
+
+    Raises:
+        ConfigError: It is no number of bytes, or a negative one.
+
+    Thread safety: any thread.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str) and (found := _SIZE.fullmatch(value.strip())):
+        number, unit, binary = found.groups()
+        power = " KMGT".index(unit.upper()) if unit else 0
+        return int(float(number) * (1024 if binary else 1000) ** power)
+    raise ConfigError(f'{what} is {value!r}; it must be a number of bytes, or a text such as "4GiB" or "800MB"')

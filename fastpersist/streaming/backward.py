@@ -1,0 +1,134 @@
+"""Weights that a backward pass needs: noted by name in the forward, and read again when their gradients' turn comes.
+
+Streamed weights want no gradient, but what is trained in front of them, such as adapters, has its gradients through
+them. autograd would keep their memory, which the ring fills anew. So it keeps what was used, and where. The memory of a
+backward pass is its own: a view of it keeps it alive, whichever thread computes with it.
+
+Source: https://pytorch.org/docs/stable/notes/autograd.html, "Hooks for saved tensors".
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+
+from fastpersist.errors import ConfigError, InternalError
+from fastpersist.streaming.order import UseOrder
+from fastpersist.streaming.reading import Filling, new_memory, start_filling, values_in
+from fastpersist.streaming.source import WeightSource
+from fastpersist.streaming.units import Unit, Weight
+from fastpersist.transfer.tensor_memory import byte_view
+
+__all__ = ["BackwardReads"]
+
+BoundWeights = Callable[[], Iterable[tuple[Unit, Weight]]]
+
+
+class _Used(NamedTuple):
+    """What autograd keeps in place of the values of a weight, or of a view of them."""
+
+    unit: Unit
+    weight: Weight
+    from_bytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class BackwardReads:
+    """The units that a backward pass needs, each read when the one behind it is at work.
+
+    Args:
+        source: Where they are read from.
+        units: All of them, by number.
+        residents: The numbers of those whose memory stays.
+        device: Where their memory is.
+
+    Attributes:
+        read_bytes: What was read.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(
+        self, source: WeightSource, units: Sequence[Unit], residents: frozenset[int], device: torch.device
+    ) -> None:
+        self.read_bytes = 0
+        self._source = source
+        self._units = units
+        self._residents = residents
+        self._device = device
+        self._lock = threading.Lock()
+        self._order = UseOrder(len(units))  # of numbers from the end: a backward begins there
+        self._current: tuple[Unit, Filling] | None = None
+        self._next: tuple[Unit, Filling] | None = None
+
+    def saving(self, bound: BoundWeights) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return the context in which autograd keeps no values of weights.
+
+        Args:
+            bound: Yields the streamed weights that have values at the moment.
+        """
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _Used:
+            if tensor.layout != torch.strided or tensor.device != self._device or not tensor.numel():
+                return tensor
+            address = tensor.data_ptr()
+            for unit, weight in bound():
+                from_bytes = address - weight.tensor.data_ptr()
+                if 0 <= from_bytes < weight.tensor.nbytes:
+                    return _Used(unit, weight, from_bytes, tensor.dtype, tensor.shape, tensor.stride())
+            # A weight that is read on demand has memory of its own, but loses it when it is unbound.
+            return tensor.detach() if isinstance(getattr(tensor, "_weight", None), Weight) else tensor
+
+        def unpack(kept: torch.Tensor | _Used) -> torch.Tensor:
+            return kept if isinstance(kept, torch.Tensor) else self._values(kept)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def forget(self) -> None:
+        """Let the memory of the last backward pass go; called when another forward begins."""
+        with self._lock:
+            for each in (self._current, self._next):
+                if each is not None:
+                    each[1].land()
+            self._current = self._next = None
+
+    def _values(self, used: _Used) -> torch.Tensor:
+        if used.weight.owner.closed:
+            raise ConfigError(f"the backward pass needs {used.weight.name}, and its stream is closed")
+        with self._lock:
+            filling = self._filling_of(used.unit)
+        for block, memory in zip(filling.blocks, filling.memory, strict=True):
+            for weight, at_bytes in block.weights:
+                if weight is used.weight:
+                    rest = byte_view(values_in(memory, weight, at_bytes))[used.from_bytes :]
+                    whole = rest[: rest.numel() // used.dtype.itemsize * used.dtype.itemsize].view(used.dtype)
+                    return whole.as_strided(used.shape, used.stride)
+        raise InternalError(f"the weight {used.weight.name} was bound for {used.unit.name}, which does not have it")
+
+    def _filling_of(self, unit: Unit) -> Filling:
+        if self._current is not None and self._current[0] is unit:
+            return self._current[1]
+        count = len(self._units)
+        self._order.note(count - 1 - unit.number)
+        found = self._next[1] if self._next is not None and self._next[0] is unit else self._start(unit)
+        self._current = self._next = None
+        for number in islice(self._order.foretell(), count):
+            following = self._units[count - 1 - number]
+            if following.number not in self._residents and following.blocks and following is not unit:
+                self._next = (following, self._start(following))
+                break
+        found.wait()
+        self._current = (unit, found)
+        return found
+
+    def _start(self, unit: Unit) -> Filling:
+        memory = [new_memory(block.size_bytes, self._device) for block in unit.blocks]
+        filling = start_filling(self._source, unit.blocks, memory, None)
+        self.read_bytes += filling.size_bytes
+        return filling

@@ -1,0 +1,175 @@
+"""Parameters and buffers without values: what they answer, what makes them read their weight, and what they refuse.
+
+A weight keeps its object. While it is unbound, its class is one of the two here, its shape and dtype are true, and its
+memory is one element (NaN, where the dtype has it: what goes around Python shows at once). Binding gives it its own
+class and the memory with its values. `stream` decides when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fastpersist.errors import ConfigError
+from fastpersist.streaming.units import Weight
+
+__all__ = ["UnboundBuffer", "UnboundParameter", "bind", "is_bound", "list_only", "unbind"]
+
+# What is true of a weight without its values: attributes, and methods without an effect.
+_TRUE_ATTRIBUTES = frozenset(
+    """shape dtype device layout ndim itemsize nbytes names requires_grad grad grad_fn is_leaf is_cpu is_cuda is_meta
+    is_mps is_mkldnn is_nested is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu is_mtia is_ipu is_maia
+    output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks name""".split()
+)
+_TRUE_METHODS = frozenset(
+    """size dim ndimension numel nelement element_size is_floating_point is_complex is_signed is_inference is_conj
+    is_neg is_pinned is_shared get_device __len__ __hash__ is_tensor is_storage""".split()
+)
+_REFUSED = frozenset(
+    """to cpu cuda half float double bfloat16 share_memory pin_memory __setitem__ __reduce__ __reduce_ex__ __deepcopy__
+    set_data swap_tensors __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __iand__ __ior__ __ixor__
+    __ilshift__ __irshift__ __ipow__""".split()
+)
+
+
+class _Unbound:
+    """What both classes do; the instance's `_weight` says which weight it is."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            attribute = func.__self__.__name__  # type: ignore[attr-defined]
+            is_true = attribute in _TRUE_ATTRIBUTES
+            if attribute == "data":  # changes through it are seen by nothing, and would be lost
+                _refuse("data", args[0]._weight)
+        elif name == "__set__":
+            is_true = _is_harmless_change(func.__self__.__name__, args[1])  # type: ignore[attr-defined]
+        else:
+            is_true = name in _TRUE_METHODS or (name == "requires_grad_" and args[1:] == (False,))
+        if func is torch.Tensor.stride or func is torch.Tensor.is_contiguous:
+            return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
+        if not is_true:
+            if func is torch.nn.functional.embedding:
+                return _embedding(*args, **kwargs)
+            unbound = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Unbound)]
+            if name in ("__repr__", "__format__"):
+                return _described(unbound[0]._weight)
+            may_change = name in _REFUSED or name == "__set__" or (name.endswith("_") and not name.endswith("__"))
+            changed = [args[0] if args else kwargs] if may_change else []
+            for each in tree_leaves((changed, kwargs.get("out"))):
+                if isinstance(each, _Unbound):
+                    _refuse(name, each._weight)
+            if func is torch.Tensor.detach:
+                return args[0]  # it never requires a gradient
+            values = {id(each): each._weight.owner.read_on_demand(each._weight) for each in unbound}
+            args, kwargs = tree_map(lambda each: values.get(id(each), each), (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    _weight: Weight
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        _refuse("deepcopy", self._weight)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        _refuse("pickle", self._weight)
+
+
+class UnboundParameter(_Unbound, torch.nn.Parameter):
+    """A parameter without its values."""
+
+
+class UnboundBuffer(_Unbound, torch.Tensor):
+    """A buffer without its values."""
+
+
+def is_bound(weight: Weight) -> bool:
+    """Tell whether a weight has its values."""
+    return not isinstance(weight.tensor, _Unbound)
+
+
+def bind(weight: Weight, values: torch.Tensor) -> None:
+    """Give a weight its values, which must stay where they are until it is unbound."""
+    weight.tensor.__class__ = weight.bound_class
+    with torch.inference_mode(False):
+        weight.tensor.data = values
+
+
+def unbind(weight: Weight) -> None:
+    """Take the values of a weight away."""
+    weight.tensor.__class__ = weight.bound_class
+    with torch.inference_mode(False):
+        weight.tensor.data = weight.stand_in
+    is_parameter = issubclass(weight.bound_class, torch.nn.Parameter)
+    weight.tensor.__class__ = UnboundParameter if is_parameter else UnboundBuffer
+    weight.tensor._weight = weight  # type: ignore[attr-defined]
+
+
+class _NoReads:
+    """The owner of weights that stand in a state_dict."""
+
+    closed = False
+
+    def read_on_demand(self, weight: Weight) -> NoReturn:
+        _refuse("state_dict()", weight)
+
+    def read_rows(self, weight: Weight, ids: torch.Tensor) -> NoReturn:
+        _refuse("state_dict()", weight)
+
+
+def list_only(state: dict[str, Any]) -> None:
+    """Put what has no values, and never gets them, into the place of the unbound weights of a state_dict.
+
+    Who wants names, shapes or dtypes finds them, such as a loader of adapters. Reading the others on demand would put a
+    whole model into memory.
+    """
+    for name, tensor in state.items():
+        if isinstance(tensor, _Unbound) and not isinstance(tensor._weight.owner, _NoReads):
+            stand_in = tensor._weight.stand_in.detach()
+            stand_in.__class__ = UnboundBuffer
+            stand_in._weight = replace(tensor._weight, tensor=stand_in, owner=_NoReads())  # type: ignore[attr-defined]
+            state[name] = stand_in
+
+
+def _is_harmless_change(attribute: str, value: object) -> bool:
+    return (attribute == "grad" and value is None) or (attribute == "requires_grad" and value is False)
+
+
+def _embedding(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """Do what `torch.nn.functional.embedding` does without gradients: the rows of the ids, and no others, are read."""
+    if not isinstance(weight, _Unbound):
+        return torch.nn.functional.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if max_norm is not None:
+        _refuse("an embedding with max_norm, which changes the weight,", weight._weight)
+    return weight._weight.owner.read_rows(weight._weight, ids)
+
+
+def _refuse(operation: str, weight: Weight) -> NoReturn:
+    raise ConfigError(
+        f"{operation} needs the values of {weight.name}, which stay on disk (fastpersist.stream), or would change "
+        "them: close the stream and load the model instead, or take the weights from the source"
+    )
+
+
+def _described(weight: Weight) -> str:
+    return f"<weight {weight.name} on disk, shape {tuple(weight.shape)}, {weight.dtype}>"

@@ -1,0 +1,64 @@
+"""Which units stay in memory, and how large the ring is, for a budget. Integers only.
+
+A pass uses every unit once and then begins again, so the unit that was used last is needed last: keeping the most
+recent ones would never hit, and any fixed set hits its share. Spread over the depth, each resident computes while the
+disk reads for the ring; in one piece, the ring would be full and the disk idle for as long as they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastpersist.streaming.ring import ring_bytes_for
+
+__all__ = ["Residency", "choose_residents"]
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """A choice.
+
+    Attributes:
+        residents: The numbers of the units that stay.
+        resident_bytes: Their bytes.
+        ring_bytes: The bytes of the ring; 0 if all units stay.
+        missing_bytes: How much more the budget must be before any choice is possible; 0 if this is one.
+    """
+
+    residents: frozenset[int]
+    resident_bytes: int
+    ring_bytes: int
+    missing_bytes: int = 0
+
+
+def choose_residents(units: Sequence[Sequence[int]], must_stay: Sequence[bool], budget_bytes: int) -> Residency:
+    """Divide a budget between the ring and residents.
+
+    Args:
+        units: The sizes of the blocks of each unit, in the order of their use.
+        must_stay: For each unit, whether it stays in any case: it is used while others come and go.
+        budget_bytes: For both together.
+    """
+    totals = [sum(blocks) for blocks in units]
+    if sum(totals) <= budget_bytes:
+        return Residency(frozenset(range(len(units))), sum(totals), 0)
+    residents = {number for number, stays in enumerate(must_stay) if stays}
+    resident_bytes = sum(totals[number] for number in residents)
+    others = [number for number in range(len(units)) if number not in residents]
+    ring_bytes = ring_bytes_for(units[number] for number in others)
+    rest_bytes = budget_bytes - resident_bytes - ring_bytes
+    if rest_bytes < 0:
+        missing_bytes = min(-rest_bytes, sum(totals) - budget_bytes)  # all in memory may be less than a ring
+        return Residency(frozenset(residents), resident_bytes, ring_bytes, missing_bytes)
+    # Each unit earns its share of the rest; whenever enough is earned, the unit at hand stays.
+    streamed_bytes = sum(totals[number] for number in others)
+    earned_bytes = 0.0
+    for number in others:
+        earned_bytes += rest_bytes * totals[number] / streamed_bytes
+        if totals[number] <= earned_bytes:
+            earned_bytes -= totals[number]
+            residents.add(number)
+            resident_bytes += totals[number]
+    # What is left over lets the disk read further ahead.
+    return Residency(frozenset(residents), resident_bytes, budget_bytes - resident_bytes)

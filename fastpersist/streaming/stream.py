@@ -1,0 +1,743 @@
+"""Run a model whose weights stay on disk: `fastpersist.stream`, its hooks, and what it has to tell.
+
+The hook before a unit's forward waits for the unit's bytes and binds its weights; the one behind it unbinds them, gives
+their place back, and has the next units read. The other modules of this package say how each of these is done.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_map
+
+from fastpersist.arguments import byte_count, local_path
+from fastpersist.errors import ConfigError, StorageError, UnsupportedError
+from fastpersist.streaming.backward import BackwardReads
+from fastpersist.streaming.binding import bind, is_bound, list_only, unbind
+from fastpersist.streaming.matching import Names, match, put_in_place
+from fastpersist.streaming.prefetch import Prefetch
+from fastpersist.streaming.reading import (
+    Filling,
+    check_values,
+    has_rows,
+    new_memory,
+    read_rows,
+    start_filling,
+    values_in,
+)
+from fastpersist.streaming.residency import Residency, choose_residents
+from fastpersist.streaming.source import WeightSource
+from fastpersist.streaming.units import ROUTING_ARGUMENT, Block, Unit, Weight, blocks_of, cut, expert_count_of
+from fastpersist.transfer.arena import available_host_bytes
+from fastpersist.transfer.engine_selection import require_engine
+from fastpersist.transfer.torch_boundary import untraced
+
+__all__ = ["StreamStats", "WeightStream", "stream"]
+
+_log = logging.getLogger("fastpersist")
+
+_CALL_CODE = torch.nn.Module._call_impl.__code__
+_SMALL_BYTES = 1 << 20  # buffers below it are in memory, and embeddings below it are read whole
+_UNIT_BYTES_MIN = 8 << 20
+_UNIT_BYTES_MAX = 64 << 20  # the first pass computes one unit while it reads the next ones
+_IN_FLIGHT_BYTES = 256 << 20
+"""Reads that are under way at once for residents, which the ring does not bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStats:
+    """What a stream has done so far.
+
+    Attributes:
+        budget_bytes: What ring and residents may have together.
+        ring_bytes: The ring; 0 if all weights stay in memory.
+        resident_bytes: Memory of the units that stay.
+        streamed_bytes: What a pass reads from the disk, without the rows of embeddings.
+        weight_bytes: All weights in the source that the model has.
+        unit_count: Units.
+        resident_unit_count: Those of them that stay.
+        pass_count: Forwards of the whole model that have begun.
+        read_count: Units that were read.
+        read_bytes: Bytes that were read, rows of embeddings included.
+        stall_s: Seconds for which forwards have waited for the disk.
+        on_demand_count: Weights that were read when they were used outside of their unit.
+        wrong_guess_count: Units that were not being read yet when they were needed.
+        outside_count: Units for which the ring had no room, so that they had memory of their own for a while.
+        engine: The engine that reads.
+    """
+
+    budget_bytes: int
+    ring_bytes: int
+    resident_bytes: int
+    streamed_bytes: int
+    weight_bytes: int
+    unit_count: int
+    resident_unit_count: int
+    pass_count: int
+    read_count: int
+    read_bytes: int
+    stall_s: float
+    on_demand_count: int
+    wrong_guess_count: int
+    outside_count: int
+    engine: str
+
+
+def stream(
+    model: torch.nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    budget_bytes: int | str = "auto",
+    dtype: torch.dtype | str | None = None,
+    prefix: str = "",
+    names: Names | None = None,
+    verify: bool = False,
+    engine: str = "auto",
+) -> WeightStream:
+    """Run a model with its weights on disk: each is read shortly before it is used, and none is ever written.
+
+    The logits are those of the model loaded whole, bit by bit. The parameters stay the same objects; between the
+    forwards of their modules they have no values, and whoever uses one then waits for the disk.
+
+    Args:
+        model: Any module, on the meta device or a real one; memory of its parameters is given back. It may be used at
+            once. Buffers that no file has must have been computed.
+        source: A directory of safetensors (with an index, or all files in it), a safetensors file, a file of
+            torch.save, or the directory of a step of a Checkpointer. It is read in place.
+        device: Where the model runs: "cpu", or a CUDA device such as "cuda:0". Buffers that no file has move there.
+        budget_bytes: Memory for weights: those that stay, and the ring for the others. A number, a text such as
+            "4GiB", or "auto": 60 % of what this process could still have, or of a device's free memory.
+        dtype: None: the dtypes of source and model must be the same. "auto": the source's. "model": that of each
+            parameter. A floating-point dtype: all floating-point weights get it. Conversions are of floating-point
+            weights only, each time that they are read.
+        prefix: In front of the model's names in the source, such as "model." for a checkpoint {"model": …}.
+        names: Other names in the source, by name of the model; a sequence of names for a parameter whose bytes are
+            those tensors, end to end. Without the prefix.
+        verify: Compare the recorded checksum of each weight when it is read for the first time.
+        engine: As in `load`.
+
+    Returns:
+        The stream; a context manager. `close()` ends it, and leaves a model without values.
+
+    Raises:
+        ConfigError: Model and source do not fit (all that is wrong is listed, and nothing has changed), or the budget
+            is too small (the message says what is needed).
+        UnsupportedError: A format or a kind of parameter that cannot be streamed; the message says what to do.
+        CheckpointNotFoundError, FormatError, StorageError: The source cannot be read.
+
+    Thread safety: any thread; forwards take turns, unit by unit.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model is a torch.nn.Module, not a {type(model).__name__}")
+    place = _device_of(device)
+    if dtype not in (None, "auto", "model") and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f'dtype is None, "auto", "model", or a floating-point torch.dtype, not {dtype!r}')
+    path = local_path(source, "source")
+    require_engine(engine)
+    budget = _free_bytes(place) * 3 // 5 if budget_bytes == "auto" else byte_count(budget_bytes, "budget_bytes")
+    _refuse_changing_embeddings(model)
+    opened = WeightSource(path, engine=engine)
+    try:
+        made = WeightStream(opened, budget, place, verify=verify)
+        made._begin(model, match(model, opened, made, prefix=prefix, names=names or {}, dtype=dtype, device=place))
+    except BaseException:
+        opened.close()
+        raise
+    if budget_bytes != "auto":
+        made._tell_of_room()
+    return made
+
+
+class WeightStream:
+    """The weights of a model, on their way from the disk. `stream` makes it.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, source: WeightSource, budget_bytes: int, device: torch.device, *, verify: bool) -> None:
+        self._source = source
+        weakref.finalize(self, source.close)  # a model that is dropped takes its stream along, which nobody closes
+        self._device = device
+        self._budget_bytes = budget_bytes
+        self._verify = verify
+        self._process_id = os.getpid()
+        self._closed = False
+        self._closing = False
+        self._weights: list[Weight] = []
+        self._units: list[Unit] = []
+        self._prefetch = Prefetch(source, (), Residency(frozenset(), 0, 0), device)
+        self._backward = BackwardReads(source, (), frozenset(), device)
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._model: torch.nn.Module | None = None
+        self._bound: dict[int, list[Weight]] = {}  # by unit
+        self._stack: list[Unit] = []  # units whose forward runs, the innermost last
+        self._saving: list[torch.autograd.graph.saved_tensors_hooks | None] = []  # of the same units
+        self._entered: set[int] = set()
+        self._on_demand: list[Weight] = []
+        self._joining: list[tuple[Weight, Unit]] = []
+        self._kept: set[int] = set()  # ids of weights that stay bound
+        self._checked: set[int] = set()  # ids of weights whose checksum was compared
+        self._turn = threading.Condition()
+        self._holder: int | None = None  # the thread whose turn it is
+        self._resident_bytes = 0
+        self._ring_bytes = 0
+        self._pass_count = self._on_demand_count = self._on_demand_bytes = 0
+        self._stall_s = 0.0
+
+    # --- for the user
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    def stats(self) -> StreamStats:
+        """Return what it has done so far."""
+        prefetch = self._prefetch
+        streamed = [unit for unit in self._units if unit.number not in prefetch.residents]
+        return StreamStats(
+            budget_bytes=self._budget_bytes,
+            ring_bytes=self._ring_bytes,
+            resident_bytes=self._resident_bytes,
+            streamed_bytes=sum(each.size_bytes for unit in streamed for block in unit.blocks for each in block.ranges),
+            weight_bytes=sum(weight.file_bytes for weight in self._weights),
+            unit_count=len(self._units),
+            resident_unit_count=len(prefetch.residents),
+            pass_count=self._pass_count,
+            read_count=prefetch.read_count,
+            read_bytes=prefetch.read_bytes + self._on_demand_bytes + self._backward.read_bytes,
+            stall_s=self._stall_s,
+            on_demand_count=self._on_demand_count,
+            wrong_guess_count=prefetch.wrong_guess_count,
+            outside_count=prefetch.outside_count,
+            engine=self._source.engine,
+        )
+
+    def close(self) -> None:
+        """Wait for a forward of another thread and for reads, give the memory back, and leave the model without values.
+
+        Closing again is fine.
+        """
+        if self._closed:
+            return
+        if os.getpid() != self._process_id:  # no thread of the other process is here, nor is a read under way
+            self._end()
+            return
+        self._closing = True  # or forwards of other threads would take turn after turn
+        with self._turn:
+            self._wait_for_turn()
+            if not self._closed:
+                while self._stack:  # of a forward that Ctrl-C has left, or this one
+                    self._finish_last()
+                self._prefetch.land()
+                self._backward.forget()
+                self._end()
+            self._holder = None
+            self._turn.notify_all()
+
+    def _end(self) -> None:
+        self._closed = True
+        for handle in self._hooks:
+            handle.remove()
+        for module in () if self._model is None else self._model.modules():
+            for name in ("_apply", "__deepcopy__", "__reduce_ex__"):
+                module.__dict__.pop(name, None)
+        for weight in self._weights:
+            if is_bound(weight) and weight.name not in self._small:
+                unbind(weight)
+        self._bound.clear()
+        self._stack.clear()
+        self._saving.clear()
+        self._on_demand.clear()
+        self._source.close()
+
+    def __enter__(self) -> WeightStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<WeightStream of {self._source.path!r}{' closed' if self._closed else ''}>"
+
+    # --- beginning
+
+    def _begin(self, model: torch.nn.Module, weights: Sequence[Weight]) -> None:
+        """Choose units, residents and ring, and put the hooks in their places."""
+        self._weights = list(weights)
+        small = [each for each in weights if each.bound_class is torch.Tensor and each.file_bytes < _SMALL_BYTES]
+        self._small = {weight.name for weight in small}
+        of_units = {id(each.found): each for each in weights if each.name not in self._small}
+        limit_bytes = min(max(_UNIT_BYTES_MIN, self._budget_bytes // 16), _UNIT_BYTES_MAX)
+        units, chosen = self._choose(model, of_units, limit_bytes)
+        if chosen.missing_bytes:  # large units may be what is too much
+            units, chosen = self._choose(model, of_units, _UNIT_BYTES_MIN)
+        if chosen.missing_bytes:
+            raise ConfigError(
+                f"budget_bytes is {self._budget_bytes}; this model needs at least "
+                f"{self._budget_bytes + chosen.missing_bytes} for its two largest units and what must stay in memory"
+            )
+        values_of_small = self._read_small(small)
+        # From here on nothing fails, and the model changes.
+        self._model = model
+        self._units = units
+        self._prefetch = Prefetch(self._source, units, chosen, self._device)
+        self._backward = BackwardReads(self._source, units, chosen.residents, self._device)
+        self._resident_bytes, self._ring_bytes = chosen.resident_bytes, chosen.ring_bytes
+        put_in_place(weights)
+        if self._device.type != "cpu":
+            self._move_buffers(model)
+        for weight in weights:
+            if weight.name in self._small:
+                bind(weight, values_of_small[weight.name])
+            else:
+                unbind(weight)
+        self._put_hooks(model)
+        _log.info(
+            "streaming %s: %d units, %d of them resident (%d MB), a ring of %d MB, %d MB of weights",
+            self._source.path,
+            len(units),
+            len(chosen.residents),
+            self._resident_bytes // 1_000_000,
+            self._ring_bytes // 1_000_000,
+            sum(weight.file_bytes for weight in weights) // 1_000_000,
+        )
+
+    def _blocks_of(self, weights: Iterable[Weight]) -> list[Block]:
+        return blocks_of(weights, self._source.file_sizes, apart=self._device.type != "cpu")
+
+    def _choose(
+        self, model: torch.nn.Module, weights: Mapping[int, Weight], limit_bytes: int
+    ) -> tuple[list[Unit], Residency]:
+        """Cut a model into units, and choose which of them stay; if not all can, rows of embeddings are read."""
+        units, chosen = self._choose_of(cut(model, weights, limit_bytes))
+        if not chosen.ring_bytes and not chosen.missing_bytes:
+            return units, chosen
+        embedded, used_otherwise = _embedding_weights(model)
+        by_rows = frozenset(key for key in embedded if key in weights and has_rows(weights[key]))
+        others = {key: each for key, each in weights.items() if key not in by_rows - used_otherwise}
+        return self._choose_of(cut(model, others, limit_bytes, by_rows))
+
+    def _choose_of(self, units: list[Unit]) -> tuple[list[Unit], Residency]:
+        for unit in units:
+            unit.blocks = self._blocks_of(unit.weights)
+            # Where memory is not the host's, what is not read would have to be filled with zeros.
+            unit.expert_count = 0 if self._verify or self._device.type != "cpu" else expert_count_of(unit)
+        converted = [sum(weight.converted_bytes for weight in unit.weights) for unit in units]
+        sizes = [
+            [*(block.size_bytes for block in unit.blocks), *([extra] if extra else [])]
+            for unit, extra in zip(units, converted, strict=True)
+        ]
+        routed_bytes = [unit.size_bytes // 2 for unit in units if unit.expert_count]  # see Prefetch.use
+        reserve_bytes = max(converted, default=0) + max(routed_bytes, default=0)
+        must_stay = [unit.must_stay for unit in units]
+        return units, choose_residents(sizes, must_stay, self._budget_bytes - reserve_bytes)
+
+    def _read_small(self, weights: Sequence[Weight]) -> dict[str, torch.Tensor]:
+        """Read small buffers, which stay in memory; return their values by name."""
+        blocks = self._blocks_of(weights)
+        memory = [new_memory(block.size_bytes, self._device) for block in blocks]
+        start_filling(self._source, blocks, memory, None).wait()
+        values = {}
+        for block, there in zip(blocks, memory, strict=True):
+            for weight, at_bytes in block.weights:
+                self._check(weight, there, at_bytes)
+                values[weight.name] = values_in(there, weight, at_bytes)
+        return values
+
+    def _move_buffers(self, model: torch.nn.Module) -> None:
+        """Move the buffers that no file has to the device."""
+        streamed = {id(weight.tensor) for weight in self._weights}
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in streamed:
+                    module._buffers[name] = buffer.to(self._device)
+
+    def _put_hooks(self, model: torch.nn.Module) -> None:
+        @untraced
+        def begin_pass(module: torch.nn.Module, arguments: object) -> None:
+            self._pass_count += 1
+            self._backward.forget()
+
+        @untraced
+        def list_weights(module: torch.nn.Module, state: dict[str, Any], *arguments: object) -> None:
+            list_only(state)
+
+        self._hooks.append(model.register_forward_pre_hook(begin_pass))
+        for unit in self._units:
+            self._hooks += _hooks_of(self, unit)
+        for module in {id(module): module for weight in self._weights for module, _ in weight.places}.values():
+            self._hooks.append(module.register_state_dict_post_hook(list_weights))
+
+        streamed = {
+            (id(module), local)
+            for weight in self._weights
+            if weight.name not in self._small
+            for module, local in weight.places
+        }
+
+        @untraced
+        def refuse_load(module: torch.nn.Module, state: dict[str, Any], prefix: str, *arguments: object) -> None:
+            for inside, each in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
+                for local in (*each._parameters, *each._buffers):
+                    name = f"{inside}.{local}" if inside else local
+                    if (id(each), local) in streamed and name in state:
+                        raise ConfigError(
+                            f"load_state_dict() would change {name}, whose values stay in {self._source.path} "
+                            "(fastpersist.stream): close the stream first, or leave it out"
+                        )
+
+        def refuse_move(*arguments: object, **options: object) -> NoReturn:
+            raise ConfigError(
+                "a model whose weights are streamed cannot be moved or converted: close the stream, and pass device= "
+                "or dtype= to a new one"
+            )
+
+        def refuse_copy(*arguments: object) -> NoReturn:
+            raise ConfigError(
+                "a model whose weights are streamed cannot be copied or pickled: its weights are in "
+                f"{self._source.path}; build and stream another one"
+            )
+
+        for module in model.modules():
+            self._hooks.append(module.register_load_state_dict_pre_hook(refuse_load))
+            module.__dict__.update(_apply=refuse_move, __deepcopy__=refuse_copy, __reduce_ex__=refuse_copy)
+
+    def _tell_of_room(self) -> None:
+        """Say where a larger budget would do better than this one can."""
+        total_bytes = sum(weight.file_bytes for weight in self._weights)
+        if self._ring_bytes and available_host_bytes() > total_bytes + total_bytes // 2:
+            _log.info(
+                "streaming %s with a budget of %d MB, though its %d MB of weights would fit into memory: a larger "
+                'budget_bytes, or "auto", makes later passes faster',
+                self._source.path,
+                self._budget_bytes // 1_000_000,
+                total_bytes // 1_000_000,
+            )
+
+    # --- around the forward of a unit
+
+    def _enter(self, unit: Unit, experts: Sequence[int] | None) -> None:
+        """Bind the weights of a unit, or those of some of its experts, and have the next ones read."""
+        self._refuse_fork()
+        self._take_turn(unit)
+        if self._closing:
+            self._end_turn()
+            raise ConfigError(f"{unit.name or 'the model'} has no values: {self!r} is closed")
+        try:
+            if not self._stack:
+                self._drop_on_demand()
+            self._entered.add(unit.number)
+            if unit.blocks:
+                filling = self._prefetch.use(unit, experts)
+                if unit.number not in self._bound:
+                    self._bind(unit, filling)
+        except BaseException as error:
+            if unit not in self._stack:
+                self._take_away(unit)
+            if isinstance(error, StorageError):
+                self._prefetch.forget(self._bound)
+            self._end_turn()
+            raise
+        saving = None
+        if (
+            torch.is_grad_enabled()
+        ):  # in residents, too: they may use weights that are read on demand, as they are bound
+            saving = self._backward.saving(self._streamed_and_bound)
+            saving.__enter__()
+        self._stack.append(unit)
+        self._saving.append(saving)
+
+    def _leave(self, unit: Unit, output: Any) -> Any:
+        """Unbind what is not to stay, and have its place filled. Returns the output, without views of the ring."""
+        if self._closed or unit not in self._stack:
+            return output
+        try:
+            if output is not None and unit.number not in self._prefetch.residents:
+                output = self._outside_of_ring(output)
+        finally:
+            while self._finish_last() is not unit:
+                continue
+            if not self._stack:
+                self._drop_on_demand()
+            try:
+                self._prefetch.read_ahead()
+            finally:
+                self._end_turn()
+        return output
+
+    def _finish_last(self) -> Unit:
+        """Take the last unit from the stack, and its weights away, unless they stay.
+
+        Weights that were read on demand during its forward become its own.
+        """
+        unit = self._stack.pop()
+        saving = self._saving.pop()
+        if saving is not None and self._holder == threading.get_ident():  # it is that thread's alone
+            saving.__exit__(None, None, None)
+        if unit.number not in self._prefetch.residents and unit not in self._stack:  # it may call itself
+            self._take_away(unit)
+        for weight in [weight for weight, by in self._joining if by is unit]:
+            self._join(weight, unit)
+        self._joining = [each for each in self._joining if each[1] is not unit]
+        return unit
+
+    def _streamed_and_bound(self) -> Iterator[tuple[Unit, Weight]]:
+        for unit in self._stack:
+            if unit.number not in self._prefetch.residents:
+                for weight in self._bound.get(unit.number, ()):
+                    yield unit, weight
+
+    def _take_away(self, unit: Unit) -> None:
+        for weight in self._bound.pop(unit.number, ()):
+            unbind(weight)
+        self._prefetch.give_back(unit)
+
+    def _bind(self, unit: Unit, filling: Filling) -> None:
+        started = perf_counter()
+        try:
+            filling.wait()
+        finally:
+            self._stall_s += perf_counter() - started
+        bound = self._bound[unit.number] = []
+        for block, memory in zip(filling.blocks, filling.memory, strict=True):
+            for weight, at_bytes in block.weights:
+                self._check(weight, memory, at_bytes)
+                if not is_bound(weight):
+                    bind(weight, values_in(memory, weight, at_bytes))
+                    bound.append(weight)
+        if unit.number in self._prefetch.residents and all(weight.converted_bytes for weight in unit.weights):
+            filling.memory = ()  # the bytes of the file are not needed beside the converted ones
+
+    def _check(self, weight: Weight, memory: torch.Tensor, at_bytes: int) -> None:
+        """Compare the checksum of a weight, at its first read."""
+        if self._verify and id(weight) not in self._checked:
+            check_values(self._source, memory, weight, at_bytes)
+            self._checked.add(id(weight))
+
+    # --- weights that are used outside of their unit
+
+    def read_on_demand(self, weight: Weight) -> torch.Tensor:
+        """Read a weight. Inside a forward, it is bound until that ends; else only the caller has the values."""
+        self._refuse_use(weight)
+        is_inside = bool(self._stack) and self._holder == threading.get_ident()
+        if is_inside and is_bound(weight):
+            return weight.tensor
+        if not self._on_demand_count:
+            _log.warning(
+                "%s was used outside of the forward of its module, so it is read on demand (said once); stats() "
+                "counts such reads",
+                weight.name,
+            )
+        (block,) = self._blocks_of([weight])
+        memory = new_memory(block.size_bytes, self._device)
+        at_bytes = block.weights[0][1]
+        started = perf_counter()
+        start_filling(self._source, [block], [memory], None).wait()
+        self._stall_s += perf_counter() - started
+        self._on_demand_count += 1
+        self._on_demand_bytes += weight.file_bytes
+        self._check(weight, memory, at_bytes)
+        values = values_in(memory, weight, at_bytes)
+        if not is_inside:  # other threads may run forwards meanwhile, which bind and unbind
+            return values
+        bind(weight, values)
+        self._on_demand.append(weight)
+        self._joining.append((weight, self._stack[-1]))
+        return weight.tensor
+
+    def read_rows(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of these ids, of shape ids.shape + weight.shape[1:]."""
+        self._refuse_use(weight)
+        if not has_rows(weight):
+            return torch.nn.functional.embedding(ids, self.read_on_demand(weight))
+        started = perf_counter()
+        rows, read_bytes = read_rows(self._source, weight, ids)
+        self._stall_s += perf_counter() - started
+        self._on_demand_bytes += read_bytes
+        return rows
+
+    def _join(self, weight: Weight, unit: Unit) -> None:
+        """Let a weight that was read on demand belong to the unit whose forward used it, if there is room for it."""
+        if weight in unit.weights or id(weight) in self._kept:
+            return
+        if unit.number in self._prefetch.residents:
+            if self._resident_bytes + self._ring_bytes + weight.file_bytes > self._budget_bytes:
+                return
+            self._kept.add(id(weight))
+            self._resident_bytes += weight.file_bytes
+        else:
+            blocks = self._blocks_of([*unit.weights, weight])
+            if 2 * sum(block.size_bytes for block in blocks) > self._ring_bytes:
+                return
+            unit.weights.append(weight)
+            unit.blocks = blocks
+            unit.expert_count = 0  # not all of its weights are experts any more
+        for other in self._units:  # one that is never entered would be read for nothing
+            if other is not unit and weight in other.weights and other.number not in self._entered:
+                other.weights.remove(weight)
+                other.blocks = self._blocks_of(other.weights)
+
+    def _drop_on_demand(self) -> None:
+        weights, self._on_demand = self._on_demand, []
+        for weight in weights:
+            if id(weight) not in self._kept:
+                unbind(weight)
+
+    def _refuse_use(self, weight: Weight) -> None:
+        if self._closed:
+            raise ConfigError(f"{weight.name} has no values: its stream from {self._source.path} is closed")
+        self._refuse_fork()
+
+    def _refuse_fork(self) -> None:
+        if os.getpid() != self._process_id:
+            raise ConfigError(f"{self!r} belongs to the process that forked this one; stream the model anew here")
+
+    # --- turns
+
+    def _take_turn(self, unit: Unit) -> None:
+        """Wait until no other thread is inside a unit.
+
+        Ctrl-C leaves a forward without the hook behind it. So what is on the stack and not being called any more is
+        finished here; and a thread that holds the turn but is in no forward has lost it.
+        """
+        me = threading.get_ident()
+        with self._turn:
+            self._wait_for_turn()
+            if self._holder != me:
+                while self._stack:
+                    self._finish_last()
+            self._holder = me
+        if self._stack:
+            self._finish_abandoned(unit)
+
+    def _wait_for_turn(self) -> None:
+        while self._holder not in (None, threading.get_ident()):
+            if not self._turn.wait(1.0) and not self._is_inside(self._holder):
+                break
+
+    def _finish_abandoned(self, unit: Unit) -> None:
+        """Finish the units on the stack whose modules this thread, which begins to call `unit`, does not call."""
+        calls = _running_calls()
+        calls[id(unit.module)] -= 1
+        for depth, each in enumerate(self._stack):
+            calls[id(each.module)] -= 1
+            if calls[id(each.module)] < 0:
+                while len(self._stack) > depth:
+                    self._finish_last()
+                break
+
+    def _end_turn(self) -> None:
+        if not self._stack:
+            with self._turn:
+                self._holder = None
+                self._turn.notify()
+
+    def _is_inside(self, thread: int | None) -> bool:
+        """Tell whether a thread runs the forward of a unit, or waits for the bytes of one."""
+        modules = {id(self), *(id(unit.module) for unit in self._stack)}
+        frame = sys._current_frames().get(thread or 0)
+        while frame is not None:
+            if id(frame.f_locals.get("self")) in modules:
+                return True
+            frame = frame.f_back
+        return False
+
+    # --- outputs
+
+    def _outside_of_ring(self, output: Any) -> Any:
+        def own(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.device.type != self._device.type:
+                return value
+            # Sparse and jagged tensors have several storages, none of which can be asked for here.
+            return value.clone() if value.layout != torch.strided or self._prefetch.is_in_ring(value) else value
+
+        return own(output) if isinstance(output, torch.Tensor) else tree_map(own, output)
+
+
+# --------------------------------------------------------------------------------------------------- of a device
+
+
+def _device_of(device: str | torch.device) -> torch.device:
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {device!r}, which torch does not know: {error}") from None
+    if place.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"weights are streamed to CPUs and CUDA devices, not to {place}")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {device!r}, but this torch sees no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
+
+
+def _free_bytes(device: torch.device) -> int:
+    return available_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+# --------------------------------------------------------------------------------------------------- of a model
+
+
+def _hooks_of(owner: WeightStream, unit: Unit) -> list[torch.utils.hooks.RemovableHandle]:
+    signature = inspect.signature(unit.module.forward)
+
+    @untraced
+    def enter(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        experts = None
+        if unit.expert_count:
+            chosen = signature.bind(*arguments, **keywords).arguments[ROUTING_ARGUMENT]
+            experts = [one for one in torch.unique(chosen).tolist() if 0 <= one < unit.expert_count]
+        owner._enter(unit, experts)
+
+    @untraced
+    def leave(module: torch.nn.Module, arguments: object, output: Any) -> Any:
+        return owner._leave(unit, output)
+
+    # Before a forward ours is the first, so other hooks see the weights. Behind it, those that come later do not.
+    return [
+        unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+        unit.module.register_forward_hook(leave, always_call=True),
+    ]
+
+
+def _refuse_changing_embeddings(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and module.max_norm is not None:
+            raise UnsupportedError(f"{name} has max_norm, so each use changes its weight, which stays on disk")
+
+
+def _embedding_weights(model: torch.nn.Module) -> tuple[set[int], set[int]]:
+    """Return the ids of the large weights that embeddings have, and of those that other modules have."""
+    embedded: set[int] = set()
+    others: set[int] = set()
+    for module in model.modules():
+        for local, parameter in module._parameters.items():
+            if parameter is not None and parameter.nbytes >= _SMALL_BYTES:
+                is_embedding = isinstance(module, torch.nn.Embedding) and local == "weight"
+                (embedded if is_embedding else others).add(id(parameter))
+    return embedded, others
+
+
+def _running_calls() -> Counter[int]:
+    """Count, by the id of the module, the calls of modules that this thread is inside of."""
+    calls = Counter[int]()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL_CODE:
+            calls[id(frame.f_locals["self"])] += 1
+        frame = frame.f_back
+    return calls
