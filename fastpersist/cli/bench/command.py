@@ -1,6 +1,6 @@
 """`fastpersist bench save DIR` and `bench load DIR`: compares fastpersist and others with the speed of the disk.
 
-This module also registers `bench io`, `bench overlap` and `bench ranks`, which are packages.
+This module also registers `bench io`, `bench overlap`, `bench ranks` and `bench stream`, which are packages.
 
 It runs the rows of the other modules in one scratch directory inside DIR, always removes that, and reports. A slow
 machine is no failure: the exit code is 0 unless a row of fastpersist fails.
@@ -28,6 +28,7 @@ from fastpersist.cli.bench.report import StateResult, machine_facts, report_json
 from fastpersist.cli.bench.rows import Measured, Row, Sample, exit_code, measure
 from fastpersist.cli.bench.save_rows import own_save_rows, peer_save_rows, usable_engines
 from fastpersist.cli.bench.states import STATE_NAMES, StateRecipe, flatten
+from fastpersist.cli.bench.stream import command as bench_stream
 from fastpersist.cli.bench.worker import Job, Worker
 from fastpersist.errors import UnsupportedError
 from fastpersist.transfer.arena import available_host_bytes
@@ -83,6 +84,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     bench_io.add_parser(commands)
     bench_overlap.add_parser(commands)
     bench_ranks.add_parser(commands)
+    bench_stream.add_parser(commands)
 
 
 def run(arguments: argparse.Namespace) -> int:

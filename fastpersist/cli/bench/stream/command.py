@@ -1,0 +1,210 @@
+"""`fastpersist bench stream DIR`: token passes of a model that does not fit in memory, by us and by others, in turn.
+
+A model is made in a scratch directory inside DIR, which is always removed. Nothing fails because a machine is slow: the
+exit code is 0 unless our own row fails, or generates other tokens than the mapped model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from fastpersist.cli.bench.io.points import parse_size, size_name
+from fastpersist.cli.bench.load_rows import PageCache
+from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
+from fastpersist.cli.bench.report import machine_facts
+from fastpersist.cli.bench.rows import Measured, Row, exit_code, measure
+from fastpersist.cli.bench.stream.memory_limit import MemoryLimit
+from fastpersist.cli.bench.stream.model import FORM_COUNT, MODEL_NAMES, ModelFiles, make_model, weight_sizes
+from fastpersist.cli.bench.stream.report import stream_json, stream_text
+from fastpersist.cli.bench.stream.rows import Case, PassSample, WayProcess, bandwidth_rows, way_rows
+from fastpersist.cli.bench.stream.ways import BUILDERS, MAPPED, OURS, RESIDENT
+from fastpersist.errors import ConfigError, UnsupportedError
+from fastpersist.transfer.arena import available_host_bytes
+
+__all__ = ["add_parser", "run"]
+
+_RING_BYTES_MIN = 36 << 20  # of models whose modules are smaller than the smallest unit
+_MEMORY_PARTS = {"half": 2, "quarter": 4, "all": None}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `stream` to the commands of `bench.command`."""
+    parser = commands.add_parser(
+        "stream",
+        help="token passes of a model whose weights stay on disk, by fp.stream and by others",
+        description="Token passes of a model whose weights stay on disk: fp.stream, transformers, accelerate and "
+        "mapped files, against what disk and processor allow. Needs transformers and accelerate.",
+    )
+    parser.add_argument(
+        "directory", metavar="DIR", help="existing directory; gets three forms of the model, removed afterwards"
+    )
+    parser.add_argument(
+        "--model", choices=MODEL_NAMES, default="large", help="a Llama of 4.8 GB or 97 MB (default: large)"
+    )
+    parser.add_argument("--layers", type=positive, metavar="N", help="decoder layers (default: large 12, small 16)")
+    parser.add_argument(
+        "--budget",
+        type=_budget,
+        nargs="+",
+        action="extend",
+        metavar="SIZE",
+        help="of fp.stream: such as 1G, ring (little more than that), half (of the model); a row for each (default: "
+        "ring half)",
+    )
+    parser.add_argument(
+        "--memory",
+        choices=_MEMORY_PARTS,
+        default="half",
+        help="part of the model that the cgroup of a way has room for (default: half)",
+    )
+    parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="prompts at once (default: 1)")
+    parser.add_argument("--prompt-len", type=positive, default=8, metavar="N", help="tokens of each (default: 8)")
+    parser.add_argument("--gen-len", type=_several, default=5, metavar="N", help="tokens to generate (default: 5)")
+    parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="rounds (default: 5)")
+    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    parser.set_defaults(run=run)
+
+
+def _budget(text: str) -> int | str:
+    try:
+        return text if text in ("ring", "half") else parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{error} (DIR goes before the options)") from None
+
+
+def _several(text: str) -> int:
+    value = positive(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError("must be at least 2: the first token is no token pass")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the table, write the JSON.
+
+    Returns:
+        0, or 1 if our row failed.
+
+    Raises:
+        ConfigError: DIR is no directory, or the budget is more than the memory.
+        StorageError: DIR has no room or takes no files; or the JSON file cannot be written.
+        UnsupportedError: A package is missing.
+    """
+    _require_packages()
+    check_places(arguments.directory, [arguments.json])
+    sizes_bytes = weight_sizes(arguments.model, arguments.layers)
+    weight_bytes = sum(sizes_bytes)
+    require_space(arguments.directory, FORM_COUNT * weight_bytes, smaller="--layers")
+    case, notes = _case(arguments, weight_bytes, max(sizes_bytes))
+    facts = machine_facts(arguments.directory)
+    with scratch_directory(arguments.directory) as scratch:
+        files = make_model(scratch, arguments.model, arguments.layers)
+        results = _measure_ways(arguments, case, files, scratch, notes)
+    command_line = _command_line(arguments)
+    sizes = {"weight_bytes": weight_bytes, "pass_bytes": files.pass_bytes}
+    print(stream_text(command_line, facts, notes, case, sizes, results))
+    if arguments.json:
+        write_json(arguments.json, stream_json(command_line, facts, notes, case, sizes, results))
+    return exit_code(results)
+
+
+def _require_packages() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("transformers", "accelerate", "safetensors") if find_spec(name) is None]
+    if missing:
+        raise UnsupportedError(f'this command needs {", ".join(missing)}: pip install "fastpersist[huggingface]"')
+
+
+def _case(arguments: argparse.Namespace, weight_bytes: int, largest_bytes: int) -> tuple[Case, list[str]]:
+    """Return what is generated, and what there is to say about it."""
+    notes = []
+    part = _MEMORY_PARTS[arguments.memory]
+    memory_bytes = None if part is None else weight_bytes // part
+    if memory_bytes is not None:
+        try:
+            MemoryLimit(f"fastpersist-bench-{os.getpid()}").close()
+        except UnsupportedError as error:
+            memory_bytes = None
+            notes.append(f"memory was NOT held down: {error}")
+    named = {"ring": max(5 * largest_bytes // 2, _RING_BYTES_MIN), "half": weight_bytes // 2}
+    wanted = arguments.budget or ["ring", *(["half"] if arguments.memory != "quarter" else [])]
+    budgets = tuple(named.get(one, one) for one in wanted)
+    if memory_bytes is not None and max(budgets) > memory_bytes:
+        raise ConfigError(
+            f"--budget {size_name(max(budgets))} is more than --memory {arguments.memory} ({size_name(memory_bytes)}) "
+            "leaves for weights"
+        )
+    case = Case(arguments.batch_size, arguments.prompt_len, arguments.gen_len, budgets, memory_bytes)
+    if memory_bytes is not None:
+        notes.append(
+            f"each way runs in a memory cgroup of {memory_bytes / 1e9:.2f} GB for weights and their pages in the page "
+            f"cache, {case.activation_bytes / 1e9:.2f} GB for all else, and what the process takes without a model"
+        )
+    return case, notes
+
+
+def _measure_ways(
+    arguments: argparse.Namespace, case: Case, files: ModelFiles, scratch: str, notes: list[str]
+) -> list[Measured]:
+    """Run all rows in turn; add what is to be said to the notes."""
+    cache = PageCache(warm=False, whole_machine=False)
+
+    def before(suffix: str) -> str:
+        for path in files.paths(suffix):
+            cache.prepare(path)
+        return files.directory
+
+    processes = [WayProcess(OURS, case, files, scratch, budget_bytes) for budget_bytes in case.budgets]
+    processes += [WayProcess(way, case, files, scratch) for way in BUILDERS if way != OURS]
+    with contextlib.ExitStack() as closing:
+        for process in processes:
+            closing.callback(process.close)
+        rows = [*bandwidth_rows(files), *way_rows(processes)]
+        needed_bytes = int(1.2 * files.weight_bytes) + case.activation_bytes
+        if needed_bytes > available_host_bytes():
+            rows[-1] = Row(RESIDENT, "ceiling", None, why_not=f"needs {needed_bytes / 1e9:.1f} GB of memory")
+        results = measure(rows, arguments.repeat, before=before, after=lambda: None)
+    _compare_tokens(results)
+    notes += [
+        "token pass: from token to token, choosing it included; the median of a generation, then of the rounds, in "
+        "which the rows took turns, each round in another order; first token: from building the model on",
+        "limit: the larger of reading what is read in a pass at the best rate of the rows that only read, and the pass "
+        "of the model in memory; one read: of what a pass needs, all weights but the embedding",
+        cache.describe(),
+        "what the drive itself or the host of a virtual disk caches is out of our reach",
+        f"accelerate: its folder was written before ({files.offload_s:.1f} s, beside the other forms)",
+        "peak: VmHWM of the process, mapped pages of files included; the cgroup counts all pages of files read through "
+        "the page cache; written: by the process, to the disk",
+    ]
+    return results
+
+
+def _compare_tokens(results: Sequence[Measured]) -> None:
+    """Fail our row if it generated other tokens than the mapped model, whose tensors have the same alignment."""
+
+    def tokens_of(one: Measured) -> list[Any]:
+        return [sample.answer["tokens"] for sample in one.samples if isinstance(sample, PassSample)]
+
+    right = next((tokens_of(one)[0] for one in results if one.row.name == MAPPED and one.samples), None)
+    for one in results:
+        if one.row.kind == "fastpersist" and right is not None and any(tokens != right for tokens in tokens_of(one)):
+            one.note = f"failed: other tokens than {MAPPED}"
+
+
+def _command_line(arguments: argparse.Namespace) -> str:
+    """Spell out the command, as it would be typed to run the same again."""
+    words = ["fastpersist", "bench", "stream", arguments.directory, "--model", arguments.model]
+    if arguments.layers:
+        words += ["--layers", str(arguments.layers)]
+    if arguments.budget:
+        words += ["--budget", *(one if isinstance(one, str) else size_name(one) for one in arguments.budget)]
+    words += ["--memory", arguments.memory]
+    for name in ("batch_size", "prompt_len", "gen_len", "repeat"):
+        words += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+    return shlex.join(words)
