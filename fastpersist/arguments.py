@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
+from typing import SupportsIndex
 
 from fastpersist.errors import ConfigError
 
@@ -66,8 +68,8 @@ def byte_count(value: object, what: str) -> int:
 
     Thread safety: any thread.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool) and operator.index(value) >= 0:
+        return operator.index(value)
     if isinstance(value, str) and (found := _SIZE.fullmatch(value.strip())):
         number, unit, binary = found.groups()
         power = " KMGT".index(unit.upper()) if unit else 0

@@ -455,9 +455,8 @@ class WeightStream:
             self._end_turn()
             raise
         saving = None
-        if (
-            torch.is_grad_enabled()
-        ):  # in residents, too: they may use weights that are read on demand, as they are bound
+        # In residents, too: weights that are read on demand are bound while these use them.
+        if torch.is_grad_enabled():
             saving = self._backward.saving(self._streamed_and_bound)
             saving.__enter__()
         self._stack.append(unit)

@@ -16,6 +16,7 @@ import torch
 from support.sandbox import needs_root, small_filesystem
 
 import fastpersist as fp
+from fastpersist.arguments import byte_count
 from fastpersist.commit.filesystem import tell_free
 from fastpersist.errors import ConfigError, NoSpaceError, UnsupportedError
 
@@ -223,3 +224,33 @@ def test_disk_without_a_name_left_says_that(monkeypatch: pytest.MonkeyPatch, tmp
     quota = NoSpaceError(errno.EDQUOT, "creating", str(tmp_path / "x.pt"))
     tell_free(quota, "remove something")
     assert str(quota) == "creating; remove something"
+
+
+# --- numbers of bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (0, 0),
+        (numpy.int64(7), 7),
+        ("4GiB", 4 << 30),
+        ("4 gib", 4 << 30),
+        ("800MB", 800_000_000),
+        ("800M", 800_000_000),
+        ("1.5 KiB", 1536),
+        (" 12 ", 12),
+        ("12B", 12),
+        ("2T", 2_000_000_000_000),
+    ],
+)
+def test_number_of_bytes_is_a_number_or_a_text(given: int | str, expected: int) -> None:
+    found = byte_count(given, "budget_bytes")
+    assert found == expected
+    assert type(found) is int
+
+
+@pytest.mark.parametrize("given", [-1, True, 1.5, None, "", "GiB", "4 GiB 3", "-4MB", "4XB", "iB", b"4MB"])
+def test_what_is_no_number_of_bytes_is_refused(given: object) -> None:
+    with pytest.raises(ConfigError, match=r"budget_bytes is .*4GiB"):
+        byte_count(given, "budget_bytes")
