@@ -564,7 +564,7 @@ class PlainPickler {
   // Put the call that makes a plain tensor. Sparse, nested and opaque tensors, those on the meta device and ZeroTensors
   // raise an error, because they have no storage, no strides or no address.
   void PutTensor(PyObject* tensor, bool requires_grad) {
-    DenseTensor dense;
+    DenseTensor dense = {};
     const bool is_dense = dense_tensors_.Describe(tensor, dense);
     const bool is_on_host =
         is_dense && dense.device_kind == DenseTensor::kHost ? true : of_tensor_.is_cpu.IsTrueOf(tensor);
