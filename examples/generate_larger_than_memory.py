@@ -9,12 +9,12 @@ python examples/generate_larger_than_memory.py [DIR]
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from memory_group import join_group, run_held_down
 
 MEMORY_BYTES = 600_000_000
 BUDGET = "128MiB"
@@ -76,46 +76,19 @@ def generate(directory: Path) -> None:
     print(f"peak memory {peak_kib * 1024 / 1e6:.0f} MB of the process, its libraries included")
 
 
-def make_group() -> Path:
-    """Make a memory cgroup of version 1 or 2.
-
-    Raises:
-        OSError: Only root may, and in some containers nobody.
-    """
-    root = Path("/sys/fs/cgroup")
-    is_unified = (root / "cgroup.controllers").exists()
-    if is_unified:
-        (root / "cgroup.subtree_control").write_text("+memory")
-    group = (root if is_unified else root / "memory") / f"generate-larger-than-memory-{os.getpid()}"
-    group.mkdir()
-    (group / ("memory.max" if is_unified else "memory.limit_in_bytes")).write_text(str(MEMORY_BYTES))
-    return group
-
-
 def show(directory: Path) -> None:
     """Make the model, and generate in a process that is held down."""
     size_bytes = make_model(directory)
     print(f"a model of {size_bytes / 1e6:.0f} MB", flush=True)
-    group = None
-    try:
-        group = make_group()
-        print(f"in a memory cgroup of {MEMORY_BYTES / 1e6:.0f} MB", flush=True)
-    except OSError as error:
-        print(f"in a process whose memory nothing limits, as no memory cgroup can be made here: {error}", flush=True)
-    options = [f"-W{option}" for option in sys.warnoptions]
-    command = [sys.executable, *options, __file__, "--generate", str(directory), *([str(group)] if group else [])]
-    try:
-        subprocess.run(command, check=True)
-    finally:
-        if group is not None:
-            group.rmdir()
+    run_held_down(__file__, ["--generate", str(directory)], MEMORY_BYTES)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--generate"]:
-        if len(sys.argv) > 3:  # before torch takes memory, which would stay outside
-            Path(sys.argv[3], "cgroup.procs").write_text(str(os.getpid()))
+        join_group()
         generate(Path(sys.argv[2]))
     else:
-        with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else ".") as scratch:
+        parent = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=parent) as scratch:
             show(Path(scratch))

@@ -27,6 +27,7 @@ from fastpersist.errors import (
     InternalError,
     NoSpaceError,
     PeerError,
+    RowIndexError,
     SkippedError,
     StorageError,
     TornStateError,
@@ -35,6 +36,11 @@ from fastpersist.errors import (
 )
 from fastpersist.loading.directory_inspection import require_replaceable
 from fastpersist.loading.file_inspection import Damage, Manifest, TensorEntry, VerifyReport
+from fastpersist.rows.embedding import RowEmbedding
+from fastpersist.rows.packing import PackReport, pack_rows
+from fastpersist.rows.store import RowStats, RowStore, RowTicket
+from fastpersist.rows.verification import verify_rows
+from fastpersist.rows.writer import RowWriter, write_rows
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.streaming.stream import StreamStats, WeightStream, stream
@@ -67,10 +73,17 @@ __all__ = [
     "InternalError",
     "Manifest",
     "NoSpaceError",
+    "PackReport",
     "PeerDirectorySave",
     "PeerError",
     "PendingIO",
     "PendingSave",
+    "RowEmbedding",
+    "RowIndexError",
+    "RowStats",
+    "RowStore",
+    "RowTicket",
+    "RowWriter",
     "SaveReport",
     "SaveStats",
     "SkippedError",
@@ -92,6 +105,7 @@ __all__ = [
     "load",
     "load_into",
     "locked_tensor",
+    "pack_rows",
     "require_engine",
     "require_replaceable",
     "save",
@@ -99,4 +113,6 @@ __all__ = [
     "stream",
     "uninstall",
     "verify",
+    "verify_rows",
+    "write_rows",
 ]

@@ -210,6 +210,12 @@ def rename_to_free_name(source: bytes, target: bytes) -> None:
 def close_in_forked_child(fd: int) -> None: ...
 def forget_descriptor(fd: int) -> None: ...
 
+class Prefault:
+    """A thread that has the kernel clear memory before it is filled, as long as this lives (csrc/core/memory.h)."""
+
+    def __init__(self, memory: Sequence[tuple[int, int]], owner: object) -> None:
+        """Start on ranges of (address, size_bytes). The owner keeps them mapped, and lives as long as this."""
+
 class TorchTypes:
     def __init__(
         self,
@@ -340,6 +346,53 @@ class FileRequest:
     @property
     def done_bytes(self) -> int: ...
 
+KEEP_BATCH: int
+
+class RowRequest:
+    """Rows on their way to memory; dropping it cancels it."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done, at most timeout_s; return whether it is. Handles signals meanwhile."""
+    def raise_failure(self) -> None:
+        """Raise the first failure, if any. The request must be done."""
+    def cancel(self, why: str) -> None: ...
+
+class RowStore:
+    """A table of rows; csrc/rows/store.h has the contract.
+
+    Ids are given as the address and the number of int64 values. The caller keeps the descriptors open until close(),
+    and checks ids by first_bad_id() before it gives them to any other function.
+    """
+
+    def __init__(
+        self,
+        *,
+        pieces: Sequence[tuple[int, bytes, int, int]],
+        row_bytes: int,
+        positions: tuple[int, int],
+        owner: object,
+        engines: Sequence[str],
+        queue_depth: int,
+        thread_count: int,
+        cache_bytes: int,
+        gap_bytes: int,
+        copy_thread_count: int,
+    ) -> None: ...
+    def first_bad_id(self, ids: int, count: int) -> int:
+        """Return the place of the first id that is no row, or how many there are."""
+    def start(self, ids: int, count: int, result: int, batch: int, owner: object) -> RowRequest: ...
+    def register(self, ids: int, count: int, batch: int) -> None: ...
+    def unregister(self, ids: int, count: int, batch: int) -> None: ...
+    def keep(self, ids: int, count: int) -> int:
+        """Keep the cached ones of these rows; return for how many ids there is no cached row."""
+    def stats(self) -> dict[str, int]: ...
+    def close(self) -> None: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def demotions(self) -> list[str]: ...
+
 class RandomAccess:
     """Reads and writes at any place of an open file; csrc/transfer/random_access.h has the contract.
 
@@ -400,6 +453,9 @@ class LockedMemory:
 
 def has_edge_locks(fd: int) -> bool:
     """Return whether a file has the locks that keep direct and buffered writes apart."""
+
+def keep_owners() -> None:
+    """Never free the owner of a request's memory from now on; Python is about to end."""
 
 def forget_done_requests() -> None:
     """Drop the memory owners of all requests that are done."""

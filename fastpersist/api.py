@@ -7,7 +7,8 @@ Each checks its arguments and calls the packages that do the work: `saving`, `lo
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -19,9 +20,13 @@ from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
 from fastpersist.loading import directory_inspection, file_inspection
 from fastpersist.loading.checkpoint_file import CheckpointSource
+from fastpersist.loading.conversion import converted, require_floating
 from fastpersist.loading.file_inspection import Manifest, VerifyReport
-from fastpersist.loading.fill_target import fill_target
-from fastpersist.loading.restore import restore_whole
+from fastpersist.loading.fill_target import Wanted, fill_from_directory, fill_target
+from fastpersist.loading.renaming import Rename, renamed
+from fastpersist.loading.restore import load_chosen, restore_whole
+from fastpersist.loading.safetensors_directory import holds_safetensors
+from fastpersist.loading.selection import chosen_part, require_keys
 from fastpersist.loading.targets import IncompatibleKeys, misfit
 from fastpersist.loading.unpickle import MapLocation, load_checkpoint
 from fastpersist.saving.file_save import FileOptions, SaveReport, save_file, save_file_async, save_to_stream
@@ -201,6 +206,9 @@ def load(
     engine: str = "auto",
     process_group: ProcessGroup | None = None,
     mmap: bool = False,
+    keys: Collection[str] | None = None,
+    rename: Rename | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """Load the object that a file holds: the same object that torch.load or safetensors would return.
 
@@ -223,6 +231,22 @@ def load(
             those who want a part of a large file. What is changed in memory stays there. While the tensors live, nobody
             may write into the file or cut it (a page that is no longer there ends the process); to replace it, as
             `save` does, is safe. On the CPU only, and with none of `verify`, `engine` and `process_group`.
+        keys: Load only what has these names: names as `inspect` lists them, or patterns of `fnmatch` for them, in which
+            `*`, `?` and `[…]` stand for dots too: ["model.*", "optimizer.state.*.exp_avg", "step"]. A number in
+            brackets, as in `optimizer.state[0]`, may also be written with a dot, and in patterns must be: brackets are
+            a set of characters there. The result is the dict that was saved, without the entries that no key matches,
+            in nested dicts too; a dict that loses all entries is left out. What matches comes whole: a dict, a list, an
+            object. So a list is not cut: name it, not what is in it. Only what is chosen is read: the whole storage
+            where a tensor views a part of one; and tensors that cannot be built without their bytes (sparse ones,
+            subclasses), which are then dropped. `verify` reads the whole file, and so does a load that only stock
+            torch.load can do.
+        rename: New names, for the checkpoints of others: a dict of prefixes, {"module.": ""}, of which the longest that
+            fits is replaced; or a function that takes a name and returns the new one, or None to leave the entry out.
+            Names are those that `inspect` lists, and `keys` choose by the old ones. The result is then one flat dict,
+            whatever dicts were nested in the file; lists and other values stay what they are.
+        dtype: Convert all floating-point tensors in dicts, lists and tuples to this dtype, once they are loaded, one
+            after the other. All others stay: integers, bools, complex and quantized tensors. An optimizer's counts of
+            steps are floating-point tensors too.
 
     Returns:
         The object. For a safetensors file: a dict of tensors by name, in the order of the file.
@@ -234,7 +258,8 @@ def load(
             that loading runs no code.
         ChecksumError: With verify: the bytes of the tensors that the message names have changed.
         ConfigError: An argument makes no sense; or mmap, and only stock torch.load can load the file, or not all of it
-            belongs on the CPU.
+            belongs on the CPU; or keys or rename, and the file holds no dict; or a key matches nothing; or two entries
+            are renamed to one name.
         UnsupportedError: The named engine cannot be used; or verify, and the file has no checksums.
         StorageError: An error of the disk; or the path is a directory (the message says what loads it), a FIFO or a
             device.
@@ -245,6 +270,9 @@ def load(
     Thread safety: any thread, any number at once; with a process_group one at a time, in the same order on all ranks.
     """
     require_bools(weights_only=weights_only, verify=verify, mmap=mmap)
+    require_keys(keys)
+    if dtype is not None:
+        require_floating(dtype)
     name = _path_of(path, "read")
     if mmap and (name is None or verify or process_group is not None or engine != "auto"):
         raise ConfigError(
@@ -256,19 +284,25 @@ def load(
             raise UnsupportedError(
                 "a file object goes to torch.load, which cannot verify it or share it among ranks; pass its path"
             )
-        return stock_load(path, map_location=map_location, weights_only=weights_only)
-    with reader_for(process_group, name) as read, CheckpointSource(name) as source:
-        with showing_progress(source.path, source.size_bytes, progress) as poll:
-            return load_checkpoint(
-                source,
-                map_location=map_location,
-                weights_only=weights_only,
-                verify=verify,
-                engine=engine,
-                poll=poll,
-                read=read,
-                mapped=mmap,
-            )
+        loaded = stock_load(path, map_location=map_location, weights_only=weights_only)
+        loaded = chosen_part("the file object", loaded, keys)
+    else:
+        load_source = load_checkpoint if keys is None else partial(load_chosen, keys=keys)
+        with reader_for(process_group, name) as read, CheckpointSource(name) as source:
+            with showing_progress(source.path, source.size_bytes, progress) as poll:
+                loaded = load_source(
+                    source,
+                    map_location=map_location,
+                    weights_only=weights_only,
+                    verify=verify,
+                    engine=engine,
+                    poll=poll,
+                    read=read,
+                    mapped=mmap,
+                )
+    if rename is not None:
+        loaded = renamed(name or "the file object", loaded, rename)
+    return loaded if dtype is None else converted(loaded, dtype)
 
 
 @untraced
@@ -277,35 +311,44 @@ def load_into(
     target: object,
     *,
     strict: bool = True,
+    keys: Collection[str] | None = None,
+    rename: Rename | None = None,
     verify: bool = False,
     engine: str = "auto",
     process_group: ProcessGroup | None = None,
 ) -> IncompatibleKeys:
     """Fill existing tensors from a file in place, without a second copy of the state.
 
-    Everything is checked first: names, shapes, dtypes and the structure of the file. If anything is wrong, no target
+    Everything is checked first: names, shapes, dtypes and the structure of all files. If anything is wrong, no target
     has changed. Values are converted if dtypes differ, as load_state_dict does.
 
     Args:
-        path: A file written by fastpersist, torch.save or safetensors.
+        path: A file written by fastpersist, torch.save or safetensors. Or a directory of a model in safetensors files,
+            as HuggingFace writes them: with an index, or without.
         target: What to fill: a Module, as its load_state_dict would fill it from the state_dict in the file; a tensor;
             an optimizer, or a wrapper with an `.optimizer` attribute; any object with load_state_dict; or dicts, lists
             and tuples of these, nested like the object in the file. Plain values (numbers, text, None, …) in a dict or
             a list are set to those of the file. If the target holds such values or an optimizer, its dicts also get the
             plain values that they lack.
         strict: Demand the same names on both sides. Without it, names that only one side has are passed over; shapes
-            must still agree, and optimizers fit.
+            must still agree, and optimizers fit. A tensor with several names in the target (tied weights) needs only
+            one of them in safetensors, which hold no tensor twice.
+        keys: Take only what has these names in the file, or matches these patterns, as in `load`. All else in the
+            target stays as it is, and counts as missing only in what is returned. For targets of tensors and Modules.
+        rename: New names for what is in the file, as in `load`: rename={"module.": ""} for a state that a wrapper of
+            the module has saved, {"state_dict.model.": ""} for a state inside of another. For targets of tensors and
+            Modules. All messages have the new names.
         verify: Check the CRCs of the whole file before the target changes. The file is then read twice.
         engine: "auto", or an engine's name, which then never falls back.
-        process_group: Read the same file with all ranks of this group; all of them call this, each with a target of its
-            own. As in `load`, it returns on all ranks or raises on all. What one rank finds wrong before the filling
-            begins leaves the targets of all ranks unchanged.
+        process_group: Read the same file (no directory) with all ranks of this group; all of them call this, each with
+            a target of its own. As in `load`, it returns on all ranks or raises on all. What one rank finds wrong
+            before the filling begins leaves the targets of all ranks unchanged.
 
     Returns:
         The names that were passed over, as from Module.load_state_dict: `missing_keys` and `unexpected_keys`.
 
     Raises:
-        CheckpointNotFoundError: There is no such file.
+        CheckpointNotFoundError: There is no such file, or one that an index names is missing.
         ConfigError: Names, shapes or the class of an optimizer do not agree, or a part of the target cannot be filled;
             the message lists all of it by names in the target. Nothing was changed, unless a load_state_dict refused
             its part: then the message says what is *partly overwritten*.
@@ -320,14 +363,32 @@ def load_into(
     in the same order on all ranks.
     """
     name = local_path(path)
+    require_keys(keys)
+    wanted = Wanted(target, strict, keys, rename)
+    has_only_tensors = _is_tensors_only(target)
+    if not (has_only_tensors or (keys is None and rename is None)):
+        raise UnsupportedError(
+            "keys= and rename= go with targets of tensors and Modules: fill optimizers and plain values by another call"
+        )
+    if holds_safetensors(name):
+        if process_group is not None:
+            raise UnsupportedError(
+                f"{name} is a directory, and ranks load one file together: let each rank load it without process_group"
+            )
+        if not has_only_tensors:
+            raise misfit(name, [_TENSORS_ONLY])
+        return fill_from_directory(name, wanted, verify=verify, engine=engine)
     with reader_for(process_group, name) as read, CheckpointSource(name) as source:
-        if _is_tensors_only(target):
-            return fill_target(source, target, strict=strict, verify=verify, engine=engine, read=read)
+        if has_only_tensors:
+            return fill_target(source, wanted, verify=verify, engine=engine, read=read)
         if source.kind == "safetensors":
-            raise misfit(source.path, ["it holds tensors only; the target holds more than tensors and Modules"])
+            raise misfit(source.path, [_TENSORS_ONLY])
         for one in engine_ladder(engine, source.fd, for_reading=True):
             refuse_null_engine(one)
         return restore_whole(source, target, strict=strict, verify=verify, engine=engine, read=read)
+
+
+_TENSORS_ONLY = "it holds tensors only; the target holds more than tensors and Modules"
 
 
 def _is_tensors_only(target: object) -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "InternalError",
     "NoSpaceError",
     "PeerError",
+    "RowIndexError",
     "SkippedError",
     "StorageError",
     "TornStateError",
@@ -35,6 +36,10 @@ class FastPersistError(Exception):
 
 class ConfigError(FastPersistError, ValueError):
     """An option or argument makes no sense. Raised before any I/O."""
+
+
+class RowIndexError(ConfigError, IndexError):
+    """An id is no row of the table. Raised before any I/O; the message names the id and its place."""
 
 
 class UnsavableTensorError(ConfigError, RuntimeError):
@@ -146,7 +151,7 @@ class TornStateError(FastPersistError):
 
 
 class SkippedError(FastPersistError):
-    """This save was left out, because another one was still being written (busy="skip" or "latest")."""
+    """This save was left out, as another one was still being written (busy="skip" or "latest"), or was given up."""
 
 
 class CoordinationError(FastPersistError):

@@ -26,10 +26,10 @@ LAYERS = (
     {"commit"},
     {"transfer"},
     {"saving", "loading"},
-    {"distributed", "streaming"},
+    {"distributed", "streaming", "rows"},
     {"dcp"},
     {"api"},
-    {"checkpointer"},
+    {"checkpointer", "contents"},
     {"integrations"},
     {"cli"},
     {"__main__", "examples"},
@@ -48,7 +48,8 @@ NATIVE_LAYERS = {
     "device": {"core", "device"},
     "engine": {"core", "device", "engine"},
     "transfer": {"core", "engine", "device", "transfer"},
-    "binding": {"core", "engine", "device", "transfer", "binding"},
+    "rows": {"core", "engine", "transfer", "rows"},
+    "binding": {"core", "engine", "device", "transfer", "rows", "binding"},
 }
 FOREIGN_HEADER = re.compile(r"Python\.h|pybind11/|torch/|ATen/|c10/|cuda(?!_double)|cufile|nccl|liburing|libaio")
 
@@ -421,6 +422,14 @@ def test_rooms_have_no_cycle() -> None:
 def test_modules_have_tests() -> None:
     modules = [path for path in PACKAGE_FILES if path.parts[0] == "fastpersist"]
     expect_none(modules_have_tests(modules, files_below("tests/**/test_*.py")))
+
+
+def test_every_package_is_installed() -> None:
+    listed = re.search(r"^packages = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    assert listed is not None
+    folders = {path.parent.as_posix().replace("/", ".") for path in PACKAGE_FILES if path.name == "__init__.py"}
+    expected = sorted(re.sub("^integrations", "fastpersist.integrations", folder) for folder in folders)
+    assert re.findall('"(.*)"', listed[1]) == expected
 
 
 def test_packages_map_their_modules() -> None:

@@ -19,6 +19,7 @@ void BindCuFile(pybind11::module_& m);                                          
 void BindDevices(pybind11::module_& m);                                          // devices.cc
 void BindHeldSources(pybind11::module_& m);                                      // held_sources.cc
 void BindRandomAccess(pybind11::module_& m);                                     // random_access.cc
+void BindRows(pybind11::module_& m);                                             // rows.cc
 void BindZipRecords(pybind11::module_& m, pybind11::class_<PieceList>& pieces);  // zip_records.cc
 // fault_plan.cc sets it while the module is loaded; null in builds without that file.
 inline void (*g_bind_fault_plan)(pybind11::module_& m) = nullptr;

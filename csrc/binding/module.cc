@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -23,6 +24,7 @@
 #include "core/crc32.h"
 #include "core/file.h"
 #include "core/fork.h"
+#include "core/memory.h"
 #include "engine/engine.h"
 #include "transfer/file_reader.h"
 #include "transfer/file_writer.h"
@@ -572,6 +574,17 @@ PYBIND11_MODULE(_native, m) {
   m.def("close_in_forked_child", &CloseInForkedChild, py::arg("fd"));
   m.def("forget_descriptor", &ForgetDescriptor, py::arg("fd"));
 
+  py::class_<Prefault>(m, "Prefault")
+      .def(py::init([](const std::vector<std::pair<uintptr_t, size_t>>& memory, const py::object& /*owner*/) {
+             std::vector<std::span<std::byte>> ranges;
+             ranges.reserve(memory.size());
+             for (const auto& [address, size_bytes] : memory) {
+               ranges.emplace_back(reinterpret_cast<std::byte*>(address), size_bytes);
+             }
+             return std::make_unique<Prefault>(std::move(ranges));
+           }),
+           py::arg("memory"), py::arg("owner"), py::keep_alive<1, 3>());
+
   m.def("crc32", &CrcOfBuffer, py::arg("data"), py::arg("crc") = 0);
   m.def("combine_runs", &CombineRuns, py::arg("runs"), py::arg("size_bytes"));
   m.def("combine_crc32", &CombineCrc32, py::arg("first"), py::arg("second"), py::arg("second_size_bytes"));
@@ -586,6 +599,7 @@ PYBIND11_MODULE(_native, m) {
   BindCuFile(m);
   BindDevices(m);
   BindRandomAccess(m);
+  BindRows(m);
   m.attr("HAS_FAULT_ENGINE") = g_bind_fault_plan != nullptr;
   if (g_bind_fault_plan != nullptr) g_bind_fault_plan(m);
 }

@@ -17,6 +17,7 @@
 #include "binding/bindings.h"
 #include "binding/errors.h"
 #include "binding/gil.h"
+#include "binding/waiting.h"
 #include "core/file.h"
 #include "core/fork.h"
 #include "core/memory.h"
@@ -28,31 +29,9 @@ namespace fastpersist {
 namespace {
 
 using std::chrono::milliseconds;
-constexpr milliseconds kSignalInterval(50);
 
-// Call `wait_for` with a short time, without the GIL, until it returns true or the timeout is over; returns which.
-template <class WaitFor>
-bool WaitWithSignals(const std::optional<double>& timeout_s, WaitFor wait_for) {
-  const auto start = std::chrono::steady_clock::now();
-  for (;;) {
-    milliseconds step = kSignalInterval;
-    bool is_last = false;
-    if (timeout_s.has_value()) {
-      const std::chrono::duration<double> left =
-          std::chrono::duration<double>(*timeout_s) - (std::chrono::steady_clock::now() - start);
-      is_last = left <= step;
-      if (is_last) step = std::max(milliseconds(0), std::chrono::ceil<milliseconds>(left));
-    }
-    bool there = false;
-    {
-      const ReleasedGil released;
-      there = wait_for(step);
-    }
-    if (there) return true;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    if (is_last) return false;
-  }
-}
+// Whether requests keep the owners of their memory for good. Guarded by the GIL.
+bool owners_stay = false;
 
 // A request, the path for its errors, and the owner of its memory. The owner needs the GIL.
 struct PyRequest {
@@ -75,6 +54,9 @@ struct PyRequest {
   }
   // Drop the owner of the memory; its destructor may run code that calls back here. REQUIRES: the GIL is held.
   void LetGo() {
+    // Once Python ends, a thread that frees a tensor would end the process with std::terminate: torch gives the GIL
+    // away meanwhile, and takes it back by the guards that gil.h describes.
+    if (owners_stay) memory_owner.release();
     request->Drop();
     const py::object last = std::exchange(memory_owner, py::none());
   }
@@ -320,6 +302,7 @@ void BindRandomAccess(py::module_& m) {
 
   m.def("has_edge_locks", &EdgeLock::Works, py::arg("fd"));
   m.def("forget_done_requests", &OpenRequests::Forget);
+  m.def("keep_owners", [] { owners_stay = true; });
   m.def(
       "allocate_alone",
       [](int lock_fd, int fd, uint64_t offset_bytes, uint64_t size_bytes, const std::string& path) {

@@ -151,7 +151,7 @@ Prefault::Prefault(std::vector<std::span<std::byte>> ranges, uint64_t page_bytes
 
 Prefault::~Prefault() {
   stopping_.store(true, std::memory_order_relaxed);
-  if (started_) pthread_join(thread_, nullptr);
+  if (started_ && generation_ == ForkGeneration()) pthread_join(thread_, nullptr);
 }
 
 void Prefault::Run() const {

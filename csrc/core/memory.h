@@ -12,6 +12,7 @@
 #include <span>
 #include <vector>
 
+#include "core/fork.h"
 #include "core/status.h"
 
 namespace fastpersist {
@@ -104,7 +105,7 @@ class Prefault {
   // Start at once, in the order given. The ranges stay mapped until destruction. It prepares only whole pages inside
   // them, since the kernel refuses a range that begins within a page. `page_bytes` is for tests.
   explicit Prefault(std::vector<std::span<std::byte>> ranges, uint64_t page_bytes = PageBytes());
-  // Stops; waits until the thread has ended its current step of 4 MiB.
+  // Stops; waits until the thread has ended its current step of 4 MiB. A forked child does not have the thread.
   ~Prefault();
   Prefault(const Prefault&) = delete;
   Prefault& operator=(const Prefault&) = delete;
@@ -117,6 +118,7 @@ class Prefault {
   std::atomic<bool> stopping_{false};
   bool started_ = false;
   pthread_t thread_{};
+  const uint64_t generation_ = ForkGeneration();
 };
 
 }  // namespace fastpersist

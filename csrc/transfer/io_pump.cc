@@ -24,15 +24,25 @@ bool SaysNotSupported(int sys_errno) {
 constexpr char kPerhapsNotDirect[] =
     "the file system may take no direct I/O; engine='threads-buffered' goes through the page cache";
 
+DirectIoLimits StrictestOf(const std::vector<PumpFile>& files) {
+  DirectIoLimits strictest = DirectIoLimitsOf(files.front().fd);
+  for (const PumpFile& file : files) {
+    const DirectIoLimits limits = DirectIoLimitsOf(file.fd);
+    if (!limits.supported) return limits;
+    strictest.memory_alignment_bytes = std::max(strictest.memory_alignment_bytes, limits.memory_alignment_bytes);
+    strictest.offset_alignment_bytes = std::max(strictest.offset_alignment_bytes, limits.offset_alignment_bytes);
+  }
+  return strictest;
+}
+
 const char* Name(IoOp op) { return op == IoOp::kRead ? "read of" : "write to"; }
 
 }  // namespace
 
-IoPump::IoPump(int fd, std::string path, PumpOptions options)
-    : fd_(fd),
-      path_(std::move(path)),
+IoPump::IoPump(std::vector<PumpFile> files, PumpOptions options)
+    : files_(std::move(files)),
       options_(std::move(options)),
-      limits_(options_.simulation == nullptr ? DirectIoLimitsOf(fd) : options_.simulation->limits) {
+      limits_(options_.simulation == nullptr ? StrictestOf(files_) : options_.simulation->limits) {
   slots_.resize(options_.queue_depth);
   completions_.resize(options_.queue_depth);
   for (size_t i = options_.queue_depth; i > 0; --i) free_slots_.push_back(i - 1);
@@ -41,16 +51,17 @@ IoPump::IoPump(int fd, std::string path, PumpOptions options)
 
 IoPump::~IoPump() = default;
 
-Result<std::unique_ptr<IoPump>> IoPump::Open(int fd, std::string path, PumpOptions options) {
+Result<std::unique_ptr<IoPump>> IoPump::Open(std::vector<PumpFile> files, PumpOptions options) {
+  FP_CHECK(!files.empty());
   if (options.engines.empty() || options.queue_depth == 0) {
     return Status::Error(StatusCode::kInvalidArgument, "a transfer needs an engine and a queue depth of at least 1");
   }
-  std::unique_ptr<IoPump> pump(new IoPump(fd, std::move(path), std::move(options)));
+  std::unique_ptr<IoPump> pump(new IoPump(std::move(files), std::move(options)));
   FP_RETURN_IF_ERROR(pump->UseEngine(0, Status::Ok()));
   return pump;
 }
 
-// Returns an engine for which the descriptor's flag is set.
+// Returns an engine for which the descriptors' flags are set.
 Result<std::unique_ptr<IoEngine>> IoPump::OpenEngine(const std::string& name) const {
   if (options_.simulation != nullptr) return options_.simulation->create_engine(name);
   Result<std::unique_ptr<IoEngine>> engine = CreateEngine({.name = name,
@@ -60,9 +71,9 @@ Result<std::unique_ptr<IoEngine>> IoPump::OpenEngine(const std::string& name) co
   if (!engine.ok()) return engine;
   const bool direct = engine.value()->limits().direct;
   if (direct && !limits_.supported) {
-    return Status::Error(StatusCode::kUnsupported, name + " on " + path_ + ": " + limits_.why_not);
+    return Status::Error(StatusCode::kUnsupported, name + " on " + files_.front().path + ": " + limits_.why_not);
   }
-  FP_RETURN_IF_ERROR(SetDirect(fd_, direct, path_));
+  for (const PumpFile& file : files_) FP_RETURN_IF_ERROR(SetDirect(file.fd, direct, file.path));
   return engine;
 }
 
@@ -94,12 +105,12 @@ Status IoPump::Stopped(const Slot& slot, uint32_t last_done_bytes) const {
   const uint64_t place = slot.request.offset_bytes + slot.done_bytes;
   const std::string asked = std::to_string(slot.request.size_bytes) + " bytes at offset " + std::to_string(place);
   if (slot.request.op == IoOp::kRead) {
-    return Status::Error(StatusCode::kEndOfFile, "read of " + asked + " of " + path_ + ": the file ends before them",
-                         place);
+    return Status::Error(StatusCode::kEndOfFile,
+                         "read of " + asked + " of " + PathOf(slot.request) + ": the file ends before them", place);
   }
   return Status::Error(StatusCode::kIoError,
-                       "write of " + asked + " to " + path_ + ": the kernel wrote " + std::to_string(last_done_bytes) +
-                           " bytes and no more",
+                       "write of " + asked + " to " + PathOf(slot.request) + ": the kernel wrote " +
+                           std::to_string(last_done_bytes) + " bytes and no more",
                        place);
 }
 
@@ -107,7 +118,7 @@ void IoPump::Queue(size_t slot_index) {
   Slot& slot = slots_[slot_index];
   const QueueResult result = engine_->Queue({
       .op = slot.request.op,
-      .fd = fd_,
+      .fd = files_[slot.request.file].fd,
       .buffer = slot.request.buffer + slot.done_bytes,
       .size_bytes = slot.request.size_bytes - slot.done_bytes,
       .offset_bytes = slot.request.offset_bytes + slot.done_bytes,
@@ -141,7 +152,7 @@ Status IoPump::Poll() {
   return options_.poll(done_bytes_);
 }
 
-Status IoPump::Collect(std::chrono::milliseconds wait_at_most, std::vector<Finished>& finished) {
+Status IoPump::Collect(std::chrono::milliseconds wait_at_most, std::vector<Finished>& finished, size_t batch_count) {
   // A day means for ever; the limit avoids an overflow.
   const bool has_deadline = wait_at_most < std::chrono::hours(24);
   const TimePoint deadline = has_deadline ? Now() + wait_at_most : TimePoint::max();
@@ -157,7 +168,8 @@ Status IoPump::Collect(std::chrono::milliseconds wait_at_most, std::vector<Finis
     }
     if (Status status = engine_->Submit(); !status.ok()) return Fail(std::move(status));
     const auto wait = std::min<std::chrono::milliseconds>(kPollInterval, wait_at_most);
-    Result<size_t> reaped = engine_->Reap(completions_, wait.count() > 0 ? 1 : 0, wait);
+    Result<size_t> reaped =
+        engine_->Reap(completions_, wait.count() > 0 ? std::min(batch_count, engine_->in_flight()) : 0, wait);
     if (!reaped.ok()) return Fail(reaped.status());
     for (size_t i = 0; i < reaped.value(); ++i) {
       Status status = Complete(completions_[i], finished);
@@ -190,7 +202,7 @@ Status IoPump::Complete(const IoCompletion& completion, std::vector<Finished>& f
     const TimePoint now = Now();
     if (slot.attempt_count++ == 0) slot.first_refused = now;
     if (now - slot.first_refused > kRefusedLimit) {
-      return Give(index, Status::FromErrno(completion.sys_errno, Name(request.op), path_, place), finished);
+      return Give(index, Status::FromErrno(completion.sys_errno, Name(request.op), PathOf(request), place), finished);
     }
     if (slot.attempt_count > 1) Sleep(options_.clock, kRefusedPause);
     waiting_slots_.push_back(index);
@@ -201,7 +213,7 @@ Status IoPump::Complete(const IoCompletion& completion, std::vector<Finished>& f
     const bool not_supported = SaysNotSupported(completion.sys_errno);
     std::string detail = engine_->last_failure();
     if (detail.empty() && direct() && not_supported && !another) detail = kPerhapsNotDirect;
-    Status status = Status::FromErrno(completion.sys_errno, Name(request.op), path_, place, detail);
+    Status status = Status::FromErrno(completion.sys_errno, Name(request.op), PathOf(request), place, detail);
     if (!not_supported || !another) return Give(index, std::move(status), finished);
     if (demote_because_.ok()) demote_because_ = std::move(status);
     waiting_slots_.push_back(index);
@@ -251,7 +263,8 @@ Status IoPump::Demote(std::vector<Finished>& finished) {
 }
 
 void IoPump::Abandon() noexcept {
-  if (failed_.ok()) failed_ = Status::Error(StatusCode::kCancelled, "the transfer of " + path_ + " was abandoned");
+  if (failed_.ok())
+    failed_ = Status::Error(StatusCode::kCancelled, "the transfer of " + files_.front().path + " was abandoned");
   engine_.reset();  // blocks until the kernel has released all buffers
   in_flight_count_ = 0;
 }

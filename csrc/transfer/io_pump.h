@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/file.h"
@@ -44,11 +45,20 @@ struct PumpOptions {
   const Simulation* simulation = nullptr;
 };
 
+struct PumpFile {
+  int fd = -1;
+  std::string path;
+};
+
 // One owner thread at a time.
 class IoPump {
  public:
-  // The caller owns `fd`; the pump sets and clears its O_DIRECT flag as the engine needs it.
-  static Result<std::unique_ptr<IoPump>> Open(int fd, std::string path, PumpOptions options);
+  // The caller owns the descriptors; the pump sets and clears their O_DIRECT flags as the engine needs it. Of several
+  // files, the strictest limits hold for all. REQUIRES: at least one file.
+  static Result<std::unique_ptr<IoPump>> Open(std::vector<PumpFile> files, PumpOptions options);
+  static Result<std::unique_ptr<IoPump>> Open(int fd, std::string path, PumpOptions options) {
+    return Open({{fd, std::move(path)}}, std::move(options));
+  }
   ~IoPump();
   IoPump(const IoPump&) = delete;
   IoPump& operator=(const IoPump&) = delete;
@@ -62,6 +72,7 @@ class IoPump {
     uint32_t needed_bytes = 0;
     uint64_t offset_bytes = 0;
     uint64_t tag = 0;
+    uint32_t file = 0;  // which one of the pump's
   };
 
   struct Finished {
@@ -77,8 +88,9 @@ class IoPump {
 
   // Wait until a request is finished, nothing is in flight, or the time is over; add all finished requests to
   // `finished`. Returns the error that stops all requests (of the engine, of the poll, or the first failure unless the
-  // pump outlives those), and so does every later call.
-  Status Collect(std::chrono::milliseconds wait_at_most, std::vector<Finished>& finished);
+  // pump outlives those), and so does every later call. `batch_count`: wait for so many completions at a time, if as
+  // many are in flight, since each wait costs the processor a switch.
+  Status Collect(std::chrono::milliseconds wait_at_most, std::vector<Finished>& finished, size_t batch_count = 1);
   Status Collect(std::vector<Finished>& finished) { return Collect(std::chrono::milliseconds::max(), finished); }
 
   // Wait until the kernel has released every buffer, whatever becomes of the requests. The pump is useless afterwards.
@@ -89,6 +101,8 @@ class IoPump {
   const std::string& engine_name() const { return engine_name_; }
   // A direct engine takes offsets and lengths that are multiples of this.
   uint64_t block_bytes() const { return direct() ? BlockBytesOf(limits_) : kBlockBytesMin; }
+  // The same without a lower limit: what the device itself asks for; 1 through the page cache.
+  uint32_t device_block_bytes() const { return direct() ? limits_.offset_alignment_bytes : 1; }
   bool direct() const { return engine_ != nullptr && engine_->limits().direct; }
   uint64_t done_bytes() const { return done_bytes_; }
   // Why the pump has left each earlier engine of the list, one sentence each.
@@ -102,7 +116,7 @@ class IoPump {
     TimePoint first_refused;
   };
 
-  IoPump(int fd, std::string path, PumpOptions options);
+  IoPump(std::vector<PumpFile> files, PumpOptions options);
 
   TimePoint Now() const { return fastpersist::Now(options_.clock); }
   Result<std::unique_ptr<IoEngine>> OpenEngine(const std::string& name) const;
@@ -115,8 +129,9 @@ class IoPump {
   Status Fail(Status status);
   Status Stopped(const Slot& slot, uint32_t last_done_bytes) const;
 
-  const int fd_;
-  const std::string path_;
+  const std::string& PathOf(const Request& request) const { return files_[request.file].path; }
+
+  const std::vector<PumpFile> files_;
   const PumpOptions options_;
   DirectIoLimits limits_;
   std::unique_ptr<IoEngine> engine_;  // null after Abandon() and when no engine of the list is left

@@ -3,8 +3,9 @@
 Where to look:
 
     the class                    checkpointer
-    save                         step_saver; signal_save when the job is told to end
+    save                         step_saver; signal_save when the job is told to end, within its grace period
     load                         step_loader
     the directory                root: its lock, its steps, and the rules by which they stay
+    the ranks                    meeting
     beside it                    explain (what a save would do), merge (one file from parts or shards)
 """

@@ -25,9 +25,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.checkpointer.explain import explain
+from fastpersist.checkpointer.meeting import meet_ranks
 from fastpersist.checkpointer.root import RetentionPolicy, Root, why_no_root
-from fastpersist.checkpointer.signal_save import SignalSave
-from fastpersist.checkpointer.step_loader import RANK_KEY, LoadOptions, best_of, find_best, load_newest, load_step
+from fastpersist.checkpointer.signal_save import MakeState, SignalSave
+from fastpersist.checkpointer.step_loader import (
+    RANK_KEY,
+    LoadOptions,
+    OnResize,
+    best_of,
+    find_best,
+    load_newest,
+    load_step,
+)
 from fastpersist.checkpointer.step_saver import (
     SaveQueue,
     ShardedSaver,
@@ -38,14 +47,15 @@ from fastpersist.checkpointer.step_saver import (
 )
 from fastpersist.commit.directory_commit import committed_path
 from fastpersist.commit.step_listing import commits_of, committed_steps, in_commit_order
-from fastpersist.distributed.common_steps import refuse_together
 from fastpersist.distributed.coordination import Ranks
-from fastpersist.distributed.group_save import Writers, tuned_writer_count
+from fastpersist.distributed.group_save import Writers
 from fastpersist.distributed.node_local.detection import Stores
 from fastpersist.distributed.partition import choose_writers
 from fastpersist.distributed.shared_file import SaveGroup
-from fastpersist.errors import CheckpointNotFoundError, ConfigError, StorageError
+from fastpersist.distributed.stop_agreement import StopAgreement
+from fastpersist.errors import CheckpointNotFoundError, ConfigError, SkippedError, StorageError
 from fastpersist.formats.manifest import checked_step, step_name
+from fastpersist.loading.selection import require_keys
 from fastpersist.loading.unpickle import MapLocation
 from fastpersist.saving.capture import watch_steps
 from fastpersist.saving.ownership import Owners
@@ -100,8 +110,9 @@ class Checkpointer:
         process_group: Save with all ranks of this group; each makes and uses a Checkpointer of its own, in the same
             order. The coordinator's state (rank 0's) is saved. The tensors of the optimizer and of `constant` must be
             the same on all ranks: the writers share out those of 1 MiB and more, and write them into one ordinary file.
-            After the constructor, only load(), delete() and discard_after() use the group. If the root lies on a file
-            system of each node, each keeps a part of every step; load() with the group puts the parts together.
+            After the constructor, only load(), delete(), discard_after() and rebind() use the group. If the root lies
+            on a file system of each node, each keeps a part of every step; load() with the group puts the parts
+            together.
         sharded: The state of each rank holds shards (DTensors, as of FSDP2 or tensor parallelism). All ranks write what
             they hold, in the format of torch.distributed.checkpoint. Any number of ranks can load it, sharded in any
             way, and so can torch's own readers.
@@ -176,16 +187,60 @@ class Checkpointer:
         self._closed = False
         self._metric_looked_for = False
         self._check_replicas = check_replicas
+        self._newest_begun: int | None = None  # of the saves with other ranks
+        self._wanted_writers = writers
+        self._peer_timeout_s = peer_timeout_s
         self._ranks: Ranks | None = None
-        self._stores = Stores(self._own_root)
-        self._writers = choose_writers(writers, [0])
-        self._process_group: ProcessGroup | None = None
+        self._bind(process_group)
+
+    def _bind(self, process_group: ProcessGroup | None) -> None:
+        """Save with the ranks of a group from now on; all of them call this. After an error nothing has changed."""
+        met = None
         if process_group is not None:
-            met = _meet_ranks(process_group, self._path, why_not, busy, peer_timeout_s)
-            if met is not None:
-                self._ranks, tuned_count = met
-                self._writers = choose_writers(writers, self._ranks.nodes, tuned_count)
-                self._process_group = process_group
+            met = meet_ranks(process_group, self._path, self._busy, self._peer_timeout_s)
+        self._ranks, tuned_count = met or (None, None)
+        nodes = [0] if self._ranks is None else self._ranks.nodes
+        self._writers = choose_writers(self._wanted_writers, nodes, tuned_count)
+        self._process_group = None if self._ranks is None else process_group
+        self._stores = Stores(self._own_root)
+        self._saver.forget_ranks()
+        if self._signals.is_installed:
+            self._agree_when_to_stop()
+
+    def _agree_when_to_stop(self) -> None:
+        session = None if self._ranks is None else self._ranks.begin(f"when to stop saving to {self._path}")
+        self._signals.agree_by(None if session is None else StopAgreement(session))
+
+    def rebind(self, process_group: ProcessGroup | None) -> None:
+        """Go on with another process group, in the same processes: when ranks were lost, or come back.
+
+        Saves of the old group that are under way are given up, as in close(abort=True), and their threads are waited
+        for; call wait() before this to let them finish. The ranks of the old group are not needed any more, and that
+        group may be destroyed already. Options, arena, optimizers and handlers of signals stay. The next save() and
+        load() are those of the new group: any number of ranks, also in another order. A failure of which nobody has
+        been told is logged, and not raised any more.
+
+        All ranks of the new group call this at the same time; in a process that is new, the constructor takes its
+        place.
+
+        Args:
+            process_group: Of all ranks that save from now on; None if this process is alone.
+
+        Raises:
+            ConfigError: This object is closed; or the root of some rank, or `busy`, cannot be used with the group.
+            PeerError: Another rank of the new group is gone, or refuses. Call rebind() again with a group that works;
+                until then this object saves nothing with other ranks.
+            CoordinationError: The ranks cannot reach each other.
+
+        Thread safety: the training thread only.
+        """
+        self._refuse_unusable()
+        if self._ranks is not None:
+            self._give_up("the Checkpointer was bound to another process group")
+        self._saves.join(None)
+        self._saves.log_failed("a save before rebind(), of which nobody has been told")
+        self._root.hand_over()  # before the ranks meet: another one may be the first of them
+        self._bind(process_group)
 
     # ------------------------------------------------------------------------------------------------ saving
 
@@ -237,21 +292,43 @@ class Checkpointer:
             overwrite = overwrite or self._signals.saved_step == step or self._root.is_damaged(step)
             busy = "wait" if is_last else self._busy
             pending = self._save(step, state, rank_state, checked_metrics(metrics), overwrite, busy)
+        else:
+            is_last = self._signals.is_noted()
+            pending = self._save_together(self._ranks, step, state, rank_state, metrics, overwrite, not is_last)
+        if is_last:
             self._signals.after_save(pending)
-            return pending
-        session = self._ranks.begin(f"step {step} of {self._path}")  # first: all ranks count their saves
+        return pending
+
+    def _save_together(
+        self,
+        ranks: Ranks,
+        step: int,
+        state: object,
+        rank_state: object,
+        metrics: Mapping[str, float] | None,
+        overwrite: bool,
+        delivers: bool,
+    ) -> PendingSave:
+        """Begin a save of several ranks, and then deliver earlier failures, if they are to be raised here."""
+        session = ranks.begin(f"step {step} of {self._path}")  # first: all ranks count their saves
         earlier = self._saves.take_failed()
         try:
             step = step_of(step, state)
             require_bools(overwrite=overwrite)
-            overwrite = self._ranks.rank == 0 and (overwrite or self._root.is_damaged(step))
+            self._newest_begun = step
+            overwrite = (
+                overwrite or self._signals.saved_step == step or (not ranks.rank and self._root.is_damaged(step))
+            )
             together = SaveGroup(session, step_name(step), self._writers, self._check_replicas, stores=self._stores)
             pending = self._save(step, state, rank_state, checked_metrics(metrics), overwrite, self._busy, together)
         except BaseException as error:
             self._saves.give_back(earlier)
             session.fail(error)
             raise
-        self._saves.deliver(earlier)
+        if delivers:
+            self._saves.deliver(earlier)
+        else:
+            self._saves.give_back(earlier)
         return pending
 
     def wait_captured(self, timeout: float | None = None) -> None:
@@ -284,17 +361,30 @@ class Checkpointer:
         self._saves.join(timeout)
         self._saves.deliver()
 
-    def close(self) -> None:
+    def close(self, *, abort: bool = False) -> None:
         """Finish every save, unlock the root, and put the earlier signal handlers back. You may call it again.
 
         If a signal has come and its step is not saved yet (see `save_on_signal`), the step is saved first, and the
         signal's earlier handler runs last.
 
+        Args:
+            abort: Give up the saves that are not visible yet, and wait neither for the disk nor for other ranks: this
+                returns within seconds, whatever they do. On other ranks these saves fail with PeerError. Their state
+                may change at once. No part of a step becomes visible; a step that is being renamed at this moment may.
+                The thread that writes ends when the kernel has finished the writes that it has begun, and frees their
+                buffers then: at most `FASTPERSIST_QUEUE_DEPTH` chunks, and a sync if one has begun. It also removes
+                the hidden files, or the next save does. A normal exit of Python waits for this thread; `os._exit` does
+                not.
+
         Raises:
-            FastPersistError: With on_error="raise": a save failed, and nobody has been told; raised once.
+            FastPersistError: With on_error="raise": a save failed, and nobody has been told; raised once. With `abort`
+                the log says it instead.
 
         Thread safety: the training thread only.
         """
+        if abort:
+            self._abort()
+            return
         try:
             if not self._closed and self._process == os.getpid():
                 self._signals.poll()
@@ -315,6 +405,25 @@ class Checkpointer:
         finally:
             self._signals.uninstall()  # which may end the process
 
+    def _abort(self) -> None:
+        if self._closed or self._process != os.getpid():
+            return
+        self._closed = True  # from now on, no step is removed in favour of another one
+        try:
+            self._give_up("the Checkpointer was closed with abort=True")
+            self._arena.let_go()
+            self._root.release()
+            self._saves.log_failed("an earlier save, of which nobody has been told")
+        finally:
+            self._signals.uninstall()  # which may end the process
+
+    def _give_up(self, why: str) -> None:
+        """Give up the saves that are not visible yet, and the connections to the other ranks; wait for neither."""
+        error = SkippedError(f"the saves to {self._path} that were under way were given up: {why}")
+        self._saves.give_up(error)
+        if self._ranks is not None:
+            self._ranks.close(error)
+
     def __repr__(self) -> str:
         said = self._retention.said()
         if self._ranks is not None:
@@ -333,12 +442,14 @@ class Checkpointer:
             self.close()
             return
         self._close()  # nothing is saved for a signal that came meanwhile: the state may be that of half a step
-        self._saves.log_failed()
+        self._saves.log_failed("while another exception was being raised")
 
     def save_on_signal(
         self,
-        make_state: Callable[[], tuple[int, object] | None],
+        make_state: MakeState,
         signals: Iterable[signal.Signals] = (signal.SIGTERM,),
+        *,
+        grace_s: float | None = None,
     ) -> None:
         """Save a last step when one of these signals comes, before the process ends.
 
@@ -358,24 +469,33 @@ class Checkpointer:
             step += 1            # so it returns (step + 1, state()), or None to leave it to save()
             checkpoints.save(step, state())
 
+        With several ranks, a signal to any of them makes all of them save the same step, within two or three steps of
+        the optimizer, and then all of them run the earlier handler of that signal. All ranks call this, in the same
+        order as save(); and all come to the same occasions: the optimizer's steps, or equally many calls of poll(). If
+        the ranks have not agreed before close(), nothing is saved there.
+
         Args:
-            make_state: Returns the step and the state when it is called, or None to wait for the next occasion.
-            signals: The signals to handle.
+            make_state: Returns the step and the state when it is called, or also a rank_state as third; or None to wait
+                for the next occasion, on all ranks alike.
+            signals: The signals to handle; the same on all ranks.
+            grace_s: Seconds from the signal to the end of the save. When they are over, the log says so, and the
+                earlier handler runs without a save: on the training thread at the next occasion; if it is the default
+                one, at once, from another thread. None: no limit.
 
         Raises:
-            ConfigError: This is not the main thread, which alone may set signal handlers; there are several ranks;
-                make_state cannot be called; or a signal cannot be handled.
+            ConfigError: This is not the main thread, which alone may set signal handlers; make_state cannot be called;
+                a signal cannot be handled; or grace_s is no time.
 
         Thread safety: the main thread only.
         """
-        if self._ranks is not None:
-            raise ConfigError(
-                "with several ranks, a signal reaches each in another step: let them agree on one, and save()"
-            )
-        self._signals.install(make_state, signals)
+        self._refuse_unusable()
+        self._signals.install(make_state, signals, grace_s)
+        self._agree_when_to_stop()
 
     def poll(self) -> None:
         """Save now if a signal has come; for training loops whose optimizer this object does not know.
+
+        With several ranks, all of them call it equally often.
 
         Raises:
             FastPersistError: The save failed; the signal's earlier handler has run.
@@ -410,6 +530,8 @@ class Checkpointer:
 
     def _is_saved(self, step: int) -> bool:
         """Tell whether a step is being saved, or is committed and not known to be damaged."""
+        if self._ranks is not None:  # the same on all of them, whatever they see of the root
+            return step == self._newest_begun
         if any(pending.stats.step == step for pending in self._saves.unfinished()):
             return True
         return committed_path(self._path, step_name(step)) is not None and not self._root.is_damaged(step)
@@ -464,7 +586,8 @@ class Checkpointer:
 
     def _committed(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> None:
         """Tidy the root now that a step is durable; the next one may already be written. See `Root.after_commit`."""
-        self._root.after_commit(step, metrics, among)
+        if not self._closed:
+            self._root.after_commit(step, metrics, among)
 
     def _own_root(self) -> None:
         made = self._root.take()
@@ -477,10 +600,14 @@ class Checkpointer:
         if self._closed:
             raise ConfigError(f"the Checkpointer of {self._path} is closed")
 
-    def _save_for_signal(self, step: int, state: object) -> None:
+    def _save_for_signal(self, step: int, state: object, rank_state: object, timeout_s: float | None) -> None:
         """Save and commit, even if earlier saves have failed, and whatever `busy` says: this may be the last save."""
         self._refuse_unusable()
-        self._save(step, state, None, {}, overwrite=self._root.is_damaged(step), busy="wait").result()
+        if self._ranks is not None:
+            pending = self._save_together(self._ranks, step, state, rank_state, None, False, delivers=False)
+        else:
+            pending = self._save(step, state, rank_state, {}, overwrite=self._root.is_damaged(step), busy="wait")
+        pending.result(timeout_s)
 
     # ----------------------------------------------------------------------------------------------- resuming
 
@@ -588,6 +715,7 @@ class Checkpointer:
         verify: bool = False,
         strict: bool = False,
         weights_only: bool = True,
+        on_resize: OnResize | None = None,
     ) -> Any:
         """Load the state of a step: the newest that is whole, or the one you name.
 
@@ -608,8 +736,10 @@ class Checkpointer:
                 an optimizer, tensors in dicts and lists, or any object with load_state_dict. Of a sharded step, targets
                 may hold DTensors of any sharding, and each rank reads the bytes of its own shards; every rank gets
                 whole tensors for entries without a target.
-            keys: What to read beside `into`: keys of the state, or "rank_state". Without `into`, only these are read.
-                None: with `into`, all entries without tensors; without `into`, the whole state.
+            keys: What to read beside `into`: keys of the state, "rank_state", or names of what is inside, as `inspect`
+                lists them, with `*`, `?` and `[…]` as in `fnmatch`: "ema", "optimizer.state.*.exp_avg". What they do
+                not choose is cut out of dicts; see `fastpersist.load`. Without `into`, only this is read. None: with
+                `into`, all entries whose tensors have less than 1 MiB together; without `into`, the whole state.
             missing_ok: Return None if there is no such step, or no step at all. With several ranks either all of them
                 get None, or none does.
             verify: Check every CRC, also of entries that are not loaded; with `into`, before any target changes.
@@ -617,12 +747,18 @@ class Checkpointer:
                 the file; of a sharded step, only pieces that one rank reads as a whole are checked.
             strict: Raise if the newest step is damaged, instead of going back to an older one.
             weights_only: Build nothing but tensors and plain containers. Pass False only for files that you trust.
+            on_resize: Called if the step was saved by another number of ranks, and any of them has saved a rank_state:
+                on_resize(rank_states, rank, count). `rank_states` lists those of all ranks that saved, by rank; None
+                stands for none. `rank` and `count` are this rank and how many load. What it returns is the
+                "rank_state". It is called last, when the targets are filled. Every rank that passes it reads all
+                rank_states; `map_location` holds for them, too. Without it, they are left out, with a warning.
 
         Returns:
-            The saved state, with a rank_state under "rank_state". With `keys` alone, a dict of these keys. With `into`,
-            a dict of the filled objects of `into`, the entries named by `keys`, the rank_state, and every entry of the
-            state that holds no tensor anywhere (a step, a scheduler's numbers). All other entries are left out: to get
-            `"rng": torch.get_rng_state()`, pass keys=["rng"]. With missing_ok, None if nothing is committed.
+            The saved state, with a rank_state under "rank_state". With `keys` alone, a dict of what they choose. With
+            `into`, a dict of the filled objects of `into`, what `keys` choose, the rank_state, and every entry of the
+            state whose tensors have less than 1 MiB together (a step, a scheduler, a state of random numbers). All
+            other entries are left out, and a line of the log names them: to get an "ema", pass keys=["ema"]. With
+            missing_ok, None if nothing is committed.
 
         Raises:
             CheckpointNotFoundError: There is no such step, or no step at all, and missing_ok is False.
@@ -635,14 +771,16 @@ class Checkpointer:
                 and it was saved without checksums; or the named engine cannot be used.
             pickle.UnpicklingError: With weights_only: torch refuses an object that is not known to be safe.
             PeerError: With several ranks: another rank could not load the step.
+            Exception: Whatever on_resize raises; the other ranks raise PeerError.
 
         Thread safety: any thread; nobody else may use the targets meanwhile.
         """
         if self._process == os.getpid():
             self._saves.join(None)
-        if isinstance(keys, str):
-            raise ConfigError(f"keys is a list of the state's keys, not a text: keys=[{keys!r}]")
-        options = LoadOptions(map_location, into, keys, verify, weights_only, self._engine, self._process_group)
+        require_keys(keys)
+        options = LoadOptions(
+            map_location, into, keys, verify, weights_only, self._engine, self._process_group, on_resize
+        )
         resumed = self._resumed_from
         if step is None:
             unusable = self._root.unloadable.add
@@ -658,38 +796,3 @@ class Checkpointer:
         if found is not None:
             resumed(number)
         return found
-
-
-def _meet_ranks(
-    process_group: ProcessGroup, root: str, why_not: str, busy: str, timeout_s: float
-) -> tuple[Ranks, int | None] | None:
-    """Meet the ranks of a process group; all of them call this.
-
-    Args:
-        process_group: The group.
-        root: The root of this rank.
-        why_not: Why that cannot be a root, as `why_no_root` says; "" if it can.
-        busy: As in `Checkpointer`.
-        timeout_s: Seconds of silence after which a rank counts as failed.
-
-    Returns:
-        The ranks, and how many of them write by the coordinator's tuning file; None if this rank is alone.
-
-    Raises:
-        ConfigError: The root of some rank cannot be one, or `busy` makes no sense for several ranks.
-        PeerError: A rank is gone.
-    """
-    ranks = Ranks.meet(process_group, timeout_s=timeout_s)
-    try:
-        refuse_together(process_group, root, why_not)
-        if ranks.count == 1:
-            return None
-        tuned_count = tuned_writer_count(process_group, root)
-        if busy != "wait":
-            raise ConfigError(
-                f"with several ranks, busy must be 'wait': with {busy!r} the ranks would leave out different saves"
-            )
-    except BaseException:
-        ranks.close()
-        raise
-    return ranks, tuned_count

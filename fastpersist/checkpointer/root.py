@@ -188,7 +188,7 @@ class Root:
         self.path = path
         self.unloadable: set[int] = set()
         self._retention = retention
-        self._lock_timeout_s = lock_timeout_s
+        self._first_lock_timeout_s = self._lock_timeout_s = lock_timeout_s
         self._root_lock: RootLock | None = None
         self._lock = threading.RLock()  # re-entrant, for signal handlers; not held while anything is removed
         self._metrics: dict[int, Mapping[str, float]] | None = None  # of the committed steps, in order of commit
@@ -223,6 +223,11 @@ class Root:
         if self._root_lock is not None:
             self._root_lock.release()
             self._root_lock = None
+
+    def hand_over(self) -> None:
+        """Give the lock back; to take it again, wait as at first: another process may have it by then."""
+        self.release()
+        self._lock_timeout_s = self._first_lock_timeout_s
 
     # --- the steps
 

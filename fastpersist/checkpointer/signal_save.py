@@ -4,13 +4,18 @@ A signal handler may run between any two instructions, even in the middle of an 
 signal. The training thread saves after the optimizer's next step or in poll(), or the loop saves by itself. Then the
 signal's earlier handler runs. If the save fails, the log says so first.
 
+With several ranks, a signal reaches each in another step, or only one of them. They agree on one occasion first
+(`distributed.stop_agreement`); from it on, all of them behave as if the signals of all had come to each.
+
 While the optimizer's step runs, a loop that counts after it still has the number of the previous step, and may have
 saved under that number. So a step that is there is never replaced: the save waits for the next occasion.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import math
 import os
 import signal
 import threading
@@ -21,17 +26,19 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fastpersist.errors import ConfigError
+from fastpersist.checkpointer.grace import GracePeriod
+from fastpersist.distributed.stop_agreement import StopAgreement
+from fastpersist.errors import ConfigError, CoordinationError
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import PendingSave
 
-__all__ = ["SignalSave"]
+__all__ = ["MakeState", "SignalSave"]
 
 _log = logging.getLogger("fastpersist")
 
 _NAMES = {number.value: number.name for number in signal.Signals}  # real-time signals have none
 
-MakeState = Callable[[], tuple[int, object] | None]
+MakeState = Callable[[], tuple[int, object] | tuple[int, object, object] | None]
 
 
 class SignalSave:
@@ -39,13 +46,19 @@ class SignalSave:
 
     Args:
         owners: The optimizers. After a step of the last of them the state is that of a whole step.
-        save: Saves a step with its state, and returns when it is committed.
+        save: Saves a step with its state and rank_state, and returns when it is committed; raises TimeoutError if that
+            takes more than so many seconds.
         is_saved: Tells whether a step is committed, or being saved.
 
     Thread safety: the training thread calls all methods; only the main thread may call install and uninstall.
     """
 
-    def __init__(self, owners: Owners, save: Callable[[int, object], None], is_saved: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        owners: Owners,
+        save: Callable[[int, object, object, float | None], None],
+        is_saved: Callable[[int], bool],
+    ) -> None:
         self._owners = owners
         self._save = save
         self._is_saved = is_saved
@@ -53,17 +66,23 @@ class SignalSave:
         self._previous: dict[int, Any] = {}
         self._noted: list[int] = []  # each signal once, in the order in which they came
         self._is_told = False
+        self._agreement: StopAgreement | None = None
+        self._is_agreed = False
+        self._grace: GracePeriod | None = None
         self._hook: Any = None
         self._process = os.getpid()
         self.saved_step: int | None = None
         """The step that was saved because of a signal; the loop may save it once more."""
 
-    def install(self, make_state: MakeState, signals: Iterable[int]) -> None:
+    def install(self, make_state: MakeState, signals: Iterable[int], grace_s: float | None) -> None:
         """Install the handlers; see `Checkpointer.save_on_signal`.
 
         Raises:
-            ConfigError: This is not the main thread, make_state cannot be called, or a signal cannot be handled.
+            ConfigError: This is not the main thread, make_state cannot be called, a signal cannot be handled, or
+                grace_s is no time.
         """
+        if grace_s is not None and not (isinstance(grace_s, int | float) and 0 < grace_s < math.inf):
+            raise ConfigError(f"grace_s is a number of seconds above 0, or None for no limit; not {grace_s!r}")
         if not callable(make_state):
             raise ConfigError(
                 "make_state is a function that returns the step and the state when a signal has come; "
@@ -72,6 +91,8 @@ class SignalSave:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("save_on_signal is called on the main thread, which alone may set signal handlers")
         self.uninstall()
+        if grace_s is not None:
+            self._grace = GracePeriod(grace_s, self._end_without)
         try:
             for number in signals:
                 self._previous[number] = signal.signal(number, self._note)
@@ -81,6 +102,15 @@ class SignalSave:
         self._make_state = make_state
         if self._owners.optimizers():
             self._hook = register_optimizer_step_post_hook(self._after_step)
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether signals are handled."""
+        return self._make_state is not None
+
+    def agree_by(self, agreement: StopAgreement | None) -> None:
+        """Agree with other ranks before anything is saved for a signal; None if this process is alone."""
+        self._agreement, self._is_agreed = agreement, False
 
     def uninstall(self) -> None:
         """Put the earlier handlers back, except where somebody else has replaced ours meanwhile.
@@ -95,40 +125,63 @@ class SignalSave:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        self._make_state = None
+        if self._grace is not None:
+            self._grace.close()
+            self._grace = None
+        if self._agreement is not None:
+            self._agreement.end()
+            self._agreement = None
         for number in noted:
             self._go_on(number, previous.get(number))
 
     def is_noted(self) -> bool:
-        """Tell whether a signal has come, and its earlier handler has not run yet."""
-        return bool(self._noted)
+        """Tell whether the next save is for a signal, of which the earlier handler has not run yet."""
+        return bool(self._noted) and (self._agreement is None or self._is_agreed)
 
     def poll(self) -> None:
-        """If a signal was noted, save the step unless it is saved already; then run the signal's earlier handler."""
-        if not self._noted or self._make_state is None:
+        """If a signal was noted, save the step unless it is saved already; then run the signal's earlier handler.
+
+        With several ranks, all of them call this equally often.
+        """
+        if self._make_state is None or (self._agreement is not None and not self._is_agreed and not self._agree()):
+            return
+        if not self._noted or self._is_too_late():
             return
         with self._going_on_after_errors():
             found = self._make_state()
             if found is None:
                 self._tell_that_it_waits("make_state() returned None")
                 return
-            if not isinstance(found, tuple) or len(found) != 2:
-                raise ConfigError(f"make_state() returns (step, state), or None to wait, not {type(found).__name__}")
-            step, state = found
+            if not isinstance(found, tuple) or len(found) not in (2, 3):
+                raise ConfigError(
+                    "make_state() returns (step, state) or (step, state, rank_state), or None to wait, not "
+                    f"{type(found).__name__}"
+                )
+            step, state, rank_state = found if len(found) == 3 else (*found, None)
             if self._is_saved(step):
                 self._tell_that_it_waits(f"step {step} is saved already")
                 return
-            self._save(step, state)
+            try:
+                self._save(step, state, rank_state, self._left_s())
+            except TimeoutError:
+                if self._is_too_late():
+                    return
+                raise
             self.saved_step = step
         _log.warning("step %d was saved because of %s", step, self._names())
         self._go_on_with_all()
 
     def after_save(self, pending: PendingSave) -> None:
         """Called when the loop saves a step: if a signal was noted, finish the save and run the earlier handler."""
-        if not self._noted or pending.skipped():
+        if not self.is_noted() or pending.skipped():
             return
         with self._going_on_after_errors():
-            pending.join()
+            is_over = pending.join(self._left_s())
         stats = pending.stats
+        if not is_over:
+            self._is_too_late()
+            return
         if stats.error is None:
             _log.warning("step %s is saved, and %s goes to its earlier handler", stats.step, self._names())
         else:
@@ -143,10 +196,58 @@ class SignalSave:
         elif number not in self._noted:
             self._noted.append(number)
             self._is_told = False
+            if self._grace is not None:
+                self._grace.begin()
 
     def _after_step(self, optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
-        if self._noted and optimizer is self._owners.optimizers()[-1]:
+        if (self._noted or self._agreement is not None) and optimizer is self._owners.optimizers()[-1]:
             self.poll()
+
+    def _agree(self) -> bool:
+        """Find out whether all ranks stop at this occasion."""
+        if self._agreement is None:
+            return True
+        try:
+            signals = self._agreement.occasion(self._noted, self._left_s)
+        except CoordinationError as error:
+            if self._noted:
+                _log.error("%s: nothing is saved, as the ranks cannot agree on a step: %s", self._names(), error)
+                self._go_on_with_all()
+            return False
+        self._is_agreed = bool(signals)
+        for number in signals:
+            if number not in self._noted:
+                self._noted.append(number)
+        if not self._is_agreed and self._noted:
+            self._is_too_late()
+        return self._is_agreed
+
+    def _left_s(self) -> float | None:
+        return None if self._grace is None else self._grace.left_s()
+
+    def _is_too_late(self) -> bool:
+        """If the grace period is over, say so and run the earlier handlers; return whether it is."""
+        if self._grace is None or self._grace.left_s() > 0:
+            return False
+        _log.error("%s: the grace period is over, and the step was not saved in time", self._names())
+        self._go_on_with_all()
+        return True
+
+    def _end_without(self) -> None:
+        """The grace period is over, and the training thread does not see it; on a thread that watches."""
+        noted = list(self._noted)
+        if not noted:
+            return
+        _log.error(
+            "%s: the grace period is over, and the step was not saved in time: the training thread still computes, "
+            "or waits for a rank that is gone",
+            self._names(),
+        )
+        for number in noted:
+            previous = self._previous.get(number)
+            if not callable(previous) and previous != signal.SIG_IGN:
+                ctypes.CDLL(None).signal(number, 0)  # Python's own does this on the main thread only; 0 is SIG_DFL
+                os.kill(os.getpid(), number)
 
     def _names(self) -> str:
         return ", ".join(_NAMES.get(number, f"signal {number}") for number in self._noted)
@@ -169,6 +270,9 @@ class SignalSave:
             raise
 
     def _go_on_with_all(self) -> None:
+        self._is_agreed = False
+        if self._grace is not None:
+            self._grace.end()
         while self._noted:
             number = self._noted.pop(0)
             self._go_on(number, self._previous.get(number))

@@ -7,8 +7,9 @@ the coordinator chooses, all ranks load, and a failure on one is a failure on al
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
@@ -53,9 +54,13 @@ from fastpersist.transfer.reader import Read, read_extents
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["RANK_KEY", "LoadOptions", "best_of", "find_best", "load_newest", "load_step"]
+__all__ = ["RANK_KEY", "LoadOptions", "OnResize", "best_of", "find_best", "load_newest", "load_step"]
 
 RANK_KEY = "rank_state"
+_RANK_COUNT_MAX = 1 << 20
+
+OnResize = Callable[[list[Any], int, int], object]
+"""What `Checkpointer.load` calls if another number of ranks has saved: see there."""
 
 _Unusable = (CorruptionError, StorageError, CheckpointNotFoundError)
 
@@ -75,9 +80,15 @@ class LoadOptions:
     weights_only: bool
     engine: str
     process_group: ProcessGroup | None
+    on_resize: OnResize | None = None
 
     def __post_init__(self) -> None:
         require_bools(verify=self.verify, weights_only=self.weights_only)
+        if self.on_resize is not None and not callable(self.on_resize):
+            raise ConfigError(
+                "on_resize is a function of the rank_states of all ranks, this rank, and the number of ranks; "
+                f"{type(self.on_resize).__name__} cannot be called"
+            )
         if not isinstance(self.into, Mapping | None):
             raise ConfigError(
                 'into is a dict from keys of the state to what is filled, such as into={"model": model}; not a '
@@ -87,7 +98,7 @@ class LoadOptions:
     @property
     def wants_rank_state(self) -> bool:
         """Whether this rank's own file is read."""
-        return bool(self.into) or self.keys is None or RANK_KEY in self.keys
+        return bool(self.into) or self.keys is None or any(fnmatchcase(RANK_KEY, str(key)) for key in self.keys)
 
     def keys_without(self, own_names: Collection[str]) -> Collection[str] | None:
         """Return the keys to look for in the state; `own_names` are the files of single ranks in the step."""
@@ -295,14 +306,41 @@ def _read(root: str, step: int, options: LoadOptions, found: _Step) -> Any:
         )
     else:
         state = found.load(STATE_NAME, lambda source, read: read_file(STATE_NAME, source, read, **wanted))
-    own_name = _own_name(root, step, own_names, found.rank_count, options)
-    own = None if own_name is None else found.own_file(own_name)
-    if own_name is not None and own is not None:
+    if own_names and found.rank_count != options.count:
+        _resize(root, step, options, found, state, lambda name, source: read_file(name, source, read_extents))
+        return state
+    own_name = rank_file_name(options.rank)
+    own = found.own_file(own_name) if own_names else None
+    if own is not None:
         if options.wants_rank_state:  # nobody else reads it
             state[RANK_KEY] = read_file(own_name, own, read_extents)
         else:
             own.close()
     return state
+
+
+def _resize(
+    root: str,
+    step: int,
+    options: LoadOptions,
+    found: _Step,
+    state: dict[str, Any],
+    read: Callable[[str, CheckpointSource], Any],
+) -> None:
+    """Offer what each rank of the save had of its own to `on_resize`; without it, warn that it is left out."""
+    if found.rank_count > _RANK_COUNT_MAX:
+        raise FormatError(f"its manifest says that {found.rank_count} ranks have saved it", path=found.path)
+    asks = options.on_resize is not None and options.wants_rank_state
+    names = [rank_file_name(rank) for rank in range(found.rank_count)]
+    own_files = found.all_own_files(names, asks)
+    if options.on_resize is not None and asks:
+        rank_states = [None if file is None else read(name, file) for name, file in zip(names, own_files, strict=True)]
+        state[RANK_KEY] = options.on_resize(rank_states, options.rank, options.count)
+    elif options.wants_rank_state:
+        warn_caller(
+            f"{root}: step {step} was saved by {found.rank_count} ranks and is loaded by {options.count}: each rank's "
+            "own rank_state is left out; load(on_resize=) can make new ones of them"
+        )
 
 
 class _Step(Protocol):
@@ -313,7 +351,7 @@ class _Step(Protocol):
         """Its directory, for messages."""
 
     @property
-    def rank_count(self) -> object:
+    def rank_count(self) -> int:
         """By how many ranks it was saved, as its manifest says."""
 
     @property
@@ -331,6 +369,14 @@ class _Step(Protocol):
 
     def own_file(self, name: str) -> CheckpointSource | None:
         """Open a rank's own file; None if there is none. With several ranks, all of them call this."""
+
+    def all_own_files(self, names: list[str], wanted: bool) -> Iterator[CheckpointSource | None]:
+        """Open the own files of all ranks, one after the other; None for one that is not there.
+
+        Nothing comes unless this rank wants them.
+
+        With several ranks, all of them call this.
+        """
 
 
 def _opened(held: HeldDirectory, manifest: CheckpointManifest, options: LoadOptions, read: Read) -> _Step:
@@ -370,8 +416,9 @@ class _WholeStep:
         return self.held.path
 
     @property
-    def rank_count(self) -> object:
-        return self.manifest.host.get("rank_count", 1)
+    def rank_count(self) -> int:
+        count = self.manifest.host.get("rank_count", 1)
+        return count if isinstance(count, int) else 1
 
     @property
     def are_shards(self) -> bool:
@@ -393,6 +440,9 @@ class _WholeStep:
     def own_file(self, name: str) -> CheckpointSource | None:
         return open_file(self.held, name) if name in self.own_names() else None
 
+    def all_own_files(self, names: list[str], wanted: bool) -> Iterator[CheckpointSource | None]:
+        return map(self.own_file, names if wanted else [])
+
 
 class _StepInParts(StepParts):
     """A step whose parts lie in several node-local stores: the ranks hand them to each other."""
@@ -401,15 +451,3 @@ class _StepInParts(StepParts):
         from fastpersist.dcp.node_local_load import loader_of_parts  # slow import
 
         return loader_of_parts(self, engine)
-
-
-def _own_name(root: str, step: int, names: set[str], saved_count: object, options: LoadOptions) -> str | None:
-    """Return the name of this rank's own file; None if the step was saved by another number of ranks."""
-    if names and saved_count != options.count:
-        if options.wants_rank_state:
-            warn_caller(
-                f"{root}: step {step} was saved by {saved_count} ranks and is loaded by {options.count}: each rank's "
-                "own rank_state is left out"
-            )
-        return None
-    return rank_file_name(options.rank) if names else None

@@ -188,6 +188,9 @@ class StepSaver:
 
     # --- what differs for sharded state
 
+    def forget_ranks(self) -> None:
+        """Forget what was agreed with the ranks before: others follow, or none."""
+
     def _begin_coordinator(self, step: StepSave, directory: DirectorySave) -> None:
         """Save the coordinator's part of the state into the directory."""
         directory.save(step.state, STATE_NAME, owners=self._owners)
@@ -208,7 +211,12 @@ class ShardedSaver(StepSaver):
         from fastpersist.dcp.plan_agreement import SharedPlans  # torch.distributed.checkpoint takes long to import
 
         super().__init__(*arguments, **options)
+        self._new_plans = SharedPlans
         self._plans = SharedPlans()
+
+    def forget_ranks(self) -> None:
+        """Plan anew: the plans are those of the ranks before."""
+        self._plans = self._new_plans()
 
     def _begin_coordinator(self, step: StepSave, directory: DirectorySave) -> None:
         from fastpersist.dcp.save_state import save_sharded
@@ -325,6 +333,12 @@ class SaveQueue:
         """Return the unfinished saves."""
         return [pending for pending in list(self._unfinished) if not pending.done()]
 
+    def give_up(self, error: SkippedError) -> None:
+        """Make every save that is not visible yet fail with an error, as soon as its thread notices."""
+        for pending in self.unfinished():
+            if not pending.is_written():
+                pending.cancel(error)
+
     def wait_captured(self, timeout: float | None) -> None:
         """Return when the state of every save may change; raise TimeoutError after `timeout` seconds."""
         deadline_s = None if timeout is None else time.monotonic() + timeout
@@ -371,11 +385,11 @@ class SaveQueue:
                 raise error
             warn_caller(f"a checkpoint was not saved, training goes on: {error}")
 
-    def log_failed(self) -> None:
-        """Log the failures that nobody has been told yet, because another exception is being raised."""
+    def log_failed(self, when: str) -> None:
+        """Log the failures that nobody has been told yet, where they cannot be raised: "while …"."""
         for pending in self.take_failed():
             if failure := pending.undelivered_error():
-                _log.error("while another exception was being raised: %s", failure)
+                _log.error("%s: %s", when, failure)
 
 
 def _left_s(deadline_s: float | None) -> float | None:

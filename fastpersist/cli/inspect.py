@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastpersist.cli.terminal import EXIT_DAMAGED, EXIT_GOOD, printable, size_text
+from fastpersist.cli.terminal import EXIT_DAMAGED, EXIT_GOOD, print_table, printable, shape_text, size_text
 
 if TYPE_CHECKING:
     from fastpersist import Manifest, TensorEntry
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "run", "tensor_as_json"]
 
 _LATEST_NAME = "LATEST"
 _LATEST_BYTES_MAX = 256
@@ -123,22 +123,24 @@ def _as_json(manifest: Manifest, shown: Sequence[TensorEntry]) -> dict[str, obje
         "size_bytes": manifest.size_bytes,
         "has_checksums": manifest.has_checksums,
         "tensor_count": len(manifest.tensors),
-        "tensors": [
-            {
-                **({"file": tensor.file} if in_directory else {}),
-                "name": tensor.name,
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "size_bytes": tensor.size_bytes,
-                "offset_bytes": tensor.offset_bytes,
-                "record": tensor.record,
-                "crc32": tensor.crc32,
-            }
-            for tensor in shown
-        ],
+        "tensors": [tensor_as_json(tensor, in_directory=in_directory) for tensor in shown],
         "globals": list(manifest.globals),
         "metadata": dict(manifest.metadata),
         **(_checkpoint_as_json(manifest) if in_directory else {}),
+    }
+
+
+def tensor_as_json(tensor: TensorEntry, *, in_directory: bool) -> dict[str, object]:
+    """Return what is known of a tensor."""
+    return {
+        **({"file": tensor.file} if in_directory else {}),
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "size_bytes": tensor.size_bytes,
+        "offset_bytes": tensor.offset_bytes,
+        "record": tensor.record,
+        "crc32": tensor.crc32,
     }
 
 
@@ -206,7 +208,7 @@ def _print_text(manifest: Manifest, shown: Sequence[TensorEntry]) -> None:
     for name in manifest.globals:
         print(f"global     {printable(name)}")
     if in_directory:
-        _print_table(
+        print_table(
             ("file", "bytes", "CRC-32"),
             ("left", "right", "left"),
             [(printable(entry.name), str(entry.size_bytes), _crc_text(entry.crc32)) for entry in manifest.files],
@@ -218,14 +220,14 @@ def _print_text(manifest: Manifest, shown: Sequence[TensorEntry]) -> None:
             *([printable(tensor.file)] if in_directory else []),
             printable(tensor.name),
             printable(tensor.dtype),
-            "×".join(map(str, tensor.shape)) or "scalar",
+            shape_text(tensor.shape),
             str(tensor.size_bytes),
             "" if tensor.offset_bytes is None else str(tensor.offset_bytes),
             _crc_text(tensor.crc32),
         )
         for tensor in shown
     ]
-    _print_table(
+    print_table(
         ["file"] * in_directory + ["tensor", "dtype", "shape", "bytes", "offset", "CRC-32"],
         ["left"] * in_directory + ["left", "left", "left", "right", "right", "left"],
         rows,
@@ -264,7 +266,7 @@ def _print_root(manifest: Manifest, shown: Sequence[Manifest]) -> None:
                 ", ".join(marks),
             )
         )
-    _print_table(
+    print_table(
         ("step", "time", "size", "files", "metrics", ""), ("left", "left", "right", "right", "left", "left"), rows
     )
 
@@ -276,14 +278,6 @@ def _newest(root: Manifest) -> Manifest:
     found = dict(enumerate(root.checkpoints))
     commits = {at: Commit(one.commit_number, one.time_s or 0.0, one.metrics) for at, one in found.items()}
     return found[in_commit_order(commits)[-1]]
-
-
-def _print_table(headers: Sequence[str], alignments: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from tabulate import tabulate
-
-    print()
-    # No numbers are made of texts: a tensor may be called 1e5.
-    print(tabulate(rows, headers=headers, colalign=alignments, disable_numparse=True))
 
 
 def _time_text(time_s: float | None) -> str:

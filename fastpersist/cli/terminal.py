@@ -12,18 +12,25 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from fastpersist.errors import CorruptionError, FastPersistError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 __all__ = [
     "EXIT_DAMAGED",
     "EXIT_GOOD",
     "EXIT_USAGE",
+    "bytes_bar",
     "print_error",
+    "print_table",
     "printable",
     "run_command",
+    "shape_text",
     "size_text",
     "stopped_by_signals",
 ]
@@ -107,3 +114,44 @@ def size_text(size_bytes: int) -> str:
             return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.2f} GB"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Format dimensions: "2×3", or "scalar"."""
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def print_table(headers: Sequence[str], alignments: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print an empty line and a table.
+
+    Args:
+        headers: Of the columns.
+        alignments: Of each column "left" or "right".
+        rows: The cells; they are printed as they are.
+    """
+    from tabulate import tabulate
+
+    print()
+    # No numbers are made of texts: a tensor may be called 1e5.
+    print(tabulate(rows, headers=headers, colalign=alignments, disable_numparse=True))
+
+
+def bytes_bar(what: str, total_bytes: int, *, quiet: bool) -> tqdm[Any]:
+    """Make a progress bar of bytes: one line that appears after two seconds, and none where standard error is a file.
+
+    Args:
+        what: Is being done.
+        total_bytes: When it is done.
+        quiet: Show nothing.
+    """
+    from fastpersist.transfer.progress import progress_bar
+
+    return progress_bar(
+        total=total_bytes,
+        unit="B",
+        unit_scale=True,
+        desc=what,
+        delay=2,
+        leave=False,
+        disable=quiet or not sys.stderr.isatty(),
+    )

@@ -19,7 +19,7 @@ from fastpersist.cli.terminal import (
 if TYPE_CHECKING:
     from fastpersist import Damage, VerifyReport
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "print_report", "run"]
 
 _EPILOG = """\
 --json prints a list with one object per PATH, in their order:
@@ -79,13 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
             code = max(code, EXIT_DAMAGED)
         results.append(_as_json(report))
         if not arguments.json and not (arguments.quiet and report.ok):
-            _print_text(report, quiet=arguments.quiet)
+            print_report(report, quiet=arguments.quiet)
     if arguments.json:
         print(json.dumps(results, indent=2))
     return code
 
 
-def _print_text(report: VerifyReport, *, quiet: bool) -> None:
+def print_report(report: VerifyReport, *, quiet: bool) -> None:
+    """Print what a check found."""
     path = printable(report.path)
     if not report.ok:
         print(f"{path}: DAMAGED")

@@ -226,7 +226,7 @@ class ClosedDirectoryError(StorageError):
 class PendingFile:
     """A file being written under a hidden name. One owner thread.
 
-    Use `create`, write through `fd`, then `publish` or `abort`; both close it.
+    Use `create` or `adopt`, write through `fd`, then `publish`, `abort` or `leave`; each closes it.
     """
 
     def __init__(self, target: Target, path: str, fd: int) -> None:
@@ -271,6 +271,36 @@ class PendingFile:
                     return pending
         raise InternalError(f"no pending file for {target.path} could be kept in 100 attempts")
 
+    @classmethod
+    def adopt(cls, target: Target, path: str) -> PendingFile | None:
+        """Go on with a pending file of a save that has died, or has left it with `leave`.
+
+        Args:
+            target: As it was for that save.
+            path: One of `find_leftovers`.
+
+        Returns:
+            The file, locked; None if it is gone, or somebody writes it, or the file system has no locks to tell.
+
+        Raises:
+            StorageError: It cannot be opened.
+        """
+        with _live_guard, saving(target.path), storage_errors("opening", path):
+            try:
+                status = os.lstat(path)
+                if is_live(status) or not stat.S_ISREG(status.st_mode):
+                    return None
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                return None
+            kept = False
+            try:
+                kept = lock_record(fd, path) is Lock.TAKEN and filesystem().status(fd, path).st_nlink == 1
+            finally:
+                if not kept:
+                    close_quietly(fd, path)
+            return cls(target, path, fd) if kept else None
+
     def allocate(self, size_bytes: int) -> None:
         """Do step 3; raise NoSpaceError before a byte is written."""
         with saving(self.target.path):
@@ -313,6 +343,12 @@ class PendingFile:
         """
         if self.fd >= 0 and self._process == os.getpid():
             _unlink_quietly(self.path)
+            with errors_in_log():
+                self._close()
+
+    def leave(self) -> None:
+        """Close the pending file, and leave it for `adopt`; the next save of this name would remove it."""
+        if self.fd >= 0 and self._process == os.getpid():
             with errors_in_log():
                 self._close()
 

@@ -22,7 +22,7 @@ from fastpersist.dcp.coverage import require_covered
 from fastpersist.dcp.metadata import METADATA_NAME
 from fastpersist.dcp.part_reader import load_object
 from fastpersist.dcp.storage_reader import FastPersistReader
-from fastpersist.dcp.target_plan import Fit, Node, full_value, holds_nothing, leaves, saved_tree
+from fastpersist.dcp.target_plan import Fit, Node, Saved, full_value, holds_nothing, leaves, saved_tree
 from fastpersist.errors import (
     ChecksumError,
     ConfigError,
@@ -30,7 +30,15 @@ from fastpersist.errors import (
     UnsupportedError,
 )
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, writer_of
-from fastpersist.loading.targets import TargetChange, is_left_out, missing_keys, refuse_misfit, tensors_in
+from fastpersist.loading.selection import (
+    dict_entries,
+    left_out_of,
+    refuse_unmatched,
+    tell_left_out,
+    tensor_bytes,
+    without,
+)
+from fastpersist.loading.targets import TargetChange, missing_keys, refuse_misfit
 from fastpersist.loading.unpickle import MapLocation
 from fastpersist.transfer.reader import Extents, Read, read_extents
 
@@ -74,7 +82,7 @@ def load_sharded_state(
         agree: Returns when all ranks call it; None for a round of `read`.
 
     Returns:
-        The state, with the very objects of `into` under their keys, and without the entries that `is_left_out` names.
+        The state, with the very objects of `into` under their keys, and without what `left_out_of` names.
         Tensors without a target are whole, on every rank.
 
     Raises:
@@ -94,15 +102,27 @@ def load_sharded_state(
     reader = reader or FastPersistReader(path, engine=engine)
     metadata = reader.read_metadata()
     tree = _proven_tree(path, reader, metadata)
-    objects = _read_objects(reader, metadata, weights_only)
     targets = dict(into or {})
-    fit = _planned(path, tree, Fit(objects, device, _modules_in(targets)), targets, keys)
     taken = set(map(str, targets))
-    loaded = {
-        key: full_value(node, fit.value_of)
-        for key, node in tree.items()
-        if key not in taken and not is_left_out(key, taken, keys, _has_tensors(node, objects))
-    }
+    # With targets, the objects tell which entries are small; without, only those are read that keys choose.
+    objects = _read_objects(reader, metadata, weights_only, tree) if targets else {}
+
+    def bytes_of(node: Node) -> int:
+        return sum(_size_bytes(leaf, objects) for leaf in leaves(node))
+
+    choice = left_out_of(tree, taken, keys, dict_entries, bytes_of)
+    places = [place for place, _ in choice.left_out]
+    # An optimizer's groups tell what its ids of parameters were: numbers or text.
+    groups = [place for place in places if len(place) > 1 and place[-1] == "param_groups"]
+    kept: dict[str, Node] = without(tree, [place for place in places if place not in groups])
+    if not targets:
+        refuse_unmatched(path, choice.unmatched, tree, "checkpoint")
+        objects = _read_objects(reader, metadata, weights_only, kept)
+    fit = _planned(path, tree, Fit(objects, device, _modules_in(targets)), targets, choice.unmatched)
+    loaded = {key: full_value(node, fit.value_of) for key, node in kept.items() if key not in taken}
+    loaded = without(loaded, groups)
+    if keys is None:
+        tell_left_out(path, choice, bytes_of)
     if verify:
         _verify(path, manifest.files[rank::count], engine)
     if agree is None:
@@ -130,7 +150,7 @@ def _proven_tree(path: str, reader: FastPersistReader, metadata: Metadata) -> di
 
 
 def _planned(
-    path: str, tree: Mapping[str, Node], fit: Fit, targets: Mapping[str, object], keys: Collection[str] | None
+    path: str, tree: Mapping[str, Node], fit: Fit, targets: Mapping[str, object], keys: Collection[str]
 ) -> Fit:
     """Plan all targets.
 
@@ -158,8 +178,11 @@ def _device_of(map_location: MapLocation) -> torch.device:
     raise ConfigError("of a sharded step, map_location is a device: it was saved from as many as there were ranks")
 
 
-def _has_tensors(node: Node, objects: Mapping[str, Any]) -> bool:
-    return any(leaf.shape is not None or any(True for _ in tensors_in(objects[leaf.fqn])) for leaf in leaves(node))
+def _size_bytes(leaf: Saved, objects: Mapping[str, Any]) -> int:
+    described = leaf.described
+    if isinstance(described, TensorStorageMetadata):
+        return int(described.size.numel()) * described.properties.dtype.itemsize
+    return tensor_bytes(objects[leaf.fqn])
 
 
 class _Planner(DefaultLoadPlanner):
@@ -182,12 +205,11 @@ def _read(reader: FastPersistReader, metadata: Metadata, state: dict[str, Any], 
     reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
 
 
-def _read_objects(reader: FastPersistReader, metadata: Metadata, weights_only: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        fqn: None
-        for fqn, described in metadata.state_dict_metadata.items()
-        if not isinstance(described, TensorStorageMetadata)
-    }
+def _read_objects(
+    reader: FastPersistReader, metadata: Metadata, weights_only: bool, tree: dict[str, Node]
+) -> dict[str, Any]:
+    """Read what is in the tree and is no tensor, by DCP's names."""
+    state: dict[str, Any] = {leaf.fqn: None for leaf in leaves(tree) if leaf.shape is None}
     _read(reader, metadata, state, weights_only=weights_only)
     return state
 

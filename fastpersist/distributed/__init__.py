@@ -10,4 +10,5 @@ Rank 0 is the *coordinator*, the others are *followers*; their halves stand side
 `group_save` is where both begin. Below them: `connections` (frames), `coordination` (ranks that have met) with `peers`,
 `sessions` (one save), `messages`. What is planned: `partition`, `replica_check`, `shared_file`. Loads: `shared_reader`,
 `common_steps`, and `node_local.split_step` with `node_local.exchange` where a step lies in parts.
+`stop_agreement` lets all ranks save the same step when some of them were told to end.
 """

@@ -247,8 +247,17 @@ class Ranks:
             self._sessions[self._begun] = session
             return session
 
-    def close(self) -> None:
-        """Say goodbye and close the connections; may be called again. Takes less than a second."""
+    def close(self, why: BaseException | None = None) -> None:
+        """Say goodbye and close the connections; may be called again. Takes less than a second.
+
+        Args:
+            why: With it, the sessions that are under way fail on the other ranks, which are told this; that takes up to
+                a second for each.
+        """
+        if why is not None:
+            for session in list(self._sessions.values()):
+                if not session.is_settled:
+                    session.fail(why)
         self.connections.close("the connections to the other ranks are closed", _FAREWELL_S)
 
     def __del__(self) -> None:

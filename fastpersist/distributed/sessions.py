@@ -290,6 +290,38 @@ class Session:
         self._raise_failure()
         self._ranks.pulse()
 
+    def next_arrived(self) -> tuple[int, bytes] | None:
+        """Return the next message that has arrived, and whose it is; None if there is none. Never blocks."""
+        for rank, inbox in enumerate(self._inbox):
+            if inbox:
+                return rank, inbox.popleft()
+        return None
+
+    def listen(self, over: Callable[[], bool], limit_s: float | None) -> bool:
+        """Wait until a function returns true, which is asked again whenever something may have arrived.
+
+        Args:
+            over: The function; it does not block.
+            limit_s: Seconds; None for as long as ranks wait for a silent one.
+
+        Returns:
+            Whether `over` did, in time.
+
+        Raises:
+            PeerError: A rank has failed, or is gone.
+            CoordinationError: The ranks were closed.
+        """
+        ranks, since_s = self._ranks, time.monotonic()
+
+        def is_over() -> bool:
+            if not over() and self.rank == 0:
+                ranks.have_told(self, since_s)  # notes a rank that has closed its connection, and is needed here
+            return self.failure is not None or over()
+
+        found = self._wait(is_over, ranks.patience_s if limit_s is None else limit_s)
+        self._raise_failure()
+        return found
+
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Tell the other ranks, while the block runs, that this one is alive: one system call may take long.

@@ -32,7 +32,9 @@ __all__ = [
     "StorageReference",
     "SymbolicTensor",
     "builds_without_bytes",
+    "is_rebuilt_tensor",
     "iter_tensors",
+    "member_name",
     "storage_references",
 ]
 
@@ -469,6 +471,12 @@ def _described_tensor(rebuild: _Rebuild, kind: str) -> _Description | None:
     return _Description(tensor, components, kind, None, states)
 
 
+def is_rebuilt_tensor(call: Call) -> bool:
+    """Tell whether a call is one by which torch makes a tensor or a parameter."""
+    function = call.function
+    return type(function) is Global and function.module in _REBUILD_MODULES and function.name.startswith("_rebuild")
+
+
 def _cut(text: str) -> str:
     return text if len(text) <= _NAME_PART_CHARACTERS_MAX else text[:_NAME_PART_CHARACTERS_MAX] + "…"
 
@@ -481,7 +489,7 @@ def _attribute(owner: str, part: str) -> str:
     return f"{owner}.{_cut(part)}" if owner else _cut(part)
 
 
-def _member(owner: str, key: object, position: int) -> str:
+def member_name(owner: str, key: object, position: int) -> str:
     """Name the value of a key; a key that is no flat scalar is shown by its position among the keys."""
     if type(key) is str:
         return _attribute(owner, key)
@@ -531,7 +539,7 @@ def _open_value(owner: str, node: object, kind: str) -> Iterator[_Visit]:
         for position, (key, value) in enumerate(pairs):
             if type(value) in _BRANCHES:
                 is_table = len(tables) == len(_MODULE_TABLES) and type(key) is str and key in tables
-                yield _Visit(owner if is_table else _member(owner, key, position), value, kind, _open_value)
+                yield _Visit(owner if is_table else member_name(owner, key, position), value, kind, _open_value)
     elif type(node) is Call:
         if type(node.function) is Call:
             yield _Visit(f"{owner}(function)", node.function, kind, _open_value)

@@ -23,6 +23,8 @@ from fastpersist.formats.layout import align_up
 
 __all__ = [
     "CRC_KEY",
+    "INDEX_NAME",
+    "SINGLE_NAME",
     "Entry",
     "Header",
     "HeaderPlan",
@@ -34,6 +36,12 @@ __all__ = [
 
 CRC_KEY = "fastpersist.crc32"
 """Metadata key: eight hexadecimal digits per tensor, in the order of the data."""
+
+SINGLE_NAME = "model.safetensors"
+"""The file of a model that lies in one, in a directory of HuggingFace's."""
+
+INDEX_NAME = "model.safetensors.index.json"
+"""The index of a model that lies in several files: `weight_map` tells which tensor is in which."""
 
 _LENGTH_BYTES = 8
 _HEADER_LIMIT_BYTES = 100_000_000

@@ -1,4 +1,4 @@
-"""Fill a Module, or nested containers of tensors and Modules, from a torch zip or a safetensors file, in place.
+"""Fill a Module, or nested containers of tensors and Modules, in place: from a torch zip, or from safetensors files.
 
 Stock torch.load builds the file's object over storages on the meta device. So every name, shape, dtype and stride is
 known without a byte of data, and nothing changes before all is checked. `restore` fills targets with optimizers and
@@ -7,16 +7,20 @@ other objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
-from fastpersist.errors import ChecksumError, FormatError, PeerError, StorageError, UnsupportedError
+from fastpersist.errors import ChecksumError, ConfigError, FormatError, PeerError, StorageError, UnsupportedError
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.fill_tensors import Pair, StoredTensor, described_tensor, fill_pairs, why_not_fillable
+from fastpersist.loading.renaming import Rename, regrouped, renamed
+from fastpersist.loading.safetensors_directory import open_all
+from fastpersist.loading.selection import chosen_part
 from fastpersist.loading.targets import (
     EXTRA_STATE_KEY,
     IncompatibleKeys,
@@ -36,32 +40,83 @@ from fastpersist.loading.unpickle import (
     unpickle_while_reading,
     unpickle_with,
 )
-from fastpersist.transfer.reader import Extents, Read
+from fastpersist.transfer.reader import Extents, Read, read_extents
 
-__all__ = ["fill_target"]
+__all__ = ["Wanted", "fill_from_directory", "fill_target"]
 
 _SHOWN_COUNT = 10
 
 
-def fill_target(
-    source: CheckpointSource, target: object, *, strict: bool, verify: bool, engine: str, read: Read
-) -> IncompatibleKeys:
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is filled with what.
+
+    Attributes:
+        target: What is filled.
+        strict: Names that only one side has are refused.
+        keys: Names and patterns of what is taken from the file; the rest of the target stays. None for everything.
+        rename: The names of the file become those of the target.
+    """
+
+    target: object
+    strict: bool = True
+    keys: Collection[str] | None = None
+    rename: Rename | None = None
+
+    def arranged(self, path: str, held: Any) -> Any:
+        """Return what a file holds as the target expects it.
+
+        Raises:
+            ConfigError: A key chooses nothing; or what is renamed, or its target, has no names.
+        """
+        held = chosen_part(path, held, self.keys)
+        if self.rename is None:
+            return held
+        if not isinstance(self.target, torch.nn.Module | Mapping):
+            raise ConfigError(f"rename= goes with a Module or a dict, not with a {type(self.target).__name__}")
+        return regrouped(renamed(path, held, self.rename), self.target)
+
+
+def fill_target(source: CheckpointSource, wanted: Wanted, *, verify: bool, engine: str, read: Read) -> IncompatibleKeys:
     """Fill a Module, or nested containers of tensors and Modules, from a file; see `load_into`."""
-    structure = _read_structure(source)
-    keys = IncompatibleKeys([], [])
-    pairs = _match(source.path, structure.stored, target, strict, keys)
+    structure = _read_structure(source, wanted)
+    pairs, keys = _match(source.path, structure.stored, wanted, ties=source.kind == "safetensors")
     if verify:
         _verify_all(source, engine, read)
-    extra_states = _load_extra_states(source, structure, target, engine, read)
+    extra_states = _load_extra_states(source, structure, wanted, engine, read)
     read(source.fd, source.path, Extents(), engine=engine)  # raises if another rank has failed so far
-    filled: list[str] = []
-    try:
-        fill_pairs(source, pairs, engine, filled, read)
-    except (StorageError, PeerError) as error:
-        raise _partly_overwritten(error, filled) from error
+    _fill([(source, pairs)], engine, read)
     for set_extra_state, state in extra_states:
         set_extra_state(state)
     return keys
+
+
+def fill_from_directory(path: str, wanted: Wanted, *, verify: bool, engine: str) -> IncompatibleKeys:
+    """Fill a Module, or nested containers of tensors and Modules, from a directory of safetensors; see `load_into`."""
+    with ExitStack() as stack:
+        sources = open_all(path, stack)
+        stored = [_stored_entries(source) for source in sources]
+        every = {name: one for own in stored for name, one in own.items()}
+        pairs, keys = _match(path, wanted.arranged(path, every), wanted, ties=True)
+        if verify:
+            for source in sources:
+                _verify_all(source, engine, read_extents)
+        number_of = {id(one): number for number, own in enumerate(stored) for one in own.values()}
+        parts: list[tuple[CheckpointSource, list[Pair]]] = [(source, []) for source in sources]
+        for pair in pairs:
+            parts[number_of[id(pair.stored)]][1].append(pair)
+        _fill(parts, engine, read_extents)
+        return keys
+
+
+def _fill(parts: Sequence[tuple[CheckpointSource, Sequence[Pair]]], engine: str, read: Read) -> None:
+    """Fill targets from files, one after the other; errors name the targets that may have changed."""
+    filled: list[str] = []
+    for source, pairs in parts:
+        try:
+            fill_pairs(source, pairs, engine, filled, read)
+        except (StorageError, PeerError) as error:
+            raise _partly_overwritten(error, filled) from error
 
 
 def _verify_all(source: CheckpointSource, engine: str, read: Read) -> None:
@@ -112,10 +167,9 @@ class _Structure:
     storages: dict[str, torch.UntypedStorage]
 
 
-def _read_structure(source: CheckpointSource) -> _Structure:
+def _read_structure(source: CheckpointSource, wanted: Wanted) -> _Structure:
     if source.kind == "safetensors":
-        entries = {entry.name: _stored_entry(entry, source.path) for entry in source.header.entries}
-        return _Structure(entries, None, {})
+        return _Structure(wanted.arranged(source.path, _stored_entries(source)), None, {})
     if source.kind != "torch_zip":
         source.refuse_foreign()
         raise UnsupportedError(
@@ -123,9 +177,17 @@ def _read_structure(source: CheckpointSource) -> _Structure:
         )
     if source.is_byte_swapped():
         raise UnsupportedError(f"{source.path} has the other byte order; use torch.load and load_state_dict instead")
-    skeleton, storages = meta_object(source)
+    held, storages = meta_object(source, with_headers=wanted.keys is None)
+    skeleton = wanted.arranged(source.path, held)
     key_of = {storage._cdata: key for key, storage in storages.items()}
+    if wanted.keys is not None:
+        for key in {key_of.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(skeleton)} - {None}:
+            source.prove_header(source.directory.entries[f"data/{key}"])
     return _Structure(_described(skeleton, lambda tensor: described_tensor(source, key_of, tensor)), skeleton, storages)
+
+
+def _stored_entries(source: CheckpointSource) -> dict[str, StoredTensor]:
+    return {entry.name: _stored_entry(entry, source.path) for entry in source.header.entries}
 
 
 def _stored_entry(entry: safetensors_format.Entry, path: str) -> StoredTensor:
@@ -138,8 +200,13 @@ def _stored_entry(entry: safetensors_format.Entry, path: str) -> StoredTensor:
     return StoredTensor(entry.offset_bytes, torch_dtype(entry, path), shape, tuple(reversed(stride)))
 
 
-def meta_object(source: CheckpointSource, *, weights_only: bool = True) -> tuple[Any, dict[str, torch.UntypedStorage]]:
-    """Unpickle over storages without data, after a check of their sizes; also return the storages by key."""
+def meta_object(
+    source: CheckpointSource, *, weights_only: bool = True, with_headers: bool = True
+) -> tuple[Any, dict[str, torch.UntypedStorage]]:
+    """Unpickle over storages without data, after a check of their sizes; also return the storages by key.
+
+    Without headers, the caller proves those of the storages that it reads.
+    """
     storages: dict[str, torch.UntypedStorage] = {}
     for reference in source.summary.references:
         entry = source.directory.entries.get(f"data/{reference.key}")
@@ -148,7 +215,7 @@ def meta_object(source: CheckpointSource, *, weights_only: bool = True) -> tuple
         if reference.key not in storages:
             storages[reference.key] = new_storage(entry.size_bytes, torch.device("meta"))
     extents = Extents()
-    headers = LocalHeaders(source, storages, extents)
+    headers = LocalHeaders(source, storages if with_headers else (), extents)
     try:
         loaded = unpickle_while_reading(
             source, storages, extents, headers, map_location=None, weights_only=weights_only
@@ -177,17 +244,17 @@ _SetExtraState: TypeAlias = Callable[[Any], None]
 
 
 def _load_extra_states(
-    source: CheckpointSource, structure: _Structure, target: object, engine: str, read: Read
+    source: CheckpointSource, structure: _Structure, wanted: Wanted, engine: str, read: Read
 ) -> list[tuple[_SetExtraState, Any]]:
     """Load the extra states that the file has for the target's modules, before the target changes.
 
     An extra state may hold tensors. They have no place in the target, so they get storages of their own, and the object
     is built once more around these.
     """
-    wanted = list(_extra_states(structure.skeleton, target))
-    own = {tensor.untyped_storage()._cdata for _, state in wanted for tensor in tensors_in(state)}
+    found = list(_extra_states(structure.skeleton, wanted.target))
+    own = {tensor.untyped_storage()._cdata for _, state in found for tensor in tensors_in(state)}
     if not own:
-        return wanted
+        return found
     storages = dict(structure.storages)
     extents = Extents()
     for key, storage in structure.storages.items():
@@ -198,7 +265,7 @@ def _load_extra_states(
             )
     read(source.fd, source.path, extents, engine=engine)
     loaded = unpickle_with(source, storages, map_location=None, weights_only=True)
-    return list(_extra_states(loaded, target))
+    return list(_extra_states(wanted.arranged(source.path, loaded), wanted.target))
 
 
 def _extra_states(value: Any, target: object) -> Iterator[tuple[_SetExtraState, Any]]:
@@ -220,19 +287,27 @@ def _extra_states(value: Any, target: object) -> Iterator[tuple[_SetExtraState, 
 # --------------------------------------------------------------------------------------------- matching
 
 
-def _match(path: str, stored: Any, target: object, strict: bool, keys: IncompatibleKeys) -> list[Pair]:
-    """Pair the target's tensors with the file's, and note names that only one side has; this changes nothing.
+def _match(path: str, stored: Any, wanted: Wanted, *, ties: bool) -> tuple[list[Pair], IncompatibleKeys]:
+    """Pair the target's tensors with the file's, and return names that only one side has; this changes nothing.
+
+    Args:
+        path: Of the file, for messages.
+        stored: What the file holds, as the target expects it.
+        wanted: What is filled.
+        ties: The file has a tensor once, whatever names it has in the target, like those of safetensors.
 
     Raises:
         ConfigError: They do not fit; the message lists all differences.
     """
+    keys = IncompatibleKeys([], [])
     pairs: list[Pair] = []
     problems: list[str] = []
-    for name, tensor, found in _walk("", target, stored):
+    missing: list[tuple[str, torch.Tensor]] = []
+    for name, tensor, found in _walk("", wanted.target, stored):
         if tensor is None:
             keys.unexpected_keys.append(name)
         elif found is None:
-            keys.missing_keys.append(name)
+            missing.append((name, tensor))
         elif not isinstance(found, StoredTensor):
             problems.append(f"{name} is a tensor in the target, but not in the file")
         elif problem := why_not_fitting(name, tensor, found.shape):
@@ -240,8 +315,11 @@ def _match(path: str, stored: Any, target: object, strict: bool, keys: Incompati
         else:
             problems.extend(why_not_fillable(name, tensor, found.dtype))
             pairs.append(Pair(name, tensor, found))
-    refuse_misfit(path, problems, keys, strict=strict)
-    return pairs
+    known = {id(pair.target) for pair in pairs} if ties else set()
+    keys.missing_keys.extend(name for name, tensor in missing if id(tensor) not in known)
+    refused = keys if wanted.keys is None else IncompatibleKeys([], keys.unexpected_keys)
+    refuse_misfit(path, problems, refused, strict=wanted.strict)
+    return pairs, keys
 
 
 def _walk(name: str, target: object, stored: Any) -> Iterator[tuple[str, torch.Tensor | None, Any]]:

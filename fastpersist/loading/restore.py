@@ -5,8 +5,8 @@
    for all other entries: this gives their names, shapes and dtypes without a byte of data.
 3. Plan which tensor of the file goes to which tensor of a target (`target_plan`). Every misfit is found here.
 4. Load what has no memory in a target (state that an optimizer does not have yet, schedulers, extra state); with
-   `verify`, check the rest. Unpickle again, around what is loaded. Entries with tensors that nobody asked for are left
-   out, and their storages are never read. Up to here no target has changed.
+   `verify`, check the rest. Unpickle again, around what is loaded. What nobody asked for is left out (`selection`), and
+   its storages are never read. Up to here no target has changed.
 5. Fill the targets' tensors from the file. Then call each target's own load_state_dict with its entry, in which these
    very tensors stand: a copy of a tensor onto itself costs nothing, an optimizer adopts tensors of the right dtype and
    device, and hooks, extra state, groups and numbers go their usual way.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +33,18 @@ from fastpersist.formats.pickle_scan import Call, SymbolicDict
 from fastpersist.formats.torch_zip import header_leads_to
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.fill_tensors import Pair, described_tensor, fill_pairs
+from fastpersist.loading.selection import (
+    Choice,
+    Entries,
+    chosen_part,
+    dict_entries,
+    left_out_of,
+    refuse_unmatched,
+    tell_left_out,
+    tensor_bytes,
+    without,
+)
 from fastpersist.loading.target_plan import (
-    SCALAR_KEYS,
-    UNREAD,
     Leaf,
     Plan,
     SortedStorages,
@@ -46,13 +55,12 @@ from fastpersist.loading.target_plan import (
     tree_of,
 )
 from fastpersist.loading.targets import (
+    SCALAR_KEYS,
     IncompatibleKeys,
     Path,
     TargetChange,
-    is_left_out,
     missing_keys,
     refuse_misfit,
-    tensors_in,
 )
 from fastpersist.loading.unpickle import (
     LocalHeaders,
@@ -63,15 +71,19 @@ from fastpersist.loading.unpickle import (
     fill_storages,
     load_checkpoint,
     new_storage,
+    read_safetensors,
+    refuse_disguised,
     require_checksums,
     storages_to_fill,
     unpickle_while_reading,
     why_stock,
 )
 from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine
+from fastpersist.transfer.garbage import no_garbage_collection
+from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.reader import Extents, Read, read_extents
 
-__all__ = ["load_state", "restore_whole"]
+__all__ = ["load_chosen", "load_state", "restore_whole"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -89,6 +101,7 @@ class _Options:
     weights_only: bool
     engine: str
     read: Read
+    poll: Poll | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +151,8 @@ def load_state(
         into: By key of that dict, what to restore in place: a Module; an optimizer, bare or wrapped (`.optimizer`);
             a tensor; dicts and lists, nested, of these (other values in them are set to the file's); or any object
             with load_state_dict. None for a plain load.
-        keys: Keys of that dict that are read beside `into`; without `into`, only these are read. None: with `into`, all
-            other entries that hold no tensor are read; without it, everything.
+        keys: Names and patterns of what is read beside `into` (`selection.choose`); without `into`, only this is read.
+            None: with `into`, all other entries without large tensors are read; without it, everything.
         map_location: Where tensors without a target go, as in torch.load.
         verify: Check every CRC before anything changes; what is filled in place is then read twice.
         weights_only: As in torch.load. With False, code in the file may run more than once.
@@ -150,7 +163,7 @@ def load_state(
         source: The file, if it is open already; closed at the end.
 
     Returns:
-        The dict, with the very objects of `into` under their keys, and without the entries that `is_left_out` names.
+        The dict, with the very objects of `into` under their keys, and without what `left_out_of` names.
         Without `into` and `keys`, whatever was saved.
 
     Raises:
@@ -180,13 +193,65 @@ def load_state(
         return ready.loaded
 
 
+def _is_torch_zip(source: CheckpointSource) -> bool:
+    """Tell whether a file is an archive as torch.save writes it; others, such as a compressed one, are torch's."""
+    try:
+        return source.kind == "torch_zip" and bool(source.directory.entries)
+    except UnsupportedError:
+        return False
+
+
+@no_garbage_collection()
+def load_chosen(
+    source: CheckpointSource,
+    *,
+    keys: Collection[str],
+    map_location: MapLocation,
+    weights_only: bool,
+    verify: bool,
+    engine: str,
+    poll: Poll | None,
+    read: Read,
+    mapped: bool,
+) -> Any:
+    """Load what keys choose of a file of any format; see `fastpersist.load`."""
+    if source.kind == "safetensors" and not mapped:
+        return read_safetensors(
+            source, map_location=map_location, verify=verify, engine=engine, poll=poll, read=read, keys=keys
+        )
+    if not mapped and _is_torch_zip(source):
+        refuse_disguised(source, weights_only)
+        for name in engine_ladder(engine, source.fd, for_reading=True):
+            refuse_null_engine(name)
+        _prove(source)
+        return _ready(source, _Options({}, keys, map_location, verify, weights_only, engine, read, poll)).loaded
+    loaded = load_checkpoint(
+        source,
+        map_location=map_location,
+        weights_only=weights_only,
+        verify=verify,
+        engine=engine,
+        poll=poll,
+        read=read,
+        mapped=mapped,
+    )
+    return chosen_part(source.path, loaded, keys)
+
+
 def _ready(source: CheckpointSource, options: _Options) -> _Ready:
-    ready = why_stock(source, options.map_location, options.weights_only) or _planned_in_place(source, options)
+    ready = _why_stock(source, options) or _planned_in_place(source, options)
     if isinstance(ready, str):
         what = "is in memory once more while its targets are filled" if options.into else "is read as a whole"
         _log.warning("%s %s: %s", source.path, what, ready)
         ready = _planned_with_copy(source, options)
     return ready
+
+
+def _why_stock(source: CheckpointSource, options: _Options) -> str | None:
+    try:
+        return why_stock(source, options.map_location, options.weights_only)
+    except UnsupportedError as error:  # only stock torch.load can tell what is in this pickle
+        return str(error)
 
 
 @contextmanager
@@ -212,7 +277,7 @@ def _load_whole(source: CheckpointSource, options: _Options) -> Any:
             weights_only=options.weights_only,
             verify=options.verify,
             engine=options.engine,
-            poll=None,
+            poll=options.poll,
             read=options.read,
         )
 
@@ -280,30 +345,42 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
         root = source.scan().root
     except UnsupportedError as error:
         return str(error)
-    left_out: dict[Any, Unread] = dict.fromkeys(_left_out_of(root, options), UNREAD)
+    sizes_bytes = {reference.key: reference.size_bytes for reference in source.summary.references}
+    keys = set(sizes_bytes)
+
+    def bytes_of(node: object) -> int:
+        return sum(sizes_bytes[key] for key in storages_below([node]))
+
+    if options.keys is not None and isinstance(root, SymbolicDict | Call) and _scanned_entries(root) is None:
+        return "its pickle does not tell the entries of a dict"
+    choice = _left_out(source.path, root, options, _scanned_entries, bytes_of)
+    left_out = [path for path, _ in choice.left_out]
     others = SortedStorages()
     if not isinstance(options.into, _Whole):
-        others.sort(root, {**dict.fromkeys(options.into, None), **left_out})
-    keys = {reference.key for reference in source.summary.references}
+        others.sort(root, {**dict.fromkeys(options.into, None), **tree_of({}, left_out)})
     storages: dict[str, torch.UntypedStorage] = {}
-    reason = _load_storages(source, options, storages, storages_below(others.whole), {})
+    wanted = storages_below(others.whole)
+    reason = _load_storages(source, options, storages, wanted, {})
     if reason is not None:
         return reason
+    unread = others.in_place - wanted - _storages_of(root, options.into)
     try:
-        loaded, meta = _unpickled(source, options, storages, keys)
+        loaded, meta = _unpickled(source, options, storages, keys, unread)
     except Exception as error:  # noqa: BLE001 - whatever it is, stock torch.load succeeds or has the better message
         return f"it cannot be described without its data ({type(error).__name__}: {error})"
     _require_dict(source, options, loaded)
 
     key_of = {storage._cdata: key for key, storage in {**meta, **storages}.items()}
-    plan = _plan(source, options, loaded, lambda tensor: tensor.untyped_storage()._cdata in key_of)
+    plan = _plan(source, options, loaded, choice, lambda tensor: tensor.untyped_storage()._cdata in key_of)
     pairs = [
         Pair(leaf.name, leaf.target, described_tensor(source, key_of, leaf.value))
         for leaf in plan.leaves.values()
         if leaf.target is not None
     ]
-    found = SortedStorages()
-    found.sort(root, {**tree_of(plan.leaves, plan.unread), **left_out})
+    found = others
+    if options.into:
+        found = SortedStorages()
+        found.sort(root, tree_of(plan.leaves, [*plan.unread, *left_out]))
     whole = storages_below(found.whole)
     missing = keys - storages.keys() - (found.in_place - found.elsewhere.keys() - whole)
     devices = {key: device for key, device in found.elsewhere.items() if key not in whole}
@@ -317,35 +394,44 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
         reason = _load_storages(source, options, storages, missing, devices)
         if reason is not None:
             return reason
-        loaded, _ = _unpickled(source, options, storages, keys)
-    return _Ready(_without(loaded, left_out), plan, pairs)
+        loaded, _ = _unpickled(source, options, storages, keys, unread)
+    if options.keys is None:
+        tell_left_out(source.path, choice, bytes_of)
+    return _Ready(without(loaded, left_out), plan, pairs)
 
 
-def _left_out_of(root: object, options: _Options) -> list[Any]:
-    """Return the keys of the entries that are not read; none if the scanned pickle is not that of a dict."""
-    into = options.into
-    entries = root.entries if isinstance(root, Call) and is_ordered_dict(root) else root
-    if (
-        isinstance(into, _Whole)
-        or not isinstance(entries, SymbolicDict)
-        or 2 * len(entries.items()) != len(entries.flat)
-    ):
-        return []
-    return [
-        key
-        for key, below in entries.items()
-        if isinstance(key, SCALAR_KEYS) and is_left_out(key, into, options.keys, bool(storages_below([below])))
-    ]
+def _left_out(path: str, state: Any, options: _Options, entries_of: Entries, bytes_of: Callable[[Any], int]) -> Choice:
+    """Choose what is left out of a state, as an object or as a scanned pickle."""
+    if isinstance(options.into, _Whole):
+        return Choice([], [])
+    choice = left_out_of(state, options.into, options.keys, entries_of, bytes_of)
+    entries = entries_of(state)
+    if not options.into and entries is not None:  # with targets, one error tells all that is wrong
+        refuse_unmatched(path, choice.unmatched, [key for key, _ in entries if isinstance(key, SCALAR_KEYS)])
+    return choice
 
 
-def _without(loaded: dict[str, Any], keys: Iterable[Any]) -> dict[str, Any]:
-    """Remove what was not read."""
-    for key in keys:
-        loaded.pop(key, None)
-    return loaded
+def _storages_of(root: object, into: Mapping[str, object] | _Whole) -> set[str]:
+    """Return the keys of the storages that targets of entries get."""
+    if isinstance(into, _Whole):
+        return set()
+    return storages_below(
+        node for key, node in _scanned_entries(root) or () if isinstance(key, SCALAR_KEYS) and key in into
+    )
 
 
-def _plan(source: CheckpointSource, options: _Options, loaded: Any, has_data: Callable[[torch.Tensor], bool]) -> Plan:
+def _scanned_entries(node: object) -> list[tuple[object, object]] | None:
+    """Return the entries of a scanned dict; None for any other node, and if a key occurs twice."""
+    entries = node.entries if isinstance(node, Call) and is_ordered_dict(node) else node
+    if not isinstance(entries, SymbolicDict):
+        return None
+    items = entries.items()
+    return items if 2 * len(items) == len(entries.flat) else None
+
+
+def _plan(
+    source: CheckpointSource, options: _Options, loaded: Any, choice: Choice, has_data: Callable[[torch.Tensor], bool]
+) -> Plan:
     into = options.into
     plan = Plan(has_data, strict=not isinstance(into, _Whole) or into.strict)
     if isinstance(into, _Whole):
@@ -355,7 +441,7 @@ def _plan(source: CheckpointSource, options: _Options, loaded: Any, has_data: Ca
             if key in loaded:
                 plan.add((key,), str(key), target, loaded[key])
         held = ", ".join(str(name) for name in list(loaded)[:_SHOWN_COUNT]) or "nothing"
-        plan.problems += missing_keys(loaded, into, options.keys, f"the file, which holds {held}")
+        plan.problems += missing_keys(loaded, into, choice.unmatched, f"the file, which holds {held}")
     refuse_misfit(source.path, plan.problems, plan.keys, strict=plan.strict)
     plan.follow_file_where_memory_is_shared()
     return plan
@@ -379,19 +465,28 @@ def _load_storages(
             entry = source.directory.entries[f"data/{key}"]
             wanted[key] = StorageToFill(entry.data_offset_bytes, entry.size_bytes, entry.crc, device)
     fresh = {key: new_storage(item.size_bytes, item.device) for key, item in wanted.items()}
-    fill_storages(source, wanted, fresh, verify=options.verify, engine=options.engine, poll=None, read=options.read)
+    fill_storages(
+        source, wanted, fresh, verify=options.verify, engine=options.engine, poll=options.poll, read=options.read
+    )
     storages.update(fresh)
     return None
 
 
 def _unpickled(
-    source: CheckpointSource, options: _Options, storages: Mapping[str, torch.UntypedStorage], keys: set[str]
+    source: CheckpointSource,
+    options: _Options,
+    storages: Mapping[str, torch.UntypedStorage],
+    keys: set[str],
+    unread: set[str],
 ) -> tuple[Any, dict[str, torch.UntypedStorage]]:
-    """Unpickle around the given storages and around new ones without data for other keys; return those too."""
+    """Unpickle around the given storages and around new ones without data for other keys; return those too.
+
+    Of the keys in `unread` not even the local headers are read.
+    """
     sizes = {key: source.directory.entries[f"data/{key}"].size_bytes for key in keys - storages.keys()}
     meta = {key: new_storage(size_bytes, torch.device("meta")) for key, size_bytes in sizes.items()}
     extents = Extents()
-    headers = LocalHeaders(source, keys, extents)
+    headers = LocalHeaders(source, keys - unread, extents)
     with _torch_errors(source.path, options.weights_only):
         loaded = unpickle_while_reading(
             source,
@@ -411,15 +506,11 @@ def _planned_with_copy(source: CheckpointSource, options: _Options) -> _Ready:
     """Load everything, as if there were no targets."""
     loaded = _load_whole(source, options)
     _require_dict(source, options, loaded)
-    plan = _plan(source, options, loaded, lambda tensor: not tensor.is_meta)
-    if isinstance(options.into, _Whole):
-        return _Ready(loaded, plan, [])
-    left_out = [
-        key
-        for key, value in loaded.items()
-        if is_left_out(key, options.into, options.keys, any(True for _ in tensors_in(value)))
-    ]
-    return _Ready(_without(loaded, left_out), plan, [])
+    choice = _left_out(source.path, loaded, options, dict_entries, tensor_bytes)
+    plan = _plan(source, options, loaded, choice, lambda tensor: not tensor.is_meta)
+    if options.keys is None:
+        tell_left_out(source.path, choice, tensor_bytes)
+    return _Ready(without(loaded, (path for path, _ in choice.left_out)), plan, [])
 
 
 # --------------------------------------------------------------------------------------------- change

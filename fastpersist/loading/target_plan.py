@@ -29,6 +29,7 @@ from fastpersist.loading.targets import (
     MODULES,
     OPTIMIZERS,
     OTHERS,
+    SCALAR_KEYS,
     Path,
     TargetWalk,
     held_item,
@@ -41,7 +42,6 @@ from fastpersist.loading.targets import (
 )
 
 __all__ = [
-    "SCALAR_KEYS",
     "UNREAD",
     "Leaf",
     "Plan",
@@ -402,9 +402,6 @@ _PLAIN_VALUES = (type(None), numbers.Number, str, bytes, set, frozenset, range, 
 
 
 # --------------------------------------------------------------------------------------------- storages
-
-SCALAR_KEYS = (str, int, float, bool, bytes, type(None))
-"""Types of keys that the scan knows; keys of other types may exist only after unpickling."""
 
 
 class Unread:

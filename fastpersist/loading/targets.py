@@ -2,7 +2,7 @@
 
 Here is all that is alike for a file (`loading.target_plan`) and for shards (`dcp.target_plan`):
 
-- which entries of a state are read at all, and how a misfit is told (`refuse_misfit`);
+- how a misfit is told (`refuse_misfit`);
 - `TargetWalk`, which plans dicts, lists, tuples, plain values, objects with load_state_dict, and the tensors that an
   optimizer keeps. Subclasses look into the saved state, and plan modules, optimizers and single tensors. The walk reads
   no file and changes no target: it leaves `Step`s;
@@ -29,6 +29,7 @@ __all__ = [
     "MODULES",
     "OPTIMIZERS",
     "OTHERS",
+    "SCALAR_KEYS",
     "IncompatibleKeys",
     "Path",
     "Step",
@@ -36,7 +37,6 @@ __all__ = [
     "TargetWalk",
     "held_item",
     "is_extra_state",
-    "is_left_out",
     "joined_name",
     "keep_group_tensors",
     "keep_state_tensor",
@@ -52,6 +52,9 @@ __all__ = [
 Path: TypeAlias = tuple[Any, ...]
 """Keys and indexes that lead from what was saved to a part of it."""
 
+SCALAR_KEYS = (str, int, float, bool, bytes, type(None))
+"""Types of keys that a scan of a pickle knows; keys of other types may exist only after unpickling."""
+
 EXTRA_STATE_KEY = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 _WRAPPERS_MAX = 16
@@ -59,38 +62,6 @@ _SHOWN_COUNT = 10
 
 MODULES, OPTIMIZERS, OTHERS = range(3)
 """The order of steps: modules and tensors, then optimizers, then what may look at either."""
-
-
-# --------------------------------------------------------------------------------------------- entries of a state
-
-
-def is_left_out(key: object, into: Collection[str], keys: Collection[str] | None, has_tensors: bool) -> bool:
-    """Tell whether a load neither reads nor returns an entry of a state: one rule for all kinds of steps.
-
-    Args:
-        key: The entry's key.
-        into: Keys of the entries that are filled in place.
-        keys: Keys of the other entries that the caller asked for; None if the caller named none.
-        has_tensors: Whether the entry holds a tensor.
-    """
-    if key in into or (keys is not None and key in keys):
-        return False
-    return has_tensors if into else keys is not None
-
-
-def missing_keys(
-    held: Collection[object], into: Collection[str], keys: Collection[str] | None, where: str
-) -> Iterator[str]:
-    """Name the entries that the caller asked for and the state does not have, one sentence for each.
-
-    Args:
-        held: Keys of the state.
-        into: Keys of the entries that are filled in place.
-        keys: Keys of the other entries that the caller asked for.
-        where: What holds the state, for messages.
-    """
-    for asked, by in ((into, "in the target"), (keys or (), "among the keys")):
-        yield from (f"{key} is {by}, but not in {where}" for key in asked if key not in held)
 
 
 # --------------------------------------------------------------------------------------------- misfits
@@ -149,6 +120,21 @@ def refuse_misfit(
         raise misfit(path, found)
 
 
+def missing_keys(
+    held: Collection[object], into: Collection[str], keys: Collection[str] | None, where: str
+) -> Iterator[str]:
+    """Name the entries that the caller asked for and the state does not have, one sentence for each.
+
+    Args:
+        held: Keys of the state.
+        into: Keys of the entries that are filled in place.
+        keys: Names of the other entries that the caller asked for and that were not found otherwise.
+        where: What holds the state, for messages.
+    """
+    for asked, by in ((into, "in the target"), (keys or (), "among the keys")):
+        yield from (f"{key} is {by}, but not in {where}" for key in asked if key not in held)
+
+
 def misfit(path: str, problems: Sequence[str]) -> ConfigError:
     """Say in one error why a file and a target do not fit; names that differ only by a prefix make one sentence."""
     shown = _by_prefix(problems)
@@ -180,7 +166,8 @@ def _by_prefix(problems: Sequence[str]) -> list[str]:
                 where = f" of {owner[:-1]}" if owner else ""
                 return [
                     f"names{where} differ by the prefix {prefix!r}, which only those of the {side} have "
-                    f"({one}, {len(longer)} in all); add or remove it, as wrappers of a module do",
+                    f"({one}, {len(longer)} in all); add or remove it, as wrappers of a module do, or "
+                    "fastpersist.load_into with rename=",
                     *others,
                 ]
     return list(problems)

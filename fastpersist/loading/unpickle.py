@@ -20,7 +20,7 @@ import itertools
 import logging
 import mmap
 import os
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, TypeAlias, cast
 
@@ -32,6 +32,7 @@ from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats.layout import LOCAL_HEADER_BYTES
 from fastpersist.formats.pickle_scan import StorageReference
 from fastpersist.loading.checkpoint_file import CheckpointSource, SkippingFile
+from fastpersist.loading.selection import chosen_part
 from fastpersist.transfer.background_read import BackgroundRead
 from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.progress import Poll
@@ -337,8 +338,7 @@ def load_checkpoint(
         return read_safetensors(source, map_location=map_location, verify=verify, engine=engine, poll=poll, read=read)
     if source.kind != "torch_zip":
         source.refuse_foreign()
-    if source.path.endswith(".safetensors") and not weights_only:
-        _refuse_disguised(source)
+    refuse_disguised(source, weights_only)
     if source.kind != "torch_zip":
         if verify:
             raise UnsupportedError(f"{source.path}: {source.explain_unknown()}, so there are no checksums to verify")
@@ -372,8 +372,14 @@ def load_checkpoint(
     return unpickle_with(source, storages, map_location=map_location, weights_only=weights_only)
 
 
-def _refuse_disguised(source: CheckpointSource) -> None:
-    """Refuse a pickle with the name of a safetensors file: that name promises that loading runs no code."""
+def refuse_disguised(source: CheckpointSource, weights_only: bool) -> None:
+    """Refuse to run the code of a pickle with the name of a safetensors file: that name promises that there is none.
+
+    Raises:
+        FormatError: It is one.
+    """
+    if weights_only or not source.path.endswith(".safetensors"):
+        return
     if source.kind == "torch_zip":
         with contextlib.suppress(UnsupportedError):
             _ = source.directory  # its error tells what other archives are
@@ -436,8 +442,7 @@ def _load_mapped(source: CheckpointSource, map_location: MapLocation, weights_on
     if source.kind != "torch_zip":
         source.refuse_foreign()
         raise _no_views(source, source.explain_unknown())
-    if source.path.endswith(".safetensors") and not weights_only:
-        _refuse_disguised(source)
+    refuse_disguised(source, weights_only)
     try:
         wanted = why_stock(source, map_location, weights_only) or storages_to_fill(source, map_location)
     except UnsupportedError as error:
@@ -540,8 +545,12 @@ def read_safetensors(
     engine: str,
     poll: Poll | None,
     read: Read = read_extents,
+    keys: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Load a safetensors file: a dict of contiguous tensors, in the order of the data."""
+    """Load a safetensors file: a dict of contiguous tensors, in the order of the data.
+
+    With `keys`, only of those that they name or match; but `verify` reads all.
+    """
     if callable(map_location) or isinstance(map_location, dict):
         raise UnsupportedError(
             f"{source.path}: a safetensors file records no devices; map_location must be a device, not "
@@ -549,11 +558,16 @@ def read_safetensors(
         )
     device = torch.device("cpu" if map_location is None else map_location)
     header = source.header
+    chosen = chosen_part(source.path, {entry.name: entry for entry in header.entries}, keys)
     if verify:
         require_checksums(source)
     extents = Extents()
     tensors = {}
     for entry in header.entries:
+        if entry.name not in chosen:
+            if verify:
+                extents.add_checked(entry.offset_bytes, entry.size_bytes)
+            continue
         if device.type == "cpu" and entry.size_bytes >= _OWN_PAGES_BYTES:
             tensor = _tensor_over(new_storage(entry.size_bytes, device), entry, source)
         else:  # three times as fast, which counts with ten thousand tensors

@@ -9,6 +9,7 @@ Where to look:
     where the others go          ring (places), reading (memory and requests)
     what is read when            prefetch, which order foretells
     parameters without values    binding
+    what a model refuses         guards
     gradients through weights    backward
 
 `ring`, `order` and `residency` are about integers alone.

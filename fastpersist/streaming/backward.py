@@ -49,6 +49,7 @@ class BackwardReads:
         device: Where their memory is.
 
     Attributes:
+        residents: The numbers of those whose memory stays.
         read_bytes: What was read.
 
     Thread safety: any thread.
@@ -60,7 +61,7 @@ class BackwardReads:
         self.read_bytes = 0
         self._source = source
         self._units = units
-        self._residents = residents
+        self.residents = residents
         self._device = device
         self._lock = threading.Lock()
         self._order = UseOrder(len(units))  # of numbers from the end: a backward begins there
@@ -120,7 +121,7 @@ class BackwardReads:
         self._current = self._next = None
         for number in islice(self._order.foretell(), count):
             following = self._units[count - 1 - number]
-            if following.number not in self._residents and following.blocks and following is not unit:
+            if following.number not in self.residents and following.blocks and following is not unit:
                 self._next = (following, self._start(following))
                 break
         found.wait()

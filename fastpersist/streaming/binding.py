@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fastpersist.errors import ConfigError
 from fastpersist.streaming.units import Weight
 
-__all__ = ["UnboundBuffer", "UnboundParameter", "bind", "is_bound", "list_only", "unbind"]
+__all__ = ["ResidentParameter", "UnboundBuffer", "UnboundParameter", "bind", "is_bound", "list_only", "unbind"]
 
 # What is true of a weight without its values: attributes, and methods without an effect.
 _TRUE_ATTRIBUTES = frozenset(
@@ -95,16 +95,35 @@ class UnboundBuffer(_Unbound, torch.Tensor):
     """A buffer without its values."""
 
 
+class ResidentParameter(torch.nn.Parameter):
+    """A parameter that has its values for good; `data` would let them be changed, and only those of residents."""
+
+    _weight: Weight
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Return what it returns inside of a forward; else refuse."""
+        if not self._weight.owner.is_inside():
+            _refuse("data", self._weight)
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _refuse("data", self._weight)
+
+
 def is_bound(weight: Weight) -> bool:
     """Tell whether a weight has its values."""
     return not isinstance(weight.tensor, _Unbound)
 
 
-def bind(weight: Weight, values: torch.Tensor) -> None:
-    """Give a weight its values, which must stay where they are until it is unbound."""
+def bind(weight: Weight, values: torch.Tensor, *, stays: bool = False) -> None:
+    """Give a weight its values, which must stay where they are until it is unbound; `stays`: that may be never."""
     weight.tensor.__class__ = weight.bound_class
     with torch.inference_mode(False):
         weight.tensor.data = values
+    if stays and issubclass(weight.bound_class, torch.nn.Parameter):
+        weight.tensor.__class__ = ResidentParameter
 
 
 def unbind(weight: Weight) -> None:
@@ -121,6 +140,9 @@ class _NoReads:
     """The owner of weights that stand in a state_dict."""
 
     closed = False
+
+    def is_inside(self) -> bool:
+        return False
 
     def read_on_demand(self, weight: Weight) -> NoReturn:
         _refuse("state_dict()", weight)

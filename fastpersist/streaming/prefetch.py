@@ -35,6 +35,7 @@ class Prefetch:
 
     Attributes:
         residents: The numbers of the units that stay.
+        uses: How often each unit was used.
         read_count: Units that were read.
         read_bytes: Bytes that were read for them.
         wrong_guess_count: Units that nobody was reading yet when they were needed.
@@ -44,17 +45,40 @@ class Prefetch:
     """
 
     def __init__(self, source: WeightSource, units: Sequence[Unit], chosen: Residency, device: torch.device) -> None:
-        self.residents = chosen.residents
+        self.residents: frozenset[int] = frozenset()
+        self.uses = [0] * len(units)
         self.read_count = self.read_bytes = 0
         self.wrong_guess_count = self.outside_count = 0
         self._source = source
         self._units = units
         self._order = UseOrder(len(units))
-        self._memory = Memory(chosen.ring_bytes, device)
+        self._memory = Memory(0, device)
+        self._of_residents: dict[int, list[torch.Tensor]] = {}
         self._fillings: dict[int, Filling] = {}  # by unit
         self._ahead: deque[Unit] = deque()  # units in the ring that wait for their use, the oldest first
         self._routed: set[int] = set()  # units of which few experts were needed last time
         self._sparse = SparseMemory(max((unit.size_bytes for unit in units if unit.expert_count), default=0))
+        self.choose(chosen)
+
+    def choose(self, chosen: Residency) -> None:
+        """Let these units stay from now on. Others are not in use at the moment, nor are those whose blocks changed."""
+        device, staying = self._memory.device, self.residents & chosen.residents
+        self._ahead.clear()
+        for number in self._fillings.keys() - staying:
+            self.give_back(self._units[number])
+        self.residents = chosen.residents
+        self._of_residents = {
+            number: memory
+            for number, memory in self._of_residents.items()
+            if number in staying and _is_laid_out(memory, self._units[number])
+        }
+        self._memory = Memory(0, device)  # the old memory goes before the new one comes
+        self._memory = Memory(chosen.ring_bytes, device)
+        for number in sorted(self.residents - self._of_residents.keys()):
+            unit = self._units[number]
+            if not any(weight.converted_bytes for weight in unit.weights):  # it goes after the conversion
+                self._of_residents[number] = self._memory.outside([block.size_bytes for block in unit.blocks])
+        self._memory.clear_ahead([each for memory in self._of_residents.values() for each in memory])
 
     def use(self, unit: Unit, experts: Sequence[int] | None = None) -> Filling:
         """Return the memory of a unit that is needed now, perhaps still being filled, and start to read what follows.
@@ -68,11 +92,15 @@ class Prefetch:
             StorageError: A file has changed.
         """
         self._order.note(unit.number)
+        self.uses[unit.number] += 1
+        filling = self._fillings.get(unit.number)
+        if filling is not None and self._is_sparse(filling):  # the module calls itself
+            self._read_more(unit, filling, range(unit.expert_count) if experts is None else experts)
+            return filling
         is_routed = experts is not None and 2 * len(experts) <= unit.expert_count and unit.number not in self.residents
-        if any(each.memory and self._sparse.has(each.memory[0]) for each in self._fillings.values()):
+        if any(self._is_sparse(each) for each in self._fillings.values()):
             is_routed = False  # the module of another unit calls this one, and has that memory
         (self._routed.add if is_routed else self._routed.discard)(unit.number)
-        filling = self._fillings.get(unit.number)
         if filling is None and is_routed:
             filling = self._start_routed(unit, experts or ())
         elif filling is None:
@@ -114,7 +142,7 @@ class Prefetch:
         filling.land()
         if filling.room is not None:
             self._memory.give_back(filling.room)
-        elif filling.memory and self._sparse.has(filling.memory[0]):
+        elif self._is_sparse(filling):
             self._sparse.clear()
 
     def forget(self, bound: Collection[int]) -> None:
@@ -129,6 +157,7 @@ class Prefetch:
             filling.land()
         self._fillings.clear()
         self._ahead.clear()
+        self._of_residents.clear()
         self._memory = Memory(0, self._memory.device)
         self._sparse = SparseMemory(0)
 
@@ -152,10 +181,20 @@ class Prefetch:
         blocks = blocks_of_experts(unit, experts)
         return self._start_in(unit, None, self._sparse.cut([block.size_bytes for block in blocks]), blocks)
 
+    def _read_more(self, unit: Unit, filling: Filling, experts: Sequence[int]) -> None:
+        """Start to read other experts of a unit to where they are missing."""
+        more = start_filling(self._source, blocks_of_experts(unit, experts), filling.memory, None)
+        filling.add(more)
+        self.read_bytes += more.size_bytes
+
+    def _is_sparse(self, filling: Filling) -> bool:
+        return bool(filling.memory) and self._sparse.has(filling.memory[0])
+
     def _start(self, unit: Unit) -> Filling | None:
         """Start to read a unit to the memory that it is to have; None if the ring has no room for it now."""
         if unit.number in self.residents:
-            return self._start_outside(unit)
+            memory = self._of_residents.get(unit.number)
+            return self._start_outside(unit) if memory is None else self._start_in(unit, None, memory)
         taken = self._memory.in_ring([block.size_bytes for block in unit.blocks])
         return None if taken is None else self._start_in(unit, *taken)
 
@@ -176,3 +215,7 @@ class Prefetch:
         self.read_count += 1
         self.read_bytes += filling.size_bytes
         return filling
+
+
+def _is_laid_out(memory: Sequence[torch.Tensor], unit: Unit) -> bool:
+    return [each.nbytes for each in memory] == [block.size_bytes for block in unit.blocks]

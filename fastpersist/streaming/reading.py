@@ -122,6 +122,15 @@ class Memory:
         """Return memory of their own for blocks."""
         return [new_memory(size, self.device) for size in sizes]
 
+    def clear_ahead(self, others: Sequence[torch.Tensor]) -> None:
+        """Let a thread have the kernel clear the ring and other memory, so that the first reads need not wait for it.
+
+        A virtual machine's host has to find each page first. That takes longer than reading it.
+        """
+        ring = [] if self._ring_memory is None else [self._ring_memory]
+        memory = [tensor for tensor in (*ring, *others) if tensor.device.type == "cpu"]
+        self._clearing = _native.Prefault([(each.data_ptr(), each.nbytes) for each in memory], memory)
+
     def in_ring(self, sizes: Sequence[int]) -> tuple[Room, list[torch.Tensor]] | None:
         """Take room in the ring for blocks; None if there is not enough now."""
         if self._ring_memory is None:
@@ -164,6 +173,10 @@ class Filling:
         self.room = room
         self.size_bytes = sum(each.size_bytes for block in blocks for each in block.ranges)
         self._requests = requests
+
+    def add(self, more: Filling) -> None:
+        """Wait for another one of the same memory, too."""
+        self._requests += more._requests
 
     def done(self) -> bool:
         """Tell whether nothing is under way any more."""

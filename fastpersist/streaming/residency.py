@@ -1,6 +1,6 @@
 """Which units stay in memory, and how large the ring is, for a budget. Integers only.
 
-A pass uses every unit once and then begins again, so the unit that was used last is needed last: keeping the most
+A pass uses units once and then begins again, so the unit that was used last is needed last: keeping the most
 recent ones would never hit, and any fixed set hits its share. Spread over the depth, each resident computes while the
 disk reads for the ring; in one piece, the ring would be full and the disk idle for as long as they compute.
 """
@@ -32,13 +32,18 @@ class Residency:
     missing_bytes: int = 0
 
 
-def choose_residents(units: Sequence[Sequence[int]], must_stay: Sequence[bool], budget_bytes: int) -> Residency:
+def choose_residents(
+    units: Sequence[Sequence[int]], must_stay: Sequence[bool], budget_bytes: int, uses: Sequence[int] | None = None
+) -> Residency:
     """Divide a budget between the ring and residents.
+
+    A unit that is used twice as often as another saves twice as much for its bytes, so it comes first.
 
     Args:
         units: The sizes of the blocks of each unit, in the order of their use.
         must_stay: For each unit, whether it stays in any case: it is used while others come and go.
         budget_bytes: For both together.
+        uses: How often each unit was used, if it is known. Counts of one power of two are the same.
     """
     totals = [sum(blocks) for blocks in units]
     if sum(totals) <= budget_bytes:
@@ -51,14 +56,18 @@ def choose_residents(units: Sequence[Sequence[int]], must_stay: Sequence[bool], 
     if rest_bytes < 0:
         missing_bytes = min(-rest_bytes, sum(totals) - budget_bytes)  # all in memory may be less than a ring
         return Residency(frozenset(residents), resident_bytes, ring_bytes, missing_bytes)
-    # Each unit earns its share of the rest; whenever enough is earned, the unit at hand stays.
-    streamed_bytes = sum(totals[number] for number in others)
-    earned_bytes = 0.0
-    for number in others:
-        earned_bytes += rest_bytes * totals[number] / streamed_bytes
-        if totals[number] <= earned_bytes:
-            earned_bytes -= totals[number]
-            residents.add(number)
-            resident_bytes += totals[number]
+    ranks = [0 if uses is None else uses[number].bit_length() for number in range(len(units))]
+    for rank in sorted(set(ranks), reverse=True):
+        # Each unit earns its share of the rest; whenever enough is earned, the unit at hand stays.
+        alike = [number for number in others if ranks[number] == rank]
+        share = min(rest_bytes / max(sum(totals[number] for number in alike), 1), 1)
+        earned_bytes = 0.0
+        for number in alike:
+            earned_bytes += share * totals[number]
+            if totals[number] <= earned_bytes:
+                earned_bytes -= totals[number]
+                residents.add(number)
+                resident_bytes += totals[number]
+                rest_bytes -= totals[number]
     # What is left over lets the disk read further ahead.
     return Residency(frozenset(residents), resident_bytes, budget_bytes - resident_bytes)

@@ -9,15 +9,14 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from time import perf_counter
-from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
@@ -25,7 +24,8 @@ from torch.utils._pytree import tree_map
 from fastpersist.arguments import byte_count, local_path
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
 from fastpersist.streaming.backward import BackwardReads
-from fastpersist.streaming.binding import bind, is_bound, list_only, unbind
+from fastpersist.streaming.binding import bind, is_bound, unbind
+from fastpersist.streaming.guards import put_guards, take_guards_away
 from fastpersist.streaming.matching import Names, match, put_in_place
 from fastpersist.streaming.prefetch import Prefetch
 from fastpersist.streaming.reading import (
@@ -48,12 +48,10 @@ __all__ = ["StreamStats", "WeightStream", "stream"]
 
 _log = logging.getLogger("fastpersist")
 
-_CALL_CODE = torch.nn.Module._call_impl.__code__
 _SMALL_BYTES = 1 << 20  # buffers below it are in memory, and embeddings below it are read whole
 _UNIT_BYTES_MIN = 8 << 20
 _UNIT_BYTES_MAX = 64 << 20  # the first pass computes one unit while it reads the next ones
-_IN_FLIGHT_BYTES = 256 << 20
-"""Reads that are under way at once for residents, which the ring does not bound."""
+_RANKED_PASS = 7  # by then an encoder was used less often than a decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,8 @@ def stream(
         prefix: In front of the model's names in the source, such as "model." for a checkpoint {"model": …}.
         names: Other names in the source, by name of the model; a sequence of names for a parameter whose bytes are
             those tensors, end to end. Without the prefix.
-        verify: Compare the recorded checksum of each weight when it is read for the first time.
+        verify: Compare the recorded checksum of each weight when it is read for the first time. Not of rows of
+            embeddings, since a checksum is of the whole weight. What a backward pass reads was compared by its forward.
         engine: As in `load`.
 
     Returns:
@@ -186,14 +185,14 @@ class WeightStream:
         self._stack: list[Unit] = []  # units whose forward runs, the innermost last
         self._saving: list[torch.autograd.graph.saved_tensors_hooks | None] = []  # of the same units
         self._entered: set[int] = set()
+        self._entered_since: set[int] = set()  # the last choice of residents
         self._on_demand: list[Weight] = []
-        self._joining: list[tuple[Weight, Unit]] = []
-        self._kept: set[int] = set()  # ids of weights that stay bound
+        self._joining: dict[tuple[Weight, Unit], bool] = {}  # whether that is still to be decided
+        self._is_ranked = False
         self._checked: set[int] = set()  # ids of weights whose checksum was compared
         self._turn = threading.Condition()
         self._holder: int | None = None  # the thread whose turn it is
-        self._resident_bytes = 0
-        self._ring_bytes = 0
+        self._chosen = Residency(frozenset(), 0, 0)
         self._pass_count = self._on_demand_count = self._on_demand_bytes = 0
         self._stall_s = 0.0
 
@@ -210,8 +209,8 @@ class WeightStream:
         streamed = [unit for unit in self._units if unit.number not in prefetch.residents]
         return StreamStats(
             budget_bytes=self._budget_bytes,
-            ring_bytes=self._ring_bytes,
-            resident_bytes=self._resident_bytes,
+            ring_bytes=self._chosen.ring_bytes,
+            resident_bytes=self._chosen.resident_bytes,
             streamed_bytes=sum(each.size_bytes for unit in streamed for block in unit.blocks for each in block.ranges),
             weight_bytes=sum(weight.file_bytes for weight in self._weights),
             unit_count=len(self._units),
@@ -237,24 +236,23 @@ class WeightStream:
             self._end()
             return
         self._closing = True  # or forwards of other threads would take turn after turn
-        with self._turn:
-            self._wait_for_turn()
-            if not self._closed:
-                while self._stack:  # of a forward that Ctrl-C has left, or this one
-                    self._finish_last()
-                self._prefetch.land()
-                self._backward.forget()
-                self._end()
-            self._holder = None
-            self._turn.notify_all()
+        self._take_turn()
+        if not self._closed:
+            while self._stack:  # it is called inside of a forward
+                self._finish_last()
+            self._prefetch.land()
+            self._backward.forget()
+            self._end()
+        self._end_turn()
 
     def _end(self) -> None:
         self._closed = True
         for handle in self._hooks:
             handle.remove()
-        for module in () if self._model is None else self._model.modules():
-            for name in ("_apply", "__deepcopy__", "__reduce_ex__"):
-                module.__dict__.pop(name, None)
+        for unit in self._units:
+            unit.module.__dict__.pop("_call_impl", None)
+        if self._model is not None:
+            take_guards_away(self._model)
         for weight in self._weights:
             if is_bound(weight) and weight.name not in self._small:
                 unbind(weight)
@@ -288,9 +286,12 @@ class WeightStream:
         if chosen.missing_bytes:  # large units may be what is too much
             units, chosen = self._choose(model, of_units, _UNIT_BYTES_MIN)
         if chosen.missing_bytes:
+            largest = sorted(units, key=lambda unit: unit.size_bytes * (not unit.must_stay), reverse=True)[:2]
+            named = " and ".join(f"{unit.name or 'the model'} with {unit.size_bytes}" for unit in largest)
             raise ConfigError(
                 f"budget_bytes is {self._budget_bytes}; this model needs at least "
-                f"{self._budget_bytes + chosen.missing_bytes} for its two largest units and what must stay in memory"
+                f"{self._budget_bytes + chosen.missing_bytes} for its two largest units ({named}) and what must stay "
+                f"in memory ({sum(unit.size_bytes for unit in units if unit.must_stay)})"
             )
         values_of_small = self._read_small(small)
         # From here on nothing fails, and the model changes.
@@ -298,7 +299,7 @@ class WeightStream:
         self._units = units
         self._prefetch = Prefetch(self._source, units, chosen, self._device)
         self._backward = BackwardReads(self._source, units, chosen.residents, self._device)
-        self._resident_bytes, self._ring_bytes = chosen.resident_bytes, chosen.ring_bytes
+        self._chosen = chosen
         put_in_place(weights)
         if self._device.type != "cpu":
             self._move_buffers(model)
@@ -308,13 +309,15 @@ class WeightStream:
             else:
                 unbind(weight)
         self._put_hooks(model)
+        with suppress(StorageError):  # whoever needs the unit meets it again
+            self._prefetch.read_ahead()
         _log.info(
             "streaming %s: %d units, %d of them resident (%d MB), a ring of %d MB, %d MB of weights",
             self._source.path,
             len(units),
             len(chosen.residents),
-            self._resident_bytes // 1_000_000,
-            self._ring_bytes // 1_000_000,
+            self._chosen.resident_bytes // 1_000_000,
+            self._chosen.ring_bytes // 1_000_000,
             sum(weight.file_bytes for weight in weights) // 1_000_000,
         )
 
@@ -335,9 +338,15 @@ class WeightStream:
 
     def _choose_of(self, units: list[Unit]) -> tuple[list[Unit], Residency]:
         for unit in units:
-            unit.blocks = self._blocks_of(unit.weights)
-            # Where memory is not the host's, what is not read would have to be filled with zeros.
-            unit.expert_count = 0 if self._verify or self._device.type != "cpu" else expert_count_of(unit)
+            self._lay_out(unit)
+        return units, self._residency_of(units)
+
+    def _lay_out(self, unit: Unit) -> None:
+        unit.blocks = self._blocks_of(unit.weights)
+        # Where memory is not the host's, what is not read would have to be filled with zeros.
+        unit.expert_count = 0 if self._verify or self._device.type != "cpu" else expert_count_of(unit)
+
+    def _residency_of(self, units: Sequence[Unit], uses: Sequence[int] | None = None) -> Residency:
         converted = [sum(weight.converted_bytes for weight in unit.weights) for unit in units]
         sizes = [
             [*(block.size_bytes for block in unit.blocks), *([extra] if extra else [])]
@@ -345,8 +354,7 @@ class WeightStream:
         ]
         routed_bytes = [unit.size_bytes // 2 for unit in units if unit.expert_count]  # see Prefetch.use
         reserve_bytes = max(converted, default=0) + max(routed_bytes, default=0)
-        must_stay = [unit.must_stay for unit in units]
-        return units, choose_residents(sizes, must_stay, self._budget_bytes - reserve_bytes)
+        return choose_residents(sizes, [unit.must_stay for unit in units], self._budget_bytes - reserve_bytes, uses)
 
     def _read_small(self, weights: Sequence[Weight]) -> dict[str, torch.Tensor]:
         """Read small buffers, which stay in memory; return their values by name."""
@@ -374,54 +382,16 @@ class WeightStream:
             self._pass_count += 1
             self._backward.forget()
 
-        @untraced
-        def list_weights(module: torch.nn.Module, state: dict[str, Any], *arguments: object) -> None:
-            list_only(state)
-
         self._hooks.append(model.register_forward_pre_hook(begin_pass))
         for unit in self._units:
             self._hooks += _hooks_of(self, unit)
-        for module in {id(module): module for weight in self._weights for module, _ in weight.places}.values():
-            self._hooks.append(module.register_state_dict_post_hook(list_weights))
-
-        streamed = {
-            (id(module), local)
-            for weight in self._weights
-            if weight.name not in self._small
-            for module, local in weight.places
-        }
-
-        @untraced
-        def refuse_load(module: torch.nn.Module, state: dict[str, Any], prefix: str, *arguments: object) -> None:
-            for inside, each in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
-                for local in (*each._parameters, *each._buffers):
-                    name = f"{inside}.{local}" if inside else local
-                    if (id(each), local) in streamed and name in state:
-                        raise ConfigError(
-                            f"load_state_dict() would change {name}, whose values stay in {self._source.path} "
-                            "(fastpersist.stream): close the stream first, or leave it out"
-                        )
-
-        def refuse_move(*arguments: object, **options: object) -> NoReturn:
-            raise ConfigError(
-                "a model whose weights are streamed cannot be moved or converted: close the stream, and pass device= "
-                "or dtype= to a new one"
-            )
-
-        def refuse_copy(*arguments: object) -> NoReturn:
-            raise ConfigError(
-                "a model whose weights are streamed cannot be copied or pickled: its weights are in "
-                f"{self._source.path}; build and stream another one"
-            )
-
-        for module in model.modules():
-            self._hooks.append(module.register_load_state_dict_pre_hook(refuse_load))
-            module.__dict__.update(_apply=refuse_move, __deepcopy__=refuse_copy, __reduce_ex__=refuse_copy)
+        without_values = [weight for weight in self._weights if weight.name not in self._small]
+        self._hooks += put_guards(model, without_values, self._source.path)
 
     def _tell_of_room(self) -> None:
         """Say where a larger budget would do better than this one can."""
         total_bytes = sum(weight.file_bytes for weight in self._weights)
-        if self._ring_bytes and available_host_bytes() > total_bytes + total_bytes // 2:
+        if self._chosen.ring_bytes and available_host_bytes() > total_bytes + total_bytes // 2:
             _log.info(
                 "streaming %s with a budget of %d MB, though its %d MB of weights would fit into memory: a larger "
                 'budget_bytes, or "auto", makes later passes faster',
@@ -430,21 +400,69 @@ class WeightStream:
                 total_bytes // 1_000_000,
             )
 
+    # --- between two passes
+
+    def _look_for_a_better_choice(self, unit: Unit) -> None:
+        """Choose residents anew when passes have shown which weights a unit uses, or how often each is used."""
+        is_known = self._pass_count == _RANKED_PASS and not self._is_ranked
+        self._is_ranked |= is_known
+        if is_known or (unit.number in self._entered_since and any(self._joining.values())):
+            self._choose_anew()
+
+    def _choose_anew(self) -> None:
+        """Give weights that were read on demand to the units that used them, and let those stay that are used most.
+
+        No unit is at work, so no weights are bound but those of residents.
+        """
+        uses = self._prefetch.uses if self._is_ranked else None
+        units = self._units
+        for weight, user in [pair for pair, is_open in self._joining.items() if is_open]:
+            self._joining[weight, user] = False
+            joined = [self._after_joining(unit, weight, user) for unit in units]
+            if not self._residency_of(joined, uses).missing_bytes:
+                units = joined
+        chosen = self._residency_of(units, uses)
+        changed = [(old, new) for old, new in zip(self._units, units, strict=True) if old is not new]
+        self._entered_since.clear()
+        if not changed and chosen == self._chosen:
+            return
+        for old, new in changed:
+            self._take_away(old)
+            old.weights, old.blocks, old.expert_count = new.weights, new.blocks, new.expert_count
+        for number in self._chosen.residents - chosen.residents:
+            self._take_away(self._units[number])
+        self._chosen = chosen
+        self._backward.residents = chosen.residents
+        self._prefetch.choose(chosen)
+
+    def _after_joining(self, unit: Unit, weight: Weight, user: Unit) -> Unit:
+        """Return a unit as it is when a weight has joined its user; one that is never entered does not need it."""
+        weights = [each for each in unit.weights if each is not weight]
+        if unit.number == user.number:
+            weights.append(weight)
+        if len(weights) == len(unit.weights) or (unit.number != user.number and unit.number in self._entered):
+            return unit
+        made = replace(unit, weights=weights)
+        self._lay_out(made)
+        return made
+
     # --- around the forward of a unit
 
     def _enter(self, unit: Unit, experts: Sequence[int] | None) -> None:
         """Bind the weights of a unit, or those of some of its experts, and have the next ones read."""
         self._refuse_fork()
-        self._take_turn(unit)
+        self._take_turn()
         if self._closing:
             self._end_turn()
             raise ConfigError(f"{unit.name or 'the model'} has no values: {self!r} is closed")
         try:
             if not self._stack:
-                self._drop_on_demand()
+                self._look_for_a_better_choice(unit)
             self._entered.add(unit.number)
+            self._entered_since.add(unit.number)
             if unit.blocks:
                 filling = self._prefetch.use(unit, experts)
+                self._wait(filling)
                 if unit.number not in self._bound:
                     self._bind(unit, filling)
         except BaseException as error:
@@ -464,37 +482,40 @@ class WeightStream:
 
     def _leave(self, unit: Unit, output: Any) -> Any:
         """Unbind what is not to stay, and have its place filled. Returns the output, without views of the ring."""
-        if self._closed or unit not in self._stack:
+        if self._closed:
             return output
         try:
-            if output is not None and unit.number not in self._prefetch.residents:
+            if unit.number not in self._prefetch.residents:
                 output = self._outside_of_ring(output)
         finally:
-            while self._finish_last() is not unit:
-                continue
-            if not self._stack:
-                self._drop_on_demand()
+            self._finish_last()
             try:
                 self._prefetch.read_ahead()
             finally:
                 self._end_turn()
         return output
 
-    def _finish_last(self) -> Unit:
-        """Take the last unit from the stack, and its weights away, unless they stay.
+    def _depth(self) -> int:
+        """Return how many units this thread is inside of."""
+        return len(self._stack) if self._holder == threading.get_ident() else 0
 
-        Weights that were read on demand during its forward become its own.
-        """
+    def _unwind(self, depth: int) -> None:
+        """Finish units, after an error or Ctrl-C, until this thread is inside of so many only."""
+        if self._holder == threading.get_ident():
+            try:
+                while len(self._stack) > depth:
+                    self._finish_last()
+            finally:
+                self._end_turn()
+
+    def _finish_last(self) -> None:
+        """Take the last unit from the stack, and its weights away, unless they stay."""
         unit = self._stack.pop()
         saving = self._saving.pop()
         if saving is not None and self._holder == threading.get_ident():  # it is that thread's alone
             saving.__exit__(None, None, None)
         if unit.number not in self._prefetch.residents and unit not in self._stack:  # it may call itself
             self._take_away(unit)
-        for weight in [weight for weight, by in self._joining if by is unit]:
-            self._join(weight, unit)
-        self._joining = [each for each in self._joining if each[1] is not unit]
-        return unit
 
     def _streamed_and_bound(self) -> Iterator[tuple[Unit, Weight]]:
         for unit in self._stack:
@@ -507,18 +528,20 @@ class WeightStream:
             unbind(weight)
         self._prefetch.give_back(unit)
 
-    def _bind(self, unit: Unit, filling: Filling) -> None:
+    def _wait(self, filling: Filling) -> None:
         started = perf_counter()
         try:
             filling.wait()
         finally:
             self._stall_s += perf_counter() - started
+
+    def _bind(self, unit: Unit, filling: Filling) -> None:
         bound = self._bound[unit.number] = []
         for block, memory in zip(filling.blocks, filling.memory, strict=True):
             for weight, at_bytes in block.weights:
                 self._check(weight, memory, at_bytes)
                 if not is_bound(weight):
-                    bind(weight, values_in(memory, weight, at_bytes))
+                    bind(weight, values_in(memory, weight, at_bytes), stays=unit.number in self._prefetch.residents)
                     bound.append(weight)
         if unit.number in self._prefetch.residents and all(weight.converted_bytes for weight in unit.weights):
             filling.memory = ()  # the bytes of the file are not needed beside the converted ones
@@ -534,7 +557,7 @@ class WeightStream:
     def read_on_demand(self, weight: Weight) -> torch.Tensor:
         """Read a weight. Inside a forward, it is bound until that ends; else only the caller has the values."""
         self._refuse_use(weight)
-        is_inside = bool(self._stack) and self._holder == threading.get_ident()
+        is_inside = self.is_inside()
         if is_inside and is_bound(weight):
             return weight.tensor
         if not self._on_demand_count:
@@ -546,9 +569,7 @@ class WeightStream:
         (block,) = self._blocks_of([weight])
         memory = new_memory(block.size_bytes, self._device)
         at_bytes = block.weights[0][1]
-        started = perf_counter()
-        start_filling(self._source, [block], [memory], None).wait()
-        self._stall_s += perf_counter() - started
+        self._wait(start_filling(self._source, [block], [memory], None))
         self._on_demand_count += 1
         self._on_demand_bytes += weight.file_bytes
         self._check(weight, memory, at_bytes)
@@ -557,8 +578,12 @@ class WeightStream:
             return values
         bind(weight, values)
         self._on_demand.append(weight)
-        self._joining.append((weight, self._stack[-1]))
+        self._joining.setdefault((weight, self._stack[-1]), True)
         return weight.tensor
+
+    def is_inside(self) -> bool:
+        """Tell whether this thread runs the forward of a unit."""
+        return bool(self._depth())
 
     def read_rows(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of these ids, of shape ids.shape + weight.shape[1:]."""
@@ -571,32 +596,10 @@ class WeightStream:
         self._on_demand_bytes += read_bytes
         return rows
 
-    def _join(self, weight: Weight, unit: Unit) -> None:
-        """Let a weight that was read on demand belong to the unit whose forward used it, if there is room for it."""
-        if weight in unit.weights or id(weight) in self._kept:
-            return
-        if unit.number in self._prefetch.residents:
-            if self._resident_bytes + self._ring_bytes + weight.file_bytes > self._budget_bytes:
-                return
-            self._kept.add(id(weight))
-            self._resident_bytes += weight.file_bytes
-        else:
-            blocks = self._blocks_of([*unit.weights, weight])
-            if 2 * sum(block.size_bytes for block in blocks) > self._ring_bytes:
-                return
-            unit.weights.append(weight)
-            unit.blocks = blocks
-            unit.expert_count = 0  # not all of its weights are experts any more
-        for other in self._units:  # one that is never entered would be read for nothing
-            if other is not unit and weight in other.weights and other.number not in self._entered:
-                other.weights.remove(weight)
-                other.blocks = self._blocks_of(other.weights)
-
     def _drop_on_demand(self) -> None:
         weights, self._on_demand = self._on_demand, []
         for weight in weights:
-            if id(weight) not in self._kept:
-                unbind(weight)
+            unbind(weight)
 
     def _refuse_use(self, weight: Weight) -> None:
         if self._closed:
@@ -609,53 +612,19 @@ class WeightStream:
 
     # --- turns
 
-    def _take_turn(self, unit: Unit) -> None:
-        """Wait until no other thread is inside a unit.
-
-        Ctrl-C leaves a forward without the hook behind it. So what is on the stack and not being called any more is
-        finished here; and a thread that holds the turn but is in no forward has lost it.
-        """
-        me = threading.get_ident()
+    def _take_turn(self) -> None:
+        """Wait until no other thread is inside a unit."""
         with self._turn:
-            self._wait_for_turn()
-            if self._holder != me:
-                while self._stack:
-                    self._finish_last()
-            self._holder = me
-        if self._stack:
-            self._finish_abandoned(unit)
-
-    def _wait_for_turn(self) -> None:
-        while self._holder not in (None, threading.get_ident()):
-            if not self._turn.wait(1.0) and not self._is_inside(self._holder):
-                break
-
-    def _finish_abandoned(self, unit: Unit) -> None:
-        """Finish the units on the stack whose modules this thread, which begins to call `unit`, does not call."""
-        calls = _running_calls()
-        calls[id(unit.module)] -= 1
-        for depth, each in enumerate(self._stack):
-            calls[id(each.module)] -= 1
-            if calls[id(each.module)] < 0:
-                while len(self._stack) > depth:
-                    self._finish_last()
-                break
+            self._turn.wait_for(lambda: self._holder in (None, threading.get_ident()))
+            self._holder = threading.get_ident()
 
     def _end_turn(self) -> None:
+        """Let another thread have its turn, unless this one is inside a unit."""
         if not self._stack:
+            self._drop_on_demand()
             with self._turn:
                 self._holder = None
                 self._turn.notify()
-
-    def _is_inside(self, thread: int | None) -> bool:
-        """Tell whether a thread runs the forward of a unit, or waits for the bytes of one."""
-        modules = {id(self), *(id(unit.module) for unit in self._stack)}
-        frame = sys._current_frames().get(thread or 0)
-        while frame is not None:
-            if id(frame.f_locals.get("self")) in modules:
-                return True
-            frame = frame.f_back
-        return False
 
     # --- outputs
 
@@ -706,10 +675,21 @@ def _hooks_of(owner: WeightStream, unit: Unit) -> list[torch.utils.hooks.Removab
     def leave(module: torch.nn.Module, arguments: object, output: Any) -> Any:
         return owner._leave(unit, output)
 
+    depth_of, unwind = untraced(owner._depth), untraced(owner._unwind)
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        depth = depth_of()
+        try:
+            return type(unit.module)._call_impl(unit.module, *arguments, **keywords)
+        except BaseException:  # no hook behind the forward runs
+            unwind(depth)
+            raise
+
+    unit.module.__dict__["_call_impl"] = call  # others wrap `forward`, and look at its signature
     # Before a forward ours is the first, so other hooks see the weights. Behind it, those that come later do not.
     return [
         unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-        unit.module.register_forward_hook(leave, always_call=True),
+        unit.module.register_forward_hook(leave),
     ]
 
 
@@ -729,14 +709,3 @@ def _embedding_weights(model: torch.nn.Module) -> tuple[set[int], set[int]]:
                 is_embedding = isinstance(module, torch.nn.Embedding) and local == "weight"
                 (embedded if is_embedding else others).add(id(parameter))
     return embedded, others
-
-
-def _running_calls() -> Counter[int]:
-    """Count, by the id of the module, the calls of modules that this thread is inside of."""
-    calls = Counter[int]()
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _CALL_CODE:
-            calls[id(frame.f_locals["self"])] += 1
-        frame = frame.f_back
-    return calls

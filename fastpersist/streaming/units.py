@@ -45,6 +45,9 @@ class WeightOwner(Protocol):
     def read_rows(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of these ids, of shape ids.shape + weight.shape[1:]."""
 
+    def is_inside(self) -> bool:
+        """Tell whether this thread runs the forward of a unit."""
+
     @property
     def closed(self) -> bool:
         """Whether nothing can be read any more."""

@@ -597,7 +597,11 @@ _open_files: weakref.WeakSet[TensorFile] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Wait for all requests: their memory is freed when the interpreter ends."""
+    """Wait for all requests: their memory is freed when the interpreter ends.
+
+    Daemon threads that wait for the same requests go on beside this, and must not be the ones that free it.
+    """
+    _native.keep_owners()
     for file in list(_open_files):
         try:
             file.close()

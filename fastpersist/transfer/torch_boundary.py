@@ -55,15 +55,14 @@ def untraced(function: Callable[Parameters, Result]) -> Callable[Parameters, Res
 
     torch's own decorator imports the compiler, which takes a second; so it is applied only when compiled code calls.
     """
-    disabled: Callable[Parameters, Result] | None = None
+    disabled: list[Callable[Parameters, Result]] = []  # not a name: the compiler loses one that is assigned
 
     @functools.wraps(function)
     def call(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
-        nonlocal disabled
-        if disabled is None:
+        if not disabled:
             if not torch.compiler.is_compiling():
                 return function(*arguments, **keywords)
-            disabled = torch.compiler.disable(function)
-        return disabled(*arguments, **keywords)
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*arguments, **keywords)
 
     return call

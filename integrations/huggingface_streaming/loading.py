@@ -71,14 +71,16 @@ def from_pretrained(
     budget_bytes: int | str | None = None,
     auto_class: Any = AutoModelForCausalLM,
     trust_remote_code: bool = False,
+    verify: bool = False,
+    engine: str = "auto",
     **config_overrides: Any,
 ) -> Any:
     """Return a model of transformers whose weights stay in the safetensors files of a directory.
 
     It computes what the model from transformers' own `from_pretrained` computes, bit by bit, and is used in the same
-    way: `generate`, `pipeline`, adapters of peft. Before this returns, config.json, the headers and nothing else of the
-    weights are read. Nothing is ever written to the directory. The model is in eval mode, and no parameter requires a
-    gradient. `generate` does not compile it: weights come and go between its modules.
+    way: `generate`, `pipeline`, adapters of peft. This waits for config.json and the headers; of the weights, the first
+    ones are on their way when it returns. Nothing is ever written to the directory. The model is in eval mode, and no
+    parameter requires a gradient. `generate` does not compile it: weights come and go between its modules.
 
     `model.weight_stream` is the `WeightStream`: stats() tells what was read, close() ends it.
 
@@ -94,6 +96,8 @@ def from_pretrained(
         budget_bytes: Memory for weights, as in `fastpersist.stream`; in place of `max_memory`. None: "auto".
         auto_class: AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModel, …, or a model class.
         trust_remote_code: Run code from the directory that defines the model.
+        verify: As in `fastpersist.stream`.
+        engine: As in `fastpersist.stream`.
         **config_overrides: Change the configuration, as in transformers.
 
     Returns:
@@ -139,7 +143,14 @@ def from_pretrained(
     model.requires_grad_(False)
     _configure_generation(model, folder)
     model.weight_stream = stream(
-        model, checkpoint.source, device=device, budget_bytes=budget, dtype="model", names=mapped.names
+        model,
+        checkpoint.source,
+        device=device,
+        budget_bytes=budget,
+        dtype="model",
+        names=mapped.names,
+        verify=verify,
+        engine=engine,
     )
     return model
 

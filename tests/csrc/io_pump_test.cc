@@ -390,6 +390,90 @@ void MoreThatFollowGoesOutWithTheNextCall() {
   EXPECT(memory.Holds(file.Content()));
 }
 
+// --- Several files
+
+void EachRequestGoesToItsFile() {
+  const std::vector<Bytes> contents = {RandomBytes(kPieceBytes * 4, 8), RandomBytes(kPieceBytes * 2, 9),
+                                       RandomBytes(kPieceBytes * 2, 10)};
+  const ScratchFile first("pump-1", contents[0]);
+  const ScratchFile second("pump-2", contents[1]);
+  const ScratchFile third("pump-3", contents[2]);
+  const std::vector<PumpFile> files = {
+      {first.fd(), first.path()}, {second.fd(), second.path()}, {third.fd(), third.path()}};
+  for (const char* engine : {"threads-buffered", "uring-buffered", "libaio-buffered", "threads", "uring", "libaio"}) {
+    auto opened = IoPump::Open(files, {.engines = {engine}, .queue_depth = 8, .poll = {}, .outlives_failures = true});
+    if (!opened.ok()) continue;  // an engine that this machine does not have, or no direct I/O
+    const std::unique_ptr<IoPump> pump = std::move(opened).value();
+    Memory memory(kPieceBytes * 8);
+    std::vector<IoPump::Request> requests;
+    for (uint32_t file = 0; file < 3; ++file) {
+      for (uint64_t at = 0; at < contents[file].size(); at += kPieceBytes) {
+        const uint64_t tag = requests.size();
+        requests.push_back({.op = IoOp::kRead,
+                            .buffer = memory.at(tag * kPieceBytes),
+                            .size_bytes = kPieceBytes,
+                            .needed_bytes = kPieceBytes,
+                            .offset_bytes = at,
+                            .tag = tag,
+                            .file = file});
+      }
+    }
+    for (const IoPump::Request& request : requests) EXPECT_OK(pump->Start(request, /*more_follow=*/true));
+    std::vector<IoPump::Finished> finished;
+    while (pump->in_flight() > 0) EXPECT_OK(pump->Collect(std::chrono::milliseconds::max(), finished, 3));
+    EXPECT(finished.size() == requests.size());
+    for (const IoPump::Finished& each : finished) {
+      EXPECT_OK(each.status);
+      const IoPump::Request& request = requests[each.tag];
+      const std::byte* const expected = contents[request.file].data() + request.offset_bytes;
+      EXPECT_WITH(std::memcmp(request.buffer, expected, kPieceBytes) == 0, engine);
+    }
+
+    // The third file ends before the second request's bytes, which is its error alone.
+    requests[0].file = 2;
+    requests[1].file = 2;
+    requests[1].offset_bytes = contents[2].size();
+    finished.clear();
+    for (size_t i = 0; i < 2; ++i) EXPECT_OK(pump->Start(requests[i]));
+    while (pump->in_flight() > 0) EXPECT_OK(pump->Collect(finished));
+    for (const IoPump::Finished& each : finished) {
+      EXPECT(each.status.ok() == (each.tag == 0));
+      EXPECT_WITH(each.status.ok() || Contains(each.status.message(), third.path()), each.status.message());
+    }
+  }
+}
+
+void AllFilesOfAPumpFollowItsEngine() {
+  if (!TakesDirect()) return;
+  const Bytes content = RandomBytes(kPieceBytes * 2, 11);
+  const ScratchFile first("pump-1", content);
+  const ScratchFile second("pump-2", content);
+  const auto is_direct = [](const ScratchFile& file) { return (fcntl(file.fd(), F_GETFL) & O_DIRECT) != 0; };
+  const Fault fault(Fault::Errno(EINVAL, 3, Fault::kAll));
+  const auto pump =
+      Must(IoPump::Open({{first.fd(), first.path()}, {second.fd(), second.path()}},
+                        {.engines = {"fault:threads", "threads-buffered"}, .queue_depth = 4, .poll = {}}));
+  EXPECT(pump->direct() && is_direct(first) && is_direct(second));
+  Memory memory(kPieceBytes * 4);
+  for (uint64_t tag = 0; tag < 4; ++tag) {
+    EXPECT_OK(pump->Start({.op = IoOp::kRead,
+                           .buffer = memory.at(tag * kPieceBytes),
+                           .size_bytes = kPieceBytes,
+                           .needed_bytes = kPieceBytes,
+                           .offset_bytes = (tag / 2) * kPieceBytes,
+                           .tag = tag,
+                           .file = static_cast<uint32_t>(tag % 2)}));
+  }
+  std::vector<IoPump::Finished> finished;
+  while (pump->in_flight() > 0) EXPECT_OK(pump->Collect(finished));
+  EXPECT(finished.size() == 4 && pump->engine_name() == "threads-buffered");
+  EXPECT(!pump->direct() && !is_direct(first) && !is_direct(second));
+  for (uint64_t tag = 0; tag < 4; ++tag) {
+    const std::byte* const expected = content.data() + ((tag / 2) * kPieceBytes);
+    EXPECT(std::memcmp(memory.at(tag * kPieceBytes), expected, kPieceBytes) == 0);
+  }
+}
+
 // --- Polling and giving up
 
 void PollIsAskedWhileIoIsInFlight() {
@@ -484,6 +568,8 @@ int main(int argc, char** argv) {
               TEST(APumpThatOutlivesFailuresReportsEachWithItsRequest),
               TEST(ACollectWithAnEndComesBackInTime),
               TEST(MoreThatFollowGoesOutWithTheNextCall),
+              TEST(EachRequestGoesToItsFile),
+              TEST(AllFilesOfAPumpFollowItsEngine),
               TEST(PollIsAskedWhileIoIsInFlight),
               TEST(AnErrorOfPollStopsAtOnceWithIoInFlight),
               TEST(AfterAbandonTheKernelWritesNoMore),

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <fstream>
+#include <memory>
 
 #include "core/alignment.h"
 #include "testing.h"
@@ -126,6 +127,19 @@ void EndsAtOnceAndLeavesNoThread() {
   EXPECT(ThreadCount() == before);
 }
 
+void AForkedChildDoesNotWaitForTheThread() {
+  const Mapping memory;
+  auto prefault = std::make_unique<Prefault>(std::vector(200, memory.bytes()));
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(10);
+    prefault.reset();
+    _exit(0);
+  }
+  int status = -1;
+  EXPECT(waitpid(child, &status, 0) == child && status == 0);
+}
+
 void OddRangesAreLeftAlone() {
   const Mapping memory;
   std::byte small[100];
@@ -171,6 +185,6 @@ int main(int argc, char** argv) {
   return Run(
       argc, argv,
       {TEST(PagesAreThereInTheEndAndHoldZeros), TEST(OnlyWholePagesArePrepared), TEST(BuffersOfAnySizeAreGivenBack),
-       TEST(WhatIsFilledMeanwhileStays), TEST(EndsAtOnceAndLeavesNoThread), TEST(OddRangesAreLeftAlone),
-       TEST(AForkedChildFindsZerosWhileMemoryIsWiped), TEST(SharedMemoryCannotBeWiped)});
+       TEST(WhatIsFilledMeanwhileStays), TEST(EndsAtOnceAndLeavesNoThread), TEST(AForkedChildDoesNotWaitForTheThread),
+       TEST(OddRangesAreLeftAlone), TEST(AForkedChildFindsZerosWhileMemoryIsWiped), TEST(SharedMemoryCannotBeWiped)});
 }

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.streamed_transformers import (
     ARCHITECTURES,
     answers_of,
@@ -113,6 +113,26 @@ def test_a_model_of_some_size_is_streamed_layer_by_layer(tmp_path: Path, monkeyp
     assert stats.unit_count >= 8
     assert stats.streamed_bytes > 0
     model.weight_stream.close()
+
+
+def test_engine_and_verify_are_those_of_the_stream(tmp_path: Path) -> None:
+    directory = save(new_model("llama"), tmp_path / "model")
+    weights = load_file(directory / "model.safetensors")
+    fp.save(weights, directory / "model.safetensors")  # with checksums
+    model = streamed(directory, "llama", verify=True, engine="threads")
+    assert model.weight_stream.stats().engine.startswith("threads")
+    assert_same_answers(model, stock(directory, "llama"))
+    model.weight_stream.close()
+    (place,) = (each for each in fp.inspect(directory / "model.safetensors").tensors if each.name == "lm_head.weight")
+    with open(directory / "model.safetensors", "r+b") as file:
+        file.seek(place.offset_bytes)
+        file.write(b"\x01\x02\x03")
+    model = streamed(directory, "llama", verify=True)
+    with pytest.raises(fp.ChecksumError, match=r"lm_head\.weight"):
+        answers_of(model)
+    model.weight_stream.close()
+    with pytest.raises(fp.ConfigError, match="turbo"):
+        streamed(directory, "llama", engine="turbo")
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])

@@ -12,31 +12,48 @@ from pathlib import Path
 
 import pytest
 from support.programs import run_file_in_fork
-from support.torchrun import torchrun
+from support.torchrun import pid_of_rank, torchrun
 
 import fastpersist as fp
 
 FOLDER = Path(__file__).parents[2] / "examples"
 WITH_TESTS_OF_THEIR_OWN = {
-    *("ddp_partitioned.py", "deepspeed_zero.py", "fsdp_checkpointer.py", "fsdp_dcp_reshard.py", "train_gpt.py"),
+    *("ddp_partitioned.py", "deepspeed_zero.py", "fsdp_checkpointer.py", "fsdp_dcp_reshard.py", "stateful_loader.py"),
+    *("torchft_replicas.py", "train_gpt.py"),
 }
-EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.name not in WITH_TESTS_OF_THEIR_OWN)
+SHARED = {"memory_group.py"}  # imported by examples; no program
+EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.name not in WITH_TESTS_OF_THEIR_OWN | SHARED)
+SMALL = {
+    "embedding_on_disk.py": ["--rows", 20_000, "--lookups", 3],
+    "graph_larger_than_memory.py": ["--nodes", 20_000, "--seconds", 0.5],
+}
+# What torch_geometric calls when it is imported.
+IGNORED = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 
 
 def command_of(example: Path, *words: object) -> list[str]:
-    return [sys.executable, "-W", "error", str(example), *map(str, words)]
+    return [sys.executable, "-W", "error", "-W", IGNORED, str(example), *map(str, words)]
 
 
 def test_there_are_examples() -> None:
     assert EXAMPLES
-    assert all((FOLDER / name).is_file() for name in WITH_TESTS_OF_THEIR_OWN)
+    assert all((FOLDER / name).is_file() for name in WITH_TESTS_OF_THEIR_OWN | SHARED | set(SMALL))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
-    done = subprocess.run(command_of(example), cwd=tmp_path, capture_output=True, text=True, check=False)
+    command = command_of(example, *SMALL.get(example.name, []))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir()), "an example cleans up after itself"
+
+
+def test_rows_of_the_graph_are_read_both_ways_alike(tmp_path: Path) -> None:
+    command = command_of(FOLDER / "graph_larger_than_memory.py", tmp_path, *SMALL["graph_larger_than_memory.py"])
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    first_losses = re.findall(r"loss ([0-9.]+) →", done.stdout)
+    assert len(first_losses) == 3, done.stdout
+    assert len(set(first_losses)) == 1, "the first batch has the same seeds, and so the same rows"
 
 
 def train(root: Path, step_count: int) -> list[str]:
@@ -75,6 +92,7 @@ def test_training_that_is_told_to_end_saves_first_and_resumes_there(tmp_path: Pa
 
 # --- several processes
 
+
 DDP_PATIENCE_S = 60
 STOCK_LOAD = """
 import sys, torch
@@ -101,12 +119,18 @@ def lines_until(job: subprocess.Popen[str], text: str) -> list[str]:
     pytest.fail("\n".join(["it ended too early:", *lines]))
 
 
-def pid_of_rank(job: subprocess.Popen[str], rank: int) -> int:
-    """Find a process of a job by its environment."""
-    for child in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split():
-        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-            return int(child)
-    pytest.fail(f"there is no rank {rank}")
+def test_ranks_that_lose_one_repeat_the_steps_that_were_not_saved(tmp_path: Path) -> None:
+    command = command_of(FOLDER / "lost_rank.py", tmp_path / "run")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    resumed = re.findall(r"generation 1: rank \d goes on from step (\d+)", done.stdout)
+    assert len(resumed) == 3
+    assert len(set(resumed)) == 1
+    losses: dict[str, set[str]] = {}
+    for step, loss in re.findall(r"^step (\d+)  loss (\S+)$", done.stdout, re.MULTILINE):
+        losses.setdefault(step, set()).add(loss)
+    assert sorted(map(int, losses)) == list(range(1, 16))
+    assert all(len(found) == 1 for found in losses.values())
+    assert fp.Checkpointer(tmp_path / "run").steps() == [13, 14, 15]
 
 
 def test_ranks_that_lose_one_go_on_with_another_number(tmp_path: Path) -> None:
@@ -138,7 +162,9 @@ def test_ranks_that_lose_one_go_on_with_another_number(tmp_path: Path) -> None:
     assert (stock.stdout, stock.stderr) == (f"{saved + 2}\n", "")
 
 
-@pytest.mark.parametrize("name", ["ddp_partitioned.py", "fsdp_checkpointer.py", "fsdp_dcp_reshard.py"])
+@pytest.mark.parametrize(
+    "name", ["ddp_partitioned.py", "fsdp_checkpointer.py", "fsdp_dcp_reshard.py", "stateful_loader.py"]
+)
 def test_what_needs_torchrun_says_so_without_it(name: str, tmp_path: Path) -> None:
     code, _, errors = run_file_in_fork(FOLDER / name, directory=tmp_path)
     assert code == 2

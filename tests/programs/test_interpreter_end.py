@@ -190,8 +190,12 @@ LATE = """
         "atexit.unregister(tensor_file._close_all); "
         'file = fp.TensorFile(sys.argv[1], "w", engine="fault:threads-buffered"); '
         "pending = file.write_async(data); start(pending.wait)",
+        # Its wait ends before that of the main thread, so it would be the one that frees the tensor.
+        'file = fp.TensorFile(sys.argv[1], "w", engine="fault:threads-buffered"); close = fp.TensorFile.close; '
+        "fp.TensorFile.close = lambda file: (time.sleep(1.5), close(file)); "
+        "data.slow = Slow(); pending = file.write_async(data); del data; start(pending.wait)",
     ],
-    ids=["a save asks while it is polled", "a wait asks at its end"],
+    ids=["a save asks while it is polled", "a wait asks at its end", "a wait ends before the last of the main thread"],
 )
 def test_a_daemon_thread_that_asks_for_the_interpreter_too_late_ends_with_the_process(ending: str, path: Path) -> None:
     result = run_script(LATE + "    " + ending, path)

@@ -1,4 +1,4 @@
-"""What of a step is read: what is filled, what `keys=` names, and what is no tensor; alike for both kinds of steps."""
+"""What of a step is read: what is filled, what `keys=` names, and what is small; alike for both kinds of steps."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ from support.sameness import assert_same
 from support.store_runs import two_stores
 
 import fastpersist as fp
-from fastpersist.loading import restore
+from fastpersist.loading import restore, selection
 
 BOTH = pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 
 
 class Flat(collections.OrderedDict[str, Any]):
     """A dict that torch pickles by its class."""
+
+
+@pytest.fixture(autouse=True)
+def every_tensor_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tensors of a few bytes be none of the small ones, which come along without being asked for."""
+    monkeypatch.setattr(selection, "_SMALL_BYTES", 1)
 
 
 def state() -> dict[str, Any]:

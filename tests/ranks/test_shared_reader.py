@@ -64,6 +64,34 @@ def test_each_rank_gets_what_safetensors_gives(way: str, tmp_path: Path) -> None
     assert run_ranks(2, work) == [expected] * 2
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_each_rank_gets_what_its_keys_choose(suffix: str, way: str, tmp_path: Path) -> None:
+    saved = {f"layer{number}": torch.full((MIB // 4,), float(number)) for number in range(4)}
+    path = tmp_path / f"model.{suffix}"
+    fp.save(saved, path)
+    wanted = [["layer[12]"], ["layer2", "layer3"]]
+
+    def work(rank: int, count: int) -> tuple[Any, Any]:
+        watch(way)
+        target = {name: torch.zeros(MIB // 4) for name in saved}
+        fp.load_into(path, target, keys=wanted[rank], process_group=world())
+        return portrait(fp.load(path, keys=wanted[rank], process_group=world())), portrait(target)
+
+    for names, found in zip([["layer1", "layer2"], ["layer2", "layer3"]], run_ranks(2, work), strict=True):
+        chosen = {name: tensor for name, tensor in saved.items() if name in names}
+        assert found == (portrait(chosen), portrait({name: chosen.get(name, torch.zeros(MIB // 4)) for name in saved}))
+
+
+def test_a_key_that_chooses_nothing_on_one_rank_ends_the_load_on_all(zip_path: Path) -> None:
+    def work(rank: int, count: int) -> None:
+        expected = fp.ConfigError if rank else fp.PeerError
+        with pytest.raises(expected, match="nothing is among the keys"):
+            fp.load(zip_path, keys=["nothing"] if rank else None, process_group=world())
+
+    run_ranks(2, work)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_divide_the_check_and_read_no_byte_twice(count: int, tmp_path: Path) -> None:
     saved = {"a": torch.ones(3 * MIB), "b": torch.ones(700_000)}

@@ -23,9 +23,10 @@ def two_stores(directory: Path, count: int = 2) -> list[Path]:
     return [directory / ("a" if rank < (count + 1) // 2 else "b") for rank in range(count)]
 
 
-def checkpoints_at(root: Path, run: Run, **options: Any) -> fp.Checkpointer:
-    """Return a Checkpointer of all ranks."""
-    return fp.Checkpointer(root, optimizer=run.optimizer, process_group=dist.group.WORLD, writers="all", **options)
+def checkpoints_at(root: Path, run: Run, *, group: dist.ProcessGroup | None = None, **options: Any) -> fp.Checkpointer:
+    """Return a Checkpointer of all ranks, or of those of a group."""
+    group = group or dist.group.WORLD
+    return fp.Checkpointer(root, optimizer=run.optimizer, process_group=group, writers="all", **options)
 
 
 def train(rank: int, count: int, roots: Sequence[Path], steps: int, first: int = 1, **options: Any) -> None:

@@ -91,10 +91,12 @@ def save_weights(model: nn.Module, path: Path, *, shards: int = 1) -> Path:
 
 
 def loaded_whole(model: nn.Module, path: Path) -> nn.Module:
-    """Give a model the values of a safetensors file, mapped into memory, and return it.
+    """Give a model the values of a safetensors file, mapped into memory, and return it frozen, as streamed weights are.
 
-    Its outputs are what streaming is measured by: libraries may sum in another order for another alignment.
+    Its outputs are what streaming is measured by: libraries may sum in another order for another alignment, and torch
+    multiplies in another shape if a weight requires a gradient.
     """
+    model.requires_grad_(False)
     values = load_file(path)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in values:

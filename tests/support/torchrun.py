@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 
 @contextmanager
 def torchrun(program: Path, rank_count: int, *words: object, **variables: str) -> Iterator[subprocess.Popen[str]]:
@@ -35,3 +37,11 @@ def run_to_its_end(
     with torchrun(program, rank_count, *words, **variables) as job:
         said, _ = job.communicate(timeout=patience_s)
     return job.returncode, said
+
+
+def pid_of_rank(job: subprocess.Popen[str], rank: int) -> int:
+    """Find a process of a job by its environment."""
+    for child in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return int(child)
+    pytest.fail(f"there is no rank {rank}")

@@ -9,7 +9,7 @@ One harness for all commands, and for the programs in benchmarks/:
 - `save_rows`, `load_rows`, `states`: the savers, loaders and states; cold and warm files
 - `worker`: a process for rows whose memory is measured (`cli.child_process` starts all processes)
 
-The commands: `command` is `bench save` and `bench load`; `io`, `overlap`, `ranks` and `stream` are packages. In each,
-`command` has the options, `report` or `tables` the output, and `worker`, `work` or `processes` the code of other
-processes.
+The commands: `command` is `bench save` and `bench load`; `io`, `overlap`, `ranks`, `stream` and `row_store` (which is
+`bench rows`) are packages. In each, `command` has the options, `report` or `tables` the output, and `worker`, `work` or
+`processes` the code of other processes.
 """

@@ -1,6 +1,6 @@
 """`fastpersist bench save DIR` and `bench load DIR`: compares fastpersist and others with the speed of the disk.
 
-This module also registers `bench io`, `bench overlap`, `bench ranks` and `bench stream`, which are packages.
+This module also registers the other benches (io, overlap, ranks, rows, stream), which are packages.
 
 It runs the rows of the other modules in one scratch directory inside DIR, always removes that, and reports. A slow
 machine is no failure: the exit code is 0 unless a row of fastpersist fails.
@@ -25,6 +25,7 @@ from fastpersist.cli.bench.overlap import command as bench_overlap
 from fastpersist.cli.bench.places import check_places, empty, positive, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.ranks import command as bench_ranks
 from fastpersist.cli.bench.report import StateResult, machine_facts, report_json, report_text
+from fastpersist.cli.bench.row_store import command as bench_rows
 from fastpersist.cli.bench.rows import Measured, Row, Sample, exit_code, measure
 from fastpersist.cli.bench.save_rows import own_save_rows, peer_save_rows, usable_engines
 from fastpersist.cli.bench.states import STATE_NAMES, StateRecipe, flatten
@@ -84,6 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     bench_io.add_parser(commands)
     bench_overlap.add_parser(commands)
     bench_ranks.add_parser(commands)
+    bench_rows.add_parser(commands)
     bench_stream.add_parser(commands)
 
 

@@ -52,6 +52,9 @@ class FioJob:
         sharing_count: Jobs that share a file, a range each; for an engine with one request at a time.
         in_place: Write over files that are there.
         huge_pages: Keep the data in huge pages, which the machine must have reserved.
+        io_count: Requests of each job; None for the whole range.
+        tuned: What costs fio least: registered buffers and files, completions taken in batches.
+        in_turns: Submit as many requests as may be in flight, and wait for all of them before the next.
     """
 
     direction: Direction
@@ -64,11 +67,19 @@ class FioJob:
     sharing_count: int = 1
     in_place: bool = False
     huge_pages: bool = False
+    io_count: int | None = None
+    tuned: bool = False
+    in_turns: bool = False
 
     @property
     def range_bytes(self) -> int:
-        """What one job moves; with several, a rest of less than a block each is left out."""
+        """The range of one job; with several, a rest of less than a block each is left out."""
         return self.size_bytes // self.block_bytes // self.sharing_count * self.block_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """What one job moves."""
+        return self.range_bytes if self.io_count is None else self.io_count * self.block_bytes
 
     def command(self, paths: list[str]) -> list[str]:
         """Return the words of the command line."""
@@ -79,6 +90,13 @@ class FioJob:
         ]  # fmt: skip
         if self.huge_pages:
             words.append("--iomem=mmaphuge")
+        if self.io_count is not None:
+            words += [f"--io_size={self.moved_bytes}", "--norandommap"]  # blocks may come more than once
+        if self.tuned:
+            words += ["--fixedbufs", "--registerfiles"]
+        if self.tuned or self.in_turns:
+            batch = self.depth if self.in_turns else min(16, self.depth)
+            words += [f"--iodepth_batch_submit={batch}", f"--iodepth_batch_complete_min={batch}"]
         if self.sharing_count > 1:
             words += ["--thread", f"--offset_increment={self.range_bytes}"]
         if self.direction == "read":
@@ -214,8 +232,8 @@ def _sample(output: str, job: FioJob, job_count: int) -> IoSample:
     report: dict[str, Any] = json.loads(output[output.index("{") :])
     jobs = report["jobs"]
     moved_bytes = sum(one[job.direction]["io_bytes"] for one in jobs)
-    if moved_bytes != job_count * job.range_bytes:
-        raise StorageError(None, f"fio moved {moved_bytes} bytes instead of {job_count * job.range_bytes}")
+    if moved_bytes != job_count * job.moved_bytes:
+        raise StorageError(None, f"fio moved {moved_bytes} bytes instead of {job_count * job.moved_bytes}")
     return IoSample(
         seconds=max(max(int(one[job.direction]["runtime"]), 1) for one in jobs) / 1000,
         size_bytes=moved_bytes,

@@ -25,6 +25,7 @@ from fastpersist.dcp.blobs import Shape
 from fastpersist.errors import ConfigError
 from fastpersist.formats import safetensors
 from fastpersist.formats.layout import align_up
+from fastpersist.formats.safetensors import INDEX_NAME, SINGLE_NAME
 
 __all__ = [
     "INDEX_NAME",
@@ -40,9 +41,6 @@ __all__ = [
     "runs_of",
     "without_duplicates",
 ]
-
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 
 _RUN_BYTES_MIN = 16 << 10
 """Chunks of shorter runs are gathered: a disk takes longer for them."""

@@ -26,20 +26,19 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from fastpersist.commit.filesystem import open_regular, storage_errors
+from fastpersist.commit.filesystem import open_regular
 from fastpersist.dcp.blobs import Shape
 from fastpersist.dcp.coverage import require_filled
-from fastpersist.dcp.huggingface.layout import INDEX_NAME, SINGLE_NAME
 from fastpersist.dcp.part_reader import Batch, PartReader, Payload, Wanted, pieces
 from fastpersist.dcp.storage_reader import CheckpointReader, tensor_committer
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError, UnsupportedError
 from fastpersist.formats import safetensors
-from fastpersist.formats.manifest import check_file_name
+from fastpersist.formats.safetensors import INDEX_NAME
+from fastpersist.loading.safetensors_directory import file_names, read_index
 from fastpersist.transfer.reader import read_exactly
 
 __all__ = ["FastPersistHuggingFaceReader"]
 
-_SUFFIX = ".safetensors"
 _SHARDS_KEY = "DCP_SHARDING_INFO"
 """The key in a file's metadata under which DCP's own writer tells where its parts of tensors begin."""
 
@@ -102,8 +101,8 @@ class FastPersistHuggingFaceReader(CheckpointReader):
             UnsupportedError: torch has no such dtype.
         """
         directory_path = self._known_path("dcp.load")
-        weight_map = _read_index(directory_path)
-        names = _names_in(directory_path) if weight_map is None else sorted(set(weight_map.values()))
+        weight_map = read_index(directory_path)
+        names = file_names(directory_path) if weight_map is None else sorted(set(weight_map.values()))
         self._files = {}
         found: dict[str, list[_Stored]] = {}
         for name in names:
@@ -207,43 +206,6 @@ class _FileReader(PartReader):
 
 
 # --- what is in a directory
-
-
-def _read_index(directory: str) -> dict[str, str] | None:
-    """Return the file of each tensor, by the index; None without an index, and beside a file of the whole model."""
-    path = os.path.join(directory, INDEX_NAME)
-    if os.path.exists(os.path.join(directory, SINGLE_NAME)):  # transformers looks for it first, too
-        return None
-    try:
-        with storage_errors("reading", path), open(open_regular(path), "rb") as file:
-            text = file.read()
-    except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return None
-        raise
-    try:
-        weight_map = json.loads(text)["weight_map"]
-        found = {str(tensor): str(name) for tensor, name in weight_map.items()}
-        for name in found.values():
-            check_file_name(name)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"it does not say which tensor is in which file: {error}", path=path) from None
-    return found
-
-
-def _names_in(directory: str) -> list[str]:
-    """Return the names of the safetensors files of a directory without an index."""
-    try:
-        names = os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        names = []
-    if SINGLE_NAME in names:
-        return [SINGLE_NAME]
-    found = sorted(name for name in names if name.endswith(_SUFFIX) and not name.startswith("."))
-    if not found:
-        message = f"there is no HuggingFace checkpoint at {directory}: it has neither {INDEX_NAME} nor *{_SUFFIX}"
-        raise CheckpointNotFoundError(errno.ENOENT, message, directory)
-    return found
 
 
 def _read_file(directory: str, name: str) -> tuple[tuple[int, int], list[_Stored]]:

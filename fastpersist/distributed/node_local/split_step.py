@@ -257,6 +257,32 @@ class StepParts:
                 return _in_memory(path, told[holders[self.reader.rank]][self.reader.rank])
         return CheckpointSource(path) if name in self._seen[self.reader.rank].files else None
 
+    def all_own_files(self, names: Sequence[str], wanted: bool) -> Iterator[CheckpointSource | None]:
+        """Open the own files of all ranks that have saved; all ranks call this, and each says whether it wants them.
+
+        Args:
+            names: Of the files, the same on all ranks.
+            wanted: This rank reads them.
+
+        Returns:
+            One for each name, opened as they are taken; None where no rank sees the file. Nothing if this rank wants
+            none.
+
+        Raises:
+            PeerError, StorageError, ChecksumError: As in `own_file`.
+        """
+        if not any(self.reader.wait_for_all("wanted", wanted)):
+            return iter(())
+        holders = {
+            name: next((rank for rank, seen in enumerate(self._seen) if name in seen.files), -1) for name in names
+        }
+        own = {name: self._read(name) for name in names if holders[name] == self.reader.rank}
+        told = self.reader.wait_for_all("own", own)
+        return (
+            None if holders[name] < 0 else _in_memory(os.path.join(self._found.path, name), told[holders[name]][name])
+            for name in (names if wanted else ())
+        )
+
     def _read(self, name: str) -> bytes:
         path = os.path.join(self._found.path, name)
         with storage_errors("reading", path), open(path, "rb") as file:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -416,3 +417,67 @@ def test_what_cannot_be_called_or_handled_is_refused(tmp_path: Path, previous: P
             with pytest.raises(fp.ConfigError, match="signals are those that can be handled"):
                 checkpointer.save_on_signal(lambda: (1, {}), signals)  # type: ignore[arg-type]
             assert signal.getsignal(signal.SIGUSR1) is previous
+
+
+# --- a limited time
+
+
+@pytest.mark.parametrize("grace_s", [0, -1.0, float("inf"), float("nan"), "30"])
+def test_grace_period_that_is_no_time_is_refused(tmp_path: Path, grace_s: Any) -> None:
+    with pytest.raises(fp.ConfigError, match="grace_s"):
+        fp.Checkpointer(tmp_path).save_on_signal(lambda: (1, {}), SIGNALS, grace_s=grace_s)
+
+
+def test_save_within_the_grace_period_is_as_without_one(tmp_path: Path, previous: Previous, leak_check: None) -> None:
+    run = Run()
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer) as checkpointer:
+        checkpointer.save_on_signal(lambda: (run.step, run.state(), {"own": 7}), SIGNALS, grace_s=1000)
+        send()
+        run.advance()
+        assert previous.steps == [[1]]
+    assert fp.Checkpointer(tmp_path).load()["rank_state"] == {"own": 7}
+
+
+@pytest.mark.parametrize("by", ["make_state", "loop"])
+def test_save_that_takes_longer_is_not_waited_for(
+    tmp_path: Path, previous: Previous, by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run()
+    with held_writers() as writers, fp.Checkpointer(tmp_path, optimizer=run.optimizer) as checkpointer:
+        state = (lambda: (run.step, run.state())) if by == "make_state" else (lambda: None)
+        checkpointer.save_on_signal(state, SIGNALS, grace_s=0.2)
+        send()
+        run.advance()
+        if by == "loop":
+            checkpointer.save(1, run.state())
+        assert previous.steps == [[]]
+        writers.release()
+    assert "SIGUSR1: the grace period is over, and the step was not saved in time" in caplog.text
+
+
+def test_occasion_that_comes_too_late_saves_nothing(
+    tmp_path: Path, previous: Previous, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run()
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer) as checkpointer:
+        checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS, grace_s=0.05)
+        send()
+        time.sleep(0.1)
+        assert previous.steps == []
+        run.advance()
+        assert previous.steps == [[]]
+    assert "SIGUSR1: the grace period is over, and the step was not saved in time" in caplog.text
+
+
+def test_process_that_never_comes_to_an_occasion_ends_by_the_signal(tmp_path: Path) -> None:
+    def work(report: Report) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        checkpointer = fp.Checkpointer(tmp_path)
+        checkpointer.save_on_signal(lambda: (1, {}), grace_s=0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    with Child(work) as child:
+        ending = child.wait()
+    assert ending.signal == signal.SIGTERM, ending.message
+    assert fp.Checkpointer(tmp_path).steps() == []

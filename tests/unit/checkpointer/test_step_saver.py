@@ -123,7 +123,7 @@ def test_failures_are_warned_of_where_training_shall_go_on() -> None:
 def test_failures_are_logged_while_another_exception_is_raised(caplog: pytest.LogCaptureFixture) -> None:
     queue = queue_of(failed_save(1), failed_save(2))
     with caplog.at_level(logging.ERROR, logger="fastpersist"):
-        queue.log_failed()
+        queue.log_failed("while another exception was being raised")
     said = [record.getMessage() for record in caplog.records if "another exception" in record.getMessage()]
     assert ["step 1" in said[0], "step 2" in said[1], len(said)] == [True, True, 2]
     queue.deliver()

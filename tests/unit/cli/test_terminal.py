@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import threading
@@ -19,7 +20,15 @@ from fastpersist import (
     StorageError,
     UnsupportedError,
 )
-from fastpersist.cli.terminal import printable, run_command, size_text, stopped_by_signals
+from fastpersist.cli.terminal import (
+    bytes_bar,
+    print_table,
+    printable,
+    run_command,
+    shape_text,
+    size_text,
+    stopped_by_signals,
+)
 
 
 def raising(error: BaseException) -> int:
@@ -107,3 +116,39 @@ def test_nohup_and_other_threads_keep_what_they_have() -> None:
     thread.start()
     thread.join()
     assert ran == [True]
+
+
+def test_shapes_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (shape_text((2, 3)), shape_text(()), shape_text((0,))) == ("2×3", "scalar", "0")
+    print_table(("name", "bytes"), ("left", "right"), [("1e5", "7"), ("w", "1000")])
+    assert capsys.readouterr().out.splitlines() == [
+        "",
+        "name      bytes",
+        "------  -------",
+        "1e5           7",
+        "w          1000",
+    ]
+
+
+class Terminal(io.StringIO):
+    """Standard error that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_appears_only_where_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Terminal()
+    monkeypatch.setattr("sys.stderr", shown)
+    with bytes_bar("reading", 100, quiet=False) as bar:
+        bar.update(50)
+        assert not shown.getvalue(), "less than two seconds have passed"
+        bar.start_t -= 3
+        bar.refresh()
+        bar.update(50)
+        assert "reading" in shown.getvalue()
+    with bytes_bar("reading", 100, quiet=True) as bar:
+        assert bar.disable
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    with bytes_bar("reading", 100, quiet=False) as bar:
+        assert bar.disable

@@ -17,7 +17,7 @@ from support.specimens import SPECIMENS, Network, train
 
 import fastpersist as fp
 from fastpersist.loading.checkpoint_file import CheckpointSource
-from fastpersist.loading.fill_target import fill_target
+from fastpersist.loading.fill_target import Wanted, fill_target
 from fastpersist.transfer.reader import read_extents
 
 pytestmark = [
@@ -265,7 +265,7 @@ def test_error_while_tensors_are_filled_names_those_that_may_have_changed(kind: 
     target = {f"w{index}": torch.zeros(5) for index in range(12)}
     with CheckpointSource(str(tmp_path / "model.pt")) as source:
         with pytest.raises(type(error), match=r"no; target partly overwritten.*: w0, w1, .*w9 and 2 more") as caught:
-            fill_target(source, target, strict=True, verify=False, engine="auto", read=read)
+            fill_target(source, Wanted(target), verify=False, engine="auto", read=read)
     for name in ("errno", "filename", "offset_bytes", "rank"):
         assert getattr(caught.value, name, None) == getattr(error, name, None)
 
@@ -280,6 +280,6 @@ def test_nothing_changes_when_another_rank_has_failed_before(tmp_path: Path) -> 
 
     with CheckpointSource(str(tmp_path / "model.pt")) as source:
         with pytest.raises(fp.PeerError) as caught:
-            fill_target(source, target, strict=True, verify=False, engine="auto", read=read)
+            fill_target(source, Wanted(target), verify=False, engine="auto", read=read)
     assert str(caught.value) == "rank 1 has failed"
     assert portrait(target.state_dict()) == before

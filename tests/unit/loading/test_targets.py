@@ -22,7 +22,6 @@ from fastpersist.loading.targets import (
     Step,
     TargetChange,
     TargetWalk,
-    is_left_out,
     misfit,
     missing_keys,
     refuse_misfit,
@@ -36,22 +35,6 @@ def path(tmp_path: Path) -> Path:
 
 
 # --- entries of a state
-
-
-@pytest.mark.parametrize(
-    ("into", "keys", "read"),
-    [
-        ([], None, ["model", "ema", "step"]),
-        ([], ["ema"], ["ema"]),
-        ([], [], []),
-        (["model"], None, ["model", "step"]),
-        (["model"], ["ema"], ["model", "ema", "step"]),
-        (["model"], [], ["model", "step"]),
-    ],
-)
-def test_entries_that_are_read(into: list[str], keys: list[str] | None, read: list[str]) -> None:
-    has_tensors = {"model": True, "ema": True, "step": False}
-    assert [key for key, tensors in has_tensors.items() if not is_left_out(key, into, keys, tensors)] == read
 
 
 def test_entries_that_are_asked_for_and_not_there_are_named() -> None:

@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fastpersist as fp
 
-torch.set_num_threads(1)
-
 WIDTH = 256
 BUDGETS = ["13MB", "18MB", "1GB"]  # a ring and hardly more, some residents, all
 
@@ -91,7 +89,7 @@ def inputs() -> torch.Tensor:
 def whole(path: Path) -> Model:
     model = Model()
     model.load_state_dict(fp.load(path))
-    return model
+    return model.requires_grad_(False)
 
 
 def meta() -> Model:
@@ -151,6 +149,7 @@ def test_two_threads_go_back_at_once(path: Path, inputs: torch.Tensor) -> None:
     together = threading.Barrier(2)
 
     def go_back(output: torch.Tensor, given: torch.Tensor) -> None:
+        torch.set_num_threads(1)  # a thread has a number of its own, which decides how sums are divided
         together.wait()
         output.backward()
         found.append(given.grad)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.streamed_models import expect_same, least_budget, loaded_whole, on_meta, save_weights
 
 import fastpersist as fp
+from fastpersist.errors import ConfigError
 
 
 def test_data_is_refused_since_a_change_through_it_would_be_lost(tmp_path: Path) -> None:
@@ -18,3 +20,33 @@ def test_data_is_refused_since_a_change_through_it_would_be_lost(tmp_path: Path)
             model[0].weight.data += 1  # as peft merges an adapter
         with pytest.raises(fp.ConfigError, match=r"0\.weight"):
             model[0].weight.data.clone()
+
+
+@pytest.mark.parametrize("budget_bytes", [None, "200MiB"])
+def test_what_stays_in_memory_cannot_be_merged_either_and_is_as_it_was(
+    budget_bytes: str | None, tmp_path: Path
+) -> None:
+    """An adapter that is merged into some layers, until one raises, would leave a model of both kinds."""
+
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(1500, 1500) for _ in range(5)))
+
+    path = save_weights(build(), tmp_path / "model.safetensors")
+    whole, x = loaded_whole(build(), path), torch.ones(1, 1500)
+    expected = whole(x).detach()
+    budget = budget_bytes or least_budget(lambda: on_meta(build()), path) + (10 << 20)
+    model = on_meta(build())
+    with torch.no_grad(), fp.stream(model, path, budget_bytes=budget) as stream:
+        expect_same(model(x), expected)
+        assert stream.stats().resident_unit_count > 0
+        for layer in model:
+            with pytest.raises(ConfigError, match=r"needs the values of \d\.weight"):
+                layer.weight.data += 1
+            with pytest.raises(ConfigError, match=r"needs the values of \d\.weight"):
+                layer.weight.data = torch.zeros(1500, 1500)
+        expect_same(model(x), expected)
+        seen = []
+        for layer in model:
+            layer.register_forward_pre_hook(lambda layer, inputs: seen.append(layer.weight.data.shape))
+        model(x)
+        assert len(seen) == 5  # a forward may look

@@ -19,7 +19,6 @@ from support.streamed_models import (
     loaded_whole,
     on_meta,
     save_weights,
-    small_units,
     weights_of,
 )
 from torch import nn
@@ -27,10 +26,7 @@ from torch import nn
 import fastpersist as fp
 from fastpersist.errors import ConfigError, UnsupportedError
 
-__all__ = ["small_units"]
-
 pytestmark = pytest.mark.usefixtures("small_units")
-torch.set_num_threads(1)
 
 IDS = torch.tensor([1, 99])
 

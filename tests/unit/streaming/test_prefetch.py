@@ -122,3 +122,21 @@ def test_memory_is_forgotten_at_the_end(source: WeightSource) -> None:
     assert prefetch.is_in_ring(filling.memory[0])
     prefetch.land()
     assert not prefetch.is_in_ring(filling.memory[0])
+
+
+def test_memory_is_prepared_before_the_first_read(source: WeightSource) -> None:
+    prepared: list[tuple[int, int]] = []
+
+    class Prefault:
+        def __init__(self, memory: list[tuple[int, int]], owner: object) -> None:
+            prepared.extend(memory)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastpersist._native.Prefault", Prefault)
+        prefetch = prefetch_of(source, residents=frozenset({1}))
+    assert sum(size for _, size in prepared) == (3 + 1) * ROOM
+    assert prefetch.read_count == 0
+    filling = prefetch.use(prefetch._units[1])
+    filling.wait()
+    assert (filling.memory[0].data_ptr(), ROOM) in prepared
+    prefetch.land()

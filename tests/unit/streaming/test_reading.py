@@ -15,17 +15,13 @@ from support.streamed_models import (
     loaded_whole,
     on_meta,
     save_weights,
-    small_units,
 )
 from torch import nn
 
 import fastpersist as fp
 from fastpersist.streaming.reading import Memory, new_memory
 
-__all__ = ["small_units"]
-
 pytestmark = pytest.mark.usefixtures("small_units")
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import os
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from fastpersist.streaming.reading import SparseMemory, new_memory
+from fastpersist.streaming.reading import Memory, SparseMemory, new_memory
 
 MIB = 1 << 20
 
@@ -43,3 +45,28 @@ def test_sparse_memory_that_is_cleared_is_zeros_again() -> None:
     memory.clear()
     assert not torch.count_nonzero(second)
     assert not torch.count_nonzero(first)
+
+
+def resident_bytes(memory: torch.Tensor) -> int:
+    """Return how much of a mapping has pages; its first address has a line in smaps."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first:
+            start, end = (int(part, 16) for part in first.split("-"))
+            inside = start <= memory.data_ptr() < end
+        elif inside and first == "Rss:":
+            return int(line.split()[1]) << 10
+    pytest.fail("no such mapping")
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="a thread would take the processor from others")
+def test_the_kernel_clears_memory_before_anything_is_read_to_it() -> None:
+    size_bytes = 128 * MIB
+    memory = Memory(size_bytes, torch.device("cpu"))
+    memory.clear_ahead([])
+    ((ring,),) = [memory.in_ring([size_bytes])[1]]  # type: ignore[index]
+    deadline = time.monotonic() + 60
+    while resident_bytes(ring) < size_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert resident_bytes(ring) >= size_bytes

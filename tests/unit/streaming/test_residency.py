@@ -84,3 +84,22 @@ def test_a_large_budget_in_bytes_is_divided_without_a_byte_too_many() -> None:
         chosen = choose_residents(units, [False] * 70, budget)
         assert chosen.missing_bytes == 0
         assert chosen.resident_bytes + chosen.ring_bytes == budget
+
+
+def test_what_is_used_more_often_comes_first_and_each_rank_is_spread() -> None:
+    units = [[10]] * 12
+    uses = [1] * 4 + [
+        6,
+        7,
+        6,
+        6,
+        5,
+        6,
+        4,
+        6,
+    ]  # an encoder, a decoder
+    chosen = choose_residents(units, [False] * 12, 30 + 40, uses)
+    assert chosen.residents == {5, 7, 9, 11}
+    chosen = choose_residents(units, [False] * 12, 30 + 80, uses)
+    assert chosen.residents == {4, 5, 6, 7, 8, 9, 10, 11}
+    assert chosen.ring_bytes == 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.leaks import no_leaks
-from support.streamed_models import Blocks, expect_same, least_budget, loaded_whole, on_meta, save_weights, small_units
+from support.streamed_models import Blocks, expect_same, least_budget, loaded_whole, on_meta, save_weights
 from support.tensor_files import EVERY, faults, skip_without
 from torch import nn
 
@@ -19,10 +20,7 @@ import fastpersist as fp
 from fastpersist import _native
 from fastpersist.errors import EndOfFileError, StorageError
 
-__all__ = ["small_units"]
-
 pytestmark = [pytest.mark.usefixtures("small_units"), pytest.mark.slow]  # a loop over every read of several passes
-torch.set_num_threads(1)
 
 IDS = torch.tensor([[1, 5, 99], [7, 5, 0]])
 PASSES = 3
@@ -90,26 +88,27 @@ def expect_each_fault_is_survived(
     failures = 0
     for nth in itertools.count(1, every):
         model = on_meta(build())
-        with fp.stream(model, path, budget_bytes=budget, engine=f"fault:{engine}") as stream, torch.inference_mode():
-            where = places_of(stream)
 
-            def run(model: nn.Module = model, where: dict[str, list[tuple[str, int, int]]] = where) -> int:
-                try:
-                    found = model(IDS)
-                except StorageError as error:
-                    failure = error
-                else:
-                    expect_same(found, expected)
-                    return 0
-                assert fault not in FORGIVEN
-                assert isinstance(failure, EndOfFileError) == (fault == "zero")
-                expect_told(failure, where)
-                return 1
+        def run(model: nn.Module, where: dict[str, list[tuple[str, int, int]]]) -> int:
+            try:
+                found = model(IDS)
+            except StorageError as error:
+                failure = error
+            else:
+                expect_same(found, expected)
+                return 0
+            assert fault not in FORGIVEN
+            assert isinstance(failure, EndOfFileError) == (fault == "zero")
+            expect_told(failure, where)
+            return 1
 
-            with faults(op="read", nth=nth, **FAULTS[fault]):
-                failures += sum(run() for _ in range(PASSES))
+        with contextlib.ExitStack() as stack, torch.inference_mode():
+            with faults(op="read", nth=nth, **FAULTS[fault]):  # reading begins before the first forward
+                stream = stack.enter_context(fp.stream(model, path, budget_bytes=budget, engine=f"fault:{engine}"))
+                where = places_of(stream)
+                failures += sum(run(model, where) for _ in range(PASSES))
                 hit = _native.clear_fault_plan()
-            failures += run()  # the first block was read ahead, perhaps in vain
+            failures += run(model, where)  # the first block was read ahead, perhaps in vain
             expect_same(model(IDS), expected)
             expect_same(model(IDS), expected)
             stats = stream.stats()
@@ -151,7 +150,9 @@ def test_a_read_on_demand_fails_and_works_again(fault: str, tmp_path: Path) -> N
     path = save_weights(Blocks(4), tmp_path / "model.safetensors")
     whole = loaded_whole(Blocks(4), path)
     model = on_meta(Blocks(4))
-    with no_leaks(), fp.stream(model, path, budget_bytes="1MiB", engine="fault:threads"):
+    with no_leaks(), fp.stream(model, path, budget_bytes="1MiB", engine="fault:threads") as stream:
+        for filling in stream._prefetch._fillings.values():
+            filling.wait()  # what is read ahead
         with faults(op="read", **FAULTS[fault]), pytest.raises(StorageError, match=r"the weight blocks\.2\.1\.weight"):
             model.blocks[2][1].weight.sum()
         expect_same(model.blocks[2][1].weight.sum(), whole.blocks[2][1].weight.sum().detach())

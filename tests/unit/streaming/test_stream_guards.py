@@ -24,26 +24,16 @@ from support.streamed_models import (
     loaded_whole,
     on_meta,
     save_weights,
-    small_units,
     weights_of,
 )
-from support.tensor_files import slow
 from torch import nn
 
 import fastpersist as fp
 from fastpersist.errors import ChecksumError, ConfigError, StorageError
 
-__all__ = ["small_units"]
-
 pytestmark = pytest.mark.usefixtures("small_units")
-torch.set_num_threads(1)
 
 IDS = torch.tensor([[1, 5, 99], [7, 5, 0]])
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return save_weights(Blocks(), tmp_path / "model.safetensors")
 
 
 @pytest.fixture
@@ -118,6 +108,70 @@ def test_after_ctrl_c_another_thread_works_too(name: str, path: Path, expected: 
             run_once(model)
         expect_same(pool.submit(run_once, model).result(60), expected)
         expect_same(run_once(model), expected)
+
+
+def test_after_ctrl_c_a_part_of_the_unit_computes_with_its_own_weights(tmp_path: Path) -> None:
+    """The part is no unit, so no hook runs before it looks at its weight; what it calls then fills the ring anew."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 32))
+            self.others: list[nn.Module] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            transposed = self.weight.t()
+            for other in self.others:
+                x = torch.tanh(other(x))
+            return x @ transposed
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+            self.unit = nn.Sequential(Part(), nn.Tanh())
+            self.unit[0].others = list(self.layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.unit(x)
+            return result
+
+    whole, model, x = Whole(), on_meta(Whole()), torch.randn(3, 32)
+    path = save_weights(whole, tmp_path / "model.safetensors")
+    loaded_whole(whole, path)
+    budget = least_budget(lambda: on_meta(Whole()), path)
+    with torch.inference_mode(), fp.stream(model, path, budget_bytes=budget):
+        trap = Trap(model.unit[1], "forward", KeyboardInterrupt)
+        for _ in range(3):
+            trap.armed = True
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+            assert all("on disk" in repr(each) for each in model.parameters())
+            expect_same(model.unit[0](x), whole.unit[0](x))
+
+
+@pytest.mark.parametrize("extra_bytes", [0, 30_000], ids=["all streamed", "some resident"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_compiled_code_calls_units_and_may_be_interrupted(
+    error: type[BaseException], extra_bytes: int, path: Path, budget: int
+) -> None:
+    whole = loaded_whole(Blocks(), path)
+    model = on_meta(Blocks())
+    x = torch.randn(2, 48)
+    with (
+        torch.no_grad(),
+        warnings.catch_warnings(),
+        fp.stream(model, path, budget_bytes=budget + extra_bytes),
+    ):
+        warnings.filterwarnings("error", "Dynamo does not know how to trace")
+        trap = Trap(model.blocks[2][1], "forward", error)
+        run = torch.compile(lambda x: model.blocks[2](torch.tanh(model.blocks[1](x))), backend="eager")
+        for _ in range(3):
+            trap.armed = True
+            with pytest.raises(error, match="sprung"):
+                run(x)
+            assert extra_bytes or all("on disk" in repr(each) for each in model.parameters())
+            expect_same(run(x), whole.blocks[2](torch.tanh(whole.blocks[1](x))))
 
 
 def test_an_exception_that_a_module_catches_takes_nothing_away_from_it(tmp_path: Path) -> None:
@@ -195,18 +249,6 @@ def test_threads_take_turns_with_weights_that_are_used_elsewhere(tmp_path: Path)
                 assert torch.allclose(future.result(60), total)
             else:
                 expect_same(future.result(60), expected)
-
-
-@pytest.mark.slow  # a thread that waits for its turn looks once a second whether that will ever come
-def test_a_thread_that_waits_long_for_the_disk_keeps_its_turn(path: Path, expected: torch.Tensor, budget: int) -> None:
-    model = on_meta(Blocks())
-    with fp.stream(model, path, budget_bytes=budget, engine="fault:threads") as stream, ThreadPoolExecutor(2) as pool:
-        with slow(1300, op="read"):
-            futures = [pool.submit(model.blocks[1], torch.ones(2, 48)) for _ in range(2)]
-            results = [future.result(60) for future in futures]
-        expect_same(results[0], results[1])
-        assert stream.stats().wrong_guess_count <= 1
-        expect_same(run_once(model), expected)
 
 
 def blocked_in(model: nn.Module, name: str) -> tuple[threading.Event, threading.Event]:

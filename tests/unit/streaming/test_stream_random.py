@@ -11,17 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.leaks import no_leaks
-from support.streamed_models import expect_same, least_budget, loaded_whole, on_meta, save_weights, small_units
+from support.streamed_models import expect_same, least_budget, loaded_whole, on_meta, save_weights
 from support.tensor_files import faults
 from torch import nn
 
 import fastpersist as fp
 from fastpersist.errors import ConfigError, StorageError
 
-__all__ = ["small_units"]
-
 pytestmark = [pytest.mark.usefixtures("small_units"), pytest.mark.slow]  # twenty models, each called many times
-torch.set_num_threads(1)
 
 WIDTH = 32
 ROUNDS = 20

@@ -104,10 +104,12 @@ class IoSample(Sample):
     Attributes:
         io_count: Blocks that were asked for.
         cpu_s: Processor time, in user space and in the kernel; None where it is not known.
+        p99_s: Of requests that are waited for one after the other: what 99 % of them take at most.
     """
 
     io_count: int = 0
     cpu_s: float | None = None
+    p99_s: float | None = None
 
 
 def parse_size(text: str) -> int:

@@ -1,0 +1,225 @@
+// RowStore and its requests, for Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <future>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "binding/bindings.h"
+#include "binding/errors.h"
+#include "binding/gil.h"
+#include "binding/waiting.h"
+#include "core/fork.h"
+#include "rows/store.h"
+
+namespace py = pybind11;
+
+namespace fastpersist {
+namespace {
+
+std::span<const int64_t> IdsAt(uintptr_t address, size_t count) {
+  return {reinterpret_cast<const int64_t*>(address), count};
+}
+
+// Keep what belongs to the parent of a forked child, until the child ends.
+void LeaveAlone(std::shared_ptr<void> object) noexcept {
+  static auto* const kept = new std::vector<std::shared_ptr<void>>;  // NOLINT(bugprone-unhandled-exception-at-new)
+  kept->push_back(std::move(object));
+}
+
+// A request, and the owner of its result. When it goes, it is cancelled first, so nobody writes to the memory later.
+class PyRowRequest {
+ public:
+  PyRowRequest(std::shared_ptr<RowRequest> request, py::object owner)
+      : request_(std::move(request)), owner_(std::move(owner)) {}
+  // In a forked child the request is not touched: a thread of the parent may have held its mutex.
+  ~PyRowRequest() {
+    if (generation_ == ForkGeneration()) {
+      Cancel("the request for rows was dropped");
+    } else {
+      LeaveAlone(std::move(request_));
+    }
+  }
+  PyRowRequest(const PyRowRequest&) = delete;
+  PyRowRequest& operator=(const PyRowRequest&) = delete;
+
+  bool done() const { return request_->done(); }
+  bool Wait(const std::optional<double>& timeout_s) const {
+    if (request_->done()) return true;
+    return WaitWithSignals(timeout_s, [this](std::chrono::milliseconds time) { return request_->WaitFor(time); });
+  }
+  void RaiseFailure() const {
+    const Status& status = request_->status();
+    // Not an interruption, which would be raised as such: the caller asks for rows that were given up.
+    if (status.code() == StatusCode::kCancelled)
+      Throw(Status::Error(StatusCode::kInvalidArgument, status.message()), {});
+    ThrowIfError(status, request_->failed_path());
+  }
+  void Cancel(const std::string& why) const {
+    const ReleasedGil released;
+    request_->Cancel(Status::Error(StatusCode::kCancelled, why));
+  }
+
+ private:
+  const uint64_t generation_ = ForkGeneration();
+  std::shared_ptr<RowRequest> request_;
+  const py::object owner_;
+};
+
+class PyRowStore {
+ public:
+  using Piece = std::tuple<int, std::string, uint64_t, uint64_t>;  // descriptor, path, offset, rows
+
+  PyRowStore(const std::vector<Piece>& pieces, uint32_t row_bytes, std::pair<uintptr_t, size_t> positions,
+             py::object owner, RowStoreOptions options)
+      : owner_(std::move(owner)) {
+    std::vector<RowPiece> its;
+    its.reserve(pieces.size());
+    for (const auto& [fd, path, offset_bytes, row_count] : pieces) its.push_back({fd, path, offset_bytes, row_count});
+    path_ = its.front().path;
+    RowTable table(std::move(its), row_bytes, IdsAt(positions.first, positions.second));
+    Status status;
+    {
+      const ReleasedGil released;
+      Result<std::unique_ptr<RowStore>> opened = RowStore::Open(std::move(table), std::move(options));
+      status = opened.status();
+      if (opened.ok()) {
+        store_ = std::shared_ptr<RowStore>(std::move(opened).value().release(), [gone = gone_](RowStore* store) {
+          delete store;
+          gone->set_value();
+        });
+      }
+    }
+    ThrowIfError(status, path_);
+  }
+  ~PyRowStore() { Close(); }
+  PyRowStore(const PyRowStore&) = delete;
+  PyRowStore& operator=(const PyRowStore&) = delete;
+
+  size_t FirstBadId(uintptr_t ids, size_t count) const {
+    return WithStore([&](RowStore& store) { return store.table().FirstBadId(IdsAt(ids, count)); });
+  }
+
+  std::unique_ptr<PyRowRequest> Start(uintptr_t ids, size_t count, uintptr_t result, uint32_t batch, py::object owner) {
+    return std::make_unique<PyRowRequest>(WithStore([&](RowStore& store) {
+                                            return store.Start(IdsAt(ids, count), reinterpret_cast<std::byte*>(result),
+                                                               batch);
+                                          }),
+                                          std::move(owner));
+  }
+
+  void Register(uintptr_t ids, size_t count, uint32_t batch) const {
+    WithStore([&](RowStore& store) { store.Register(IdsAt(ids, count), batch); });
+  }
+  size_t Keep(uintptr_t ids, size_t count) const {
+    return WithStore([&](RowStore& store) { return store.Keep(IdsAt(ids, count)); });
+  }
+  void Unregister(uintptr_t ids, size_t count, uint32_t batch) const {
+    WithStore([&](RowStore& store) { store.Unregister(IdsAt(ids, count), batch); });
+  }
+
+  py::dict stats() const {
+    const RowStoreStats stats = WithStore([](RowStore& store) { return store.stats(); });
+    py::dict found;
+    found["row_count"] = stats.row_count;
+    found["hit_count"] = stats.hit_count;
+    found["shared_count"] = stats.shared_count;
+    found["read_count"] = stats.read_count;
+    found["read_bytes"] = stats.read_bytes;
+    found["cached_count"] = stats.cached_count;
+    found["slot_count"] = stats.slot_count;
+    return found;
+  }
+  std::string engine() const {
+    return WithStore([](RowStore& store) { return store.engine_name(); });
+  }
+  py::list demotions() const {
+    py::list list;
+    for (const std::string& text : WithStore([](RowStore& store) { return store.demotions(); })) {
+      list.append(FileSystemText(text));
+    }
+    return list;
+  }
+
+  // Fail all requests; wait for the kernel and for other threads, so that the descriptors may be closed. May be called
+  // again.
+  void Close() {
+    std::shared_ptr<RowStore> last = std::move(store_);
+    store_ = nullptr;
+    if (last == nullptr) return;
+    if (generation_ != ForkGeneration()) {
+      LeaveAlone(std::move(last));
+      return;
+    }
+    const ReleasedGil released;
+    last.reset();
+    gone_->get_future().wait();
+  }
+
+ private:
+  // Guarded by the GIL, as store_ is.
+  std::shared_ptr<RowStore> store() const {
+    if (store_ == nullptr) Throw(Status::Error(StatusCode::kInvalidArgument, path_ + " is closed"), path_);
+    return store_;
+  }
+  template <class Call>
+  std::invoke_result_t<Call, RowStore&> WithStore(Call call) const {
+    std::shared_ptr<RowStore> open = store();
+    const ReleasedGil released;
+    const std::shared_ptr<RowStore> used = std::move(open);  // the last user destroys the store, without the GIL
+    return call(*used);
+  }
+
+  const std::shared_ptr<std::promise<void>> gone_ = std::make_shared<std::promise<void>>();  // of the store's end
+  const uint64_t generation_ = ForkGeneration();
+  const py::object owner_;  // of the positions
+  std::string path_;
+  std::shared_ptr<RowStore> store_;
+};
+
+}  // namespace
+
+void BindRows(py::module_& m) {
+  py::class_<PyRowRequest>(m, "RowRequest")
+      .def("done", &PyRowRequest::done)
+      .def("wait", &PyRowRequest::Wait, py::arg("timeout_s") = py::none())
+      .def("raise_failure", &PyRowRequest::RaiseFailure)
+      .def("cancel", &PyRowRequest::Cancel, py::arg("why"));
+
+  py::class_<PyRowStore>(m, "RowStore")
+      .def(py::init([](const std::vector<PyRowStore::Piece>& pieces, uint32_t row_bytes,
+                       std::pair<uintptr_t, size_t> positions, py::object owner, std::vector<std::string> engines,
+                       uint32_t queue_depth, uint32_t thread_count, uint64_t cache_bytes, uint32_t gap_bytes,
+                       uint32_t copy_thread_count) {
+             return std::make_unique<PyRowStore>(pieces, row_bytes, positions, std::move(owner),
+                                                 RowStoreOptions{.reader = {.engines = std::move(engines),
+                                                                            .queue_depth = queue_depth,
+                                                                            .thread_count = thread_count},
+                                                                 .cache_bytes = cache_bytes,
+                                                                 .gap_bytes = gap_bytes,
+                                                                 .copy_thread_count = copy_thread_count});
+           }),
+           py::kw_only(), py::arg("pieces"), py::arg("row_bytes"), py::arg("positions"), py::arg("owner"),
+           py::arg("engines"), py::arg("queue_depth"), py::arg("thread_count"), py::arg("cache_bytes"),
+           py::arg("gap_bytes"), py::arg("copy_thread_count"))
+      .def("first_bad_id", &PyRowStore::FirstBadId, py::arg("ids"), py::arg("count"))
+      .def("start", &PyRowStore::Start, py::arg("ids"), py::arg("count"), py::arg("result"), py::arg("batch"),
+           py::arg("owner"))
+      .def("register", &PyRowStore::Register, py::arg("ids"), py::arg("count"), py::arg("batch"))
+      .def("unregister", &PyRowStore::Unregister, py::arg("ids"), py::arg("count"), py::arg("batch"))
+      .def("keep", &PyRowStore::Keep, py::arg("ids"), py::arg("count"))
+      .def("stats", &PyRowStore::stats)
+      .def("close", &PyRowStore::Close)
+      .def_property_readonly("engine", &PyRowStore::engine)
+      .def_property_readonly("demotions", &PyRowStore::demotions);
+  m.attr("KEEP_BATCH") = RowRequest::kKeep;
+}
+
+}  // namespace fastpersist

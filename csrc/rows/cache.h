@@ -1,0 +1,111 @@
+// Rows kept in memory: slots of one slab, a directory from rows to slots, and the policy that decides which rows stay.
+//
+// The policy. A row that comes from the disk competes with the worst of a few slots, and is not kept if it is not
+// better
+// ("bypass"), so a scan empties no cache. Better is a row that a request registered ahead will use, and of two such
+// rows the one that is used sooner; then the row that was used more often. A slot counts its hits. A row that is not
+// cached has its misses counted in a hashed cell, where the last row that missed there has its place; a row that is
+// evicted leaves its count there. Counts are halved now and then, so old favourites fade. benchmarks/rows compares this
+// with other policies, and with the best that is possible.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/status.h"
+
+namespace fastpersist {
+
+// The owner locks: any number of threads may call the const members at once, and nothing beside the others.
+class RowCache {
+ public:
+  static constexpr uint32_t kNoSlot = UINT32_MAX;
+  // Requests that are registered ahead are batches, numbered from 1 on. The coming uses of a row are a set of batches,
+  // with one bit for each of the next 32.
+  static constexpr uint32_t kWindow = 32;
+  static uint32_t UseOf(uint32_t batch) { return uint32_t{1} << (batch % kWindow); }
+
+  // `cache_bytes` covers rows and metadata; at most `row_count` rows are cached. kNoMemory if the kernel refuses.
+  static Result<std::unique_ptr<RowCache>> Create(uint64_t cache_bytes, uint32_t row_bytes, uint64_t row_count);
+  ~RowCache();
+  RowCache(const RowCache&) = delete;
+  RowCache& operator=(const RowCache&) = delete;
+
+  uint32_t slot_count() const { return slot_count_; }
+  size_t size() const { return entries_.size(); }
+
+  void Prefetch(uint64_t row) const {
+    if (!directory_.empty()) __builtin_prefetch(&directory_[HomeOf(row)]);
+  }
+  uint32_t Find(uint64_t row) const;
+  const std::byte* BytesOf(uint32_t slot) const { return slab_ + (uint64_t{slot} * row_bytes_); }
+  // Threads may count at once; a lost count does not matter.
+  void CountHit(uint32_t slot) const;
+
+  // The coming uses of a cached row. The first is for one caller at a time; the second, for the rows of a batch that is
+  // being read, for any number.
+  void AddUse(uint32_t slot, uint32_t batch) { entries_[slot].uses |= UseOf(batch); }
+  void EndUse(uint32_t slot, uint32_t batch) const;
+  // Batches up to this one are being read or have been.
+  void SetReadBatch(uint32_t batch) { read_batch_ = batch; }
+  // Whether the use by a batch can be noted: 32 batches ahead can.
+  bool KnowsBatch(uint32_t batch) const { return batch > read_batch_ && batch - read_batch_ <= kWindow; }
+  void Keep(uint32_t slot) { entries_[slot].count = kKeptCount; }
+
+  struct Admission {
+    std::byte* slot = nullptr;  // for the row's bytes; null: others are better
+    uint64_t evicted_row = 0;
+    uint32_t evicted_uses = 0;  // of that row; 0 if none is known, or no row was evicted
+  };
+  // Find a slot for a row that is not cached, with these coming uses; the caller fills it. `keep`: the row evicts any
+  // other that is not kept.
+  Admission Admit(uint64_t row, uint32_t uses, bool keep);
+  // Forget all rows.
+  void Clear();
+
+ private:
+  struct Entry {
+    uint64_t row = 0;
+    mutable uint32_t uses = 0;  // to come
+    mutable uint8_t count = 0;  // of uses that were
+  };
+  static constexpr uint8_t kKeptCount = 255;
+  struct Value {
+    bool is_kept;
+    int nearness;  // of the next use; 0: none is known
+    uint8_t count;
+    auto operator<=>(const Value&) const = default;
+  };
+  RowCache(std::byte* slab, uint64_t slab_bytes, uint32_t row_bytes, uint32_t slot_count);
+
+  // The directory: open addressing with linear probing; it is at most half full, and has no tombstones.
+  size_t HomeOf(uint64_t row) const;
+  size_t PlaceOf(uint64_t row) const;
+  size_t Next(size_t place) const { return place + 1 == directory_.size() ? 0 : place + 1; }
+  void Erase(uint64_t row);
+
+  Value ValueOf(uint32_t uses, uint8_t count) const;
+  Value ValueOf(const Entry& entry) const { return ValueOf(entry.uses, entry.count); }
+  uint32_t WorstOfSome();
+  uint16_t& CellOf(uint64_t row);
+  uint8_t CountMiss(uint64_t row);
+  void Age();
+
+  std::byte* const slab_;
+  const uint64_t slab_bytes_;
+  const uint32_t row_bytes_;
+  const uint32_t slot_count_;
+  const uint64_t fork_generation_;
+  std::vector<uint32_t> directory_;  // slots
+  std::vector<Entry> entries_;       // of the slots in use, which are the first ones
+  std::vector<uint16_t> cells_;      // a tag of the row that missed there last, and its count
+  uint64_t miss_count_ = 0;          // since counts were halved
+  uint32_t all_kept_until_ = 0;      // the slots before it are kept
+  uint32_t read_batch_ = 0;
+  uint64_t draw_count_ = 0;
+};
+
+}  // namespace fastpersist

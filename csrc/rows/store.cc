@@ -1,0 +1,576 @@
+#include "rows/store.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+#include "core/alignment.h"
+#include "core/check.h"
+#include "core/memory.h"
+#include "core/thread.h"
+
+namespace fastpersist {
+namespace {
+
+constexpr size_t kFewReads = 64;      // that a caller does itself
+constexpr size_t kReadersMax = 4;     // for callers at once; others take the worker
+constexpr size_t kLockedCount = 512;  // ids that are looked up under one lock
+constexpr size_t kAheadCount = 8;     // ids whose memory is fetched ahead
+constexpr uint32_t kCellBytes = 512;  // at least
+constexpr uint32_t kJoinedBytesMax = 128 << 10;
+constexpr size_t kTouchedBytesMin = size_t{1} << 20;
+// From here on malloc maps memory anew for each result, whose pages the kernel has to find; smaller results come from
+// pages that were used before.
+constexpr size_t kOwnMappingBytesMin = size_t{32} << 20;
+constexpr size_t kBytesPerThread = size_t{1} << 20;  // of copies that are worth a thread
+
+uint64_t FlightOf(uint32_t number, size_t read) { return (uint64_t{number} << 32) | read; }
+
+// Calls `call` for each run of wants of one row.
+template <class Call>
+void ForEachRow(std::span<const RowWant> sorted, Call call) {
+  for (size_t i = 0; i < sorted.size();) {
+    size_t end = i + 1;
+    while (end < sorted.size() && sorted[end].position == sorted[i].position) ++end;
+    call(sorted.subspan(i, end - i));
+    i = end;
+  }
+}
+
+}  // namespace
+
+RowStore::RowStore(RowTable table, RowStoreOptions options, std::unique_ptr<RowCache> cache)
+    : table_(std::move(table)), options_(std::move(options)), cache_(std::move(cache)) {}
+
+Result<std::unique_ptr<RowStore>> RowStore::Open(RowTable table, RowStoreOptions options) {
+  Result<std::unique_ptr<RowCache>> cache = RowCache::Create(options.cache_bytes, table.row_bytes(), table.row_count());
+  if (!cache.ok()) return cache.status();
+  std::unique_ptr<RowStore> store(new RowStore(std::move(table), std::move(options), std::move(cache).value()));
+  for (const RowPiece& piece : store->table_.pieces()) {
+    struct stat facts = {};
+    if (fstat(piece.fd, &facts) != 0) return Status::FromErrno(errno, "fstat of", piece.path);
+    store->facts_.push_back(facts);
+  }
+  Result<std::unique_ptr<RowReader>> reader = RowReader::Open(store->table_, store->options_.reader);
+  if (!reader.ok()) return reader.status();
+  store->reader_ = std::move(reader).value();
+  store->engine_name_ = store->reader_->pump().engine_name();
+  store->demotions_ = store->reader_->pump().demotions();
+  store->limits_ = {.block_bytes = store->reader_->pump().device_block_bytes(),
+                    .gap_bytes = store->options_.gap_bytes,
+                    .read_bytes_max = kJoinedBytesMax};
+  return store;
+}
+
+RowStore::~RowStore() {
+  std::vector<std::shared_ptr<RowRequest>> open;
+  {
+    const std::lock_guard lock(lock_);
+    for (const auto& [number, request] : requests_) open.push_back(request);
+    for (const auto& [flight, arrivals] : others_) {
+      for (const Arrival& arrival : arrivals) open.push_back(arrival.request);
+    }
+  }
+  for (const std::shared_ptr<RowRequest>& request : open) {
+    request->Cancel(Status::Error(StatusCode::kCancelled, "the row store was closed"));
+  }
+  {
+    const std::lock_guard lock(queue_mutex_);
+    is_stopping_ = true;
+  }
+  queue_changed_.notify_all();
+  if (is_started_) pthread_join(thread_, nullptr);
+}
+
+// --- planning, on the caller's thread ---
+
+bool RowStore::FailIfChanged(RowRequest& request) {
+  for (size_t i = 0; i < facts_.size(); ++i) {
+    const RowPiece& piece = table_.pieces()[i];
+    struct stat now = {};
+    if (fstat(piece.fd, &now) != 0) {
+      request.FailRead(Status::FromErrno(errno, "fstat of", piece.path), piece.path);
+      return true;
+    }
+    const struct stat& then = facts_[i];
+    if (now.st_size == then.st_size && now.st_mtim.tv_sec == then.st_mtim.tv_sec &&
+        now.st_mtim.tv_nsec == then.st_mtim.tv_nsec) {
+      continue;
+    }
+    {
+      const std::lock_guard lock(lock_);
+      cache_->Clear();
+    }
+    request.FailRead(
+        Status::Error(StatusCode::kIoError,
+                      piece.path + " has changed since it was opened as a table of rows, so its rows may be of two "
+                                   "versions; open the table again (a new version belongs into a new file that takes "
+                                   "over the name)"),
+        piece.path);
+    return true;
+  }
+  return false;
+}
+
+void RowStore::Register(std::span<const int64_t> ids, uint32_t batch) {
+  for (size_t first = 0; first < ids.size(); first += kLockedCount) {
+    const std::lock_guard lock(lock_);
+    if (!cache_->KnowsBatch(batch)) return;
+    for (const int64_t id : ids.subspan(first, std::min(kLockedCount, ids.size() - first))) {
+      const uint64_t position = table_.PositionOf(id);
+      const uint32_t slot = cache_->Find(position);
+      if (slot != RowCache::kNoSlot) {
+        cache_->AddUse(slot, batch);
+      } else {
+        const uint32_t* const uses = known_.Find(position);
+        known_.Set(position, (uses == nullptr ? 0 : *uses) | RowCache::UseOf(batch));
+      }
+    }
+  }
+}
+
+void RowStore::Unregister(std::span<const int64_t> ids, uint32_t batch) {
+  const std::lock_guard lock(lock_);
+  if (!cache_->KnowsBatch(batch)) return;
+  for (const int64_t id : ids) {
+    const uint64_t position = table_.PositionOf(id);
+    const uint32_t slot = cache_->Find(position);
+    if (slot != RowCache::kNoSlot) {
+      cache_->EndUse(slot, batch);
+    } else {
+      EndKnownUse(position, batch);
+    }
+  }
+}
+
+// A row that is not cached is no longer wanted by a batch.
+void RowStore::EndKnownUse(uint64_t position, uint32_t batch) {
+  uint32_t* const uses = known_.Find(position);
+  if (uses == nullptr) return;
+  *uses &= ~RowCache::UseOf(batch);
+  if (*uses == 0) known_.Erase(position);
+}
+
+size_t RowStore::Keep(std::span<const int64_t> ids) {
+  const std::lock_guard lock(lock_);
+  size_t left_count = 0;
+  for (const int64_t id : ids) {
+    const uint32_t slot = cache_->Find(table_.PositionOf(id));
+    if (slot == RowCache::kNoSlot) {
+      ++left_count;
+    } else {
+      cache_->Keep(slot);
+    }
+  }
+  return left_count;
+}
+
+std::shared_ptr<RowRequest> RowStore::Start(std::span<const int64_t> ids, std::byte* result, uint32_t batch) {
+  auto request = std::make_shared<RowRequest>(result, table_.row_bytes(), batch);
+  if (ids.empty()) {
+    request->EndReads(1, /*has_copied=*/false);
+    return request;
+  }
+  if (FailIfChanged(*request)) return request;
+  if (request->is_registered()) {
+    const std::lock_guard lock(lock_);
+    cache_->SetReadBatch(batch);
+  }
+  const std::span<std::byte> bytes(result, ids.size() * table_.row_bytes());
+  if (bytes.size() > kOwnMappingBytesMin) AdviseHugePages({bytes});
+  std::vector<RowWant> missing = CopyHits(ids, *request);
+  row_count_ += ids.size();
+  hit_count_ += ids.size() - missing.size();
+  if (!missing.empty()) {
+    SortByPosition(missing);
+    Plan(request, missing);
+  }
+  const bool reads_here = !request->reads.empty() && request->reads.size() <= kFewReads;
+  if (!request->reads.empty()) {
+    std::unique_ptr<RowReader> reader = reads_here ? LeaseReader() : nullptr;
+    if (reader != nullptr) {
+      ReadHere(*reader, *request);
+      ReturnReader(std::move(reader));
+    } else {
+      GiveToWorker(request);
+      // This thread only waits now. It touches fresh memory of the result first, which takes as long as a row's read.
+      if (batch == RowRequest::kNoBatch) TouchAhead(bytes);
+    }
+  }
+  request->EndReads(1, /*has_copied=*/false);
+  return request;
+}
+
+// Make the kernel find the pages of this memory, where it has not.
+void RowStore::TouchAhead(std::span<std::byte> result) {
+  const uint64_t page_bytes = PageBytes();
+  const auto address = reinterpret_cast<uintptr_t>(result.data());
+  const size_t before_bytes = AlignUp(address, page_bytes) - address;
+  if (result.size() < before_bytes + kTouchedBytesMin) return;
+  Populate(result.subspan(before_bytes, AlignDown(result.size() - before_bytes, page_bytes)));
+}
+
+// Copy the cached rows; returns the others. Many are shared out among threads.
+std::vector<RowWant> RowStore::CopyHits(std::span<const int64_t> ids, RowRequest& request) {
+  std::vector<RowWant> missing;
+  const size_t worth = ids.size() * table_.row_bytes() / kBytesPerThread;
+  const size_t thread_count = stats().cached_count == 0 ? 1 : std::min<size_t>(options_.copy_thread_count, worth);
+  if (thread_count <= 1) {
+    CopyHitsOf(ids, 0, request, missing);
+    return missing;
+  }
+  std::vector<std::vector<RowWant>> missing_of(thread_count);
+  std::vector<pthread_t> threads(thread_count);
+  std::vector<bool> started(thread_count);
+  const auto share = [&](size_t i) {
+    const size_t from = ids.size() * i / thread_count;
+    const size_t until = ids.size() * (i + 1) / thread_count;
+    CopyHitsOf(ids.subspan(from, until - from), from, request, missing_of[i]);
+  };
+  for (size_t i = 1; i < thread_count; ++i) {
+    started[i] = StartThread(threads[i], "fastpersist-row", [&share, i] { share(i); }) == 0;
+  }
+  for (size_t i = 0; i < thread_count; ++i) {
+    if (!started[i]) share(i);
+  }
+  for (size_t i = 1; i < thread_count; ++i) {
+    if (started[i]) pthread_join(threads[i], nullptr);
+  }
+  for (const std::vector<RowWant>& some : missing_of) missing.insert(missing.end(), some.begin(), some.end());
+  return missing;
+}
+
+// `first`: the index of the first of these ids in the request.
+void RowStore::CopyHitsOf(std::span<const int64_t> ids, size_t first, RowRequest& request,
+                          std::vector<RowWant>& missing) {
+  const uint32_t row_bytes = table_.row_bytes();
+  for (size_t from = 0; from < ids.size(); from += kLockedCount) {
+    const size_t until = std::min(ids.size(), from + kLockedCount);
+    const std::shared_lock lock(lock_);
+    for (size_t i = from; i < until; ++i) {
+      if (i + kAheadCount < until) cache_->Prefetch(table_.PositionOf(ids[i + kAheadCount]));
+      const uint64_t position = table_.PositionOf(ids[i]);
+      const uint32_t slot = cache_->Find(position);
+      if (slot == RowCache::kNoSlot) {
+        missing.push_back({position, first + i});
+      } else {
+        cache_->CountHit(slot);
+        if (request.is_registered()) cache_->EndUse(slot, request.batch);
+        std::memcpy(request.RowAt(first + i), cache_->BytesOf(slot), row_bytes);
+      }
+    }
+  }
+}
+
+// Rows are cut into reads, but for those that came into the cache meanwhile, or that a read under way will bring.
+void RowStore::Plan(const std::shared_ptr<RowRequest>& request, std::span<const RowWant> missing) {
+  const std::lock_guard lock(lock_);
+  ForEachRow(missing, [&](std::span<const RowWant> same) {
+    const uint64_t position = same.front().position;
+    const uint32_t slot = cache_->Find(position);
+    if (slot != RowCache::kNoSlot) {
+      if (request->is_registered()) cache_->EndUse(slot, request->batch);
+      for (const RowWant& want : same) {
+        std::memcpy(request->RowAt(want.index), cache_->BytesOf(slot), table_.row_bytes());
+      }
+      return;
+    }
+    if (request->is_registered()) EndKnownUse(position, request->batch);
+    if (!WaitForFlight(request, same)) request->wants.insert(request->wants.end(), same.begin(), same.end());
+  });
+  request->reads = PlanReads(table_, request->wants, limits_);
+  if (request->reads.empty()) return;
+  request->AwaitReads(request->reads.size());
+  request->unended_read_count = request->reads.size();
+  request->number = ++next_number_;
+  requests_[request->number] = request;
+  for (size_t i = 0; i < request->reads.size(); ++i) {
+    const RowRead& read = request->reads[i];
+    for (uint32_t k = 0; k < read.want_count; ++k) {
+      flights_.Set(CellOf(table_.PlaceOf(request->wants[read.first_want + k].position)), FlightOf(request->number, i));
+    }
+  }
+}
+
+// Rows that begin in one cell share its reads.
+uint64_t RowStore::CellOf(const RowPlace& place) const {
+  return (uint64_t{place.piece} << 48) | (place.offset_bytes / std::max(kCellBytes, limits_.block_bytes));
+}
+
+// If a read under way brings a row, let the request wait for it. Returns whether one does.
+bool RowStore::WaitForFlight(const std::shared_ptr<RowRequest>& request, std::span<const RowWant> same) {
+  const RowPlace place = table_.PlaceOf(same.front().position);
+  const uint64_t* const flight = flights_.Find(CellOf(place));
+  if (flight == nullptr) return false;
+  const RowRequest& other = *requests_.at(static_cast<uint32_t>(*flight >> 32));
+  const RowRead& read = other.reads[static_cast<uint32_t>(*flight)];
+  if (place.offset_bytes < read.offset_bytes ||
+      place.offset_bytes + table_.row_bytes() > read.offset_bytes + read.needed_bytes) {
+    return false;
+  }
+  const auto first = static_cast<uint32_t>(request->shared.size());
+  request->shared.insert(request->shared.end(), same.begin(), same.end());
+  request->AwaitReads(1);
+  others_[*flight].push_back({request, &request->shared, first, static_cast<uint32_t>(same.size())});
+  shared_count_ += same.size();
+  return true;
+}
+
+// --- reading ---
+
+std::unique_ptr<RowReader> RowStore::LeaseReader() {
+  RowReaderOptions options = options_.reader;
+  {
+    const std::lock_guard lock(readers_mutex_);
+    if (!readers_.empty()) {
+      std::unique_ptr<RowReader> reader = std::move(readers_.back());
+      readers_.pop_back();
+      return reader;
+    }
+    if (reader_count_ == kReadersMax) return nullptr;
+    ++reader_count_;
+    // O_DIRECT is a flag of the file, so all readers begin with the engine in use.
+    options.engines.erase(options.engines.begin(), std::ranges::find(options.engines, engine_name_));
+  }
+  options.queue_depth = kFewReads;
+  options.ring_bytes = 0;
+  Result<std::unique_ptr<RowReader>> reader = RowReader::Open(table_, options);
+  if (reader.ok()) return std::move(reader).value();
+  const std::lock_guard lock(readers_mutex_);
+  --reader_count_;
+  return nullptr;
+}
+
+void RowStore::ReturnReader(std::unique_ptr<RowReader> reader) {
+  NoteEngine(*reader);
+  const std::lock_guard lock(readers_mutex_);
+  if (reader->is_broken()) {
+    --reader_count_;
+  } else {
+    readers_.push_back(std::move(reader));
+  }
+}
+
+// Do the reads of a request on this thread.
+void RowStore::ReadHere(RowReader& reader, RowRequest& request) {
+  std::vector<RowReader::Done> done;
+  while (request.next_read < request.reads.size() || reader.in_flight() > 0) {
+    StartReads(reader, request, done);
+    if (done.empty()) reader.Collect(done);
+    Complete(done, reader);
+  }
+}
+
+// Start reads of a request until the reader is full. Reads that cannot be started are done, with an error.
+void RowStore::StartReads(RowReader& reader, RowRequest& request, std::vector<RowReader::Done>& done) {
+  for (; request.next_read < request.reads.size(); ++request.next_read) {
+    const RowRead& read = request.reads[request.next_read];
+    const uint64_t flight = FlightOf(request.number, request.next_read);
+    if (request.done() && Withdraw(request, request.next_read)) {
+      done.push_back({.tag = flight, .status = request.status()});
+      continue;
+    }
+    Result<bool> started = reader.TryStart(read, flight);
+    if (!started.ok()) {
+      done.push_back({.tag = flight, .status = started.status()});
+      continue;
+    }
+    if (!started.value()) return;
+    read_count_.fetch_add(1, std::memory_order_relaxed);
+    read_bytes_.fetch_add(read.size_bytes, std::memory_order_relaxed);
+  }
+}
+
+// Take a read back that nobody else waits for; returns whether nobody does. From then on nobody can.
+bool RowStore::Withdraw(const RowRequest& request, size_t read) {
+  const std::lock_guard lock(lock_);
+  const uint64_t flight = FlightOf(request.number, read);
+  if (others_.contains(flight)) return false;
+  ForgetFlight(request, read);
+  return true;
+}
+
+// A read is no longer under way, so nobody can begin to wait for it.
+void RowStore::ForgetFlight(const RowRequest& request, size_t read) {
+  for (const RowWant& want :
+       std::span(request.wants).subspan(request.reads[read].first_want, request.reads[read].want_count)) {
+    const uint64_t cell = CellOf(table_.PlaceOf(want.position));
+    const uint64_t* const flight = flights_.Find(cell);
+    if (flight != nullptr && *flight == FlightOf(request.number, read)) flights_.Erase(cell);
+  }
+}
+
+void RowStore::GiveToWorker(const std::shared_ptr<RowRequest>& request) {
+  int refused = 0;
+  {
+    const std::lock_guard lock(queue_mutex_);
+    if (!is_started_) refused = StartThread(thread_, "fastpersist-rows", [this] { Work(); });
+    is_started_ = refused == 0;
+    if (is_started_) queue_.push_back(request);
+  }
+  queue_changed_.notify_one();
+  if (refused == 0) return;
+  const Status status = Status::Error(
+      StatusCode::kNoMemory,
+      "the thread that reads rows could not be started (pthread_create: " + std::generic_category().message(refused) +
+          "); raise the limit of processes (ulimit -u, or pids.max of the container)");
+  std::vector<RowReader::Done> done;
+  for (; request->next_read < request->reads.size(); ++request->next_read) {
+    done.push_back({.tag = FlightOf(request->number, request->next_read), .status = status});
+  }
+  Complete(done, *reader_);
+}
+
+void RowStore::Work() {
+  std::vector<RowReader::Done> done;
+  for (;;) {
+    {
+      std::unique_lock lock(queue_mutex_);
+      if (reader_->in_flight() == 0) {
+        queue_changed_.wait(lock, [this] { return !queue_.empty() || is_stopping_; });
+        if (queue_.empty()) return;
+      }
+      // The next request fills the queue before this one's last reads are there.
+      while (!queue_.empty() && !reader_->is_full()) {
+        const std::shared_ptr<RowRequest> request = queue_.front();
+        lock.unlock();
+        StartReads(*reader_, *request, done);
+        lock.lock();
+        if (request->next_read < request->reads.size()) break;
+        queue_.pop_front();
+      }
+    }
+    if (done.empty()) reader_->Collect(done);
+    Complete(done, *reader_);
+    NoteEngine(*reader_);
+  }
+}
+
+// Whichever reader is the first to leave an engine, further ones begin with the next.
+void RowStore::NoteEngine(const RowReader& reader) {
+  const std::lock_guard lock(readers_mutex_);
+  const auto place_of = [this](const std::string& name) {
+    return std::ranges::find(options_.reader.engines, name) - options_.reader.engines.begin();
+  };
+  const std::string& its_name = reader.pump().engine_name();
+  const ptrdiff_t left_count = place_of(its_name) - place_of(engine_name_);
+  if (left_count <= 0) return;
+  engine_name_ = its_name;
+  const std::vector<std::string>& whys = reader.pump().demotions();
+  demotions_.insert(demotions_.end(), whys.end() - left_count, whys.end());
+}
+
+// --- rows that have come ---
+
+// Offer the rows of completed reads to the cache, and give them to all who wait. Empties `done`.
+void RowStore::Complete(std::vector<RowReader::Done>& done, RowReader& reader) {
+  std::vector<Arrival> arrivals;
+  {
+    const std::lock_guard lock(lock_);
+    for (size_t i = 0; i < done.size(); ++i) EndFlight(done[i], i, arrivals);
+  }
+  for (const Arrival& arrival : arrivals) Deliver(arrival, done[arrival.done]);
+  for (const RowReader::Done& each : done) {
+    if (each.bytes != nullptr) reader.Release(each);
+  }
+  done.clear();
+}
+
+// Find who waits for a completed read, the request that planned it first.
+void RowStore::EndFlight(const RowReader::Done& done, size_t number, std::vector<Arrival>& arrivals) {
+  const auto found = requests_.find(static_cast<uint32_t>(done.tag >> 32));
+  const std::shared_ptr<RowRequest> owner = found->second;
+  const RowRead& read = owner->reads[static_cast<uint32_t>(done.tag)];
+  const size_t first = arrivals.size();
+  arrivals.push_back({owner, &owner->wants, read.first_want, read.want_count});
+  ForgetFlight(*owner, static_cast<uint32_t>(done.tag));
+  if (const auto waiting = others_.find(done.tag); waiting != others_.end()) {
+    arrivals.insert(arrivals.end(), waiting->second.begin(), waiting->second.end());
+    others_.erase(waiting);
+  }
+  for (size_t i = first; i < arrivals.size(); ++i) {
+    arrivals[i].done = number;
+    arrivals[i].piece = read.piece;
+    arrivals[i].offset_bytes = read.offset_bytes;
+    if (done.status.ok()) Cache(arrivals[i], done.bytes);
+  }
+  if (--owner->unended_read_count == 0) requests_.erase(found);
+}
+
+// Offer the rows of an arrival to the cache.
+void RowStore::Cache(const Arrival& arrival, const std::byte* bytes) {
+  ForEachRow(arrival.rows(), [&](std::span<const RowWant> same) {
+    const uint64_t position = same.front().position;
+    const bool is_kept = arrival.request->batch == RowRequest::kKeep;
+    const uint32_t cached = cache_->Find(position);
+    if (cached != RowCache::kNoSlot) {  // by another request that waited for the same read
+      if (is_kept) cache_->Keep(cached);
+      return;
+    }
+    const uint32_t* const known = known_.Find(position);
+    const RowCache::Admission admission = cache_->Admit(position, known == nullptr ? 0 : *known, is_kept);
+    if (admission.slot == nullptr) return;
+    std::memcpy(admission.slot, bytes + (table_.PlaceOf(position).offset_bytes - arrival.offset_bytes),
+                table_.row_bytes());
+    if (known != nullptr) known_.Erase(position);
+    if (admission.evicted_uses != 0) known_.Set(admission.evicted_row, admission.evicted_uses);
+  });
+}
+
+// Copy the rows of an arrival to its request.
+void RowStore::Deliver(const Arrival& arrival, const RowReader::Done& done) {
+  RowRequest& request = *arrival.request;
+  if (!done.status.ok()) {
+    request.FailRead(WithRow(done.status, arrival), table_.pieces()[arrival.piece].path);
+    return;
+  }
+  const bool copies = request.BeginCopy();
+  if (copies) {
+    for (const RowWant& want : arrival.rows()) {
+      std::memcpy(request.RowAt(want.index),
+                  done.bytes + (table_.PlaceOf(want.position).offset_bytes - arrival.offset_bytes), table_.row_bytes());
+    }
+  }
+  request.EndReads(1, copies);
+}
+
+// An error of a read, with the first row in it that the request has not got: the read may begin in an earlier one.
+Status RowStore::WithRow(const Status& status, const Arrival& arrival) const {
+  if (status.code() == StatusCode::kCancelled || status.offset_bytes() == Status::kNoOffset) return status;
+  uint64_t row = 0;
+  for (const RowWant& want : arrival.rows()) {
+    row = want.position;
+    if (table_.PlaceOf(row).offset_bytes + table_.row_bytes() > status.offset_bytes()) break;
+  }
+  const std::string& path = table_.pieces()[arrival.piece].path;
+  if (status.sys_errno() != 0) {
+    return Status::FromErrno(status.sys_errno(), "read of row " + std::to_string(row) + " of", path,
+                             status.offset_bytes());
+  }
+  return Status::Error(status.code(), "row " + std::to_string(row) + ": " + status.message(), status.offset_bytes());
+}
+
+RowStoreStats RowStore::stats() {
+  const std::shared_lock lock(lock_);
+  return {.row_count = row_count_,
+          .hit_count = hit_count_,
+          .shared_count = shared_count_,
+          .read_count = read_count_,
+          .read_bytes = read_bytes_,
+          .cached_count = cache_->size(),
+          .slot_count = cache_->slot_count()};
+}
+
+std::string RowStore::engine_name() {
+  const std::lock_guard lock(readers_mutex_);
+  return engine_name_;
+}
+
+std::vector<std::string> RowStore::demotions() {
+  const std::lock_guard lock(readers_mutex_);
+  return demotions_;
+}
+
+}  // namespace fastpersist

@@ -1,0 +1,181 @@
+// Gathers rows of a table: from the cache where they are, from the disk where not.
+//
+// The way of a request. The caller's thread copies the rows that are cached, sorts the others, and plans reads of them.
+// Few reads it does itself, by a queue of its own: two changes of threads cost more than they. Many go to one worker
+// thread, which keeps the device's queue full across requests. Who completes a read gives its rows to everybody who
+// waits for them, and offers them to the cache.
+//
+// A read under way is known by the blocks in which its rows begin (flights_), so a second request for the same rows, or
+// for others in the same blocks, waits for that read. A cancelled request drops the reads that were not started and
+// that nobody else waits for; rows that arrive later are not copied, so its memory is free at once.
+//
+// Requests may be registered ahead: the store then knows which rows will be used, and the cache keeps these.
+#pragma once
+
+#include <pthread.h>
+#include <sys/stat.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/status.h"
+#include "rows/cache.h"
+#include "rows/flat_map.h"
+#include "rows/plan.h"
+#include "rows/reader.h"
+#include "rows/request.h"
+#include "rows/table.h"
+
+namespace fastpersist {
+
+struct RowStoreOptions {
+  RowReaderOptions reader;
+  uint64_t cache_bytes = 0;
+  uint32_t gap_bytes = 4096;
+  uint32_t copy_thread_count = 1;
+};
+
+struct RowStoreStats {
+  uint64_t row_count = 0;     // asked for
+  uint64_t hit_count = 0;     // of these, copied from the cache
+  uint64_t shared_count = 0;  // of these, brought by a read of another request
+  uint64_t read_count = 0;    // requests to the kernel
+  uint64_t read_bytes = 0;    // by them
+  uint64_t cached_count = 0;  // rows in the cache now
+  uint64_t slot_count = 0;    // rows that the cache has room for
+};
+
+// A lock for many readers. A waiting writer keeps further readers out, so it waits no longer than a reader reads.
+class FairSharedMutex {
+ public:
+  void lock() {
+    const std::lock_guard gate(gate_);
+    mutex_.lock();
+  }
+  void unlock() { mutex_.unlock(); }
+  void lock_shared() {
+    const std::lock_guard gate(gate_);
+    mutex_.lock_shared();
+  }
+  void unlock_shared() { mutex_.unlock_shared(); }
+
+ private:
+  std::mutex gate_;
+  std::shared_mutex mutex_;
+};
+
+// Thread-safe, but for the destructor. A forked child must not touch it.
+class RowStore {
+ public:
+  static Result<std::unique_ptr<RowStore>> Open(RowTable table, RowStoreOptions options);
+  // Fails all requests, and waits until the kernel has released all memory.
+  ~RowStore();
+  RowStore(const RowStore&) = delete;
+  RowStore& operator=(const RowStore&) = delete;
+
+  const RowTable& table() const { return table_; }
+
+  // Let the cache know that the request with this number (from 1 on, ascending) will ask for these ids.
+  void Register(std::span<const int64_t> ids, uint32_t batch);
+  // Keep those of these rows that are cached; returns for how many ids there is no row in the cache.
+  size_t Keep(std::span<const int64_t> ids);
+  // The request will not come.
+  void Unregister(std::span<const int64_t> ids, uint32_t batch);
+
+  // Begin to bring rows to `result`, which has room for them in the order of the ids. `batch`: as registered, or
+  // one of RowRequest's. The result must stay valid until the request is done or cancelled. Fails at once if a file of
+  // the table has changed. REQUIRES: every id is one of the table.
+  std::shared_ptr<RowRequest> Start(std::span<const int64_t> ids, std::byte* result, uint32_t batch);
+
+  RowStoreStats stats();
+  // The engine in use, and why earlier ones were left.
+  std::string engine_name();
+  std::vector<std::string> demotions();
+
+ private:
+  // Rows of a request that a completed read brings, and where the read began.
+  struct Arrival {
+    std::shared_ptr<RowRequest> request;
+    const std::vector<RowWant>* wants;
+    uint32_t first_want;
+    uint32_t want_count;
+    size_t done = 0;  // its place among the completed reads
+    uint32_t piece = 0;
+    uint64_t offset_bytes = 0;
+
+    std::span<const RowWant> rows() const { return std::span(*wants).subspan(first_want, want_count); }
+  };
+
+  RowStore(RowTable table, RowStoreOptions options, std::unique_ptr<RowCache> cache);
+
+  bool FailIfChanged(RowRequest& request);
+  static void TouchAhead(std::span<std::byte> result);
+  std::vector<RowWant> CopyHits(std::span<const int64_t> ids, RowRequest& request);
+  void CopyHitsOf(std::span<const int64_t> ids, size_t first, RowRequest& request, std::vector<RowWant>& missing);
+  void Plan(const std::shared_ptr<RowRequest>& request, std::span<const RowWant> missing);
+  bool WaitForFlight(const std::shared_ptr<RowRequest>& request, std::span<const RowWant> same);
+  uint64_t CellOf(const RowPlace& place) const;
+  void EndKnownUse(uint64_t position, uint32_t batch);
+
+  std::unique_ptr<RowReader> LeaseReader();
+  void ReturnReader(std::unique_ptr<RowReader> reader);
+  void ReadHere(RowReader& reader, RowRequest& request);
+  void StartReads(RowReader& reader, RowRequest& request, std::vector<RowReader::Done>& done);
+  bool Withdraw(const RowRequest& request, size_t read);
+  void ForgetFlight(const RowRequest& request, size_t read);
+  void GiveToWorker(const std::shared_ptr<RowRequest>& request);
+  void Work();
+  void NoteEngine(const RowReader& reader);
+
+  void Complete(std::vector<RowReader::Done>& done, RowReader& reader);
+  void EndFlight(const RowReader::Done& done, size_t number, std::vector<Arrival>& arrivals);
+  void Cache(const Arrival& arrival, const std::byte* bytes);
+  void Deliver(const Arrival& arrival, const RowReader::Done& done);
+  Status WithRow(const Status& status, const Arrival& arrival) const;
+
+  const RowTable table_;
+  const RowStoreOptions options_;
+  PlanLimits limits_;
+  std::vector<struct stat> facts_;  // of the files, as they were opened
+
+  FairSharedMutex lock_;  // guards the members below; their rows are copied under the shared lock
+  std::unique_ptr<RowCache> cache_;
+  FlatMap<uint32_t> known_;                                             // the coming uses of rows that are not cached
+  FlatMap<uint64_t> flights_;                                           // by cell: request number and read
+  std::unordered_map<uint32_t, std::shared_ptr<RowRequest>> requests_;  // with unended reads
+  std::unordered_map<uint64_t, std::vector<Arrival>> others_;           // who else waits for a flight
+  uint32_t next_number_ = 0;
+
+  std::unique_ptr<RowReader> reader_;                // the worker's
+  std::mutex readers_mutex_;                         // guards the members below
+  std::vector<std::unique_ptr<RowReader>> readers_;  // of callers, unused now
+  size_t reader_count_ = 0;                          // of callers
+  std::string engine_name_;
+  std::vector<std::string> demotions_;
+
+  std::mutex queue_mutex_;
+  std::condition_variable queue_changed_;
+  std::deque<std::shared_ptr<RowRequest>> queue_;  // with reads that were not started
+  bool is_stopping_ = false;
+  bool is_started_ = false;
+  pthread_t thread_{};
+
+  std::atomic<uint64_t> row_count_{0};
+  std::atomic<uint64_t> hit_count_{0};
+  std::atomic<uint64_t> shared_count_{0};
+  std::atomic<uint64_t> read_count_{0};
+  std::atomic<uint64_t> read_bytes_{0};
+};
+
+}  // namespace fastpersist

@@ -1,0 +1,281 @@
+"""What gathers rows in `bench rows`: fio as the limit, `fp.RowStore`, and what people do without it.
+
+Element j of row i has the value i × width + j, so every gather is checked, outside its time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+import fastpersist
+from fastpersist.cli.bench.fio import FIO_NOT_INSTALLED, FioJob, fio_version, run_fio
+from fastpersist.cli.bench.io.points import IoSample
+from fastpersist.cli.bench.rows import Kind, Row
+from fastpersist.errors import CorruptionError
+
+__all__ = ["FEW_COUNT", "Case", "Table", "cold_rows", "few_rows", "hit_rows", "write_table"]
+
+_THREAD_COUNT = 16
+FEW_COUNT = 48
+"""Rows of a small request, as of a language model's n-gram tables."""
+
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table on disk: raw int32, rows of `row_bytes`."""
+
+    path: str
+    row_bytes: int
+    row_count: int
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.row_bytes // 4
+
+    def expected(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the first element of each of these rows, which wraps around."""
+        return (ids * self.width).to(torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One table of results.
+
+    Attributes:
+        table: What is read.
+        count: Rows of a sample.
+        depth: Reads in flight at once.
+    """
+
+    table: Table
+    count: int
+    depth: int
+
+    def ids(self) -> torch.Tensor:
+        """Draw ids, uniform; each call others, but the same ones in each run of the command."""
+        _draws[self] = _draws.get(self, 0) + 1
+        return torch.randint(self.table.row_count, (self.count,), generator=torch.Generator().manual_seed(_draws[self]))
+
+
+_draws: dict[Case, int] = {}
+
+
+def write_table(path: str, row_bytes: int, size_bytes: int) -> Table:
+    """Write a table and make it durable."""
+    table = Table(path, row_bytes, size_bytes // row_bytes)
+    row_count = max(1, _CHUNK_BYTES // row_bytes)
+    with open(path, "wb") as file:
+        for first in range(0, table.row_count, row_count):
+            end = min(first + row_count, table.row_count)
+            torch.arange(first * table.width, end * table.width).to(torch.int32).numpy().tofile(file)
+        file.flush()
+        os.fsync(file.fileno())
+    return table
+
+
+# ------------------------------------------------------------------------------------------------------- rows
+
+
+def cold_rows(case: Case) -> list[Row]:
+    """Return the rows of a gather of which nothing is in memory."""
+
+    def fio(name: str, *, tuned: bool) -> Row:
+        job = FioJob(
+            "read",
+            case.table.row_count * case.table.row_bytes,
+            block_bytes=case.table.row_bytes,
+            depth=case.depth,
+            random=True,
+            io_count=case.count,
+            tuned=tuned,
+        )
+        if not fio_version():
+            return Row(name, "ceiling", None, why_not=FIO_NOT_INSTALLED)
+        return Row(name, "ceiling", lambda path: run_fio(job, [path]))
+
+    return [
+        fio("fio", tuned=False),
+        fio("fio, buffers and files registered, batches", tuned=True),
+        _gather_row(case, "fastpersist.RowStore", "fastpersist", _our_gather),
+        _gather_row(case, "numpy.memmap", "peer", _memmap_gather(random=False)),
+        _gather_row(case, "numpy.memmap, MADV_RANDOM", "peer", _memmap_gather(random=True)),
+        _gather_row(case, f"pread by {_THREAD_COUNT} threads", "peer", _pread_gather),
+    ]
+
+
+def hit_rows(case: Case) -> list[Row]:
+    """Return the rows of a gather of which everything is in memory: in our cache, and in a tensor."""
+    held: list[fastpersist.RowStore] = []
+
+    def store() -> fastpersist.RowStore:
+        if not held:
+            held.append(_opened(case, cache_bytes=3 * case.table.row_count * case.table.row_bytes))
+            for some in torch.arange(case.table.row_count).split(max(1, _CHUNK_BYTES // case.table.row_bytes)):
+                held[0].gather(some)
+        return held[0]
+
+    tensors: list[torch.Tensor] = []
+
+    def tensor() -> torch.Tensor:
+        if not tensors:
+            tensors.append(store().gather(torch.arange(case.table.row_count)))
+        return tensors[0]
+
+    def ours(_case: Case, _path: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+        return _timed(lambda: store().gather(ids), store())
+
+    def in_memory(_case: Case, _path: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+        return _timed(lambda: tensor().index_select(0, ids), tensor())
+
+    return [
+        _gather_row(case, "torch.index_select in memory", "ceiling", in_memory),
+        _gather_row(case, "fastpersist.RowStore, all cached", "fastpersist", ours),
+    ]
+
+
+def few_rows(case: Case) -> list[Row]:
+    """Return the rows of small requests, one after the other, of which nothing is in memory."""
+
+    def fio(name: str, *, in_turns: bool) -> Row:
+        if not fio_version():
+            return Row(name, "ceiling", None, why_not=FIO_NOT_INSTALLED)
+        job = FioJob(
+            "read",
+            case.table.row_count * case.table.row_bytes // 4096 * 4096,
+            block_bytes=4096 if case.table.row_bytes % 512 else case.table.row_bytes,
+            depth=FEW_COUNT,
+            random=True,
+            io_count=case.count,
+            in_turns=in_turns,
+        )
+        return Row(name, "ceiling", lambda path: run_fio(job, [path]))
+
+    return [
+        fio(f"fio, always {FEW_COUNT} in flight", in_turns=False),
+        fio(f"fio, {FEW_COUNT} at a time, waiting for all", in_turns=True),
+        _gather_row(case, "fastpersist.RowStore", "fastpersist", _in_requests(_our_few)),
+        _gather_row(case, "numpy.memmap, MADV_RANDOM", "peer", _in_requests(_memmap_few)),
+    ]
+
+
+Gather = Callable[[Case, str, torch.Tensor], tuple[torch.Tensor, list[float]]]
+"""Returns the rows, and the seconds that each request took from its call on."""
+
+
+def _gather_row(case: Case, name: str, kind: Kind, gather: Gather) -> Row:
+    def run(path: str) -> IoSample:
+        ids = case.ids()
+        before_s = _cpu_s()
+        rows, times_s = gather(case, path, ids)
+        cpu_s = _cpu_s() - before_s
+        if not torch.equal(rows.view(case.count, -1)[:, 0], case.table.expected(ids)):
+            raise CorruptionError(f"{name} returned other rows than those that were asked for")
+        p99_s = sorted(times_s)[len(times_s) * 99 // 100] if len(times_s) > 1 else None
+        # Of many requests, as if each took the median.
+        seconds = statistics.median(times_s) * len(times_s)
+        return IoSample(seconds, case.count * case.table.row_bytes, io_count=case.count, cpu_s=cpu_s, p99_s=p99_s)
+
+    return Row(name, kind, run)
+
+
+def _timed(gather: Callable[[], torch.Tensor], _ready: object) -> tuple[torch.Tensor, list[float]]:
+    """Run it; what is made at its first use is ready, since the caller has named it."""
+    start = time.perf_counter()
+    rows = gather()
+    return rows, [time.perf_counter() - start]
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+# ------------------------------------------------------------------------------------------------------- ways
+
+
+def _opened(case: Case, cache_bytes: int = 0) -> fastpersist.RowStore:
+    table = case.table
+    shape = (table.row_count, table.width)
+    return fastpersist.RowStore(
+        table.path, shape=shape, dtype=torch.int32, cache_bytes=cache_bytes, queue_depth=case.depth
+    )
+
+
+def _our_gather(case: Case, _path: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+    with _opened(case) as store:
+        return _timed(lambda: store.gather(ids), store)
+
+
+def _mapped(case: Case, path: str, *, random: bool) -> torch.Tensor:
+    """Map the table; elements of numpy's memmap and of this are read by the same page faults."""
+    size_bytes = case.table.row_count * case.table.row_bytes
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    if random:
+        mapped.madvise(mmap.MADV_RANDOM)
+    return torch.frombuffer(mapped, dtype=torch.int32).view(case.table.row_count, -1)
+
+
+def _memmap_gather(*, random: bool) -> Gather:
+    def gather(case: Case, path: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+        array = _mapped(case, path, random=random).numpy()
+        places = ids.numpy()
+        return _timed(lambda: torch.from_numpy(array[places]), array)
+
+    return gather
+
+
+def _pread_gather(case: Case, path: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+    rows = torch.empty(case.count, case.table.width, dtype=torch.int32)
+    view = memoryview(rows.numpy().data).cast("B")
+    row_bytes = case.table.row_bytes
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def read(first: int) -> None:
+        for index in range(first, case.count, _THREAD_COUNT):
+            os.preadv(fd, [view[index * row_bytes : (index + 1) * row_bytes]], places[index] * row_bytes)
+
+    try:
+        places = ids.tolist()
+        with ThreadPoolExecutor(_THREAD_COUNT) as pool:
+            return _timed(lambda: (list(pool.map(read, range(_THREAD_COUNT))), rows)[1], pool)
+    finally:
+        os.close(fd)
+
+
+def _in_requests(opened: Callable[[Case, str], Callable[[torch.Tensor], torch.Tensor]]) -> Gather:
+    """Gather a few rows at a time."""
+
+    def gather(case: Case, path: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+        one = opened(case, path)
+        one(ids[:FEW_COUNT])  # what is made at the first use
+        found, times_s = [], []
+        for some in ids.split(FEW_COUNT):
+            start = time.perf_counter()
+            found.append(one(some))
+            times_s.append(time.perf_counter() - start)
+        return torch.cat(found), times_s
+
+    return gather
+
+
+def _our_few(case: Case, _path: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    return _opened(case).gather
+
+
+def _memmap_few(case: Case, path: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    array = _mapped(case, path, random=True).numpy()
+    return lambda ids: torch.from_numpy(array[ids.numpy()])

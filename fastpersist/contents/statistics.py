@@ -1,0 +1,141 @@
+"""Smallest, largest and mean value, norm, NaN and infinities of each tensor, from its pieces."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fastpersist.contents.pieces import read_pieces
+from fastpersist.contents.stored import Stored
+
+__all__ = ["Statistics", "can_be_widened", "in_parts", "iter_statistics"]
+
+_PART_COUNT = (1 << 15) - 64
+"""Elements that are calculated with at a time: their copies stay in the processor's cache, and torch uses threads from
+32,768 on. These would wait for each other at every step, and on a busy machine that takes many times longer."""
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What a tensor's values are like. NaN and infinities are counted, and left out of all else.
+
+    Attributes:
+        tensor: Which tensor.
+        finite_count: Elements that are neither.
+        nan_count: Elements that are NaN; of complex numbers, in either part.
+        inf_count: Elements that are infinite.
+        min: The smallest value; None without finite elements, and of complex numbers.
+        max: The largest.
+        mean: Their mean; None as `min`.
+        norm: The square root of the sum of squares of their magnitudes.
+    """
+
+    tensor: Stored
+    finite_count: int = 0
+    nan_count: int = 0
+    inf_count: int = 0
+    min: float | int | None = None
+    max: float | int | None = None
+    mean: float | None = None
+    norm: float = 0.0
+    _sum: float = 0.0
+    _squares: float = 0.0
+
+    def add(self, values: torch.Tensor) -> None:
+        """Count more of the tensor's elements."""
+        if values.dtype.is_complex:
+            values = torch.view_as_real(values).double() if values.dtype is not torch.complex32 else _parts_of(values)
+            nan, infinite = values.isnan().any(-1), values.isinf().any(-1)
+            self._drop(nan, infinite & ~nan)
+            values = values[~(nan | infinite)]
+            self.finite_count += len(values)
+            self._squares += float(values.square().sum())
+            return
+        if not values.dtype.is_floating_point:
+            self._add_finite(values.to(torch.int64) if values.dtype is not torch.uint64 else values.double())
+            return
+        values = values.double()
+        total = float(values.sum())
+        if not math.isfinite(total):
+            nan, infinite = values.isnan(), values.isinf()
+            self._drop(nan, infinite)
+            values = values[~(nan | infinite)]
+        self._add_finite(values)
+
+    def finish(self) -> None:
+        """Make mean and norm of what was counted."""
+        self.norm = math.sqrt(self._squares)
+        if self.finite_count and not self.tensor.dtype.is_complex:
+            self.mean = self._sum / self.finite_count
+
+    def _drop(self, nan: torch.Tensor, infinite: torch.Tensor) -> None:
+        self.nan_count += int(nan.sum())
+        self.inf_count += int(infinite.sum())
+
+    def _add_finite(self, values: torch.Tensor) -> None:
+        if not len(values):
+            return
+        low, high = (one.item() for one in values.aminmax())
+        self.min = low if self.min is None else min(self.min, low)
+        self.max = high if self.max is None else max(self.max, high)
+        self.finite_count += len(values)
+        doubles = values.double()
+        self._sum += float(doubles.sum())
+        self._squares += float(doubles.square().sum())
+
+
+def _parts_of(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.float16).double().reshape(-1, 2)
+
+
+@functools.cache
+def can_be_widened(dtype: torch.dtype) -> bool:
+    """Tell whether torch converts elements of a dtype to numbers that it can calculate with."""
+    if dtype.is_complex:
+        return True
+    try:
+        torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype).double()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def in_parts(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Cut elements into parts that are small enough to be widened."""
+    return iter(values.split(_PART_COUNT)) if len(values) else iter(())
+
+
+def iter_statistics(
+    tensors: Sequence[Stored], *, on_read: Callable[[int], object] = lambda size_bytes: None
+) -> Iterator[Statistics]:
+    """Read tensors and yield what each is like, in the order given.
+
+    Args:
+        tensors: Best in the order of their files.
+        on_read: Told the bytes of each batch that was read.
+
+    Raises:
+        EndOfFileError, StorageError: See `read_pieces`.
+
+    Thread safety: one thread at a time advances an iterator.
+    """
+    found = map(Statistics, tensors)
+    current, index = next(found, None), 0
+    for batch in read_pieces(tensors):
+        for piece in batch:
+            while current is not None and index < piece.number:
+                current.finish()
+                yield current
+                current, index = next(found, None), index + 1
+            if current is not None:
+                for values in in_parts(piece.values(current.tensor.dtype)):
+                    current.add(values)
+        on_read(sum(piece.data.numel() for piece in batch))
+    while current is not None:
+        current.finish()
+        yield current
+        current = next(found, None)

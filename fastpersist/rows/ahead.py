@@ -1,0 +1,54 @@
+"""A loop over batches whose rows were asked for while earlier batches were worked on: `RowStore.ahead`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
+
+import torch
+
+from fastpersist.errors import ConfigError
+
+__all__ = ["Ticket", "ahead"]
+
+Batch = TypeVar("Batch")
+
+
+class Ticket(Protocol):
+    """Rows that were asked for."""
+
+    def result(self) -> torch.Tensor:
+        """Wait for them and return them."""
+
+    def cancel(self) -> None:
+        """Give them up."""
+
+
+def ahead(loader: Iterable[Batch], ask: Callable[[Batch], Ticket], window: int) -> Iterator[tuple[Batch, torch.Tensor]]:
+    """Iterate over the batches of a loader with their rows; `ask` asks for those of a batch, `window` batches ahead.
+
+    Raises:
+        ConfigError: The window is no whole number above 0.
+    """
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ConfigError(f"window is {window!r}; it must be a number of batches, 1 or more")
+    return _with_rows(loader, ask, window)
+
+
+def _with_rows(
+    loader: Iterable[Batch], ask: Callable[[Batch], Ticket], window: int
+) -> Iterator[tuple[Batch, torch.Tensor]]:
+    asked: deque[tuple[Batch, Ticket]] = deque()
+    try:
+        for batch in loader:
+            asked.append((batch, ask(batch)))
+            if len(asked) > window:
+                first, ticket = asked.popleft()
+                yield first, ticket.result()
+        while asked:
+            first, ticket = asked.popleft()
+            yield first, ticket.result()
+    finally:  # the loop was left early, or a batch failed
+        for _, ticket in asked:
+            ticket.cancel()

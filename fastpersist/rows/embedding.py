@@ -1,0 +1,59 @@
+"""A module in place of `torch.nn.Embedding` whose rows stay on disk: `fastpersist.RowEmbedding`."""
+
+from __future__ import annotations
+
+import torch
+
+from fastpersist.errors import ConfigError
+from fastpersist.rows.store import RowStore
+
+__all__ = ["RowEmbedding"]
+
+
+class RowEmbedding(torch.nn.Module):
+    """An embedding that is not trained, whose rows are read from disk when they are asked for.
+
+    It has no parameter and no buffer: it adds nothing to a state_dict, and `to` converts nothing. Results have no
+    gradient, and are in the table's dtype.
+
+    Args:
+        rows: The table; its rows have one dimension. It stays the caller's, who closes it.
+
+    Attributes:
+        rows: The table.
+        num_embeddings: How many rows there are.
+        embedding_dim: Elements of each.
+
+    Raises:
+        ConfigError: No RowStore; rows of another shape.
+
+    Thread safety: as `RowStore`, any thread.
+    """
+
+    def __init__(self, rows: RowStore) -> None:
+        super().__init__()
+        if not isinstance(rows, RowStore):
+            raise ConfigError(f"rows is a RowStore, not {type(rows).__name__}")
+        if len(rows.row_shape) != 1:
+            raise ConfigError(f"an embedding's rows have one dimension; those of {rows!r} have {len(rows.row_shape)}")
+        self.rows = rows
+        self.num_embeddings = rows.row_count
+        self.embedding_dim = rows.row_shape[0]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of ids, on the ids' device.
+
+        Args:
+            ids: Whole numbers of any shape.
+
+        Returns:
+            A tensor of shape `ids.shape + (embedding_dim,)`.
+
+        Raises:
+            RowIndexError, ConfigError, StorageError: As `RowStore.gather`.
+        """
+        return self.rows.gather(ids, device=ids.device)
+
+    def extra_repr(self) -> str:
+        """Describe the table."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, dtype={self.rows.dtype}, on disk"

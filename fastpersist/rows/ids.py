@@ -1,0 +1,62 @@
+"""Ids of rows as callers give them → a flat int64 tensor and its shape, all of them rows of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastpersist.errors import ConfigError, RowIndexError
+
+__all__ = ["checked_ids"]
+
+_WHOLE_NUMBERS = {
+    getattr(torch, name)
+    for name in ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
+    if hasattr(torch, name)
+}
+
+
+def checked_ids(
+    ids: Any, find_bad: Callable[[torch.Tensor], int], row_count: int, path: str
+) -> tuple[torch.Tensor, torch.Size]:
+    """Return ids as a contiguous int64 tensor of one dimension on the CPU, and the shape they were given in.
+
+    Args:
+        ids: A tensor of whole numbers on any device, an array, a list of them, or one number.
+        find_bad: Returns the place of the first id that is no row, or how many ids there are.
+        row_count: Of the table, for messages.
+        path: Of the table, for messages.
+
+    Raises:
+        ConfigError: They are no whole numbers.
+        RowIndexError: One is no row of the table; the message says which and where.
+    """
+    if not getattr(getattr(ids, "flags", None), "writeable", True):
+        ids = ids.copy()  # torch warns of an array that it must not write to
+    try:
+        given = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"ids are whole numbers, as a tensor, an array, a list or one number: {error}") from None
+    if given.numel() == 0:
+        return torch.empty(0, dtype=torch.int64), given.shape
+    if given.dtype not in _WHOLE_NUMBERS:
+        raise ConfigError(f"ids are whole numbers, not {given.dtype}")
+    if given.device.type == "meta" or given.layout != torch.strided:
+        raise ConfigError(f"ids are whole numbers in a dense tensor, not in one of {given.layout} on {given.device}")
+    flat = given.detach().to("cpu", torch.int64).contiguous().view(-1)
+    bad = find_bad(flat)
+    if bad < flat.numel():
+        place = f"[{', '.join(map(str, _indices(bad, given.shape)))}]" if given.dim() else ""
+        raise RowIndexError(f"ids{place} is {given.reshape(-1)[bad].item()}; {path} has {row_count} rows")
+    return flat, given.shape
+
+
+def _indices(flat_index: int, shape: torch.Size) -> list[int]:
+    """Return the indices of an element in a tensor of this shape."""
+    found = []
+    for size in reversed(shape):
+        flat_index, index = divmod(flat_index, size)
+        found.append(index)
+    return found[::-1]

@@ -1,0 +1,597 @@
+"""Rows of a table on disk, gathered by their ids: `fastpersist.RowStore`, and the tickets of requests made ahead.
+
+The native side (csrc/rows/store.h) plans, reads and caches. Here are what callers give and get, the memory of results,
+and the order in which requests that were made ahead are started. `opening` finds the rows in the files, `ahead` makes
+requests ahead of a loop.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from fastpersist import _native
+from fastpersist.arguments import byte_count, local_path
+from fastpersist.commit.filesystem import storage_errors
+from fastpersist.errors import ConfigError, FastPersistError, InternalError
+from fastpersist.rows.ahead import ahead
+from fastpersist.rows.ids import checked_ids
+from fastpersist.rows.opening import RowSource, Source, open_rows
+from fastpersist.transfer.arena import available_host_bytes
+from fastpersist.transfer.engine_selection import announce_engine, engine_ladder, refuse_null_engine, require_engine
+from fastpersist.transfer.tensor_requests import checked_number
+
+__all__ = ["RowStats", "RowStore", "RowTicket"]
+
+Batch = TypeVar("Batch")
+
+_QUEUE_DEPTH = 256
+_GAP_BYTES = 8 << 10  # NVMe disks read about so many bytes in the time that another read costs
+_AHEAD_BYTES = 256 << 20
+_UNDER_WAY_COUNT_MIN = 2  # one is taken, one is read
+_ROW_BYTES_MAX = 1 << 30
+_KEPT_AT_ONCE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RowStats:
+    """What a row store has done since it was opened.
+
+    Attributes:
+        row_count: Rows asked for, duplicates included.
+        hit_count: Of these, rows that the cache had.
+        shared_count: Of these, rows that came by a read which another request had under way.
+        read_count: Requests to the kernel.
+        read_bytes: Bytes that these read, whole blocks.
+        cached_row_count: Rows in the cache now.
+        cache_row_limit: Rows that the cache has room for.
+        row_bytes: The length of a row.
+        engine: The engine that reads.
+    """
+
+    row_count: int
+    hit_count: int
+    shared_count: int
+    read_count: int
+    read_bytes: int
+    cached_row_count: int
+    cache_row_limit: int
+    row_bytes: int
+    engine: str
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the rows asked for that the cache had; 0 before the first request."""
+        return self.hit_count / self.row_count if self.row_count else 0.0
+
+
+class RowTicket:
+    """Rows that were asked for ahead, by `RowStore.prefetch`: on their way, or waiting for their turn.
+
+    Who drops it gives the rows up, as `cancel` does.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(
+        self, store: RowStore, ids: torch.Tensor, shape: torch.Size, batch: int, device: torch.device | None
+    ) -> None:
+        self._store = store
+        self._ids = ids
+        self._shape = shape
+        self._batch = batch
+        self._device = device
+        self._rows: torch.Tensor | None = None
+        self._request: _native.RowRequest | None = None
+        self._native: _native.RowStore | None = None  # which works on the request; a forked child has another
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        """Tell whether `result` would return or raise without waiting."""
+        return self._error is not None or (self._request is not None and self._request.done())
+
+    def cancel(self) -> None:
+        """Give the rows up: reads that have not begun are dropped, and the memory is free at once."""
+        self._store._give_up(self)
+
+    def result(self, timeout: float | None = None) -> torch.Tensor:
+        """Return the rows, as `RowStore.gather` does, waiting at most `timeout` seconds; again, the same ones.
+
+        Raises:
+            TimeoutError: They are not there yet.
+            ConfigError: The request was cancelled, or the store closed.
+            StorageError: As `RowStore.gather`.
+            RuntimeError: There was no memory for the rows.
+        """
+        return self._store._take(self, timeout)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_error"):  # the last attribute of a whole ticket
+            self._store._drop(self)
+
+
+class RowStore:
+    """A table of rows on disk, read by ids.
+
+    The cache keeps the rows that requests made ahead will use, then those that are used most. Files are read by direct
+    I/O, past the page cache, unless most of a table is in the page cache when it is opened.
+
+    A table must not change while it is open: what is changed in place is found by the next request, which fails. A new
+    version belongs into a new file that is renamed over the old one; the store goes on with the old one.
+
+    Args:
+        source: A .npy file, a safetensors file, a raw file (with `shape` and `dtype`), or a list of pieces joined by
+            rows, each a path or (path, tensor name), on any disks.
+        tensor: Which tensor of a safetensors file; may be left out if it has only one.
+        shape: Of a raw file: dimensions, the first -1 for as many rows as there are.
+        dtype: Of a raw file. Elements of other files are taken for others of the same width.
+        offset_bytes: Where the rows of a raw file begin.
+        cache_bytes: Memory for rows and what belongs to them, as a number or a text such as "4GiB"; "auto" is a quarter
+            of the memory that is available, at most the table.
+        ahead_bytes: Memory for the results of requests made ahead that nobody has taken; two may always be under way.
+        engine: As in `save`: "auto", or one that `engines()` lists, which never falls back.
+        queue_depth: Reads in flight at once, 1 … 4096.
+
+    Attributes:
+        row_count: Rows of the table; also `len()`.
+        row_shape: Dimensions of a row.
+        row_bytes: Its length.
+        dtype: Of the elements.
+
+    Raises:
+        ConfigError: Arguments that make no sense, or do not fit the file.
+        CheckpointNotFoundError: There is no such file.
+        FormatError: A file is damaged, or shorter than it says.
+        UnsupportedError: A format without rows of numbers; or the named engine cannot work here.
+        StorageError: A file cannot be opened, or there is no memory for the cache.
+
+    Thread safety: any thread. A forked child, such as a worker of a DataLoader, may use it too: its first use opens the
+    same files anew, without a cache. It is pickled as its arguments.
+
+    Source: the ideas of BaM (arXiv:2203.04910) and GIDS (arXiv:2306.16384) on ordinary files.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        tensor: str | None = None,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        offset_bytes: int = 0,
+        cache_bytes: int | str = "auto",
+        ahead_bytes: int | str = _AHEAD_BYTES,
+        engine: str = "auto",
+        queue_depth: int | None = None,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._native: _native.RowStore | None = None
+        self._fds: list[int] = []
+        self._closed = True
+        refuse_null_engine(require_engine(engine))
+        self._engine = engine
+        self._queue_depth = checked_number("queue_depth", queue_depth, 1, 4096) or _QUEUE_DEPTH
+        self._ahead_bytes = byte_count(ahead_bytes, "ahead_bytes")
+        self._rows: RowSource = open_rows(source, tensor=tensor, shape=shape, dtype=dtype, offset_bytes=offset_bytes)
+        self._arguments = {
+            "source": _as_absolute(source),
+            "tensor": tensor,
+            "shape": shape,
+            "dtype": dtype,
+            "offset_bytes": offset_bytes,
+            "cache_bytes": cache_bytes,
+            "ahead_bytes": ahead_bytes,
+            "engine": engine,
+            "queue_depth": queue_depth,
+        }
+        self.row_count = self._rows.row_count
+        self.row_shape = self._rows.row_shape
+        self.row_bytes = self._rows.row_bytes
+        self.dtype = self._rows.dtype
+        self._path = self._rows.pieces[0].path
+        if self.row_bytes > _ROW_BYTES_MAX:
+            raise ConfigError(f"{self._path} has rows of {self.row_bytes} bytes; at most {_ROW_BYTES_MAX} can be read")
+        positions = self._rows.position_of_row
+        self._positions = None if positions is None else positions.to(torch.int64).contiguous()
+        if cache_bytes == "auto":
+            cache_bytes = available_host_bytes() // 4
+        self._cache_bytes = byte_count(cache_bytes, "cache_bytes")
+        self._batch = 0  # of the last ticket
+        self._waiting: deque[weakref.ref[RowTicket]] = deque()  # tickets that were not started, oldest first
+        self._under_way_bytes: dict[int, int] = {}  # by batch: results of tickets that were started and not taken
+        self._open(self._cache_bytes)
+        self._closed = False
+        _open_stores.add(self)
+
+    def _open(self, cache_bytes: int) -> _native.RowStore:
+        """Open the files and the native side, and return it."""
+        fds: list[int] = []
+        try:
+            for piece in self._rows.pieces:
+                with storage_errors("opening", piece.path):
+                    fds.append(os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC))
+            ladder = _ladder(self._engine, fds)
+            native = _native.RowStore(
+                pieces=[
+                    (fd, os.fsencode(piece.path), piece.offset_bytes, piece.row_count)
+                    for fd, piece in zip(fds, self._rows.pieces, strict=True)
+                ],
+                row_bytes=self.row_bytes,
+                positions=(0, 0) if self._positions is None else (self._positions.data_ptr(), self.row_count),
+                owner=self._positions,
+                engines=ladder,
+                queue_depth=self._queue_depth,
+                thread_count=0,
+                cache_bytes=cache_bytes,
+                gap_bytes=_GAP_BYTES,
+                copy_thread_count=torch.get_num_threads(),
+            )
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        self._native, self._fds = native, fds
+        for fd in fds:
+            _native.close_in_forked_child(fd)
+        announce_engine(self._path, self._engine, native.engine, native.demotions)
+        return native
+
+    # --- rows
+
+    def gather(
+        self, ids: Any, *, out: torch.Tensor | None = None, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """Return the rows with these ids, in their order; an id may come more than once.
+
+        Args:
+            ids: Whole numbers of any dtype and shape, as a tensor, an array, a list, or one number.
+            out: A contiguous tensor of the result's shape and dtype on the CPU, to be filled and returned.
+            device: Where the result is to be; by default on the CPU. A copy to a CUDA device comes into the caller's
+                current stream.
+
+        Returns:
+            A tensor of shape `ids.shape + row_shape`, as of `torch.nn.Embedding`.
+
+        Raises:
+            RowIndexError: An id is no row. Nothing was read.
+            ConfigError: Ids that are no whole numbers; an `out` that does not fit; the store is closed.
+            StorageError: A row could not be read (with path, row, offset and errno), or a file has changed since it
+                was opened. Other requests go on, and so may this store.
+        """
+        native = self._opened()
+        flat, shape = self._checked(native, ids)
+        wanted = _checked_device(device)
+        rows = self._new_rows(flat.numel(), wanted) if out is None else self._checked_out(out, shape)
+        self._bring(native, flat, rows, 0)
+        if out is not None:
+            return out if wanted is None else out.to(wanted)
+        return self._shaped(rows, shape, wanted)
+
+    def gather_unique(self, ids: Any, *, device: torch.device | str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each row once, and where each id finds its own: `unique[inverse]` is `gather(ids)`.
+
+        Args:
+            ids: As for `gather`.
+            device: Where both results are to be.
+
+        Returns:
+            Rows in the order of their ids, [count, *row_shape]; and int64 indices into them, in the shape of `ids`.
+
+        Raises:
+            RowIndexError: As `gather`; so are ConfigError and StorageError.
+        """
+        flat, shape = self._checked(self._opened(), ids)
+        unique, inverse = torch.unique(flat, return_inverse=True)
+        inverse = inverse.view(shape)
+        return self.gather(unique, device=device), inverse if device is None else inverse.to(device)
+
+    def prefetch(self, ids: Any, *, device: torch.device | str | None = None) -> RowTicket:
+        """Ask for rows that will be wanted later; they are read while the caller goes on.
+
+        The cache keeps rows that requests made ahead will use. Requests are started in the order in which they were
+        made, as `ahead_bytes` allows.
+
+        Args:
+            ids: As for `gather`.
+            device: Where the rows are to be when they are taken.
+
+        Raises:
+            RowIndexError: An id is no row.
+            ConfigError: Ids that are no whole numbers; the store is closed.
+        """
+        native = self._opened()
+        flat, shape = self._checked(native, ids)
+        flat = flat.clone()  # the caller may change them
+        wanted = _checked_device(device)
+        with self._lock:
+            self._batch += 1
+            ticket = RowTicket(self, flat, shape, self._batch, wanted)
+            native.register(flat.data_ptr(), flat.numel(), ticket._batch)
+            self._waiting.append(weakref.ref(ticket))
+        self._start_waiting()
+        return ticket
+
+    def ahead(
+        self,
+        loader: Iterable[Batch],
+        *,
+        ids: Callable[[Batch], Any],
+        window: int = 8,
+        device: torch.device | str | None = None,
+    ) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Iterate over batches with the rows of each, which are read while earlier ones are worked on.
+
+        Batches are drawn from the loader `window` ahead of the one that is returned: the store then knows which rows
+        are used again soon, and reads as far ahead as `ahead_bytes` allows.
+
+        Args:
+            loader: Batches, such as a DataLoader's whose workers sample.
+            ids: Returns the ids of the rows that a batch needs.
+            window: How many batches to know ahead, 1 or more.
+            device: Where the rows are to be.
+
+        Raises:
+            ConfigError: A window that is no whole number above 0; and what `prefetch` and `RowTicket.result` raise.
+        """
+        return ahead(loader, lambda batch: self.prefetch(ids(batch), device=device), window)
+
+    def keep(self, ids: Any) -> None:
+        """Read rows into the cache, where they stay until the store is closed.
+
+        Raises:
+            ConfigError: The cache has no room for all of them; it keeps as many as it can.
+            RowIndexError: As `gather`; so is StorageError.
+        """
+        native = self._opened()
+        flat, _ = self._checked(native, ids)
+        native.keep(flat.data_ptr(), flat.numel())
+        for some in flat.split(max(1, _KEPT_AT_ONCE_BYTES // self.row_bytes)):
+            self._bring(native, some, self._new_rows(some.numel(), None), _native.KEEP_BATCH)
+        if left_count := native.keep(flat.data_ptr(), flat.numel()):
+            raise ConfigError(
+                f"{left_count} of {flat.numel()} rows of {self._path} have no room in the cache, which holds "
+                f"{native.stats()['slot_count']}; raise cache_bytes"
+            )
+
+    def stats(self) -> RowStats:
+        """Return what the store has done so far."""
+        native = self._opened()
+        found = native.stats()
+        return RowStats(
+            row_count=found["row_count"],
+            hit_count=found["hit_count"],
+            shared_count=found["shared_count"],
+            read_count=found["read_count"],
+            read_bytes=found["read_bytes"],
+            cached_row_count=found["cached_count"],
+            cache_row_limit=found["slot_count"],
+            row_bytes=self.row_bytes,
+            engine=native.engine,
+        )
+
+    # --- the store itself
+
+    def close(self) -> None:
+        """Give memory and files back; requests under way fail. Does nothing when called again."""
+        with self._lock:
+            self._closed = True
+            native, self._native = self._native, None
+            fds, self._fds = self._fds, []
+        if native is not None:
+            native.close()
+        for fd in fds:
+            _native.forget_descriptor(fd)
+            os.close(fd)
+
+    def __enter__(self) -> RowStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    def __len__(self) -> int:
+        return self.row_count
+
+    def __repr__(self) -> str:
+        shape = (self.row_count, *self.row_shape)
+        return f"<RowStore {self._path!r} {shape} {self.dtype}{' closed' if self._closed else ''}>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_open_again, (self._arguments,))
+
+    def _opened(self) -> _native.RowStore:
+        """Return the native side; in a forked child, open the files anew first."""
+        with self._lock:
+            return self._opened_alone()
+
+    def _opened_alone(self) -> _native.RowStore:
+        """Do the same while the lock is held."""
+        if self._closed:
+            raise ConfigError(f"{self._path} is closed")
+        return self._open(0) if self._native is None else self._native
+
+    def _forget_parent(self) -> None:
+        self._lock = threading.Lock()  # the parent's may be held, and nobody here would release it
+        self._native = None
+        self._fds = []  # closed already
+        self._under_way_bytes = {}
+
+    # --- requests
+
+    def _checked(self, native: _native.RowStore, ids: Any) -> tuple[torch.Tensor, torch.Size]:
+        return checked_ids(
+            ids, lambda flat: native.first_bad_id(flat.data_ptr(), flat.numel()), self.row_count, self._path
+        )
+
+    def _new_rows(self, count: int, device: torch.device | None) -> torch.Tensor:
+        """Return memory for rows; pinned if they go on to a CUDA device, which then copies them beside the caller."""
+        pinned = device is not None and device.type == "cuda"
+        return torch.empty((count, *self.row_shape), dtype=self.dtype, pin_memory=pinned)
+
+    def _shaped(self, rows: torch.Tensor, shape: torch.Size, device: torch.device | None) -> torch.Tensor:
+        rows = rows.view((*shape, *self.row_shape))
+        return rows if device is None else rows.to(device, non_blocking=True)
+
+    def _checked_out(self, out: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        wanted = (*shape, *self.row_shape)
+        if not isinstance(out, torch.Tensor) or out.device.type != "cpu" or out.layout != torch.strided:
+            raise ConfigError("out is a tensor on the CPU; device= brings rows elsewhere")
+        if out.shape != wanted or out.dtype != self.dtype or not out.is_contiguous():
+            raise ConfigError(
+                f"out is a contiguous tensor of {self.dtype} and shape {wanted}, not one of {out.dtype} and shape "
+                f"{tuple(out.shape)}{'' if out.is_contiguous() else ' that is not contiguous'}"
+            )
+        if out.requires_grad and torch.is_grad_enabled():
+            raise ConfigError("out requires a gradient, which rows from a disk do not have; pass out.detach()")
+        if not out.is_inference():
+            torch.autograd.graph.increment_version(out)  # who compares its version must see the change
+        return out
+
+    def _start(self, native: _native.RowStore, ids: torch.Tensor, rows: torch.Tensor, batch: int) -> _native.RowRequest:
+        return native.start(ids.data_ptr(), ids.numel(), rows.data_ptr(), batch, rows)
+
+    def _bring(self, native: _native.RowStore, ids: torch.Tensor, rows: torch.Tensor, batch: int) -> None:
+        """Read rows and wait for them; nothing is written to them any more if the wait is interrupted."""
+        request = self._start(native, ids, rows, batch)
+        try:
+            request.wait()
+        except BaseException:
+            request.cancel("the wait for rows was interrupted")
+            raise
+        request.raise_failure()
+
+    def _start_waiting(self) -> None:
+        """Start requests that were made ahead, as far as there is memory for their rows."""
+        with self._lock:
+            while self._waiting and not self._closed:
+                ticket = self._waiting[0]()
+                if ticket is not None and ticket._request is None and ticket._error is None:
+                    ahead_bytes = sum(self._under_way_bytes.values()) + self._bytes_of(ticket)
+                    if len(self._under_way_bytes) >= _UNDER_WAY_COUNT_MIN and ahead_bytes > self._ahead_bytes:
+                        return
+                    self._start_ticket(ticket)
+                self._waiting.popleft()
+
+    def _bytes_of(self, ticket: RowTicket) -> int:
+        return ticket._ids.numel() * self.row_bytes
+
+    def _start_ticket(self, ticket: RowTicket) -> None:
+        """Start a request that was made ahead; the lock is held."""
+        try:
+            ticket._native = self._opened_alone()
+            ticket._rows = self._new_rows(ticket._ids.numel(), ticket._device)
+            ticket._request = self._start(ticket._native, ticket._ids, ticket._rows, ticket._batch)
+            self._under_way_bytes[ticket._batch] = self._bytes_of(ticket)
+            if ticket._error is not None:  # dropped meanwhile, by another thread
+                self._drop(ticket)
+        except (FastPersistError, RuntimeError) as error:  # without memory, torch raises a RuntimeError
+            ticket._error = error
+
+    def _take(self, ticket: RowTicket, timeout: float | None) -> torch.Tensor:
+        with self._lock:
+            request = ticket._request
+            is_lost = request is None or (ticket._native is not self._native and not request.done())
+            if is_lost and ticket._error is None:
+                self._start_ticket(ticket)
+            request, rows = ticket._request, ticket._rows
+            if ticket._error is not None or request is None or rows is None:
+                raise ticket._error or InternalError("a request for rows was neither started nor failed")
+        if not request.wait(timeout):
+            raise TimeoutError(f"the rows of {self._path} are not there after {timeout} s")
+        self._under_way_bytes.pop(ticket._batch, None)
+        self._start_waiting()
+        request.raise_failure()
+        return self._shaped(rows, ticket._shape, ticket._device)
+
+    def _give_up(self, ticket: RowTicket) -> None:
+        with self._lock:
+            if ticket._error is None:
+                ticket._error = ConfigError(f"this request for rows of {self._path} was cancelled")
+            if ticket._request is not None and ticket._native is self._native:
+                ticket._request.cancel(str(ticket._error))  # another thread may wait for it
+            self._drop(ticket)
+        self._start_waiting()
+
+    def _drop(self, ticket: RowTicket) -> None:
+        """Free what a ticket has. Needs no lock: the garbage collector may call this anywhere, with any lock held."""
+        if ticket._error is None:  # first, so that a thread that starts it now sees this, or is seen below
+            ticket._error = ConfigError(f"this request for rows of {self._path} was dropped")
+        self._under_way_bytes.pop(ticket._batch, None)
+        native = self._native
+        if ticket._request is None and native is not None:
+            with contextlib.suppress(FastPersistError):  # it is being closed
+                native.unregister(ticket._ids.data_ptr(), ticket._ids.numel(), ticket._batch)
+        ticket._rows = ticket._request = None  # which cancels it
+
+
+def _as_absolute(source: Source) -> Source:
+    """Return the source for a process in another directory."""
+    if isinstance(source, str | os.PathLike):
+        return os.path.abspath(local_path(source, "source"))
+    return [
+        (os.path.abspath(piece[0]), piece[1]) if isinstance(piece, tuple) else os.path.abspath(piece)
+        for piece in source
+    ]
+
+
+def _checked_device(device: torch.device | str | None) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device is {device!r}: {error}") from None
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {device!r}, and torch finds no CUDA device here")
+    return wanted
+
+
+def _ladder(engine: str, fds: Sequence[int]) -> list[str]:
+    """Return the engines to try for all files of a table together, best first."""
+    ladders = [engine_ladder(engine, fd) for fd in fds]
+    if engine != "auto" or len(ladders[0]) == 1:
+        return ladders[0]
+    is_cached = 2 * sum(map(_native.cached_bytes, fds)) > sum(os.fstat(fd).st_size for fd in fds)
+    if is_cached or any(ladder[0].endswith("-buffered") for ladder in ladders):
+        return ["uring-buffered", "threads-buffered"]
+    return ladders[0]
+
+
+def _open_again(arguments: dict[str, Any]) -> RowStore:
+    return RowStore(**arguments)
+
+
+# ------------------------------------------------------------------------------------------------------- the process
+
+_open_stores: weakref.WeakSet[RowStore] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Wait for all reads: their memory is freed when the interpreter ends."""
+    for store in list(_open_stores):
+        store.close()
+
+
+def _after_fork_in_child() -> None:
+    for store in list(_open_stores):
+        store._forget_parent()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,117 @@
+"""benchmarks/rows/simulate.py on a tiny graph; it compiles its simulator and starts it, which takes some seconds."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rows" / "simulate.py"
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    directory = tmp_path_factory.mktemp("rows")
+    words = [directory, "--scale", "12", "--batches", "40", "--traces", "graph", "drift", "--shares", "5", "20"]
+    done = subprocess.run([sys.executable, SCRIPT, *words], stdout=subprocess.PIPE, text=True, check=True)
+    return directory, done.stdout
+
+
+def test_no_policy_beats_belady_but_one_made_beforehand(simulated: tuple[Path, str]) -> None:
+    rows = [line.split("|")[1:-1] for line in simulated[1].splitlines() if line.startswith("|")]
+    policies = [[cell.strip() for cell in row] for row in rows if "(" in row[-1]]
+    assert len(policies) > 20
+    for name, *cells in policies:
+        shares = [int(cell.split("(")[1].rstrip(")")) for cell in cells]
+        assert min(shares) > 0
+        if name != "static":  # knows rows that were not asked for yet
+            assert max(shares) <= 100
+
+
+def test_lru_hits_what_a_model_of_it_hits(simulated: tuple[Path, str]) -> None:
+    path = simulated[0] / "drift-12-40.trace"
+    slots = 50
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = asked = 0
+    for batch in read_batches(path):
+        missing = [row for row in batch if row not in cache]
+        asked += len(batch)
+        hits += len(batch) - len(missing)
+        for row in batch:
+            if row in cache:
+                cache.move_to_end(row)
+        for row in missing:
+            if len(cache) == slots:
+                cache.popitem(last=False)
+            cache[row] = None
+    assert run(simulated[0], path, f"policy=lru slots={slots}") == (hits, asked)
+
+
+def test_sampling_all_slots_with_the_whole_future_is_belady(simulated: tuple[Path, str]) -> None:
+    path = simulated[0] / "graph-12-40.trace"
+    belady = run(simulated[0], path, "policy=belady slots=200")
+    assert run(simulated[0], path, "policy=sampled slots=200 k=200 window=40") == belady
+
+
+def test_bad_runs_are_refused(simulated: tuple[Path, str]) -> None:
+    path = simulated[0] / "graph-12-40.trace"
+    for line in ("policy=best slots=5", "policy=lru slots=0", "policy=lru slots=5000"):
+        done = subprocess.run([simulated[0] / "cache_simulator", path], input=line, text=True, capture_output=True)
+        assert done.returncode == 1
+        assert "cache_simulator: " in done.stderr
+
+
+def read_batches(path: Path) -> list[tuple[int, ...]]:
+    data = path.read_bytes()
+    _, batch_count = struct.unpack_from("<qq", data)
+    batches, offset = [], 16
+    for _ in range(batch_count):
+        (count,) = struct.unpack_from("<q", data, offset)
+        batches.append(struct.unpack_from(f"<{count}i", data, offset + 8))
+        offset += 8 + 4 * count
+    return batches
+
+
+def run(directory: Path, trace: Path, line: str) -> tuple[int, int]:
+    done = subprocess.run(
+        [directory / "cache_simulator", trace], input=line, text=True, capture_output=True, check=True
+    )
+    hits, asked, _ = done.stdout.split()
+    return int(hits), int(asked)
+
+
+def test_an_epoch_takes_turns_and_leaves_only_the_graph(tmp_path: Path) -> None:
+    pytest.importorskip("torch_geometric")
+    words = [
+        "--scale",
+        "12",
+        "--width",
+        "16",
+        "--seeds",
+        "16",
+        "--fan-outs",
+        "4",
+        "4",
+        "--rounds",
+        "2",
+        "--batches",
+        "3",
+    ]
+    report = tmp_path / "epoch.json"
+    command = [sys.executable, SCRIPT.with_name("epoch.py"), tmp_path, *words, "--json", report]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "no memory cgroup can be made here" in done.stderr:
+        pytest.skip("a memory cgroup needs root")
+    assert done.returncode == 0, done.stderr
+    turns = json.loads(report.read_text())["ways"]
+    assert list(turns) == ["memory", "rows", "memmap-random", "memmap"]
+    assert all([turn["batches"] for turn in some] == [3, 3] for some in turns.values())
+    for turn in (turn for some in turns.values() for turn in some):
+        assert turn["batch"] == pytest.approx(turn["sample"] + turn["fetch"] + turn["compute"])
+        assert turn["rows"] == pytest.approx(turns["memory"][0]["rows"], rel=0.5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch.json", "rmat-12-15-0.pt"]

@@ -1,0 +1,128 @@
+"""pack_rows: callers keep their ids, whatever the order, the memory and the source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.leaks import no_leaks
+from support.row_tables import hidden_files, make_rows, read_rows
+
+from fastpersist.errors import ConfigError
+from fastpersist.rows import packing
+from fastpersist.rows.opening import open_rows
+from fastpersist.rows.packing import pack_rows
+from fastpersist.rows.verification import verify_rows
+from fastpersist.rows.writer import write_rows
+
+COUNT = 5_000
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    write_rows(tmp_path / "table.npy", make_rows(COUNT))
+    return tmp_path / "table.npy"
+
+
+def positions_in(path: Path) -> torch.Tensor:
+    rows = open_rows(path)._replace(position_of_row=None)
+    return read_rows(rows)
+
+
+def test_the_highest_score_comes_first_and_of_equal_ones_the_lower_id(table: Path, tmp_path: Path) -> None:
+    degrees = torch.randint(0, 50, (COUNT,), generator=torch.Generator().manual_seed(1))
+    path = tmp_path / "packed.npy"
+    report = pack_rows(table, path, order=degrees)
+    assert report == (COUNT, 1, 128)
+    assert torch.equal(read_rows(open_rows(path)), make_rows(COUNT))
+    ids = sorted(range(COUNT), key=lambda id_: (-int(degrees[id_]), id_))
+    assert torch.equal(positions_in(path), make_rows(COUNT)[ids])
+    assert verify_rows(path).ok
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 300),
+    st.sampled_from([1, 2, 3, 4, 12, 33]),
+    st.integers(0, 20_000),
+    st.integers(0, 2**32 - 1),
+    st.booleans(),
+)
+def test_ids_stay_whatever_the_memory(
+    tmp_path_factory: pytest.TempPathFactory, count: int, width: int, memory_bytes: int, seed: int, is_packed: bool
+) -> None:
+    directory = tmp_path_factory.mktemp("pack")
+    rows = make_rows(count, width).to(torch.int16 if width % 2 else torch.int32)
+    generator = torch.Generator().manual_seed(seed)
+    write_rows(directory / "a.npy", rows)
+    source = directory / "a.npy"
+    if is_packed:
+        pack_rows(source, directory / "b.safetensors", order=torch.rand(count, generator=generator))
+        source = directory / "b.safetensors"
+    order = torch.randint(-5, 5, (count,), generator=generator)
+    report = pack_rows(source, directory / "c.npy", order=order, memory_bytes=memory_bytes)
+    window = max(1, memory_bytes // report.row_bytes)
+    assert report.pass_count == -(-count // window)
+    assert torch.equal(read_rows(open_rows(directory / "c.npy")), rows)
+    assert torch.equal(positions_in(directory / "c.npy"), rows[torch.argsort(order, descending=True, stable=True)])
+
+
+def test_blocks_of_several_files(table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_BLOCK_BYTES", 100_000)
+    np.save(tmp_path / "odd.npy", make_rows(777, first=COUNT).numpy())
+    np.save(tmp_path / "none.npy", make_rows(0).numpy())
+    order = torch.rand(2 * COUNT + 777, generator=torch.Generator().manual_seed(2))
+    pieces = [table, tmp_path / "none.npy", tmp_path / "odd.npy", table]
+    expected = torch.cat([make_rows(COUNT + 777), make_rows(COUNT)])
+    with no_leaks(tmp_path):
+        report = pack_rows(pieces, tmp_path / "packed.npy", order=order, memory_bytes="500KB")
+        pack_rows(pieces, tmp_path / "joined.npy")
+    assert report.pass_count == 3
+    assert torch.equal(read_rows(open_rows(tmp_path / "packed.npy")), expected)
+    assert torch.equal(read_rows(open_rows(tmp_path / "joined.npy")), expected)
+    assert open_rows(tmp_path / "joined.npy").position_of_row is None
+
+
+def test_without_an_order_packed_rows_go_back(table: Path, tmp_path: Path) -> None:
+    pack_rows(table, tmp_path / "packed.npy", order=-torch.arange(COUNT) % 7)
+    pack_rows(tmp_path / "packed.npy", tmp_path / "again.npy")
+    assert (tmp_path / "again.npy").read_bytes() == table.read_bytes()
+
+
+def test_raw_sources_are_opened_first(tmp_path: Path) -> None:
+    rows = torch.randn(100, 8).bfloat16()
+    (tmp_path / "raw.bin").write_bytes(rows.view(torch.uint8).numpy().tobytes())
+    source = open_rows(tmp_path / "raw.bin", shape=(-1, 8), dtype=torch.bfloat16)
+    pack_rows(source, tmp_path / "packed.safetensors", order=torch.rand(100), tensor="x")
+    assert torch.equal(read_rows(open_rows(tmp_path / "packed.safetensors", tensor="x")), rows)
+
+
+@pytest.mark.parametrize(
+    ("order", "word"),
+    [
+        (torch.zeros(COUNT - 1), "number for each of 5000 ids"),
+        (torch.zeros(COUNT, 1), "number for each"),
+        (torch.zeros(COUNT, dtype=torch.complex64), "number for each"),
+        (torch.full((COUNT,), float("nan")), "NaN"),
+    ],
+)
+def test_orders_that_make_no_sense(table: Path, tmp_path: Path, order: Any, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        pack_rows(table, tmp_path / "packed.npy", order=order)
+    assert not (tmp_path / "packed.npy").exists()
+
+
+def test_what_is_there_stays(table: Path, tmp_path: Path) -> None:
+    (tmp_path / "there.npy").write_bytes(b"there")
+    with pytest.raises(ConfigError, match="replaces nothing"):
+        pack_rows(table, tmp_path / "there.npy")
+    with pytest.raises(ConfigError, match="replaces nothing"):
+        pack_rows(table, table, order=torch.zeros(COUNT))
+    with pytest.raises(ConfigError, match="memory_bytes"):
+        pack_rows(table, tmp_path / "new.npy", order=torch.zeros(COUNT), memory_bytes="much")
+    assert hidden_files(tmp_path) == []

@@ -1,0 +1,153 @@
+"""A store in forked children, in workers of a DataLoader, and pickled."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support import leaks
+from support.forking import run_in_child
+from support.row_tables import make_rows
+from support.tensor_files import slow
+from torch.utils.data import DataLoader, Dataset
+
+from fastpersist.errors import ConfigError, StorageError
+from fastpersist.rows.store import RowStore
+from fastpersist.rows.writer import write_rows
+
+nothing_is_left_behind = leaks.nothing_is_left_behind
+
+COUNT = 20_000
+MANY = torch.arange(0, COUNT, 100)
+
+
+@pytest.fixture(scope="module")
+def rows() -> torch.Tensor:
+    return make_rows(COUNT)
+
+
+@pytest.fixture(scope="module")
+def path(rows: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("table") / "table.npy"
+    write_rows(path, rows)
+    return path
+
+
+class Batches(Dataset[torch.Tensor]):
+    """Each item is a gather of its own."""
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._store.gather(torch.arange(index, COUNT, 500))
+
+
+# ----------------------------------------------------------------------------------------------------------- forks
+
+
+def test_a_child_opens_the_files_anew(path: Path, rows: torch.Tensor) -> None:
+    with RowStore(path, cache_bytes="1MiB") as store:
+        store.gather(MANY)
+
+        def work(_report: object) -> None:
+            assert torch.equal(store.gather(MANY), rows[MANY])
+            stats = store.stats()
+            assert (stats.cache_row_limit, stats.hit_count) == (0, 0)
+            assert torch.equal(store.prefetch([3]).result(), rows[[3]])
+            store.close()
+
+        run_in_child(work)
+        assert torch.equal(store.gather(MANY), rows[MANY])
+        assert store.stats().hit_count == len(MANY)
+
+
+def test_a_child_may_be_forked_with_everything_under_way(path: Path, rows: torch.Tensor) -> None:
+    with RowStore(path, engine="fault:threads-buffered", cache_bytes=0, ahead_bytes=0, queue_depth=8) as store:
+        done = store.prefetch([4])
+        done.result()
+        with slow(30):
+            tickets = [store.prefetch((MANY + first) % COUNT) for first in range(4)]
+            threads = [threading.Thread(target=store.gather, args=([first * 300],)) for first in range(4)]
+            for thread in threads:
+                thread.start()
+
+            def work(_report: object) -> None:
+                for first, ticket in enumerate(tickets):
+                    if first != 1:
+                        assert torch.equal(ticket.result(), rows[(MANY + first) % COUNT])
+                tickets[1].cancel()
+                assert torch.equal(done.result(), rows[[4]])
+                tickets.clear()
+                assert torch.equal(store.gather([1]), rows[[1]])
+
+            run_in_child(work)
+            for thread in threads:
+                thread.join()
+        for first, ticket in enumerate(tickets):
+            assert torch.equal(ticket.result(), rows[(MANY + first) % COUNT])
+
+
+def test_a_child_of_a_closed_store_finds_it_closed(path: Path) -> None:
+    store = RowStore(path)
+    store.close()
+
+    def work(_report: object) -> None:
+        with pytest.raises(ConfigError, match="is closed"):
+            store.gather([1])
+
+    run_in_child(work)
+
+
+def test_a_child_that_finds_no_file_says_so(path: Path, tmp_path: Path, rows: torch.Tensor) -> None:
+    moved = tmp_path / "moved.npy"
+    write_rows(moved, rows)
+    with RowStore(moved) as store:
+        moved.unlink()
+
+        def work(_report: object) -> None:
+            with pytest.raises(StorageError):
+                store.gather([1])
+
+        run_in_child(work)
+        assert torch.equal(store.gather([1]), rows[[1]])
+
+
+def test_workers_of_a_loader_gather(path: Path, rows: torch.Tensor) -> None:
+    with RowStore(path) as store:
+        store.gather(MANY)
+        loader = DataLoader(Batches(store), batch_size=None, num_workers=2)
+        for index, found in enumerate(loader):
+            assert torch.equal(found, rows[index::500])
+        assert torch.equal(store.gather(MANY), rows[MANY])
+
+
+def test_a_loop_over_a_loader_with_workers(path: Path, rows: torch.Tensor) -> None:
+    with RowStore(path) as store:
+        loader = DataLoader(range(COUNT), batch_size=700, shuffle=True, num_workers=2)  # type: ignore[arg-type]
+        seen = torch.zeros(COUNT, dtype=torch.int64)
+        for ids, found in store.ahead(loader, ids=lambda batch: batch, window=4):
+            assert torch.equal(found, rows[ids])
+            seen[ids] += 1
+        assert torch.equal(seen, torch.ones(COUNT, dtype=torch.int64))
+
+
+# --------------------------------------------------------------------------------------------------------- pickles
+
+
+def test_a_store_is_pickled_as_its_arguments(path: Path, tmp_path: Path, rows: torch.Tensor) -> None:
+    (tmp_path / "raw").write_bytes(b"123" + rows.numpy().tobytes())
+    raw = RowStore(tmp_path / "raw", shape=(-1, 32), dtype=torch.int32, offset_bytes=3, cache_bytes=70_000)
+    for store in (raw, RowStore(path, ahead_bytes=77, queue_depth=5), RowStore([path, str(path)])):
+        with store, pickle.loads(pickle.dumps(store)) as again:
+            assert repr(again) == repr(store)
+            assert again._arguments == store._arguments
+            ids = torch.randint(len(store), (300,))
+            assert torch.equal(again.gather(ids), rows[ids % COUNT])
+            assert again.stats().cache_row_limit == pytest.approx(store.stats().cache_row_limit, rel=0.5)

@@ -1,0 +1,443 @@
+"""RowWriter: tables that stock readers read, what is refused, and rows that an error leaves for the next writer."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from support.forking import run_in_child
+from support.leaks import no_leaks
+from support.row_tables import hidden_files, make_rows, read_rows
+from support.specimens import DTYPES
+
+import fastpersist as fp
+from fastpersist.errors import ChecksumError, ConfigError, StorageError
+from fastpersist.formats import npy, safetensors
+from fastpersist.rows import writer as writer_module
+from fastpersist.rows.opening import open_rows
+from fastpersist.rows.sidecar import CHUNK_BYTES, sidecar_path
+from fastpersist.rows.verification import verify_rows
+from fastpersist.rows.writer import RowWriter, write_rows
+
+WIDTH = 160  # 640 bytes: rows that straddle pages, chunks and buffers
+ROW_BYTES = 4 * WIDTH
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Buffers of a chunk, and progress after each two: some MiB are many of both."""
+    monkeypatch.setattr(writer_module, "_BUFFER_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(writer_module, "PROGRESS_BYTES", 2 * CHUNK_BYTES)
+    with no_leaks():
+        yield
+        gc.collect()
+
+
+def int32_writer(path: Path, **options: Any) -> RowWriter:
+    return RowWriter(path, (WIDTH,), torch.int32, **options)
+
+
+def expect_table(path: Path, count: int) -> None:
+    assert torch.equal(read_rows(open_rows(path)), make_rows(count, WIDTH))
+    report = verify_rows(path)
+    assert report.ok, report
+    assert report.has_checksums
+    assert hidden_files(path.parent) == []
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+@pytest.mark.parametrize("count", [0, 1, 6, 7, 1638, 1639, 10_000])
+def test_stock_readers_read_the_table(tmp_path: Path, suffix: str, count: int) -> None:
+    path = tmp_path / f"table{suffix}"
+    rows = make_rows(count, WIDTH)
+    with int32_writer(path) as writer:
+        for part in rows.split(777):
+            writer.append(part)
+        assert writer.row_count == count
+        assert not path.exists()
+    expect_table(path, count)
+    (piece,) = open_rows(path).pieces
+    assert piece.offset_bytes == 4096
+    if suffix == ".npy":
+        mapped = np.load(path, mmap_mode="r")
+        assert mapped.offset == 4096
+        assert np.array_equal(mapped, rows.numpy())
+    else:
+        assert torch.equal(load_file(path)["rows"], rows)
+        assert torch.equal(fp.load(path, verify=True)["rows"], rows)
+        assert fp.verify(path).has_checksums
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 4000), max_size=6), st.sampled_from([1, 7, 160, 100_000]))
+def test_any_chunks_make_the_same_file(tmp_path_factory: pytest.TempPathFactory, counts: list[int], width: int) -> None:
+    directory = tmp_path_factory.mktemp("chunks")
+    counts = [count * 7 // width for count in counts] if width > 1000 else counts
+    rows = make_rows(sum(counts), width)
+    with RowWriter(directory / "parts.npy", (width,), torch.int32) as writer:
+        for part in rows.split(counts or [0]):
+            writer.append(part)
+    write_rows(directory / "whole.npy", rows)
+    assert (directory / "parts.npy").read_bytes() == (directory / "whole.npy").read_bytes()
+    crcs = [load_file(sidecar_path(str(directory / name)))["crc32"] for name in ("parts.npy", "whole.npy")]
+    assert torch.equal(*crcs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_goes_into_a_format(tmp_path: Path, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    rows = torch.arange(6 * 4 * dtype.itemsize, dtype=torch.uint8).view(6, -1)
+    rows = (rows % 2).bool() if dtype == torch.bool else rows.view(dtype)
+    for suffix, names in ((".npy", npy.DTYPE_NAMES), (".safetensors", safetensors.DTYPE_NAMES)):
+        path = tmp_path / f"table{suffix}"
+        if name not in names:
+            with pytest.raises(ConfigError, match=r"safetensors|\.npy"):
+                write_rows(path, rows)
+            continue
+        write_rows(path, rows)
+        found = read_rows(open_rows(path))
+        assert found.dtype == dtype
+        assert torch.equal(found.view(torch.uint8), rows.view(torch.uint8))
+
+
+def test_rows_of_any_memory(tmp_path: Path) -> None:
+    rows = make_rows(60, 4)
+    read_only = rows.numpy()
+    read_only.flags.writeable = False
+    with warnings.catch_warnings(), RowWriter(tmp_path / "table.npy", (4,), torch.int32) as writer:
+        warnings.simplefilter("error")
+        writer.append(rows[:10])
+        writer.append(rows[:30:3].flip(0).flip(0))
+        writer.append(rows.t().contiguous().t()[20:30])
+        writer.append(read_only[30:40])
+        writer.append(np.asfortranarray(rows.numpy()[40:50]))
+        writer.append(rows.numpy()[::-1][:10])
+        writer.append(np.zeros((0, 4), np.int32))
+        writer.append(rows.float().requires_grad_().int())
+    found = read_rows(open_rows(tmp_path / "table.npy"))
+    expected = [rows[:10], rows[:30:3], rows[20:30], rows[30:40], rows[40:50], rows.flip(0)[:10], rows.float().int()]
+    assert torch.equal(found, torch.cat(expected))
+
+
+def test_rows_of_one_dimension_and_of_three(tmp_path: Path) -> None:
+    write_rows(tmp_path / "flat.npy", torch.arange(7.0))
+    assert np.load(tmp_path / "flat.npy").tolist() == list(range(7))
+    write_rows(tmp_path / "deep.npy", make_rows(6, 8).view(6, 2, 4))
+    assert open_rows(tmp_path / "deep.npy").row_shape == (2, 4)
+
+
+def test_the_caller_may_change_rows_at_once(tmp_path: Path) -> None:
+    rows = torch.empty(100, WIDTH, dtype=torch.int32)
+    with int32_writer(tmp_path / "table.npy") as writer:
+        for first in range(0, 10_000, 100):
+            rows.copy_(make_rows(100, WIDTH, first))
+            writer.append(rows)
+            rows.zero_()
+    expect_table(tmp_path / "table.npy", 10_000)
+
+
+@pytest.mark.parametrize(
+    ("rows", "word"),
+    [
+        (torch.zeros(3, WIDTH), "torch.float32"),
+        (torch.zeros(3, WIDTH + 1, dtype=torch.int32), r"\[3, 161\]"),
+        (torch.zeros(WIDTH, dtype=torch.int32), r"\[160\]"),
+        (torch.tensor(1, dtype=torch.int32), r"\[\]"),
+        (torch.zeros(3, WIDTH, dtype=torch.int32, device="meta"), "on meta"),
+        (np.zeros((3, WIDTH), ">i4"), "big-endian"),
+        (np.zeros((3, WIDTH), "V4"), "pass a tensor"),
+        (np.zeros((3, WIDTH), object), "Python objects"),
+        ([[1, 2]], "not list"),
+    ],
+)
+def test_other_rows_are_refused_and_do_no_harm(tmp_path: Path, rows: Any, word: str) -> None:
+    with int32_writer(tmp_path / "table.npy") as writer:
+        writer.append(make_rows(5, WIDTH))
+        with pytest.raises(ConfigError, match=word):
+            writer.append(rows)
+    expect_table(tmp_path / "table.npy", 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("table.bin", (4,), torch.int32), "suffix"),
+        (("table.npy", (4,), torch.bfloat16), r"no dtype bfloat16.*safetensors"),
+        (("table.safetensors", (4,), torch.complex128), "npy"),
+        (("table.npy", (0,), torch.int32), "nothing to read or write"),
+        (("table.npy", (-1,), torch.int32), "numbers, 0 or more"),
+        (("table.npy", (4,), "int32"), "torch.dtype"),
+        (("table.npy", (1,) * 900, torch.int32), "dimensions"),
+    ],
+)
+def test_tables_that_make_no_sense(arguments: tuple[str, Any, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        RowWriter(*arguments)
+
+
+def test_arguments_that_make_no_sense(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="too long"):
+        RowWriter(tmp_path / "t.safetensors", (4,), torch.int32, tensor="x" * 5000)
+    with pytest.raises(ConfigError, match="resume"):
+        int32_writer(tmp_path / "t.npy", resume="yes")
+    with pytest.raises(ConfigError, match="scalar"):
+        write_rows(tmp_path / "t.npy", torch.tensor(1))
+    writer = int32_writer(tmp_path / "t.npy")
+    with pytest.raises(ConfigError, match="with"):
+        writer.append(make_rows(1, WIDTH))
+    with writer:
+        pass
+    with pytest.raises(ConfigError, match="used already"), writer:
+        pass
+
+
+# --- tables that are there
+
+
+def test_a_table_is_replaced_only_on_request(tmp_path: Path) -> None:
+    path = tmp_path / "table.npy"
+    write_rows(path, make_rows(3, WIDTH))
+    with pytest.raises(ConfigError, match="exists already"):
+        write_rows(path, make_rows(4, WIDTH))
+    expect_table(path, 3)
+    write_rows(path, make_rows(4, WIDTH), overwrite=True)
+    expect_table(path, 4)
+    (tmp_path / "link.npy").symlink_to(path)
+    write_rows(tmp_path / "link.npy", make_rows(5, WIDTH), overwrite=True)
+    assert (tmp_path / "link.npy").is_symlink()
+    expect_table(path, 5)
+
+
+def test_a_table_that_appears_meanwhile_stays(tmp_path: Path) -> None:
+    path = tmp_path / "table.npy"
+    with pytest.raises(ConfigError, match="exists already"), int32_writer(path) as writer:
+        writer.append(make_rows(3, WIDTH))
+        path.write_bytes(b"of somebody else")
+    assert path.read_bytes() == b"of somebody else"
+    assert hidden_files(tmp_path) == []
+
+
+def test_a_sidecar_without_its_table_goes(tmp_path: Path) -> None:
+    path = tmp_path / "table.npy"
+    write_rows(path, make_rows(3, WIDTH))
+    path.unlink()
+    write_rows(path, make_rows(4, WIDTH))
+    expect_table(path, 4)
+
+
+def test_a_packed_table_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "table.npy"
+    with int32_writer(path) as writer:
+        writer.append(make_rows(2, WIDTH).flip(0))
+        writer.keep_positions(torch.tensor([1, 0], dtype=torch.int32))
+    expect_table(path, 2)
+    with pytest.raises(ConfigError, match="packed table cannot be replaced"):
+        write_rows(path, make_rows(3, WIDTH), overwrite=True)
+    expect_table(path, 2)
+    write_rows(tmp_path / "other.npy", make_rows(3, WIDTH))
+    with pytest.raises(ConfigError, match="packed"), int32_writer(tmp_path / "other.npy", overwrite=True) as writer:
+        writer.append(make_rows(2, WIDTH))
+        writer.keep_positions(torch.tensor([1, 0], dtype=torch.int32))
+    expect_table(tmp_path / "other.npy", 3)
+    with pytest.raises(ConfigError, match="positions of"), int32_writer(tmp_path / "third.npy") as writer:
+        writer.append(make_rows(2, WIDTH))
+        writer.keep_positions(torch.tensor([1, 0, 2], dtype=torch.int32))
+    assert hidden_files(tmp_path) == []
+
+
+# --- errors and what they leave
+
+
+class OurError(Exception):
+    pass
+
+
+def fail_behind(path: Path, count: int, **options: Any) -> None:
+    with pytest.raises(OurError), int32_writer(path, **options) as writer:
+        writer.append(make_rows(count - writer.row_count, WIDTH, writer.row_count))
+        raise OurError
+
+
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    fail_behind(tmp_path / "table.npy", 5_000)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+@pytest.mark.parametrize("count", [0, 1, 1638, 1639, 5_000, 16_384])
+def test_a_resumed_writer_goes_on_behind_the_rows_that_are_there(tmp_path: Path, suffix: str, count: int) -> None:
+    path = tmp_path / f"table{suffix}"
+    fail_behind(path, count, resume=True)
+    assert len(hidden_files(tmp_path)) == 1
+    fail_behind(path, count + 10, resume=True)  # twice
+    with int32_writer(path, resume=True) as writer:
+        assert writer.row_count == count + 10
+        writer.append(make_rows(20_000 - writer.row_count, WIDTH, writer.row_count))
+    expect_table(path, 20_000)
+
+
+def test_rows_wider_than_a_buffer_resume(tmp_path: Path) -> None:
+    path = tmp_path / "table.npy"
+    rows = make_rows(5, 700_000)  # 2.8 MB each
+    with pytest.raises(OurError), RowWriter(path, (700_000,), torch.int32, resume=True) as writer:
+        writer.append(rows[:2])
+        raise OurError
+    with RowWriter(path, (700_000,), torch.int32, resume=True) as writer:
+        assert writer.row_count == 2
+        writer.append(rows[2:])
+    assert torch.equal(read_rows(open_rows(path)), rows)
+    assert verify_rows(path)
+
+
+def test_resuming_what_was_never_begun_begins(tmp_path: Path) -> None:
+    with int32_writer(tmp_path / "table.npy", resume=True) as writer:
+        assert writer.row_count == 0
+        writer.append(make_rows(9_000, WIDTH))
+    expect_table(tmp_path / "table.npy", 9_000)
+
+
+def test_without_resume_one_begins_anew(tmp_path: Path) -> None:
+    fail_behind(tmp_path / "table.npy", 100, resume=True)
+    with int32_writer(tmp_path / "table.npy") as writer:
+        assert writer.row_count == 0
+        writer.append(make_rows(3, WIDTH))
+    expect_table(tmp_path / "table.npy", 3)
+
+
+def test_an_unfinished_table_of_other_rows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.npy"
+    fail_behind(path, 100, resume=True)
+    for row_shape, dtype in (((WIDTH + 1,), torch.int32), ((WIDTH,), torch.float32)):
+        with (
+            pytest.raises(ConfigError, match=r"unfinished table of .npy torch.int32 \(160,\)"),
+            RowWriter(path, row_shape, dtype, resume=True),
+        ):
+            pass
+    with int32_writer(path, resume=True) as writer:
+        assert writer.row_count == 100
+
+
+def test_damaged_rows_are_not_gone_on_with(tmp_path: Path) -> None:
+    fail_behind(tmp_path / "table.npy", 5_000, resume=True)
+    (name,) = hidden_files(tmp_path)
+    with open(tmp_path / name, "r+b") as file:
+        file.seek(4096 + 1_500_000)
+        file.write(b"x")
+    with pytest.raises(ChecksumError, match="damaged; remove it"), int32_writer(tmp_path / "table.npy", resume=True):
+        pass
+    assert hidden_files(tmp_path) == [name]
+
+
+def test_a_file_shorter_than_its_record_is_not_gone_on_with(tmp_path: Path) -> None:
+    fail_behind(tmp_path / "table.npy", 5_000, resume=True)
+    (name,) = hidden_files(tmp_path)
+    os.truncate(tmp_path / name, 1_000_000)
+    with int32_writer(tmp_path / "table.npy", resume=True) as writer:
+        assert writer.row_count == 0
+        writer.append(make_rows(3, WIDTH))
+    expect_table(tmp_path / "table.npy", 3)
+
+
+def test_other_bytes_behind_a_torn_row_do_no_harm(tmp_path: Path) -> None:
+    """The part of a row behind the last whole one may be written anew with other bytes."""
+    path = tmp_path / "table.npy"
+    with pytest.raises(OurError), int32_writer(path, resume=True) as writer:
+        writer.append(make_rows(1, WIDTH))
+        writer._entered().append(torch.full((100,), 7, dtype=torch.uint8))
+        raise OurError
+    fail_behind(path, 1700, resume=True)
+    with int32_writer(path, resume=True) as writer:
+        assert writer.row_count == 1700
+        writer.append(make_rows(300, WIDTH, 1700))
+    expect_table(path, 2000)
+
+
+def test_the_unfinished_table_with_the_most_rows_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "table.npy"
+    for count in (50, 5_000, 70):
+        fail_behind(path, count, resume=True)
+        for name in hidden_files(tmp_path):
+            (tmp_path / name).rename(tmp_path / f"aside-{count}")
+    for number, count in enumerate((50, 5_000, 70)):
+        (tmp_path / f"aside-{count}").rename(tmp_path / f".table.npy.pending-{number:016x}")
+    (tmp_path / f".table.npy.pending-{9:016x}").write_bytes(b"of a save that died")
+    with int32_writer(path, resume=True) as writer:
+        assert writer.row_count == 5_000
+        assert len(hidden_files(tmp_path)) == 1
+    expect_table(path, 5_000)
+
+
+def test_a_writer_that_lives_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "table.npy"
+    with int32_writer(path, resume=True) as first:
+        first.append(make_rows(5_000, WIDTH))
+        write_rows(path, make_rows(3, WIDTH))  # of this process
+
+        def other(report: Any) -> None:
+            path.unlink()
+            with int32_writer(path, resume=True) as second:
+                assert second.row_count == 0
+                second.append(make_rows(4, WIDTH))
+
+        run_in_child(other)
+        assert len(hidden_files(tmp_path)) == 1
+        path.unlink()
+    expect_table(path, 5_000)
+
+
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+    with int32_writer(tmp_path / "table.npy") as writer:
+        writer.append(make_rows(5_000, WIDTH))
+
+        def child(report: Any) -> None:
+            with pytest.raises(ConfigError, match="forked"):
+                writer.append(make_rows(1, WIDTH))
+            with pytest.raises(ConfigError, match="forked"):
+                writer.__exit__(None, None, None)
+
+        run_in_child(child)
+        writer.append(make_rows(5, WIDTH, 5_000))
+    expect_table(tmp_path / "table.npy", 5_005)
+
+
+def test_other_transfers_go_on_beside_a_writer(tmp_path: Path) -> None:
+    with int32_writer(tmp_path / "table.npy") as writer:
+        for first in range(0, 20_000, 5_000):
+            writer.append(make_rows(5_000, WIDTH, first))
+            fp.save({"x": torch.zeros(30_000_000, dtype=torch.uint8)}, tmp_path / "state.pt", durable=False)
+    (tmp_path / "state.pt").unlink()
+    expect_table(tmp_path / "table.npy", 20_000)
+
+
+def test_a_failed_write_fails_the_table_and_keeps_what_is_durable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from fastpersist import _native
+
+    path = tmp_path / "table.npy"
+    _native.set_fault_plan(_native.FaultPlan(op="write", nth=8, count=2**64 - 1))
+    try:
+        with (
+            caplog.at_level(logging.WARNING, "fastpersist"),
+            pytest.raises(StorageError, match="offset"),
+            int32_writer(path, resume=True, engine="fault:threads") as writer,
+        ):
+            for first in range(0, 20_000, 100):
+                writer.append(make_rows(100, WIDTH, first))
+    finally:
+        _native.clear_fault_plan()
+    with int32_writer(path, resume=True) as writer:
+        assert writer.row_count >= 2 * CHUNK_BYTES // ROW_BYTES
+        writer.append(make_rows(20_000 - writer.row_count, WIDTH, writer.row_count))
+    expect_table(path, 20_000)
