@@ -1,14 +1,14 @@
 // Rows kept in memory: slots of one slab, a directory from rows to slots, and the policy that decides which rows stay.
 //
 // The policy. A row that comes from the disk competes with the worst of a few slots, and is not kept if it is not
-// better
-// ("bypass"), so a scan empties no cache. Better is a row that a request registered ahead will use, and of two such
-// rows the one that is used sooner; then the row that was used more often. A slot counts its hits. A row that is not
-// cached has its misses counted in a hashed cell, where the last row that missed there has its place; a row that is
+// better ("bypass"), so a scan empties no cache. Better is a row that a request registered ahead will use, and of two
+// such rows the one that is used sooner; then the row that was used more often. A slot counts its hits. A row that is
+// not cached has its misses counted in a hashed cell, where the last row that missed there has its place; a row that is
 // evicted leaves its count there. Counts are halved now and then, so old favourites fade. benchmarks/rows compares this
 // with other policies, and with the best that is possible.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -50,7 +50,7 @@ class RowCache {
   void AddUse(uint32_t slot, uint32_t batch) { entries_[slot].uses |= UseOf(batch); }
   void EndUse(uint32_t slot, uint32_t batch) const;
   // Batches up to this one are being read or have been.
-  void SetReadBatch(uint32_t batch) { read_batch_ = batch; }
+  void SetReadBatch(uint32_t batch) { read_batch_ = std::max(read_batch_, batch); }
   // Whether the use by a batch can be noted: 32 batches ahead can.
   bool KnowsBatch(uint32_t batch) const { return batch > read_batch_ && batch - read_batch_ <= kWindow; }
   void Keep(uint32_t slot) { entries_[slot].count = kKeptCount; }

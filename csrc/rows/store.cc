@@ -320,8 +320,14 @@ bool RowStore::WaitForFlight(const std::shared_ptr<RowRequest>& request, std::sp
 
 // --- reading ---
 
-std::unique_ptr<RowReader> RowStore::LeaseReader() {
+// O_DIRECT is a flag of the file, so all readers begin with the engine in use.
+RowReaderOptions RowStore::ReaderOptions() {
   RowReaderOptions options = options_.reader;
+  options.engines.erase(options.engines.begin(), std::ranges::find(options.engines, engine_name()));
+  return options;
+}
+
+std::unique_ptr<RowReader> RowStore::LeaseReader() {
   {
     const std::lock_guard lock(readers_mutex_);
     if (!readers_.empty()) {
@@ -331,9 +337,8 @@ std::unique_ptr<RowReader> RowStore::LeaseReader() {
     }
     if (reader_count_ == kReadersMax) return nullptr;
     ++reader_count_;
-    // O_DIRECT is a flag of the file, so all readers begin with the engine in use.
-    options.engines.erase(options.engines.begin(), std::ranges::find(options.engines, engine_name_));
   }
+  RowReaderOptions options = ReaderOptions();
   options.queue_depth = kFewReads;
   options.ring_bytes = 0;
   Result<std::unique_ptr<RowReader>> reader = RowReader::Open(table_, options);
@@ -445,6 +450,10 @@ void RowStore::Work() {
     if (done.empty()) reader_->Collect(done);
     Complete(done, *reader_);
     NoteEngine(*reader_);
+    if (reader_->is_broken()) {  // later requests may have more luck
+      Result<std::unique_ptr<RowReader>> reader = RowReader::Open(table_, ReaderOptions());
+      if (reader.ok()) reader_ = std::move(reader).value();
+    }
   }
 }
 
@@ -539,17 +548,17 @@ void RowStore::Deliver(const Arrival& arrival, const RowReader::Done& done) {
 // An error of a read, with the first row in it that the request has not got: the read may begin in an earlier one.
 Status RowStore::WithRow(const Status& status, const Arrival& arrival) const {
   if (status.code() == StatusCode::kCancelled || status.offset_bytes() == Status::kNoOffset) return status;
-  uint64_t row = 0;
+  uint64_t position = 0;
   for (const RowWant& want : arrival.rows()) {
-    row = want.position;
-    if (table_.PlaceOf(row).offset_bytes + table_.row_bytes() > status.offset_bytes()) break;
+    position = want.position;
+    if (table_.PlaceOf(position).offset_bytes + table_.row_bytes() > status.offset_bytes()) break;
   }
+  const std::string row = std::to_string(table_.IdAt(position));
   const std::string& path = table_.pieces()[arrival.piece].path;
   if (status.sys_errno() != 0) {
-    return Status::FromErrno(status.sys_errno(), "read of row " + std::to_string(row) + " of", path,
-                             status.offset_bytes());
+    return Status::FromErrno(status.sys_errno(), "read of row " + row + " of", path, status.offset_bytes());
   }
-  return Status::Error(status.code(), "row " + std::to_string(row) + ": " + status.message(), status.offset_bytes());
+  return Status::Error(status.code(), "row " + row + ": " + status.message(), status.offset_bytes());
 }
 
 RowStoreStats RowStore::stats() {

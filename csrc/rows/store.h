@@ -128,6 +128,7 @@ class RowStore {
   uint64_t CellOf(const RowPlace& place) const;
   void EndKnownUse(uint64_t position, uint32_t batch);
 
+  RowReaderOptions ReaderOptions();
   std::unique_ptr<RowReader> LeaseReader();
   void ReturnReader(std::unique_ptr<RowReader> reader);
   void ReadHere(RowReader& reader, RowRequest& request);

@@ -33,6 +33,11 @@ size_t RowTable::FirstBadId(std::span<const int64_t> ids) const {
   return first;
 }
 
+int64_t RowTable::IdAt(uint64_t position) const {
+  const auto wanted = static_cast<int64_t>(position);
+  return positions_.empty() ? wanted : std::ranges::find(positions_, wanted) - positions_.begin();
+}
+
 RowPlace RowTable::PlaceOf(uint64_t position) const {
   size_t piece = 0;
   if (pieces_.size() > 1) {  // the last one that begins at or before it; empty pieces begin where the next one does

@@ -39,6 +39,9 @@ class RowTable {
   uint64_t PositionOf(int64_t id) const {
     return static_cast<uint64_t>(positions_.empty() ? id : positions_[static_cast<size_t>(id)]);
   }
+  // The id of the row at a position; looks at all ids if there is an order. REQUIRES: the position is below
+  // row_count().
+  int64_t IdAt(uint64_t position) const;
   // REQUIRES: the position is below row_count().
   RowPlace PlaceOf(uint64_t position) const;
 

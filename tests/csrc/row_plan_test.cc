@@ -291,6 +291,13 @@ std::unique_ptr<RowCache> FullCache(uint32_t batch) {
   return cache;
 }
 
+void ABatchThatIsReadLateDoesNotBringEarlierOnesBack() {
+  const auto cache = Must(RowCache::Create(10'000, 64, 100));
+  cache->SetReadBatch(8);
+  cache->SetReadBatch(7);
+  EXPECT(!cache->KnowsBatch(8) && cache->KnowsBatch(9) && cache->KnowsBatch(8 + RowCache::kWindow));
+}
+
 bool Comes(RowCache& cache, uint64_t row, uint32_t uses = 0) { return cache.Admit(row, uses, false).slot != nullptr; }
 bool IsKept(RowCache& cache, uint64_t row) { return cache.Admit(row, 0, true).slot != nullptr; }
 
@@ -364,7 +371,7 @@ int main(int argc, char** argv) {
       {TEST(AFlatMapIsAMap), TEST(AFlatMapTakesManyKeysOfOneHome), TEST(IdsThatAreNoRowsAreFound),
        TEST(PlacesSkipEmptyPieces), TEST(SortingSortsAndLosesNothing), TEST(APlanKeepsWhatItPromises),
        TEST(RowsOfOneBlockShareARead), TEST(NoTwoRowsAreInOneSlot), TEST(ACacheKeepsToItsBytes),
-       TEST(AnyRowThatIsNotKeptMakesRoomForOneThatIs), TEST(RowsThatAreKeptWhereTheyAreStayToo),
-       TEST(ARowThatWillBeUsedIsBetterThanOneOfWhichNothingIsKnown),
+       TEST(ABatchThatIsReadLateDoesNotBringEarlierOnesBack), TEST(AnyRowThatIsNotKeptMakesRoomForOneThatIs),
+       TEST(RowsThatAreKeptWhereTheyAreStayToo), TEST(ARowThatWillBeUsedIsBetterThanOneOfWhichNothingIsKnown),
        TEST(OfTwoRowsThatWillBeUsedTheOneThatIsUsedSoonerIsBetter), TEST(ARowThatMissesOftenReplacesOneThatIsNotUsed)});
 }

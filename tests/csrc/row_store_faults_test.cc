@@ -167,6 +167,19 @@ void AnEngineThatBreaksEndsAllRequests() {
   }
 }
 
+void AnEngineThatBrokeIsOpenedAgain() {
+  const TableFiles files(kRowBytes, {{0, 4000}});
+  const auto store = Open(files, {"fault:threads-buffered", "abacus"});
+  for (const std::vector<int64_t>& ids : {EachNth(7, 4000), EachNth(200, 4000)}) {
+    for (int i = 0; i < 2; ++i) {
+      Bytes result(ids.size() * kRowBytes);
+      const Fault fault(Fault::Errno(EOPNOTSUPP, 1, Fault::kAll));
+      EXPECT(!Wait(*store->Start(ids, result.data(), RowRequest::kNoBatch)).ok());
+    }
+    ExpectRows(*store, ids);
+  }
+}
+
 void ManyThreadsMayDoAnythingWhileReadsFail() {
   const TableFiles files(264, {{128, 1500}, {0, 2500}});
   for (uint64_t seed = 1; seed <= 4; ++seed) {
@@ -202,5 +215,5 @@ int main(int argc, char** argv) {
               TEST(OnlyThoseWhoWaitForAReadThatFailedFail), TEST(ShortReadsAreFinished),
               TEST(AFileThatBecomesShorterIsAnErrorOfItsRowsAlone), TEST(AFileThatChangesIsFoundAndItsRowsAreForgotten),
               TEST(AnEngineThatIsNotSupportedIsReplacedForSmallRequestsToo), TEST(AnEngineThatBreaksEndsAllRequests),
-              TEST(ManyThreadsMayDoAnythingWhileReadsFail)});
+              TEST(AnEngineThatBrokeIsOpenedAgain), TEST(ManyThreadsMayDoAnythingWhileReadsFail)});
 }

@@ -19,6 +19,7 @@ from support.tensor_files import faults, slow
 
 from fastpersist import _native
 from fastpersist.errors import ConfigError, FastPersistError, StorageError, UnsupportedError
+from fastpersist.rows.packing import pack_rows
 from fastpersist.rows.store import RowStore
 from fastpersist.rows.writer import write_rows
 
@@ -97,6 +98,14 @@ def test_a_failed_read_is_the_error_of_all_that_read(name: str, path: Path) -> N
             getattr(store, name)([7])
         with faults(), pytest.raises(StorageError, match="row 8 "):
             store.gather_unique([8, 8])
+
+
+def test_an_error_of_a_packed_table_names_the_id_and_not_the_position(path: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed.npy"
+    pack_rows(path, packed, order=torch.arange(COUNT))  # the last id comes first
+    with RowStore(packed, engine="fault:threads-buffered", cache_bytes=0) as store:
+        with faults(), pytest.raises(StorageError, match=f"row {COUNT - 8} of"):
+            store.gather([COUNT - 8])
 
 
 # --------------------------------------------------------------------------------------------------- changed files
