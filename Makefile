@@ -34,7 +34,7 @@ TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc tests/abi/*.cc tests/abi/*.h t
 WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 
-.PHONY: help setup build check docs test test-all test-rest test-oldest torchtitan san abi crash fuzz bench overlap trainers ranks dcp io gpu emulated-gpu demo wheel warnings tidy
+.PHONY: help setup build check docs test test-all test-rest test-oldest frameworks san abi crash fuzz bench overlap trainers ranks dcp io gpu emulated-gpu demo wheel warnings tidy
 .DELETE_ON_ERROR:
 
 help:
@@ -46,7 +46,7 @@ help:
 	@echo 'make setup                 only the environment, in $(VENV)/ (PYTHON=… chooses the interpreter)'
 	@echo 'make build                 only the native module (FASTPERSIST_DEBUG=1, FASTPERSIST_SANITIZE=… as in setup.py)'
 	@echo 'make test-oldest           the tests with the oldest torch supported, in .venv-oldest/'
-	@echo 'make torchtitan            the tests with TorchTitan, in .venv-torchtitan/ over $(VENV)/ (0.5 GB to download)'
+	@echo 'make frameworks            the tests with TorchTitan and Megatron-Core, in .venv-frameworks/ (0.5 GB to download)'
 	@echo 'make san                   the C++ tests under ASan and UBSan, then under TSan'
 	@echo 'make abi                   what we declare of CUDA and cuFile, against headers of NVIDIA that it downloads'
 	@echo 'make crash                 the crash tests with $(KILLS) kills (KILLS=…)'
@@ -180,14 +180,14 @@ test-all:
 test-oldest:
 	$(MAKE) --no-print-directory test-all VENV=.venv-oldest TORCH=2.7.0 OWN_TORCH=1
 
-# Over the packages of $(VENV), those of TorchTitan: it wants other versions of some than the other frameworks do.
-TITAN := .venv-torchtitan
-torchtitan: $(BUILT)
-	@test -x $(TITAN)/bin/pip || $(PYTHON) -m venv $(TITAN)
+# In an environment over $(VENV), since TorchTitan wants other versions of some packages than the other frameworks do.
+FRAMEWORKS := .venv-frameworks
+frameworks: $(BUILT)
+	@test -x $(FRAMEWORKS)/bin/pip || $(PYTHON) -m venv $(FRAMEWORKS)
 	@$(BIN)/python -c 'import site; print(*(f"import site; site.addsitedir({p!r})" for p in site.getsitepackages()), sep="\n")' \
-	  > "$$($(TITAN)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages_below.pth"
-	$(TITAN)/bin/python -m pip install --disable-pip-version-check --quiet torchtitan==0.3.0 triton
-	$(TITAN)/bin/python -m pytest tests/integrations/test_torchtitan.py
+	  > "$$($(FRAMEWORKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages_below.pth"
+	$(FRAMEWORKS)/bin/python -m pip install --disable-pip-version-check --quiet torchtitan==0.3.0 triton megatron-core==0.16.1
+	$(FRAMEWORKS)/bin/python -m pytest tests/integrations/test_torchtitan.py tests/integrations/test_megatron.py
 
 san: $(BUILT)
 	$(BIN)/pytest tests/csrc --native-variant=address

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import fastpersist as fp
 
 if importlib.util.find_spec("torchtitan") is None:
-    pytest.skip("TorchTitan is not installed (make torchtitan)", allow_module_level=True)
+    pytest.skip("TorchTitan is not installed (make frameworks)", allow_module_level=True)
 
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
