@@ -17,7 +17,7 @@ from fastpersist.cli.bench.io.points import IoSample, parse_size, size_name
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.report import facts_text, machine_facts, notes_text, report_head, samples_json, table
-from fastpersist.cli.bench.row_store.ways import FEW_COUNT, Case, cold_rows, few_rows, hit_rows, write_table
+from fastpersist.cli.bench.row_store.ways import FEW_COUNT, Case, cold_rows, few_rows, has_lmdb, hit_rows, write_table
 from fastpersist.cli.bench.rows import Measured, Row, exit_code, measure
 from fastpersist.errors import ConfigError
 from fastpersist.transfer.arena import available_host_bytes
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         StorageError: DIR has no room or takes no files; or the JSON file cannot be written.
     """
     check_places(arguments.directory, [arguments.json])
-    require_space(arguments.directory, arguments.size, smaller="--size")
+    require_space(arguments.directory, arguments.size * (3 if has_lmdb() else 1), smaller="--size")
     facts = machine_facts(arguments.directory)
     parts: list[tuple[str, list[Measured]]] = []
     cache = PageCache(warm=False, whole_machine=False)

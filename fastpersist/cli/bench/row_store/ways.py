@@ -5,6 +5,7 @@ Element j of row i has the value i × width + j, so every gather is checked, out
 
 from __future__ import annotations
 
+import importlib.util
 import mmap
 import os
 import resource
@@ -12,21 +13,28 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 import fastpersist
 from fastpersist.cli.bench.fio import FIO_NOT_INSTALLED, FioJob, fio_version, run_fio
 from fastpersist.cli.bench.io.points import IoSample
+from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.rows import Kind, Row
 from fastpersist.errors import CorruptionError
 
-__all__ = ["FEW_COUNT", "Case", "Table", "cold_rows", "few_rows", "hit_rows", "write_table"]
+__all__ = ["FEW_COUNT", "Case", "Table", "cold_rows", "few_rows", "has_lmdb", "hit_rows", "write_table"]
 
 _THREAD_COUNT = 16
 FEW_COUNT = 48
 """Rows of a small request, as of a language model's n-gram tables."""
+
+_GROUP_COUNT = 256
+_BLOCK_BYTES = 4096
+_GRAPHBOLT = f"GraphBolt's reader, a replica: {_BLOCK_BYTES} bytes for each id, {_GROUP_COUNT} at a time"
 
 _CHUNK_BYTES = 64 << 20
 
@@ -112,6 +120,8 @@ def cold_rows(case: Case) -> list[Row]:
         _gather_row(case, "numpy.memmap", "peer", _memmap_gather(random=False)),
         _gather_row(case, "numpy.memmap, MADV_RANDOM", "peer", _memmap_gather(random=True)),
         _gather_row(case, f"pread by {_THREAD_COUNT} threads", "peer", _pread_gather),
+        _graphbolt_row(case),
+        _lmdb_row(case),
     ]
 
 
@@ -254,6 +264,95 @@ def _pread_gather(case: Case, path: str, ids: torch.Tensor) -> tuple[torch.Tenso
             return _timed(lambda: (list(pool.map(read, range(_THREAD_COUNT))), rows)[1], pool)
     finally:
         os.close(fd)
+
+
+def _graphbolt_row(case: Case) -> Row:
+    if _BLOCK_BYTES % case.table.row_bytes and case.table.row_bytes % _BLOCK_BYTES:
+        return Row(_GRAPHBOLT, "peer", None, why_not="rows of this length lie across blocks")
+    return _gather_row(case, _GRAPHBOLT, "peer", _graphbolt_gather)
+
+
+def _graphbolt_gather(case: Case, path: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+    """Read as GraphBolt's DiskBasedFeature does: a block for each id, and a wait for all reads of a group.
+
+    Source: DGL, graphbolt/src/cnumpy.cc. DGL 2.1 does not run with the torch that fastpersist needs.
+    """
+    row_bytes, rows = case.table.row_bytes, torch.empty(case.count, case.table.width, dtype=torch.int32)
+    blocks_bytes = max(_BLOCK_BYTES, row_bytes)
+    memory = fastpersist.locked_tensor((_GROUP_COUNT * blocks_bytes,), torch.uint8)
+    blocks = memory.view(_GROUP_COUNT, -1).unbind()
+    held = memory.view(torch.int32).view(-1, case.table.width)
+
+    def gather(file: fastpersist.TensorFile) -> torch.Tensor:
+        for first in range(0, case.count, _GROUP_COUNT):
+            starts = ids[first : first + _GROUP_COUNT] * row_bytes
+            aligned = starts // blocks_bytes * blocks_bytes
+            file.read_list(zip(blocks, aligned.tolist(), strict=False))
+            places = torch.arange(len(starts)) * (blocks_bytes // row_bytes) + (starts - aligned) // row_bytes
+            torch.index_select(held, 0, places, out=rows[first : first + _GROUP_COUNT])
+        return rows
+
+    with fastpersist.TensorFile(path) as file:
+        file.read(blocks[0], 0)
+        return _timed(lambda: gather(file), file)
+
+
+def has_lmdb() -> bool:
+    """Tell whether LMDB takes part; its database takes up to twice the bytes of the table."""
+    return importlib.util.find_spec("lmdb") is not None
+
+
+def _lmdb_row(case: Case) -> Row:
+    name = "LMDB"
+    if not has_lmdb():
+        return Row(name, "peer", None, why_not="lmdb is not installed (pip install lmdb)")
+    return _gather_row(case, name, "peer", _lmdb_gather)
+
+
+def _lmdb_gather(case: Case, path: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+    import lmdb
+
+    database, row_bytes = f"{path}.lmdb", case.table.row_bytes
+    if _databases.get(path) != case.table:
+        _write_lmdb(database, case.table)
+        _databases[path] = case.table
+    PageCache(warm=False, whole_machine=False).prepare(database)
+    rows = torch.empty(case.count, case.table.width, dtype=torch.int32)
+    view = memoryview(rows.numpy().data).cast("B")
+    keys = [one.to_bytes(8, "big") for one in ids.tolist()]
+
+    def gather(reader: Any) -> torch.Tensor:
+        for index, key in enumerate(keys):
+            view[index * row_bytes : (index + 1) * row_bytes] = reader.get(key)
+        return rows
+
+    with (
+        lmdb.open(database, subdir=False, readonly=True, lock=False, readahead=False) as opened,
+        opened.begin(buffers=True) as reader,
+    ):
+        return _timed(lambda: gather(reader), reader)
+
+
+_databases: dict[str, Table] = {}
+"""What the databases beside tables hold."""
+
+
+def _write_lmdb(database: str, table: Table) -> None:
+    """Write the rows of a table under their numbers, in order, durable."""
+    import lmdb
+
+    with suppress(FileNotFoundError):
+        os.unlink(database)
+    chunk_count = max(1, _CHUNK_BYTES // table.row_bytes)
+    # A row of a block takes two pages with its header.
+    limit_bytes = table.row_count * (2 * table.row_bytes + 256) + (1 << 24)
+    with open(table.path, "rb") as file, lmdb.open(database, map_size=limit_bytes, subdir=False, sync=False) as opened:
+        for first in range(0, table.row_count, chunk_count):
+            with opened.begin(write=True) as writer, writer.cursor() as cursor:
+                last = min(first + chunk_count, table.row_count)
+                items = [(number.to_bytes(8, "big"), file.read(table.row_bytes)) for number in range(first, last)]
+                cursor.putmulti(items, append=True)
+        opened.sync(True)
 
 
 def _in_requests(opened: Callable[[Case, str], Callable[[torch.Tensor], torch.Tensor]]) -> Gather:
