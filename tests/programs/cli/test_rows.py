@@ -68,7 +68,14 @@ def test_bench_compares_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     report = tmp_path / "rows.json"
     assert main(["bench", "rows", str(tmp_path), *options, "--json", str(report)]) == 0
     out = capsys.readouterr().out
-    for name in ("fastpersist.RowStore", "numpy.memmap, MADV_RANDOM", "pread by 16 threads", "GraphBolt", "LMDB", "index_select"):
+    for name in (
+        "fastpersist.RowStore",
+        "numpy.memmap, MADV_RANDOM",
+        "pread by 16 threads",
+        "GraphBolt",
+        "LMDB",
+        "index_select",
+    ):
         assert name in out
     assert "failed" not in out
     many, few, hits = json.loads(report.read_text())["tables"]
