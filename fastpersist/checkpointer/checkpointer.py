@@ -42,6 +42,7 @@ from fastpersist.checkpointer.step_saver import (
 )
 from fastpersist.commit.step_listing import commits_of, committed_steps, in_commit_order
 from fastpersist.distributed.group_save import Writers
+from fastpersist.distributed.node_local.detection import NodeLocal
 from fastpersist.distributed.stop_agreement import StopAgreement
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, SkippedError
 from fastpersist.formats.manifest import checked_step
@@ -99,12 +100,13 @@ class Checkpointer:
         process_group: Save with all ranks of this group; each makes and uses a Checkpointer of its own, in the same
             order. The coordinator's state (rank 0's) is saved. The tensors of the optimizer and of `constant` must be
             the same on all ranks: the writers share out those of 1 MiB and more, and write them into one ordinary file.
-            After the constructor, only load(), delete(), discard_after() and rebind() use the group. If the root lies
-            on a file system of each node, each keeps a part of every step; load() with the group puts the parts
-            together.
+            After the constructor, only load(), delete(), discard_after() and rebind() use the group.
         sharded: The state of each rank holds shards (DTensors, as of FSDP2 or tensor parallelism). All ranks write what
             they hold, in the format of torch.distributed.checkpoint. Any number of ranks can load it, sharded in any
             way, and so can torch's own readers.
+        node_local: What the ranks do if they see several file systems at the root. None: the first save fails, and
+            names the hosts and what each sees: a file system is not mounted there. "parts": each keeps a part of every
+            step; load() with the group puts the parts together. Rank 0's counts.
         writers: The ranks that write: "all", "node" (one rank of each node), a number, or "auto": on one node up to 8
             ranks (or as many as the coordinator's tuning file says), on several nodes one rank of each.
         check_replicas: Compare all bytes of the tensors that the ranks must have in common, instead of samples.
@@ -138,6 +140,7 @@ class Checkpointer:
         engine: str = "auto",
         process_group: ProcessGroup | None = None,
         sharded: bool = False,
+        node_local: NodeLocal = None,
         writers: Writers = "auto",
         check_replicas: bool = False,
         peer_timeout_s: float = 600.0,
@@ -151,6 +154,8 @@ class Checkpointer:
         require_bools(paranoid=paranoid, sharded=sharded, check_replicas=check_replicas)
         if not (isinstance(lock_timeout_s, int | float) and lock_timeout_s >= 0):
             raise ConfigError(f"lock_timeout_s is a number of seconds, 0 or more, not {lock_timeout_s!r}")
+        if node_local not in (None, "parts"):
+            raise ConfigError(f"node_local is None or 'parts', not {node_local!r}")
         if sharded and (check_replicas or writers not in ("auto", "all")):
             raise ConfigError(
                 "with sharded=True each rank writes what it holds: writers and check_replicas do not apply"
@@ -174,6 +179,7 @@ class Checkpointer:
         self._process = os.getpid()
         self._closed = False
         self._together: dict[str, Any] = {
+            "node_local": node_local,
             "busy": busy,
             "writers": writers,
             "check_replicas": check_replicas,

@@ -9,7 +9,7 @@ from fastpersist.checkpointer.root import why_no_root
 from fastpersist.distributed.common_steps import refuse_together
 from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.group_save import Writers, tuned_writer_count
-from fastpersist.distributed.node_local.detection import Stores
+from fastpersist.distributed.node_local.detection import NodeLocal, Stores
 from fastpersist.distributed.partition import choose_writers
 from fastpersist.distributed.sessions import Session
 from fastpersist.distributed.shared_file import SaveGroup
@@ -61,7 +61,8 @@ class BoundRanks:
         process_group: All its ranks make one, at the same time.
         path: The root of this rank.
         own_root: Makes it and takes its lock.
-        busy: As in `Checkpointer`, and so the next three.
+        node_local: As in `Checkpointer`, and so the next three.
+        busy: …
         writers: …
         check_replicas: …
         timeout_s: `peer_timeout_s`.
@@ -83,6 +84,7 @@ class BoundRanks:
         path: str,
         own_root: Callable[[], None],
         *,
+        node_local: NodeLocal,
         busy: str,
         writers: Writers,
         check_replicas: bool,
@@ -94,7 +96,7 @@ class BoundRanks:
         if met is not None:
             self.ranks, tuned_count = met
         self.process_group = None if self.ranks is None else process_group
-        self.stores = Stores(own_root)
+        self.stores = Stores(own_root, node_local)
         self.newest_begun: int | None = None
         self._path = path
         self.writers = choose_writers(writers, [0] if self.ranks is None else self.ranks.nodes, tuned_count)

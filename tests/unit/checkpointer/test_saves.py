@@ -29,7 +29,7 @@ class Alone:
         self.queue = SaveQueue(str(path), on_error)
         self.saver = StepSaver(str(path), Owners(None, (), "optimizer"), Arena(None), engine="auto", paranoid=False)
         self.saves = StepSaves(self.root, rules, self.saver, self.queue, busy="wait", on_error=on_error)
-        options = {"busy": "wait", "writers": "auto", "check_replicas": False, "timeout_s": 60.0}
+        options = {"node_local": None, "busy": "wait", "writers": "auto", "check_replicas": False, "timeout_s": 60.0}
         self.saves.bind(BoundRanks(None, str(path), self.saves.own_root, **options))  # type: ignore[arg-type]
 
     def save(
