@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,13 +35,14 @@ from fastpersist.checkpointer.step_loader import (
     find_best,
     load_newest,
     load_step,
+    look_together,
 )
 from fastpersist.checkpointer.step_saver import (
     SaveQueue,
     ShardedSaver,
     StepSaver,
 )
-from fastpersist.commit.step_listing import commits_of, committed_steps, in_commit_order
+from fastpersist.commit.step_listing import commits_of, committed_steps, in_commit_order, read_commits
 from fastpersist.distributed.group_save import Writers
 from fastpersist.distributed.node_local.detection import NodeLocal
 from fastpersist.distributed.stop_agreement import StopAgreement
@@ -106,7 +108,8 @@ class Checkpointer:
             way, and so can torch's own readers.
         node_local: What the ranks do if they see several file systems at the root. None: the first save fails, and
             names the hosts and what each sees: a file system is not mounted there. "parts": each keeps a part of every
-            step; load() with the group puts the parts together. Rank 0's counts.
+            step; load() with the group puts the parts together. "copies": each keeps whole files, which its own ranks
+            share out; any node's copy alone is a checkpoint. All ranks pass the same.
         writers: The ranks that write: "all", "node" (one rank of each node), a number, or "auto": on one node up to 8
             ranks (or as many as the coordinator's tuning file says), on several nodes one rank of each.
         check_replicas: Compare all bytes of the tensors that the ranks must have in common, instead of samples.
@@ -154,8 +157,13 @@ class Checkpointer:
         require_bools(paranoid=paranoid, sharded=sharded, check_replicas=check_replicas)
         if not (isinstance(lock_timeout_s, int | float) and lock_timeout_s >= 0):
             raise ConfigError(f"lock_timeout_s is a number of seconds, 0 or more, not {lock_timeout_s!r}")
-        if node_local not in (None, "parts"):
-            raise ConfigError(f"node_local is None or 'parts', not {node_local!r}")
+        if node_local not in (None, "parts", "copies"):
+            raise ConfigError(f"node_local is None, 'parts' or 'copies', not {node_local!r}")
+        if node_local == "copies" and sharded:
+            raise ConfigError(
+                'node_local="copies" is for state that all ranks hold: with sharded=True no node has all of it; choose '
+                '"parts"'
+            )
         if sharded and (check_replicas or writers not in ("auto", "all")):
             raise ConfigError(
                 "with sharded=True each rank writes what it holds: writers and check_replicas do not apply"
@@ -575,7 +583,11 @@ class Checkpointer:
         self._refuse_unusable()
         self._queue.join(None)
         bound = self._bound
-        return self._root.remove_together(choose, self._saves.own_root, bound.process_group, bound.rank)
+        everybodys = None
+        if bound.process_group is not None and bound.stores.node_local == "copies":
+            look = partial(read_commits, self._path)
+            everybodys = look_together(self._path, bound.process_group, look, everywhere=True)
+        return self._root.remove_together(choose, self._saves.own_root, bound.process_group, bound.rank, everybodys)
 
     @untraced
     def load(
@@ -653,7 +665,15 @@ class Checkpointer:
             self._queue.join(None)
         require_keys(keys)
         options = LoadOptions(
-            map_location, into, keys, verify, weights_only, self._engine, self._bound.process_group, on_resize
+            map_location,
+            into,
+            keys,
+            verify,
+            weights_only,
+            self._engine,
+            self._bound.process_group,
+            on_resize,
+            copies=self._bound.stores.node_local == "copies",
         )
         resumed = self._resumed_from
         if step is None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fastpersist.checkpointer.root import why_no_root
-from fastpersist.distributed.common_steps import refuse_together
+from fastpersist.distributed.common_steps import refuse_together, require_same
 from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.group_save import Writers, tuned_writer_count
+from fastpersist.distributed.node_local.copies import agree_on_stores
 from fastpersist.distributed.node_local.detection import NodeLocal, Stores
 from fastpersist.distributed.partition import choose_writers
 from fastpersist.distributed.sessions import Session
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["BoundRanks", "meet_ranks"]
 
 
-def meet_ranks(process_group: ProcessGroup, root: str, busy: str, timeout_s: float) -> tuple[Ranks, int | None] | None:
+def meet_ranks(
+    process_group: ProcessGroup, root: str, busy: str, timeout_s: float, node_local: NodeLocal = None
+) -> tuple[Ranks, int | None] | None:
     """Meet the ranks of a process group; all of them call this.
 
     Args:
@@ -30,12 +34,14 @@ def meet_ranks(process_group: ProcessGroup, root: str, busy: str, timeout_s: flo
         root: The root of this rank.
         busy: As in `Checkpointer`.
         timeout_s: Seconds of silence after which a rank counts as failed.
+        node_local: As in `Checkpointer`.
 
     Returns:
         The ranks, and how many of them write by the coordinator's tuning file; None if this rank is alone.
 
     Raises:
-        ConfigError: The root of some rank cannot be one, or `busy` makes no sense for several ranks.
+        ConfigError: The root of some rank cannot be one, `busy` makes no sense for several ranks, or they differ in
+            `node_local`.
         PeerError: A rank is gone.
     """
     ranks = Ranks.meet(process_group, timeout_s=timeout_s)
@@ -44,6 +50,7 @@ def meet_ranks(process_group: ProcessGroup, root: str, busy: str, timeout_s: flo
         if ranks.count == 1:
             return None
         tuned_count = tuned_writer_count(process_group, root)
+        require_same(process_group, root, "node_local", node_local)
         if busy != "wait":
             raise ConfigError(
                 f"with several ranks, busy must be 'wait': with {busy!r} the ranks would leave out different saves"
@@ -71,7 +78,7 @@ class BoundRanks:
         ranks: The ranks, connected; None if this one is alone.
         process_group: The group; None if this rank is alone in it.
         stores: What is known of their file systems.
-        writers: Those that write what is cut, in order.
+        writers: Those that write what is cut, in order; with copies, by rank those of its store.
         newest_begun: The step that they have begun to save last.
 
     Raises:
@@ -90,7 +97,7 @@ class BoundRanks:
         check_replicas: bool,
         timeout_s: float,
     ) -> None:
-        met = None if process_group is None else meet_ranks(process_group, path, busy, timeout_s)
+        met = None if process_group is None else meet_ranks(process_group, path, busy, timeout_s, node_local)
         self.ranks: Ranks | None = None
         tuned_count = None
         if met is not None:
@@ -99,7 +106,11 @@ class BoundRanks:
         self.stores = Stores(own_root, node_local)
         self.newest_begun: int | None = None
         self._path = path
-        self.writers = choose_writers(writers, [0] if self.ranks is None else self.ranks.nodes, tuned_count)
+        self._wanted_writers = writers
+        self._tuned_count = tuned_count
+        self.writers: Sequence[int] | Mapping[int, Sequence[int]] = choose_writers(
+            writers, [0] if self.ranks is None else self.ranks.nodes, tuned_count
+        )
         self._check_replicas = check_replicas
 
     @property
@@ -114,6 +125,22 @@ class BoundRanks:
             subject: What it is about, for messages.
         """
         return None if self.ranks is None else self.ranks.begin(subject)
+
+    def needs_stores(self) -> bool:
+        """Tell whether the ranks have to find out who shares a file system before they save; the same on all."""
+        return self.ranks is not None and self.stores.node_local == "copies" and self.stores.first_ranks is None
+
+    def find_stores(self, session: Session, step: int, next_number: Callable[[], int]) -> int:
+        """Find out who shares a file system, and choose the writers of each; see `agree_on_stores`."""
+        path = os.path.join(self._path, step_name(step))
+        number = agree_on_stores(session, self.stores, path, next_number)
+        first_ranks = self.stores.first_ranks or []
+        self.writers = {}
+        for first in sorted(set(first_ranks)):
+            beside = [rank for rank, other in enumerate(first_ranks) if other == first]
+            chosen = choose_writers(self._wanted_writers, [0] * len(beside), self._tuned_count)
+            self.writers.update({rank: [beside[index] for index in chosen] for rank in beside})
+        return number
 
     def to_save(self, session: Session, step: int) -> SaveGroup:
         """Return how the ranks save a step in a session."""

@@ -18,7 +18,7 @@ from fastpersist.checkpointer.step_saver import SaveQueue, StepSave, StepSaver, 
 from fastpersist.commit.directory_commit import committed_path
 from fastpersist.distributed.sessions import Session
 from fastpersist.distributed.shared_file import SaveGroup
-from fastpersist.errors import ConfigError, StorageError
+from fastpersist.errors import ConfigError, PeerError, StorageError
 from fastpersist.formats.manifest import step_name
 from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_caller
@@ -161,6 +161,10 @@ class StepSaves:
             if is_coordinator:
                 self.own_root()
             has_root = True
+            if together is not None and self.bound.needs_stores():
+                least_number = self.bound.find_stores(together.session, step, self._root.peek_commit_number)
+                self._root.raise_commit_number(least_number)
+                together = self.bound.to_save(together.session, step)
             after = partial(self._committed, step, metrics=metrics)
             number = self._root.next_commit_number
             pending = self._saver.begin(
@@ -172,7 +176,7 @@ class StepSaves:
                 self._metric_looked_for = True
                 if why := self._retention.why_all_stay(metrics):
                     warn_caller(why)
-        except (StorageError, ConfigError) as error:
+        except (StorageError, ConfigError, PeerError) as error:
             if self._on_error == "raise" or (has_root and isinstance(error, ConfigError)):
                 raise
             if together is not None:
@@ -184,8 +188,16 @@ class StepSaves:
         stats.stall_s = time.monotonic() - started_s  # includes what parts of the save have noted
         return pending
 
-    def _committed(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> None:
+    def _committed(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        among: Collection[int] | None = None,
+        number: int | None = None,
+    ) -> None:
         """Tidy the root now that a step is durable; the next one may already be written. See `Root.after_commit`."""
+        if number is not None:
+            self._root.mark_committed(number)
         if not self.closed:
             self._root.after_commit(step, metrics, among)
 

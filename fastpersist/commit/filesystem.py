@@ -92,7 +92,7 @@ class Filesystem:
         """Reserve `size_bytes` of space and make that the size of the file; on tmpfs, only check that there is room."""
         _native.allocate(fd, size_bytes, os.fsencode(path))
 
-    def write(self, fd: int, data: bytes, path: str) -> None:
+    def write(self, fd: int, data: bytes | memoryview, path: str) -> None:
         """Write all of `data` at the descriptor's position. For a few bytes: tensors go through the engines."""
         with storage_errors("writing", path):
             rest = memoryview(data)

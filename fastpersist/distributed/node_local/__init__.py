@@ -1,4 +1,4 @@
-"""Ranks that share no file system: found out, saved in parts, published in each store, loaded from all of them.
+"""Ranks that share no file system: found out, saved in parts or as copies, published in each store, loaded again.
 
 Where to look:
 

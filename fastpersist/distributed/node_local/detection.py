@@ -32,7 +32,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -43,7 +43,7 @@ from fastpersist.commit.locks import ROOT_LOCK_NAME
 from fastpersist.distributed.messages import decoded, encoded, named
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import CoordinationError, FastPersistError, StorageError
-from fastpersist.formats.split_manifest import PARTS_NAME
+from fastpersist.formats.split_manifest import COPY_NAME, PARTS_NAME
 
 __all__ = ["NodeLocal", "Say", "StoreMap", "StoreSeeker", "Stores", "find_stores", "find_stores_for_producer"]
 
@@ -51,7 +51,7 @@ _log = logging.getLogger("fastpersist")
 
 _TOLD_COUNT = 16  # of hosts, in a message
 
-NodeLocal: TypeAlias = Literal["parts"] | None
+NodeLocal: TypeAlias = Literal["parts", "copies"] | None
 """What ranks do that see several file systems: see `Checkpointer`."""
 
 Say: TypeAlias = Callable[[dict[str, Any]], list[dict[str, Any]]]
@@ -64,10 +64,11 @@ class Stores:
     Args:
         own_root: Makes the root of this rank and takes its lock; called on the first rank of each store but rank 0's,
             on the thread that writes.
-        node_local: What to do if there are several: refuse (None), or keep a part of each step on each.
+        node_local: What to do if there are several: refuse (None), or keep a part or a copy of each step on each.
 
     Attributes:
-        first_ranks: By rank, the first rank of its store; None while that is not known. On the coordinator.
+        first_ranks: By rank, the first rank of its store; None while that is not known. On the coordinator; with
+            copies on all ranks.
         hosts: By rank, the name of its host.
         made: The directories that this rank has made for its root: those above it, then the root.
     """
@@ -85,8 +86,12 @@ class Stores:
         return self.first_ranks is not None and not any(self.first_ranks)
 
     def forget(self) -> None:
-        """Ask again at the next save: a save has failed, and its directory is removed."""
-        self.first_ranks = None
+        """Ask again at the next save: a save has failed, and its directory is removed.
+
+        With copies they are found once, because all ranks have to know them before they capture anything.
+        """
+        if self.node_local != "copies":
+            self.first_ranks = None
         if self._refused:
             self._refused = False
             self._unmake_root()
@@ -223,15 +228,22 @@ def find_stores(say: Say, known: Stores, directory: str, *, overwrite: bool) -> 
             names = {rank: names[rank] for rank in names if first_ranks[rank] == rank}
         known.first_ranks = first_ranks
         if names:
-            _log.warning(
-                "the ranks share no file system: there are %d, with the ranks %s first. Each gets its part of every "
-                "checkpoint; load with process_group=, or make one file with `fastpersist merge`",
-                1 + len(names),
-                [0, *names],
-            )
+            _tell_of_several([0, *names], known.node_local)
     if not names:
         return None
     return StoreMap(first_ranks, known.hosts, name, names)
+
+
+def _tell_of_several(firsts: Sequence[int], node_local: NodeLocal) -> None:
+    if node_local == "copies":
+        _log.info("%d file systems, with the ranks %s first: each gets a copy of every step", len(firsts), list(firsts))
+        return
+    _log.warning(
+        "the ranks share no file system: there are %d, with the ranks %s first. Each gets its part of every "
+        "checkpoint; load with process_group=, or make one file with `fastpersist merge`",
+        len(firsts),
+        list(firsts),
+    )
 
 
 def find_stores_for_producer(session: Session, label: str, find: Callable[[Say], dict[str, Any]]) -> None:
@@ -273,6 +285,7 @@ class StoreSeeker:
 
     Attributes:
         is_split: Whether there are several stores.
+        copied_fd: Of the file of which this rank's store gets a copy, on its first rank; else None.
     """
 
     def __init__(self, path: str, rank: int, stores: Stores | None) -> None:
@@ -282,13 +295,20 @@ class StoreSeeker:
         self._pending: PendingDirectory | None = None
         self._overwrite = False
         self.is_split = False
+        self.copied_fd: int | None = None
 
     def reply(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a message of `find_stores`.
+        """Answer a message of `find_stores`, or create the file that is to be copied.
 
         Raises:
             ConfigError, StorageError: This rank cannot make a pending directory, or sees other files than before.
         """
+        if "make" in message:
+            if self._pending is not None:
+                made = str(message["make"])
+                self.copied_fd = self._pending.create_file(made)
+                filesystem().allocate(self.copied_fd, int(message["size_bytes"]), os.path.join(self._path, made))
+            return {}
         if "find" in message:
             return {"first": self._find({int(rank): str(name) for rank, name in message["find"].items()})}
         sees = self._sees(str(message["look"]))
@@ -324,7 +344,7 @@ class StoreSeeker:
         """
         split = go.get("split")
         if split is None:
-            self._give_back()
+            self.give_back()
             return None
         self.is_split = True
         first = int(split["first_ranks"][self._rank])
@@ -337,7 +357,14 @@ class StoreSeeker:
         """Tell whether this rank publishes for its store."""
         return self._pending is not None
 
-    def _give_back(self) -> None:
+    def close_copied(self) -> None:
+        """Close the file that was copied; it is written and synced."""
+        if self._pending is not None and self.copied_fd is not None:
+            self._pending.close_file(self.copied_fd)
+            self.copied_fd = None
+
+    def give_back(self) -> None:
+        """Remove the directory that this rank has made; nothing is saved in it."""
         if self._pending is not None:
             self._pending.abort()
 
@@ -363,11 +390,11 @@ class StoreSeeker:
             self._stores.own_root()
 
     def _may_replace(self) -> bool:
-        """Tell whether an existing directory may be replaced: as asked for, or if it holds parts.
+        """Tell whether an existing directory may be replaced: as asked for, or if it holds parts or a copy.
 
-        Such parts are left over: rank 0's store has no such step, or is to replace it, too.
+        Such ones are left over: rank 0's store has no such step, or is to replace it, too.
         """
-        return self._overwrite or is_there(os.path.join(self._path, PARTS_NAME))
+        return self._overwrite or any(is_there(os.path.join(self._path, name)) for name in (PARTS_NAME, COPY_NAME))
 
     def _sees(self, name: str) -> bool:
         # Looked up by name: a listing may come from a cache that is older than the directory.
@@ -377,7 +404,8 @@ class StoreSeeker:
         return StorageError(
             errno.ENOENT,
             f"cannot save {self._path}: rank {self._rank} does not see the same files of rank {first} as it did at the "
-            "last save; was a file system mounted or unmounted? The next save finds the stores again",
+            "last save; was a file system mounted or unmounted? The next save finds the stores again; with "
+            'node_local="copies" a new Checkpointer does, or rebind()',
             self._path,
         )
 

@@ -34,7 +34,7 @@ class Ranks:
             stores = Stores(lambda rank=rank: self.owned.append(rank), "parts")  # type: ignore[misc]
             self.seekers.append(StoreSeeker(str(root / STEP), rank, stores))
         for seeker in self.seekers:
-            stack.callback(seeker._give_back)
+            stack.callback(seeker.give_back)
 
     def say(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         self.asked += {"look", "find"} & message.keys()
