@@ -48,6 +48,7 @@ from fastpersist.distributed.node_local.detection import NodeLocal
 from fastpersist.distributed.stop_agreement import StopAgreement
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, SkippedError
 from fastpersist.formats.manifest import checked_step
+from fastpersist.loading.renaming import Rename
 from fastpersist.loading.selection import require_keys
 from fastpersist.loading.unpickle import MapLocation
 from fastpersist.saving.capture import watch_steps
@@ -58,6 +59,7 @@ from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.torch_boundary import untraced
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
 __all__ = ["Checkpointer"]
@@ -597,6 +599,8 @@ class Checkpointer:
         map_location: MapLocation = None,
         into: Mapping[str, object] | None = None,
         keys: Collection[str] | None = None,
+        rename: Rename | None = None,
+        dtype: torch.dtype | None = None,
         missing_ok: bool = False,
         verify: bool = False,
         strict: bool = False,
@@ -626,6 +630,10 @@ class Checkpointer:
                 lists them, with `*`, `?` and `[…]` as in `fnmatch`: "ema", "optimizer.state.*.exp_avg". What they do
                 not choose is cut out of dicts; see `fastpersist.load`. Without `into`, only this is read. None: with
                 `into`, all entries whose tensors have less than 1 MiB together; without `into`, the whole state.
+            rename: New names for what was saved, as in `fastpersist.load`; `keys` choose by the old ones. The result
+                is then one flat dict, with the rank_state as ever. Not with `into`.
+            dtype: Convert the floating-point tensors of the state to this dtype once they are loaded, as in
+                `fastpersist.load`. The targets of `into` and the rank_state keep their own.
             missing_ok: Return None if there is no such step, or no step at all. With several ranks either all of them
                 get None, or none does.
             verify: Check every CRC, also of entries that are not loaded; with `into`, before any target changes.
@@ -653,8 +661,8 @@ class Checkpointer:
                 until they are loaded again.
             ConfigError: `into` does not fit the state, or a key of `keys` is not in it, and nothing was changed; or a
                 target's load_state_dict refused its entry, and the message says what is partly overwritten.
-            UnsupportedError: The step lies in parts on several file systems, and this process is alone; or `verify`,
-                and it was saved without checksums; or the named engine cannot be used.
+            UnsupportedError: `rename` goes with `into`; or the step lies in parts on several file systems, and this
+                process is alone; or `verify`, and it was saved without checksums; or the named engine cannot be used.
             pickle.UnpicklingError: With weights_only: torch refuses an object that is not known to be safe.
             PeerError: With several ranks: another rank could not load the step.
             Exception: Whatever on_resize raises; the other ranks raise PeerError.
@@ -673,6 +681,8 @@ class Checkpointer:
             self._engine,
             self._bound.process_group,
             on_resize,
+            rename,
+            dtype,
             copies=self._bound.stores.node_local == "copies",
         )
         resumed = self._resumed_from

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
+import torch
 import torch.distributed as dist
 
 from fastpersist.arguments import require_bools
@@ -37,6 +38,7 @@ from fastpersist.errors import (
     FormatError,
     PeerError,
     StorageError,
+    UnsupportedError,
 )
 from fastpersist.formats.manifest import (
     DCP_METADATA_NAME,
@@ -47,7 +49,9 @@ from fastpersist.formats.manifest import (
 )
 from fastpersist.formats.split_manifest import COPY_NAME
 from fastpersist.loading.checkpoint_file import CheckpointSource, open_file
+from fastpersist.loading.conversion import converted, require_floating
 from fastpersist.loading.part_files import read_record
+from fastpersist.loading.renaming import Rename, renamed
 from fastpersist.loading.restore import load_state
 from fastpersist.loading.unpickle import MapLocation
 from fastpersist.saving.refused_globals import warn_caller
@@ -85,9 +89,18 @@ class LoadOptions:
     engine: str
     process_group: ProcessGroup | None
     on_resize: OnResize | None = None
+    rename: Rename | None = None
+    dtype: torch.dtype | None = None
     copies: bool = False
 
     def __post_init__(self) -> None:
+        if self.dtype is not None:
+            require_floating(self.dtype)
+        if self.rename is not None and self.into:
+            raise UnsupportedError(
+                "rename= goes without into=: what is filled in place has the names that were saved. Load with rename= "
+                "alone, and give the result to load_state_dict; or fill a module by fastpersist.load_into(…, rename=)"
+            )
         require_bools(verify=self.verify, weights_only=self.weights_only)
         if self.on_resize is not None and not callable(self.on_resize):
             raise ConfigError(
@@ -99,6 +112,21 @@ class LoadOptions:
                 'into is a dict from keys of the state to what is filled, such as into={"model": model}; not a '
                 f"{type(self.into).__name__}"
             )
+
+    def adapted(self, path: str, state: Any) -> Any:
+        """Return a loaded state with new names and in another dtype, as far as that is asked for.
+
+        Args:
+            path: Of the step, for messages.
+            state: The state, without what belongs to single ranks.
+        """
+        if self.rename is not None:
+            state = renamed(path, state, self.rename)
+        if self.dtype is not None and self.into:  # targets have dtypes of their own
+            state.update(converted({key: state[key] for key in state if key not in self.into}, self.dtype))
+        elif self.dtype is not None:
+            state = converted(state, self.dtype)
+        return state
 
     @property
     def wants_rank_state(self) -> bool:
@@ -365,6 +393,7 @@ def _read(root: str, step: int, options: LoadOptions, found: _Step) -> Any:
         )
     else:
         state = found.load(STATE_NAME, lambda source, read: read_file(STATE_NAME, source, read, **wanted))
+    state = options.adapted(found.path, state)
     if own_names and found.rank_count != options.count:
         _resize(root, step, options, found, state, lambda name, source: read_file(name, source, read_extents))
         return state
