@@ -64,6 +64,10 @@ def test_each_node_has_the_ordinary_file_which_stock_torch_reads(tmp_path: Path,
         assert hidden_names(root) == []
         record = json.loads((path / "COPY.json").read_text())
         tokens.add(record["token"])
+        if others := [name for name in record["own_files"] if name not in own]:
+            host = fp.inspect(path).host
+            assert host["files_of_other_copies"] == ", ".join(others)
+            assert "written on" in str(host["other_copies"])
         assert record["own_files"] == [f"rank-{rank:05d}.pt" for rank in range(count)]
     assert len(tokens) == 1
     assert run_ranks(count, resume_copies, roots) == [3] * count
