@@ -1,22 +1,32 @@
-"""The ranks of a process group meet for a Checkpointer, and refuse together what one of them cannot do."""
+"""The ranks that a Checkpointer saves with: they meet, and refuse together what one of them cannot do."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fastpersist.checkpointer.root import why_no_root
-from fastpersist.distributed.common_steps import refuse_together
+from fastpersist.distributed.common_steps import refuse_together, require_same
 from fastpersist.distributed.coordination import Ranks
-from fastpersist.distributed.group_save import tuned_writer_count
+from fastpersist.distributed.group_save import Writers, tuned_writer_count
+from fastpersist.distributed.node_local.copies import agree_on_stores
+from fastpersist.distributed.node_local.detection import NodeLocal, Stores
+from fastpersist.distributed.partition import choose_writers
+from fastpersist.distributed.sessions import Session
+from fastpersist.distributed.shared_file import SaveGroup
 from fastpersist.errors import ConfigError
+from fastpersist.formats.manifest import step_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["meet_ranks"]
+__all__ = ["BoundRanks", "meet_ranks"]
 
 
-def meet_ranks(process_group: ProcessGroup, root: str, busy: str, timeout_s: float) -> tuple[Ranks, int | None] | None:
+def meet_ranks(
+    process_group: ProcessGroup, root: str, busy: str, timeout_s: float, node_local: NodeLocal = None
+) -> tuple[Ranks, int | None] | None:
     """Meet the ranks of a process group; all of them call this.
 
     Args:
@@ -24,12 +34,14 @@ def meet_ranks(process_group: ProcessGroup, root: str, busy: str, timeout_s: flo
         root: The root of this rank.
         busy: As in `Checkpointer`.
         timeout_s: Seconds of silence after which a rank counts as failed.
+        node_local: As in `Checkpointer`.
 
     Returns:
         The ranks, and how many of them write by the coordinator's tuning file; None if this rank is alone.
 
     Raises:
-        ConfigError: The root of some rank cannot be one, or `busy` makes no sense for several ranks.
+        ConfigError: The root of some rank cannot be one, `busy` makes no sense for several ranks, or they differ in
+            `node_local`.
         PeerError: A rank is gone.
     """
     ranks = Ranks.meet(process_group, timeout_s=timeout_s)
@@ -38,6 +50,7 @@ def meet_ranks(process_group: ProcessGroup, root: str, busy: str, timeout_s: flo
         if ranks.count == 1:
             return None
         tuned_count = tuned_writer_count(process_group, root)
+        require_same(process_group, root, "node_local", node_local)
         if busy != "wait":
             raise ConfigError(
                 f"with several ranks, busy must be 'wait': with {busy!r} the ranks would leave out different saves"
@@ -46,3 +59,95 @@ def meet_ranks(process_group: ProcessGroup, root: str, busy: str, timeout_s: flo
         ranks.close()
         raise
     return ranks, tuned_count
+
+
+class BoundRanks:
+    """The ranks of the process group that a Checkpointer is bound to, from its constructor or rebind() on.
+
+    Args:
+        process_group: All its ranks make one, at the same time.
+        path: The root of this rank.
+        own_root: Makes it and takes its lock.
+        node_local: As in `Checkpointer`, and so the next three.
+        busy: …
+        writers: …
+        check_replicas: …
+        timeout_s: `peer_timeout_s`.
+
+    Attributes:
+        ranks: The ranks, connected; None if this one is alone.
+        process_group: The group; None if this rank is alone in it.
+        stores: What is known of their file systems.
+        writers: Those that write what is cut, in order; with copies, by rank those of its store.
+        newest_begun: The step that they have begun to save last.
+
+    Raises:
+        ConfigError, PeerError, CoordinationError: As `meet_ranks`.
+    """
+
+    def __init__(
+        self,
+        process_group: ProcessGroup | None,
+        path: str,
+        own_root: Callable[[], None],
+        *,
+        node_local: NodeLocal,
+        busy: str,
+        writers: Writers,
+        check_replicas: bool,
+        timeout_s: float,
+    ) -> None:
+        met = None if process_group is None else meet_ranks(process_group, path, busy, timeout_s, node_local)
+        self.ranks: Ranks | None = None
+        tuned_count = None
+        if met is not None:
+            self.ranks, tuned_count = met
+        self.process_group = None if self.ranks is None else process_group
+        self.stores = Stores(own_root, node_local)
+        self.newest_begun: int | None = None
+        self._path = path
+        self._wanted_writers = writers
+        self._tuned_count = tuned_count
+        self.writers: Sequence[int] | Mapping[int, Sequence[int]] = choose_writers(
+            writers, [0] if self.ranks is None else self.ranks.nodes, tuned_count
+        )
+        self._check_replicas = check_replicas
+
+    @property
+    def rank(self) -> int:
+        """This one; 0 if it is alone."""
+        return 0 if self.ranks is None else self.ranks.rank
+
+    def begin(self, subject: str) -> Session | None:
+        """Begin a session of all ranks; None if this one is alone.
+
+        Args:
+            subject: What it is about, for messages.
+        """
+        return None if self.ranks is None else self.ranks.begin(subject)
+
+    def needs_stores(self) -> bool:
+        """Tell whether the ranks have to find out who shares a file system before they save; the same on all."""
+        return self.ranks is not None and self.stores.node_local == "copies" and self.stores.first_ranks is None
+
+    def find_stores(self, session: Session, step: int, next_number: Callable[[], int]) -> int:
+        """Find out who shares a file system, and choose the writers of each; see `agree_on_stores`."""
+        path = os.path.join(self._path, step_name(step))
+        number = agree_on_stores(session, self.stores, path, next_number)
+        first_ranks = self.stores.first_ranks or []
+        self.writers = {}
+        for first in sorted(set(first_ranks)):
+            beside = [rank for rank, other in enumerate(first_ranks) if other == first]
+            chosen = choose_writers(self._wanted_writers, [0] * len(beside), self._tuned_count)
+            self.writers.update({rank: [beside[index] for index in chosen] for rank in beside})
+        return number
+
+    def to_save(self, session: Session, step: int) -> SaveGroup:
+        """Return how the ranks save a step in a session."""
+        self.newest_begun = step
+        return SaveGroup(session, step_name(step), self.writers, self._check_replicas, stores=self.stores)
+
+    def close(self, why: BaseException | None = None) -> None:
+        """Close the connections; see `Ranks.close`."""
+        if self.ranks is not None:
+            self.ranks.close(why)

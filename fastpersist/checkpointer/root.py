@@ -31,6 +31,7 @@ from fastpersist.commit.step_listing import (
     read_manifest,
 )
 from fastpersist.distributed.common_steps import done_by_first
+from fastpersist.distributed.node_local.copies import COMMITTED_NAME
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError, StorageError
 from fastpersist.formats.manifest import COMMIT_NUMBER_MAX, step_name
 
@@ -169,6 +170,15 @@ def why_no_root(root: str) -> str:
     )
 
 
+def committed_number(root: str) -> int:
+    """Return the greatest commit number that `Root.mark_committed` has noted; 0 if there is none that can be read."""
+    try:
+        with open(os.path.join(root, COMMITTED_NAME), encoding="ascii") as file:
+            return int(file.read(32))
+    except (OSError, ValueError):
+        return 0
+
+
 class Root:
     """The directory of a Checkpointer. It holds the lock from the first save on, and keeps the directory in order.
 
@@ -269,6 +279,17 @@ class Root:
             self._next_number = min(number + 1, COMMIT_NUMBER_MAX)
             return number
 
+    def peek_commit_number(self) -> int:
+        """Return what `next_commit_number` would."""
+        with self._lock:
+            self._known()
+            return self._next_number
+
+    def raise_commit_number(self, number: int) -> None:
+        """Let no commit number that is given out be less than this: another store has such steps."""
+        with self._lock:
+            self._next_number = min(max(self._next_number, number), COMMIT_NUMBER_MAX)
+
     def _known(self) -> dict[int, Mapping[str, float]]:
         """Return the metrics of the committed steps, in order of commit. Under the lock."""
         if self._metrics is None:
@@ -356,6 +377,7 @@ class Root:
         take_root: Callable[[], None],
         process_group: ProcessGroup | None,
         rank: int,
+        everybodys: Mapping[int, Commit | None] | None = None,
     ) -> list[int]:
         """Remove the steps that the coordinator chooses; all ranks call this, each for its own root.
 
@@ -365,9 +387,10 @@ class Root:
             take_root: Called on the coordinator before it removes anything.
             process_group: The ranks; None if this one is alone.
             rank: This rank.
+            everybodys: The steps of all ranks, where each node has copies; None: those that the coordinator sees count.
 
         Returns:
-            The steps that the coordinator has removed.
+            The steps that the coordinator has removed; with `everybodys`, those that it has chosen.
 
         Raises:
             StorageError: As `remove`.
@@ -376,10 +399,12 @@ class Root:
         """
 
         def remove() -> list[int]:
-            steps = choose(in_commit_order(read_commits(self.path))[::-1])
+            commits = read_commits(self.path) if everybodys is None else everybodys
+            steps = choose(in_commit_order(commits)[::-1])
             if steps:
                 take_root()
-            return self.remove(steps)
+            removed = self.remove(steps)
+            return removed if everybodys is None else steps
 
         removed = done_by_first(process_group, self.path, "removing steps of", remove)
         if rank:
@@ -403,9 +428,19 @@ class Root:
             if error.errno != errno.ENOENT:
                 raise
 
+    def mark_committed(self, number: int) -> None:
+        """Note that all stores have the step with this commit number; see `node_local.copies`."""
+        try:
+            self._write_small(COMMITTED_NAME, f"{number}\n")
+        except StorageError as error:  # it is needed only if rank 0's copy is lost
+            _log.warning("%s: that a step is committed on all nodes was not noted: %s", self.path, error)
+
     def _write_latest(self, step: int) -> None:
-        path = os.path.join(self.path, _LATEST_NAME)
-        temporary = os.path.join(self.path, f".{_LATEST_NAME}.new")
+        self._write_small(_LATEST_NAME, f"{step_name(step)}\n")
+
+    def _write_small(self, name: str, text: str) -> None:
+        path = os.path.join(self.path, name)
+        temporary = os.path.join(self.path, f".{name.removeprefix('.')}.new")
         try:
             fd = filesystem().create(temporary)
         except StorageError as error:
@@ -414,7 +449,7 @@ class Root:
             filesystem().unlink(temporary)  # a process that died here has left it
             fd = filesystem().create(temporary)
         try:
-            filesystem().write(fd, f"{step_name(step)}\n".encode(), temporary)
+            filesystem().write(fd, text.encode(), temporary)
         finally:
             filesystem().close(fd, temporary)
         filesystem().rename(temporary, path)

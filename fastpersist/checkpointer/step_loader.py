@@ -6,6 +6,7 @@ the coordinator chooses, all ranks load, and a failure on one is a failure on al
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
+import torch
 import torch.distributed as dist
 
 from fastpersist.arguments import require_bools
-from fastpersist.checkpointer.root import RetentionPolicy, best_steps
+from fastpersist.checkpointer.root import RetentionPolicy, best_steps, committed_number
 from fastpersist.commit.locks import HeldDirectory
 from fastpersist.commit.step_listing import (
     Commit,
@@ -36,6 +38,7 @@ from fastpersist.errors import (
     FormatError,
     PeerError,
     StorageError,
+    UnsupportedError,
 )
 from fastpersist.formats.manifest import (
     DCP_METADATA_NAME,
@@ -44,8 +47,11 @@ from fastpersist.formats.manifest import (
     rank_file_name,
     step_name,
 )
+from fastpersist.formats.split_manifest import COPY_NAME
 from fastpersist.loading.checkpoint_file import CheckpointSource, open_file
+from fastpersist.loading.conversion import converted, require_floating
 from fastpersist.loading.part_files import read_record
+from fastpersist.loading.renaming import Rename, renamed
 from fastpersist.loading.restore import load_state
 from fastpersist.loading.unpickle import MapLocation
 from fastpersist.saving.refused_globals import warn_caller
@@ -54,7 +60,9 @@ from fastpersist.transfer.reader import Read, read_extents
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["RANK_KEY", "LoadOptions", "OnResize", "best_of", "find_best", "load_newest", "load_step"]
+__all__ = ["RANK_KEY", "LoadOptions", "OnResize", "best_of", "find_best", "load_newest", "load_step", "look_together"]
+
+_log = logging.getLogger("fastpersist")
 
 RANK_KEY = "rank_state"
 _RANK_COUNT_MAX = 1 << 20
@@ -67,7 +75,7 @@ _Unusable = (CorruptionError, StorageError, CheckpointNotFoundError)
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The options of `Checkpointer.load`.
+    """The options of `Checkpointer.load`; and `copies`: each node has steps of its own, and those of all count.
 
     Raises:
         ConfigError: An option makes no sense.
@@ -81,8 +89,18 @@ class LoadOptions:
     engine: str
     process_group: ProcessGroup | None
     on_resize: OnResize | None = None
+    rename: Rename | None = None
+    dtype: torch.dtype | None = None
+    copies: bool = False
 
     def __post_init__(self) -> None:
+        if self.dtype is not None:
+            require_floating(self.dtype)
+        if self.rename is not None and self.into:
+            raise UnsupportedError(
+                "rename= goes without into=: what is filled in place has the names that were saved. Load with rename= "
+                "alone, and give the result to load_state_dict; or fill a module by fastpersist.load_into(…, rename=)"
+            )
         require_bools(verify=self.verify, weights_only=self.weights_only)
         if self.on_resize is not None and not callable(self.on_resize):
             raise ConfigError(
@@ -94,6 +112,21 @@ class LoadOptions:
                 'into is a dict from keys of the state to what is filled, such as into={"model": model}; not a '
                 f"{type(self.into).__name__}"
             )
+
+    def adapted(self, path: str, state: Any) -> Any:
+        """Return a loaded state with new names and in another dtype, as far as that is asked for.
+
+        Args:
+            path: Of the step, for messages.
+            state: The state, without what belongs to single ranks.
+        """
+        if self.rename is not None:
+            state = renamed(path, state, self.rename)
+        if self.dtype is not None and self.into:  # targets have dtypes of their own
+            state.update(converted({key: state[key] for key in state if key not in self.into}, self.dtype))
+        elif self.dtype is not None:
+            state = converted(state, self.dtype)
+        return state
 
     @property
     def wants_rank_state(self) -> bool:
@@ -233,9 +266,49 @@ def _listed(
     root: str, options: LoadOptions, look: Callable[[], Mapping[int, Commit | None]]
 ) -> Mapping[int, Commit | None]:
     """Return the steps that are there; with several ranks, those of the coordinator, or of any rank if it sees none."""
-    group = options.process_group
+    if options.copies and options.process_group is not None:
+        return look_together(root, options.process_group, lambda: _counting(root, look()), everywhere=True)
+    return look_together(root, options.process_group, look, everywhere=False)
+
+
+def _counting(root: str, commits: Mapping[int, Commit | None]) -> dict[int, Commit | None]:
+    """Return the steps of this root that are known to be committed on all nodes; see `node_local.copies`."""
+    least = committed_number(root)
+    return {step: found for step, found in commits.items() if _counts(root, step, found, least)}
+
+
+def _counts(root: str, step: int, commit: Commit | None, committed: int) -> bool:
+    if commit is None or commit.number is None or commit.number <= committed:
+        return True
+    try:
+        record = read_committed(root, step, lambda held, manifest: read_record(held.place, manifest, COPY_NAME))
+    except FastPersistError:
+        return True  # it is damaged, or gone: to load it says so
+    return record is None or record.store == 0
+
+
+def look_together(
+    root: str,
+    group: ProcessGroup | None,
+    look: Callable[[], Mapping[int, Commit | None]],
+    *,
+    everywhere: bool,
+) -> Mapping[int, Commit | None]:
+    """Return the steps that are there, the same on all ranks.
+
+    Args:
+        root: This rank's.
+        group: All its ranks call this; None for a process that is alone.
+        look: Returns the steps that this rank sees.
+        everywhere: What any rank sees counts; without it, only what the coordinator sees, unless it sees none.
+
+    Raises:
+        StorageError: This rank cannot look.
+        PeerError: Another rank cannot, or is gone.
+    """
     if group is None:
         return look()
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
     error: FastPersistError | None = None
 
     def looked() -> tuple[Mapping[int, Commit | None], str | None]:
@@ -246,33 +319,47 @@ def _listed(
             error = caught
             return {}, f"{type(caught).__name__}: {caught}"
 
-    own: list[Any] = [looked() if options.rank == 0 else None]
+    own: list[Any] = [looked() if everywhere or rank == 0 else None]
     with hearing_all(root, "loading from"):
-        dist.broadcast_object_list(own, src=dist.get_global_rank(group, 0), group=group)
+        if not everywhere:
+            dist.broadcast_object_list(own, src=dist.get_global_rank(group, 0), group=group)
         found = own
-        if own == [({}, None)]:  # its host may be new, and take part in loading what others hold parts of
-            found = [None] * options.count
-            dist.all_gather_object(found, looked() if options.rank else own[0], group=group)
+        if everywhere or own == [({}, None)]:  # its host may be new, and take part in loading what others hold
+            found = [None] * count
+            dist.all_gather_object(found, own[0] if everywhere or rank == 0 else looked(), group=group)
     if error is not None:
         raise error
-    for rank, (_, failed) in enumerate(found):
+    for other, (_, failed) in enumerate(found):
         if failed is not None:
-            text = f"rank {rank} failed while looking for steps in {root}: {failed}"
-            raise PeerError(text, rank=rank, subject=root)
+            text = f"rank {other} failed while looking for steps in {root}: {failed}"
+            raise PeerError(text, rank=other, subject=root)
     union: dict[int, Commit | None] = {}
     for commits, _ in found:
-        union.update({step: commit for step, commit in commits.items() if union.get(step) is None})
+        union.update({step: commit for step, commit in commits.items() if _is_later(commit, union.get(step))})
     return union
 
 
+def _is_later(commit: Commit | None, known: Commit | None) -> bool:
+    """Tell whether a commit of a step counts in place of the one that is known of it."""
+    return known is None or (commit is not None and (commit.number or 0) > (known.number or 0))
+
+
 def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
+    is_open = False
+
+    def read_it(held: HeldDirectory, manifest: CheckpointManifest) -> Any:
+        nonlocal is_open
+        is_open = True
+        return _read(root, step, options, _opened(held, manifest, options, read))
+
     try:
-        return read_committed(
-            root, step, lambda held, manifest: _read(root, step, options, _opened(held, manifest, options, read))
-        )
-    except CheckpointNotFoundError:
-        if not _is_shared(read):
+        return read_committed(root, step, read_it)
+    except (CheckpointNotFoundError, CorruptionError) as error:
+        is_missing = isinstance(error, CheckpointNotFoundError)
+        if not _is_shared(read) or not (is_missing or (options.copies and not is_open)):
             raise
+        if not is_missing:
+            _log.warning("the copy of step %d in %s is damaged, others are looked for: %s", step, root, error)
         parts = _StepInParts(read, os.path.join(root, step_name(step)), None, None)  # others may have all of it
         if not parts.exists:
             raise
@@ -306,6 +393,7 @@ def _read(root: str, step: int, options: LoadOptions, found: _Step) -> Any:
         )
     else:
         state = found.load(STATE_NAME, lambda source, read: read_file(STATE_NAME, source, read, **wanted))
+    state = options.adapted(found.path, state)
     if own_names and found.rank_count != options.count:
         _resize(root, step, options, found, state, lambda name, source: read_file(name, source, read_extents))
         return state
@@ -388,6 +476,11 @@ def _opened(held: HeldDirectory, manifest: CheckpointManifest, options: LoadOpti
     record = read_record(held.place, manifest)
     if record is not None and _is_shared(read):
         return _StepInParts(read, held.path, manifest, record)
+    if record is None and _is_shared(read):
+        copy = read_record(held.place, manifest, COPY_NAME)
+        if copy is not None:
+            counts = (manifest.commit_number or 0) <= committed_number(os.path.dirname(held.path)) or copy.store == 0
+            return _StepInParts(read, held.path, manifest, copy, partial(open_file, held), counts=counts)
     step = _WholeStep(held, manifest, options, read)
     if record is not None and not step.are_shards:
         refuse_alone(held.path, record)

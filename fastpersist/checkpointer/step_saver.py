@@ -53,7 +53,8 @@ class StepSave:
         overwrite: Replace the step if it is there.
         stats: Filled in by the save.
         after: Called when the step is durable, while the next step may already be written. A follower that publishes a
-            store of its own calls it with the coordinator's `metrics`, and with the coordinator's steps as `among`.
+            store of its own calls it with the coordinator's `metrics`; and with the coordinator's steps as `among`,
+            where each store has a part, or the commit `number`, where each has a copy.
         next_commit_number: Called on the coordinator when all files are written.
     """
 
@@ -146,7 +147,9 @@ class StepSaver:
             self._begin_follower(step, peer)
             if step.rank_state is not None:
                 peer.add_own(step.rank_state, rank_file_name(together.session.rank), self._owners)
-            return peer.publish(lambda end: step.after(metrics=end["metrics"], among=end["steps"]))
+            return peer.publish(
+                lambda end: step.after(metrics=end["metrics"], among=end.get("steps"), number=end.get("number"))
+            )
         directory = DirectorySave(
             step.stats.path,
             overwrite=step.overwrite,

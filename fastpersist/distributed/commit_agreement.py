@@ -71,7 +71,7 @@ def publish_for_all(session: Session, stores: CoordinatorStores, publication: Pu
     except BaseException:
         stores.undo(final_path)
         raise
-    session.answer(stores.end(final_path, publication.metrics))
+    session.answer(stores.end(final_path, publication))
     session.finish()
 
 

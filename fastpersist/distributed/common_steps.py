@@ -17,7 +17,7 @@ from fastpersist.errors import ConfigError, PeerError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["done_by_first", "hearing_all", "refuse_together"]
+__all__ = ["done_by_first", "hearing_all", "refuse_together", "require_same"]
 
 _Result = TypeVar("_Result")
 
@@ -60,6 +60,29 @@ def refuse_together(process_group: ProcessGroup, root: str, why_not: str) -> Non
     for rank, other in enumerate(told):
         if other:
             raise PeerError(f"rank {rank} cannot save: {other}", rank=rank, subject=root)
+
+
+def require_same(process_group: ProcessGroup, root: str, option: str, value: object) -> None:
+    """Raise on all ranks if they were given different values of an option.
+
+    Args:
+        process_group: All its ranks call this.
+        root: What it is about.
+        option: Its name.
+        value: This rank's.
+
+    Raises:
+        ConfigError: They differ.
+        PeerError: A rank is gone.
+    """
+    told: list[Any] = [None] * dist.get_world_size(process_group)
+    with hearing_all(root, "looking at"):
+        dist.all_gather_object(told, value, group=process_group)
+    different = next((rank for rank, other in enumerate(told) if other != told[0]), None)
+    if different is not None:
+        raise ConfigError(
+            f"all ranks need the same {option}; it is {told[0]!r} on rank 0 and {told[different]!r} on rank {different}"
+        )
 
 
 def done_by_first(process_group: ProcessGroup | None, root: str, doing: str, do: Callable[[], _Result]) -> _Result:

@@ -21,11 +21,12 @@ from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.distributed.file_agreement import agree_on_plans, ask, gather_done, tell_go
 from fastpersist.distributed.messages import checking
+from fastpersist.distributed.node_local.copies import send_rest
 from fastpersist.distributed.node_local.detection import Say
 from fastpersist.distributed.node_local.publishing import SplitShares
 from fastpersist.distributed.replica_check import bytes_of
 from fastpersist.distributed.shared_file import SaveGroup, Share
-from fastpersist.errors import InternalError
+from fastpersist.errors import CoordinationError, InternalError
 from fastpersist.formats.byte_ranges import ByteRange, Extent, ExtentMap, merged, overlaps, without
 from fastpersist.formats.layout import align_up
 from fastpersist.saving.containers import Checksum, Container, Literal, Part, Stored
@@ -60,6 +61,7 @@ class CoordinatorFile(Share):
         self._stores: dict[str, Any] = {}  # what *go* says of them
         self._has_agreed = False
         self._own_extents = ExtentMap([Extent(0, container.size_bytes)])
+        self._copied: dict[int, list[tuple[ByteRange, int]]] = {}
         self._crcs_of_others: dict[int, int] = {}  # of their parts
         self._late = self._late_blocks()
         self._own: dict[int, list[int]] = {}  # by source, indices of `ranges`
@@ -117,7 +119,7 @@ class CoordinatorFile(Share):
             find: Given what asks the followers; returns what *go* says of several stores, if there are.
 
         Returns:
-            Whether there are. Then this rank's file is a part, of `size_bytes`.
+            Whether this rank's file is a part, of `size_bytes`; with copies it is none.
 
         Raises:
             CoordinationError: The ranks do not hold the same replicas; the message says which differ on which ranks.
@@ -125,6 +127,10 @@ class CoordinatorFile(Share):
         """
         self._agree()
         self._stores = find(lambda message: ask(self._session, message))
+        if self._stores and self._group.copies:
+            self._stores["size_bytes"] = self.container.size_bytes
+            ask(self._session, {"make": self._name.partition("/")[2], "size_bytes": self.container.size_bytes})
+            return False
         if self._stores:
             others = [extent for rank in range(1, self._session.count) for extent in self._extents_of_other(rank)]
             self._own_extents = ExtentMap(without(Extent(0, self.container.size_bytes), merged(others)))
@@ -165,7 +171,8 @@ class CoordinatorFile(Share):
         if not self._has_agreed:
             self._agree()
         tell_go(self._session, pending_path, [self.container.offsets[source] for source in self._cut], self._stores)
-        if not self._stores:
+        in_parts = bool(self._stores) and not self._group.copies
+        if not in_parts:
             engine = self._engine_for(fd, path, engine)
         with Writer(
             fd,
@@ -173,7 +180,7 @@ class CoordinatorFile(Share):
             engine=engine,
             poll=checking(poll, self._session),
             sparing=snapshot is not None,
-            shared=not self._stores,
+            shared=not in_parts,
             sources=self._for_gpudirect(engine),
         ) as writer:
             stream = PieceStream(writer, snapshot)
@@ -183,15 +190,19 @@ class CoordinatorFile(Share):
             writer.rest()
             others = self._gather_done()
             written = [*zip(self.ranges, crcs, strict=True), *others]
+            if self.container.has_checksums:
+                self._refuse_other_copies(written)
             source_crcs = self._source_crcs(written)
             self._write_late(stream, source_crcs)
             stream.flush()
             used_engine = writer.finish()
             runs = writer.runs()
         refuse_null_engine(used_engine)
+        if self._stores and not in_parts:
+            self._send_rest(pending_path)
         if runs is None:
             return WrittenFile(used_engine, None)
-        if self._stores:
+        if in_parts:
             crc = _native.combine_runs(runs, self.size_bytes)
             self.split_shares = self._shares(crc, written, source_crcs)
             return WrittenFile(used_engine, crc)
@@ -231,17 +242,61 @@ class CoordinatorFile(Share):
     def _gather_done(self) -> list[tuple[ByteRange, int]]:
         """Wait until all have written; return the ranges of the followers with their CRCs."""
         found: list[tuple[ByteRange, int]] = []
+        copied: dict[int, list[tuple[ByteRange, int]]] = {}  # by first rank of another store that gets a copy
         offsets = self.container.offsets
         shards = [self._shard_of(rank) for rank in range(self._session.count)]
         for rank, crcs in enumerate(gather_done(self._session, [len(shard) for shard in shards])):
             if rank == 0 or not shards[rank]:
                 continue
             own = list(zip(shards[rank], crcs, strict=True))
+            if self._store_of(rank):
+                copied.setdefault(self._store_of(rank), []).extend(own)
+                continue
             found += own
             self._crcs_of_others[rank] = _joined_crc(
                 (offsets[part.source] + part.from_bytes, part.size_bytes, crc) for part, crc in own
             )
+        self._copied = copied
         return found
+
+    def _store_of(self, rank: int) -> int:
+        """Return the first rank of the store that gets a copy, of which this rank writes a part; 0 for rank 0's."""
+        first_ranks = self._group.stores.first_ranks if self._group.copies and self._group.stores else None
+        return 0 if first_ranks is None else first_ranks[rank]
+
+    def _refuse_other_copies(self, written: Sequence[tuple[ByteRange, int]]) -> None:
+        """Compare what the stores have written of what is cut: the samples of *plan* may have missed something.
+
+        Raises:
+            CoordinationError: It differs.
+        """
+        offsets = self.container.offsets
+        for first, others in self._copied.items():
+            for position, source in enumerate(self._cut):
+                runs = [
+                    [(part.from_bytes, part.size_bytes, crc) for part, crc in ranges if part.source == source]
+                    for ranges in (self._of_cut(written), others)
+                ]
+                if _joined_crc(runs[0]) != _joined_crc(runs[1]):
+                    names = ", ".join(self._names_of_cut(position)) or f"the storage at {offsets[source]}"
+                    raise CoordinationError(
+                        f"the copies would differ: {names} is not the same on rank 0 and on the ranks of the store of "
+                        f"rank {first}"
+                    )
+
+    def _of_cut(self, written: Sequence[tuple[ByteRange, int]]) -> list[tuple[ByteRange, int]]:
+        """Leave out what lies beside the interiors of cut sources."""
+        interiors = dict(zip(self._cut, self._interiors, strict=True))
+        return [
+            (part, crc)
+            for part, crc in written
+            if part.source in interiors
+            and interiors[part.source].offset_bytes <= part.from_bytes < interiors[part.source].end_bytes
+        ]
+
+    def _send_rest(self, pending_path: str) -> None:
+        firsts = sorted({self._store_of(rank) for rank in range(self._session.count)} - {0})
+        send_rest(self._session, firsts, pending_path, self._rest(self.container.offsets, self.container.size_bytes))
 
     def _shares(
         self, own_crc: int | None, written: Sequence[tuple[ByteRange, int]], source_crcs: Sequence[int]

@@ -23,7 +23,7 @@ from fastpersist.distributed.replica_check import replicas_in
 from fastpersist.distributed.sessions import Session
 from fastpersist.distributed.shared_file import SaveGroup, refusing_second
 from fastpersist.formats.manifest import FileEntry
-from fastpersist.formats.split_manifest import PARTS_NAME, part_name
+from fastpersist.formats.split_manifest import COPY_NAME, PARTS_NAME, part_name
 from fastpersist.saving.capture import Sources
 from fastpersist.saving.containers import Container
 from fastpersist.saving.directory_files import DirectoryFiles
@@ -77,6 +77,7 @@ class CoordinatorSave(Alone):
     def plan(self, container: Container, name: str, look: Callable[[], Ownership], *, own: bool) -> PlannedFile:
         """Plan a file that all ranks write, or one of this rank's own."""
         if own:
+            self.stores.note_own(0, name)
             return _OwnFile(container, name, self._files, self._create_own, self.session)
         found = look() if container.sources else None
         share = CoordinatorFile(container, replicas_in(container, found), self._group, name)
@@ -107,13 +108,19 @@ class CoordinatorSave(Alone):
 
     def collect(self, *, durable: bool) -> None:
         """Sync the files of this rank, and wait until the followers have written theirs."""
-        record = self.stores.record(self._files.path)
-        if record is not None:
-            self._files.write_bytes(self.create(PARTS_NAME), PARTS_NAME, record)
+        self._write_record(copies=False)
         self._files.sync(durable=durable)
         for rank, entry in gather_own_files(self.session):
             if self.stores.takes_own(rank, entry):
                 self._files.note_written_elsewhere(entry, f"rank {rank}")
+        self._write_record(copies=True)  # which names the own files of all
+        self._files.sync(durable=durable)
+
+    def _write_record(self, *, copies: bool) -> None:
+        name = COPY_NAME if copies else PARTS_NAME
+        record = self.stores.record(self._files.path) if copies == self.stores.copies else None
+        if record is not None:
+            self._files.write_bytes(self.create(name), name, record)
 
     def commit(self, publication: Publication) -> None:
         """Publish the directory for all."""
@@ -182,5 +189,7 @@ class _SharedFile:
         if self._share.split_shares is not None:
             for entry in self._save.stores.take_shares(self._share.split_shares):
                 self._files.note_written_elsewhere(entry)
+        else:
+            self._save.stores.take_whole(FileEntry(self._name, self._share.container.size_bytes, written.crc32))
         self._stats.add_shares(self._share.bytes_by_rank())
         return written

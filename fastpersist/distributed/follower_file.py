@@ -20,6 +20,7 @@ from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem, storage_errors
 from fastpersist.distributed.file_agreement import follow_plans, offsets_in, tell_done
 from fastpersist.distributed.messages import checking, preferring_failure_of_others
+from fastpersist.distributed.node_local.copies import receive_rest
 from fastpersist.distributed.node_local.detection import StoreSeeker
 from fastpersist.distributed.shared_file import SaveGroup, Share, refusing_second
 from fastpersist.errors import InternalError, StorageError
@@ -81,17 +82,30 @@ class FollowerFile(Share):
         go = follow_plans(self._session, self._plan(), self._description, _no_reply if store is None else store.reply)
         with preferring_failure_of_others(self._session):
             directory = None if store is None else store.directory(go)
+            is_part = directory is not None and not self._group.copies
             if directory is None:
                 pending_path = go["path"]
             else:
-                pending_path = os.path.join(directory, part_name(self._file_name, self._session.rank))
+                name = part_name(self._file_name, self._session.rank) if is_part else self._file_name
+                pending_path = os.path.join(directory, name)
             used_engine, crcs = self._write_part(
-                go, pending_path, directory is not None, path, engine, durable, checking(poll, self._session), snapshot
+                go, pending_path, is_part, path, engine, durable, checking(poll, self._session), snapshot
             )
             if check is not None:
                 check()
         tell_done(self._session, crcs)
+        if store is not None and store.copied_fd is not None:
+            self._receive_rest(go, store, store.copied_fd, path, durable)
         return used_engine
+
+    def _receive_rest(self, go: dict[str, Any], store: StoreSeeker, fd: int, path: str, durable: bool) -> None:
+        """Write what only the coordinator has into the copy of this store."""
+        rest = self._rest(dict(zip(self._cut, offsets_in(go), strict=True)), int(go["size_bytes"]))
+        with preferring_failure_of_others(self._session):
+            receive_rest(self._session, fd, path, rest)
+            if durable:
+                filesystem().sync(fd, path)
+            store.close_copied()
 
     def _write_part(
         self,
@@ -180,7 +194,7 @@ def needs_same_filesystem(path: str, rank: int) -> Iterator[None]:
         raise type(error)(
             error.errno,
             f"cannot save {path}: rank {rank} cannot open what rank 0 has made ({error}). All ranks that write need "
-            "the same file system (a Checkpointer finds out at its next save, and writes parts where there is none); "
+            "the same file system (a Checkpointer can keep steps on a disk of each node: node_local=); "
             "writers=1 lets rank 0 write alone, without rank_state of the others",
             path,
         ) from error

@@ -9,6 +9,8 @@ Ranks that share no file system (`node_local`) write the same ranges, each to a 
 lie one right behind the other. The coordinator's part is all the rest. Who does so is found out between *plan* and
 *go*.
 
+With copies (`node_local.copies`) the writers of each store share out what is cut, and write whole files.
+
 Names, durability and visibility are the coordinator's `file_commit` or `coordinator_save`; what a follower does around
 this is `follower_save`.
 """
@@ -26,12 +28,13 @@ from typing import Any
 import torch
 
 from fastpersist import _native
+from fastpersist.distributed.node_local.copies import rest_of
 from fastpersist.distributed.node_local.detection import Stores
 from fastpersist.distributed.partition import interior_of, shard_of
 from fastpersist.distributed.replica_check import sums_of
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
-from fastpersist.formats.byte_ranges import ByteRange, Extent, merged
+from fastpersist.formats.byte_ranges import ByteRange, Extent, ExtentMap, merged
 from fastpersist.saving.containers import Container
 from fastpersist.saving.sources import Holders, Source, SourceTable
 from fastpersist.transfer.engine_selection import is_cufile, require_engine
@@ -46,16 +49,26 @@ class SaveGroup:
     Attributes:
         session: What they say to each other about it.
         label: What is saved: the last part of its path. All ranks must mean the same.
-        writers: The ranks that write what is cut, in order.
+        writers: The ranks that write what is cut, in order. With copies, those of each rank's own store.
         check_replicas: Compare all bytes of what is cut, not samples.
         stores: What is known of their file systems; None if all ranks need the same one.
     """
 
     session: Session
     label: str
-    writers: Sequence[int]
+    writers: Sequence[int] | Mapping[int, Sequence[int]]
     check_replicas: bool
     stores: Stores | None = None
+
+    def writers_beside(self, rank: int) -> Sequence[int]:
+        """Return the writers that share out with a rank what is cut."""
+        return self.writers[rank] if isinstance(self.writers, Mapping) else self.writers
+
+    @property
+    def copies(self) -> bool:
+        """Whether each of several stores gets a copy."""
+        stores = self.stores
+        return stores is not None and stores.node_local == "copies" and not stores.are_one()
 
 
 class Share:
@@ -81,7 +94,7 @@ class Share:
         self._cut = list(cut)
         self._session = group.session
         self._name = f"{group.label}/{name}" if name else group.label
-        self._writers = list(group.writers)
+        self._group = group
         self._block_bytes = group.session.block_bytes
         self._interiors = [
             interior_of(container.offsets[source], container.sources[source].size_bytes, self._block_bytes)
@@ -127,9 +140,10 @@ class Share:
 
     def _shard_of(self, rank: int) -> list[ByteRange]:
         """Return the cut bytes that a rank writes, by the container's sources."""
-        if rank not in self._writers:
+        writers = self._group.writers_beside(rank)
+        if rank not in writers:
             return []
-        shard = shard_of(self._interiors, self._writers.index(rank), len(self._writers), self._block_bytes)
+        shard = shard_of(self._interiors, writers.index(rank), len(writers), self._block_bytes)
         return [ByteRange(self._cut[part.source], part.from_bytes, part.size_bytes) for part in shard]
 
     def extents_of(self, rank: int, offsets: Mapping[int, int]) -> list[Extent]:
@@ -140,6 +154,19 @@ class Share:
             offsets: Of the cut sources in the file, by index.
         """
         return merged(Extent(offsets[part.source] + part.from_bytes, part.size_bytes) for part in self._shard_of(rank))
+
+    def _rest(self, offsets: Sequence[int] | Mapping[int, int], size_bytes: int) -> ExtentMap:
+        """Return what the coordinator alone writes of the file.
+
+        Args:
+            offsets: Of the cut sources in the file, by index.
+            size_bytes: Length of the file.
+        """
+        cut = zip(self._cut, self._interiors, strict=True)
+        return rest_of(
+            size_bytes,
+            (one._replace(offset_bytes=offsets[source] + one.offset_bytes) for source, one in cut if one.size_bytes),
+        )
 
     def _engine_for(self, fd: int, path: str, engine: str) -> str:
         """Return the engine for a file that several ranks write: not a direct one on a disk with larger blocks.

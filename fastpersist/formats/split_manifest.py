@@ -20,6 +20,7 @@ from fastpersist.formats.byte_ranges import Extent
 from fastpersist.formats.manifest import check_file_name
 
 __all__ = [
+    "COPY_NAME",
     "PARTS_LIMIT_BYTES",
     "PARTS_NAME",
     "Part",
@@ -33,6 +34,9 @@ __all__ = [
 
 PARTS_NAME = "PARTS.json"
 """The name of the record in its checkpoint directory."""
+
+COPY_NAME = "COPY.json"
+"""The name of the record where each store has whole files: the same format, without files in parts."""
 
 PARTS_LIMIT_BYTES = 64 << 20
 """The longest record that is read."""
@@ -96,12 +100,14 @@ class PartsRecord:
         stores: All of them.
         store: The index of the store that holds this record.
         files: The files that lie in parts.
+        own_files: The names of the files of single ranks, in all stores; only where each store has a copy.
     """
 
     token: str
     stores: tuple[Store, ...]
     store: int
     files: tuple[SplitFile, ...]
+    own_files: tuple[str, ...] = ()
 
     def host_of(self, rank: int) -> str:
         """Return the name of the host that a rank wrote on."""
@@ -148,6 +154,7 @@ def encode_parts(record: PartsRecord) -> bytes:
             }
             for file in record.files
         ],
+        **({"own_files": list(record.own_files)} if record.own_files else {}),
     }
     try:
         data = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
@@ -196,7 +203,19 @@ def _record_of(content: Any) -> PartsRecord:
     files = tuple(_file_of(one, set(stores[own].ranks)) for one in _list(content, "files"))
     if len({file.name for file in files}) != len(files):
         raise ValueError("a file occurs twice")
-    return PartsRecord(token, stores, own, files)
+    return PartsRecord(token, stores, own, files, _own_files_of(content))
+
+
+def _own_files_of(content: dict[str, Any]) -> tuple[str, ...]:
+    names = _list(content, "own_files") if "own_files" in content else []
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError("a name of a file is no text")
+        try:
+            check_file_name(name)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+    return tuple(names)
 
 
 def _store_of(item: Any) -> Store:

@@ -37,6 +37,7 @@ from fastpersist.formats.manifest import (
     FileEntry,
     step_of,
 )
+from fastpersist.formats.split_manifest import COPY_NAME
 from fastpersist.loading.checkpoint_file import open_file
 from fastpersist.loading.file_inspection import Damage, Manifest, VerifyReport, inspect_source, verify_source
 from fastpersist.loading.part_files import read_record
@@ -326,12 +327,17 @@ def _summary(path: str, manifest: CheckpointManifest) -> Manifest:
 
 
 def _with_other_parts(found: Manifest, manifest: CheckpointManifest, held: HeldDirectory) -> Manifest:
-    """Add where the rest of the checkpoint is, if this directory has only a part of it."""
+    """Add where the rest of the checkpoint is, if this directory has only a part of it; and where other copies are."""
     record = read_record(held.place, manifest)
-    if record is None:
-        return found
-    others = record.describe([number for number in range(len(record.stores)) if number != record.store])
-    return dataclasses.replace(found, host={**found.host, "other_parts": others})
+    copy = read_record(held.place, manifest, COPY_NAME) if record is None else None
+    more = {}
+    for kind, one in (("other_parts", record), ("other_copies", copy)):
+        others = [] if one is None else [number for number in range(len(one.stores)) if number != one.store]
+        if one is not None and others:
+            more[kind] = one.describe(others)
+    if copy is not None and (absent := set(copy.own_files).difference(entry.name for entry in manifest.files)):
+        more["files_of_other_copies"] = ", ".join(sorted(absent)[:8]) + (" …" if len(absent) > 8 else "")
+    return dataclasses.replace(found, host={**found.host, **more}) if more else found
 
 
 def _with_tensors(found: Manifest, held: HeldDirectory) -> Manifest:

@@ -51,22 +51,23 @@ class FoundPart:
         return f"rank {self.part.rank} has written it on {self.host}"
 
 
-def read_record(path: str, manifest: CheckpointManifest) -> PartsRecord | None:
-    """Read the record of parts of a checkpoint directory; None if it has none.
+def read_record(path: str, manifest: CheckpointManifest, name: str = PARTS_NAME) -> PartsRecord | None:
+    """Read the record of parts, or of a copy, of a checkpoint directory; None if it has none.
 
     Args:
         path: The directory.
         manifest: Its manifest.
+        name: Of the record.
 
     Raises:
         FormatError, ChecksumError: The record is damaged, or does not fit the manifest.
         StorageError: An error of the disk.
     """
     entries = {entry.name: entry for entry in manifest.files}
-    listed = entries.get(PARTS_NAME)
+    listed = entries.get(name)
     if listed is None:
         return None
-    record_path = os.path.join(path, PARTS_NAME)
+    record_path = os.path.join(path, name)
     if listed.size_bytes > PARTS_LIMIT_BYTES:
         raise FormatError(f"it is longer than {PARTS_LIMIT_BYTES} bytes", path=record_path)
     fd = open_regular(record_path)

@@ -38,11 +38,17 @@ class Outcome:
 
 
 def save_twice(
-    rank: int, count: int, roots: list[Path], victim: int, point: Point | None, replaces: bool, keep: int | None = 1
+    rank: int,
+    count: int,
+    roots: list[Path],
+    victim: int,
+    point: Point | None,
+    replaces: bool,
+    node_local: str,
 ) -> Outcome:
     """Load what is there and check it, save one state, and then one more, in which `victim` is killed at a point."""
     run = Run(SIZES)
-    checkpoints = checkpoints_at(roots[rank], run, keep=keep)
+    checkpoints = checkpoints_at(roots[rank], run, keep=1, node_local=node_local)
     loaded = 0
     if any(root.exists() for root in roots):
         found = checkpoints.load()
@@ -71,16 +77,17 @@ def save_twice(
 
 @pytest.mark.filterwarnings("ignore:.*cannot be loaded, going back:RuntimeWarning")
 @pytest.mark.parametrize("replaces", [False, True], ids=["new", "replace"])
+@pytest.mark.parametrize("node_local", ["parts", "copies"])
 def test_rank_killed_before_each_call_leaves_one_step_that_all_stores_have(
-    tmp_path: Path, replaces: bool, request: pytest.FixtureRequest
+    tmp_path: Path, node_local: str, replaces: bool, request: pytest.FixtureRequest
 ) -> None:
     roots = two_stores(tmp_path)
 
     def work(victim: int, point: Point | None) -> list[Any]:
-        return rank_endings(2, save_twice, roots, victim, point, replaces, environment=SMALL_RING)
+        return rank_endings(2, save_twice, roots, victim, point, replaces, node_local, environment=SMALL_RING)
 
     for _ in range(2):  # the second time there is something to remove
-        outcomes = run_ranks(2, save_twice, roots, 0, None, replaces, environment=SMALL_RING)
+        outcomes = run_ranks(2, save_twice, roots, 0, None, replaces, node_local, environment=SMALL_RING)
     points = [(rank, point) for rank in range(2) for point in points_of(outcomes[rank].counts)]
     rename = "exchange" if replaces else "rename_to_free_name"
     for outcome in outcomes:
@@ -114,16 +121,20 @@ def test_rank_killed_before_each_call_leaves_one_step_that_all_stores_have(
 
 
 @pytest.mark.parametrize(
-    ("failing", "replaces"),
+    ("failing", "replaces", "node_local"),
     [
-        (0, True),
-        (1, False),
-        pytest.param(0, False, marks=pytest.mark.long),
-        pytest.param(1, True, marks=pytest.mark.long),
+        (0, True, "parts"),
+        (1, False, "parts"),
+        (0, False, "copies"),
+        (1, True, "copies"),
+        pytest.param(0, False, "parts", marks=pytest.mark.long),
+        pytest.param(1, True, "parts", marks=pytest.mark.long),
+        pytest.param(0, True, "copies", marks=pytest.mark.long),
+        pytest.param(1, False, "copies", marks=pytest.mark.long),
     ],
 )
 def test_call_that_fails_on_one_rank_leaves_the_step_before_or_the_new_one_in_all_stores(
-    tmp_path: Path, failing: int, replaces: bool, request: pytest.FixtureRequest
+    tmp_path: Path, failing: int, replaces: bool, node_local: str, request: pytest.FixtureRequest
 ) -> None:
     roots = two_stores(tmp_path)
     count_max = request.config.getoption("--kills")
@@ -134,7 +145,7 @@ def test_call_that_fails_on_one_rank_leaves_the_step_before_or_the_new_one_in_al
     def work(rank: int, count: int) -> set[bool]:
         warnings.simplefilter("ignore")
         run = Run(SIZES)
-        checkpoints = checkpoints_at(roots[rank], run, on_error="warn", keep=2)
+        checkpoints = checkpoints_at(roots[rank], run, on_error="warn", keep=2, node_local=node_local)
 
         def save() -> BaseException | None:
             run.advance()

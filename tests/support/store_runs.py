@@ -11,6 +11,7 @@ from support.runs import Run
 from support.sameness import assert_same
 
 import fastpersist as fp
+from fastpersist.distributed.node_local.detection import NodeLocal
 
 SIZES = (280_000, 7)
 """Of the parameters of a `Run`: the first, and its two moments, are cut."""
@@ -26,6 +27,7 @@ def two_stores(directory: Path, count: int = 2) -> list[Path]:
 def checkpoints_at(root: Path, run: Run, *, group: dist.ProcessGroup | None = None, **options: Any) -> fp.Checkpointer:
     """Return a Checkpointer of all ranks, or of those of a group."""
     group = group or dist.group.WORLD
+    options = {"node_local": "parts", **options}
     return fp.Checkpointer(root, optimizer=run.optimizer, process_group=group, writers="all", **options)
 
 
@@ -38,10 +40,10 @@ def train(rank: int, count: int, roots: Sequence[Path], steps: int, first: int =
             checkpoints.save(run.step, run.state(), rank_state={"rank": rank, "step": run.step})
 
 
-def resume(rank: int, count: int, roots: Sequence[Path], **options: Any) -> int:
+def resume(rank: int, count: int, roots: Sequence[Path], *, node_local: NodeLocal = "parts", **options: Any) -> int:
     """Load the newest step, whole and in place; return which it is."""
     run = Run(SIZES)
-    with checkpoints_at(roots[rank], run) as checkpoints:
+    with checkpoints_at(roots[rank], run, node_local=node_local) as checkpoints:
         whole = checkpoints.load(**options)
         run.load(checkpoints, **options)
     expected = Run(SIZES).advance(run.step)

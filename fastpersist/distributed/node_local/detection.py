@@ -32,22 +32,27 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from fastpersist.commit.directory_commit import PendingDirectory
-from fastpersist.commit.filesystem import filesystem, is_there, make_directories
+from fastpersist.commit.filesystem import filesystem, is_there, make_directories, mount_of
 from fastpersist.commit.locks import ROOT_LOCK_NAME
-from fastpersist.distributed.messages import decoded, encoded
+from fastpersist.distributed.messages import decoded, encoded, named
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import CoordinationError, FastPersistError, StorageError
-from fastpersist.formats.split_manifest import PARTS_NAME
+from fastpersist.formats.split_manifest import COPY_NAME, PARTS_NAME
 
-__all__ = ["Say", "StoreMap", "StoreSeeker", "Stores", "find_stores", "find_stores_for_producer"]
+__all__ = ["NodeLocal", "Say", "StoreMap", "StoreSeeker", "Stores", "find_stores", "find_stores_for_producer"]
 
 _log = logging.getLogger("fastpersist")
+
+_TOLD_COUNT = 16  # of hosts, in a message
+
+NodeLocal: TypeAlias = Literal["parts", "copies"] | None
+"""What ranks do that see several file systems: see `Checkpointer`."""
 
 Say: TypeAlias = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Sends a message to all followers, and returns their answers by rank; that of this rank is empty."""
@@ -59,15 +64,18 @@ class Stores:
     Args:
         own_root: Makes the root of this rank and takes its lock; called on the first rank of each store but rank 0's,
             on the thread that writes.
+        node_local: What to do if there are several: refuse (None), or keep a part or a copy of each step on each.
 
     Attributes:
-        first_ranks: By rank, the first rank of its store; None while that is not known. On the coordinator.
+        first_ranks: By rank, the first rank of its store; None while that is not known. On the coordinator; with
+            copies on all ranks.
         hosts: By rank, the name of its host.
         made: The directories that this rank has made for its root: those above it, then the root.
     """
 
-    def __init__(self, own_root: Callable[[], None]) -> None:
+    def __init__(self, own_root: Callable[[], None], node_local: NodeLocal = None) -> None:
         self.own_root = own_root
+        self.node_local = node_local
         self.first_ranks: list[int] | None = None
         self.hosts: list[str] = []
         self.made: list[str] = []
@@ -78,8 +86,12 @@ class Stores:
         return self.first_ranks is not None and not any(self.first_ranks)
 
     def forget(self) -> None:
-        """Ask again at the next save: a save has failed, and its directory is removed."""
-        self.first_ranks = None
+        """Ask again at the next save: a save has failed, and its directory is removed.
+
+        With copies they are found once, because all ranks have to know them before they capture anything.
+        """
+        if self.node_local != "copies":
+            self.first_ranks = None
         if self._refused:
             self._refused = False
             self._unmake_root()
@@ -105,6 +117,32 @@ class Stores:
                 "every step, make the directories above the root on all of them",
                 absent[min(absent)] if absent else self.made[0],
             )
+
+    def refuse_several(self, places: Mapping[int, str], own_place: str) -> None:
+        """Refuse several stores, if there are; on the coordinator.
+
+        Args:
+            places: By rank that does not see rank 0's files, what it sees at its root.
+            own_place: What this rank sees.
+
+        Raises:
+            StorageError: There are.
+        """
+        if not places:
+            return
+        self._refused = bool(self.made)
+        told: dict[tuple[str, str], list[int]] = {(self.hosts[0], own_place): [0]}
+        for rank, place in sorted(places.items()):
+            told.setdefault((self.hosts[rank], place), []).append(rank)
+        lines = [f"{named(ranks)} on {host}: {place}" for (host, place), ranks in told.items()]
+        more = [f"and {len(lines) - _TOLD_COUNT} more"] if len(lines) > _TOLD_COUNT else []
+        raise StorageError(
+            errno.ENOENT,
+            "the ranks do not see one another's files, and with node_local=None all of them need one file system. What "
+            f"they see: {'; '.join([*lines[:_TOLD_COUNT], *more])}. If a shared file system is not mounted there, "
+            'mount it. If each node is to save to its own disk, choose node_local="parts", where each keeps a '
+            'part of every step, or "copies", where each keeps all of it',
+        )
 
     def _unmake_root(self) -> None:
         """Remove what this rank has made: the next attempt would take it for a mounted file system."""
@@ -166,11 +204,15 @@ def find_stores(say: Say, known: Stores, directory: str, *, overwrite: bool) -> 
         PeerError, CoordinationError: As the session does.
     """
     name = os.path.basename(directory)
-    seen = say({"look": name, "first_ranks": known.first_ranks, "overwrite": overwrite})
+    look = {"look": name, "first_ranks": known.first_ranks, "overwrite": overwrite}
+    seen = say({**look, "makes": known.node_local is not None})
     first_ranks = known.first_ranks
     names = {rank: str(one["name"]) for rank, one in enumerate(seen) if one.get("name")}
     absent = {rank: str(one["absent"]) for rank, one in enumerate(seen) if one.get("absent")}
     known.hosts = [socket.gethostname(), *(str(one.get("host", "?")) for one in seen[1:])]
+    if known.node_local is None:
+        places = {rank: str(one["place"]) for rank, one in enumerate(seen) if one.get("sees") is False}
+        known.refuse_several(places, place_of(os.path.dirname(directory)))
     if names or absent:
         known.require_parents(absent)
     known.made = []  # from now on these directories stay
@@ -186,15 +228,22 @@ def find_stores(say: Say, known: Stores, directory: str, *, overwrite: bool) -> 
             names = {rank: names[rank] for rank in names if first_ranks[rank] == rank}
         known.first_ranks = first_ranks
         if names:
-            _log.warning(
-                "the ranks share no file system: there are %d, with the ranks %s first. Each gets its part of every "
-                "checkpoint; load with process_group=, or make one file with `fastpersist merge`",
-                1 + len(names),
-                [0, *names],
-            )
+            _tell_of_several([0, *names], known.node_local)
     if not names:
         return None
     return StoreMap(first_ranks, known.hosts, name, names)
+
+
+def _tell_of_several(firsts: Sequence[int], node_local: NodeLocal) -> None:
+    if node_local == "copies":
+        _log.info("%d file systems, with the ranks %s first: each gets a copy of every step", len(firsts), list(firsts))
+        return
+    _log.warning(
+        "the ranks share no file system: there are %d, with the ranks %s first. Each gets its part of every "
+        "checkpoint; load with process_group=, or make one file with `fastpersist merge`",
+        len(firsts),
+        list(firsts),
+    )
 
 
 def find_stores_for_producer(session: Session, label: str, find: Callable[[Say], dict[str, Any]]) -> None:
@@ -236,6 +285,7 @@ class StoreSeeker:
 
     Attributes:
         is_split: Whether there are several stores.
+        copied_fd: Of the file of which this rank's store gets a copy, on its first rank; else None.
     """
 
     def __init__(self, path: str, rank: int, stores: Stores | None) -> None:
@@ -245,13 +295,20 @@ class StoreSeeker:
         self._pending: PendingDirectory | None = None
         self._overwrite = False
         self.is_split = False
+        self.copied_fd: int | None = None
 
     def reply(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a message of `find_stores`.
+        """Answer a message of `find_stores`, or create the file that is to be copied.
 
         Raises:
             ConfigError, StorageError: This rank cannot make a pending directory, or sees other files than before.
         """
+        if "make" in message:
+            if self._pending is not None:
+                made = str(message["make"])
+                self.copied_fd = self._pending.create_file(made)
+                filesystem().allocate(self.copied_fd, int(message["size_bytes"]), os.path.join(self._path, made))
+            return {}
         if "find" in message:
             return {"first": self._find({int(rank): str(name) for rank, name in message["find"].items()})}
         sees = self._sees(str(message["look"]))
@@ -259,6 +316,8 @@ class StoreSeeker:
         first = None if first_ranks is None else int(first_ranks[self._rank])
         if first is not None and sees != (first == 0):
             raise self._changed(0)
+        if not sees and not message.get("makes", True):
+            return {"sees": False, "host": socket.gethostname(), "place": place_of(os.path.dirname(self._path))}
         absent = None
         if not sees and first in (None, self._rank):
             self._overwrite = bool(message["overwrite"])
@@ -285,7 +344,7 @@ class StoreSeeker:
         """
         split = go.get("split")
         if split is None:
-            self._give_back()
+            self.give_back()
             return None
         self.is_split = True
         first = int(split["first_ranks"][self._rank])
@@ -298,7 +357,14 @@ class StoreSeeker:
         """Tell whether this rank publishes for its store."""
         return self._pending is not None
 
-    def _give_back(self) -> None:
+    def close_copied(self) -> None:
+        """Close the file that was copied; it is written and synced."""
+        if self._pending is not None and self.copied_fd is not None:
+            self._pending.close_file(self.copied_fd)
+            self.copied_fd = None
+
+    def give_back(self) -> None:
+        """Remove the directory that this rank has made; nothing is saved in it."""
         if self._pending is not None:
             self._pending.abort()
 
@@ -324,11 +390,11 @@ class StoreSeeker:
             self._stores.own_root()
 
     def _may_replace(self) -> bool:
-        """Tell whether an existing directory may be replaced: as asked for, or if it holds parts.
+        """Tell whether an existing directory may be replaced: as asked for, or if it holds parts or a copy.
 
-        Such parts are left over: rank 0's store has no such step, or is to replace it, too.
+        Such ones are left over: rank 0's store has no such step, or is to replace it, too.
         """
-        return self._overwrite or is_there(os.path.join(self._path, PARTS_NAME))
+        return self._overwrite or any(is_there(os.path.join(self._path, name)) for name in (PARTS_NAME, COPY_NAME))
 
     def _sees(self, name: str) -> bool:
         # Looked up by name: a listing may come from a cache that is older than the directory.
@@ -338,9 +404,18 @@ class StoreSeeker:
         return StorageError(
             errno.ENOENT,
             f"cannot save {self._path}: rank {self._rank} does not see the same files of rank {first} as it did at the "
-            "last save; was a file system mounted or unmounted? The next save finds the stores again",
+            "last save; was a file system mounted or unmounted? The next save finds the stores again; with "
+            'node_local="copies" a new Checkpointer does, or rebind()',
             self._path,
         )
+
+
+def place_of(root: str) -> str:
+    """Say where a root lies, for messages: "/data/run on nfs4 (server:/data, mounted at /data)"."""
+    mount = mount_of(root)
+    lies = "" if mount is None else f" on {mount.type_name} ({mount.source}, mounted at {mount.point})"
+    absent = _absent_above(root)
+    return f"{root}{lies}" + (f", and there is no {absent}" if absent else "")
 
 
 def _absent_above(root: str) -> str | None:

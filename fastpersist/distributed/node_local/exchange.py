@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from fastpersist import _native
+from fastpersist.commit.filesystem import open_regular
 from fastpersist.distributed.partition import CUT_BYTES_MIN
 from fastpersist.distributed.shared_reader import WANT, SharedReader
 from fastpersist.errors import CorruptionError, FormatError, InternalError
@@ -157,6 +158,7 @@ class PartsExchange:
         own: The parts that this rank sees.
         size_bytes: Length of the file.
         with_structure: It is a torch zip, whose structure all ranks get. Without it, only extents are read.
+        whole_path: Of the whole file, where this rank has one: it reads that, and reads it for others.
 
     All ranks make one at the same time.
 
@@ -173,6 +175,7 @@ class PartsExchange:
         size_bytes: int,
         *,
         with_structure: bool = True,
+        whole_path: str | None = None,
     ) -> None:
         self._reader = reader
         self.path = path
@@ -188,6 +191,10 @@ class PartsExchange:
         self._agree({found.part.rank: found for found in own})
         self._structure = ExtentMap([])
         self.fd = self._share_structure() if with_structure else -1
+        if whole_path is not None:
+            os.close(self.fd)
+            self.fd = open_regular(whole_path)
+            self._structure = ExtentMap([Extent(0, size_bytes)])
         reader.serve = self._serve
 
     def _agree(self, own: dict[int, FoundPart]) -> None:

@@ -47,6 +47,7 @@ from fastpersist.errors import CoordinationError, FastPersistError, PeerError
 from fastpersist.formats.byte_ranges import Extent
 from fastpersist.formats.manifest import FileEntry, encode_manifest, writer_of
 from fastpersist.formats.split_manifest import (
+    COPY_NAME,
     PARTS_NAME,
     Part,
     PartsRecord,
@@ -107,6 +108,8 @@ class CoordinatorStores:
         self._session = session
         self._token = secrets.token_hex(16)
         self._files: list[SplitShares] = []
+        self._whole: list[FileEntry] = []  # of which other stores have copies
+        self._own_names: set[str] = set()  # of the own files of all ranks
         self._own_entries: dict[int, list[FileEntry]] = {}  # by rank, of other stores
         self._common: dict[str, bytes] = {}  # by name, small files of rank 0 that each store gets
 
@@ -135,12 +138,25 @@ class CoordinatorStores:
         """Return what tells the followers where they write, for messages with the path of rank 0's directory."""
         return {} if self.found is None else {"split": self.found.go()}
 
+    @property
+    def copies(self) -> bool:
+        """Whether each store gets a copy."""
+        return self._known is not None and self._known.node_local == "copies"
+
     # --- what lies in them
 
     def take_shares(self, shares: SplitShares) -> list[FileEntry]:
         """Note the parts of a file; return those of followers that lie in rank 0's store."""
         self._files.append(shares)
         return [shares.entry(rank) for rank in shares.extents if rank and self._is_here(rank)]
+
+    def take_whole(self, entry: FileEntry) -> None:
+        """Note a whole file, of which the other stores, if there are, have copies."""
+        self._whole.append(entry)
+
+    def note_own(self, rank: int, name: str) -> None:
+        """Note that a rank has a file of its own."""
+        self._own_names.add(name)
 
     def takes(self, entry: FileEntry) -> bool:
         """Note a file that a producer has written; tell whether it lies in rank 0's store."""
@@ -153,19 +169,20 @@ class CoordinatorStores:
 
     def takes_own(self, rank: int, entry: FileEntry) -> bool:
         """Note a file of a rank's own; tell whether it lies in rank 0's store."""
+        self.note_own(rank, entry.name)
         if self._is_here(rank):
             return True
         self._own_entries.setdefault(rank, []).append(entry)
         return False
 
     def record(self, directory: str) -> bytes | None:
-        """Read the files that each store gets, and return the PARTS.json of rank 0's; None where there is one store.
+        """Read the files that each store gets, and return the record of rank 0's; None where there is one with no copy.
 
         Args:
             directory: Rank 0's pending directory.
         """
         if self.found is None:
-            return None
+            return self._record_of(self._one_store(), 0) if self.copies else None
         for name in self._common:
             path = os.path.join(directory, name)
             with storage_errors("reading", path), open(path, "rb") as file:
@@ -174,6 +191,10 @@ class CoordinatorStores:
 
     def _is_here(self, rank: int) -> bool:
         return self.found is None or self.found.is_first(rank)
+
+    def _one_store(self) -> StoreMap:
+        hosts = [] if self._known is None else self._known.hosts
+        return StoreMap([0] * self._session.count, hosts, "", {})
 
     def _record_of(self, found: StoreMap, first_rank: int) -> bytes:
         firsts = sorted(set(found.first_ranks))
@@ -188,11 +209,13 @@ class CoordinatorStores:
             )
             for file in self._files
         )
-        return encode_parts(PartsRecord(self._token, stores, firsts.index(first_rank), files))
+        own_names = tuple(sorted(self._own_names)) if self.copies else ()
+        return encode_parts(PartsRecord(self._token, stores, firsts.index(first_rank), files, own_names))
 
     def _entries_of(self, ranks: Sequence[int]) -> list[list[object]]:
         found = [file.entry(rank) for file in self._files for rank in ranks if rank in file.extents]
         found += [entry for rank in ranks for entry in self._own_entries.get(rank, ())]
+        found += self._whole
         return [[entry.name, entry.size_bytes, entry.crc32] for entry in found]
 
     # --- commit, published, end or undo: the coordinator's end, and `FollowerStore.end` the followers'
@@ -217,6 +240,7 @@ class CoordinatorStores:
                     "rank_count": len(found.first_ranks),
                     "entries": self._entries_of(found.ranks_of(rank)),
                     "record": self._record_of(found, rank).decode(),
+                    "record_name": COPY_NAME if self.copies else PARTS_NAME,
                     "common": {name: len(data) for name, data in self._common.items()},
                 }
             ).encode()
@@ -231,16 +255,20 @@ class CoordinatorStores:
         if self.found is None:
             return
         with suppress(FastPersistError, OSError):
-            visible = Path(path, PARTS_NAME)
+            visible = Path(path, COPY_NAME if self.copies else PARTS_NAME)
             if not visible.exists() or self._token not in visible.read_text(encoding="utf-8", errors="replace"):
                 self._session.answer(json.dumps({"undo": True}).encode())
 
-    def end(self, path: str, metrics: Mapping[str, float]) -> bytes:
-        """Return rank 0's last message; for other stores it lists the steps that rank 0 has, and the metrics."""
+    def end(self, path: str, publication: Publication) -> bytes:
+        """Return rank 0's last message: for other stores the metrics, and of parts the steps that rank 0 has."""
         if self.found is None:
             return b"{}"
-        steps = sorted(candidate_steps(os.path.dirname(path)))
-        return json.dumps({"metrics": dict(metrics), "steps": steps}).encode()
+        said: dict[str, object] = {"metrics": dict(publication.metrics)}
+        if self.copies:
+            said["number"] = publication.number
+        else:
+            said["steps"] = sorted(candidate_steps(os.path.dirname(path)))
+        return json.dumps(said).encode()
 
 
 class FollowerStore(StoreSeeker):
@@ -294,7 +322,7 @@ class FollowerStore(StoreSeeker):
             return
         durable = bool(commit["durable"])
         small = {str(name): _joined(hear, int(size_bytes)) for name, size_bytes in commit["common"].items()}
-        small[PARTS_NAME] = str(commit["record"]).encode()
+        small[str(commit["record_name"])] = str(commit["record"]).encode()
         entries = [FileEntry(str(name), int(size), crc) for name, size, crc in commit["entries"]]
         check_lengths(pending.path, self._path, entries)
         entries += [write_small(pending, name, data, durable=durable) for name, data in small.items()]

@@ -1,10 +1,14 @@
-"""A step whose files lie in parts in several stores: which parts the ranks see, and whether these are the whole step.
+"""A step in several stores, in parts or as copies: what the ranks see of it, and whether this is the whole step.
+
+Of copies any one is the whole step. If the copies that the ranks see are of two saves, the later one counts. Each rank
+reads the copy that it sees; one that sees none gets the bytes from a rank that does.
 
 `exchange` reads the parts; `checkpointer.step_loader` chooses the step.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -25,17 +29,27 @@ from fastpersist.errors import (
     FormatError,
     UnsupportedError,
 )
-from fastpersist.formats.manifest import DCP_METADATA_NAME, CheckpointManifest, rank_file_name
-from fastpersist.formats.split_manifest import PartsRecord, Store
+from fastpersist.formats.byte_ranges import Extent
+from fastpersist.formats.manifest import DCP_METADATA_NAME, CheckpointManifest, rank_file_name, writer_of
+from fastpersist.formats.split_manifest import COPY_NAME, Part, PartsRecord, Store
 from fastpersist.loading.checkpoint_file import CheckpointSource
-from fastpersist.loading.part_files import file_in_parts, read_record
+from fastpersist.loading.part_files import FoundPart, file_in_parts, read_record
 from fastpersist.transfer.reader import Read
 
 __all__ = ["StepParts", "refuse_alone"]
 
 
+_log = logging.getLogger("fastpersist")
+
+
 class _Seen(NamedTuple):
-    """What a rank tells of the step that it sees; token "" if it sees none."""
+    """What a rank tells of the step that it sees; token "" if it sees none.
+
+    Attributes:
+        own_ranks: Of a copy, which ranks have saved files of their own: a bit for each, as ranks are many.
+        number: Of a copy, its commit number.
+        counts: Of a copy, that it is known to be committed in all stores.
+    """
 
     token: str
     store: int
@@ -43,17 +57,29 @@ class _Seen(NamedTuple):
     size_bytes: int
     files: tuple[str, ...]
     rank_count: int
+    is_copy: bool = False
+    own_ranks: int = 0
+    number: int = 0
+    counts: bool = False
 
 
+_RANK_COUNT_MAX = 1 << 20
 _NOTHING = _Seen("", -1, (), 0, (), 0)
 
 
 class _Found(NamedTuple):
-    """A directory with parts of the step; manifest and record are None if there is none."""
+    """A directory with parts of the step, or a copy; manifest and record are None if there is none.
+
+    Attributes:
+        open_copy: Opens a file of a copy; None for parts.
+        counts: The copy is known to be committed in all stores.
+    """
 
     path: str
     manifest: CheckpointManifest | None
     record: PartsRecord | None
+    open_copy: Callable[[str], CheckpointSource] | None = None
+    counts: bool = False
 
     def seen(self) -> _Seen:
         """Return what this rank tells the others of it.
@@ -66,13 +92,19 @@ class _Found(NamedTuple):
         if len(self.record.files) > 1:
             raise FormatError(f"{len(self.record.files)} files of it lie in parts, not one", path=self.path)
         count = self.manifest.host.get("rank_count", 1)
+        is_copy = self.open_copy is not None
+        own_ranks = {rank for name in self.record.own_files if (rank := writer_of(name)) is not None}
         return _Seen(
             self.record.token,
             self.record.store,
             self.record.stores,
-            sum(file.size_bytes for file in self.record.files),
+            sum(file.size_bytes for file in (self.manifest.files if is_copy else self.record.files)),
             tuple(entry.name for entry in self.manifest.files),
             count if isinstance(count, int) else 1,
+            is_copy,
+            sum(1 << rank for rank in own_ranks if rank < _RANK_COUNT_MAX),
+            self.manifest.commit_number or 0,
+            self.counts,
         )
 
 
@@ -84,8 +116,15 @@ def _hidden(path: str, stack: ExitStack) -> Iterator[_Found]:
             manifest = read_manifest(hidden)
             check_files(hidden, manifest)
             record = read_record(hidden, manifest)
+            copy = read_record(hidden, manifest, COPY_NAME)
             if record is not None:
                 yield _Found(hidden, manifest, record)
+            elif copy is not None:
+                yield _Found(hidden, manifest, copy, _opening_in(hidden), counts=True)
+
+
+def _opening_in(directory: str) -> Callable[[str], CheckpointSource]:
+    return lambda name: CheckpointSource(os.path.join(directory, name))
 
 
 def _problem(seen: Sequence[_Seen]) -> str | None:
@@ -126,7 +165,9 @@ class StepParts:
         reader: The rounds of the load.
         path: The step's directory, below this rank's root.
         manifest: Of this directory; None if this rank sees no such step.
-        record: Of the parts in it; None if this rank sees none.
+        record: Of the parts in it, or of the copy; None if this rank sees none.
+        open_copy: Opens a file of the copy; None for parts.
+        counts: The copy is known to be committed in all stores.
 
     Attributes:
         exists: Whether some rank sees parts of the step.
@@ -139,10 +180,17 @@ class StepParts:
     """
 
     def __init__(
-        self, reader: SharedReader, path: str, manifest: CheckpointManifest | None, record: PartsRecord | None
+        self,
+        reader: SharedReader,
+        path: str,
+        manifest: CheckpointManifest | None,
+        record: PartsRecord | None,
+        open_copy: Callable[[str], CheckpointSource] | None = None,
+        *,
+        counts: bool = False,
     ) -> None:
         self.reader = reader
-        self._found = _Found(path, manifest, record)
+        self._found = _Found(path, manifest, record, open_copy, counts)
         heard = reader.say("step", self._found.seen())
         self._seen = [told if stage == "step" else _NOTHING for stage, told in heard]
         self.exists = any(seen.token for seen in self._seen)
@@ -152,10 +200,49 @@ class StepParts:
             raise CoordinationError(
                 f"rank {whole[0]} sees all of the step in one directory, and other ranks see a part of it: {path}"
             )
+        self._is_copied = any(seen.is_copy for seen in self._seen)
+        if self._is_copied:
+            self._choose_copy(path)
+            return
         if _problem(self._seen) is not None:
             self._look_for_what_was_replaced(path)
         if problem := _problem(self._seen):
             raise FormatError(problem, path=path)
+
+    def _choose_copy(self, path: str) -> None:
+        """Choose the save whose copies are read, the same on all ranks, and say where this rank reads."""
+        hidden: list[_Found] = []
+        everybodys: list[list[_Seen]] = [[] for _ in self._seen]
+        if len({seen.token for seen in self._seen if seen.token}) > 1 or not any(seen.counts for seen in self._seen):
+            hidden = list(_hidden(path, self.reader.stack))
+            everybodys = [told or [] for _, told in self.reader.say("replaced", [one.seen() for one in hidden])]
+        by_rank = [[one, *more] for one, more in zip(self._seen, everybodys, strict=True)]
+        counted = [seen for several in by_rank for seen in several if seen.is_copy and seen.counts]
+        if not counted:
+            raise FormatError(
+                "its save died before all nodes had it, and the nodes that had it first are not here: it was never "
+                "committed",
+                path=path,
+            )
+        best = max(counted, key=lambda seen: (seen.number, seen.token))
+        own = self._seen[self.reader.rank]
+        self._seen = [next((seen for seen in several if seen.token == best.token), _NOTHING) for several in by_rank]
+        ours = [one for one in (self._found, *hidden) if one.seen().token == best.token]
+        if ours:
+            self._found = ours[0]
+            _log.info("%s: rank %d reads the copy of its own node", path, self.reader.rank)
+            return
+        self._found = _Found(path, None, None)
+        why = "is of another save of this step" if own.token else "is not there"
+        holder = next(rank for rank, seen in enumerate(self._seen) if seen.token)
+        _log.warning(
+            "%s: the copy of the node of rank %d %s; the step comes from a copy of rank %d, saved on %s",
+            path,
+            self.reader.rank,
+            why,
+            holder,
+            self._seen[holder].stores[self._seen[holder].store].host,
+        )
 
     def _look_for_what_was_replaced(self, path: str) -> None:
         """Look for the step that was replaced, in hidden directories: the save that replaced it may have died."""
@@ -209,7 +296,7 @@ class StepParts:
         return max(seen.rank_count for seen in self._seen)
 
     def load(self, name: str, load: Callable[[CheckpointSource, Read], Any]) -> Any:
-        """Load the file that lies in parts.
+        """Load the file that lies in parts, or of which there are copies.
 
         Args:
             name: That it would have.
@@ -219,8 +306,10 @@ class StepParts:
             CorruptionError: It is damaged; the message says which parts, and which ranks wrote them.
             Exception: What `load` raises.
         """
+        if self._is_copied:
+            return self._load_copy(name, load)
         own = []
-        path, manifest, record = self._found
+        path, manifest, record, *_ = self._found
         if manifest is not None and record is not None:
             own = [part for file in record.files for part in file_in_parts(path, record, manifest, file)]
         size_bytes = max(seen.size_bytes for seen in self._seen)
@@ -230,9 +319,38 @@ class StepParts:
         except CorruptionError as error:
             raise exchange.with_authors(error) from error
 
+    def _load_copy(self, name: str, load: Callable[[CheckpointSource, Read], Any]) -> Any:
+        path, manifest, record, open_copy, _ = self._found
+        if open_copy is not None and all(seen.token for seen in self._seen):
+            return load(open_copy(name), self.reader)
+        own = []
+        entry = None
+        if manifest is not None and record is not None:
+            entry = next(one for one in manifest.files if one.name == name)
+            part = Part(0, (Extent(0, entry.size_bytes),))
+            own = [FoundPart(os.path.join(path, name), entry, part, record.stores[record.store].host)]
+        size_bytes = max(self.reader.wait_for_all("size", 0 if entry is None else entry.size_bytes))
+        whole_path = None if entry is None else os.path.join(path, name)
+        exchange = PartsExchange(self.reader, os.path.join(path, name), own, size_bytes, whole_path=whole_path)
+        return load(exchange.source(), exchange)
+
     def own_names(self) -> set[str]:
-        """Return the names of the ranks' own files, in all stores."""
-        return {name for seen in self._seen for name in seen.files if name.startswith("rank-")}
+        """Return the names of the ranks' own files, in all stores, also those that no rank sees."""
+        names = {name for seen in self._seen for name in seen.files if name.startswith("rank-")}
+        own_ranks = max(seen.own_ranks for seen in self._seen)
+        return names.union(rank_file_name(rank) for rank in range(own_ranks.bit_length()) if own_ranks >> rank & 1)
+
+    def _tell_of_lost(self, names: Sequence[str]) -> None:
+        """Say which of these own files were saved, and are in no copy that a rank sees."""
+        seen = {name for one in self._seen for name in one.files}
+        if lost := sorted(self.own_names().intersection(names) - seen):
+            hosts = {self.host_of(rank) for name in lost if (rank := writer_of(name)) is not None}
+            _log.warning(
+                "%s: no rank sees the copy with %s, saved on %s; it is left out",
+                self._found.path,
+                ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else ""),
+                ", ".join(sorted(hosts)),
+            )
 
     def own_file(self, name: str) -> CheckpointSource | None:
         """Open a rank's own file, whichever rank sees it; None if no rank does. All ranks call this, each for its own.
@@ -241,6 +359,7 @@ class StepParts:
             PeerError: Another rank could not read what it sees.
             StorageError, ChecksumError: This one could not.
         """
+        self._tell_of_lost([name])
         count = self.reader.count
         sought = [rank for rank in range(count) if rank_file_name(rank) not in self._seen[rank].files]
         holders = {
@@ -273,6 +392,8 @@ class StepParts:
         """
         if not any(self.reader.wait_for_all("wanted", wanted)):
             return iter(())
+        if wanted:
+            self._tell_of_lost(names)
         holders = {
             name: next((rank for rank, seen in enumerate(self._seen) if name in seen.files), -1) for name in names
         }
