@@ -62,6 +62,7 @@ class StepSaves:
         """Save with these ranks from now on."""
         self.bound = bound
         self._saver.forget_ranks()
+        self._root.log_events(bound.rank)
 
     def is_saved(self, step: int) -> bool:
         """Tell whether a step is being saved, or is committed and not known to be damaged."""
@@ -151,7 +152,7 @@ class StepSaves:
                 f"with rank_state, the state must be a dict without the key {RANK_KEY!r}, under which load() returns it"
             )
         if not self._queue.make_room(busy):
-            pending = PendingSave(stats.path, stats)
+            pending = PendingSave(stats.path, stats, rank=self.bound.rank)
             pending.skip("another one was still being written")
             self._queue.stats.append(stats)
             return pending
@@ -181,11 +182,11 @@ class StepSaves:
                 raise
             if together is not None:
                 together.session.fail(error)
-            pending = PendingSave(stats.path, stats)
+            pending = PendingSave(stats.path, stats, rank=self.bound.rank)
             pending.fail(error)
             self._queue.note_finished(pending)
             self._queue.deliver()
-        stats.stall_s = time.monotonic() - started_s  # includes what parts of the save have noted
+        pending.returned(time.monotonic() - started_s)  # includes what parts of the save have noted
         return pending
 
     def _committed(

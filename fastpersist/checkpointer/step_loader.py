@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -40,6 +41,8 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
+from fastpersist.events.delivery import emit
+from fastpersist.events.event import Figures
 from fastpersist.formats.manifest import (
     DCP_METADATA_NAME,
     STATE_NAME,
@@ -345,15 +348,18 @@ def _is_later(commit: Commit | None, known: Commit | None) -> bool:
 
 
 def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
+    begun_s = time.monotonic()
+    size_bytes = 0
     is_open = False
 
-    def read_it(held: HeldDirectory, manifest: CheckpointManifest) -> Any:
-        nonlocal is_open
+    def read_held(held: HeldDirectory, manifest: CheckpointManifest) -> Any:
+        nonlocal is_open, size_bytes
         is_open = True
+        size_bytes = sum(entry.size_bytes for entry in manifest.files)
         return _read(root, step, options, _opened(held, manifest, options, read))
 
     try:
-        return read_committed(root, step, read_it)
+        found = read_committed(root, step, read_held)
     except (CheckpointNotFoundError, CorruptionError) as error:
         is_missing = isinstance(error, CheckpointNotFoundError)
         if not _is_shared(read) or not (is_missing or (options.copies and not is_open)):
@@ -363,7 +369,10 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
         parts = _StepInParts(read, os.path.join(root, step_name(step)), None, None)  # others may have all of it
         if not parts.exists:
             raise
-        return _read(root, step, options, parts)
+        found = _read(root, step, options, parts)
+    figures: Figures = {"bytes": size_bytes, "total_s": time.monotonic() - begun_s}
+    emit("loaded", os.path.join(root, step_name(step)), figures, step=step, rank=options.rank)
+    return found
 
 
 def _read(root: str, step: int, options: LoadOptions, found: _Step) -> Any:
