@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.checkpointer.explain import explain
 from fastpersist.checkpointer.meeting import meet_ranks
+from fastpersist.checkpointer.overview import checkpointer_html
 from fastpersist.checkpointer.root import RetentionPolicy, Root, why_no_root
 from fastpersist.checkpointer.signal_save import MakeState, SignalSave
 from fastpersist.checkpointer.step_loader import (
@@ -163,9 +164,7 @@ class Checkpointer:
         if not (isinstance(lock_timeout_s, int | float) and lock_timeout_s >= 0):
             raise ConfigError(f"lock_timeout_s is a number of seconds, 0 or more, not {lock_timeout_s!r}")
         if sharded and (check_replicas or writers not in ("auto", "all")):
-            raise ConfigError(
-                "with sharded=True each rank writes what it holds: writers and check_replicas do not apply"
-            )
+            raise ConfigError("sharded=True: each rank writes what it holds; writers and check_replicas do not apply")
         self._path = os.path.abspath(local_path(root, "root"))
         why_not = why_no_root(self._path)
         if why_not and process_group is None:
@@ -316,9 +315,8 @@ class Checkpointer:
             step = step_of(step, state)
             require_bools(overwrite=overwrite)
             self._newest_begun = step
-            overwrite = (
-                overwrite or self._signals.saved_step == step or (not ranks.rank and self._root.is_damaged(step))
-            )
+            is_damaged = not ranks.rank and self._root.is_damaged(step)
+            overwrite = overwrite or self._signals.saved_step == step or is_damaged
             together = SaveGroup(session, step_name(step), self._writers, self._check_replicas, stores=self._stores)
             pending = self._save(step, state, rank_state, checked_metrics(metrics), overwrite, self._busy, together)
         except BaseException as error:
@@ -431,6 +429,9 @@ class Checkpointer:
         unfinished = len(self._saves.unfinished())
         said += [f"{unfinished} unfinished"] * (unfinished > 0) + ["closed"] * self._closed
         return f"<Checkpointer of {self._path}: {', '.join(said)}>"
+
+    def _repr_html_(self) -> str:
+        return checkpointer_html(self._path, repr(self).strip("<>"), self._saves.unfinished())
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
+from fastpersist.cli.terminal import EXIT_GOOD
+from fastpersist.display import duration_text, printable, size_text, time_text
 from fastpersist.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -158,22 +158,19 @@ def _print_text(path: str, rows: list[_Row]) -> None:
         return
     medians = _medians(rows)
     worst = max(rows, key=lambda row: row.number("stall_s"))
-    print(
-        f"stall    {_duration(medians['stall_s'])} is the median; {_duration(worst.number('stall_s'))} the longest, of "
-        f"{_name(worst)}"
-    )
+    longest = duration_text(worst.number("stall_s"))
+    print(f"stall    {duration_text(medians['stall_s'])} is the median; {longest} the longest, of {_name(worst)}")
     if medians["every_s"] is not None:
-        print(
-            f"lost     {_percent(medians['lost_ratio'])} of {_duration(medians['every_s'])} between two steps (medians)"
-        )
+        every = duration_text(medians["every_s"])
+        print(f"lost     {_percent(medians['lost_ratio'])} of {every} between two steps (medians)")
     print()
     table = [
         (
             _name(row),
-            "" if row.time_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.time_s)),
-            _duration(row.every_s),
+            time_text(row.time_s),
+            duration_text(row.every_s),
             size_text(row.size_bytes),
-            *(_duration(row.number(name) if name in row.stats else None) for name in _DURATIONS),
+            *(duration_text(row.number(name) if name in row.stats else None) for name in _DURATIONS),
             _rate(row.rate_bytes_per_s),
             size_text(int(row.number("bytes_at_gate") + row.number("bytes_before_return"))),
             _percent(row.lost_ratio),
@@ -188,15 +185,6 @@ def _print_text(path: str, rows: list[_Row]) -> None:
 
 def _name(row: _Row) -> str:
     return "none" if row.step is None else str(row.step)
-
-
-def _duration(seconds: float | None) -> str:
-    """Format a time with three digits: "4.2 ms", "1.35 s", "12 min"."""
-    if seconds is None:
-        return ""
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _rate(bytes_per_s: float | None) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from fastpersist.display import printable, size_text
 from fastpersist.errors import CorruptionError, FastPersistError
 
 if TYPE_CHECKING:
@@ -96,24 +97,6 @@ def stopped_by_signals() -> Iterator[None]:
 def print_error(message: str) -> None:
     """Print an error as one line."""
     print(f"fastpersist: error: {printable(message)}", file=sys.stderr)
-
-
-def printable(text: str) -> str:
-    """Escape control and unprintable characters: names in files are untrusted."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
-
-
-def size_text(size_bytes: int) -> str:
-    """Format a size in decimal units, with about three digits: "38.4 MB"."""
-    size: float = size_bytes
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.2f} GB"
 
 
 def shape_text(shape: Sequence[int]) -> str:
