@@ -23,6 +23,10 @@ __all__ = ["add_parser", "run"]
 _DURATIONS = ("stall_s", "capture_s", "write_s", "sync_s")
 
 _EPILOG = """\
+examples:
+  fastpersist report runs/a
+  fastpersist report runs/a --json
+
 The figures are those of rank 0 at the moment when it published the step:
   stall    time that the training thread lost: inside save(), and waiting at the gate
   capture  from save() until everything could be changed again; most of it overlaps training

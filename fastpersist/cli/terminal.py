@@ -6,6 +6,7 @@ exception is a bug, and keeps its traceback.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -26,7 +27,9 @@ __all__ = [
     "EXIT_DAMAGED",
     "EXIT_GOOD",
     "EXIT_USAGE",
+    "HelpFormatter",
     "bytes_bar",
+    "examples_text",
     "print_error",
     "print_table",
     "printable",
@@ -92,6 +95,23 @@ def stopped_by_signals() -> Iterator[None]:
     finally:
         for number in taken:
             signal.signal(number, signal.SIG_DFL)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Fills paragraphs, as argparse does, but keeps the lines of those that begin with "examples:"."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(
+            paragraph
+            if paragraph.startswith("examples:")
+            else super(HelpFormatter, self)._fill_text(paragraph, width, indent)
+            for paragraph in text.rstrip().split("\n\n")
+        )
+
+
+def examples_text(*lines: str) -> str:
+    """Return the paragraph with the examples of a command, for an epilog that HelpFormatter lays out."""
+    return "\n  ".join(["examples:", *lines]) + "\n\n"
 
 
 def print_error(message: str) -> None:

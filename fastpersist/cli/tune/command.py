@@ -43,6 +43,10 @@ _PAIR_COUNTS = (7, 15)
 _SEARCH_UNTIL, _SIMPLIFY_UNTIL, _COMPARE_UNTIL, _LOAD_UNTIL = 0.45, 0.6, 0.75, 0.85
 
 _EPILOG = """\
+examples:
+  fastpersist tune /mnt/nvme
+  fastpersist tune /mnt/nvme --seconds 20 --dry-run
+
 The command saves fresh files as fastpersist.save does, until they are durable. Choices take turns; each round drops
 half of them. Further runs compare the last one with the defaults; it is kept only if it is faster in 95 of 100 cases,
 and by at least 2 %.
