@@ -7,16 +7,19 @@ Each checks its arguments and calls the packages that do the work: `saving`, `lo
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.distributed.group_save import Writers, save_together, save_together_async, together_with
 from fastpersist.distributed.shared_reader import reader_for
 from fastpersist.errors import ConfigError, UnsupportedError
+from fastpersist.events.delivery import emit
 from fastpersist.formats.manifest import DCP_METADATA_NAME, writer_of
 from fastpersist.loading import directory_inspection, file_inspection
 from fastpersist.loading.checkpoint_file import CheckpointSource
@@ -111,15 +114,31 @@ def save(
     """
     name = _destination(obj, path)
     options = FileOptions(durable, checksum, engine, format, metadata, replace_links, make_parents, in_place)
-    if process_group is not None:
-        if name is None:
+    if name is None:
+        if process_group is not None:
             raise UnsupportedError("ranks of a process group write to a path, not to a file object")
+        return save_to_stream(obj, path, options)
+
+    def save_to_path() -> SaveReport:
         with together_with(process_group, name, writers, check_replicas=check_replicas) as together:
             if together is not None:
                 return save_together(obj, name, together, options)
-    if name is None:
-        return save_to_stream(obj, path, options)
-    return save_file(obj, name, options, progress=progress)
+        return save_file(obj, name, options, progress=progress)
+
+    return _telling_of_save(name, process_group, save_to_path)
+
+
+def _telling_of_save(path: str, group: ProcessGroup | None, save: Callable[[], SaveReport]) -> SaveReport:
+    rank = 0 if group is None else dist.get_rank(group)
+    emit("save_begun", path, {}, rank=rank)
+    try:
+        report = save()
+    except BaseException as error:
+        emit("failed", path, {"error": f"{type(error).__name__}: {error}"}, rank=rank)
+        raise
+    seconds = {"stall_s": report.total_s, "plan_s": report.plan_s, "write_s": report.write_s, "sync_s": report.sync_s}
+    emit("committed", path, {"bytes": report.size_bytes, "engine": report.engine, **seconds}, rank=rank)
+    return report
 
 
 @untraced
@@ -269,6 +288,7 @@ def load(
 
     Thread safety: any thread, any number at once; with a process_group one at a time, in the same order on all ranks.
     """
+    started_s = time.monotonic()
     require_bools(weights_only=weights_only, verify=verify, mmap=mmap)
     require_keys(keys)
     if dtype is not None:
@@ -302,7 +322,16 @@ def load(
                 )
     if rename is not None:
         loaded = renamed(name or "the file object", loaded, rename)
-    return loaded if dtype is None else converted(loaded, dtype)
+    if dtype is not None:
+        loaded = converted(loaded, dtype)
+    if name is not None:
+        _tell_of_load(name, source.size_bytes, started_s, process_group)
+    return loaded
+
+
+def _tell_of_load(path: str, size_bytes: int, started_s: float, group: ProcessGroup | None) -> None:
+    figures = {"bytes": size_bytes, "total_s": time.monotonic() - started_s}
+    emit("loaded", path, figures, rank=0 if group is None else dist.get_rank(group))
 
 
 @untraced
@@ -362,6 +391,7 @@ def load_into(
     Thread safety: any thread; nobody else may use the target's tensors meanwhile. With a process_group one at a time,
     in the same order on all ranks.
     """
+    started_s = time.monotonic()
     name = local_path(path)
     require_keys(keys)
     wanted = Wanted(target, strict, keys, rename)
@@ -377,15 +407,20 @@ def load_into(
             )
         if not has_only_tensors:
             raise misfit(name, [_TENSORS_ONLY])
-        return fill_from_directory(name, wanted, verify=verify, engine=engine)
-    with reader_for(process_group, name) as read, CheckpointSource(name) as source:
-        if has_only_tensors:
-            return fill_target(source, wanted, verify=verify, engine=engine, read=read)
-        if source.kind == "safetensors":
-            raise misfit(source.path, [_TENSORS_ONLY])
-        for one in engine_ladder(engine, source.fd, for_reading=True):
-            refuse_null_engine(one)
-        return restore_whole(source, target, strict=strict, verify=verify, engine=engine, read=read)
+        passed_over, size_bytes = fill_from_directory(name, wanted, verify=verify, engine=engine)
+    else:
+        with reader_for(process_group, name) as read, CheckpointSource(name) as source:
+            size_bytes = source.size_bytes
+            if has_only_tensors:
+                passed_over = fill_target(source, wanted, verify=verify, engine=engine, read=read)
+            elif source.kind == "safetensors":
+                raise misfit(source.path, [_TENSORS_ONLY])
+            else:
+                for one in engine_ladder(engine, source.fd, for_reading=True):
+                    refuse_null_engine(one)
+                passed_over = restore_whole(source, target, strict=strict, verify=verify, engine=engine, read=read)
+    _tell_of_load(name, size_bytes, started_s, process_group)
+    return passed_over
 
 
 _TENSORS_ONLY = "it holds tensors only; the target holds more than tensors and Modules"

@@ -24,6 +24,7 @@ LAYERS = (
     {"_native", "errors", "config", "arguments", "display"},
     {"formats"},
     {"commit"},
+    {"events"},
     {"transfer"},
     {"saving", "loading"},
     {"distributed", "streaming", "rows"},
@@ -158,7 +159,7 @@ def rooms_have_no_cycle(edges: dict[str, set[str]]) -> list[str]:
 
 
 def outsiders_use_public_names(path: Path, tree: ast.Module) -> list[str]:
-    allowed = {"fastpersist", "integrations"} | INTEGRATION_EXCEPTIONS.get(path, set())
+    allowed = {"fastpersist", "events", "integrations"} | INTEGRATION_EXCEPTIONS.get(path, set())
     return [
         f"{path}:{line}: imports fastpersist.{room}; only public names may be used here"
         for room, line in rooms_imported(path, tree)

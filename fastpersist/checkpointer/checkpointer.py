@@ -198,6 +198,7 @@ class Checkpointer:
         if process_group is not None:
             met = meet_ranks(process_group, self._path, self._busy, self._peer_timeout_s)
         self._ranks, tuned_count = met or (None, None)
+        self._root.log_events(0 if self._ranks is None else self._ranks.rank)
         nodes = [0] if self._ranks is None else self._ranks.nodes
         self._writers = choose_writers(self._wanted_writers, nodes, tuned_count)
         self._process_group = None if self._ranks is None else process_group
@@ -549,18 +550,19 @@ class Checkpointer:
     ) -> PendingSave:
         started_s = time.monotonic()
         stats = SaveStats(path=os.path.join(self._path, step_name(step)), step=step)
+        rank = 0 if together is None else together.session.rank
         if rank_state is not None and not (isinstance(state, Mapping) and RANK_KEY not in state):
             raise ConfigError(
                 f"with rank_state, the state must be a dict without the key {RANK_KEY!r}, under which load() returns it"
             )
         if not self._saves.make_room(busy):
-            pending = PendingSave(stats.path, stats)
+            pending = PendingSave(stats.path, stats, rank=rank)
             pending.skip("another one was still being written")
             self._saves.stats.append(stats)
             return pending
         has_root = False
         try:
-            if together is None or not together.session.rank:
+            if not rank:
                 self._own_root()
             has_root = True
             after = partial(self._committed, step, metrics=metrics)
@@ -569,7 +571,7 @@ class Checkpointer:
             pending = self._saver.begin(saved, together)
             self._saves.add(pending)
             self._saver.tell_once(state)
-            if (together is None or not together.session.rank) and not self._metric_looked_for:
+            if not rank and not self._metric_looked_for:
                 self._metric_looked_for = True
                 if why := self._retention.why_all_stay(metrics):
                     warn_caller(why)
@@ -578,11 +580,11 @@ class Checkpointer:
                 raise
             if together is not None:
                 together.session.fail(error)
-            pending = PendingSave(stats.path, stats)
+            pending = PendingSave(stats.path, stats, rank=rank)
             pending.fail(error)
             self._saves.note_finished(pending)
             self._saves.deliver()
-        stats.stall_s = time.monotonic() - started_s  # includes what parts of the save have noted
+        pending.returned(time.monotonic() - started_s)  # includes what parts of the save have noted
         return pending
 
     def _committed(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> None:

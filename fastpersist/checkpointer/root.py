@@ -32,6 +32,8 @@ from fastpersist.commit.step_listing import (
 )
 from fastpersist.distributed.common_steps import done_by_first
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError, StorageError
+from fastpersist.events.delivery import emit, flush, log_of
+from fastpersist.events.log import EventLog
 from fastpersist.formats.manifest import COMMIT_NUMBER_MAX, step_name
 
 if TYPE_CHECKING:
@@ -195,6 +197,11 @@ class Root:
         self._next_number = 1
         self._resumed: int | None = None
         self._resumed_at: int | None = None  # the greatest number then, as far as it is known
+        self._events: EventLog | None = None
+
+    def log_events(self, rank: int) -> None:
+        """Log what happens to the steps from now on, as this rank."""
+        self._events = log_of(self.path, rank)
 
     # --- the lock
 
@@ -210,7 +217,7 @@ class Root:
         """
         if self._root_lock is not None and self._root_lock.is_held():
             return None
-        self.release()
+        self._unlock()
         made = make_directories(self.path)
         timeout_s, self._lock_timeout_s = self._lock_timeout_s, 0.0  # a training that goes on without it waits once
         self._root_lock = RootLock.acquire(self.path, timeout_s=timeout_s)
@@ -219,7 +226,11 @@ class Root:
         return made
 
     def release(self) -> None:
-        """Give the lock back, if it is held."""
+        """Give the lock back, if it is held; what has happened is in the log then."""
+        flush()
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._root_lock is not None:
             self._root_lock.release()
             self._root_lock = None
@@ -308,12 +319,20 @@ class Root:
         for old in steps_to_remove(counted, self._retention):
             try:
                 with suppress(CheckpointNotFoundError):  # somebody else has removed it
-                    if not remove_directory(os.path.join(self.path, step_name(old))):
+                    if not self._remove_directory(old):
                         continue  # somebody reads it; a later save removes it
                 with self._lock:
                     known.pop(old, None)
             except StorageError as error:
                 _log.warning("%s: step %d, which no rule keeps, could not be removed: %s", self.path, old, error)
+
+    def _remove_directory(self, step: int) -> bool:
+        """Remove a step, and tell of it; see `commit.removal.remove_directory`."""
+        path = os.path.join(self.path, step_name(step))
+        removed = remove_directory(path)
+        if removed:
+            emit("removed", path, {}, step=step, rank=0 if self._events is None else self._events.rank)
+        return removed
 
     def remove(self, steps: Iterable[int]) -> list[int]:
         """Remove the steps that the user has named, and write the newest of the others to LATEST.
@@ -332,7 +351,7 @@ class Root:
         for step in steps:
             path = os.path.join(self.path, step_name(step))
             try:
-                if remove_directory(path):
+                if self._remove_directory(step):
                     removed.append(step)
                     continue
                 message = f"step {step} of {self.path} is being read, so it was not removed: try again later"

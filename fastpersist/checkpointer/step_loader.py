@@ -7,6 +7,7 @@ the coordinator chooses, all ranks load, and a failure on one is a failure on al
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -37,6 +38,8 @@ from fastpersist.errors import (
     PeerError,
     StorageError,
 )
+from fastpersist.events.delivery import emit
+from fastpersist.events.event import Figures
 from fastpersist.formats.manifest import (
     DCP_METADATA_NAME,
     STATE_NAME,
@@ -266,17 +269,26 @@ def _listed(
 
 
 def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
+    begun_s = time.monotonic()
+    size_bytes = 0
+
+    def read_held(held: HeldDirectory, manifest: CheckpointManifest) -> Any:
+        nonlocal size_bytes
+        size_bytes = sum(entry.size_bytes for entry in manifest.files)
+        return _read(root, step, options, _opened(held, manifest, options, read))
+
     try:
-        return read_committed(
-            root, step, lambda held, manifest: _read(root, step, options, _opened(held, manifest, options, read))
-        )
+        found = read_committed(root, step, read_held)
     except CheckpointNotFoundError:
         if not _is_shared(read):
             raise
         parts = _StepInParts(read, os.path.join(root, step_name(step)), None, None)  # others may have all of it
         if not parts.exists:
             raise
-        return _read(root, step, options, parts)
+        found = _read(root, step, options, parts)
+    figures: Figures = {"bytes": size_bytes, "total_s": time.monotonic() - begun_s}
+    emit("loaded", os.path.join(root, step_name(step)), figures, step=step, rank=options.rank)
+    return found
 
 
 def _read(root: str, step: int, options: LoadOptions, found: _Step) -> Any:

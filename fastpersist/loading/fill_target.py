@@ -91,8 +91,12 @@ def fill_target(source: CheckpointSource, wanted: Wanted, *, verify: bool, engin
     return keys
 
 
-def fill_from_directory(path: str, wanted: Wanted, *, verify: bool, engine: str) -> IncompatibleKeys:
-    """Fill a Module, or nested containers of tensors and Modules, from a directory of safetensors; see `load_into`."""
+def fill_from_directory(path: str, wanted: Wanted, *, verify: bool, engine: str) -> tuple[IncompatibleKeys, int]:
+    """Fill a Module, or nested containers of tensors and Modules, from a directory of safetensors; see `load_into`.
+
+    Returns:
+        The names that were passed over; the bytes of all files.
+    """
     with ExitStack() as stack:
         sources = open_all(path, stack)
         stored = [_stored_entries(source) for source in sources]
@@ -106,7 +110,7 @@ def fill_from_directory(path: str, wanted: Wanted, *, verify: bool, engine: str)
         for pair in pairs:
             parts[number_of[id(pair.stored)]][1].append(pair)
         _fill(parts, engine, read_extents)
-        return keys
+        return keys, sum(source.size_bytes for source in sources)
 
 
 def _fill(parts: Sequence[tuple[CheckpointSource, Sequence[Pair]]], engine: str, read: Read) -> None:

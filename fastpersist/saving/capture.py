@@ -204,6 +204,8 @@ class Capture:
         self.capture_s = 0.0
         """Seconds from the save's start until everything but constants could be changed again."""
         self._error: TornStateError | None = None
+        self.when_sealed: Callable[[], None] | None = None
+        """Called once, when everything but constants may change."""
 
     # --- on the thread that saves
 
@@ -414,6 +416,13 @@ class Capture:
             self._places.clear()
         if not self._devices:
             self._let_go()
+        if self.when_sealed is not None:
+            self.when_sealed()
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the counters have been compared for the last time."""
+        return self._sealed
 
     def is_torn(self) -> bool:
         """Compare the counters now; if one has changed, the save has failed, and no step waits for it any more."""

@@ -227,7 +227,7 @@ class DirectorySave:
         self._process = os.getpid()
         self._closed = False
         self._stats = _stats or SaveStats(path=self._directory.final_path)
-        self._pending = PendingSave(self._directory.final_path, self._stats)
+        self._pending = PendingSave(self._directory.final_path, self._stats, returns=_stats is not None)
         abort = self._directory.abort  # without a reference to this object: it may be forgotten
         self._files = DirectoryFiles(self._directory, self._stats)
         self._strategy.begin(self._files, self._pending, self._stats, overwrite=overwrite)
@@ -513,6 +513,7 @@ class DirectorySave:
             self._stats.sync_s += self._directory.sync_s
 
         self._strategy.commit(Publication(step, metrics, number, durable, make_visible))
+        self._stats.commit_s = time.monotonic() - begun_s
         self._pending.written()
 
         def finish() -> None:

@@ -232,13 +232,13 @@ def save_file_async(
         _write_captured(pending, file, container, snapshot, shared, options)
 
     pending.begin(capture, lambda: run_in_order(target.path, lambda: pending.run(write)))
-    stats.stall_s += time.monotonic() - started_s
+    pending.returned(stats.stall_s + time.monotonic() - started_s)
     return pending
 
 
 def _pending_save(stats: SaveStats, file: PendingFile, shared: SharedFile | None) -> PendingSave:
     """Return the save of a file, which is removed if the save fails; the other ranks are told of that first."""
-    pending = PendingSave(stats.path, stats)
+    pending = PendingSave(stats.path, stats, returns=True)
     pending.when_failed(lambda _: file.abort())
     if shared is not None:
         pending.around_parts(shared.working)
@@ -255,13 +255,19 @@ def _write_captured(
     options: FileOptions,
 ) -> None:
     """Write and publish a captured file, on the background thread."""
+    stats = pending.stats
 
     def write() -> WrittenFile:
+        begun_s = time.monotonic()
         pending.refuse_torn()
         if shared is not None:
-            return shared.write_pending(file, engine=options.engine, poll=pending.poll, snapshot=snapshot)
-        path = file.target.path
-        return write_container(container, file.fd, path, engine=options.engine, poll=pending.poll, snapshot=snapshot)
+            written = shared.write_pending(file, engine=options.engine, poll=pending.poll, snapshot=snapshot)
+        else:
+            written = write_container(
+                container, file.fd, file.target.path, engine=options.engine, poll=pending.poll, snapshot=snapshot
+            )
+        stats.engine, stats.write_s = written.engine, time.monotonic() - begun_s  # what `check` tells
+        return written
 
     def check() -> None:
         pending.check()
@@ -269,7 +275,6 @@ def _write_captured(
             shared.settle()
 
     published = publish_file(file, container.size_bytes, write, durable=options.durable, check=check)
-    stats = pending.stats
     stats.engine, stats.write_s, stats.sync_s = published
     if shared is not None:
         stats.add_shares(shared.bytes_by_rank())

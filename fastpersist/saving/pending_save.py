@@ -22,12 +22,15 @@ from pathlib import Path
 
 from fastpersist.commit.filesystem import tell_free
 from fastpersist.errors import FastPersistError, SkippedError
+from fastpersist.events.delivery import emit, wake
+from fastpersist.events.event import Figure
 from fastpersist.saving.capture import Capture
 
 __all__ = ["Lane", "PendingSave", "SaveStats", "run_in_order"]
 
 _log = logging.getLogger("fastpersist")
 
+_ENDS = {"committed", "failed", "skipped"}
 _ROOM_FOR_A_STEP = "old steps go only when the new one is durable, so keep=3 needs room for 4"
 
 
@@ -78,6 +81,13 @@ class SaveStats:
         """Count more time that the training thread has lost."""
         self.stall_s += seconds
 
+    def figures(self) -> dict[str, Figure]:
+        """Return what is known by now, by name, as an event has it."""
+        return {name: value for name in _FIGURES if (value := getattr(self, name))}
+
+
+_FIGURES = tuple(name for name in SaveStats.__dataclass_fields__ if name not in ("path", "step", "bytes_by_rank"))
+
 
 class PendingSave:
     """A save that may still be under way. Thread-safe.
@@ -85,9 +95,15 @@ class PendingSave:
     Everything may be changed again once `captured`; the result is visible and durable once `done`.
     An error is logged at once, and raised once, by result() or by the owner (a Checkpointer: in wait, save or close);
     exception() always returns it.
+
+    Args:
+        path: What is written.
+        stats: Filled in.
+        rank: Of this process, for events.
+        returns: The owner calls `returned`, and "committed" is told after that: with the whole stall.
     """
 
-    def __init__(self, path: str, stats: SaveStats) -> None:
+    def __init__(self, path: str, stats: SaveStats, *, rank: int = 0, returns: bool = False) -> None:
         self._path = path
         self._captures: list[Capture] = []
         self._stats = stats
@@ -104,6 +120,11 @@ class PendingSave:
         self._clean_up: list[Callable[[BaseException], None]] = []
         self._around_parts: Callable[[], AbstractContextManager[None]] = nullcontext
         self._when_finished: list[Callable[[], None]] = []
+        self._rank = rank
+        self._has_returned = not returns
+        self._committed_time_s: float | None = None  # told by `returned`
+        self._told: set[str] = set()
+        self._tell("save_begun", time.time() - stats.plan_s, wakes=False)
 
     # --- for everybody
 
@@ -217,6 +238,7 @@ class PendingSave:
             if self._skipped or self._finished.is_set():
                 return
             self._begun = True
+        wake()  # here, on the thread that writes: to start another thread takes a while
         try:
             self._refuse_cancelled()
             with self._around_parts():
@@ -235,6 +257,7 @@ class PendingSave:
             BaseException: Something interrupted this; the save is cancelled then.
         """
         self._captures.append(capture)
+        capture.when_sealed = self._tell_captured
         submitted = False
         try:
             all_copied = capture.copy_volatile(wait=False)
@@ -258,6 +281,8 @@ class PendingSave:
         self._refuse_cancelled()
         for capture in self._captures:
             capture.check()
+        self._tell("captured")  # of a save without tensors, too
+        self._tell("written")
 
     def refuse_torn(self) -> None:
         """Raise if bytes are known to be torn, or gone; called before they are read from where they are.
@@ -286,7 +311,40 @@ class PendingSave:
     def written(self) -> None:
         """Note that the result is visible and the writer free: what is left to do does not delay the next save."""
         self._let_captures_go()
+        self._tell_committed()
         self._written.set()
+
+    def returned(self, stall_s: float) -> None:
+        """Note that the call which began the save has lost this time, and returns now."""
+        self._stats.stall_s = stall_s
+        with self._lock:
+            self._has_returned = True
+            committed_time_s, self._committed_time_s = self._committed_time_s, None
+        if committed_time_s is not None:
+            self._tell("committed", committed_time_s)
+
+    def _tell_committed(self) -> None:
+        now_s = time.time()
+        with self._lock:
+            if not self._has_returned:
+                self._committed_time_s = self._committed_time_s or now_s
+                return
+        self._tell("committed", now_s)
+
+    def _tell_captured(self) -> None:
+        if self._has_returned and all(capture.is_sealed for capture in self._captures):
+            self._stats.capture_s = max(capture.capture_s for capture in self._captures)
+            self._tell("captured", wakes=False)
+
+    def _tell(self, kind: str, time_s: float | None = None, *, wakes: bool = True) -> None:
+        """Emit an event of this save, of each kind one."""
+        with self._lock:
+            if kind in self._told or self._told & _ENDS:
+                return
+            self._told.add(kind)
+        stats = self._stats
+        figures = {} if kind == "save_begun" else stats.figures()
+        emit(kind, self._path, figures, step=stats.step, rank=self._rank, time_s=time_s, wakes=wakes)
 
     def wait_written(self) -> None:
         """Return when the writer is free for another save, however this one ends."""
@@ -299,6 +357,7 @@ class PendingSave:
 
     def succeed(self) -> None:
         """End the save: its last part is done, and the result is visible."""
+        self._tell_committed()
         self._finish()
 
     def fail(self, error: BaseException) -> None:
@@ -315,6 +374,7 @@ class PendingSave:
         self._stats.error = f"{type(error).__name__}: {error}"
         if not isinstance(error, SkippedError):
             _log.error("the save of %s failed: %s", self._path, self._stats.error)
+        self._tell("skipped" if isinstance(error, SkippedError) else "failed")
         self._finish()
 
     def skip(self, why: str) -> bool:

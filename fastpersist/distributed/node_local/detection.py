@@ -43,6 +43,7 @@ from fastpersist.commit.locks import ROOT_LOCK_NAME
 from fastpersist.distributed.messages import decoded, encoded
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import CoordinationError, FastPersistError, StorageError
+from fastpersist.events.log import EVENTS_NAME
 from fastpersist.formats.split_manifest import PARTS_NAME
 
 __all__ = ["Say", "StoreMap", "StoreSeeker", "Stores", "find_stores", "find_stores_for_producer"]
@@ -110,8 +111,10 @@ class Stores:
         """Remove what this rank has made: the next attempt would take it for a mounted file system."""
         root = self.made[-1]
         with suppress(FastPersistError, OSError):
-            if os.listdir(root) == [ROOT_LOCK_NAME]:  # else other files are there by now
-                filesystem().unlink(os.path.join(root, ROOT_LOCK_NAME))
+            found = os.listdir(root)
+            if {ROOT_LOCK_NAME, EVENTS_NAME}.issuperset(found):  # else other files are there by now
+                for name in found:
+                    filesystem().unlink(os.path.join(root, name))
                 for directory in reversed(self.made):
                     filesystem().remove_directory(directory)
 

@@ -1,0 +1,235 @@
+"""Who hears of events: callbacks and the logs of roots, both on a background thread.
+
+    emit()      any thread, mostly the one that trains or the one that writes: appends to a queue, and no more
+    the thread  takes events out in their order: first the log of the root, then each callback
+
+Nothing that a callback or a disk does reaches the program: errors are logged once, and what finds the queue full is
+dropped, and counted. The thread ends when nothing has happened for a while, so that a process which forks has it
+seldom. A forked child has neither the thread nor the callbacks nor the logs: those are the parent's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
+
+from fastpersist.errors import ConfigError
+from fastpersist.events.event import Event, Figure
+from fastpersist.events.log import EventLog
+
+__all__ = ["Callback", "emit", "flush", "log_of", "subscribe", "wake"]
+
+_log = logging.getLogger("fastpersist")
+
+Callback: TypeAlias = Callable[[Event], None]
+
+_WAITING_COUNT = 10_000
+"""Events that wait at most; a callback that hangs costs no more memory than these."""
+_IDLE_S = 2.0
+_FLUSH_S = 1.0
+
+
+class _Subscriber:
+    """A callback, and whether it has failed before."""
+
+    def __init__(self, callback: Callback) -> None:
+        self.callback = callback
+        self.has_failed = False
+
+
+class _Told(NamedTuple):
+    event: Event
+    log: EventLog | None
+
+
+_queue: SimpleQueue[_Told | threading.Event] = SimpleQueue()
+_subscribers: tuple[_Subscriber, ...] = ()
+_logs: WeakValueDictionary[tuple[str, int], EventLog] = WeakValueDictionary()
+_lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
+_thread: threading.Thread | None = None
+_dropped_count = 0
+
+
+def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
+    """Have a function called with each event of this process from now on.
+
+    It is called on a background thread, with one event after the other, in the order in which they came. An exception
+    in it is logged the first time, and changes nothing else. While it runs, other events wait; beyond 10,000 that wait,
+    events are dropped, and the log says so. When the program ends, what is left is delivered, for at most one second. A
+    forked child starts without callbacks.
+
+    Args:
+        callback: Takes an `Event`.
+
+    Returns:
+        A function that ends this; it may be called again. An event that is being delivered may still come.
+
+    Raises:
+        ConfigError: `callback` cannot be called.
+
+    Thread safety: any thread.
+    """
+    global _subscribers
+    if not callable(callback):
+        raise ConfigError(f"subscribe() takes a function of an Event; {type(callback).__name__} cannot be called")
+    subscriber = _Subscriber(callback)
+    with _lock:
+        _subscribers = (*_subscribers, subscriber)
+
+    def unsubscribe() -> None:
+        global _subscribers
+        with _lock:
+            _subscribers = tuple(one for one in _subscribers if one is not subscriber)
+
+    return unsubscribe
+
+
+def log_of(root: str, rank: int) -> EventLog:
+    """Return the log of a root in this process. Steps of the root are told to it as long as somebody keeps it.
+
+    Args:
+        root: The directory, absolute.
+        rank: Of this process among those that save there.
+    """
+    with _lock:
+        known = _logs.get((root, rank))
+        if known is None:
+            known = _logs[root, rank] = EventLog(root, rank)
+        return known
+
+
+def emit(
+    kind: str,
+    path: str,
+    figures: Mapping[str, Figure],
+    *,
+    step: int | None = None,
+    rank: int = 0,
+    time_s: float | None = None,
+    wakes: bool = True,
+) -> None:
+    """Tell of an event. This raises nothing and waits for nobody.
+
+    Args:
+        kind: One of `KINDS`.
+        path: Of the checkpoint.
+        figures: By the names of `SaveStats`; not changed any more.
+        step: Of a Checkpointer: the event goes to the log of the root too.
+        rank: Of this process among those that save or load together.
+        time_s: When it happened, Unix time; None for now.
+        wakes: Start the thread that delivers, which takes a while. Without it, somebody calls `wake` or `flush` soon.
+    """
+    global _dropped_count
+    log = None if step is None else _logs.get((os.path.dirname(path), rank))
+    if log is None and not _subscribers:
+        return
+    if _queue.qsize() >= _WAITING_COUNT:
+        _dropped_count += 1
+        return
+    root = None if log is None else log.root
+    event = Event(kind, time.time() if time_s is None else time_s, root, path, step, rank, figures)
+    _queue.put(_Told(event, log))
+    if wakes:
+        wake()
+
+
+def wake() -> None:
+    """Start the thread that delivers, if anything waits for it."""
+    global _thread
+    if _has_thread() or _queue.empty():
+        return
+    with _lock:
+        if _has_thread():  # another one was faster
+            return
+        thread = _thread = threading.Thread(target=_deliver_all, name="fastpersist-events", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter ends, and lets none start: `flush` delivers then
+        _thread = None
+
+
+def _has_thread() -> bool:
+    return _thread is not None
+
+
+def flush(timeout_s: float = _FLUSH_S) -> bool:
+    """Wait until everything that was emitted before is delivered; return whether it is.
+
+    Args:
+        timeout_s: Seconds to wait at most, as a callback or a disk may hang.
+    """
+    if _thread is threading.current_thread():
+        return False  # in a callback
+    if not _has_thread() and _queue.empty():
+        return True
+    reached = threading.Event()
+    _queue.put(reached)
+    wake()
+    if not _has_thread():
+        _deliver_now(time.monotonic() + timeout_s)
+    return reached.wait(timeout_s)
+
+
+def _deliver_all() -> None:
+    """Deliver events until there are none for a while; the thread's body."""
+    global _thread
+    while True:
+        try:
+            _deliver(_queue.get(timeout=_IDLE_S))
+        except Empty:
+            _thread = None  # first: who emits from now on starts another one
+            if _queue.empty():
+                return
+            with _lock:
+                if _has_thread():
+                    return
+                _thread = threading.current_thread()
+
+
+def _deliver_now(deadline_s: float) -> None:
+    while time.monotonic() < deadline_s:
+        try:
+            _deliver(_queue.get_nowait())
+        except Empty:
+            return
+
+
+def _deliver(told: _Told | threading.Event) -> None:
+    global _dropped_count
+    if isinstance(told, threading.Event):
+        told.set()
+        return
+    if _dropped_count:
+        count, _dropped_count = _dropped_count, 0
+        _log.warning("%d events were dropped: a callback of fastpersist.events, or a disk, does not keep up", count)
+    if told.log is not None:
+        told.log.append(told.event)
+    for subscriber in _subscribers:
+        try:
+            subscriber.callback(told.event)
+        except Exception:  # noqa: BLE001 - of whatever kind: the saves are not to blame
+            if not subscriber.has_failed:
+                subscriber.has_failed = True
+                _log.exception("a callback of fastpersist.events failed; this is logged once for each callback")
+
+
+def _forget_all() -> None:
+    """Forget everything in a forked child: callbacks and logs are the parent's."""
+    global _queue, _subscribers, _lock, _thread, _dropped_count
+    _queue = SimpleQueue()
+    _subscribers = ()
+    _logs.clear()
+    _lock = threading.RLock()
+    _thread = None
+    _dropped_count = 0
+
+
+os.register_at_fork(after_in_child=_forget_all)
+atexit.register(flush)

@@ -1,0 +1,210 @@
+"""The log of events in a root: `events.jsonl`, one JSON object in a line; docs/reference/events.md is the format.
+
+    root/events.jsonl             of rank 0; root/events-rank-00001.jsonl and so on of the others
+    root/events.jsonl.1           what was `events.jsonl` until that had 8 MiB
+
+A line is appended by one write, and never synced: the log tells what was, and no promise hangs on it. So a crash may
+cut the last line. The next process that appends ends it, and readers pass over it.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import json
+import logging
+import math
+import os
+import re
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from fastpersist.commit.filesystem import open_regular, storage_errors
+from fastpersist.errors import FastPersistError
+from fastpersist.events.event import Event, Figure
+
+__all__ = ["EVENTS_NAME", "EventLog", "events_name", "read_events"]
+
+_log = logging.getLogger("fastpersist")
+
+EVENTS_NAME = "events.jsonl"
+_NAME = re.compile(r"events(?:-rank-[0-9]{5,9})?\.jsonl(?:\.1)?")
+_SIZE_MAX_BYTES = 8 << 20
+_LINE_MAX_BYTES = 64 << 10
+_TEXT_MAX = 4000
+"""Characters of one figure, such as an error; so a line stays within its limit."""
+_WITHOUT_ROOT_COUNT = 1000
+_DISORDER_COUNT = 256
+"""A file has its events nearly in order; those that are further apart than this are."""
+
+
+def events_name(rank: int) -> str:
+    """Return the name of a rank's log in the root."""
+    return EVENTS_NAME if rank == 0 else f"events-rank-{rank:05d}.jsonl"
+
+
+# ------------------------------------------------------------------------------------------------------ writing
+
+
+class EventLog:
+    """Where the events of one root go in this process; only the thread that delivers them appends.
+
+    The file is made by the first event of a save, or of a removal. A process that only loads appends to a log that is
+    there and may be written, and makes none.
+
+    Args:
+        root: The directory, absolute; this makes none.
+        rank: Of this process.
+
+    Attributes:
+        root, rank: As given.
+    """
+
+    def __init__(self, root: str, rank: int) -> None:
+        self.root = root
+        self.rank = rank
+        self._path = os.path.join(root, events_name(rank))
+        self._saves = False
+        self._has_looked = False
+        self._has_failed = False
+        self._waiting: deque[bytes] = deque(maxlen=_WITHOUT_ROOT_COUNT)  # until the root is there
+
+    def append(self, event: Event) -> None:
+        """Append an event. An error of the disk is logged once."""
+        self._saves = self._saves or event.kind != "loaded"
+        self._waiting.append(encode_line(event))
+        try:
+            self._write_waiting()
+        except FileNotFoundError:
+            if not self._saves:
+                self._waiting.clear()
+            # Else the root is about to be made: by this process, or on a shared file system by another one.
+        except OSError as error:
+            self._waiting.clear()
+            if self._saves and not self._has_failed:
+                self._has_failed = True
+                _log.warning("%s: events are not logged there: %s; this is said once", self._path, error.strerror)
+
+    def _write_waiting(self) -> None:
+        made = os.O_CREAT if self._saves else 0
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | made  # a FIFO there is an error, and no wait
+        fd = os.open(self._path, flags, 0o666)
+        try:
+            size_bytes = os.fstat(fd).st_size
+            if not self._has_looked:
+                self._has_looked = True
+                if size_bytes and not _ends_a_line(self._path, size_bytes):
+                    os.write(fd, b"\n")
+            while self._waiting:
+                size_bytes += os.write(fd, self._waiting[0])
+                self._waiting.popleft()
+        finally:
+            os.close(fd)
+        if self._saves and size_bytes >= _SIZE_MAX_BYTES:
+            os.replace(self._path, f"{self._path}.1")
+
+
+def _ends_a_line(path: str, size_bytes: int) -> bool:
+    with open(path, "rb") as file:
+        file.seek(size_bytes - 1)
+        return file.read(1) == b"\n"
+
+
+def encode_line(event: Event) -> bytes:
+    """Return the line of an event."""
+    line: dict[str, Figure | None] = {
+        "event": event.kind,
+        "time_s": round(event.time_s, 6),
+        "step": event.step,
+        "rank": event.rank,
+        "path": event.path if event.root is None else os.path.relpath(event.path, event.root),
+    }
+    for name, value in event.figures.items():
+        if isinstance(value, str):
+            line.setdefault(name, value[:_TEXT_MAX])
+        elif math.isfinite(value):
+            line.setdefault(name, round(value, 6))
+    return (json.dumps(line) + "\n").encode("ascii")
+
+
+# ------------------------------------------------------------------------------------------------------ reading
+
+
+def read_events(root: str | os.PathLike[str]) -> Iterator[Event]:
+    """Yield the events in the logs of a root, those of all ranks, by time. Memory is bounded.
+
+    Damaged lines are passed over: a crash may have cut the last one. A root without a log has no events. Another
+    process may append meanwhile; what it appends later may or may not come.
+
+    Args:
+        root: The directory of a Checkpointer.
+
+    Yields:
+        The events; each `path` is absolute.
+
+    Raises:
+        StorageError: The root cannot be listed, or a log cannot be read.
+
+    Thread safety: any thread; each call reads anew.
+    """
+    path = os.path.abspath(os.fspath(root))
+    with storage_errors("listing", path):
+        names = {name for name in os.listdir(path) if _NAME.fullmatch(name)}
+    ranks = sorted({name.removesuffix(".1") for name in names})
+    yield from heapq.merge(*(_events_of_rank(path, name) for name in ranks), key=_time_of)
+
+
+def _time_of(event: Event) -> float:
+    return event.time_s
+
+
+def _events_of_rank(root: str, name: str) -> Iterator[Event]:
+    """Yield the events of one rank, the older file first, by time."""
+    near: list[tuple[float, int, Event]] = []
+    for count, event in enumerate(_parsed(root, name)):
+        heapq.heappush(near, (event.time_s, count, event))
+        if len(near) > _DISORDER_COUNT:
+            yield heapq.heappop(near)[2]
+    while near:
+        yield heapq.heappop(near)[2]
+
+
+def _parsed(root: str, name: str) -> Iterator[Event]:
+    for part in (f"{name}.1", name):
+        path = os.path.join(root, part)
+        try:
+            fd = open_regular(path)
+        except FastPersistError as error:
+            if getattr(error, "errno", None) == errno.ENOENT:
+                continue  # there is no such file; or it was rotated this moment
+            raise
+        with storage_errors("reading", path), open(fd, "rb") as file:
+            while line := file.readline(_LINE_MAX_BYTES):
+                event = decode_line(line, root)
+                if event is not None:
+                    yield event
+
+
+def decode_line(line: bytes, root: str) -> Event | None:
+    """Return the event of a line; None if the line is damaged, or cut."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        found: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    kind, time_s, path = found.pop("event", None), found.pop("time_s", None), found.pop("path", None)
+    step, rank = found.pop("step", None), found.pop("rank", None)
+    if not (isinstance(kind, str) and isinstance(path, str) and _is_number(time_s)):
+        return None
+    if not (type(rank) is int and rank >= 0 and (step is None or (type(step) is int and step >= 0))):
+        return None
+    figures = {key: value for key, value in found.items() if isinstance(value, str) or _is_number(value)}
+    return Event(kind, float(time_s), root, os.path.join(root, path), step, rank, figures)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300  # which NaN and Infinity are not
