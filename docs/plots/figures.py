@@ -1,11 +1,11 @@
-"""Measure and draw the figures of README and docs: `make figures DIR=…`, or without make
+"""Measure and draw the figures of README and docs: `make figures DIR=…`, or without make.
 
 python docs/plots/figures.py measure DIR [NAME …]    # fastpersist bench, then docs/plots/NAME.json
 python docs/plots/figures.py draw [NAME …]           # docs/plots/NAME.json, then docs/assets/NAME.svg
 
-The JSON of a figure has what the picture shows and no more: the times of each row, the command, the date, and what of the
-machine explains them. A bar is the median of its row, its whisker the shortest and the longest. The same JSON gives the
-same bytes of SVG; its colors follow the reader's setting, light or dark.
+The JSON of a figure has what the picture shows and no more: the times of each row, the command, the date, and what of
+the machine explains them. A bar is the median of its row, its whisker the shortest and the longest. The same JSON gives
+the same bytes of SVG; its colors follow the reader's setting, light or dark.
 """
 
 from __future__ import annotations

@@ -593,8 +593,7 @@ class Checkpointer:
             self._root.after_commit(step, metrics, among)
 
     def _own_root(self) -> None:
-        made = self._root.take()
-        if made is not None:
+        if (made := self._root.take()) is not None:
             self._stores.made = made
 
     def _refuse_unusable(self) -> None:
