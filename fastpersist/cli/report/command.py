@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             print_costs(manifest)
         return EXIT_GOOD
     root = os.path.abspath(manifest.path)
-    found = read_run(root, read_events(root), manifest.checkpoints)
+    found = read_run(manifest.path, read_events(root), manifest.checkpoints)
     found.content_bytes, found.content_note = content_of(root, manifest.checkpoints)
     _add_disk_rate(found, root, probe=arguments.probe)
     _draw(found, arguments.html, arguments.png)

@@ -30,7 +30,7 @@ font:15px/1.45 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 main{max-width:1240px;margin:0 auto}
 h1{font-size:1.35rem;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:1rem;margin:0 0 6px}
 p{margin:4px 0;color:var(--soft);overflow-wrap:anywhere}
-.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:10px;margin:16px 0}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(118px,1fr));gap:10px;margin:16px 0}
 .fact,section{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 14px;min-width:0}
 .fact b{display:block;font-size:1.2rem}.fact span{color:var(--soft);font-size:.85rem}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,430px),1fr));gap:12px}

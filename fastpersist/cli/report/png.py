@@ -91,7 +91,7 @@ def _draw_bars(axes: Any, chart: Chart) -> None:
                 axes.broken_barh([(span.start, span.end - span.start)], (y, height), facecolors=_COLORS[span.color])
         ends = [span.end for lane in row.lanes for span in lane]
         # No text of a file may be read as a formula, which matplotlib does between two dollars.
-        axes.annotate(printable(row.value).replace("$", r"\$"), (max(ends, default=0.0), number), va="center")
+        axes.annotate(" " + printable(row.value).replace("$", r"\$"), (max(ends, default=0.0), number), va="center")
     axes.set_yticks(range(len(chart.bars)), [printable(row.label).replace("$", r"\$") for row in chart.bars])
     axes.invert_yaxis()
     axes.margins(x=0.2)
