@@ -7,6 +7,7 @@ VENV ?= .venv
 TORCH ?= 2.13.0
 OWN_TORCH ?=
 DIR ?=
+FIGURES ?=
 KILLS ?= 500
 # A folder of the tests, such as saving: only its tests, of all kinds.
 PART ?=
@@ -34,7 +35,7 @@ TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc tests/abi/*.cc tests/abi/*.h t
 WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 
-.PHONY: help setup build check docs test test-all test-rest test-oldest frameworks san abi crash fuzz bench overlap trainers ranks dcp io gpu emulated-gpu demo wheel warnings tidy
+.PHONY: help setup build check docs test test-all test-rest test-oldest frameworks san abi crash fuzz bench overlap trainers ranks dcp io gpu emulated-gpu demo figures wheel warnings tidy
 .DELETE_ON_ERROR:
 
 help:
@@ -57,6 +58,7 @@ help:
 	@echo 'make ranks DIR=…           what several ranks gain, and what agreeing costs (fastpersist bench ranks --help)'
 	@echo 'make dcp DIR=…             what torch.distributed.checkpoint gains (fastpersist bench ranks --help)'
 	@echo 'make io DIR=…              tensors between memory and disk, against fio and DeepNVMe (fastpersist bench io --help)'
+	@echo 'make figures DIR=…         measures and draws the figures of README and docs (FIGURES="save load": only these)'
 	@echo 'make gpu DIR=…             on a machine with a GPU: builds, tests and measures it (benchmarks/gpu.sh --help)'
 	@echo 'make emulated-gpu          the tests for GPUs, over a torch for CUDA (3 GB to download) and doubles of the driver'
 	@echo 'make wheel                 a wheel in dist/, tried in a clean environment outside the repository'
@@ -263,6 +265,10 @@ bench: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: bench DIR=…: an existing directory on the disk to measure'; exit 1; }
 	$(BIN)/fastpersist bench save '$(DIR)'
 	$(BIN)/fastpersist bench load '$(DIR)'
+
+figures: $(BUILT)
+	@test -d '$(DIR)' || { echo 'make: figures DIR=…: an existing directory on the disk to measure'; exit 1; }
+	$(BIN)/python docs/plots/figures.py measure '$(DIR)' $(FIGURES)
 
 wheel: $(BUILT)
 	$(BIN)/python tests/support/check_wheel.py

@@ -1,4 +1,6 @@
-"""Write the reference of the command line: what `--help` says, for every command.
+"""Write the reference of the command line: what `--help` says for every command, and what it prints.
+
+`command_outputs.py` has kept the latter, beforehand.
 
 It runs where fastpersist is installed, which the environment of the site need not be.
 
@@ -15,11 +17,15 @@ import sys
 from pathlib import Path
 
 COLUMNS = "100"
+OUTPUTS = Path(__file__).resolve().parents[1] / "outputs"
 LISTED = re.compile(r"^    ([a-z][a-z-]*)(?: {2,}|$)", re.MULTILINE)
 INTRODUCTION = """# Command line
 
-This page is what `--help` says, for every command. `python -m fastpersist` is the same program. How they are used:
-[torch.save, unchanged](../how-to/torch-save.md), [monitoring](../how-to/monitoring.md), [tuning](../how-to/tuning.md),
+This page is what `--help` says for every command, and what it prints. `python -m fastpersist` is the same program. The
+outputs come from a shared machine with two cores, on which other programs ran: they show the form, and their times say
+nothing. How the commands are used:
+[torch.save, unchanged](../how-to/torch-save.md), [monitoring](../how-to/monitoring.md), [pictures of a
+run](../how-to/report.md), [completion in a shell](../how-to/notebooks.md), [tuning](../how-to/tuning.md),
 [node-local disks](../how-to/node-local.md), [benchmarks](../explanation/benchmarks.md)."""
 
 
@@ -50,6 +56,9 @@ def main() -> None:
     for words in every:
         title = " ".join(["fastpersist", *words])
         parts.append(f"{'##' if len(words) < 2 else '###'} {title}\n\n```text\n{help_of(words).rstrip()}\n```")
+        printed = OUTPUTS / f"{'-'.join(words)}.txt"
+        if words and printed.is_file():
+            parts.append(f"It prints, for example:\n\n```console\n{printed.read_text().rstrip()}\n```")
     path = Path(sys.argv[1])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n\n".join(parts) + "\n")

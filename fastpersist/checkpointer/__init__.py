@@ -8,5 +8,5 @@ Where to look:
     load                         step_loader
     the directory                root: its lock, its steps, and the rules by which they stay
     the ranks                    meeting
-    beside it                    explain (what a save would do), merge (one file from parts or shards)
+    beside it                    explain (what a save would do), overview (for notebooks), merge (one file of parts)
 """

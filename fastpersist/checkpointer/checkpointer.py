@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.checkpointer.explain import explain
 from fastpersist.checkpointer.meeting import BoundRanks
+from fastpersist.checkpointer.overview import checkpointer_html
 from fastpersist.checkpointer.root import RetentionPolicy, Root, why_no_root
 from fastpersist.checkpointer.saves import StepSaves
 from fastpersist.checkpointer.signal_save import MakeState, SignalSave
@@ -167,9 +168,7 @@ class Checkpointer:
                 '"parts"'
             )
         if sharded and (check_replicas or writers not in ("auto", "all")):
-            raise ConfigError(
-                "with sharded=True each rank writes what it holds: writers and check_replicas do not apply"
-            )
+            raise ConfigError("sharded=True: each rank writes what it holds; writers and check_replicas do not apply")
         self._path = os.path.abspath(local_path(root, "root"))
         why_not = why_no_root(self._path)
         if why_not and process_group is None:
@@ -386,6 +385,9 @@ class Checkpointer:
         unfinished = len(self._queue.unfinished())
         said += [f"{unfinished} unfinished"] * (unfinished > 0) + ["closed"] * self._closed
         return f"<Checkpointer of {self._path}: {', '.join(said)}>"
+
+    def _repr_html_(self) -> str:
+        return checkpointer_html(self._path, repr(self).strip("<>"), self._queue.unfinished())
 
     def __enter__(self) -> Checkpointer:
         return self

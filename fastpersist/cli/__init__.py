@@ -11,13 +11,24 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from fastpersist.cli import convert, diff, generate, info, inspect, ls, merge, report, rows, run, stats, verify
+from fastpersist.cli import convert, diff, generate, info, inspect, ls, merge, rows, run, stats, verify
 from fastpersist.cli.bench import command as bench_command
+from fastpersist.cli.completion import add_option as add_completion
 from fastpersist.cli.demo import command as demo_command
+from fastpersist.cli.report import command as report_command
 from fastpersist.cli.terminal import run_command
 from fastpersist.cli.tune import command as tune_command
 
 __all__ = ["main"]
+
+_EPILOG = """\
+examples:
+  fastpersist demo
+  fastpersist COMMAND --help
+  source <(fastpersist --completion bash)
+
+Exit codes: 0 good, 1 damaged, 2 usage or not found.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,12 +62,14 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     parser = argparse.ArgumentParser(
         prog="fastpersist",
         description="Save and load PyTorch training state at the speed of the disk.",
-        epilog="Exit codes: 0 good, 1 damaged, 2 usage or not found.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(is_somebody_elses=False)
     parser.add_argument("--version", action="version", version=f"fastpersist {__version__}")
+    add_completion(parser)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    saving = (demo_command, run, info, bench_command, tune_command, inspect, verify, merge, report)
+    saving = (demo_command, run, info, bench_command, tune_command, inspect, verify, merge, report_command)
     for command in (*saving, ls, stats, diff, convert, generate, rows):
         command.add_parser(subparsers)
     return parser, list(subparsers.choices)

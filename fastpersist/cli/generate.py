@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["TokenClock", "add_parser", "random_prompts", "run", "throughputs"]
 
 _EPILOG = """\
+examples:
+  fastpersist generate models/llama 'Once upon a time'
+  fastpersist generate models/llama --prompt-len 8 --gen-len 5 --budget 2GiB
+
 DIR is what save_pretrained of transformers writes: config.json, safetensors, a tokenizer. It
 is read in place, and nothing is written.
 

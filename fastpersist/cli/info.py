@@ -14,6 +14,10 @@ from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
 __all__ = ["add_parser", "filesystem_name", "run"]
 
 _EPILOG = """\
+examples:
+  fastpersist info
+  fastpersist info /mnt/nvme --json
+
 --json prints one object:
   fastpersist, torch, python, kernel      versions
   machine                                 architecture, such as "x86_64"

@@ -25,6 +25,11 @@ _LATEST_BYTES_MAX = 256
 _METRICS_SHOWN_COUNT = 4
 
 _EPILOG = """\
+examples:
+  fastpersist inspect model.pt
+  fastpersist inspect runs/a
+  fastpersist inspect runs/a/step-00000100 --json
+
 --json prints one object:
   path, format          "torch_zip" or "safetensors" for a file, "directory" for a
                         checkpoint directory, "root" for a directory of those

@@ -10,11 +10,13 @@ from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
 __all__ = ["add_parser", "run"]
 
 _EPILOG = """\
+examples:
+  fastpersist merge node-a/step-00000100 node-b/step-00000100 state.pt
+  fastpersist merge runs/a/step-00000100 model.safetensors
+
 Ranks that share no file system save each step into several directories, one in each
 file system. Copy or mount those of one step on one machine (rsync, scp), and name all
-of them:
-
-  fastpersist merge node-a/step-00000100 node-b/step-00000100 state.pt
+of them.
 
 The file equals that of a save by one rank, byte for byte, and torch.load reads it. The
 command also merges a directory of torch.distributed.checkpoint (.metadata and

@@ -6,19 +6,20 @@ import argparse
 import math
 
 from fastpersist.cli.bench.row_store import command as bench_rows
-from fastpersist.cli.terminal import EXIT_DAMAGED, EXIT_GOOD, printable, size_text
+from fastpersist.cli.terminal import EXIT_DAMAGED, EXIT_GOOD, HelpFormatter, examples_text, printable, size_text
 from fastpersist.cli.verify import print_report
 
 __all__ = ["add_parser", "run_info", "run_pack", "run_verify"]
 
 _EPILOG = """\
-A table is a .npy file or a tensor of a safetensors file, as fastpersist.write_rows,
-numpy.save and safetensors write them. Examples:
-
+examples:
   fastpersist rows info feat.npy
   fastpersist rows verify feat.npy
   fastpersist rows pack feat.npy packed.npy --order degree.npy
   fastpersist rows bench /mnt/nvme
+
+A table is a .npy file or a tensor of a safetensors file, as fastpersist.write_rows,
+numpy.save and safetensors write them.
 
 pack puts rows that are asked for often next to each other, so that one read brings
 several. fp.RowStore opens the packed table, and callers keep their ids: where each row
@@ -38,15 +39,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = rows.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    info = commands.add_parser("info", help="tell what is in a table")
+    info = commands.add_parser(
+        "info",
+        help="tell what is in a table",
+        epilog=examples_text("fastpersist rows info feat.npy", "fastpersist rows info graph.safetensors --tensor feat"),
+        formatter_class=HelpFormatter,
+    )
     info.add_argument("table", metavar="FILE", help="a .npy or safetensors file")
     info.add_argument("--tensor", metavar="NAME", help="of a safetensors file with several")
     info.set_defaults(run=run_info)
-    verify = commands.add_parser("verify", help="compare the checksums of tables")
+    verify = commands.add_parser(
+        "verify",
+        help="compare the checksums of tables",
+        epilog=examples_text("fastpersist rows verify feat.npy packed.npy"),
+        formatter_class=HelpFormatter,
+    )
     verify.add_argument("tables", metavar="FILE", nargs="+", help="a table that fastpersist wrote")
     verify.add_argument("--quiet", action="store_true", help="print only damage")
     verify.set_defaults(run=run_verify)
-    pack = commands.add_parser("pack", help="write a table anew, rows with the highest score first")
+    pack = commands.add_parser(
+        "pack",
+        help="write a table anew, rows with the highest score first",
+        epilog=examples_text("fastpersist rows pack feat.npy packed.npy --order degree.npy"),
+        formatter_class=HelpFormatter,
+    )
     pack.add_argument("source", metavar="SRC", help="a .npy file, or a safetensors file with one tensor")
     pack.add_argument("out", metavar="DST", help="the new table, .npy or .safetensors; nothing may be there")
     pack.add_argument("--order", metavar="FILE", help="a table of one number for each row, such as its degree")

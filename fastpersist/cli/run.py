@@ -25,6 +25,10 @@ __all__ = ["add_parser", "run"]
 EXIT_FAILED = 1  # as Python's, when an exception ends a program
 
 _EPILOG = """\
+examples:
+  fastpersist run train.py --epochs 3
+  fastpersist run --async -m train.main
+
 The program runs as with `python SCRIPT ARGS…` or `python -m MODULE ARGS…`: arguments, exit
 code and tracebacks are its own, and stock tools read its files. Other processes that it starts
 keep torch's own save and load; so under torchrun every rank is run with it:

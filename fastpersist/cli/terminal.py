@@ -6,6 +6,7 @@ exception is a bug, and keeps its traceback.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from fastpersist.display import printable, size_text
 from fastpersist.errors import CorruptionError, FastPersistError
 
 if TYPE_CHECKING:
@@ -25,7 +27,9 @@ __all__ = [
     "EXIT_DAMAGED",
     "EXIT_GOOD",
     "EXIT_USAGE",
+    "HelpFormatter",
     "bytes_bar",
+    "examples_text",
     "print_error",
     "print_table",
     "printable",
@@ -93,27 +97,26 @@ def stopped_by_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """Fills paragraphs, as argparse does, but keeps the lines of those that begin with "examples:"."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(
+            paragraph
+            if paragraph.startswith("examples:")
+            else super(HelpFormatter, self)._fill_text(paragraph, width, indent)
+            for paragraph in text.rstrip().split("\n\n")
+        )
+
+
+def examples_text(*lines: str) -> str:
+    """Return the paragraph with the examples of a command, for an epilog that HelpFormatter lays out."""
+    return "\n  ".join(["examples:", *lines]) + "\n\n"
+
+
 def print_error(message: str) -> None:
     """Print an error as one line."""
     print(f"fastpersist: error: {printable(message)}", file=sys.stderr)
-
-
-def printable(text: str) -> str:
-    """Escape control and unprintable characters: names in files are untrusted."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
-
-
-def size_text(size_bytes: int) -> str:
-    """Format a size in decimal units, with about three digits: "38.4 MB"."""
-    size: float = size_bytes
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.2f} GB"
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "print_report", "run"]
 
 _EPILOG = """\
+examples:
+  fastpersist verify runs/a
+  fastpersist verify model.pt optimizer.pt --json
+
 --json prints a list with one object per PATH, in their order:
   path
   ok                    the check found no damage

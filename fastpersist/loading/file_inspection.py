@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from fastpersist.display import html_table, size_text, time_text
 from fastpersist.errors import CorruptionError, UnsupportedError
 from fastpersist.formats.manifest import FileEntry
 from fastpersist.formats.pickle_scan import DTYPE_ITEMSIZE_BYTES, iter_tensors
@@ -94,6 +95,26 @@ class Manifest:
         said += [f"{count} {name}" for name, count in counts.items() if count] + [f"{self.size_bytes} bytes"]
         return f"<Manifest of {self.path}: {', '.join(said)}{'' if self.has_checksums else ', no checksums'}>"
 
+    def _repr_html_(self) -> str:
+        title = repr(self).strip("<>")
+        if self.format == "root":
+            steps = [
+                (
+                    "none" if one.step is None else str(one.step),
+                    time_text(one.time_s),
+                    size_text(one.size_bytes),
+                    ", ".join(f"{name} {value:.6g}" for name, value in one.metrics.items()),
+                )
+                for one in reversed(self.checkpoints)
+            ]
+            notes = [f"no committed checkpoints: {', '.join(self.leftovers)}"] if self.leftovers else []
+            return html_table(title, ("step", "time", "size", "metrics"), steps, notes)
+        tensors = [
+            (one.name, one.dtype, "×".join(map(str, one.shape)) or "scalar", size_text(one.size_bytes), one.file)
+            for one in self.tensors
+        ]
+        return html_table(title, ("tensor", "dtype", "shape", "size", "file"), tensors)
+
 
 @dataclass(frozen=True, slots=True)
 class Damage:
@@ -147,6 +168,14 @@ class VerifyReport:
         said = f"ok, {self.checked_bytes} bytes compared" if self.ok else f"DAMAGED: {self.damages[0].message}"
         more = f" (and {len(self.damages) - 1} more)" if len(self.damages) > 1 else ""
         return f"<VerifyReport of {self.path}: {said}{more}{'' if self.has_checksums else ', no checksums'}>"
+
+    def _repr_html_(self) -> str:
+        damages = [(one.message, ", ".join(one.tensors)) for one in self.damages]
+        said = f"{'ok' if self.ok else 'DAMAGED'}, {size_text(self.checked_bytes)} compared with checksums"
+        notes = [*self.notes, *(f"no committed checkpoint: {name}" for name in self.leftovers)]
+        if not self.has_checksums:
+            notes.insert(0, "saved without checksums: only the structure could be checked")
+        return html_table(f"{self.path}: {said}", ("damage", "tensors"), damages, notes)
 
 
 def inspect_source(source: CheckpointSource) -> Manifest:

@@ -33,6 +33,7 @@ from fastpersist.commit.filesystem import (
     storage_errors,
     tell_free,
 )
+from fastpersist.display import duration_text, html_table, size_text
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
 from fastpersist.saving.capture import Sources
 from fastpersist.saving.containers import Container, container_for, is_safetensors
@@ -83,6 +84,13 @@ class SaveReport:
     write_s: float
     sync_s: float
     total_s: float
+
+    def _repr_html_(self) -> str:
+        facts = [("file", self.path), ("size", size_text(self.size_bytes)), ("engine", self.engine)]
+        times = [(name, duration_text(getattr(self, f"{name}_s"))) for name in ("plan", "write", "sync", "total")]
+        written_s = self.write_s + self.sync_s
+        rate = [("rate", f"{self.size_bytes / 1e9 / written_s:.2f} GB/s")] if written_s > 0 else []
+        return html_table("Saved", (), [*facts, *times, *rate])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from fastpersist.cli import _parser
 from fastpersist.config import TUNING_KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
 README_LINES_MAX = 250
 MADE_PAGES = {"changelog.md", "contributing.md", "reference/cli.md"}
 """Pages that docs/tools makes when the site is built."""
+
+WITHOUT_OUTPUT = {"watch", "bench"}
+"""Commands that docs/tools/command_outputs.py does not run: one needs a terminal, the other has a page of tables."""
 
 LINK = re.compile(r"!?\[[^\]]*\]\((?!https?:|#)([^)#\s]+)(?:#[^)]*)?\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -61,6 +65,15 @@ def test_every_relative_link_leads_to_a_file(path: Path) -> None:
         if not found.exists() and not made:
             missing.append(target)
     assert not missing
+
+
+def test_every_command_shows_what_it_prints() -> None:
+    commands = set(_parser()[1]) - WITHOUT_OUTPUT
+    for command in commands:
+        text = (ROOT / "docs" / "outputs" / f"{command}.txt").read_text()
+        assert text.startswith(f"$ fastpersist {command}")
+        assert len(text.splitlines()) > 1
+        assert "/tmp" not in text
 
 
 def test_a_link_to_nowhere_would_be_seen() -> None:

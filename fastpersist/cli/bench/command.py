@@ -31,6 +31,7 @@ from fastpersist.cli.bench.save_rows import own_save_rows, peer_save_rows, usabl
 from fastpersist.cli.bench.states import STATE_NAMES, StateRecipe, flatten
 from fastpersist.cli.bench.stream import command as bench_stream
 from fastpersist.cli.bench.worker import Job, Worker
+from fastpersist.cli.terminal import HelpFormatter, examples_text
 from fastpersist.errors import UnsupportedError
 from fastpersist.transfer.arena import available_host_bytes
 
@@ -45,10 +46,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     bench = subparsers.add_parser(
         "bench",
         help="measure saving and loading against fio and others, in a directory on the disk to measure",
+        epilog=examples_text("fastpersist bench save /mnt/nvme", "fastpersist bench overlap --help"),
+        formatter_class=HelpFormatter,
     )
     commands = bench.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    save = commands.add_parser("save", help="time until a state is durable in a fresh file")
-    load = commands.add_parser("load", help="time until a state is in memory, read from the disk")
+    save = commands.add_parser(
+        "save",
+        help="time until a state is durable in a fresh file",
+        epilog=examples_text(
+            "fastpersist bench save /mnt/nvme", "fastpersist bench save /mnt/nvme --state one-tensor --json save.json"
+        ),
+        formatter_class=HelpFormatter,
+    )
+    load = commands.add_parser(
+        "load",
+        help="time until a state is in memory, read from the disk",
+        epilog=examples_text("fastpersist bench load /mnt/nvme --quick", "fastpersist bench load /mnt/nvme --warm"),
+        formatter_class=HelpFormatter,
+    )
     for parser in (save, load):
         parser.add_argument(
             "directory", metavar="DIR", help="existing directory; gets a scratch directory, removed afterwards"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fastpersist.cli.demo.live import showing
 from fastpersist.cli.demo.run import Run, TrainerFailedError, run_trainer
-from fastpersist.cli.terminal import EXIT_DAMAGED, EXIT_GOOD, printable, size_text
+from fastpersist.cli.terminal import EXIT_DAMAGED, EXIT_GOOD, HelpFormatter, examples_text, printable, size_text
 
 __all__ = ["add_parser", "run"]
 
@@ -43,7 +43,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             "every step, kill it at a random moment, resume, and reach the same bits. Then time save and load against "
             "torch. Takes about a minute, and 1.5 GB of disk meanwhile."
         ),
-        epilog="Exit codes: 0 all of it held (the last line says PASS), 1 something did not, 2 usage.",
+        epilog=examples_text("fastpersist demo", "fastpersist demo --quick --dir /mnt/nvme")
+        + "Exit codes: 0 all of it held (the last line says PASS), 1 something did not, 2 usage.",
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--dir", metavar="DIR", help="work below DIR and leave the checkpoints there (default: here, and clean up)"

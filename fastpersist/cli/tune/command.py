@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fastpersist.cli.report.disk_rate import rate_line
 from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text, stopped_by_signals
 from fastpersist.transfer.arena import available_host_bytes
 
@@ -43,6 +44,10 @@ _PAIR_COUNTS = (7, 15)
 _SEARCH_UNTIL, _SIMPLIFY_UNTIL, _COMPARE_UNTIL, _LOAD_UNTIL = 0.45, 0.6, 0.75, 0.85
 
 _EPILOG = """\
+examples:
+  fastpersist tune /mnt/nvme
+  fastpersist tune /mnt/nvme --seconds 20 --dry-run
+
 The command saves fresh files as fastpersist.save does, until they are durable. Choices take turns; each round drops
 half of them. Further runs compare the last one with the defaults; it is kept only if it is faster in 95 of 100 cases,
 and by at least 2 %.
@@ -267,9 +272,18 @@ class _Found:
         """Whether loading is slower with it, by more than the noise."""
         return self.loading is not None and self.loading.is_slower
 
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The rate of the fastest choice of the last round."""
+        last = self.rounds[-1] if self.rounds else {}
+        fastest_s = min((statistics.median(seconds) for seconds in last.values() if seconds), default=0.0)
+        return self.size_bytes / fastest_s if fastest_s > 0 else None
+
     def findings(self) -> list[str]:
         """Return the findings, a line each."""
+        rate = [] if self.bytes_per_s is None else [rate_line(self.bytes_per_s)]
         lines = [
+            *rate,
             f"Measured: {self.run_count} saves of {self.size_bytes // _MIB} MiB into fresh files, until they were "
             f"durable, in {self.seconds:.0f} s.",
             self.verdict(),

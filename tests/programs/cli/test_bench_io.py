@@ -237,7 +237,7 @@ def test_missing_matplotlib_names_the_extra_before_measuring(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     picture = tmp_path / "x.png"
     assert main(["bench", "io", str(tmp_path), "--plot", str(picture)]) == 2
-    assert "pip install 'fastpersist[plot]'" in capsys.readouterr().err
+    assert "pip install 'fastpersist[plots]'" in capsys.readouterr().err
     assert not picture.exists()
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from support.forking import in_child
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.cli import main
+from fastpersist.cli.report.disk_rate import tuned_rate
 from fastpersist.cli.tune import command as tune
 from fastpersist.cli.tune import search
 from fastpersist.cli.tune.file import tuning_text, write_tuning
@@ -227,6 +229,8 @@ def test_file_is_written_where_the_library_finds_it(disk: Path, capsys: pytest.C
     assert read_tuning(found["file"]) == found["settings"]
     text = Path(found["file"]).read_text()
     assert "Measured: " in text
+    fastest_s = min(statistics.median(one["seconds"]) for one in found["rounds"][-1])
+    assert tuned_rate(str(disk)) == pytest.approx(MIB / fastest_s, abs=0.006e9)
     assert found["facts"]["kernel"] in text
     assert found["rounds"][0][0]["settings"] == {}
     assert found["run_count"] >= 12

@@ -34,6 +34,7 @@ from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.report import machine_facts
 from fastpersist.cli.bench.rows import exit_code
+from fastpersist.cli.terminal import HelpFormatter, examples_text
 from fastpersist.errors import ConfigError, StorageError
 from fastpersist.transfer.arena import available_host_bytes
 
@@ -50,6 +51,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="speed of reading and writing tensors by TensorFile, block by block",
         description="Speed of reading and writing tensors by TensorFile, beside fio with the same requests. Sizes are "
         "4K, 8M, 1G …; options with several values make a row for each combination.",
+        epilog=examples_text(
+            "fastpersist bench io /mnt/nvme --block 1M 8M --depth 1 8 --plot io.png",
+            "fastpersist bench io /mnt/nvme --read --random --depth 64 256",
+        ),
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("directory", metavar="DIR", help="existing directory; a scratch directory in it is removed")
     parser.add_argument("--read", action="store_true", help="only read (default: read and write)")

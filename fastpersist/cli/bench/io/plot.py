@@ -46,7 +46,7 @@ def require_matplotlib() -> None:
         ConfigError: There is no matplotlib.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'fastpersist[plot]', or leave --plot out")
+        raise ConfigError("--plot needs matplotlib: pip install 'fastpersist[plots]', or leave --plot out")
 
 
 def curves(results: Sequence[IoResult], setup: Setup, axis: Axis) -> list[Curve]:

@@ -25,6 +25,7 @@ from fastpersist.cli.bench.overlap.worker import ALL_WAYS, WAYS, Job
 from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.report import facts_text, machine_facts, report_head
 from fastpersist.cli.child_process import ChildProcess
+from fastpersist.cli.terminal import HelpFormatter, examples_text
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.transfer.arena import available_host_bytes
 from fastpersist.transfer.progress import progress_bar
@@ -51,7 +52,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "its own, in turn for several rounds. All of them save after each step, keep two checkpoints, and are durable "
         "at the end. A step is timed from its start until the device has made it, the call that saves included. Stall "
         "is what the thread that trains lost: inside that call, and waiting before the optimizer's step.",
-        epilog="A step that is shorter than a write shows how ways behave on a disk that cannot keep up.",
+        epilog=examples_text(
+            "fastpersist bench overlap /mnt/nvme",
+            "fastpersist bench overlap /mnt/nvme --model gpt2-124m --ways all --json overlap.json",
+        )
+        + "A step that is shorter than a write shows how ways behave on a disk that cannot keep up.",
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("directory", metavar="DIR", help="existing directory; a scratch directory in it is removed")
     parser.add_argument(

@@ -22,6 +22,7 @@ from fastpersist.cli.bench.ranks.processes import Failed, RankProcesses
 from fastpersist.cli.bench.ranks.tables import Table, ranks_text, row_json
 from fastpersist.cli.bench.report import machine_facts, report_head
 from fastpersist.cli.bench.rows import exit_code
+from fastpersist.cli.terminal import HelpFormatter, examples_text
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.transfer.arena import available_host_bytes
 
@@ -47,7 +48,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "many jobs, and reads the same file. With --sharded each rank holds its shards of one state (DTensors), which "
         "torch.distributed.checkpoint saves and loads with FastPersistWriter, with its own FileSystemWriter, and "
         "torch_checkpointing if it is installed; then they save it in the background.",
-        epilog="One disk shows that several writers do no harm; what several disks would gain, it cannot show.",
+        epilog=examples_text(
+            "fastpersist bench ranks /mnt/nvme --ranks 2 4 8", "fastpersist bench ranks /mnt/nvme --sharded"
+        )
+        + "One disk shows that several writers do no harm; what several disks would gain, it cannot show.",
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("directory", metavar="DIR", help="existing directory; a scratch directory in it is removed")
     parser.add_argument(

@@ -19,6 +19,7 @@ from fastpersist.cli.bench.places import check_places, positive, require_space, 
 from fastpersist.cli.bench.report import facts_text, machine_facts, notes_text, report_head, samples_json, table
 from fastpersist.cli.bench.row_store.ways import FEW_COUNT, Case, cold_rows, few_rows, has_lmdb, hit_rows, write_table
 from fastpersist.cli.bench.rows import Measured, Row, exit_code, measure
+from fastpersist.cli.terminal import HelpFormatter, examples_text
 from fastpersist.errors import ConfigError
 from fastpersist.transfer.arena import available_host_bytes
 
@@ -38,6 +39,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
         help="rows gathered from a table on disk, by fp.RowStore and by others",
         description="Rows gathered from a table on disk, at random: fp.RowStore, mapped files and threads, against "
         "fio; small requests; and rows that are in memory, against torch.index_select.",
+        epilog=examples_text(f"fastpersist {'rows bench' if name == 'bench' else 'bench rows'} /mnt/nvme --size 2G"),
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("directory", metavar="DIR", help="existing directory; gets a table, removed afterwards")
     parser.add_argument("--size", type=_size, default=8 << 30, metavar="SIZE", help="of the table (default: 8G)")

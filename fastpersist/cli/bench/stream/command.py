@@ -23,6 +23,7 @@ from fastpersist.cli.bench.stream.model import FORM_COUNT, MODEL_NAMES, ModelFil
 from fastpersist.cli.bench.stream.report import stream_json, stream_text
 from fastpersist.cli.bench.stream.rows import Case, PassSample, WayProcess, bandwidth_rows, way_rows
 from fastpersist.cli.bench.stream.ways import BUILDERS, MAPPED, OURS, RESIDENT
+from fastpersist.cli.terminal import HelpFormatter, examples_text
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.transfer.arena import available_host_bytes
 
@@ -39,6 +40,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="token passes of a model whose weights stay on disk, by fp.stream and by others",
         description="Token passes of a model whose weights stay on disk: fp.stream, transformers, accelerate and "
         "mapped files, against what disk and processor allow. Needs transformers and accelerate.",
+        epilog=examples_text(
+            "fastpersist bench stream /mnt/nvme --model small", "fastpersist bench stream /mnt/nvme --budget 1G half"
+        ),
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "directory", metavar="DIR", help="existing directory; gets three forms of the model, removed afterwards"

@@ -1,46 +1,22 @@
-"""`fastpersist report ROOT`: the cost of a run's checkpoints to its training, from their manifests.
+"""The table of `fastpersist report`: the cost of the steps that are there, from their manifests.
 
-Removed steps are missing; a running `Checkpointer` has the figures of its own saves in `stats()`. `inspect` lists the
-contents of steps, and `verify` checks them.
+Removed steps are missing; `page` has those of the log of events, too. `inspect` lists the contents of steps, and
+`verify` checks them.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
-from fastpersist.errors import UnsupportedError
+from fastpersist.display import duration_text, printable, size_text, time_text
 
 if TYPE_CHECKING:
     from fastpersist import Manifest
 
-__all__ = ["add_parser", "run"]
+__all__ = ["as_json", "print_costs"]
 
 _DURATIONS = ("stall_s", "capture_s", "write_s", "sync_s")
-
-_EPILOG = """\
-The figures are those of rank 0 at the moment when it published the step:
-  stall    time that the training thread lost: inside save(), and waiting at the gate
-  capture  from save() until everything could be changed again; most of it overlaps training
-  write    from the first byte to the last; sync: until these were durable
-  rate     size divided by write and sync; a background save spreads its writing over
-           the step, so this rate is below that of the disk
-  copied   bytes copied inside save(), and at the gate for a step that came before the writer
-  every    time since the previous step that is still there
-  lost     stall as a part of that time
-
---json prints one object:
-  path, steps     list of {step, time_s, size_bytes, stats, every_s, rate_bytes_per_s, lost_ratio}, oldest first;
-                  stats as in the manifest; null if not known
-  total           {step_count, size_bytes, stall_s, write_s, sync_s}, sums
-  median          {stall_s, rate_bytes_per_s, every_s, lost_ratio} of the steps; null if no step has it
-
-Exit codes: 0 good, 2 not found, or no directory of checkpoints.
-"""
 
 
 class _Row(NamedTuple):
@@ -70,35 +46,14 @@ class _Row(NamedTuple):
         return 0.0 if isinstance(value, str) else float(value)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's options."""
-    parser = subparsers.add_parser(
-        "report",
-        help="show what the checkpoints of a run cost its training",
-        description="Show what the steps in a directory of checkpoints cost: stalls, writing, rates, copies.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("root", metavar="ROOT", help="a directory of checkpoints, as fp.Checkpointer writes it")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+def as_json(manifest: Manifest) -> dict[str, object]:
+    """Return the costs of the steps of a root, as --json prints them."""
+    return {"path": manifest.path, **_as_json(_rows(manifest.checkpoints))}
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the costs of the steps."""
-    from fastpersist import inspect
-
-    manifest = inspect(arguments.root)
-    if manifest.format != "root":
-        raise UnsupportedError(
-            f"{arguments.root} is no directory of checkpoints; `fastpersist inspect` says what one checkpoint cost"
-        )
-    rows = _rows(manifest.checkpoints)
-    if arguments.json:
-        print(json.dumps({"path": manifest.path, **_as_json(rows)}, indent=2))
-    else:
-        _print_text(manifest.path, rows)
-    return EXIT_GOOD
+def print_costs(manifest: Manifest) -> None:
+    """Print the costs of the steps of a root."""
+    _print_text(manifest.path, _rows(manifest.checkpoints))
 
 
 def _rows(checkpoints: tuple[Manifest, ...]) -> list[_Row]:
@@ -158,22 +113,19 @@ def _print_text(path: str, rows: list[_Row]) -> None:
         return
     medians = _medians(rows)
     worst = max(rows, key=lambda row: row.number("stall_s"))
-    print(
-        f"stall    {_duration(medians['stall_s'])} is the median; {_duration(worst.number('stall_s'))} the longest, of "
-        f"{_name(worst)}"
-    )
+    longest = duration_text(worst.number("stall_s"))
+    print(f"stall    {duration_text(medians['stall_s'])} is the median; {longest} the longest, of {_name(worst)}")
     if medians["every_s"] is not None:
-        print(
-            f"lost     {_percent(medians['lost_ratio'])} of {_duration(medians['every_s'])} between two steps (medians)"
-        )
+        every = duration_text(medians["every_s"])
+        print(f"lost     {_percent(medians['lost_ratio'])} of {every} between two steps (medians)")
     print()
     table = [
         (
             _name(row),
-            "" if row.time_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.time_s)),
-            _duration(row.every_s),
+            time_text(row.time_s),
+            duration_text(row.every_s),
             size_text(row.size_bytes),
-            *(_duration(row.number(name) if name in row.stats else None) for name in _DURATIONS),
+            *(duration_text(row.number(name) if name in row.stats else None) for name in _DURATIONS),
             _rate(row.rate_bytes_per_s),
             size_text(int(row.number("bytes_at_gate") + row.number("bytes_before_return"))),
             _percent(row.lost_ratio),
@@ -188,15 +140,6 @@ def _print_text(path: str, rows: list[_Row]) -> None:
 
 def _name(row: _Row) -> str:
     return "none" if row.step is None else str(row.step)
-
-
-def _duration(seconds: float | None) -> str:
-    """Format a time with three digits: "4.2 ms", "1.35 s", "12 min"."""
-    if seconds is None:
-        return ""
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _rate(bytes_per_s: float | None) -> str:

@@ -1,0 +1,1 @@
+"""`fastpersist report`: `command`; `table` for the terminal; `page` and `png` draw what `charts` make of `records`."""
