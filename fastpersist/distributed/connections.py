@@ -65,7 +65,7 @@ __all__ = [
 
 _log = logging.getLogger("fastpersist")
 
-PROTOCOL = 5
+PROTOCOL = 6
 """The version of the messages between ranks (docs/explanation/ranks.md); all ranks must have the same."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 TOKEN_BYTES = 32
