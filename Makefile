@@ -14,6 +14,7 @@ PART ?=
 # `make test` has 150 s on a machine with two cores; from here on it fails, so that it stays what one runs each time.
 BUDGET_S ?= 225
 SECONDS ?= 60
+RANKS ?= 32
 SCHEDULES ?= 1000000
 SEED ?= $(shell date +%s)
 # How deep clang-tidy looks into each function. Its own default, 225000, takes three times as long.
@@ -35,7 +36,7 @@ TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc tests/abi/*.cc tests/abi/*.h t
 WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 
-.PHONY: help setup build check docs test test-all test-rest test-oldest frameworks san abi crash fuzz bench overlap trainers ranks dcp io gpu emulated-gpu demo figures wheel warnings tidy
+.PHONY: help setup build check docs test test-all test-rest test-oldest frameworks san abi crash fuzz storm bench overlap trainers ranks dcp io gpu emulated-gpu demo figures wheel warnings tidy
 .DELETE_ON_ERROR:
 
 help:
@@ -52,6 +53,7 @@ help:
 	@echo 'make abi                   what we declare of CUDA and cuFile, against headers of NVIDIA that it downloads'
 	@echo 'make crash                 the crash tests with $(KILLS) kills (KILLS=…)'
 	@echo 'make fuzz                  $(SCHEDULES) schedules of each simulator, and every fuzzer for $(SECONDS) s (SCHEDULES=…, SECONDS=…, SEED=…)'
+	@echo 'make storm                 $(RANKS) ranks that are killed, stopped and late while they save, for $(SECONDS) s (RANKS=…, SECONDS=…, SEED=…)'
 	@echo 'make bench DIR=…           save and load against fio and others, in a directory on the disk to measure'
 	@echo 'make overlap DIR=…         what checkpoints cost a training, against others (20 minutes; fastpersist bench overlap --help)'
 	@echo 'make trainers DIR=…        what checkpoints cost inside frameworks (benchmarks/trainers.py --help)'
@@ -215,6 +217,9 @@ fuzz: $(BUILT)
 	  echo "$$fuzzer --seconds $(SECONDS) --seed $(SEED)"; \
 	  PYTHONPATH=tests $(BIN)/python "$$fuzzer" --seconds $(SECONDS) --seed $(SEED); \
 	done
+
+storm: $(BUILT)
+	PYTHONPATH=tests $(BIN)/python -m support.rank_storm --ranks $(RANKS) --seconds $(SECONDS) --seed $(SEED)
 
 # --- use ---
 

@@ -359,7 +359,10 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
         return _read(root, step, options, _opened(held, manifest, options, read))
 
     try:
-        found = read_committed(root, step, read_held)
+        # Of a thousand ranks one looks at all files, and the others hear if it fails: they look at what they read. Where
+        # each node has files of its own, each rank looks at those.
+        checks_files = options.rank == 0 or _is_shared(read)
+        found = read_committed(root, step, read_held, checks_files=checks_files)
     except (CheckpointNotFoundError, CorruptionError) as error:
         is_missing = isinstance(error, CheckpointNotFoundError)
         if not _is_shared(read) or not (is_missing or (options.copies and not is_open)):

@@ -115,6 +115,7 @@ class PendingDirectory:
         self._identity = mark_live(fd, self._manifest_path)
         self._process = os.getpid()
         self._names: set[str] = set()  # of all files made here
+        self._durable: set[str] = set()  # of files made by others, who have synced them
         self._open_files: dict[int, str] = {}
         self._directories: set[str] = set()
 
@@ -225,6 +226,10 @@ class PendingDirectory:
         with saving(self.final_path):
             filesystem().close(fd, os.path.join(self.path, name))
 
+    def note_durable(self, name: str) -> None:
+        """Note that somebody else has synced a file of the directory, so that `publish` does not."""
+        self._durable.add(name)
+
     def publish(
         self, manifest: bytes, *, durable: bool = True, overwrite: Overwrite = False, keep_replaced: bool = False
     ) -> str | None:
@@ -271,7 +276,7 @@ class PendingDirectory:
             message = f"{missing[0]} is gone from {self.path}; somebody has deleted it"
             raise StorageError(errno.ENOENT, message, self.path)
         for name in files:
-            if durable and name not in self._names and name != MANIFEST_NAME:
+            if durable and name not in self._names and name not in self._durable and name != MANIFEST_NAME:
                 self._sync_file(os.path.join(self.path, name))
         manifest_path = os.path.join(self.path, MANIFEST_NAME)
         status = filesystem().status(self._manifest_fd, manifest_path)

@@ -100,13 +100,16 @@ def _for_each_step(root: str, read: Callable[[int], bool]) -> None:
             return
 
 
-def read_committed(root: str, step: int, read: Callable[[HeldDirectory, CheckpointManifest], _Read]) -> _Read:
+def read_committed(
+    root: str, step: int, read: Callable[[HeldDirectory, CheckpointManifest], _Read], *, checks_files: bool = True
+) -> _Read:
     """Read a step, all of it from one directory, which nobody removes meanwhile, even if a save replaces it.
 
     Args:
         root: The directory of the steps.
         step: Which one.
-        read: Called with its directory and its manifest, after a check that every file of it is there.
+        read: Called with its directory and its manifest.
+        checks_files: Check first that every file of it is there.
 
     Returns:
         What `read` returns.
@@ -124,7 +127,8 @@ def read_committed(root: str, step: int, read: Callable[[HeldDirectory, Checkpoi
         with hold_for_reading(path) as held:
             try:
                 manifest = read_manifest(held.place)
-                check_files(held.place, manifest)
+                if checks_files:
+                    check_files(held.place, manifest)
                 return read(held, manifest)
             except (CorruptionError, StorageError, CheckpointNotFoundError):
                 if held.has_its_name():

@@ -2,7 +2,7 @@
 
                                  by torch.distributed.checkpoint     by a Checkpointer
     a save begins in             storage_writer, async_stager        save_state
-    who writes what              save_planner                        plan_agreement, with plan_comparison
+    who writes what              save_planner                        plan_agreement, with plan_comparison; global_plan
     held until it is written     capture                             capture
     a load begins in             storage_reader                      load_state → target_plan; node_local_load
 

@@ -101,7 +101,8 @@ def load_sharded_state(
     )
     reader = reader or FastPersistReader(path, engine=engine)
     metadata = reader.read_metadata()
-    tree = _proven_tree(path, reader, metadata)
+    # Thousands of ranks do not look at thousands of parts each: what is wrong with one shows when it is read.
+    tree = _proven_tree(path, reader, metadata, {entry.name: entry.size_bytes for entry in manifest.files})
     targets = dict(into or {})
     taken = set(map(str, targets))
     # With targets, the objects tell which entries are small; without, only those are read that keys choose.
@@ -133,7 +134,9 @@ def load_sharded_state(
     return {**loaded, **targets}
 
 
-def _proven_tree(path: str, reader: FastPersistReader, metadata: Metadata) -> dict[str, Node]:
+def _proven_tree(
+    path: str, reader: FastPersistReader, metadata: Metadata, known_bytes: Mapping[str, int]
+) -> dict[str, Node]:
     """Return the tree of what was saved, once the metadata are proven.
 
     Raises:
@@ -145,7 +148,7 @@ def _proven_tree(path: str, reader: FastPersistReader, metadata: Metadata) -> di
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise FormatError(f"its names make no state: {error}", path=metadata_path) from error
     require_covered(metadata.state_dict_metadata, metadata_path)
-    reader.require_places(metadata)
+    reader.require_places(metadata, known_bytes)
     return tree
 
 

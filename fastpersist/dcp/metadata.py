@@ -42,12 +42,14 @@ from fastpersist.formats.pickle_nodes import Call, Global, SymbolicDict, Unsuppo
 from fastpersist.formats.pickle_scan import scan_pickle
 from fastpersist.transfer.garbage import no_garbage_collection
 
-__all__ = ["METADATA_NAME", "Found", "build_pickled", "pickled", "read_metadata"]
+__all__ = ["METADATA_NAME", "Found", "build_pickled", "pickled", "pickled_unframed", "read_metadata"]
 
 METADATA_NAME = DCP_METADATA_NAME
 
 _SIZE_BYTES_MAX = 1 << 30
 """Enough for some millions of chunks. Built, they take ten times as much memory; a file of holes costs nothing."""
+
+_FRAME_BYTES: Final = 9  # the opcode FRAME and a length
 
 _DEPTH_MAX: Final = 32
 """Metadata and plans need 6 levels; a planner may add others."""
@@ -166,6 +168,14 @@ def pickled(value: object) -> bytes:
     file = _Pieces()
     pickle.Pickler(file, protocol=4).dump(value)
     return b"".join(file.pieces)
+
+
+def pickled_unframed(value: object) -> bytes:
+    """Pickle what has no bytes in it, without frames, which say where a pickle goes on: so its end may be replaced."""
+    file = _Pieces()
+    pickle.Pickler(file, protocol=4).dump(value)
+    header, pieces = file.pieces[0][:2], [file.pieces[0][2:], *file.pieces[1:]]
+    return b"".join([header, *(piece[_FRAME_BYTES:] if piece[:1] == pickle.FRAME else piece for piece in pieces)])
 
 
 def read_metadata(path: str) -> tuple[Metadata, Found]:

@@ -1,49 +1,54 @@
 """The ranks plan a save of sharded state together, which rank writes which chunks, over a Session without collectives.
 
-DCP's planners plan; this module does what dcp.save does around them, on the writing thread. For each save
+Each rank plans by DCP's planner what it holds; `global_plan` plans for all. For each save, on the writing thread,
 
-    followers → coordinator   hello   what is saved; the version of the plan that this rank keeps of an earlier save, if
-                                      its tensors are still alike; and sums of what it shares with others by that plan
-    coordinator → followers   go      the directory, and whether that plan still holds. If it does not:
-    followers → coordinator   plan    what this rank holds, and the sums of its samples (`plan_comparison`)
-    coordinator → followers   plan    to each rank what it writes, and what it shares with others
-    followers → coordinator   done    where each item lies in this rank's part, and the part's length
+    followers → coordinator   hello    what is saved; the version of the plan that this rank keeps of an earlier save,
+                                       if its tensors are still alike; sums of what it shares with others by that plan
+    coordinator → followers   go       the directory, and whether that plan still holds; a token of this save, and that
+                                       of the last save of which the coordinator still has the places. If it does not:
+    followers → coordinator   digests  of what this rank holds, and of the sums of its samples (`plan_comparison`)
+    coordinator → followers   wanted   which of both to send: of ranks that hold the same, only the first one's
+    followers → coordinator   plan     those, packed (`held_items`), and the names of objects
+    coordinator → followers   plan     to each rank what it writes, and what it shares with others
+    followers → coordinator   done     where each item lies in this rank's part, and the part's length. Of tensors that
+                                       lie where the coordinator has them already, only a digest
 
-`hello`, `go` and `done` are JSON; the places in `done` follow the JSON, packed. Plans are pickles, and are read without
-running what they name (`metadata`).
+All but the plans is JSON; the places in `done` follow the JSON, packed. Plans are pickles, and are read without running
+what they name (`metadata`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import secrets
 import struct
 import threading
 import zlib
-from collections import Counter
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from fastpersist.dcp.global_plan.assignment import WHOLE, Group, Share, WholePlan, assign, common_of
+from fastpersist.dcp.global_plan.held_items import HeldTensors, TensorNames, from_runs, packed_tensors, runs_of
+from fastpersist.dcp.global_plan.kept_metadata import KeptMetadata
 from fastpersist.dcp.metadata import build_pickled, pickled
-from fastpersist.dcp.plan_comparison import GetSums, sample, two_under_one_name
-from fastpersist.dcp.save_planner import StepSavePlanner, is_object
+from fastpersist.dcp.plan_comparison import GetSums, sample
+from fastpersist.dcp.save_planner import StepSavePlanner, is_object, rows_of
 from fastpersist.distributed.messages import decoded, encoded
-from fastpersist.errors import ConfigError, CoordinationError, FormatError
+from fastpersist.errors import ConfigError, CoordinationError, FormatError, InternalError
 from fastpersist.saving.directory_files import RankSession
 from fastpersist.saving.ownership import Ownership
 from fastpersist.transfer.garbage import no_garbage_collection
 
-__all__ = ["Done", "Planned", "SharedPlans", "gather_done", "tell_done"]
-
-_SHOWN_COUNT = 5
+__all__ = ["Done", "Planned", "SharedPlans", "Whole", "gather_done", "tell_done"]
 
 _PLAN_BYTES_MAX = 1 << 30
 """Of a plan, unpacked: some millions of items. Without a limit, a message of a few KiB could unpack to terabytes."""
@@ -58,21 +63,44 @@ _Common: TypeAlias = dict[str, list[str]]
 """By set of ranks that this one belongs to: the names of the tensors of which they hold the same chunk."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Planned:
     """The plan of a save.
 
     Attributes:
         directory: Where the parts go.
-        items: What this rank writes.
-        indexes: The items that each rank writes; on the coordinator.
-        metadata: What is saved, for all ranks; on the coordinator.
+        items: What this rank writes: tensors, then objects.
+        tensor_count: How many of them are tensors.
+        whole: What all ranks write, and the metadata; on the coordinator.
+        save: Token of this save.
+        kept: Token of the save whose places the coordinator has; "" if it has none.
+        told: The places of tensors that this rank has told, packed, by token of the save; a follower changes it.
     """
 
     directory: str
     items: list[WriteItem]
-    indexes: list[list[MetadataIndex]]
-    metadata: Metadata | None
+    tensor_count: int
+    whole: Whole | None
+    save: str = ""
+    kept: str = ""
+    told: dict[str, bytes] = field(default_factory=dict)
+
+
+class Whole:
+    """What all ranks write by one plan, from save to save; on the coordinator.
+
+    Args:
+        plan: The plan.
+
+    Attributes:
+        metadata: Pickles DCP's metadata.
+        kept: Token of the save whose places `metadata` has.
+    """
+
+    def __init__(self, plan: WholePlan) -> None:
+        self.plan = plan
+        self.metadata = KeptMetadata(plan)
+        self.kept = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +109,18 @@ class Done:
 
     Attributes:
         part: Name, length and CRC of its part; None if it has none.
-        places: Offset and length of each of its items.
+        places: Offset and length of each of its tensors, packed.
+        object_places: Offset and length of each of its objects.
     """
 
     part: tuple[str, int, int | None] | None
-    places: list[tuple[int, int]]
+    places: bytes
+    object_places: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, part: tuple[str, int, int | None] | None, places: Sequence[tuple[int, int]], tensor_count: int) -> Done:
+        """Return what a rank has written whose first items are tensors."""
+        return cls(part, b"".join(_PLACE.pack(*one) for one in places[:tensor_count]), list(places[tensor_count:]))
 
 
 class SharedPlans:
@@ -105,10 +140,11 @@ class SharedPlans:
         self._local: list[WriteItem] = []  # what this rank holds
         self._version = ""  # of the plan of all ranks that includes `_local`; "" if there is none
         self._items: list[WriteItem] = []  # what this rank writes by that plan
+        self._tensor_count = 0  # of these
         self._common: _Common = {}  # what this rank shares by that plan
         self._alone: frozenset[str] = frozenset()  # what no other rank holds, by the last plan
-        self._indexes: list[list[MetadataIndex]] = []  # what each rank writes by that plan; on the coordinator
-        self._metadata: Metadata | None = None
+        self._whole: Whole | None = None  # on the coordinator
+        self._told: dict[str, bytes] = {}  # see `Planned`
 
     def sample(self, state: Mapping[str, Any], ownership: Ownership) -> GetSums:
         """Take samples, as they are now, of what other ranks may hold, too; on any thread.
@@ -143,17 +179,19 @@ class SharedPlans:
         """
         sums = {} if get_sums is None or session is None else get_sums()
         self._plan_locally(state, is_first=session is None or session.rank == 0)
+        save, kept = secrets.token_hex(8), ""
         if session is None or session.count == 1:
             if not self._version:
-                (self._items,) = self._plan_for_all([self._local], [self.planner.mappings])
+                _refuse_parts(self._local)
+                self._plan_for_all([_Told(*self._packed_locally({}), self._objects(), {})])
                 self._note_common({})
         elif session.rank == 0:
-            self._lead(session, label, directory, sums)
+            self._lead(session, label, directory, sums, save)
         else:
-            directory = self._follow(session, label, sums)
+            directory, save, kept = self._follow(session, label, sums)
         # The planner has to know what was cut, to resolve the items that this rank writes.
         self.planner.finish_plan(SavePlan(self._items))
-        return Planned(directory or "", self._items, self._indexes, self._metadata)
+        return Planned(directory or "", self._items, self._tensor_count, self._whole, save, kept, self._told)
 
     @contextmanager
     def taken(self) -> Iterator[SharedPlans]:
@@ -183,30 +221,45 @@ class SharedPlans:
             self._local = planner.create_local_plan().items
             self._structure = structure
 
+    def _tensors(self) -> list[WriteItem]:
+        return [item for item in self._local if item.tensor_data is not None]
+
+    def _objects(self) -> list[str]:
+        return [item.index.fqn for item in self._local if item.tensor_data is None]
+
+    def _packed_locally(self, sums: _Sums) -> tuple[bytes, bytes]:
+        return packed_tensors(self._tensors(), self.planner.mappings, sums)
+
     @no_garbage_collection()
-    def _plan_for_all(self, items: list[list[WriteItem]], mappings: list[dict[str, Any]]) -> list[list[WriteItem]]:
-        """Return what each rank writes; on the coordinator, which keeps only the indexes of it."""
-        self._version = ""
-        if len(items) == 1:
-            _refuse_parts(items[0])
-        plans = [SavePlan(own, planner_data=paths) for own, paths in zip(items, mappings, strict=True)]
-        try:
-            shared, metadata = self.planner.create_global_plan(plans)
-        except (ValueError, AssertionError) as error:
-            names = ", ".join(_incomplete(items)[:_SHOWN_COUNT])  # older releases of torch do not name them
-            raise CoordinationError(f"what the ranks hold makes no whole tensors ({names}): {error}") from error
-        self.planner.global_plan, self.planner.metadata = [], Metadata({})
-        self._indexes = [[item.index for item in plan.items] for plan in shared]
-        self._metadata = _in_order(metadata, mappings)
+    def _plan_for_all(self, told: Sequence[_Told]) -> list[_Common]:
+        """Plan what each rank writes, given what each has told; return what each shares. On the coordinator."""
+        self._version, self._whole = "", None
+        groups, group_of = _grouped(told)
+        common = common_of(groups)
+        paths = [self.planner.mappings, *(group.held.described.paths for group in groups), *(one.paths for one in told)]
+        plan = assign(groups, [one.objects for one in told], paths)
+        self._whole = Whole(plan)
+        self._take_share(plan.shares[0])
         self._version = secrets.token_hex(8)
-        return [plan.items for plan in shared]
+        return [common[number] for number in group_of]
+
+    def _take_share(self, share: Share) -> None:
+        """Note what this rank writes."""
+        tensors = self._tensors()
+        objects = {item.index.fqn: item for item in self._local if item.tensor_data is None}
+        self._items = [
+            tensors[item] if first_row == WHOLE else rows_of(tensors[item], first_row, row_count)
+            for item, first_row, row_count in zip(share.items, share.first_rows, share.row_counts, strict=True)
+        ]
+        self._tensor_count = len(self._items)
+        self._items += [objects[name] for name in share.objects]
 
     def _note_common(self, common: _Common) -> None:
         self._common = common
         shared = {name for names in common.values() for name in names}
         self._alone = frozenset(item.index.fqn for item in self._local) - shared
 
-    def _lead(self, session: RankSession, label: str, directory: str | None, sums: _Sums) -> None:
+    def _lead(self, session: RankSession, label: str, directory: str | None, sums: _Sums, save: str) -> None:
         hellos = [decoded(one, rank) for rank, one in enumerate(session.gather(b"{}"))]
         for rank, hello in enumerate(hellos[1:], 1):
             if hello.get("label") != label:
@@ -216,68 +269,215 @@ class SharedPlans:
                 )
         holds = bool(self._version) and all(hello.get("version") == self._version for hello in hellos[1:])
         holds = holds and _are_alike([_joint(self._common, sums), *(hello.get("sums") or {} for hello in hellos[1:])])
-        session.answer(encoded({"directory": directory, "holds": holds}))
+        kept = self._whole.kept if holds and self._whole is not None else ""
+        session.answer(encoded({"directory": directory, "holds": holds, "save": save, "kept": kept}))
         if holds:
             return
-        told = [_unpacked(one, rank, _HELD) for rank, one in enumerate(session.gather(b"")) if rank]
-        held = [self._local, *(items for items, _, _ in told)]
-        _refuse_differences(held)
-        common = _common([sums, *(of_rank for _, _, of_rank in told)], held)
-        shared = self._plan_for_all(held, [self.planner.mappings, *(paths for _, paths, _ in told)])
-        self._items = shared[0]
+        told = _gather_plans(session, _Told(*self._packed_locally(sums), self._objects(), {}))
+        common = self._plan_for_all(told)
         self._note_common(common[0])
-        others = list(zip(shared, common, strict=True))[1:]
-        session.answer_each([b"", *(_packed((self._version, items, same)) for items, same in others)])
+        if self._whole is None:
+            raise InternalError("there is no plan of all ranks after it was made")
+        numbers = _NameNumbers()
+        shares = zip(self._whole.plan.shares, common, self._whole.plan.held_by(), told, strict=True)
+        plans = [_share_message(self._version, *one, numbers) for one in shares]
+        session.answer_each([b"", *plans[1:]])
 
-    def _follow(self, session: RankSession, label: str, sums: _Sums) -> str:
+    def _follow(self, session: RankSession, label: str, sums: _Sums) -> tuple[str, str, str]:
+        """Return the directory, and the tokens of this save and of the one whose places the coordinator has."""
         joint = _joint(self._common, sums) if self._version else {}
         session.tell(encoded({"label": label, "version": self._version, "sums": joint}))
         go = decoded(session.hear(), 0)
         if not go.get("holds"):
-            session.tell(_packed((self._local, self.planner.mappings, sums)))
-            self._version, self._items, common = _unpacked(session.hear(), 0, _SHARED)
-            self._note_common(common)
-        return str(go["directory"])
+            self._told.clear()
+            names, chunks = self._packed_locally(sums)
+            session.tell(encoded({"names": _digest(names), "chunks": _digest(chunks)}))
+            wanted = decoded(session.hear(), 0)
+            objects = self._objects()
+            paths = {name: self.planner.mappings[name] for name in objects if name in self.planner.mappings}
+            blobs = names if wanted.get("names") else b"", chunks if wanted.get("chunks") else b""
+            session.tell(_packed((*blobs, objects, paths)))
+            self._hear_share(session.hear())
+        return str(go["directory"]), str(go.get("save")), str(go.get("kept"))
+
+    def _hear_share(self, message: bytes) -> None:
+        """Take what this rank writes, as the coordinator tells it."""
+        version, items, first_rows, row_counts, objects, common = _unpacked(message, 0, _SHARED)
+        tensors, names = self._tensors(), self._objects()
+        try:
+            share = Share(
+                array("I", from_runs(items, len(tensors))),
+                array("q", first_rows),
+                array("q", row_counts),
+                [names[number] for number in from_runs(objects, len(names))],
+            )
+            self._take_share(share)
+            own = list(dict.fromkeys(item.index.fqn for item in tensors))
+            shared = {
+                ranks: [own[number] for number in from_runs(packed, len(own))] for ranks, packed in common.items()
+            }
+        except (FormatError, ValueError, TypeError) as error:
+            raise CoordinationError(f"the plan of rank 0 cannot be read: {error}") from error
+        self._version = version
+        self._note_common(shared)
 
 
-def tell_done(session: RankSession, done: Done) -> None:
+def tell_done(session: RankSession, done: Done, planned: Planned) -> None:
     """Tell the coordinator what this one has written."""
-    places = zlib.compress(b"".join(_PLACE.pack(*place) for place in done.places), 1)
-    session.tell(encoded({"part": done.part}) + b"\n" + places)
+    told = planned.told
+    is_known = bool(planned.kept) and told.get(planned.kept) == done.places
+    known = {planned.kept: told[planned.kept]} if is_known else {}
+    told.clear()
+    told.update(known)
+    told[planned.save] = done.places
+    objects = b"".join(_PLACE.pack(*one) for one in done.object_places)
+    said: dict[str, Any] = {"part": done.part}
+    if is_known:
+        said["places"] = _digest(done.places)
+    packed = zlib.compress(objects if is_known else done.places + objects, 1)
+    session.tell(encoded(said) + b"\n" + packed)
 
 
-def gather_done(session: RankSession | None, own: Done, indexes: Sequence[Sequence[MetadataIndex]]) -> list[Done]:
+def gather_done(session: RankSession | None, own: Done, planned: Planned) -> list[Done]:
     """Return what each rank has written, when all have.
 
     Raises:
         CoordinationError: A rank has written something else than was planned.
         PeerError: A rank has failed.
     """
+    whole = planned.whole
+    if whole is None:
+        raise InternalError("the coordinator has no plan of what the ranks have written")
+    kept = whole.metadata.places or []
     found = [own]
     for rank, message in enumerate([] if session is None else session.gather(b"")):
-        if rank == 0:
-            continue
-        text, _, packed = message.partition(b"\n")
-        said = decoded(text, rank)
-        try:
-            data = _decompressed(packed, _PLACE.size * len(indexes[rank]))
-            places = list(_PLACE.iter_unpack(data))
-            part = said["part"]
-            found.append(Done(None if part is None else (part[0], part[1], part[2]), places))
-        except (struct.error, zlib.error, LookupError, TypeError) as error:
-            raise CoordinationError(f"where rank {rank} has written its items cannot be read: {error!r}") from error
-    for rank, (done, planned) in enumerate(zip(found, indexes, strict=True)):
-        if len(done.places) != len(planned):
-            raise CoordinationError(f"rank {rank} has written {len(done.places)} items, and not {len(planned)}")
+        if rank:
+            found.append(_read_done(message, rank, whole.plan.shares[rank], kept[rank] if kept else None))
+    for rank, (done, share) in enumerate(zip(found, whole.plan.shares, strict=True)):
+        counts = len(done.places) // _PLACE.size, len(done.object_places)
+        if counts != (len(share.items), len(share.objects)):
+            raise CoordinationError(f"rank {rank} has written {sum(counts)} items, and not {len(share)}")
     return found
+
+
+def _read_done(message: bytes, rank: int, share: Share, kept: bytes | None) -> Done:
+    text, _, packed = message.partition(b"\n")
+    said = decoded(text, rank)
+    try:
+        data = _decompressed(packed, _PLACE.size * len(share))
+        places, objects = data[: _PLACE.size * len(share.items)], data[_PLACE.size * len(share.items) :]
+        if "places" in said:
+            if kept is None or said["places"] != _digest(kept):
+                raise ValueError("it tells of places that rank 0 does not have")
+            places, objects = kept, data
+        part = said["part"]
+        entry = None if part is None else (part[0], part[1], part[2])
+        return Done(entry, places, list(_PLACE.iter_unpack(objects)))
+    except (struct.error, zlib.error, LookupError, TypeError, ValueError) as error:
+        raise CoordinationError(f"where rank {rank} has written its items cannot be read: {error!r}") from error
 
 
 # --- what the ranks say
 
 
-_HELD = (list, dict, dict)
-_SHARED = (str, list, dict)
+_HELD = (bytes, bytes, list, dict)
+_SHARED = (str, bytes, bytes, bytes, bytes, dict)
 """Types of what the two plans consist of."""
+
+
+class _Told(NamedTuple):
+    """What a rank tells of what it holds: names and chunks of tensors; objects, and their paths."""
+
+    names: bytes
+    chunks: bytes
+    objects: list[str]
+    paths: dict[str, Any]
+
+
+def _gather_plans(session: RankSession, own: _Told) -> list[_Told]:
+    """Return what each rank holds; ranks that hold the same have the very same blobs."""
+    blobs = {_digest(own.names): own.names, _digest(own.chunks): own.chunks}
+    digests: list[tuple[str, str]] = []
+    wanted: list[tuple[bool, bool]] = []
+    for rank, message in enumerate(session.gather(b"{}")):
+        said = {} if rank == 0 else decoded(message, rank)
+        names, chunks = str(said.get("names")), str(said.get("chunks"))
+        digests.append((names, chunks))
+        wanted.append((names not in blobs, chunks not in blobs))
+        if rank:
+            blobs.setdefault(names, b"")
+            blobs.setdefault(chunks, b"")
+    session.answer_each([encoded({"names": names, "chunks": chunks}) for names, chunks in wanted])
+    found = [own]
+    for rank, message in enumerate(session.gather(b"")):
+        if rank == 0:
+            continue
+        *told, objects, paths = _unpacked(message, rank, _HELD)
+        for blob, is_wanted, digest in zip(told, wanted[rank], digests[rank], strict=True):
+            if is_wanted:
+                if _digest(blob) != digest:
+                    raise CoordinationError(f"the plan of rank {rank} cannot be read: it is another than it has told")
+                blobs[digest] = blob
+        if {*map(type, objects)} - {str} or len({*objects}) != len(objects):
+            raise CoordinationError(f"the plan of rank {rank} cannot be read: these are no names of objects")
+        found.append(_Told(blobs[digests[rank][0]], blobs[digests[rank][1]], objects, paths))
+    return found
+
+
+def _grouped(told: Sequence[_Told]) -> tuple[list[Group], list[int]]:
+    """Return the groups of ranks that hold the same tensors, and by rank in which one it is."""
+    described: dict[int, TensorNames] = {}  # by the blobs' identity: equal ones are one object
+    numbers: dict[tuple[int, int], int] = {}
+    groups: list[Group] = []
+    group_of = []
+    for rank, one in enumerate(told):
+        number = numbers.setdefault((id(one.names), id(one.chunks)), len(groups))
+        if number == len(groups):
+            try:
+                if id(one.names) not in described:
+                    described[id(one.names)] = TensorNames.of(one.names)
+                groups.append(Group([], HeldTensors.of(described[id(one.names)], one.chunks)))
+            except FormatError as error:
+                raise CoordinationError(f"the plan of rank {rank} cannot be read: {error}") from error
+        groups[number].ranks.append(rank)
+        group_of.append(number)
+    return groups, group_of
+
+
+class _NameNumbers:
+    """Packs what the ranks of a group share as numbers of their names, once for each group."""
+
+    def __init__(self) -> None:
+        self._packed: dict[int, dict[str, bytes]] = {}
+
+    def packed(self, common: _Common, names: Sequence[str]) -> dict[str, bytes]:
+        """Return by set of ranks the numbers of the names."""
+        found = self._packed.get(id(common))
+        if found is None:
+            numbers = {name: number for number, name in enumerate(names)} if common else {}
+            found = {ranks: runs_of([numbers[name] for name in shared]) for ranks, shared in common.items()}
+            self._packed[id(common)] = found
+        return found
+
+
+def _share_message(
+    version: str, share: Share, common: _Common, held: HeldTensors, told: _Told, numbers: _NameNumbers
+) -> bytes:
+    objects = set(share.objects)
+    return _packed(
+        (
+            version,
+            runs_of(share.items),
+            share.first_rows.tobytes(),
+            share.row_counts.tobytes(),
+            runs_of([number for number, name in enumerate(told.objects) if name in objects]),
+            numbers.packed(common, held.described.names),
+        )
+    )
+
+
+def _digest(blob: bytes) -> str:
+    return hashlib.sha256(blob).hexdigest()
 
 
 def _packed(plan: object) -> bytes:
@@ -295,8 +495,7 @@ def _unpacked(message: bytes, rank: int, types: tuple[type, ...]) -> Any:
         plan = build_pickled(_decompressed(message, _PLAN_BYTES_MAX))
     except (FormatError, zlib.error) as error:
         raise CoordinationError(f"the plan of rank {rank} cannot be read: {error}") from error
-    items = [] if type(plan) is not tuple else next((part for part in plan if type(part) is list), [])
-    if type(plan) is not tuple or tuple(map(type, plan)) != types or {*map(type, items)} - {WriteItem}:
+    if type(plan) is not tuple or tuple(map(type, plan)) != types:
         raise CoordinationError(f"the plan of rank {rank} cannot be read: it is none")
     return plan
 
@@ -338,55 +537,6 @@ class _Kinds:
         return self._numbers.setdefault(kind, len(self._numbers))
 
 
-@no_garbage_collection()
-def _refuse_differences(items: Sequence[Sequence[WriteItem]]) -> None:
-    """Refuse names that stand for different things on different ranks.
-
-    Raises:
-        CoordinationError: There is such a name.
-    """
-    firsts: dict[str, tuple[int, WriteItem]] = {}
-    for rank, own in enumerate(items):
-        for item in own:
-            first_rank, first = firsts.setdefault(item.index.fqn, (rank, item))
-            if first is not item and _essence(first) != _essence(item):
-                raise CoordinationError(
-                    f"the ranks do not save the same: {item.index.fqn!r} is {_described(first)} on rank {first_rank}, "
-                    f"and {_described(item)} on rank {rank}"
-                )
-
-
-@no_garbage_collection()
-def _common(sums: Sequence[_Sums], items: Sequence[Sequence[WriteItem]]) -> list[_Common]:
-    """Return for each rank what it shares with others, as far as it is sampled.
-
-    Args:
-        sums: Of each rank.
-        items: What each rank holds.
-
-    Raises:
-        CoordinationError: Ranks hold different values of the same chunk.
-    """
-    holders: dict[MetadataIndex, list[int]] = {}
-    for rank, own in enumerate(items):
-        counts = Counter(item.index.fqn for item in own)  # a sum is of all that a rank holds under a name
-        for item in own:
-            name = item.index.fqn
-            if counts[name] == 1 and name in sums[rank]:
-                holders.setdefault(item.index, []).append(rank)
-    common: list[_Common] = [{} for _ in items]
-    for index, ranks in holders.items():
-        if len(ranks) == 1:
-            continue
-        name, key = index.fqn, " ".join(map(str, ranks))
-        odd = [rank for rank in ranks if sums[rank][name] != sums[ranks[0]][name]]
-        if odd:
-            raise two_under_one_name(name, "other values of it", [ranks[0], *odd], "or passed as rank_state")
-        for rank in ranks:
-            common[rank].setdefault(key, []).append(name)
-    return common
-
-
 def _joint(common: _Common, sums: _Sums) -> dict[str, int]:
     """Return, for each set of ranks, one sum of all that they share."""
     return {ranks: zlib.crc32(repr([sums.get(name) for name in names]).encode()) for ranks, names in common.items()}
@@ -396,39 +546,6 @@ def _are_alike(told: Sequence[Mapping[str, int]]) -> bool:
     """Tell whether all ranks have told the same sums."""
     first: dict[str, int] = {}
     return all(first.setdefault(ranks, total) == total for of_rank in told for ranks, total in of_rank.items())
-
-
-def _incomplete(items: Sequence[Sequence[WriteItem]]) -> list[str]:
-    """Return the names of the tensors whose chunks, each counted once, are more or less than the tensor."""
-    missing_counts: dict[str, int] = {}
-    for item in {item.index: item for own in items for item in own if item.tensor_data is not None}.values():
-        data: Any = item.tensor_data
-        missing_counts.setdefault(item.index.fqn, data.size.numel())
-        missing_counts[item.index.fqn] -= data.chunk.sizes.numel()
-    return [name for name, count in missing_counts.items() if count]
-
-
-def _essence(item: WriteItem) -> object:
-    data = item.tensor_data
-    return None if data is None else (item.type, data.size, data.properties.dtype)
-
-
-def _described(item: WriteItem) -> str:
-    if item.tensor_data is None:
-        return "an object"
-    kind = "a sharded tensor" if item.type == WriteItemType.SHARD else "a plain tensor"
-    return f"{kind} of shape {tuple(item.tensor_data.size)} and {item.tensor_data.properties.dtype}"
-
-
-def _in_order(metadata: Metadata, mappings: Sequence[Mapping[str, Any]]) -> Metadata:
-    """Return metadata in the order of the state, which DCP loses: the coordinator's names, then those of followers."""
-    paths: dict[str, Any] = {}
-    for own in mappings:
-        for name, path in own.items():
-            paths.setdefault(name, path)
-    described = metadata.state_dict_metadata
-    names = [*(name for name in paths if name in described), *(name for name in described if name not in paths)]
-    return replace(metadata, state_dict_metadata={name: described[name] for name in names}, planner_data=paths)
 
 
 def _refuse_parts(items: Sequence[WriteItem]) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from fastpersist.dcp.plan_comparison import CUT_TENSOR_BYTES_MIN, GetSums, StagedMeta, compared, with_samples
 from fastpersist.errors import InternalError
 
-__all__ = ["FastPersistSavePlanner", "StepSavePlanner", "cut_replicas", "is_object"]
+__all__ = ["FastPersistSavePlanner", "StepSavePlanner", "cut_replicas", "is_object", "rows_of"]
 
 _CUT_BYTES_MIN = CUT_TENSOR_BYTES_MIN // 2
 """The least bytes of a chunk. DCP gives smaller tensors to one of their holders."""
@@ -219,13 +219,18 @@ def _size_bytes(item: WriteItem) -> int:
 
 def _cut(item: WriteItem, count: int) -> list[WriteItem]:
     """Cut an item along its first dimension."""
+    row_count = _chunk_of(item).sizes[0]
+    bounds = [row_count * part // count for part in range(count + 1)]
+    return [rows_of(item, start, end - start) for start, end in pairwise(bounds)]
+
+
+def rows_of(item: WriteItem, first_row: int, row_count: int) -> WriteItem:
+    """Return an item of some rows of an item's chunk."""
     whole = _chunk_of(item)
-    bounds = [whole.sizes[0] * part // count for part in range(count + 1)]
-    cut = []
-    for start, end in pairwise(bounds):
-        offsets = torch.Size((whole.offsets[0] + start, *whole.offsets[1:]))
-        chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size((end - start, *whole.sizes[1:])))
-        data = dataclasses.replace(item.tensor_data, chunk=chunk)  # type: ignore[type-var]
-        index = MetadataIndex(item.index.fqn, offsets)
-        cut.append(dataclasses.replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data))
-    return cut
+    if not whole.sizes or not 0 <= first_row <= first_row + row_count <= whole.sizes[0]:
+        raise ValueError(f"{item.index.fqn!r} does not have rows {first_row} to {first_row + row_count} here")
+    offsets = torch.Size((whole.offsets[0] + first_row, *whole.offsets[1:]))
+    chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size((row_count, *whole.sizes[1:])))
+    data = dataclasses.replace(item.tensor_data, chunk=chunk)  # type: ignore[type-var]
+    index = MetadataIndex(item.index.fqn, offsets)
+    return dataclasses.replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data)

@@ -14,14 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.checkpoint import filesystem as dcp_filesystem
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.dcp.capture import ShardedCapture
-from fastpersist.dcp.metadata import METADATA_NAME, pickled
+from fastpersist.dcp.metadata import METADATA_NAME
 from fastpersist.dcp.part_writer import Part, WrittenPart, part_name, write_part
 from fastpersist.dcp.plan_agreement import Done, Planned, SharedPlans, gather_done, tell_done
 from fastpersist.dcp.plan_comparison import GetSums
@@ -114,15 +112,16 @@ class ShardedFiles:
             captured.settle(planned.items, planner)
         part = Part(rank, planned.directory, os.path.join(site.final_path, self._name))
         with preferring_failure_of_others(session):
-            done = self._write_part(part, planned.items, planner, captured, site)
+            done = self._write_part(part, planned, planner, captured, site)
         if rank and session is not None:
-            tell_done(session, done)
+            tell_done(session, done, planned)
             return [FileEntry(*done.part)] if done.part else []
-        return self._complete(planned, gather_done(session, done, planned.indexes), site)
+        return self._complete(planned, gather_done(session, done, planned), site)
 
     def _write_part(
-        self, part: Part, items: list[WriteItem], planner: SavePlanner, captured: ShardedCapture, site: WriteSite
+        self, part: Part, planned: Planned, planner: SavePlanner, captured: ShardedCapture, site: WriteSite
     ) -> Done:
+        items = planned.items
         written: WrittenPart | None = None
         places: list[tuple[int, int]] = []
         poll = _checking(site)
@@ -141,7 +140,8 @@ class ShardedFiles:
             site.stats.engine = written.engine
         if part.rank:
             captured.capture.check()  # before the coordinator is told; later files may still be uncaptured
-        return Done(None if written is None else (written.name, written.size_bytes, written.crc32), places)
+        entry = None if written is None else (written.name, written.size_bytes, written.crc32)
+        return Done.of(entry, places, planned.tensor_count)
 
     @no_garbage_collection()
     def _complete(self, planned: Planned, done: list[Done], site: WriteSite) -> list[FileEntry]:
@@ -151,24 +151,15 @@ class ShardedFiles:
         entries = [FileEntry(prefix + part[0], part[1], part[2]) for part in parts if part is not None]
         if len(done) > 1:
             site.stats.add_shares([0 if part is None else part[1] for part in parts])
-        storage_data = {
-            index: _StorageInfo(part_name(rank), offset_bytes, size_bytes)
-            for rank, (indexes, of_rank) in enumerate(zip(planned.indexes, done, strict=True))
-            for index, (offset_bytes, size_bytes) in zip(indexes, of_rank.places, strict=True)
-        }
-        if planned.metadata is None or site.write_small is None:
+        if planned.whole is None or site.write_small is None:
             raise InternalError("the coordinator has no metadata of what it has planned")
-        final_path = os.path.join(site.final_path, self._name)
-        data = pickled(_metadata_of(planned.metadata, storage_data, final_path))
+        meta = StorageMeta(checkpoint_id=os.path.join(site.final_path, self._name), save_id=str(uuid.uuid4()))
+        planned.whole.kept = ""
+        data = planned.whole.metadata.pickle(
+            [of_rank.places for of_rank in done], [of_rank.object_places for of_rank in done], meta
+        )
+        planned.whole.kept = planned.save
         return [*entries, site.write_small(prefix + METADATA_NAME, data)]
-
-
-def _metadata_of(planned: Metadata, storage_data: dict[Any, Any], path: str) -> Metadata:
-    meta = StorageMeta(checkpoint_id=path, save_id=str(uuid.uuid4()))
-    metadata = replace(planned, storage_data=storage_data, storage_meta=meta)
-    if hasattr(metadata, "version"):  # not before torch 2.9
-        metadata.version = dcp_filesystem.CURRENT_DCP_VERSION
-    return metadata
 
 
 def _checking(site: WriteSite) -> Poll:

@@ -10,7 +10,7 @@ import io
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -167,13 +167,14 @@ class FastPersistReader(CheckpointReader):
     def _open_part(self, path: str, name: str) -> PartReader:
         return PartReader(path, name, engine=self._engine, verify=self._verify)
 
-    def require_places(self, metadata: Metadata) -> None:
+    def require_places(self, metadata: Metadata, known_bytes: Mapping[str, int] | None = None) -> None:
         """Refuse metadata that place an item outside of its part, or describe a tensor larger than its bytes.
 
         Called before memory is allocated for tensors, and before a target is changed. Parts may be missing here.
 
         Args:
             metadata: Of this checkpoint.
+            known_bytes: Lengths of parts, by name, as the manifest has them; others are looked up.
 
         Raises:
             CorruptionError: They do; the message names the item.
@@ -182,7 +183,7 @@ class FastPersistReader(CheckpointReader):
             StorageError: An error of the disk.
         """
         self._metadata = metadata
-        sizes: dict[str, int | None] = {}
+        sizes: dict[str, int | None] = dict(known_bytes or {})
         for index in metadata.storage_data:
             info = self._info_of(index)
             name = info.relative_path

@@ -33,6 +33,7 @@ import hashlib
 import hmac
 import logging
 import os
+import resource
 import secrets
 import selectors
 import socket
@@ -65,7 +66,7 @@ __all__ = [
 
 _log = logging.getLogger("fastpersist")
 
-PROTOCOL = 5
+PROTOCOL = 6
 """The version of the messages between ranks (docs/explanation/ranks.md); all ranks must have the same."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 TOKEN_BYTES = 32
@@ -87,6 +88,7 @@ _NO_MESSAGE = "what came is no message of ours"
 _READ_BYTES = 64 << 10
 _READS_AT_ONCE = 32  # then it is another connection's turn
 _STRANGER_S = 10.0  # how long a connection may take to prove that it is a rank's
+_OTHER_DESCRIPTOR_COUNT = 256  # left for the files of saves, and for what the program opens
 _STRANGER_COUNT = 64  # the most connections that have not proven it yet
 _SILENT_MACHINE_S = 25  # a machine that acknowledges nothing for this long is down: Linux answers for a busy process
 _TCP_INFO = struct.Struct("<24xI16xI8xI")  # linux/tcp.h: tcpi_unacked, and ms since data was sent and an ACK received
@@ -344,6 +346,27 @@ def _connection(connected: socket.socket, token: bytes, own_rank: int | None) ->
         raise
 
 
+def _require_descriptors(count: int) -> None:
+    """Raise this process's limit of open files, as far as it may, so that there is one for each follower.
+
+    Raises:
+        OSError: EMFILE: it may not have so many.
+    """
+    soft_count, hard_count = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed_count = len(os.listdir("/proc/self/fd")) + count + _OTHER_DESCRIPTOR_COUNT
+    if soft_count == resource.RLIM_INFINITY or needed_count <= soft_count:
+        return
+    if needed_count > hard_count != resource.RLIM_INFINITY:
+        raise OSError(
+            errno.EMFILE,
+            f"rank 0 has a connection with each of {count - 1} followers, needs {needed_count} open files with those "
+            f"that it has, and may have {hard_count}: raise the limit of its process (ulimit -Hn, LimitNOFILE= of "
+            "systemd, --ulimit nofile= of docker)",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed_count, hard_count))
+    _log.info("rank 0 raised its limit of open files from %d to %d", soft_count, needed_count)
+
+
 # ---------------------------------------------------------------------------------- the connections of a rank
 
 _Event = tuple[selectors.SelectorKey, int]
@@ -390,8 +413,9 @@ class Connections:
             hosts: Where followers may connect; ["127.0.0.1"] if they are all on this machine.
 
         Raises:
-            OSError: It cannot listen.
+            OSError: It cannot listen, or this process may not have so many open files.
         """
+        _require_descriptors(self._count)
         local = hosts == ["127.0.0.1"]
         both = not local and socket.has_dualstack_ipv6()
         self._listener = socket.create_server(

@@ -186,10 +186,10 @@ class Ranks:
             except OSError as error:
                 offer = {"error": f"rank 0 cannot listen: {error}"}
         offer = exchange(offer)[0]
-        failed = offer.get("error")
-        if failed is None:
-            connections.token, connections.addresses = offer["token"], list(offer["addresses"])
-            failed = self._find_coordinator() if self.rank else self._welcome_all()
+        if "error" in offer:
+            raise CoordinationError(str(offer["error"]))
+        connections.token, connections.addresses = offer["token"], list(offer["addresses"])
+        failed = self._find_coordinator() if self.rank else self._welcome_all()
         failures = [one for one in exchange(failed) if one is not None]
         if failures:
             raise CoordinationError(
@@ -279,9 +279,9 @@ class Ranks:
         for rank, (failure, is_final) in list(self._absent.items()):
             patience_s = min(_RETURN_S, self.patience_s)
             is_final = is_final or time.monotonic() - since_s > patience_s or is_dead(self._processes[rank])
-            if is_final and rank in session.missing():
+            if is_final and session.lacks(rank):
                 self._record(session.number, failure)
-        return session.failure is not None or not session.missing()
+        return session.failure is not None or session.has_all()
 
     def pulse(self) -> None:
         """Tell the other ranks that this one is alive, if it has not done so lately."""

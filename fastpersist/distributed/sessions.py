@@ -118,6 +118,7 @@ class Session:
         self._ranks = ranks
         self.number = number
         self._inbox: list[deque[bytes]] = [deque() for _ in range(1 if ranks.rank else ranks.count)]  # by sender
+        self._missing_count = ranks.count - 1  # of followers of which no message has arrived; on the coordinator
         self._offer: bytes | None = None
         self._askers: list[int] = []  # followers that asked before there was an offer; on the coordinator
         self._offered_to: set[int] = set()
@@ -152,7 +153,7 @@ class Session:
             longest = min(silent, key=lambda rank: ranks.silent_since([rank]))
             ranks.give_up(self, Failure(longest, "silent", text))
         self._raise_failure()
-        return [own, *(inbox.popleft() for inbox in self._inbox[1:])]
+        return [own, *(self._next_of(rank) for rank in range(1, self.count))]
 
     def answer(self, message: bytes) -> None:
         """Send a message to all followers; on the coordinator.
@@ -294,8 +295,15 @@ class Session:
         """Return the next message that has arrived, and whose it is; None if there is none. Never blocks."""
         for rank, inbox in enumerate(self._inbox):
             if inbox:
-                return rank, inbox.popleft()
+                return rank, self._next_of(rank)
         return None
+
+    def _next_of(self, rank: int) -> bytes:
+        """Return the next message of a rank, which has arrived."""
+        inbox = self._inbox[rank]
+        message = inbox.popleft()
+        self._missing_count += bool(rank) and not inbox
+        return message
 
     def listen(self, over: Callable[[], bool], limit_s: float | None) -> bool:
         """Wait until a function returns true, which is asked again whenever something may have arrived.
@@ -387,6 +395,14 @@ class Session:
 
     # --- for `Ranks`, which holds the lock of the connections
 
+    def has_all(self) -> bool:
+        """Tell whether a message of each follower has arrived; asked again whenever anything arrives."""
+        return not self._missing_count
+
+    def lacks(self, rank: int) -> bool:
+        """Tell whether no message of a rank has arrived."""
+        return not self._inbox[rank]
+
     def missing(self) -> list[int]:
         """Return the followers of which no message has arrived."""
         return [rank for rank, inbox in enumerate(self._inbox) if rank and not inbox]
@@ -401,6 +417,7 @@ class Session:
         elif kind == ASK:
             self._tell_offer([sender])
         else:
+            self._missing_count -= bool(sender) and not self._inbox[sender]
             self._inbox[sender].append(message)
 
     def forget_offer(self, rank: int) -> None:

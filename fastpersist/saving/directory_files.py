@@ -137,6 +137,7 @@ class DirectoryFiles:
         self._refuse_taken(entry.name, f": {writer} and another one have saved such a file" if writer else "")
         self.note(entry)
         self._written_elsewhere.append(entry.name)
+        self._directory.note_durable(entry.name)
 
     def complete(self) -> list[FileEntry]:
         """Return all files of the directory for its manifest; read those that somebody else has put there.

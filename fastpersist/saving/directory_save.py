@@ -330,9 +330,9 @@ class DirectorySave:
         self._submit(lambda: self._write_bytes(name, kept))
 
     def add_written(self, name: str, size_bytes: int, crc32: int | None) -> None:
-        """Take a file that somebody else (another rank) has written and synced below `path`; it is not read again.
+        """Take a file that somebody else (another rank) has written and synced below `path`.
 
-        Without this, such files are published, too, and are read for their CRC.
+        It is neither read nor synced again. Without this, such files are published, too, after both.
 
         Args:
             name: Relative to `path`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import warnings
 from collections.abc import Callable
@@ -356,6 +357,28 @@ def test_state_whose_sharding_nobody_knows_wants_a_step_first(tmp_path: Path) ->
         assert_same(optimizer.state[parameter]["row"], torch.full((4,), 3.0))
 
     run_ranks(2, work)
+
+
+def test_one_rank_looks_at_all_files_of_a_step(tmp_path: Path) -> None:
+    """Each of 4,096 ranks that looks at 4,096 parts asks a file server 16 million times."""
+    save(tmp_path, 4)
+
+    def work(rank: int, _count: int) -> None:
+        looks: list[str] = []
+        stat = os.stat
+
+        def counting(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+            looks.append(str(path))
+            return stat(path, *arguments, **options)
+
+        run = ShardedRun(*WAYS["rows"](), blank=True)
+        with checkpointer(tmp_path) as checkpoints, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "stat", counting)
+            checkpoints.load(into=run.targets())
+        parts = [look for look in looks if look.endswith((".distcp", ".pt"))]
+        assert len(parts) == (0 if rank else 8), parts
+
+    run_ranks(4, work)
 
 
 def test_map_location_is_a_device(tmp_path: Path) -> None:

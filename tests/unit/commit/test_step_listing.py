@@ -103,6 +103,7 @@ def test_file_that_is_not_as_the_manifest_says_is_an_error(
         check_files(str(path), manifest)
     with pytest.raises(FormatError, match=message):
         read_committed(str(tmp_path), 1, lambda _, manifest: manifest)
+    assert read_committed(str(tmp_path), 1, lambda _, manifest: manifest, checks_files=False) == manifest
 
 
 def test_missing_file_of_a_rank_names_the_rank(tmp_path: Path) -> None:

@@ -28,12 +28,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItemType
 
 import fastpersist as fp
 from fastpersist.checkpointer.merge import merge
 from fastpersist.cli import main
 from fastpersist.dcp import plan_agreement
+from fastpersist.dcp.global_plan.assignment import Share, WholePlan
 from fastpersist.dcp.metadata import build_pickled
 from fastpersist.dcp.save_planner import StepSavePlanner
 from fastpersist.integrations.torch_dcp import FastPersistReader
@@ -128,9 +129,10 @@ def test_plans_of_other_ranks_are_read() -> None:
     planner.set_up_planner({"a": {"w": torch.ones(3, 4)}, "b": "text"}, is_coordinator=True)
     items = planner.create_local_plan().items
     assert {item.type for item in items} == {WriteItemType.TENSOR, WriteItemType.BYTE_IO}
-    plan = (items, planner.mappings, {"a.w": 1 << 63})
+    assert build_pickled(pickle.dumps((items, planner.mappings, {"a.w": 1 << 63})))[0] == items
+    plan = (b"names", b"chunks", ["b"], {"b": ("b",)})
     assert plan_agreement._unpacked(plan_agreement._packed(plan), 1, plan_agreement._HELD) == plan
-    shared = ("version", items, {"0 1": ["a.w"]})
+    shared = ("version", b"", b"", b"", b"", {"0 1": b"1"})
     assert plan_agreement._unpacked(plan_agreement._packed(shared), 0, plan_agreement._SHARED) == shared
 
 
@@ -404,8 +406,7 @@ def test_a_plan_is_not_unpacked_beyond_a_size(monkeypatch: pytest.MonkeyPatch) -
         tracemalloc.stop()
     with pytest.raises(fp.ConfigError, match="fewer, larger tensors"):
         plan_agreement._packed([b"x" * (2 << 20)])
-    (item,) = (WriteItem(MetadataIndex("w"), WriteItemType.BYTE_IO),)
-    assert plan_agreement._unpacked(plan_agreement._packed(([item], {}, {})), 3, plan_agreement._HELD)[0] == [item]
+    assert plan_agreement._unpacked(plan_agreement._packed((b"", b"", ["w"], {})), 3, plan_agreement._HELD)[2] == ["w"]
 
 
 class _Alone:
@@ -422,13 +423,14 @@ class _Alone:
     "packed", [b"", b"x", zlib.compress(bytes(16)), zlib.compress(bytes(64 << 20)), zlib.compress(bytes(31))]
 )
 def test_places_that_are_not_as_many_as_were_planned_are_refused(packed: bytes) -> None:
-    own = plan_agreement.Done(None, [])
-    indexes = [[], [MetadataIndex("v"), MetadataIndex("w")]]
+    own = plan_agreement.Done(None, b"", [])
+    shares = [Share(), Share(objects=["v", "w"])]
+    planned = plan_agreement.Planned("/d", [], 0, plan_agreement.Whole(WholePlan([], shares, {})))
     session: Any = _Alone(b'{"part": ["__1_0.distcp", 5, 6]}\n' + packed)
     with pytest.raises(fp.CoordinationError, match="rank 1"):
-        plan_agreement.gather_done(session, own, indexes)
+        plan_agreement.gather_done(session, own, planned)
     session = _Alone(b'{"part": ["__1_0.distcp", 5, 6]}\n' + zlib.compress(bytes(32)))
-    assert plan_agreement.gather_done(session, own, indexes)[1].places == [(0, 0), (0, 0)]
+    assert plan_agreement.gather_done(session, own, planned)[1].object_places == [(0, 0), (0, 0)]
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch 2.7, of its own writer

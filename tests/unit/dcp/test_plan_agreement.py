@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
+from array import array
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from support.ranks_in_threads import at_once, begin, ranks_in_threads
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import fastpersist as fp
 from fastpersist.dcp import plan_agreement
-from fastpersist.dcp.plan_agreement import Done, Planned, SharedPlans, gather_done, tell_done
+from fastpersist.dcp.global_plan.assignment import WHOLE, Share, WholePlan
+from fastpersist.dcp.global_plan.kept_metadata import metadata_of
+from fastpersist.dcp.plan_agreement import Done, Planned, SharedPlans, Whole, gather_done, tell_done
 from fastpersist.distributed.messages import encoded
 from fastpersist.distributed.sessions import Session
 
@@ -46,7 +48,7 @@ def test_a_plan_that_holds_is_told_in_a_few_bytes() -> None:
                 assert one.directory == directory
             names = sorted(item.index.fqn for one in planned for item in one.items)
             assert names == sorted([*every_name, *({"new"} & set(states[2]))])
-            assert [len(indexes) for indexes in planned[0].indexes] == [len(one.items) for one in planned]
+            assert [len(share) for share in planned[0].whole.plan.shares] == [len(one.items) for one in planned]
             spoken.append(sessions[1].message_bytes)
     assert spoken[0] > 2000
     assert spoken[1] < 300
@@ -79,10 +81,10 @@ def test_replicas_are_written_once_and_what_one_rank_holds_it_writes() -> None:
     written = [[item.index.fqn for item in one.items] for one in planned]
     assert sorted(name for names in written for name in names) == ["own0", "own1", "own2", "same"]
     assert [f"own{rank}" in names for rank, names in enumerate(written)] == [True] * 3
-    assert [[index.fqn for index in indexes] for indexes in planned[0].indexes] == written
-    assert list(planned[0].metadata.state_dict_metadata) == ["same", "own0", "own1", "own2"]
+    assert [len(share) for share in planned[0].whole.plan.shares] == list(map(len, written))
+    assert list(metadata_of(planned[0].whole.plan).state_dict_metadata) == ["same", "own0", "own1", "own2"]
     assert [one.directory for one in planned] == ["/d"] * 3
-    assert planned[1].metadata is None
+    assert planned[1].whole is None
 
 
 def test_ranks_that_save_another_thing_are_named() -> None:
@@ -125,12 +127,12 @@ class Evil:
         b"",
         b"no zlib",
         zlib.compress(b"no pickle"),
-        zlib.compress(pickle.dumps(([], {}, {})))[:-1],
-        zlib.compress(pickle.dumps(([], {}, {}))) + b"more",
-        zlib.compress(pickle.dumps(([], {}))),
-        zlib.compress(pickle.dumps((["no item"], {}, {}))),
-        zlib.compress(pickle.dumps([[], {}, {}])),
-        zlib.compress(pickle.dumps((Evil(), {}, {}))),
+        zlib.compress(pickle.dumps((b"", b"", [], {})))[:-1],
+        zlib.compress(pickle.dumps((b"", b"", [], {}))) + b"more",
+        zlib.compress(pickle.dumps((b"", b"", []))),
+        zlib.compress(pickle.dumps((b"other than was told", b"", [], {}))),
+        zlib.compress(pickle.dumps([b"", b"", [], {}])),
+        zlib.compress(pickle.dumps((b"", b"", [Evil()], {}))),
         zlib.compress(bytes(1 << 20)),
     ],
 )
@@ -139,6 +141,8 @@ def test_what_is_no_plan_is_refused_with_the_rank_that_sent_it(plan: bytes, monk
 
     def follow(session: Session) -> None:
         session.tell(encoded({"label": "s", "version": "", "sums": {}}))
+        session.hear()
+        session.tell(encoded({"names": "a", "chunks": "b"}))
         session.hear()
         session.tell(plan)
 
@@ -151,9 +155,36 @@ def test_what_is_no_plan_is_refused_with_the_rank_that_sent_it(plan: bytes, monk
         raise outcome
 
 
+def test_ranks_that_hold_the_same_send_it_once() -> None:
+    """Of 6 ranks in two groups of replicas, two send their tensors, and the rank that is alike sends nothing."""
+    layers = {f"layers.{index}.weight": torch.full((40, 3), float(index)) for index in range(200)}
+    states = [{"model": layers, f"sampler of {rank}": rank} for rank in range(3)]
+    states += [{"model": {**layers, "more": torch.ones(2)}, f"sampler of {rank}": rank} for rank in range(3, 6)]
+    plans = [SharedPlans() for _ in states]
+    told: dict[int, int] = {}
+
+    def agree(rank: int, session: Session) -> Planned:
+        before_bytes = session.message_bytes
+        planned = plans[rank].agree(states[rank], session, "step", None if rank else "/d")
+        told[rank] = session.message_bytes - before_bytes
+        return planned
+
+    with ranks_in_threads(6) as ranks:
+        planned = at_once([partial(agree, rank, session) for rank, session in enumerate(begin(ranks))])
+    assert [told[rank] > 3000 for rank in range(1, 6)] == [False, False, True, False, False], told
+    names = sorted(item.index.fqn for one in planned for item in one.items)
+    samplers = [f"sampler of {rank}" for rank in range(6)]
+    assert names == sorted([*(f"model.{name}" for name in layers), "model.more", *samplers])
+    assert [item.index.fqn for item in planned[5].items] == ["sampler of 5"]
+
+
 # --- what was written
 
-INDEXES = [[], [MetadataIndex("a"), MetadataIndex("b")]]
+
+def planned_for(*objects_of: list[str]) -> Planned:
+    """Return the coordinator's plan of ranks that write objects only."""
+    shares = [Share(objects=names) for names in objects_of]
+    return Planned("/d", [], 0, Whole(WholePlan([], shares, {})), "now")
 
 
 def gathered(message: bytes | Done) -> Any:
@@ -161,31 +192,33 @@ def gathered(message: bytes | Done) -> Any:
 
     def tell(session: Session) -> None:
         if isinstance(message, Done):
-            tell_done(session, message)
+            tell_done(session, message, Planned("/d", [], 0, None, "now"))
         else:
             session.tell(message)
 
     with ranks_in_threads(2) as ranks:
         first, other = begin(ranks)
-        outcome, _ = at_once([lambda: gather_done(first, Done(None, []), INDEXES), lambda: tell(other)])
+        planned = planned_for([], ["a", "b"])
+        outcome, _ = at_once([lambda: gather_done(first, Done(None, b"", []), planned), lambda: tell(other)])
     return outcome
 
 
 @pytest.mark.parametrize("part", [None, ("__1_0.distcp", 1 << 40, 7), ("__1_0.distcp", 9, None)])
 def test_places_arrive_as_they_were_told(part: Any) -> None:
-    done = Done(part, [(0, 4096), ((1 << 64) - 1, 1)])
-    assert gathered(done) == [Done(None, []), done]
+    done = Done(part, b"", [(0, 4096), ((1 << 64) - 1, 1)])
+    assert gathered(done) == [Done(None, b"", []), done]
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Done(None, [(0, 1)]),
+        Done(None, b"", [(0, 1)]),
         b"",
         b"[]\n",
         b'{"part": null}\nno zlib',
         b'{"part": null}\n' + zlib.compress(bytes(33)),
         b'{"part": null}\n' + zlib.compress(bytes(1 << 20)),
+        b'{"part": null, "places": "of another save"}\n' + zlib.compress(bytes(32)),
         b"{}\n" + zlib.compress(bytes(32)),
         b'{"part": 7}\n' + zlib.compress(bytes(32)),
         b'{"part": ["a"]}\n' + zlib.compress(bytes(32)),
@@ -194,3 +227,37 @@ def test_places_arrive_as_they_were_told(part: Any) -> None:
 def test_what_was_not_planned_is_refused_with_the_rank_that_tells_it(message: bytes | Done) -> None:
     with pytest.raises(fp.CoordinationError, match="rank 1"):
         raise gathered(message)
+
+
+class _Wire:
+    """Takes what is told, and gives it to the coordinator."""
+
+    rank = 0
+    count = 2
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+
+    def tell(self, message: bytes) -> None:
+        self.messages.append(message)
+
+    def gather(self, own: bytes) -> list[bytes]:
+        return [own, self.messages[-1]]
+
+
+def test_places_that_the_coordinator_has_are_told_by_a_digest() -> None:
+    share = Share(array("I", range(1000)), array("q", [WHOLE] * 1000), array("q", bytes(8000)), ["object"])
+    whole = Whole(WholePlan([], [Share(), share], {}))
+    wire: Any = _Wire()
+    told: dict[str, bytes] = {}
+    sizes = []
+    for save, kept, shift in (("1", "", 0), ("2", "1", 0), ("3", "2", 0), ("4", "3", 8), ("5", "3", 0), ("6", "5", 0)):
+        places = [((number * 7919) % 1000 + shift, number) for number in range(1000)] + [(5000 + shift, 9)]
+        planned = Planned("/d", [], 0, whole, save, kept, told)
+        tell_done(wire, Done.of(("__1_0.distcp", 1, 0), places, 1000), planned)
+        _, done = gather_done(wire, Done(None, b"", []), planned)
+        assert done == Done.of(("__1_0.distcp", 1, 0), places, 1000)
+        whole.metadata.places = [b"", done.places]
+        sizes.append(len(wire.messages[-1]))
+    assert [size > 2000 for size in sizes] == [True, False, False, True, True, False]
+    assert sizes[1] < 200

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from fastpersist.dcp.global_plan.kept_metadata import metadata_of as global_metadata_of
 from fastpersist.dcp.plan_agreement import SharedPlans
 from fastpersist.dcp.target_plan import Fit, Saved, full_value, holds_nothing, leaves, like, saved_tree
 from fastpersist.errors import UnsupportedError
@@ -19,9 +20,9 @@ CPU = torch.device("cpu")
 
 def metadata_of(state: dict[str, Any]) -> Metadata:
     """Return what a save of this state notes."""
-    metadata = SharedPlans().agree(state, None, "s", "/d").metadata
-    assert metadata is not None
-    return metadata
+    whole = SharedPlans().agree(state, None, "s", "/d").whole
+    assert whole is not None
+    return global_metadata_of(whole.plan)
 
 
 def metadata_with(paths: dict[str, tuple[Any, ...]]) -> Metadata:

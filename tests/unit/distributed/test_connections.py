@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import signal
 import socket
 import threading
@@ -20,8 +21,10 @@ from support.ranks_in_threads import (
     TIMEOUT_S,
     assert_failed,
     assert_went_well,
+    at_once,
     begin,
     connection_of,
+    exchanges,
     ranks_in_processes,
     ranks_in_threads,
     say_all,
@@ -282,6 +285,44 @@ def test_rank_0_without_descriptors_does_not_spin_and_listens_again(
             "rank 0 accepts no connections of other ranks until the next save: [Errno 24] Too many open files"
         ]
         assert_went_well(say_all(begin(ranks)))
+
+
+def meet_with_limits(count: int, soft_count: int, hard_count: int) -> tuple[int, int]:
+    """Let ranks meet in a process with these limits of open files; return the limits that it has then."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft_count, hard_count))
+    with ranks_in_threads(count) as ranks:
+        assert_went_well(say_all(begin(ranks)))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_rank_0_raises_its_limit_of_open_files_for_its_followers() -> None:
+    def work(_report: Report) -> None:
+        held_count = len(os.listdir("/proc/self/fd"))
+        soft_count, hard_count = meet_with_limits(8, held_count + 60, 1000)
+        assert held_count + 60 < soft_count < 1000
+        assert hard_count == 1000
+
+    run_in_child(work)
+
+
+def test_a_hard_limit_of_open_files_is_named_on_all_ranks() -> None:
+    def work(_report: Report) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+        given = exchanges(4)
+        outcomes = at_once([lambda rank=rank: Ranks.of(rank, 4, given[rank]) for rank in range(4)])  # type: ignore[misc]
+        for outcome in outcomes:
+            assert isinstance(outcome, CoordinationError)
+            assert "rank 0 has a connection with each of 3 followers" in str(outcome)
+            assert "may have 200: raise the limit" in str(outcome)
+
+    run_in_child(work)
+
+
+def test_ranks_that_have_descriptors_enough_keep_their_limit() -> None:
+    def work(_report: Report) -> None:
+        assert meet_with_limits(4, 900, 1000) == (900, 1000)
+
+    run_in_child(work)
 
 
 # --- forked children

@@ -32,6 +32,25 @@ from fastpersist.errors import (
 )
 
 
+def test_the_coordinator_does_not_look_at_all_ranks_for_each_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would be the square of their number. Messages of the next round that are early count for that one."""
+    monkeypatch.setattr(Session, "missing", lambda _: pytest.fail("all ranks were looked at"))
+    with ranks_in_threads(8) as ranks:
+        first, *others = begin(ranks)
+        assert not first.has_all()
+        for session in others:
+            session.tell(b"one")
+        others[3].tell(b"two")
+        assert first.gather(b"") == [b"", *[b"one"] * 7]
+        assert not first.has_all()
+        assert not first.lacks(4)
+        assert [first.lacks(rank) for rank in (1, 2, 3, 5, 6, 7)] == [True] * 6
+        for session in others:
+            if session is not others[3]:
+                session.tell(b"two")
+        assert first.gather(b"") == [b"", *[b"two"] * 7]
+
+
 def test_a_save_takes_four_messages_of_a_rank_and_64_ranks_are_at_it_together() -> None:
     with ranks_in_threads(64) as ranks:
         sessions = begin(ranks)

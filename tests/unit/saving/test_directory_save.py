@@ -21,6 +21,7 @@ from support.sameness import assert_same
 from support.training import PATIENCE_S
 
 import fastpersist as fp
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.saving.capture import Kind
 from fastpersist.saving.ownership import Owners
 
@@ -133,6 +134,29 @@ def test_a_file_that_another_rank_has_written_is_published_with_what_it_told(tmp
     assert entries["told.bin"]["crc32"] == f"{zlib.crc32(b'not read, so not noticed'):08x}"
     assert "crc32" not in entries["unknown.bin"]
     assert not fp.verify(path).ok
+
+
+class Syncing(Filesystem):
+    """Notes which files are synced."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def sync(self, fd: int, path: str) -> None:
+        self.names.append(os.path.basename(path))
+        super().sync(fd, path)
+
+
+def test_what_another_rank_has_synced_is_not_synced_again(tmp_path: Path, leak_check: None) -> None:
+    synced = Syncing()
+    with using(synced):
+        directory = fp.DirectorySave(tmp_path / "a")
+        for name in ("told.bin", "found.bin"):
+            (Path(directory.path) / name).write_bytes(b"bytes of another rank")
+        directory.add_written("told.bin", 21, None)
+        directory.publish().result()
+    assert "told.bin" not in synced.names
+    assert synced.names.count("found.bin") == 1
 
 
 @pytest.mark.parametrize(("size_bytes", "said"), [(None, "is gone"), (20, r"has 20 bytes, and its writer wrote 21")])
