@@ -360,8 +360,8 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
 
     try:
         # Of a thousand ranks one looks at all files, and the others hear if it fails: they look at what they read. Where
-        # each node has files of its own, each rank looks at those.
-        checks_files = options.rank == 0 or _is_shared(read)
+        # each node has a copy, each rank looks at its own.
+        checks_files = options.rank == 0 or options.copies
         found = read_committed(root, step, read_held, checks_files=checks_files)
     except (CheckpointNotFoundError, CorruptionError) as error:
         is_missing = isinstance(error, CheckpointNotFoundError)
