@@ -6,6 +6,8 @@ FASTPERSIST_CHUNK_BYTES  bytes of one request to the kernel (default 8388608 = 8
 FASTPERSIST_QUEUE_DEPTH  requests of one transfer in flight (default: as many as there are chunks in the ring)
 FASTPERSIST_THREADS      threads of one transfer by a threads engine (default 0: one per request in flight, 16 at most)
 FASTPERSIST_CONFIG       a tuning file that counts for every file system; empty: no tuning file counts
+FASTPERSIST_PORTS        the ports at which rank 0 listens for other ranks: "20000-20100" (default: any)
+FASTPERSIST_INTERFACE    the network interface, or address of rank 0, over which ranks of other machines connect
 
 A tuning file is TOML with any of the keys in `TUNING_KEYS`; `fastpersist tune` writes it. Each file system has its own,
 $XDG_CONFIG_HOME/fastpersist/<type>-<id>.toml: one that cannot be used is ignored, and the log says so. A file that
@@ -30,11 +32,13 @@ __all__ = [
     "BLOCK_BYTES",
     "TUNING_KEYS",
     "Config",
+    "Network",
     "check_named_tuning",
     "config",
     "config_at",
     "config_for",
     "filesystem_type_name",
+    "network",
     "read_tuning",
     "tuning_path",
 ]
@@ -51,6 +55,7 @@ _MIB = 1 << 20
 _QUEUE_DEPTH_MAX = 4096  # of every engine: csrc/engine/registry.cc
 _THREAD_COUNT_MAX = 1024
 _TUNING_FILE_BYTES_MAX = 1 << 16
+_PORT_MAX = 65535
 
 # By the type number of statfs. A type that is not here is called by its number.
 _FILESYSTEM_NAMES = {
@@ -116,6 +121,35 @@ class Config:
             raise ConfigError(f"FASTPERSIST_THREADS must be from 0 to {_THREAD_COUNT_MAX}, not {self.threads}")
         if self.writers is not None and self.writers < 1:
             raise ConfigError(f"writers must be at least 1, not {self.writers}")
+
+
+class Network(NamedTuple):
+    """How ranks connect with rank 0.
+
+    Attributes:
+        ports: Where rank 0 listens: at the first that is free; 0 for one that the kernel picks.
+        interface: The name of a network interface, or an address; "" for any.
+    """
+
+    ports: range
+    interface: str
+
+
+def network() -> Network:
+    """Read from the environment how ranks connect; rank 0's counts.
+
+    Raises:
+        ConfigError: FASTPERSIST_PORTS is no range of ports.
+    """
+    text = os.environ.get("FASTPERSIST_PORTS", "")
+    first, dash, last = text.partition("-")
+    ports = range(1)
+    if text:
+        numbers = [int(one) if one.isascii() and one.isdigit() else 0 for one in (first, last if dash else first)]
+        if not 1 <= numbers[0] <= numbers[1] <= _PORT_MAX:
+            raise ConfigError(f"FASTPERSIST_PORTS is a port or a range of ports such as 20000-20100, not {text!r}")
+        ports = range(numbers[0], numbers[1] + 1)
+    return Network(ports, os.environ.get("FASTPERSIST_INTERFACE", ""))
 
 
 def config() -> Config:

@@ -373,6 +373,20 @@ _Event = tuple[selectors.SelectorKey, int]
 _all_connections: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
+def _server(host: str, both: bool, ports: Iterable[int], backlog: int) -> socket.socket:
+    """Listen at the first port that is free; with `both`, for IPv4 and IPv6."""
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    tried = []
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            tried.append(port)
+    raise OSError(errno.EADDRINUSE, f"no port of {tried[0]} to {tried[-1]} is free: FASTPERSIST_PORTS allows no other")
+
+
 class Connections:
     """The connections of one rank: the coordinator's with all followers, or a follower's with the coordinator.
 
@@ -406,24 +420,21 @@ class Connections:
         self._selector: selectors.BaseSelector | None = None  # rank 0's
         _all_connections.add(self)
 
-    def listen(self, hosts: list[str]) -> None:
-        """Listen at a port that the kernel picks; on the coordinator.
+    def listen(self, hosts: list[str], ports: Iterable[int] = (0,), *, only_there: bool = False) -> None:
+        """Listen for followers; on the coordinator.
 
         Args:
             hosts: Where followers may connect; ["127.0.0.1"] if they are all on this machine.
+            ports: The first of these that is free is taken; 0 for one that the kernel picks.
+            only_there: Listen at the first of `hosts` alone.
 
         Raises:
             OSError: It cannot listen, or this process may not have so many open files.
         """
         _require_descriptors(self._count)
-        local = hosts == ["127.0.0.1"]
-        both = not local and socket.has_dualstack_ipv6()
-        self._listener = socket.create_server(
-            ("127.0.0.1" if local else "", 0),
-            family=socket.AF_INET6 if both else socket.AF_INET,
-            dualstack_ipv6=both,
-            backlog=self._count + _STRANGER_COUNT,
-        )
+        own = hosts[0] if only_there or hosts == ["127.0.0.1"] else ""
+        both = not own and socket.has_dualstack_ipv6()
+        self._listener = _server(own, both, ports, self._count + _STRANGER_COUNT)
         self._listener.setblocking(False)
         _keep_from_children(self._listener)
         self._selector = selectors.DefaultSelector()

@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastpersist.config import BLOCK_BYTES
+from fastpersist.config import BLOCK_BYTES, network
 from fastpersist.distributed.connections import (
     ASK,
     FAILED,
@@ -46,6 +46,7 @@ from fastpersist.distributed.connections import (
 from fastpersist.distributed.messages import Failure, named
 from fastpersist.distributed.partition import common_block_bytes
 from fastpersist.distributed.peers import (
+    hosts_of,
     is_dead,
     loopback_place,
     own_hosts,
@@ -181,9 +182,13 @@ class Ranks:
         if self.rank == 0:
             try:
                 connections.token = secrets.token_bytes(TOKEN_BYTES)
-                connections.listen(["127.0.0.1"] if local else own_hosts())
+                ports, interface = network()
+                if local or not interface:
+                    connections.listen(["127.0.0.1"] if local else own_hosts(), ports)
+                else:
+                    connections.listen(hosts_of(interface)[:1], ports, only_there=True)
                 offer = {"token": connections.token, "addresses": connections.addresses}
-            except OSError as error:
+            except (OSError, ConfigError) as error:
                 offer = {"error": f"rank 0 cannot listen: {error}"}
         offer = exchange(offer)[0]
         if "error" in offer:
@@ -193,8 +198,8 @@ class Ranks:
         failures = [one for one in exchange(failed) if one is not None]
         if failures:
             raise CoordinationError(
-                f"the ranks cannot talk to each other: {failures[0]}. Every rank has to connect to a port that the "
-                f"kernel picks on rank 0's machine, which offers {offer.get('addresses')}"
+                f"the ranks cannot talk to each other: {failures[0]}. Every rank has to connect to a port of rank 0's "
+                f"machine, which offers {offer.get('addresses')}; FASTPERSIST_PORTS and FASTPERSIST_INTERFACE choose it"
             )
 
     def _welcome_all(self) -> str | None:

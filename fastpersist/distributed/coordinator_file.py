@@ -270,29 +270,28 @@ class CoordinatorFile(Share):
         Raises:
             CoordinationError: It differs.
         """
-        offsets = self.container.offsets
+        if not self._copied:
+            return
+        own = self._crcs_of_cut(written)
         for first, others in self._copied.items():
+            crcs = self._crcs_of_cut(others)
             for position, source in enumerate(self._cut):
-                runs = [
-                    [(part.from_bytes, part.size_bytes, crc) for part, crc in ranges if part.source == source]
-                    for ranges in (self._of_cut(written), others)
-                ]
-                if _joined_crc(runs[0]) != _joined_crc(runs[1]):
-                    names = ", ".join(self._names_of_cut(position)) or f"the storage at {offsets[source]}"
+                if crcs.get(source) != own.get(source):
+                    names = ", ".join(self._names_of_cut(position)) or f"storage {source}"
                     raise CoordinationError(
                         f"the copies would differ: {names} is not the same on rank 0 and on the ranks of the store of "
                         f"rank {first}"
                     )
 
-    def _of_cut(self, written: Sequence[tuple[ByteRange, int]]) -> list[tuple[ByteRange, int]]:
-        """Leave out what lies beside the interiors of cut sources."""
+    def _crcs_of_cut(self, written: Iterable[tuple[ByteRange, int]]) -> dict[int, int]:
+        """Return the CRC of the interior of each cut source, from ranges that make it up, and perhaps others."""
         interiors = dict(zip(self._cut, self._interiors, strict=True))
-        return [
-            (part, crc)
-            for part, crc in written
-            if part.source in interiors
-            and interiors[part.source].offset_bytes <= part.from_bytes < interiors[part.source].end_bytes
-        ]
+        runs: dict[int, list[Run]] = {}
+        for part, crc in written:
+            interior = interiors.get(part.source)
+            if interior is not None and interior.offset_bytes <= part.from_bytes < interior.end_bytes:
+                runs.setdefault(part.source, []).append((part.from_bytes, part.size_bytes, crc))
+        return {source: _joined_crc(found) for source, found in runs.items()}
 
     def _send_rest(self, pending_path: str) -> None:
         firsts = sorted({self._store_of(rank) for rank in range(self._session.count)} - {0})

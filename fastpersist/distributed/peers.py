@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import logging
 import os
 import socket
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 from fastpersist.errors import ConfigError
 
-__all__ = ["is_dead", "loopback_place", "own_hosts", "own_process", "refuse_other_versions"]
+__all__ = ["hosts_of", "is_dead", "loopback_place", "own_hosts", "own_process", "refuse_other_versions"]
 
 _log = logging.getLogger("fastpersist")
+
+_SIOCGIFADDR = 0x8915
 
 
 def own_process() -> tuple[int, str, str]:
@@ -73,6 +77,39 @@ def own_hosts() -> list[str]:
         found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
     own = [ipaddress.ip_address(host.split("%")[0]) for host in dict.fromkeys(found)]
     return [str(host) for host in own if not (host.is_loopback or host.is_link_local or host.is_unspecified)]
+
+
+def hosts_of(interface: str) -> list[str]:
+    """Return the addresses of a network interface of this machine, IPv4 first.
+
+    Args:
+        interface: Its name; or an address, which is returned.
+
+    Raises:
+        ConfigError: There is none of this name, or it has no address that other machines can use.
+
+    Source: netdevice(7), SIOCGIFADDR; proc_pid_net(5), if_inet6.
+    """
+    with contextlib.suppress(ValueError):
+        return [str(ipaddress.ip_address(interface))]
+    names = [name for _, name in socket.if_nameindex()]
+    if interface not in names:
+        raise ConfigError(
+            f"FASTPERSIST_INTERFACE is the name of a network interface of rank 0's machine ({', '.join(names)}), or an "
+            f"address of it; not {interface!r}"
+        )
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        found.append(socket.inet_ntop(socket.AF_INET, answer[20:24]))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:
+        for address, _, _, _, _, name in (line.split() for line in lines):
+            host = ipaddress.IPv6Address(bytes.fromhex(address))
+            if name == interface and not host.is_link_local:
+                found.append(str(host))
+    if not found:
+        raise ConfigError(f"the network interface {interface}, which FASTPERSIST_INTERFACE names, has no address")
+    return found
 
 
 def refuse_other_versions(rank: int, told: Sequence[dict[str, Any]]) -> None:

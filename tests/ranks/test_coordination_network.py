@@ -45,3 +45,31 @@ def test_a_host_without_power_is_noticed_long_before_the_deadline_while_pulses_a
             session.gather(b"")
         assert_failed(caught.value, 1, "nothing was acknowledged for 5 s")
         assert children[1].wait().verdict == "passed"
+
+
+@needs_root
+@pytest.mark.parametrize("interface", ["eth0", ADDRESSES[0]])
+def test_ranks_of_two_hosts_meet_over_the_interface_and_the_ports_that_are_allowed(
+    monkeypatch: pytest.MonkeyPatch, interface: str
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)  # else rank 0 finds the same address by itself
+    monkeypatch.setenv("FASTPERSIST_INTERFACE", interface)
+    monkeypatch.setenv("FASTPERSIST_PORTS", "29400-29410")
+
+    def answer(ranks: Ranks, report: Report) -> None:
+        assert ranks.connections.addresses == [(ADDRESSES[0], 29400)]
+        ranks.begin(SUBJECT).tell(b"here")
+
+    with (
+        two_hosts() as names,
+        inside(names[0]),
+        ranks_in_processes(2, {1: answer}, timeout_s=PATIENCE_S, before=lambda rank: enter(names[rank])) as (
+            own,
+            children,
+        ),
+    ):
+        assert own.begin(SUBJECT).gather(b"") == [b"", b"here"]
+        listener = own.connections._listener
+        assert listener is not None
+        assert listener.getsockname() == (ADDRESSES[0], 29400)  # and nowhere else
+        assert children[1].wait().verdict == "passed"

@@ -350,9 +350,12 @@ def test_full_disk_of_one_node_fails_everywhere_and_the_next_save_works(tmp_path
         assert hidden_names(root) == []
 
 
-def test_missing_parents_fail_the_first_save_and_not_the_next_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", [0, 1])
+def test_missing_parents_fail_the_first_save_and_not_the_next_one(tmp_path: Path, missing: int) -> None:
     roots = [tmp_path / "here" / "runs" / "a", tmp_path / "mnt" / "runs" / "a"]
-    roots[0].parent.mkdir(parents=True)
+    if missing == 0:
+        roots.reverse()
+    roots[1 - missing].parent.mkdir(parents=True)
 
     def work(rank: int, count: int) -> list[str]:
         run = Run(SIZES).advance()
@@ -363,11 +366,14 @@ def test_missing_parents_fail_the_first_save_and_not_the_next_one(tmp_path: Path
             for step in (1, 2):
                 said.append(str(checkpoints.save(step, run.state()).exception()))
                 everybodys(None)
-                roots[1].parent.mkdir(parents=True, exist_ok=True)
+                if step == 1:
+                    assert not (tmp_path / "mnt").exists()
+                everybodys(None)
+                roots[missing].parent.mkdir(parents=True, exist_ok=True)
                 everybodys(None)
         return said
 
     for first, second in run_ranks(2, work):
-        assert f"has no {tmp_path / 'mnt'}." in first
+        assert f"{'has' if missing else 'had'} no {tmp_path / 'mnt'}." in first
         assert second == "None"
     assert [fp.Checkpointer(root).steps() for root in roots] == [[2], [2]]

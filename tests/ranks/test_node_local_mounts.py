@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.process_groups import run_ranks
 from support.runs import Run, hidden_names
@@ -79,6 +80,21 @@ def test_refused_save_leaves_no_root_behind(tmp_path: Path) -> None:
 
     for errors in run_ranks(2, work):
         assert all(f"and there is no {tmp_path / '1'}" in error for error in errors)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sharded_state_needs_one_file_system_too(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> str:
+        checkpoints = fp.Checkpointer(
+            tmp_path / f"{rank}", process_group=dist.group.WORLD, sharded=True, on_error="warn"
+        )
+        with checkpoints, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return str(checkpoints.save(1, {"own": torch.ones(rank + 1)}).exception())
+
+    for said in run_ranks(2, work):
+        assert f"{tmp_path / '0'} on" in said
+        assert f"{tmp_path / '1'} on" in said
     assert list(tmp_path.iterdir()) == []
 
 

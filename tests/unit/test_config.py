@@ -24,6 +24,7 @@ from fastpersist.config import (
     config,
     config_at,
     config_for,
+    network,
     read_tuning,
     tuning_path,
 )
@@ -370,3 +371,24 @@ def test_ring_and_chunk_of_the_file_that_do_not_fit_the_environment_are_left_out
     monkeypatch.setenv("FASTPERSIST_CONFIG", str(found_file))
     with pytest.raises(ConfigError, match="does not fit the environment"):
         config_for(directory_fd)
+
+
+# --- how ranks connect
+
+
+def test_ports_are_one_or_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTPERSIST_PORTS", raising=False)
+    monkeypatch.delenv("FASTPERSIST_INTERFACE", raising=False)
+    assert network() == (range(1), "")
+    monkeypatch.setenv("FASTPERSIST_PORTS", "20000-20100")
+    monkeypatch.setenv("FASTPERSIST_INTERFACE", "ib0")
+    assert network() == (range(20000, 20101), "ib0")
+    monkeypatch.setenv("FASTPERSIST_PORTS", "65535")
+    assert network().ports == range(65535, 65536)
+
+
+@pytest.mark.parametrize("text", ["0", "20100-20000", "1-65536", "a-b", "-5", "5-", "1-2-3", " 1"])
+def test_other_ports_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPERSIST_PORTS", text)
+    with pytest.raises(ConfigError, match="FASTPERSIST_PORTS"):
+        network()

@@ -70,16 +70,18 @@ def agree_on_stores(session: Session, stores: Stores, path: str, next_number: Ca
         session.answer(encoded(message))
         return [decoded(answer, rank) for rank, answer in enumerate(session.gather(b"{}"))]
 
-    probe = PendingDirectory.create(path, overwrite=True)
     try:
-        find_stores(say, stores, probe.path, overwrite=True)
-        numbers = [int(one.get("number", 0)) for one in say({"number": True})]
-        session.answer(encoded({"stores": stores.first_ranks, "hosts": stores.hosts}))
+        probe = PendingDirectory.create(path, overwrite=True)
+        try:
+            find_stores(say, stores, probe.path, overwrite=True)
+            numbers = [int(one.get("number", 0)) for one in say({"number": True})]
+            session.answer(encoded({"stores": stores.first_ranks, "hosts": stores.hosts}))
+        finally:
+            probe.abort()
     except BaseException:
-        stores.first_ranks = None
+        stores.first_ranks = None  # the next save asks again
+        stores.forget()
         raise
-    finally:
-        probe.abort()
     return max(numbers)
 
 

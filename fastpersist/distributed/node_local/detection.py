@@ -2,9 +2,9 @@
 
 A *store* is a file system with the ranks that find one another's files on it, each below its own root. The *first rank*
 of a store is its lowest. It makes the pending directory there and publishes it (`publishing`). The coordinator, rank 0,
-is the first rank of store 0. Nothing is configured: nobody can guess the name of the coordinator's pending directory,
-so a rank that finds it below its own root shares its file system. In the session of a save, between the plans and *go*
-(`file_agreement`):
+is the first rank of store 0. Which stores there are is not configured: nobody can guess the name of the coordinator's
+pending directory, so a rank that finds it below its own root shares its file system. In the session of a save, between
+the plans and *go* (`file_agreement`):
 
     coordinator → followers   look    this name; a follower that does not find it makes a pending directory of its own
     followers → coordinator   seen    whether it was found; the name of the follower's own directory, and its host; or
@@ -17,13 +17,15 @@ so a rank that finds it below its own root shares its file system. In the sessio
 Where a producer writes the files no plans come before this. The followers first tell that they
 have begun, and hear *ready* at the end, with what *go* says of stores.
 
-A file system that is not mounted looks like one that is not shared. So directories above the root may be made on a
-shared file system only. Where some ranks do not see what the coordinator has made, these directories must have existed
-on all of these ranks and on the coordinator's. Else the save fails, and the coordinator removes those that it has made.
+A file system that is not mounted looks like one that is not shared. So unless the user has said what each node keeps
+(`node_local`), several stores are an error: a follower that does not find the name makes nothing, and *seen* tells
+where its root lies. With `node_local`, directories above the root may be made on a shared file system only: where some
+ranks do not see what the coordinator has made, these directories must have existed on all of these ranks and on the
+coordinator's. Else the save fails, and the coordinator removes those that it has made.
 
 The coordinator remembers the answer. With one store it does not ask again: saves take their usual way, and fail if a
 rank does not find what it should. With several stores it only has the known first ranks *look*, so that they make their
-directories. After a save that failed it asks again.
+directories. After a save that failed it asks again; with copies (`copies`) it asks once, before anything is captured.
 """
 
 from __future__ import annotations

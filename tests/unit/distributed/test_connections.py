@@ -113,8 +113,8 @@ class Relay:
         """Have the ranks that meet from now on be told this one's address."""
         listen = connections.Connections.listen
 
-        def listen_behind(board: connections.Connections, hosts: list[str]) -> None:
-            listen(board, hosts)
+        def listen_behind(board: connections.Connections, hosts: list[str], ports: range) -> None:
+            listen(board, hosts, ports)
             thread = threading.Thread(target=self._pass_on, args=board.addresses)
             board.addresses = [self._listener.getsockname()]
             self._start(thread)
@@ -381,3 +381,30 @@ def test_a_forked_child_cannot_use_the_connections_and_leaves_them_alone() -> No
 
         run_in_child(child)
         assert_went_well(say_all(sessions))
+
+
+# --- where rank 0 listens
+
+
+def port_of(ranks: list[Ranks]) -> int:
+    return ranks[0].connections.addresses[0][1]
+
+
+def test_ports_that_are_allowed_are_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = taken.getsockname()[1]
+        monkeypatch.setenv("FASTPERSIST_PORTS", f"{first}-{min(first + 50, 65535)}")
+        with ranks_in_threads(2) as ranks, ranks_in_threads(2) as others:
+            assert first < port_of(ranks) < port_of(others) <= first + 50
+            assert_went_well(say_all(begin(ranks)))
+            assert_went_well(say_all(begin(others)))
+
+
+@pytest.mark.parametrize("wrong", ["taken", "none"])
+def test_ports_that_cannot_be_had_are_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        monkeypatch.setenv("FASTPERSIST_PORTS", port if wrong == "taken" else "all")
+        with pytest.raises(CoordinationError, match=r"rank 0 cannot listen.*FASTPERSIST_PORTS"):
+            with ranks_in_threads(2):
+                pass

@@ -241,8 +241,8 @@ def test_an_address_where_somebody_else_listens_is_left_for_the_next(monkeypatch
     real = connections.Connections.listen
     with socket.create_server(("127.0.0.2", 0)) as other:
 
-        def listen(board: connections.Connections, hosts: list[str]) -> None:
-            real(board, hosts)
+        def listen(board: connections.Connections, hosts: list[str], ports: range) -> None:
+            real(board, hosts, ports)
             board.addresses.insert(0, other.getsockname())
 
         monkeypatch.setattr(connections.Connections, "listen", listen)

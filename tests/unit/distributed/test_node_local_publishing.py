@@ -24,6 +24,7 @@ from fastpersist.formats.split_manifest import PARTS_NAME, parse_parts
 from fastpersist.saving.directory_save import Publication
 
 STEP = "step-00000001"
+PUBLICATION = Publication(1, {"loss": 0.5}, 9, True, lambda: None)
 SHARES = SplitShares("state.pt", 30, 7, {0: [Extent(0, 10)], 1: [Extent(10, 20)]}, {0: 1, 1: 2})
 
 
@@ -59,7 +60,7 @@ class Two:
         return at_once([lead, follow])
 
     def commit(self) -> None:
-        self.first.commit(Publication(1, {"loss": 0.5}, 9, True, lambda: None))
+        self.first.commit(PUBLICATION)
 
 
 @contextmanager
@@ -80,7 +81,7 @@ def test_a_store_has_its_parts_and_a_record_of_all_stores(tmp_path: Path, monkey
         def lead() -> None:
             ranks.commit()
             assert ranks.paths[1].exists(), "other stores are first"
-            ranks.sessions[0].answer(ranks.first.end(str(ranks.paths[0]), {}))
+            ranks.sessions[0].answer(ranks.first.end(str(ranks.paths[0]), PUBLICATION))
 
         assert ranks.end(lead)[0] is None
         manifest = read_manifest(str(ranks.paths[1]))
@@ -151,7 +152,7 @@ def test_what_was_replaced_goes_when_rank_0_has_published(tmp_path: Path) -> Non
         def lead() -> None:
             ranks.commit()
             assert len(hidden_names(tmp_path / "b")) == 1, "until the end it is what is committed"
-            ranks.sessions[0].answer(ranks.first.end(str(ranks.paths[0]), {}))
+            ranks.sessions[0].answer(ranks.first.end(str(ranks.paths[0]), PUBLICATION))
 
         assert not [one for one in ranks.end(lead) if isinstance(one, Exception)]
         ranks.other.finish()

@@ -73,3 +73,14 @@ def test_only_rank_0_warns_of_other_versions_of_torch(caplog: pytest.LogCaptureF
         peers.refuse_other_versions(0, ranks)
     (record,) = caplog.records
     assert "2.13, 2.7" in record.getMessage()
+
+
+# --- the interface that FASTPERSIST_INTERFACE names
+
+
+def test_interface_is_found_by_its_name_or_an_address() -> None:
+    assert peers.hosts_of("lo")[0] == "127.0.0.1"
+    assert peers.hosts_of("10.1.2.3") == ["10.1.2.3"]
+    assert peers.hosts_of("2001:db8::7") == ["2001:db8::7"]
+    with pytest.raises(ConfigError, match=r"FASTPERSIST_INTERFACE.*\blo\b.*'lo7'"):
+        peers.hosts_of("lo7")

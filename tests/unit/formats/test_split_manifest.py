@@ -42,6 +42,15 @@ def test_record_comes_back() -> None:
     assert parse_parts(encode_parts(without_crc), "x") == without_crc
 
 
+def test_record_of_a_copy_names_the_files_of_single_ranks() -> None:
+    copy = PartsRecord(RECORD.token, RECORD.stores, 1, (), ("rank-00000.pt", "rank-00003.pt"))
+    assert parse_parts(encode_parts(copy), "x") == copy
+    for names in (["../x"], [7], "rank-00000.pt"):
+        content = {**json.loads(encode_parts(copy)), "own_files": names}
+        with pytest.raises(fp.FormatError, match="record of parts"):
+            parse_parts(json.dumps(content).encode(), "x")
+
+
 def test_missing_stores_are_named_by_ranks_and_host() -> None:
     assert missing_stores(RECORD, [RECORD]) == [0]
     assert RECORD.describe([0, 1]) == "ranks 0, 2 (written on node-a); ranks 1, 3 (written on nœud-b)"
