@@ -150,16 +150,8 @@ def read_root(root: str, before: Reading | None = None) -> Reading:
     events = list(read_events(root))[-_LOG_COUNT:]
     now_s = time.time()
     free_bytes = disk.f_bavail * disk.f_frsize
-    steps = [
-        {"step": event.step or 0, **{name: event.figures.get(name, 0) for name in _OF_STEPS}}
-        for event in events
-        if event.kind == "committed" and event.rank == 0 and event.step is not None
-    ][-_STEP_COUNT:]
-    failures = [
-        {"step": event.step or 0, "error": str(event.figures.get("error", ""))}
-        for event in events
-        if event.kind == "failed"
-    ][-_STEP_COUNT:]
+    steps = [_row(event) for event in events if event.kind == "committed" and not event.rank][-_STEP_COUNT:]
+    failures = [_failure(event) for event in events if event.kind == "failed"][-_STEP_COUNT:]
     size_bytes = int(steps[-1]["bytes"]) if steps else 0
     reading = Reading(
         now_s,
@@ -182,7 +174,13 @@ def read_root(root: str, before: Reading | None = None) -> Reading:
     return reading
 
 
-_OF_STEPS = ("bytes", "stall_s", "write_s", "commit_s")
+def _row(event: Event) -> dict[str, float | int | str]:
+    names = ("bytes", "stall_s", "write_s", "commit_s")
+    return {"step": event.step or 0, **{name: event.figures.get(name, 0) for name in names}}
+
+
+def _failure(event: Event) -> dict[str, float | int | str]:
+    return {"step": event.step or 0, "error": str(event.figures.get("error", ""))}
 
 
 def _pending_of(root: str, names: list[str]) -> dict[int, list[str]]:
