@@ -45,6 +45,7 @@ from fastpersist import (
 
 from ._shared.redirection import saves_into
 from ._shared.requirements import require
+from ._shared.save_figures import SaveFigures
 
 require("accelerate", "accelerate", "1.1")
 
@@ -72,10 +73,11 @@ _Files: TypeAlias = DirectorySave | PeerDirectorySave
 
 @dataclass(frozen=True)
 class _Latest:
-    """The last save of an accelerator."""
+    """The last save of an accelerator, and its costs until they are logged."""
 
     save: PendingSave
     on_error: str
+    figures: SaveFigures
 
 
 _latest: weakref.WeakKeyDictionary[Any, _Latest] = weakref.WeakKeyDictionary()
@@ -251,7 +253,9 @@ def _save(
         limit = accelerator.project_configuration.total_limit
         removes = accelerator.project_configuration.automatic_checkpoint_naming and limit is not None
         pending = files.publish(after=(lambda: _remove_oldest(target, limit)) if removes else None)
-    _latest[accelerator] = _Latest(pending, on_error)
+    figures = SaveFigures("checkpoint/")
+    figures.add(pending)
+    _latest[accelerator] = _Latest(pending, on_error, figures)
     return pending
 
 
@@ -383,6 +387,8 @@ def _deliver(accelerator: Accelerator, depth: int) -> None:
     if latest is None:
         return
     latest.save.join()
+    if accelerator.trackers:
+        latest.figures.log_by(lambda found: accelerator.log(dict(found)))
     error = latest.save.undelivered_error()
     if error is None:
         return

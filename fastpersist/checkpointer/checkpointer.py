@@ -4,6 +4,7 @@
     root/.step-00000200.pending-<token>/                            being written
     root/LATEST                                                     a hint for people and scripts
     root/.lock                                                      held by the process that saves here
+    root/events.jsonl                                               what happened; see docs/reference/events.md
 
 A sharded step has the files of torch.distributed.checkpoint in place of state.pt: `.metadata`, and `__0_0.distcp`,
 `__1_0.distcp` … of each rank.

@@ -11,7 +11,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from fastpersist.cli import convert, diff, generate, info, inspect, ls, merge, rows, run, stats, verify
+from fastpersist.cli import convert, diff, generate, info, inspect, ls, merge, rows, run, stats, verify, watch
 from fastpersist.cli.bench import command as bench_command
 from fastpersist.cli.completion import add_option as add_completion
 from fastpersist.cli.demo import command as demo_command
@@ -69,7 +69,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     parser.add_argument("--version", action="version", version=f"fastpersist {__version__}")
     add_completion(parser)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    saving = (demo_command, run, info, bench_command, tune_command, inspect, verify, merge, report_command)
+    saving = (demo_command, run, info, bench_command, tune_command, inspect, verify, merge, report_command, watch)
     for command in (*saving, ls, stats, diff, convert, generate, rows):
         command.add_parser(subparsers)
     return parser, list(subparsers.choices)

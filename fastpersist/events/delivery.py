@@ -1,6 +1,6 @@
 """Who hears of events: callbacks and the logs of roots, both on a background thread.
 
-    emit()      any thread, mostly the one that trains or the one that writes: appends to a queue, and no more
+    emit()      the thread that trains appends to a queue, and no more; the one that writes also wakes
     the thread  takes events out in their order: first the log of the root, then each callback
 
 Nothing that a callback or a disk does reaches the program: errors are logged once, and what finds the queue full is
@@ -15,8 +15,8 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -33,7 +33,7 @@ Callback: TypeAlias = Callable[[Event], None]
 _WAITING_COUNT = 10_000
 """Events that wait at most; a callback that hangs costs no more memory than these."""
 _IDLE_S = 0.3
-"""The thread ends when nothing has come for so long, and no save is under way."""
+"""The thread ends when nothing has come for so long, and no save is under way; then it looks as often."""
 _FLUSH_S = 1.0
 
 
@@ -50,7 +50,8 @@ class _Told(NamedTuple):
     log: EventLog | None
 
 
-_queue: SimpleQueue[_Told | threading.Event] = SimpleQueue()
+_queue: deque[_Told | threading.Event] = deque()
+_news = threading.Event()
 _subscribers: tuple[_Subscriber, ...] = ()
 _logs: WeakValueDictionary[tuple[str, int], EventLog] = WeakValueDictionary()
 _lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
@@ -126,26 +127,30 @@ def emit(
         step: Of a Checkpointer: the event goes to the log of the root too.
         rank: Of this process among those that save or load together.
         time_s: When it happened, Unix time; None for now.
-        wakes: Start the thread that delivers, which takes a while. Without it, somebody calls `wake` or `flush` soon.
+        wakes: Wake or start the thread that delivers, which takes a while. Without it, somebody calls `wake` or `flush`
+            soon, or the thread looks by itself while a save is under way.
     """
     global _dropped_count
-    log = None if step is None else _logs.get((os.path.dirname(path), rank))
+    log = None if step is None else _logs.get((path.rpartition("/")[0], rank))
     if log is None and not _subscribers:
         return
-    if _queue.qsize() >= _WAITING_COUNT:
+    if len(_queue) >= _WAITING_COUNT:
         _dropped_count += 1
         return
     root = None if log is None else log.root
     event = Event(kind, time.time() if time_s is None else time_s, root, path, step, rank, figures)
-    _queue.put(_Told(event, log))
+    _queue.append(_Told(event, log))
     if wakes:
         wake()
 
 
 def wake() -> None:
-    """Start the thread that delivers, if anything waits for it."""
+    """Wake the thread that delivers, or start it, if anything waits for it."""
     global _thread
-    if _has_thread() or _queue.empty():
+    if not _queue:
+        return
+    _news.set()
+    if _has_thread():
         return
     with _lock:
         if _has_thread():  # another one was faster
@@ -169,10 +174,10 @@ def flush(timeout_s: float = _FLUSH_S) -> bool:
     """
     if _thread is threading.current_thread():
         return False  # in a callback
-    if not _has_thread() and _queue.empty():
+    if not _has_thread() and not _queue:
         return True
     reached = threading.Event()
-    _queue.put(reached)
+    _queue.append(reached)
     wake()
     if not _has_thread():
         _deliver_now(time.monotonic() + timeout_s)
@@ -183,24 +188,23 @@ def _deliver_all() -> None:
     """Deliver events until there are none for a while; the thread's body."""
     global _thread
     while True:
-        try:
-            _deliver(_queue.get(timeout=None if _unfinished_count > 0 else _IDLE_S))
-        except Empty:
-            _thread = None  # first: who emits from now on starts another one
-            if _queue.empty():
+        while _queue:
+            _deliver(_queue.popleft())
+        _news.clear()
+        if _queue or _news.wait(_IDLE_S) or _queue or _unfinished_count:
+            continue
+        _thread = None  # first: who wakes from now on starts another one
+        if not _queue:
+            return
+        with _lock:
+            if _has_thread():
                 return
-            with _lock:
-                if _has_thread():
-                    return
-                _thread = threading.current_thread()
+            _thread = threading.current_thread()
 
 
 def _deliver_now(deadline_s: float) -> None:
-    while time.monotonic() < deadline_s:
-        try:
-            _deliver(_queue.get_nowait())
-        except Empty:
-            return
+    while _queue and time.monotonic() < deadline_s:
+        _deliver(_queue.popleft())
 
 
 def _deliver(told: _Told | threading.Event) -> None:
@@ -226,8 +230,9 @@ def _deliver(told: _Told | threading.Event) -> None:
 
 def _forget_all() -> None:
     """Forget everything in a forked child: callbacks and logs are the parent's."""
-    global _queue, _subscribers, _lock, _thread, _dropped_count, _unfinished_count
-    _queue = SimpleQueue()
+    global _queue, _news, _subscribers, _lock, _thread, _dropped_count, _unfinished_count
+    _queue = deque()
+    _news = threading.Event()
     _subscribers = ()
     _logs.clear()
     _lock = threading.RLock()

@@ -342,7 +342,11 @@ class PendingSave:
                 return
             self._told.add(kind)
         stats = self._stats
-        figures = {} if kind == "save_begun" else stats.figures()
+        figures: dict[str, Figure] = {}
+        if kind == "captured":
+            figures = {"stall_s": stats.stall_s, "plan_s": stats.plan_s, "capture_s": stats.capture_s}
+        elif kind != "save_begun":
+            figures = stats.figures()
         emit(kind, self._path, figures, step=stats.step, rank=self._rank, time_s=time_s, wakes=wakes)
 
     def wait_written(self) -> None:

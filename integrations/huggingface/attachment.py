@@ -139,6 +139,7 @@ class Attachment:
         else:
             self._replace(trainer, "_save_checkpoint", self.save_checkpoint)
         self._replace(trainer, "train", self._train)
+        self._replace(trainer, "log", self._log)
         self._replace(trainer.callback_handler, "on_save", self._on_save)
         for name in (*_WAITING_FIRST, *_WAITING_HERE):
             if hasattr(trainer, name):
@@ -219,6 +220,14 @@ class Attachment:
             return self._stock_on_save(args, state, control, **keywords)
         control.should_save = False
         return control
+
+    def _log(self, logs: dict[str, float], *others: Any, **options: Any) -> Any:
+        """Replace Trainer.log: add what the saves that are over by now have cost."""
+        return self._stock("log")({**logs, **self._saves.figures.take()}, *others, **options)
+
+    def log_rest(self) -> None:
+        """Log what the last saves have cost, behind the Trainer's last line."""
+        self._saves.figures.log_by(lambda found: self._stock("log")(dict(found)))
 
     def _train(self, resume_from_checkpoint: Any = None, *others: Any, **options: Any) -> Any:
         """Replace Trainer.train."""
@@ -347,6 +356,7 @@ class _GateCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Wait for the last save, and notify callbacks."""
         self._attachment.saves.finish()
+        self._attachment.log_rest()
         return self._attachment.deliver(control)
 
 

@@ -47,6 +47,7 @@ from fastpersist import (
 from .._shared.agreement import are_several, is_first_rank, on_all_ranks
 from .._shared.redirection import saves_into
 from .._shared.requirements import require_writers
+from .._shared.save_figures import SaveFigures
 from .foreign_files import clear_up, drop_held, hold_foreign
 from .fsdp import is_sharding, moves_parameters, sharded_saves
 
@@ -141,6 +142,7 @@ class CheckpointSaves:
         self._rotating: PendingSave | None = None  # published, but may still be deleting old checkpoints
         self._frozen = _FrozenParameters()
         self._plans: dict[str, Any] = {}  # of shards, for the next save
+        self.figures = SaveFigures("checkpoint_")
 
     @property
     def pending(self) -> PendingSave | None:
@@ -250,6 +252,7 @@ class CheckpointSaves:
         if files is not None:
             limit, best = args.save_total_limit, state.best_model_checkpoint
             flight.pending = files.publish(after=lambda: clear_up(path, run_dir, limit, best), apart=True)
+            self.figures.add(flight.pending)
         self._flight = flight
         if synchronous:
             self.finish()

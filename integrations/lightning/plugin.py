@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from fastpersist import ConfigError, PendingSave, load, require_engine, save, save_async
 
 from .._shared.requirements import require, require_writers
+from .._shared.save_figures import SaveFigures
 from .ddp import SLURM_PREFIX, Share, SharedSaving, gated_optimizers, refuse_bypassing
 from .file_order import FileOrder, Likeness, key_of, local_path, sync_path
 from .fsdp import ShardedSaving
@@ -162,6 +163,7 @@ class FastPersistCheckpointIO(CheckpointIO):
         self._is_over = False
         self._has_stepped = False
         self._last: _Saved | None = None  # until the next step
+        self.figures = SaveFigures("checkpoint/")
         for name in _PLUGIN_MODULES:  # so that Trainers of both packages accept it; the program has imported its own
             if name in sys.modules:
                 sys.modules[name].CheckpointIO.register(type(self))
@@ -327,6 +329,7 @@ class FastPersistCheckpointIO(CheckpointIO):
     def forget_pending(self) -> None:
         """Drop the saves under way: they belong to the parent process."""
         self._order, self._last = FileOrder(durable=self._durable), None
+        self.figures = SaveFigures("checkpoint/")
 
     def forget_errors(self) -> None:
         """Drop the errors of saves while another exception propagates; the log has them."""
@@ -359,6 +362,7 @@ class FastPersistCheckpointIO(CheckpointIO):
     def accept(self, key: str, pending: PendingSave) -> None:
         """Take the save of a directory that has begun on all ranks."""
         self._last = None
+        self.figures.add(pending)
         self._order.add(key, pending)
         if self._is_over:
             self.wait()
@@ -418,6 +422,7 @@ class FastPersistCheckpointIO(CheckpointIO):
             process_group=process_group,
             writers=self._writers,
         )
+        self.figures.add(pending)
         self._order.add(key, pending)
         return pending
 
@@ -505,6 +510,20 @@ class FastPersistCallback(Callback):
         if self._plugin is not None:
             self._plugin.wait_captured()
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Log what the saves that are over by now have cost."""
+        self._log_figures(trainer)
+
+    def _log_figures(self, trainer: Any) -> None:
+        """Tell the Trainer's loggers, at once: a metric of `self.log` reaches them every 50th step only."""
+
+        def log(found: Mapping[str, float]) -> None:
+            for logger in trainer.loggers:
+                logger.log_metrics(dict(found), step=trainer.global_step)
+
+        if self._plugin is not None and trainer.is_global_zero:
+            self._plugin.figures.log_by(log)
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Wait for the saves under way; the exception propagates, and errors of saves are only logged."""
         self._end_sharing()
@@ -521,7 +540,10 @@ class FastPersistCallback(Callback):
         self._end_sharing()
         _give_back(trainer)
         if self._plugin is not None and stage == "fit":
-            self._plugin.teardown()
+            try:
+                self._plugin.teardown()
+            finally:
+                self._log_figures(trainer)
 
     def _end_sharing(self) -> None:
         if self._sharing is not None:

@@ -165,5 +165,9 @@ def _without_times(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def losses(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the log without what depends on the clock."""
-    return [{key: value for key, value in entry.items() if not key.endswith(TIMES)} for entry in log_history]
+    """Return the log without what depends on the clock, and without what we add to it."""
+    kept = [
+        {key: value for key, value in entry.items() if not key.endswith(TIMES) and not key.startswith("checkpoint_")}
+        for entry in log_history
+    ]
+    return [entry for entry in kept if entry.keys() - {"epoch", "step"}]
