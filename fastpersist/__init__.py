@@ -10,6 +10,7 @@ except ImportError as error:
         "`make setup`, which builds it, and use .venv/bin/python; else reinstall the package"
     ) from error
 
+from fastpersist import events as events
 from fastpersist.api import SaveReport, inspect, load, load_into, save, save_async, verify
 from fastpersist.checkpointer.checkpointer import Checkpointer
 from fastpersist.distributed.group_save import PeerDirectorySave, directory_save_together

@@ -3,7 +3,8 @@
 Where to look:
 
     the class                    checkpointer
-    save                         step_saver; signal_save when the job is told to end, within its grace period
+    save                         saves (when, and over what) → step_saver (its files); signal_save when the job is told
+                                 to end, within its grace period
     load                         step_loader
     the directory                root: its lock, its steps, and the rules by which they stay
     the ranks                    meeting

@@ -17,20 +17,18 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.checkpointer.explain import explain
-from fastpersist.checkpointer.meeting import meet_ranks
+from fastpersist.checkpointer.meeting import BoundRanks
 from fastpersist.checkpointer.overview import checkpointer_html
 from fastpersist.checkpointer.root import RetentionPolicy, Root, why_no_root
+from fastpersist.checkpointer.saves import StepSaves
 from fastpersist.checkpointer.signal_save import MakeState, SignalSave
 from fastpersist.checkpointer.step_loader import (
-    RANK_KEY,
     LoadOptions,
     OnResize,
     best_of,
@@ -41,27 +39,19 @@ from fastpersist.checkpointer.step_loader import (
 from fastpersist.checkpointer.step_saver import (
     SaveQueue,
     ShardedSaver,
-    StepSave,
     StepSaver,
-    checked_metrics,
-    step_of,
 )
-from fastpersist.commit.directory_commit import committed_path
 from fastpersist.commit.step_listing import commits_of, committed_steps, in_commit_order
-from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.group_save import Writers
-from fastpersist.distributed.node_local.detection import Stores
-from fastpersist.distributed.partition import choose_writers
-from fastpersist.distributed.shared_file import SaveGroup
+from fastpersist.distributed.node_local.detection import NodeLocal
 from fastpersist.distributed.stop_agreement import StopAgreement
-from fastpersist.errors import CheckpointNotFoundError, ConfigError, SkippedError, StorageError
-from fastpersist.formats.manifest import checked_step, step_name
+from fastpersist.errors import CheckpointNotFoundError, ConfigError, SkippedError
+from fastpersist.formats.manifest import checked_step
 from fastpersist.loading.selection import require_keys
 from fastpersist.loading.unpickle import MapLocation
 from fastpersist.saving.capture import watch_steps
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import PendingSave, SaveStats
-from fastpersist.saving.refused_globals import warn_caller
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.torch_boundary import untraced
@@ -111,12 +101,13 @@ class Checkpointer:
         process_group: Save with all ranks of this group; each makes and uses a Checkpointer of its own, in the same
             order. The coordinator's state (rank 0's) is saved. The tensors of the optimizer and of `constant` must be
             the same on all ranks: the writers share out those of 1 MiB and more, and write them into one ordinary file.
-            After the constructor, only load(), delete(), discard_after() and rebind() use the group. If the root lies
-            on a file system of each node, each keeps a part of every step; load() with the group puts the parts
-            together.
+            After the constructor, only load(), delete(), discard_after() and rebind() use the group.
         sharded: The state of each rank holds shards (DTensors, as of FSDP2 or tensor parallelism). All ranks write what
             they hold, in the format of torch.distributed.checkpoint. Any number of ranks can load it, sharded in any
             way, and so can torch's own readers.
+        node_local: What the ranks do if they see several file systems at the root. None: the first save fails, and
+            names the hosts and what each sees: a file system is not mounted there. "parts": each keeps a part of every
+            step; load() with the group puts the parts together. Rank 0's counts.
         writers: The ranks that write: "all", "node" (one rank of each node), a number, or "auto": on one node up to 8
             ranks (or as many as the coordinator's tuning file says), on several nodes one rank of each.
         check_replicas: Compare all bytes of the tensors that the ranks must have in common, instead of samples.
@@ -150,6 +141,7 @@ class Checkpointer:
         engine: str = "auto",
         process_group: ProcessGroup | None = None,
         sharded: bool = False,
+        node_local: NodeLocal = None,
         writers: Writers = "auto",
         check_replicas: bool = False,
         peer_timeout_s: float = 600.0,
@@ -163,8 +155,12 @@ class Checkpointer:
         require_bools(paranoid=paranoid, sharded=sharded, check_replicas=check_replicas)
         if not (isinstance(lock_timeout_s, int | float) and lock_timeout_s >= 0):
             raise ConfigError(f"lock_timeout_s is a number of seconds, 0 or more, not {lock_timeout_s!r}")
+        if node_local not in (None, "parts"):
+            raise ConfigError(f"node_local is None or 'parts', not {node_local!r}")
         if sharded and (check_replicas or writers not in ("auto", "all")):
-            raise ConfigError("sharded=True: each rank writes what it holds; writers and check_replicas do not apply")
+            raise ConfigError(
+                "with sharded=True each rank writes what it holds: writers and check_replicas do not apply"
+            )
         self._path = os.path.abspath(local_path(root, "root"))
         why_not = why_no_root(self._path)
         if why_not and process_group is None:
@@ -175,40 +171,32 @@ class Checkpointer:
         self._retention = RetentionPolicy(keep, keep_every, keep_best)
         self._root = Root(self._path, self._retention, lock_timeout_s)
         self._arena = Arena(max_host_bytes)
-        self._busy = busy
-        self._on_error = on_error
         self._engine = engine
         saver_class = ShardedSaver if sharded else StepSaver
         self._saver = saver_class(self._path, self._owners, self._arena, engine=engine, paranoid=paranoid)
-        self._saves = SaveQueue(self._path, on_error)
-        self._signals = SignalSave(self._owners, self._save_for_signal, self._is_saved)
+        self._queue = SaveQueue(self._path, on_error)
+        self._saves = StepSaves(self._root, self._retention, self._saver, self._queue, busy=busy, on_error=on_error)
+        self._signals = SignalSave(self._owners, self._save_for_signal, self._saves.is_saved)
         self._process = os.getpid()
         self._closed = False
-        self._metric_looked_for = False
-        self._check_replicas = check_replicas
-        self._newest_begun: int | None = None  # of the saves with other ranks
-        self._wanted_writers = writers
-        self._peer_timeout_s = peer_timeout_s
-        self._ranks: Ranks | None = None
+        self._together: dict[str, Any] = {
+            "node_local": node_local,
+            "busy": busy,
+            "writers": writers,
+            "check_replicas": check_replicas,
+            "timeout_s": peer_timeout_s,
+        }
         self._bind(process_group)
 
     def _bind(self, process_group: ProcessGroup | None) -> None:
         """Save with the ranks of a group from now on; all of them call this. After an error nothing has changed."""
-        met = None
-        if process_group is not None:
-            met = meet_ranks(process_group, self._path, self._busy, self._peer_timeout_s)
-        self._ranks, tuned_count = met or (None, None)
-        self._root.log_events(0 if self._ranks is None else self._ranks.rank)
-        nodes = [0] if self._ranks is None else self._ranks.nodes
-        self._writers = choose_writers(self._wanted_writers, nodes, tuned_count)
-        self._process_group = None if self._ranks is None else process_group
-        self._stores = Stores(self._own_root)
-        self._saver.forget_ranks()
+        self._bound = BoundRanks(process_group, self._path, self._saves.own_root, **self._together)
+        self._saves.bind(self._bound)
         if self._signals.is_installed:
             self._agree_when_to_stop()
 
     def _agree_when_to_stop(self) -> None:
-        session = None if self._ranks is None else self._ranks.begin(f"when to stop saving to {self._path}")
+        session = self._bound.begin(f"when to stop saving to {self._path}")
         self._signals.agree_by(None if session is None else StopAgreement(session))
 
     def rebind(self, process_group: ProcessGroup | None) -> None:
@@ -235,10 +223,10 @@ class Checkpointer:
         Thread safety: the training thread only.
         """
         self._refuse_unusable()
-        if self._ranks is not None:
+        if self._bound.ranks is not None:
             self._give_up("the Checkpointer was bound to another process group")
-        self._saves.join(None)
-        self._saves.log_failed("a save before rebind(), of which nobody has been told")
+        self._queue.join(None)
+        self._queue.log_failed("a save before rebind(), of which nobody has been told")
         self._root.hand_over()  # before the ranks meet: another one may be the first of them
         self._bind(process_group)
 
@@ -282,52 +270,13 @@ class Checkpointer:
         Thread safety: the training thread only.
         """
         self._refuse_unusable()
-        if self._ranks is None:
-            is_last = self._signals.is_noted()  # then it is not left out, whatever became of earlier ones
-            if not is_last:
-                self._saves.deliver()
-            step = step_of(step, state)
-            require_bools(overwrite=overwrite)
-            # A loop that went back to an older step comes by the damaged one again.
-            overwrite = overwrite or self._signals.saved_step == step or self._root.is_damaged(step)
-            busy = "wait" if is_last else self._busy
-            pending = self._save(step, state, rank_state, checked_metrics(metrics), overwrite, busy)
-        else:
-            is_last = self._signals.is_noted()
-            pending = self._save_together(self._ranks, step, state, rank_state, metrics, overwrite, not is_last)
+        is_last = self._signals.is_noted()  # then it is not left out, whatever became of earlier ones
+        replaces = self._signals.saved_step
+        pending = self._saves.save(
+            step, state, rank_state, metrics, overwrite=overwrite, replaces=replaces, is_last=is_last
+        )
         if is_last:
             self._signals.after_save(pending)
-        return pending
-
-    def _save_together(
-        self,
-        ranks: Ranks,
-        step: int,
-        state: object,
-        rank_state: object,
-        metrics: Mapping[str, float] | None,
-        overwrite: bool,
-        delivers: bool,
-    ) -> PendingSave:
-        """Begin a save of several ranks, and then deliver earlier failures, if they are to be raised here."""
-        session = ranks.begin(f"step {step} of {self._path}")  # first: all ranks count their saves
-        earlier = self._saves.take_failed()
-        try:
-            step = step_of(step, state)
-            require_bools(overwrite=overwrite)
-            self._newest_begun = step
-            is_damaged = not ranks.rank and self._root.is_damaged(step)
-            overwrite = overwrite or self._signals.saved_step == step or is_damaged
-            together = SaveGroup(session, step_name(step), self._writers, self._check_replicas, stores=self._stores)
-            pending = self._save(step, state, rank_state, checked_metrics(metrics), overwrite, self._busy, together)
-        except BaseException as error:
-            self._saves.give_back(earlier)
-            session.fail(error)
-            raise
-        if delivers:
-            self._saves.deliver(earlier)
-        else:
-            self._saves.give_back(earlier)
         return pending
 
     def wait_captured(self, timeout: float | None = None) -> None:
@@ -343,7 +292,7 @@ class Checkpointer:
 
         Thread safety: the training thread only.
         """
-        self._saves.wait_captured(timeout)
+        self._queue.wait_captured(timeout)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save is durable, or has failed.
@@ -357,8 +306,8 @@ class Checkpointer:
 
         Thread safety: the training thread only.
         """
-        self._saves.join(timeout)
-        self._saves.deliver()
+        self._queue.join(timeout)
+        self._queue.deliver()
 
     def close(self, *, abort: bool = False) -> None:
         """Finish every save, unlock the root, and put the earlier signal handlers back. You may call it again.
@@ -389,17 +338,16 @@ class Checkpointer:
                 self._signals.poll()
         finally:
             self._close()
-        self._saves.deliver()
+        self._queue.deliver()
 
     def _close(self) -> None:
         if self._closed or self._process != os.getpid():
             return
         try:
-            self._saves.join(None)
-            self._closed = True
+            self._queue.join(None)
+            self._closed = self._saves.closed = True
             self._arena.let_go()
-            if self._ranks is not None:
-                self._ranks.close()
+            self._bound.close()
             self._root.release()
         finally:
             self._signals.uninstall()  # which may end the process
@@ -407,32 +355,31 @@ class Checkpointer:
     def _abort(self) -> None:
         if self._closed or self._process != os.getpid():
             return
-        self._closed = True  # from now on, no step is removed in favour of another one
+        self._closed = self._saves.closed = True  # from now on, no step is removed in favour of another one
         try:
             self._give_up("the Checkpointer was closed with abort=True")
             self._arena.let_go()
             self._root.release()
-            self._saves.log_failed("an earlier save, of which nobody has been told")
+            self._queue.log_failed("an earlier save, of which nobody has been told")
         finally:
             self._signals.uninstall()  # which may end the process
 
     def _give_up(self, why: str) -> None:
         """Give up the saves that are not visible yet, and the connections to the other ranks; wait for neither."""
         error = SkippedError(f"the saves to {self._path} that were under way were given up: {why}")
-        self._saves.give_up(error)
-        if self._ranks is not None:
-            self._ranks.close(error)
+        self._queue.give_up(error)
+        self._bound.close(error)
 
     def __repr__(self) -> str:
         said = self._retention.said()
-        if self._ranks is not None:
-            said.append(f"rank {self._ranks.rank} of {self._ranks.count}")
-        unfinished = len(self._saves.unfinished())
+        if self._bound.ranks is not None:
+            said.append(f"rank {self._bound.rank} of {self._bound.ranks.count}")
+        unfinished = len(self._queue.unfinished())
         said += [f"{unfinished} unfinished"] * (unfinished > 0) + ["closed"] * self._closed
         return f"<Checkpointer of {self._path}: {', '.join(said)}>"
 
     def _repr_html_(self) -> str:
-        return checkpointer_html(self._path, repr(self).strip("<>"), self._saves.unfinished())
+        return checkpointer_html(self._path, repr(self).strip("<>"), self._queue.unfinished())
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -444,7 +391,7 @@ class Checkpointer:
             self.close()
             return
         self._close()  # nothing is saved for a signal that came meanwhile: the state may be that of half a step
-        self._saves.log_failed("while another exception was being raised")
+        self._queue.log_failed("while another exception was being raised")
 
     def save_on_signal(
         self,
@@ -512,7 +459,7 @@ class Checkpointer:
 
         Thread safety: any thread.
         """
-        return list(self._saves.stats)
+        return list(self._queue.stats)
 
     def explain(self, state: object) -> str:
         """Tell what save() would do with a state, without saving it.
@@ -528,74 +475,6 @@ class Checkpointer:
         """
         return explain(state, self._owners)
 
-    # --- inside save()
-
-    def _is_saved(self, step: int) -> bool:
-        """Tell whether a step is being saved, or is committed and not known to be damaged."""
-        if self._ranks is not None:  # the same on all of them, whatever they see of the root
-            return step == self._newest_begun
-        if any(pending.stats.step == step for pending in self._saves.unfinished()):
-            return True
-        return committed_path(self._path, step_name(step)) is not None and not self._root.is_damaged(step)
-
-    def _save(
-        self,
-        step: int,
-        state: object,
-        rank_state: object,
-        metrics: dict[str, float],
-        overwrite: bool,
-        busy: str,
-        together: SaveGroup | None = None,
-    ) -> PendingSave:
-        started_s = time.monotonic()
-        stats = SaveStats(path=os.path.join(self._path, step_name(step)), step=step)
-        rank = 0 if together is None else together.session.rank
-        if rank_state is not None and not (isinstance(state, Mapping) and RANK_KEY not in state):
-            raise ConfigError(
-                f"with rank_state, the state must be a dict without the key {RANK_KEY!r}, under which load() returns it"
-            )
-        if not self._saves.make_room(busy):
-            pending = PendingSave(stats.path, stats, rank=rank)
-            pending.skip("another one was still being written")
-            self._saves.stats.append(stats)
-            return pending
-        has_root = False
-        try:
-            if not rank:
-                self._own_root()
-            has_root = True
-            after = partial(self._committed, step, metrics=metrics)
-            number = self._root.next_commit_number
-            saved = StepSave(step, state, rank_state, metrics, overwrite, stats, after, number)
-            pending = self._saver.begin(saved, together)
-            self._saves.add(pending)
-            self._saver.tell_once(state)
-            if not rank and not self._metric_looked_for:
-                self._metric_looked_for = True
-                if why := self._retention.why_all_stay(metrics):
-                    warn_caller(why)
-        except (StorageError, ConfigError) as error:
-            if self._on_error == "raise" or (has_root and isinstance(error, ConfigError)):
-                raise
-            if together is not None:
-                together.session.fail(error)
-            pending = PendingSave(stats.path, stats, rank=rank)
-            pending.fail(error)
-            self._saves.note_finished(pending)
-            self._saves.deliver()
-        pending.returned(time.monotonic() - started_s)  # includes what parts of the save have noted
-        return pending
-
-    def _committed(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> None:
-        """Tidy the root now that a step is durable; the next one may already be written. See `Root.after_commit`."""
-        if not self._closed:
-            self._root.after_commit(step, metrics, among)
-
-    def _own_root(self) -> None:
-        if (made := self._root.take()) is not None:
-            self._stores.made = made
-
     def _refuse_unusable(self) -> None:
         if self._process != os.getpid():
             raise ConfigError(f"this process was forked from the one that saves to {self._path}, and cannot save there")
@@ -605,10 +484,7 @@ class Checkpointer:
     def _save_for_signal(self, step: int, state: object, rank_state: object, timeout_s: float | None) -> None:
         """Save and commit, even if earlier saves have failed, and whatever `busy` says: this may be the last save."""
         self._refuse_unusable()
-        if self._ranks is not None:
-            pending = self._save_together(self._ranks, step, state, rank_state, None, False, delivers=False)
-        else:
-            pending = self._save(step, state, rank_state, {}, overwrite=self._root.is_damaged(step), busy="wait")
+        pending = self._saves.save(step, state, rank_state, None, overwrite=False, replaces=None, is_last=True)
         pending.result(timeout_s)
 
     # ----------------------------------------------------------------------------------------------- resuming
@@ -701,9 +577,9 @@ class Checkpointer:
     def _remove(self, choose: Callable[[list[int]], list[int]]) -> list[int]:
         """Remove the steps that `choose` returns; see `Root.remove_together`."""
         self._refuse_unusable()
-        self._saves.join(None)
-        rank = 0 if self._ranks is None else self._ranks.rank
-        return self._root.remove_together(choose, self._own_root, self._process_group, rank)
+        self._queue.join(None)
+        bound = self._bound
+        return self._root.remove_together(choose, self._saves.own_root, bound.process_group, bound.rank)
 
     @untraced
     def load(
@@ -778,10 +654,10 @@ class Checkpointer:
         Thread safety: any thread; nobody else may use the targets meanwhile.
         """
         if self._process == os.getpid():
-            self._saves.join(None)
+            self._queue.join(None)
         require_keys(keys)
         options = LoadOptions(
-            map_location, into, keys, verify, weights_only, self._engine, self._process_group, on_resize
+            map_location, into, keys, verify, weights_only, self._engine, self._bound.process_group, on_resize
         )
         resumed = self._resumed_from
         if step is None:

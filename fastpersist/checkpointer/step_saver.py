@@ -23,6 +23,7 @@ from fastpersist.distributed.coordinator_save import CoordinatorSave
 from fastpersist.distributed.follower_save import FollowerSave
 from fastpersist.distributed.shared_file import SaveGroup
 from fastpersist.errors import ConfigError, SkippedError
+from fastpersist.events.delivery import flush
 from fastpersist.formats.manifest import STATE_NAME, CheckpointManifest, checked_step, encode_manifest, rank_file_name
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
@@ -352,6 +353,7 @@ class SaveQueue:
             if not pending.join(_left_s(deadline_s)):
                 raise TimeoutError(f"a save to {self._root} is still under way after {timeout} s")
         self._forget_finished()
+        flush()  # who has waited finds what was saved in the log, too
 
     def _forget_finished(self) -> None:
         for pending in list(self._unfinished):  # in place: a thread that loads does this while another save is added

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import tempfile
 from typing import Any
 
@@ -214,19 +213,8 @@ def filesystem_name(directory: str) -> str:
 
     Args:
         directory: An existing directory.
-
-    Source: proc_pid_mountinfo(5). statfs has only a number, which ext2, ext3 and ext4 share.
     """
-    path = os.path.realpath(directory)
-    name, longest = "unknown", -1
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
-            for line in mounts:
-                before, _, after = line.partition(" - ")
-                mount_point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
-                inside = path == mount_point or path.startswith(mount_point.rstrip("/") + "/")
-                if inside and len(mount_point) >= longest:  # of equals, the later one is mounted on top
-                    name, longest = after.split()[0], len(mount_point)
-    except OSError:
-        pass  # no /proc: the name is for people only
-    return name
+    from fastpersist.commit.filesystem import mount_of
+
+    mount = mount_of(directory)
+    return "unknown" if mount is None else mount.type_name

@@ -10,9 +10,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from fastpersist import _native
 from fastpersist.errors import ConfigError, FormatError, NoSpaceError, StorageError, UnsupportedError
@@ -225,6 +227,48 @@ def make_directories(path: str) -> list[str]:
                 raise
         filesystem().sync_directory(os.path.dirname(directory))
     return missing
+
+
+class Mount(NamedTuple):
+    """A line of the kernel's table of mounts.
+
+    Attributes:
+        point: Where it is mounted.
+        type_name: Of the file system, such as "ext4".
+        source: What is mounted: a device, or "server:/export".
+    """
+
+    point: str
+    type_name: str
+    source: str
+
+
+def mount_of(path: str) -> Mount | None:
+    """Return the mount that a path lies on; None if the kernel does not tell.
+
+    Args:
+        path: It, or the parents that exist.
+
+    Source: proc_pid_mountinfo(5). statfs has only a number, which ext2, ext3 and ext4 share.
+    """
+    path = os.path.realpath(path)
+    found = None
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+            for line in mounts:
+                before, _, after = line.partition(" - ")
+                point = _unescaped(before.split()[4])
+                inside = path == point or path.startswith(point.rstrip("/") + "/")
+                if inside and (found is None or len(point) >= len(found.point)):  # of equals, the later one is on top
+                    type_name, source, *_ = after.split()
+                    found = Mount(point, type_name, _unescaped(source))
+    except OSError:
+        return None  # no /proc: this is for people only
+    return found
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def is_there(path: str) -> bool:

@@ -180,7 +180,7 @@ def needs_same_filesystem(path: str, rank: int) -> Iterator[None]:
         raise type(error)(
             error.errno,
             f"cannot save {path}: rank {rank} cannot open what rank 0 has made ({error}). All ranks that write need "
-            "the same file system (a Checkpointer finds out at its next save, and writes parts where there is none); "
+            "the same file system (a Checkpointer can keep steps on a disk of each node: node_local=); "
             "writers=1 lets rank 0 write alone, without rank_state of the others",
             path,
         ) from error

@@ -4,8 +4,8 @@
     the thread  takes events out in their order: first the log of the root, then each callback
 
 Nothing that a callback or a disk does reaches the program: errors are logged once, and what finds the queue full is
-dropped, and counted. The thread ends when nothing has happened for a while, so that a process which forks has it
-seldom. A forked child has neither the thread nor the callbacks nor the logs: those are the parent's.
+dropped, and counted. The thread ends soon after the last save, so that a process which forks has it seldom. A forked
+child has neither the thread nor the callbacks nor the logs: those are the parent's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 from fastpersist.errors import ConfigError
-from fastpersist.events.event import Event, Figure
+from fastpersist.events.event import ENDS, Event, Figure
 from fastpersist.events.log import EventLog
 
 __all__ = ["Callback", "emit", "flush", "log_of", "subscribe", "wake"]
@@ -32,7 +32,8 @@ Callback: TypeAlias = Callable[[Event], None]
 
 _WAITING_COUNT = 10_000
 """Events that wait at most; a callback that hangs costs no more memory than these."""
-_IDLE_S = 2.0
+_IDLE_S = 0.3
+"""The thread ends when nothing has come for so long, and no save is under way."""
 _FLUSH_S = 1.0
 
 
@@ -55,6 +56,7 @@ _logs: WeakValueDictionary[tuple[str, int], EventLog] = WeakValueDictionary()
 _lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
 _thread: threading.Thread | None = None
 _dropped_count = 0
+_unfinished_count = 0  # saves that have begun, as far as is delivered
 
 
 def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
@@ -182,7 +184,7 @@ def _deliver_all() -> None:
     global _thread
     while True:
         try:
-            _deliver(_queue.get(timeout=_IDLE_S))
+            _deliver(_queue.get(timeout=None if _unfinished_count > 0 else _IDLE_S))
         except Empty:
             _thread = None  # first: who emits from now on starts another one
             if _queue.empty():
@@ -202,10 +204,12 @@ def _deliver_now(deadline_s: float) -> None:
 
 
 def _deliver(told: _Told | threading.Event) -> None:
-    global _dropped_count
+    global _dropped_count, _unfinished_count
     if isinstance(told, threading.Event):
         told.set()
         return
+    kind = told.event.kind
+    _unfinished_count = max(0, _unfinished_count + (kind == "save_begun") - (kind in ENDS))
     if _dropped_count:
         count, _dropped_count = _dropped_count, 0
         _log.warning("%d events were dropped: a callback of fastpersist.events, or a disk, does not keep up", count)
@@ -222,13 +226,13 @@ def _deliver(told: _Told | threading.Event) -> None:
 
 def _forget_all() -> None:
     """Forget everything in a forked child: callbacks and logs are the parent's."""
-    global _queue, _subscribers, _lock, _thread, _dropped_count
+    global _queue, _subscribers, _lock, _thread, _dropped_count, _unfinished_count
     _queue = SimpleQueue()
     _subscribers = ()
     _logs.clear()
     _lock = threading.RLock()
     _thread = None
-    _dropped_count = 0
+    _dropped_count = _unfinished_count = 0
 
 
 os.register_at_fork(after_in_child=_forget_all)

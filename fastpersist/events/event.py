@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["KINDS", "Event", "Figure", "Figures"]
+__all__ = ["ENDS", "KINDS", "Event", "Figure", "Figures"]
 
 Figure: TypeAlias = float | int | str
 Figures: TypeAlias = Mapping[str, Figure]
 
 KINDS = ("save_begun", "captured", "written", "committed", "failed", "skipped", "removed", "loaded")
-"""All kinds. A save begins once, and ends once: committed, failed or skipped."""
+"""All kinds. A save begins once, and ends once, with one of `ENDS`."""
+
+ENDS = frozenset({"committed", "failed", "skipped"})
 
 
 class Event(NamedTuple):

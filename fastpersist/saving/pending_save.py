@@ -23,14 +23,13 @@ from pathlib import Path
 from fastpersist.commit.filesystem import tell_free
 from fastpersist.errors import FastPersistError, SkippedError
 from fastpersist.events.delivery import emit, wake
-from fastpersist.events.event import Figure
+from fastpersist.events.event import ENDS, Figure
 from fastpersist.saving.capture import Capture
 
 __all__ = ["Lane", "PendingSave", "SaveStats", "run_in_order"]
 
 _log = logging.getLogger("fastpersist")
 
-_ENDS = {"committed", "failed", "skipped"}
 _ROOM_FOR_A_STEP = "old steps go only when the new one is durable, so keep=3 needs room for 4"
 
 
@@ -339,7 +338,7 @@ class PendingSave:
     def _tell(self, kind: str, time_s: float | None = None, *, wakes: bool = True) -> None:
         """Emit an event of this save, of each kind one."""
         with self._lock:
-            if kind in self._told or self._told & _ENDS:
+            if kind in self._told or self._told & ENDS:
                 return
             self._told.add(kind)
         stats = self._stats

@@ -106,7 +106,7 @@ class Trainer:
             next_one.save(6, {"step": 6})
         assert fp.Checkpointer(self.root).steps() == [5, 6]
         assert hidden_names(self.root) == []
-        assert sorted(os.listdir(self.root)) == [".lock", "LATEST", "step-00000005", "step-00000006"]
+        assert sorted(os.listdir(self.root)) == [".lock", "LATEST", "events.jsonl", "step-00000005", "step-00000006"]
         assert _native.ring_free_count() == _native.ring_buffer_count()
 
 
@@ -364,5 +364,5 @@ def test_many_saves_leave_nothing_behind(tmp_path: Path) -> None:
             finally:
                 gc.enable()
         names = sorted(os.listdir(tmp_path))
-    assert names == [".lock", "LATEST", "step-00000149"]
+    assert names == [".lock", "LATEST", "events.jsonl", "step-00000149"]
     assert len(checkpointer.stats()) == 150

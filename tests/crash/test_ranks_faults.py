@@ -570,7 +570,7 @@ def test_connection_cut_before_each_call(tmp_path: Path, cutting: int, request: 
 
     def work(rank: int, count: int) -> Any:
         trainer = Trainer(root, rank, keep=2)
-        ranks = trainer.checkpoints._ranks
+        ranks = trainer.checkpoints._bound.ranks
         assert ranks is not None
         assert [trainer.outcome(), trainer.outcome()] == [None, None]
         with watched() as counts:

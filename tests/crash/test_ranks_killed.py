@@ -168,7 +168,7 @@ def test_rank_killed_before_each_call(
     outcomes = run_ranks(count, save_twice, root, 0, None, replaces, environment=SMALL_RING)
     assert [outcome.error for outcome in outcomes] == [None] * count
     assert hidden_names(root) == []
-    assert len(os.listdir(root)) == 2 + 2  # .lock, LATEST, two steps
+    assert len(os.listdir(root)) == 2 + 2 + count  # .lock, LATEST, two steps, a log of each rank
 
 
 def test_rank_killed_while_the_first_one_publishes_costs_nobody_the_step(tmp_path: Path) -> None:

@@ -169,7 +169,9 @@ def test_ranks_may_ask_for_different_keys(tmp_path: Path, sharded: bool, stores:
     roots = two_stores(tmp_path) if stores == 2 else [tmp_path, tmp_path]
 
     def work(rank: int, count: int) -> None:
-        with fp.Checkpointer(roots[rank], sharded=sharded, process_group=dist.group.WORLD) as checkpoints:
+        with fp.Checkpointer(
+            roots[rank], sharded=sharded, process_group=dist.group.WORLD, node_local="parts"
+        ) as checkpoints:
             checkpoints.save(1, state(), rank_state=rank)
             checkpoints.wait()
             dist.barrier()

@@ -51,7 +51,7 @@ def test_parts_in_other_stores_go_with_the_step(tmp_path: Path) -> None:
     roots = two_stores(tmp_path)
 
     def work(rank: int, count: int) -> list[Any]:
-        with fp.Checkpointer(roots[rank], keep=3, process_group=dist.group.WORLD) as checkpoints:
+        with fp.Checkpointer(roots[rank], keep=3, process_group=dist.group.WORLD, node_local="parts") as checkpoints:
             for step in (10, 20, 30):
                 checkpoints.save(step, state(step))
             found: list[Any] = [checkpoints.load(10)["step"]]

@@ -94,7 +94,7 @@ def test_writer_that_is_alone_writes_all_and_the_other_store_still_loads(tmp_pat
     def work(rank: int, count: int) -> int:
         run = Run(SIZES).advance()
         with fp.Checkpointer(
-            roots[rank], optimizer=run.optimizer, process_group=dist.group.WORLD, writers=1
+            roots[rank], optimizer=run.optimizer, process_group=dist.group.WORLD, writers=1, node_local="parts"
         ) as checkpoints:
             checkpoints.save(1, run.state(), rank_state={"rank": rank, "step": 1})
         return resume(rank, count, roots)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from support.process_groups import run_ranks
-from support.runs import Run
+from support.runs import Run, hidden_names
 from support.store_runs import SIZES, checkpoints_at, step_path
 
 import fastpersist as fp
@@ -31,6 +33,62 @@ def save_twice(rank: int, count: int, roots: list[Path], make_between: Path | No
                 make_between.mkdir(parents=True, exist_ok=True)
             dist.barrier()
     return said
+
+
+# --- without node_local, all ranks need one file system
+
+
+def refused(rank: int, count: int, root: Path, mended: Path) -> tuple[BaseException | None, str]:
+    """Save, fail, have somebody mount the file system, and save again."""
+    run = Run(SIZES).advance()
+    with checkpoints_at(root, run, node_local=None, on_error="warn") as checkpoints, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        error = checkpoints.save(1, run.state(), rank_state=rank).exception()
+        dist.barrier()
+        if rank == count // 2:
+            assert not root.exists()
+            root.symlink_to(mended)
+        dist.barrier()
+        again = checkpoints.save(2, run.state(), rank_state=rank).exception()
+    return error, "" if again is None else str(again)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_first_save_fails_on_all_ranks_and_names_hosts_and_what_each_sees(tmp_path: Path, count: int) -> None:
+    def work(rank: int, count: int) -> Any:
+        name = f"node-{rank * 2 // count}"
+        with mock.patch("socket.gethostname", return_value=name):
+            return refused(rank, count, tmp_path / ("a" if name == "node-0" else "b"), tmp_path / "a")
+
+    for rank, (error, again) in enumerate(run_ranks(count, work)):
+        assert type(error) is (fp.PeerError if rank else fp.StorageError)
+        for said in ("node-0", str(tmp_path / "a"), "node-1", str(tmp_path / "b"), "mounted at", "copies", "parts"):
+            assert said in str(error)
+        assert again == ""  # all see one file system now
+    assert hidden_names(tmp_path / "a") == []
+    assert fp.Checkpointer(tmp_path / "a").steps() == [2]
+
+
+def test_refused_save_leaves_no_root_behind(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> Any:
+        run = Run(SIZES).advance()
+        root = tmp_path / f"{rank}" / "run"
+        with checkpoints_at(root, run, node_local=None, on_error="warn") as checkpoints, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return [str(checkpoints.save(step, run.state(), rank_state=rank).exception()) for step in (1, 2)]
+
+    for errors in run_ranks(2, work):
+        assert all(f"and there is no {tmp_path / '1'}" in error for error in errors)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("node_local", ["shared", True, "PARTS"])
+def test_other_words_for_node_local_are_refused(tmp_path: Path, node_local: Any) -> None:
+    with pytest.raises(fp.ConfigError, match="node_local"):
+        fp.Checkpointer(tmp_path, node_local=node_local)
+
+
+# --- with it, what has to be there all the same
 
 
 def test_parents_that_are_missing_on_one_rank_are_an_error_that_names_host_and_path(tmp_path: Path) -> None:
@@ -76,7 +134,8 @@ def test_parents_are_made_where_all_ranks_see_them(tmp_path: Path) -> None:
 def test_error_of_the_disk_is_raised_and_makes_no_other_file_system_of_it(tmp_path: Path, broken: str) -> None:
     root = tmp_path / "runs" / "a"
     root.parent.mkdir()
-    follower = StoreSeeker(os.fspath(root / "step-00000001"), 1, Stores(lambda: pytest.fail("the root is made")))
+    stores = Stores(lambda: pytest.fail("the root is made"), "parts")
+    follower = StoreSeeker(os.fspath(root / "step-00000001"), 1, stores)
     stat = os.stat
 
     def fail(path: str, *arguments: object, **options: object) -> os.stat_result:

@@ -43,7 +43,7 @@ def test_all_ranks_choose_as_the_first_one_is_tuned(tmp_path: Path) -> None:
         wrote = [fp.save(state, directory / "shared.pt", process_group=group).engine != ""]
         wrote.append(fp.save(state, directory / "all.pt", process_group=group, writers="all").engine != "")
         with fp.Checkpointer(directory / "root", constant=state, process_group=group) as checkpointer:
-            wrote.append(checkpointer._writers == [0, 1])
+            wrote.append(checkpointer._bound.writers == [0, 1])
             checkpointer.save(1, state)
         return wrote
 

@@ -135,8 +135,8 @@ def held_writers() -> Iterator[HeldFilesystem]:
 
 
 def wait_for_writers() -> None:
-    """Wait until no thread of ours is left."""
+    """Wait until no thread of ours is left, but that which delivers events, and waits for more a while."""
     for thread in threading.enumerate():
-        if thread.name.startswith("fastpersist"):
+        if thread.name.startswith("fastpersist") and thread.name != "fastpersist-events":
             thread.join(PATIENCE_S)
             assert not thread.is_alive(), f"{thread.name} never ends"

@@ -26,6 +26,7 @@ def two_stores(directory: Path, count: int = 2) -> list[Path]:
 def checkpoints_at(root: Path, run: Run, *, group: dist.ProcessGroup | None = None, **options: Any) -> fp.Checkpointer:
     """Return a Checkpointer of all ranks, or of those of a group."""
     group = group or dist.group.WORLD
+    options = {"node_local": "parts", **options}
     return fp.Checkpointer(root, optimizer=run.optimizer, process_group=group, writers="all", **options)
 
 

@@ -35,20 +35,25 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from fastpersist.commit.directory_commit import PendingDirectory
-from fastpersist.commit.filesystem import filesystem, is_there, make_directories
+from fastpersist.commit.filesystem import filesystem, is_there, make_directories, mount_of
 from fastpersist.commit.locks import ROOT_LOCK_NAME
-from fastpersist.distributed.messages import decoded, encoded
+from fastpersist.distributed.messages import decoded, encoded, named
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import CoordinationError, FastPersistError, StorageError
 from fastpersist.events.log import EVENTS_NAME
 from fastpersist.formats.split_manifest import PARTS_NAME
 
-__all__ = ["Say", "StoreMap", "StoreSeeker", "Stores", "find_stores", "find_stores_for_producer"]
+__all__ = ["NodeLocal", "Say", "StoreMap", "StoreSeeker", "Stores", "find_stores", "find_stores_for_producer"]
 
 _log = logging.getLogger("fastpersist")
+
+_TOLD_COUNT = 16  # of hosts, in a message
+
+NodeLocal: TypeAlias = Literal["parts"] | None
+"""What ranks do that see several file systems: see `Checkpointer`."""
 
 Say: TypeAlias = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Sends a message to all followers, and returns their answers by rank; that of this rank is empty."""
@@ -60,6 +65,7 @@ class Stores:
     Args:
         own_root: Makes the root of this rank and takes its lock; called on the first rank of each store but rank 0's,
             on the thread that writes.
+        node_local: What to do if there are several: refuse (None), or keep a part of each step on each.
 
     Attributes:
         first_ranks: By rank, the first rank of its store; None while that is not known. On the coordinator.
@@ -67,8 +73,9 @@ class Stores:
         made: The directories that this rank has made for its root: those above it, then the root.
     """
 
-    def __init__(self, own_root: Callable[[], None]) -> None:
+    def __init__(self, own_root: Callable[[], None], node_local: NodeLocal = None) -> None:
         self.own_root = own_root
+        self.node_local = node_local
         self.first_ranks: list[int] | None = None
         self.hosts: list[str] = []
         self.made: list[str] = []
@@ -106,6 +113,32 @@ class Stores:
                 "every step, make the directories above the root on all of them",
                 absent[min(absent)] if absent else self.made[0],
             )
+
+    def refuse_several(self, places: Mapping[int, str], own_place: str) -> None:
+        """Refuse several stores, if there are; on the coordinator.
+
+        Args:
+            places: By rank that does not see rank 0's files, what it sees at its root.
+            own_place: What this rank sees.
+
+        Raises:
+            StorageError: There are.
+        """
+        if not places:
+            return
+        self._refused = bool(self.made)
+        told: dict[tuple[str, str], list[int]] = {(self.hosts[0], own_place): [0]}
+        for rank, place in sorted(places.items()):
+            told.setdefault((self.hosts[rank], place), []).append(rank)
+        lines = [f"{named(ranks)} on {host}: {place}" for (host, place), ranks in told.items()]
+        more = [f"and {len(lines) - _TOLD_COUNT} more"] if len(lines) > _TOLD_COUNT else []
+        raise StorageError(
+            errno.ENOENT,
+            "the ranks do not see one another's files, and with node_local=None all of them need one file system. What "
+            f"they see: {'; '.join([*lines[:_TOLD_COUNT], *more])}. If a shared file system is not mounted there, "
+            'mount it. If each node is to save to its own disk, choose node_local="parts", where each keeps a '
+            'part of every step, or "copies", where each keeps all of it',
+        )
 
     def _unmake_root(self) -> None:
         """Remove what this rank has made: the next attempt would take it for a mounted file system."""
@@ -169,11 +202,15 @@ def find_stores(say: Say, known: Stores, directory: str, *, overwrite: bool) -> 
         PeerError, CoordinationError: As the session does.
     """
     name = os.path.basename(directory)
-    seen = say({"look": name, "first_ranks": known.first_ranks, "overwrite": overwrite})
+    look = {"look": name, "first_ranks": known.first_ranks, "overwrite": overwrite}
+    seen = say({**look, "makes": known.node_local is not None})
     first_ranks = known.first_ranks
     names = {rank: str(one["name"]) for rank, one in enumerate(seen) if one.get("name")}
     absent = {rank: str(one["absent"]) for rank, one in enumerate(seen) if one.get("absent")}
     known.hosts = [socket.gethostname(), *(str(one.get("host", "?")) for one in seen[1:])]
+    if known.node_local is None:
+        places = {rank: str(one["place"]) for rank, one in enumerate(seen) if one.get("sees") is False}
+        known.refuse_several(places, place_of(os.path.dirname(directory)))
     if names or absent:
         known.require_parents(absent)
     known.made = []  # from now on these directories stay
@@ -262,6 +299,8 @@ class StoreSeeker:
         first = None if first_ranks is None else int(first_ranks[self._rank])
         if first is not None and sees != (first == 0):
             raise self._changed(0)
+        if not sees and not message.get("makes", True):
+            return {"sees": False, "host": socket.gethostname(), "place": place_of(os.path.dirname(self._path))}
         absent = None
         if not sees and first in (None, self._rank):
             self._overwrite = bool(message["overwrite"])
@@ -344,6 +383,14 @@ class StoreSeeker:
             "last save; was a file system mounted or unmounted? The next save finds the stores again",
             self._path,
         )
+
+
+def place_of(root: str) -> str:
+    """Say where a root lies, for messages: "/data/run on nfs4 (server:/data, mounted at /data)"."""
+    mount = mount_of(root)
+    lies = "" if mount is None else f" on {mount.type_name} ({mount.source}, mounted at {mount.point})"
+    absent = _absent_above(root)
+    return f"{root}{lies}" + (f", and there is no {absent}" if absent else "")
 
 
 def _absent_above(root: str) -> str | None:

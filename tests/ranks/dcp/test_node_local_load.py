@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 def train(rank: int, count: int, roots: list[Path], steps: int) -> None:
     run = ShardedRun(mesh_of_all())
     with fp.Checkpointer(
-        roots[rank], optimizer=run.optimizer, process_group=dist.group.WORLD, sharded=True
+        roots[rank], optimizer=run.optimizer, process_group=dist.group.WORLD, sharded=True, node_local="parts"
     ) as checkpoints:
         for _ in range(steps):
             run.advance()
@@ -127,7 +127,11 @@ def test_part_that_is_damaged_or_missing_is_named_with_its_rank(saved: Path, tmp
 def test_ranks_of_which_one_saves_shards_and_one_replicas_are_told(tmp_path: Path, sharded_rank: int) -> None:
     def work(rank: int, count: int) -> BaseException | None:
         checkpoints = fp.Checkpointer(
-            two_stores(tmp_path)[rank], process_group=dist.group.WORLD, sharded=rank == sharded_rank, on_error="warn"
+            two_stores(tmp_path)[rank],
+            process_group=dist.group.WORLD,
+            sharded=rank == sharded_rank,
+            node_local="parts",
+            on_error="warn",
         )
         return checkpoints.save(1, {"a": torch.ones(3)}).exception()
 
@@ -148,7 +152,7 @@ def many_tensors(rank: int) -> dict[str, torch.Tensor]:
 def train_many(rank: int, count: int, roots: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_room, "MESSAGE_LIMIT_BYTES", 100_000)
     monkeypatch.setattr(publishing, "_PIECE_BYTES", 10_000)
-    with fp.Checkpointer(roots[rank], process_group=dist.group.WORLD, sharded=True) as checkpoints:
+    with fp.Checkpointer(roots[rank], process_group=dist.group.WORLD, sharded=True, node_local="parts") as checkpoints:
         checkpoints.save(1, many_tensors(rank))
 
 

@@ -23,8 +23,8 @@ STATE = {"weights": torch.arange(1000.0), "name": "a state"}
 
 
 def names_in(root: Path) -> list[str]:
-    """List what a root holds, but for the lock."""
-    return sorted(name for name in os.listdir(root) if name != ".lock")
+    """List what a root holds, but for the lock and the log of events."""
+    return sorted(name for name in os.listdir(root) if name not in (".lock", "events.jsonl"))
 
 
 def manifest_in(path: Path) -> Any:
@@ -71,7 +71,7 @@ def test_root_is_made_with_its_parents_and_holds_steps_latest_and_lock(tmp_path:
     root = tmp_path / "runs" / "a"
     with fp.Checkpointer(root) as checkpointer:
         checkpointer.save(7, STATE, rank_state=[1])
-    assert sorted(os.listdir(root)) == [".lock", "LATEST", "step-00000007"]
+    assert sorted(os.listdir(root)) == [".lock", "LATEST", "events.jsonl", "step-00000007"]
     assert sorted(os.listdir(root / "step-00000007")) == ["MANIFEST.json", "rank-00000.pt", "state.pt"]
     assert (root / "LATEST").read_text() == "step-00000007\n"
 

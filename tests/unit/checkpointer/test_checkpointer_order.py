@@ -151,7 +151,7 @@ def test_delete_removes_one_step_and_latest_follows(tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFoundError, match="no step 3"):
             checkpointer.delete(3)
         checkpointer.delete(2)
-        assert os.listdir(tmp_path) == [".lock"]
+        assert sorted(os.listdir(tmp_path)) == [".lock", "events.jsonl"]
         with pytest.raises(CheckpointNotFoundError):
             checkpointer.load()
 

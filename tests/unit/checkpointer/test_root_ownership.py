@@ -60,11 +60,12 @@ def test_second_checkpointer_of_one_process_is_refused_until_the_first_is_closed
 def test_root_that_was_taken_away_is_made_again(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with fp.Checkpointer(root) as checkpointer:
-        checkpointer.save(1, STATE).result()
+        checkpointer.save(1, STATE)
+        checkpointer.wait()  # nothing of it comes any more, neither to the log of events
         shutil.rmtree(root)
         checkpointer.save(2, STATE).result()
     assert checkpointer.steps() == [2]
-    assert sorted(os.listdir(root)) == [".lock", "LATEST", "step-00000002"]
+    assert sorted(os.listdir(root)) == [".lock", "LATEST", "events.jsonl", "step-00000002"]
 
 
 def test_root_that_was_taken_away_below_a_save_is_an_error_of_that_save(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class Ranks:
         stack.callback(self.directory.abort)
         self.seekers = []
         for rank, root in enumerate(roots[1:], 1):
-            stores = Stores(lambda rank=rank: self.owned.append(rank))  # type: ignore[misc]
+            stores = Stores(lambda rank=rank: self.owned.append(rank), "parts")  # type: ignore[misc]
             self.seekers.append(StoreSeeker(str(root / STEP), rank, stores))
         for seeker in self.seekers:
             stack.callback(seeker._give_back)
@@ -56,7 +56,7 @@ def ranks_at(*roots: Path) -> Iterator[Ranks]:
 
 @pytest.fixture
 def known() -> Stores:
-    return Stores(lambda: None)
+    return Stores(lambda: None, "parts")
 
 
 def test_ranks_that_see_one_directory_by_two_names_are_one_store(tmp_path: Path, known: Stores) -> None:

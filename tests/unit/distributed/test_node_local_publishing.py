@@ -34,8 +34,8 @@ class Two:
         self.sessions = sessions
         self.paths = [directory / name / STEP for name in "ab"]
         self.paths[0].parent.mkdir(exist_ok=True)
-        self.first = CoordinatorStores(Stores(lambda: None), sessions[0])
-        self.other = FollowerStore(str(self.paths[1]), 1, Stores(lambda: None))
+        self.first = CoordinatorStores(Stores(lambda: None, "parts"), sessions[0])
+        self.other = FollowerStore(str(self.paths[1]), 1, Stores(lambda: None, "parts"))
         pending = directory / "pending"
         pending.mkdir(exist_ok=True)
         self.first.find(lambda message: [{}, self.other.reply(message)], str(pending), overwrite=True)

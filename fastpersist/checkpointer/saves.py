@@ -1,0 +1,197 @@
+"""The saves of a Checkpointer, alone or with other ranks: when one may begin, what it replaces, who learns of errors.
+
+`step_saver` writes the files of a step, and its queue follows each save until it is over. `meeting` has the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Mapping
+from functools import partial
+
+from fastpersist.arguments import require_bools
+from fastpersist.checkpointer.meeting import BoundRanks
+from fastpersist.checkpointer.root import RetentionPolicy, Root
+from fastpersist.checkpointer.step_loader import RANK_KEY
+from fastpersist.checkpointer.step_saver import SaveQueue, StepSave, StepSaver, checked_metrics, step_of
+from fastpersist.commit.directory_commit import committed_path
+from fastpersist.distributed.sessions import Session
+from fastpersist.distributed.shared_file import SaveGroup
+from fastpersist.errors import ConfigError, StorageError
+from fastpersist.formats.manifest import step_name
+from fastpersist.saving.pending_save import PendingSave, SaveStats
+from fastpersist.saving.refused_globals import warn_caller
+
+__all__ = ["StepSaves"]
+
+
+class StepSaves:
+    """Begins the saves of a Checkpointer.
+
+    Args:
+        root: Where they go.
+        retention: The rules by which steps stay.
+        saver: Writes the steps.
+        queue: Follows the saves.
+        busy: As in `Checkpointer`.
+        on_error: Likewise.
+
+    Attributes:
+        bound: The ranks that save; set before the first save.
+        closed: No step is removed any more in favour of another one.
+
+    Thread safety: the training thread only.
+    """
+
+    bound: BoundRanks
+
+    def __init__(
+        self, root: Root, retention: RetentionPolicy, saver: StepSaver, queue: SaveQueue, *, busy: str, on_error: str
+    ) -> None:
+        self._root = root
+        self._retention = retention
+        self._saver = saver
+        self._queue = queue
+        self._busy = busy
+        self._on_error = on_error
+        self._metric_looked_for = False
+        self.closed = False
+
+    def bind(self, bound: BoundRanks) -> None:
+        """Save with these ranks from now on."""
+        self.bound = bound
+        self._saver.forget_ranks()
+        self._root.log_events(bound.rank)
+
+    def is_saved(self, step: int) -> bool:
+        """Tell whether a step is being saved, or is committed and not known to be damaged."""
+        if self.bound.ranks is not None:  # the same on all of them, whatever they see of the root
+            return step == self.bound.newest_begun
+        if any(pending.stats.step == step for pending in self._queue.unfinished()):
+            return True
+        return committed_path(self._root.path, step_name(step)) is not None and not self._root.is_damaged(step)
+
+    def save(
+        self,
+        step: int,
+        state: object,
+        rank_state: object,
+        metrics: Mapping[str, float] | None,
+        *,
+        overwrite: bool,
+        replaces: int | None,
+        is_last: bool,
+    ) -> PendingSave:
+        """Begin to save a step; see `Checkpointer.save`.
+
+        Args:
+            step: As given, and so the next four.
+            state: …
+            rank_state: …
+            metrics: …
+            overwrite: …
+            replaces: The step that may be replaced in any case.
+            is_last: This may be the last save: it is not left out, and raises no failure of an earlier one.
+        """
+        session = self.bound.begin(f"step {step} of {self._root.path}")  # first: all ranks count their saves
+        if session is not None:
+            return self._save_together(session, step, state, rank_state, metrics, overwrite, replaces, is_last)
+        if not is_last:
+            self._queue.deliver()
+        step = step_of(step, state)
+        require_bools(overwrite=overwrite)
+        # A loop that went back to an older step comes by the damaged one again.
+        overwrite = overwrite or replaces == step or self._root.is_damaged(step)
+        busy = "wait" if is_last else self._busy
+        return self._begin(step, state, rank_state, checked_metrics(metrics), overwrite, busy)
+
+    def _save_together(
+        self,
+        session: Session,
+        step: int,
+        state: object,
+        rank_state: object,
+        metrics: Mapping[str, float] | None,
+        overwrite: bool,
+        replaces: int | None,
+        is_last: bool,
+    ) -> PendingSave:
+        """Begin a save of several ranks, and then deliver earlier failures, if they are to be raised here."""
+        earlier = self._queue.take_failed()
+        try:
+            step = step_of(step, state)
+            require_bools(overwrite=overwrite)
+            together = self.bound.to_save(session, step)
+            overwrite = overwrite or replaces == step or (not session.rank and self._root.is_damaged(step))
+            pending = self._begin(step, state, rank_state, checked_metrics(metrics), overwrite, self._busy, together)
+        except BaseException as error:
+            self._queue.give_back(earlier)
+            session.fail(error)
+            raise
+        if is_last:
+            self._queue.give_back(earlier)
+        else:
+            self._queue.deliver(earlier)
+        return pending
+
+    def _begin(
+        self,
+        step: int,
+        state: object,
+        rank_state: object,
+        metrics: dict[str, float],
+        overwrite: bool,
+        busy: str,
+        together: SaveGroup | None = None,
+    ) -> PendingSave:
+        started_s = time.monotonic()
+        stats = SaveStats(path=os.path.join(self._root.path, step_name(step)), step=step)
+        if rank_state is not None and not (isinstance(state, Mapping) and RANK_KEY not in state):
+            raise ConfigError(
+                f"with rank_state, the state must be a dict without the key {RANK_KEY!r}, under which load() returns it"
+            )
+        if not self._queue.make_room(busy):
+            pending = PendingSave(stats.path, stats, rank=self.bound.rank)
+            pending.skip("another one was still being written")
+            self._queue.stats.append(stats)
+            return pending
+        is_coordinator = together is None or not together.session.rank
+        has_root = False
+        try:
+            if is_coordinator:
+                self.own_root()
+            has_root = True
+            after = partial(self._committed, step, metrics=metrics)
+            number = self._root.next_commit_number
+            pending = self._saver.begin(
+                StepSave(step, state, rank_state, metrics, overwrite, stats, after, number), together
+            )
+            self._queue.add(pending)
+            self._saver.tell_once(state)
+            if is_coordinator and not self._metric_looked_for:
+                self._metric_looked_for = True
+                if why := self._retention.why_all_stay(metrics):
+                    warn_caller(why)
+        except (StorageError, ConfigError) as error:
+            if self._on_error == "raise" or (has_root and isinstance(error, ConfigError)):
+                raise
+            if together is not None:
+                together.session.fail(error)
+            pending = PendingSave(stats.path, stats, rank=self.bound.rank)
+            pending.fail(error)
+            self._queue.note_finished(pending)
+            self._queue.deliver()
+        pending.returned(time.monotonic() - started_s)  # includes what parts of the save have noted
+        return pending
+
+    def _committed(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> None:
+        """Tidy the root now that a step is durable; the next one may already be written. See `Root.after_commit`."""
+        if not self.closed:
+            self._root.after_commit(step, metrics, among)
+
+    def own_root(self) -> None:
+        """Make the root, and take its lock, if it is not held."""
+        made = self._root.take()
+        if made is not None:
+            self.bound.stores.made = made

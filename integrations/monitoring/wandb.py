@@ -1,0 +1,42 @@
+"""Weights & Biases: what saves and loads cost, as metrics of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fastpersist.events import Event, subscribe
+
+from .figures import Steps, scalars
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+__all__ = ["attach"]
+
+
+def attach(run: Run, *, prefix: str = "checkpoint/") -> Callable[[], None]:
+    """Log checkpoint/stall_s, checkpoint/write_s, checkpoint/bytes_per_s … with checkpoint/step as their x-axis.
+
+    The numbers join the row that your next `run.log` ends, so that the run's own step stays yours; of two saves between
+    two of your rows, the later one is in the row.
+
+    Args:
+        run: As `wandb.init` returns it, online or offline; it is not finished here.
+        prefix: Of the names.
+
+    Returns:
+        A function that ends this; call it before you finish the run.
+
+    Thread safety: any thread; `run.log` is called on another one, as it may be.
+    """
+    steps = Steps()
+    run.define_metric(f"{prefix}step", hidden=True)
+    run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
+
+    def log(event: Event) -> None:
+        if found := scalars(event):
+            row = {prefix + name: value for name, value in found.items()}
+            run.log({**row, f"{prefix}step": steps.of(event)}, commit=False)
+
+    return subscribe(log)
