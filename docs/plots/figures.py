@@ -117,7 +117,7 @@ STATE = ["--state", "one-tensor", "--size-mb", "512", "--repeat", "3"]
 FIGURES = {
     "overlap": Figure(
         "A training step with a checkpoint in every step",
-        ["overlap", "--size-mb", "256", "--repeat", "3"],
+        ["overlap", "--size-mb", "256", "--repeat", "7"],
         ["--size-mb", "4", "--repeat", "1", "--steps", "2", "--step-ms", "20"],
         overlap_rows,
         added,

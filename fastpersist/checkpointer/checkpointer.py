@@ -169,7 +169,9 @@ class Checkpointer:
                 '"parts"'
             )
         if sharded and (check_replicas or writers not in ("auto", "all")):
-            raise ConfigError("sharded=True: each rank writes what it holds; writers and check_replicas do not apply")
+            raise ConfigError(
+                "with sharded=True each rank writes what it holds: writers and check_replicas do not apply"
+            )
         self._path = os.path.abspath(local_path(root, "root"))
         why_not = why_no_root(self._path)
         if why_not and process_group is None:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from typing import TYPE_CHECKING
 
 from fastpersist.cli.report import disk_rate
 from fastpersist.cli.report.charts import charts_of
 from fastpersist.cli.report.contents import content_of
 from fastpersist.cli.report.page import html_page
 from fastpersist.cli.report.png import draw_charts, require_matplotlib
-from fastpersist.cli.report.records import Run, read_run
+from fastpersist.cli.report.records import Run, read_run, steps_there
 from fastpersist.cli.report.table import as_json, print_costs
 from fastpersist.cli.terminal import EXIT_GOOD
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.display import printable
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.events.log import read_events
+
+if TYPE_CHECKING:
+    from fastpersist import Manifest
 
 __all__ = ["add_parser", "run"]
 
@@ -80,8 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: Options do not fit together, or there is no matplotlib.
         UnsupportedError: ROOT is one checkpoint.
     """
-    from fastpersist import inspect
-
     draws = arguments.html is not None or arguments.png is not None
     if arguments.json and draws:
         raise ConfigError("--json prints the table; leave out --html and --png")
@@ -89,23 +91,35 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--probe measures for a picture: add --html FILE or --png DIR")
     if arguments.png is not None:
         require_matplotlib()
-    manifest = inspect(arguments.root)
+    if draws:
+        found = _read(arguments.root)
+        _add_disk_rate(found, arguments.root, probe=arguments.probe)
+        _draw(found, arguments.html, arguments.png)
+    elif arguments.json:
+        print(json.dumps(as_json(_root_of(arguments.root)), indent=2))
+    else:
+        print_costs(_root_of(arguments.root))
+    return EXIT_GOOD
+
+
+def _root_of(path: str) -> Manifest:
+    from fastpersist import inspect
+
+    manifest = inspect(path)
     if manifest.format != "root":
         raise UnsupportedError(
-            f"{arguments.root} is no directory of checkpoints; `fastpersist inspect` says what one checkpoint cost"
+            f"{path} is no directory of checkpoints; `fastpersist inspect` says what one checkpoint cost"
         )
-    if not draws:
-        if arguments.json:
-            print(json.dumps(as_json(manifest), indent=2))
-        else:
-            print_costs(manifest)
-        return EXIT_GOOD
-    root = os.path.abspath(manifest.path)
-    found = read_run(manifest.path, read_events(root), manifest.checkpoints)
-    found.content_bytes, found.content_note = content_of(root, manifest.checkpoints)
-    _add_disk_rate(found, root, probe=arguments.probe)
-    _draw(found, arguments.html, arguments.png)
-    return EXIT_GOOD
+    return manifest
+
+
+def _read(path: str) -> Run:
+    checkpoints = steps_there(path) if os.path.isdir(path) else []
+    if not checkpoints:
+        _root_of(path)  # says what it is instead
+    found = read_run(path, read_events(path), checkpoints)
+    found.content_bytes, found.content_note = content_of(path, checkpoints)
+    return found
 
 
 def _add_disk_rate(found: Run, root: str, *, probe: bool) -> None:

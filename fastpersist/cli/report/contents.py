@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fastpersist.cli.report.records import bytes_of
 from fastpersist.errors import FastPersistError
-from fastpersist.formats.manifest import step_name
+from fastpersist.formats.manifest import CheckpointManifest, step_name
 
 if TYPE_CHECKING:
-    from fastpersist import Manifest, TensorEntry
+    from fastpersist import TensorEntry
 
 __all__ = ["content_of"]
 
@@ -17,7 +19,7 @@ _OPTIMIZER = ("optimizer", "optim", "opt")
 _MODEL = ("model", "module", "state_dict", "ema", "net", "network", "policy", "weights")
 
 
-def content_of(root: str, checkpoints: tuple[Manifest, ...]) -> tuple[dict[str, float], str]:
+def content_of(root: str, checkpoints: Sequence[CheckpointManifest]) -> tuple[dict[str, float], str]:
     """Return bytes by what they are, and a note on the step that was looked into.
 
     Tensors that share a storage are counted once.
@@ -41,7 +43,7 @@ def content_of(root: str, checkpoints: tuple[Manifest, ...]) -> tuple[dict[str, 
             records[key] = (_kind_of(tensor), tensor.size_bytes)
     for kind, size_bytes in records.values():
         sizes[kind] += size_bytes
-    sizes["rest"] += max(0.0, float(newest.size_bytes) - sum(sizes.values()))
+    sizes["rest"] += max(0.0, float(bytes_of(newest)) - sum(sizes.values()))
     return (
         sizes,
         f"Of step {newest.step}, by the first part of each tensor's name; the rest holds all that is no tensor.",

@@ -31,7 +31,7 @@ def test_checkpointer_shows_the_save_that_is_under_way(tmp_path: Path, monkeypat
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fp.Checkpointer(tmp_path / "run", optimizer=optimizer) as checkpoints:
         pending = checkpoints.save(7, model.state_dict())
-        monkeypatch.setattr(checkpoints._saves, "unfinished", lambda: [pending])  # as if the disk were slow
+        monkeypatch.setattr(checkpoints._queue, "unfinished", lambda: [pending])  # as if the disk were slow
         checkpoints.wait_captured()
         assert seen(checkpoints).texts[-1] == "step 7 is being saved: captured"
 

@@ -15,7 +15,7 @@ import fastpersist as fp
 from fastpersist.cli import main
 from fastpersist.cli.report.charts import BINS_MAX, Bars, charts_of
 from fastpersist.cli.report.disk_rate import probed_rate, rate_line, tuned_rate
-from fastpersist.cli.report.records import Run, read_run
+from fastpersist.cli.report.records import Run, read_run, steps_there
 from fastpersist.cli.report.svg import nice_step, tick_text
 from fastpersist.errors import FastPersistError
 from fastpersist.events.log import read_events
@@ -58,7 +58,7 @@ def page_of(root: Path, *words: str) -> Page:
 
 
 def run_of(root: Path) -> Run:
-    return read_run(str(root), read_events(root), fp.inspect(root).checkpoints)
+    return read_run(str(root), read_events(root), steps_there(str(root)))
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def run_of_with_content(root: Path) -> Run:
     from fastpersist.cli.report.contents import content_of
 
     run = run_of(root)
-    run.content_bytes, run.content_note = content_of(str(root), fp.inspect(root).checkpoints)
+    run.content_bytes, run.content_note = content_of(str(root), steps_there(str(root)))
     return run
 
 
@@ -136,6 +136,21 @@ def test_steps_that_are_older_than_the_log_are_added_from_their_manifests(traine
     lines = (trained / "events.jsonl").read_text().splitlines(keepends=True)
     (trained / "events.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] == 7))
     assert [save.step for save in run_of(trained).saves] == [5, 6, 7]
+
+
+def test_damaged_step_is_not_there(trained: Path) -> None:
+    (trained / "step-00000006" / "state.pt").unlink()
+    (trained / "step-00000005" / "MANIFEST.json").write_text("{")
+    assert [found.step for found in steps_there(str(trained))] == [7]
+
+
+@pytest.mark.parametrize("name", ["missing", "step-00000007", "step-00000007/state.pt"])
+def test_what_is_no_directory_of_checkpoints_gets_no_page(
+    name: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(trained / name), "--html", str(trained.parent / "out.html")]) == 2
+    assert name in capsys.readouterr().err
+    assert not (trained.parent / "out.html").exists()
 
 
 def test_empty_root_has_a_page_that_says_so(tmp_path: Path) -> None:
