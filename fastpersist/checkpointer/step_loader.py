@@ -359,8 +359,8 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
         return _read(root, step, options, _opened(held, manifest, options, read))
 
     try:
-        # Of a thousand ranks one looks at all files, and the others hear if it fails: they look at what they read. Where
-        # each node has a copy, each rank looks at its own.
+        # Of a thousand ranks one looks at all files, and the others hear if it fails: they look at what they read.
+        # Where each node has a copy, each rank looks at its own.
         checks_files = options.rank == 0 or options.copies
         found = read_committed(root, step, read_held, checks_files=checks_files)
     except (CheckpointNotFoundError, CorruptionError) as error:

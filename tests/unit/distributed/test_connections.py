@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import resource
 import signal
@@ -309,7 +310,8 @@ def test_a_hard_limit_of_open_files_is_named_on_all_ranks() -> None:
     def work(_report: Report) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
         given = exchanges(4)
-        outcomes = at_once([lambda rank=rank: Ranks.of(rank, 4, given[rank]) for rank in range(4)])  # type: ignore[misc]
+        calls = [functools.partial(Ranks.of, rank, 4, given[rank]) for rank in range(4)]
+        outcomes = at_once(calls)
         for outcome in outcomes:
             assert isinstance(outcome, CoordinationError)
             assert "rank 0 has a connection with each of 3 followers" in str(outcome)
