@@ -42,7 +42,7 @@ def test_a_step_whose_short_storage_is_cut_is_refused_by_what_it_is(tmp_path: Pa
         replica_check.CUT_BYTES_MIN = 4096  # which no writer of ours does
         root, state = tmp_path / "ab"[rank], {"weight": torch.arange(8 * 1024, dtype=torch.int32)}
         with fp.Checkpointer(
-            root, constant=state["weight"], process_group=dist.group.WORLD, writers="all"
+            root, constant=state["weight"], process_group=dist.group.WORLD, writers="all", node_local="parts"
         ) as checkpointer:
             checkpointer.save(1, state).result()
             with pytest.raises((FormatError, PeerError), match="less than 64 KiB"):

@@ -109,7 +109,7 @@ def save_parts(directory: Path) -> None:
         root = directory / "ab"[rank]
         state, group = parted(), dist.group.WORLD
         with fastpersist.Checkpointer(
-            root, constant=state["weight"], process_group=group, writers="all"
+            root, constant=state["weight"], process_group=group, writers="all", node_local="parts"
         ) as checkpointer:
             checkpointer.save(PARTS_STEP, state, metrics={"loss": 0.25})
 
