@@ -12,6 +12,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fastpersist.commit.filesystem import filesystem, storage_errors
@@ -159,14 +160,14 @@ def keep_others(others: Others, from_path: str, to_path: str) -> list[tuple[str,
 
 
 def _link_or_copy(source: str, target: str) -> None:
+    is_linked = False
     if not os.path.islink(source):  # which would lead elsewhere
-        try:
+        with suppress(PermissionError):  # another user's file, or a file system without links
             os.link(source, target)
-            return
-        except PermissionError:  # another user's file, or a file system without links
-            pass
-    shutil.copyfile(source, target)
-    shutil.copymode(source, target)
+            is_linked = True
+    if not is_linked:
+        shutil.copyfile(source, target)
+        shutil.copymode(source, target)
     fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
     try:
         filesystem().sync(fd, target)  # the directory's publish counts on that

@@ -15,6 +15,7 @@ from support.runs import hidden_names
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
 import fastpersist as fp
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.dcp import checkpoint_directory
 from fastpersist.integrations.torch_dcp import (
     FastPersistHuggingFaceReader,
@@ -271,3 +272,25 @@ def test_each_save_and_each_load_has_an_id_as_torchs_have(tmp_path: Path) -> Non
         assert reader.read_metadata().storage_meta.load_id == first
         reader.reset()
         assert reader.read_metadata().storage_meta.load_id == reader.load_id != first
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_file_that_is_kept_is_synced_once(tmp_path: Path, linked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Syncing(Filesystem):
+        def sync(self, fd: int, path: str) -> None:
+            synced.append(os.path.basename(path))
+            super().sync(fd, path)
+
+    def refusing(*_: Any) -> None:
+        raise PermissionError
+
+    synced: list[str] = []
+    save(FastPersistWriter(tmp_path / "a"))
+    (tmp_path / "a" / "notes.txt").write_text("written by somebody else, who may not have synced it")
+    if not linked:
+        monkeypatch.setattr(os, "link", refusing)
+    with using(Syncing()):
+        save(FastPersistWriter(tmp_path / "a"))
+    assert synced.count("notes.txt") == 1
+    assert synced.count("__0_0.distcp") == 1
+    assert (tmp_path / "a" / "notes.txt").exists()
