@@ -221,13 +221,16 @@ def main() -> None:
     is_measured = arguments.action == "measure"
     if is_measured and not arguments.words:
         parser.error("measure needs a directory on the disk to measure")
-    names = arguments.words[is_measured:] or list(FIGURES)
+    plots = arguments.docs / "plots"
+    names = arguments.words[is_measured:] or [
+        name for name in FIGURES if is_measured or (plots / f"{name}.json").exists()
+    ]
     if unknown := set(names) - set(FIGURES):
         parser.error(f"there is no figure {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
     for name in names:
         if is_measured:
-            measure(name, arguments.words[0], arguments.docs / "plots", quick=arguments.quick)
-        draw(name, arguments.docs / "plots", arguments.docs / "assets")
+            measure(name, arguments.words[0], plots, quick=arguments.quick)
+        draw(name, plots, arguments.docs / "assets")
 
 
 if __name__ == "__main__":

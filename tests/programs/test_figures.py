@@ -18,7 +18,7 @@ import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SCRIPT = DOCS / "plots" / "figures.py"
-NAMES = ("overlap", "save", "load")
+STORED = sorted(path.stem for path in (DOCS / "plots").glob("*.json"))
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +38,16 @@ def content_of(docs: Path, name: str) -> dict[str, Any]:
 
 
 def test_figures_are_those_that_are_looked_at(figures: ModuleType) -> None:
-    assert tuple(figures.FIGURES) == NAMES
+    assert {"overlap", "load"} <= set(STORED) <= set(figures.FIGURES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STORED)
 def test_picture_in_the_repository_is_that_of_its_json(figures: ModuleType, name: str, tmp_path: Path) -> None:
     figures.draw(name, DOCS / "plots", tmp_path)
     assert (tmp_path / f"{name}.svg").read_text() == (DOCS / "assets" / f"{name}.svg").read_text()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STORED)
 def test_json_says_when_and_where_and_no_more(name: str) -> None:
     machine = content_of(DOCS, name)["machine"]
     assert {"date", "cpu_count", "memory_bytes", "kernel"} <= set(machine)
@@ -56,7 +56,7 @@ def test_json_says_when_and_where_and_no_more(name: str) -> None:
 
 
 def test_bar_is_the_median_and_its_whisker_the_extremes(figures: ModuleType) -> None:
-    content = content_of(DOCS, "save")
+    content = content_of(DOCS, "load")
     content["rows"] = [{"name": "fio", "samples_s": [1.0, 1.0, 1.0]}, {"name": "<b>", "samples_s": [1.0, 4.0, 2.0]}]
     svg = figures.picture(content)
     root = ElementTree.fromstring(svg)  # well-formed
