@@ -18,7 +18,7 @@ Poll = Callable[[int], None]
 
 def progress_bar(**options: Any) -> tqdm[Any]:
     """Make a progress bar on standard error; the options are tqdm's."""
-    from tqdm import tqdm  # here: most saves show none, and importing fastpersist shall be quick
+    from tqdm.auto import tqdm  # in notebooks a widget; here, as importing fastpersist shall be quick
 
     class Bar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0  # tqdm starts a thread for this, which outlives every bar
