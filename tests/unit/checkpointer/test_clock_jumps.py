@@ -19,6 +19,8 @@ READS_WALL_CLOCK = {
     "saving/directory_files.py": 1,  # notes in the manifest when a checkpoint was made, for people
     "commit/file_commit.py": 1,  # what a dead save left is a day old, by the file system's clock
     "commit/removal.py": 1,  # the same
+    "events/delivery.py": 1,  # when an event was, for people
+    "saving/pending_save.py": 2,  # the same
 }
 
 

@@ -55,6 +55,7 @@ from fastpersist.errors import (
     ConfigError,
     StorageError,
 )
+from fastpersist.events.log import EVENTS_NAME
 
 # --- leftovers
 
@@ -328,7 +329,7 @@ def keep_one_step(root: Path) -> None:
         for step in (1, 2, 3):
             checkpointer.save(step, {"step": step})
     assert remove_directory(str(root / "step-00000003"))
-    for name in ("LATEST", ".lock"):
+    for name in ("LATEST", ".lock", EVENTS_NAME):
         (root / name).unlink()
 
 
