@@ -31,7 +31,7 @@ The save in flight is read from its hidden directory: what the disk has of it al
 means that all of it is captured: nothing waits for the disk any more.
 
 --json prints one object per reading: time_s, root, flights (step, rank_count, begun_s, written_bytes, bytes_per_s,
-captured), steps (step, bytes, stall_s, write_s, commit_s, the newest last), failures (step, error), free_bytes,
+captured), steps (step, bytes, stall_s, write_s, the newest last), failures (step, error), free_bytes,
 room_count (how many steps of the last one's size fit), newest.
 
 Exit codes: 0 good, 2 usage, or no such directory.
@@ -150,7 +150,7 @@ def read_root(root: str, before: Reading | None = None) -> Reading:
     events = list(read_events(root))[-_LOG_COUNT:]
     now_s = time.time()
     free_bytes = disk.f_bavail * disk.f_frsize
-    steps = [_row(event) for event in events if event.kind == "committed" and not event.rank][-_STEP_COUNT:]
+    steps = list(_rows(root, order[-_STEP_COUNT:]))
     failures = [_failure(event) for event in events if event.kind == "failed"][-_STEP_COUNT:]
     size_bytes = int(steps[-1]["bytes"]) if steps else 0
     reading = Reading(
@@ -174,9 +174,22 @@ def read_root(root: str, before: Reading | None = None) -> Reading:
     return reading
 
 
-def _row(event: Event) -> dict[str, float | int | str]:
-    names = ("bytes", "stall_s", "write_s", "commit_s")
-    return {"step": event.step or 0, **{name: event.figures.get(name, 0) for name in names}}
+def _rows(root: str, steps: list[int]) -> Iterator[dict[str, float | int | str]]:
+    """Yield what the manifests of steps say; a step that is removed this moment, or damaged, is passed over."""
+    from fastpersist.commit.step_listing import read_manifest
+    from fastpersist.errors import FastPersistError
+    from fastpersist.formats.manifest import step_name
+
+    for step in steps:
+        with suppress(FastPersistError):
+            manifest = read_manifest(os.path.join(root, step_name(step)))
+            size_bytes = sum(entry.size_bytes for entry in manifest.files)
+            figures = {name: _number(manifest.stats.get(name)) for name in ("stall_s", "write_s")}
+            yield {"step": step, "bytes": size_bytes, **figures}
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, float | int) else 0.0
 
 
 def _failure(event: Event) -> dict[str, float | int | str]:

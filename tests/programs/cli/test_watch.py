@@ -101,7 +101,10 @@ def test_failures_are_shown(root: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_root_without_a_log_is_watched_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in root.glob("events*"):
         path.unlink()
-    assert "newest step 20" in once(root, capsys)
+    text = once(root, capsys)
+    assert "newest step 20" in text
+    assert "step 10: 4" in text
+    assert "more such steps" in text
 
 
 def test_watching_changes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
