@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
@@ -37,6 +38,7 @@ from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import PendingSave
 from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine
 from fastpersist.transfer.progress import showing_progress
+from fastpersist.transfer.reader import showing_reads
 from fastpersist.transfer.torch_boundary import stock_load, untraced
 
 if TYPE_CHECKING:
@@ -343,6 +345,7 @@ def load_into(
     keys: Collection[str] | None = None,
     rename: Rename | None = None,
     verify: bool = False,
+    progress: bool = False,
     engine: str = "auto",
     process_group: ProcessGroup | None = None,
 ) -> IncompatibleKeys:
@@ -368,6 +371,7 @@ def load_into(
             the module has saved, {"state_dict.model.": ""} for a state inside of another. For targets of tensors and
             Modules. All messages have the new names.
         verify: Check the CRCs of the whole file before the target changes. The file is then read twice.
+        progress: Show bytes, rate and remaining time on standard error; not with several ranks.
         engine: "auto", or an engine's name, which then never falls back.
         process_group: Read the same file (no directory) with all ranks of this group; all of them call this, each with
             a target of its own. As in `load`, it returns on all ranks or raises on all. What one rank finds wrong
@@ -407,10 +411,14 @@ def load_into(
             )
         if not has_only_tensors:
             raise misfit(name, [_TENSORS_ONLY])
-        passed_over, size_bytes = fill_from_directory(name, wanted, verify=verify, engine=engine)
+        passed_over, size_bytes = fill_from_directory(name, wanted, verify=verify, engine=engine, progress=progress)
     else:
-        with reader_for(process_group, name) as read, CheckpointSource(name) as source:
+        with ExitStack() as stack:
+            read = stack.enter_context(reader_for(process_group, name))
+            source = stack.enter_context(CheckpointSource(name))
             size_bytes = source.size_bytes
+            if process_group is None:
+                read = stack.enter_context(showing_reads(name, size_bytes * (1 + verify), progress))
             if has_only_tensors:
                 passed_over = fill_target(source, wanted, verify=verify, engine=engine, read=read)
             elif source.kind == "safetensors":

@@ -608,6 +608,7 @@ class Checkpointer:
         dtype: torch.dtype | None = None,
         missing_ok: bool = False,
         verify: bool = False,
+        progress: bool = False,
         strict: bool = False,
         weights_only: bool = True,
         on_resize: OnResize | None = None,
@@ -644,6 +645,8 @@ class Checkpointer:
             verify: Check every CRC, also of entries that are not loaded; with `into`, before any target changes.
                 Without it, a byte that has changed on the disk is loaded as it is, unless it breaks the structure of
                 the file; of a sharded step, only pieces that one rank reads as a whole are checked.
+            progress: Show bytes, rate and remaining time on standard error; not with several ranks, nor of a sharded
+                step.
             strict: Raise if the newest step is damaged, instead of going back to an older one.
             weights_only: Build nothing but tensors and plain containers. Pass False only for files that you trust.
             on_resize: Called if the step was saved by another number of ranks, and any of them has saved a rank_state:
@@ -689,6 +692,7 @@ class Checkpointer:
             rename,
             dtype,
             copies=self._bound.stores.node_local == "copies",
+            progress=progress,
         )
         resumed = self._resumed_from
         if step is None:

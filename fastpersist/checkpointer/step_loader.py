@@ -58,7 +58,7 @@ from fastpersist.loading.renaming import Rename, renamed
 from fastpersist.loading.restore import load_state
 from fastpersist.loading.unpickle import MapLocation
 from fastpersist.saving.refused_globals import warn_caller
-from fastpersist.transfer.reader import Read, read_extents
+from fastpersist.transfer.reader import Read, read_extents, showing_reads
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -95,6 +95,7 @@ class LoadOptions:
     rename: Rename | None = None
     dtype: torch.dtype | None = None
     copies: bool = False
+    progress: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -104,7 +105,7 @@ class LoadOptions:
                 "rename= goes without into=: what is filled in place has the names that were saved. Load with rename= "
                 "alone, and give the result to load_state_dict; or fill a module by fastpersist.load_into(…, rename=)"
             )
-        require_bools(verify=self.verify, weights_only=self.weights_only)
+        require_bools(verify=self.verify, weights_only=self.weights_only, progress=self.progress)
         if self.on_resize is not None and not callable(self.on_resize):
             raise ConfigError(
                 "on_resize is a function of the rank_states of all ranks, this rank, and the number of ranks; "
@@ -404,7 +405,14 @@ def _read(root: str, step: int, options: LoadOptions, found: _Step) -> Any:
             engine=options.engine,
         )
     else:
-        state = found.load(STATE_NAME, lambda source, read: read_file(STATE_NAME, source, read, **wanted))
+
+        def read_state(source: CheckpointSource, read: Read) -> Any:
+            if not options.progress or options.process_group is not None:
+                return read_file(STATE_NAME, source, read, **wanted)
+            with showing_reads(found.path, source.size_bytes * (1 + options.verify), True) as counted:
+                return read_file(STATE_NAME, source, counted, **wanted)
+
+        state = found.load(STATE_NAME, read_state)
     state = options.adapted(found.path, state)
     if own_names and found.rank_count != options.count:
         _resize(root, step, options, found, state, lambda name, source: read_file(name, source, read_extents))

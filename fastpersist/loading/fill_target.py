@@ -40,7 +40,7 @@ from fastpersist.loading.unpickle import (
     unpickle_while_reading,
     unpickle_with,
 )
-from fastpersist.transfer.reader import Extents, Read, read_extents
+from fastpersist.transfer.reader import Extents, Read, showing_reads
 
 __all__ = ["Wanted", "fill_from_directory", "fill_target"]
 
@@ -91,7 +91,9 @@ def fill_target(source: CheckpointSource, wanted: Wanted, *, verify: bool, engin
     return keys
 
 
-def fill_from_directory(path: str, wanted: Wanted, *, verify: bool, engine: str) -> tuple[IncompatibleKeys, int]:
+def fill_from_directory(
+    path: str, wanted: Wanted, *, verify: bool, engine: str, progress: bool
+) -> tuple[IncompatibleKeys, int]:
     """Fill a Module, or nested containers of tensors and Modules, from a directory of safetensors; see `load_into`.
 
     Returns:
@@ -102,15 +104,17 @@ def fill_from_directory(path: str, wanted: Wanted, *, verify: bool, engine: str)
         stored = [_stored_entries(source) for source in sources]
         every = {name: one for own in stored for name, one in own.items()}
         pairs, keys = _match(path, wanted.arranged(path, every), wanted, ties=True)
+        size_bytes = sum(source.size_bytes for source in sources)
+        read = stack.enter_context(showing_reads(path, size_bytes * (1 + verify), progress))
         if verify:
             for source in sources:
-                _verify_all(source, engine, read_extents)
+                _verify_all(source, engine, read)
         number_of = {id(one): number for number, own in enumerate(stored) for one in own.values()}
         parts: list[tuple[CheckpointSource, list[Pair]]] = [(source, []) for source in sources]
         for pair in pairs:
             parts[number_of[id(pair.stored)]][1].append(pair)
-        _fill(parts, engine, read_extents)
-        return keys, sum(source.size_bytes for source in sources)
+        _fill(parts, engine, read)
+        return keys, size_bytes
 
 
 def _fill(parts: Sequence[tuple[CheckpointSource, Sequence[Pair]]], engine: str, read: Read) -> None:

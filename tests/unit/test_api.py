@@ -131,6 +131,7 @@ def test_progress_counts_every_byte(suffix: str, tmp_path: Path, capfd: pytest.C
     for call in (
         lambda: fp.save({"t": torch.ones(3_000_000)}, path, progress=True),
         lambda: fp.load(path, progress=True),
+        lambda: fp.load_into(path, {"t": torch.zeros(3_000_000)}, progress=True),
         lambda: fp.verify(path, progress=True),
     ):
         call()

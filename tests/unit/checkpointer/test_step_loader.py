@@ -290,3 +290,18 @@ def test_map_location_and_weights_only_go_to_torch(tmp_path: Path) -> None:
     reader = fp.Checkpointer(tmp_path)
     assert reader.load(map_location="meta")["position"].device.type == "meta"
     assert torch.equal(reader.load(weights_only=False)["position"], torch.arange(50) + 1)
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["new", "into"])
+def test_progress_counts_every_byte(into: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with fp.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(7, {"weight": torch.ones(3_000_000)})
+        checkpoints.wait()
+        capfd.readouterr()
+        target = {"into": {"weight": torch.zeros(3_000_000)}} if into else {}
+        assert bool((checkpoints.load(progress=True, **target)["weight"] == 1).all())
+        shown = capfd.readouterr().err
+        assert "step-00000007: 100%" in shown
+        assert "12.0M/12.0M" in shown
+        checkpoints.load()
+        assert capfd.readouterr().err == ""
