@@ -16,7 +16,7 @@ __all__ = ["chart_svg", "nice_step", "tick_text"]
 
 _WIDTH = 480
 _HEIGHT = 250
-_LEFT = 62
+_LEFT = 72
 _RIGHT = 14
 _TOP = 30
 _BOTTOM = 34
