@@ -9,6 +9,7 @@ whole checkpoint. A rank that sees nothing of the step fetches the metadata in t
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -106,15 +107,16 @@ class _ExchangingReader(FastPersistReader):
         names = sorted(name for name in self._sizes if self._sizes[name])
         starts = list(accumulate((self._sizes[name] for name in names), initial=0))
         self._starts = dict(zip(names, starts, strict=False))
-        missing = self._sizes.keys() - here
-        self._missing = {name: _file_in_memory(self._sizes[name], read) for name in sorted(missing)}
+        self._missing = self._sizes.keys() - here
+        self._in_memory: dict[str, int] = {}  # descriptors of those that this rank reads of
+        self._read = read
         entries = {entry.name: entry for entry in manifest.files}
         own = []
-        writers = [writer_of(name) for name in names if name != METADATA_NAME]
+        writers = Counter(writer_of(name) for name in names if name != METADATA_NAME)
         for name in names:
             # The metadata are no rank's part: they get the number after the last rank's.
             rank = 1 + max(filter(None, writers), default=0) if name == METADATA_NAME else writer_of(name)
-            if rank is None or writers.count(rank) > 1:
+            if rank is None or writers[rank] > 1:
                 raise FormatError(f"{name} is no part that one rank wrote", path=parts.path)
             if name in here:
                 part = Part(rank, (Extent(self._starts[name], self._sizes[name]),))
@@ -123,9 +125,9 @@ class _ExchangingReader(FastPersistReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read what is in the checkpoint."""
-        fd = self._missing.get(METADATA_NAME)
-        if fd is None:
+        if METADATA_NAME not in self._missing:
             return super().read_metadata(*args, **kwargs)
+        fd = self._memory_of(METADATA_NAME)
         extents = Extents()
         start_bytes = self._starts.get(METADATA_NAME, 0)  # an empty file has no place
         extents.add_pushed(start_bytes, self._sizes[METADATA_NAME], writing_to(fd, 0), with_crc=False)
@@ -134,39 +136,40 @@ class _ExchangingReader(FastPersistReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fetch what this rank reads of other stores, with the other ranks; then read everything."""
+        wanted: dict[str, list[Extent]] = {}
+        for item in plan.items:
+            info = self._info_of(item.storage_index)
+            name = info.relative_path
+            if name in self._missing:
+                path = os.path.join(self._path or "", name)
+                require_place(path, item.storage_index.fqn, info.offset, info.length, self._sizes[name])
+                wanted.setdefault(name, []).append(Extent(info.offset, info.length))
         extents = Extents()
-        for name, fd in self._missing.items():
-            found = [(item.storage_index.fqn, self._info_of(item.storage_index)) for item in plan.items]
-            infos = [info for _, info in found if info.relative_path == name]
-            for fqn, info in found:
-                if info.relative_path == name:
-                    require_place(
-                        os.path.join(self._path or "", name), fqn, info.offset, info.length, self._sizes[name]
-                    )
-            for offset_bytes, size_bytes in merged(Extent(info.offset, info.length) for info in infos):
+        for name, places in sorted(wanted.items()):
+            fd = self._memory_of(name)
+            for offset_bytes, size_bytes in merged(places):
                 start_bytes = self._starts[name] + offset_bytes
                 extents.add_pushed(start_bytes, size_bytes, writing_to(fd, offset_bytes), with_crc=False)
         self._exchange(-1, self._exchange.path, extents, engine=self._engine)
         try:
             return super().read_data(plan, planner)
         finally:
-            for name, fd in self._missing.items():
-                os.ftruncate(fd, 0)
-                os.ftruncate(fd, self._sizes[name])
+            for name in wanted:
+                os.ftruncate(self._in_memory[name], 0)
+                os.ftruncate(self._in_memory[name], self._sizes[name])
+
+    def _memory_of(self, name: str) -> int:
+        """Return a file of holes in memory for a part of another store, which is closed when all ranks are done."""
+        if name not in self._in_memory:
+            fd = self._in_memory[name] = os.memfd_create("fastpersist", os.MFD_CLOEXEC)
+            self._read.stack.callback(os.close, fd)
+            os.ftruncate(fd, self._sizes[name])
+        return self._in_memory[name]
 
     def _part_bytes(self, name: str) -> int | None:
         return self._sizes.get(name)
 
     def _open_part(self, path: str, name: str) -> PartReader:
-        fd = self._missing.get(name)
-        if fd is None:
+        if name not in self._missing:
             return super()._open_part(path, name)
-        return PartReader(path, name, engine="auto", verify=self._verify, fd=os.dup(fd))
-
-
-def _file_in_memory(size_bytes: int, read: SharedReader) -> int:
-    """Return a file of holes in memory, which is closed when all ranks are done."""
-    fd = os.memfd_create("fastpersist", os.MFD_CLOEXEC)
-    read.stack.callback(os.close, fd)
-    os.ftruncate(fd, size_bytes)
-    return fd
+        return PartReader(path, name, engine="auto", verify=self._verify, fd=os.dup(self._memory_of(name)))

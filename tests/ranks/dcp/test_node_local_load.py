@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -84,6 +85,20 @@ def test_parts_are_exchanged_whoever_loads_them(saved: Path, tmp_path: Path) -> 
 
     run_ranks(2, load_fewer, [saved / "b", saved / "a"])
     run_ranks(3, load_fewer, [tmp_path / "new", saved / "b", saved / "a"])
+
+
+def test_memory_is_made_only_for_parts_that_a_rank_reads_of(saved: Path) -> None:
+    def load_own(rank: int, count: int, roots: list[Path]) -> None:
+        made: list[str] = []
+        create = os.memfd_create
+        os.memfd_create = lambda name, flags: made.append(name) or create(name, flags)  # type: ignore[func-returns-value]
+        run = ShardedRun(mesh_of_all(), blank=True)
+        with fp.Checkpointer(roots[rank], process_group=dist.group.WORLD) as checkpoints:
+            checkpoints.load(into=run.targets())
+        # Its shards are in its own part, and objects in the first one, which store a has.
+        assert len(made) == (0 if rank < 2 else 1)
+
+    run_ranks(4, load_own, two_stores(saved, 4))
 
 
 def test_one_process_is_told_whose_parts_are_elsewhere_and_loads_them_when_they_were_brought(
