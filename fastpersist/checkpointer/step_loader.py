@@ -50,7 +50,7 @@ from fastpersist.formats.manifest import (
     rank_file_name,
     step_name,
 )
-from fastpersist.formats.split_manifest import COPY_NAME
+from fastpersist.formats.split_manifest import COPY_NAME, PARTS_NAME
 from fastpersist.loading.checkpoint_file import CheckpointSource, open_file
 from fastpersist.loading.conversion import converted, require_floating
 from fastpersist.loading.part_files import read_record
@@ -353,6 +353,12 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
     size_bytes = 0
     is_open = False
 
+    def checks_files(manifest: CheckpointManifest) -> bool:
+        # Of a thousand ranks one looks at all files, and the others hear if it fails: they look at what they read.
+        # Where each node has files of its own, each rank looks at those.
+        names = {entry.name for entry in manifest.files}
+        return options.rank == 0 or not names.isdisjoint((PARTS_NAME, COPY_NAME))
+
     def read_held(held: HeldDirectory, manifest: CheckpointManifest) -> Any:
         nonlocal is_open, size_bytes
         is_open = True
@@ -360,9 +366,6 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
         return _read(root, step, options, _opened(held, manifest, options, read))
 
     try:
-        # Of a thousand ranks one looks at all files, and the others hear if it fails: they look at what they read.
-        # Where each node has a copy, each rank looks at its own.
-        checks_files = options.rank == 0 or options.copies
         found = read_committed(root, step, read_held, checks_files=checks_files)
     except (CheckpointNotFoundError, CorruptionError) as error:
         is_missing = isinstance(error, CheckpointNotFoundError)

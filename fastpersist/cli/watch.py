@@ -22,10 +22,11 @@ __all__ = ["add_parser", "run"]
 
 _EPILOG = """\
 examples:
-  fastpersist watch runs/a                 until Ctrl-C; in place on a terminal with rich installed, else in lines
+  fastpersist watch runs/a
   fastpersist watch runs/a --every 5 >> watch.log
-  fastpersist watch runs/a --once          one reading
   fastpersist watch runs/a --once --json | jq .room_count
+
+It goes on until Ctrl-C; in place on a terminal if rich is installed, else line by line.
 
 The save in flight is read from its hidden directory: what the disk has of it already. "training may change its state"
 means that all of it is captured: nothing waits for the disk any more.

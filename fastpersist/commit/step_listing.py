@@ -101,7 +101,11 @@ def _for_each_step(root: str, read: Callable[[int], bool]) -> None:
 
 
 def read_committed(
-    root: str, step: int, read: Callable[[HeldDirectory, CheckpointManifest], _Read], *, checks_files: bool = True
+    root: str,
+    step: int,
+    read: Callable[[HeldDirectory, CheckpointManifest], _Read],
+    *,
+    checks_files: Callable[[CheckpointManifest], bool] = lambda manifest: True,
 ) -> _Read:
     """Read a step, all of it from one directory, which nobody removes meanwhile, even if a save replaces it.
 
@@ -109,7 +113,7 @@ def read_committed(
         root: The directory of the steps.
         step: Which one.
         read: Called with its directory and its manifest.
-        checks_files: Check first that every file of it is there.
+        checks_files: Given the manifest, tells whether to look first if every file of it is there.
 
     Returns:
         What `read` returns.
@@ -127,7 +131,7 @@ def read_committed(
         with hold_for_reading(path) as held:
             try:
                 manifest = read_manifest(held.place)
-                if checks_files:
+                if checks_files(manifest):
                     check_files(held.place, manifest)
                 return read(held, manifest)
             except (CorruptionError, StorageError, CheckpointNotFoundError):

@@ -33,6 +33,7 @@ from support.runs import FEW, Replay, Run, hidden_names
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.commit.filesystem import using
+from fastpersist.events.log import EVENTS_NAME
 
 SIZES = (6_000, 7)
 CLONE_COUNT = 5
@@ -168,7 +169,10 @@ def test_no_loss_of_power_costs_a_step(tmp_path: Path, recorder: type[RecordingT
 def test_recording_is_complete(tmp_path: Path) -> None:
     root = tmp_path / "run"
     before, log = record(root, RecordingTrees())
-    assert tree_after_cut(before, str(root), log, {}, random.Random()) == read_tree(root)
+    trees = tree_after_cut(before, str(root), log, {}, random.Random()), read_tree(root)
+    for tree in trees:
+        tree.pop(EVENTS_NAME)  # never synced, and not by the protocol: no promise hangs on it
+    assert trees[0] == trees[1]
     dropped = dict.fromkeys(unsafe_operations(before, str(root), log), Fate.DROPPED)
     assert {log[index].path.rpartition("/")[2] for index in dropped} != set()  # LATEST, and what was removed last
     assert not {log[index].name for index in dropped} & {"exchange", "rename_to_free_name"}

@@ -312,7 +312,7 @@ def test_exception_in_the_progress_display_ends_the_transfer(
         def update(self, count: int) -> None:
             raise TerminalIsGone
 
-    monkeypatch.setattr("tqdm.tqdm", BrokenBar)
+    monkeypatch.setattr("tqdm.auto.tqdm", BrokenBar)
 
     def work(report: Report) -> None:
         fp.save(make_state(1), path)
