@@ -28,6 +28,7 @@ def root(tmp_path: Path) -> Path:
         for step in (10, 20):
             checkpoints.save(step, {"weight": torch.randn(100_000)})
             checkpoints.wait()
+    assert flush(60)
     return tmp_path / "run"
 
 
@@ -95,6 +96,7 @@ def test_failures_are_shown(root: Path, capsys: pytest.CaptureFixture[str]) -> N
         checkpoints.save(30, {"weight": torch.zeros(10)}).cancel(fp.StorageError(5, "writing: error\n", "state.pt"))
     with pytest.warns(RuntimeWarning, match="not saved"):
         checkpoints.close()
+    assert flush(60)
     assert "step 30 failed: StorageError: writing: error\\n" in once(root, capsys)
 
 

@@ -18,6 +18,7 @@ from fastpersist.cli.report.disk_rate import probed_rate, rate_line, tuned_rate
 from fastpersist.cli.report.records import Run, read_run, steps_there
 from fastpersist.cli.report.svg import nice_step, tick_text
 from fastpersist.errors import FastPersistError
+from fastpersist.events.delivery import flush
 from fastpersist.events.log import read_events
 
 VOID = {"meta", "br", "img", "input", "link"}
@@ -74,6 +75,7 @@ def trained(tmp_path: Path) -> Path:
             optimizer.step()
             checkpoints.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
             checkpoints.wait()
+    assert flush(60)
     return path
 
 
