@@ -547,7 +547,7 @@ void run(const Trace& trace, const std::string& line) {
     asked += static_cast<int64_t>(trace.batches[t].size());
   }
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-  std::cout << hits << ' ' << asked << ' ' << took.count() << std::endl;
+  std::cout << hits << ' ' << asked << ' ' << took.count() << '\n';
 }
 
 }  // namespace
