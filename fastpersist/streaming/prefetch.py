@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 
@@ -22,6 +22,8 @@ __all__ = ["Prefetch"]
 
 _IN_FLIGHT_BYTES = 256 << 20
 """Reads that are under way at once for residents, which the ring does not bound."""
+_SMALL_BYTES = 1 << 20
+"""Residents up to this size are read before all else, or each would wait for large reads that are before it."""
 
 
 class Prefetch:
@@ -55,6 +57,7 @@ class Prefetch:
         self._memory = Memory(0, device)
         self._of_residents: dict[int, list[torch.Tensor]] = {}
         self._fillings: dict[int, Filling] = {}  # by unit
+        self._read_first: list[int] = []
         self._ahead: deque[Unit] = deque()  # units in the ring that wait for their use, the oldest first
         self._routed: set[int] = set()  # units of which few experts were needed last time
         self._sparse = SparseMemory(max((unit.size_bytes for unit in units if unit.expert_count), default=0))
@@ -78,6 +81,9 @@ class Prefetch:
             unit = self._units[number]
             if not any(weight.converted_bytes for weight in unit.weights):  # it goes after the conversion
                 self._of_residents[number] = self._memory.outside([block.size_bytes for block in unit.blocks])
+        self._read_first = [
+            number for number in sorted(self.residents) if self._units[number].size_bytes <= _SMALL_BYTES
+        ]
         self._memory.clear_ahead([each for memory in self._of_residents.values() for each in memory])
 
     def use(self, unit: Unit, experts: Sequence[int] | None = None) -> Filling:
@@ -117,7 +123,8 @@ class Prefetch:
         """
         passed: set[int] = set()
         in_flight_bytes = sum(each.size_bytes for each in self._fillings.values() if not each.done())
-        for number in islice(self._order.foretell(), 2 * len(self._units)):
+        read_first, self._read_first = self._read_first, []
+        for number in chain(read_first, islice(self._order.foretell(), 2 * len(self._units))):
             unit = self._units[number]
             if number in passed or not unit.blocks:
                 continue

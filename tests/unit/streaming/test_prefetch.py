@@ -82,6 +82,13 @@ def test_residents_are_read_once(source: WeightSource) -> None:
     assert prefetch.wrong_guess_count == 0
 
 
+def test_small_residents_are_read_before_all_else(source: WeightSource) -> None:
+    prefetch = prefetch_of(source, residents=frozenset({COUNT - 1}), rooms=2)
+    prefetch.read_ahead()
+    assert list(prefetch._fillings) == [COUNT - 1, 0, 1]
+    prefetch.land()
+
+
 def test_wrong_guesses_cost_reads_and_no_memory(source: WeightSource) -> None:
     prefetch = prefetch_of(source)
     for number in (0, 4, 2, 2, 5, 1, 0, 3, 3, 5, 4):
