@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import fastpersist as fp
 from fastpersist.cli import main
 from fastpersist.cli.bench.stream.memory_limit import MemoryLimit
 from fastpersist.cli.bench.stream.model import make_model, weight_sizes
-from fastpersist.cli.bench.stream.ways import OURS, RESIDENT
+from fastpersist.cli.bench.stream.ways import OURS, PACKAGES, RESIDENT
 
 for package in ("transformers", "accelerate", "safetensors"):
     pytest.importorskip(package)
@@ -54,6 +55,9 @@ def test_every_way_is_measured_against_the_limit_and_nothing_is_left(
     )
     assert any("memory was NOT held down" in note for note in result["notes"]) is not can_limit()
     rows = {row["name"]: row for row in result["rows"]}
+    for way, package in PACKAGES.items():
+        if find_spec(package) is None:
+            assert rows.pop(way)["note"] == f"not installed: pip install {package}"
     assert all(not row["note"] for name, row in rows.items() if name != "fio read"), rows
     ours = rows[f"{OURS}, 0.0419 GB"]
     assert ours["runs"][0]["stats"]["streamed_bytes"] == ours["size_bytes"] > 0

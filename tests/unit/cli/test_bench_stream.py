@@ -115,6 +115,6 @@ def test_options_that_make_no_sense_are_refused(
 def test_missing_packages_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert main(["bench", "stream", str(tmp_path)]) == 2
     assert "needs transformers, accelerate, safetensors" in capsys.readouterr().err

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import os
 import shlex
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from fastpersist.cli.bench.io.points import parse_size, size_name
@@ -22,7 +24,7 @@ from fastpersist.cli.bench.stream.memory_limit import MemoryLimit
 from fastpersist.cli.bench.stream.model import FORM_COUNT, MODEL_NAMES, ModelFiles, make_model, weight_sizes
 from fastpersist.cli.bench.stream.report import stream_json, stream_text
 from fastpersist.cli.bench.stream.rows import Case, PassSample, WayProcess, bandwidth_rows, way_rows
-from fastpersist.cli.bench.stream.ways import BUILDERS, MAPPED, OURS, RESIDENT
+from fastpersist.cli.bench.stream.ways import BUILDERS, MAPPED, OURS, PACKAGES, RESIDENT
 from fastpersist.cli.terminal import HelpFormatter, examples_text
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.transfer.arena import available_host_bytes
@@ -39,14 +41,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "stream",
         help="token passes of a model whose weights stay on disk, by fp.stream and by others",
         description="Token passes of a model whose weights stay on disk: fp.stream, transformers, accelerate and "
-        "mapped files, against what disk and processor allow. Needs transformers and accelerate.",
+        "mapped files, and diffusers, AirLLM and DeepSpeed where these are installed, against what disk and processor "
+        "allow. Needs transformers and accelerate.",
         epilog=examples_text(
             "fastpersist bench stream /mnt/nvme --model small", "fastpersist bench stream /mnt/nvme --budget 1G half"
         ),
         formatter_class=HelpFormatter,
     )
     parser.add_argument(
-        "directory", metavar="DIR", help="existing directory; gets three forms of the model, removed afterwards"
+        "directory",
+        metavar="DIR",
+        help="existing directory; gets three forms of the model, and one for each of the last three "
+        "packages, removed afterwards",
     )
     parser.add_argument(
         "--model", choices=MODEL_NAMES, default="large", help="a Llama of 4.8 GB or 97 MB (default: large)"
@@ -104,7 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_places(arguments.directory, [arguments.json])
     sizes_bytes = weight_sizes(arguments.model, arguments.layers)
     weight_bytes = sum(sizes_bytes)
-    require_space(arguments.directory, FORM_COUNT * weight_bytes, smaller="--layers")
+    form_count = FORM_COUNT + sum(find_spec(name) is not None for name in PACKAGES.values())
+    require_space(arguments.directory, form_count * weight_bytes, smaller="--layers")
     case, notes = _case(arguments, weight_bytes, max(sizes_bytes))
     facts = machine_facts(arguments.directory)
     with scratch_directory(arguments.directory) as scratch:
@@ -119,8 +126,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _require_packages() -> None:
-    from importlib.util import find_spec
-
     missing = [name for name in ("transformers", "accelerate", "safetensors") if find_spec(name) is None]
     if missing:
         raise UnsupportedError(f'this command needs {", ".join(missing)}: pip install "fastpersist[huggingface]"')
@@ -161,7 +166,8 @@ def _measure_ways(
     cache = PageCache(warm=False, whole_machine=False)
 
     def before(suffix: str) -> str:
-        for path in files.paths(suffix):
+        peers = glob.glob(os.path.join(scratch, "peers", "**", f"*{suffix}"), recursive=True)
+        for path in (*files.paths(suffix), *peers):
             cache.prepare(path)
         return files.directory
 
@@ -171,6 +177,10 @@ def _measure_ways(
         for process in processes:
             closing.callback(process.close)
         rows = [*bandwidth_rows(files), *way_rows(processes)]
+        for at, row in enumerate(rows):
+            package = PACKAGES.get(row.name, "")
+            if package and find_spec(package) is None:
+                rows[at] = Row(row.name, row.kind, None, why_not=f"not installed: pip install {package}")
         needed_bytes = int(1.2 * files.weight_bytes) + case.activation_bytes
         if needed_bytes > available_host_bytes():
             rows[-1] = Row(RESIDENT, "ceiling", None, why_not=f"needs {needed_bytes / 1e9:.1f} GB of memory")

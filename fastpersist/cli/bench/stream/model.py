@@ -65,7 +65,7 @@ class ModelFiles:
     pass_bytes: int
 
     def paths(self, suffix: str) -> list[str]:
-        """Return the files that a way reads: those with this ending."""
+        """Return the files of the model that have this ending."""
         places = (self.directory, self.offload_directory, *{os.path.dirname(path) for path in self.torch_paths})
         return [
             os.path.join(place, name)

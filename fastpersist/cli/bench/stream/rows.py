@@ -28,7 +28,6 @@ from fastpersist.errors import UnsupportedError
 __all__ = ["BARE_READ", "Case", "PassSample", "WayProcess", "bandwidth_rows", "way_rows"]
 
 BARE_READ = "bare read by TensorFile"
-_PROGRAM = "from fastpersist.cli.bench.stream.worker import main; main()"
 _SUFFIXES = {"accelerate disk_offload": ".dat", "torch.load(mmap=True), assign": ".pt"}  # all others: .safetensors
 _MIB = 1 << 20
 _PIECE_BYTES = 32 * _MIB
@@ -87,7 +86,10 @@ class WayProcess:
 
     Attributes:
         name: Of its row.
+        program: What the process runs.
     """
+
+    program = "from fastpersist.cli.bench.stream.worker import main; main()"
 
     def __init__(self, way: str, case: Case, files: ModelFiles, root: str, budget_bytes: int = 0) -> None:
         self.name = f"{way}, {budget_bytes / 1e9:.3g} GB" if budget_bytes else way
@@ -136,7 +138,7 @@ class WayProcess:
     def _start(self) -> ChildProcess:
         if self._case.memory_bytes is not None and self.way != RESIDENT:
             self._limit = self._closing.enter_context(MemoryLimit(f"fastpersist-bench-{os.getpid()}-{id(self)}"))
-        self._process = self._closing.enter_context(ChildProcess(_PROGRAM, title=f"the process of {self.name}"))
+        self._process = self._closing.enter_context(ChildProcess(self.program, title=f"the process of {self.name}"))
         if self._limit is not None and self._case.memory_bytes is not None:
             self._limit.add(self._process.pid)
             taken_bytes = _received(self._process)["anonymous_bytes"]

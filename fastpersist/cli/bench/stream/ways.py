@@ -10,8 +10,14 @@ import torch
 
 from fastpersist import load, stream
 
-__all__ = ["BUILDERS", "MAPPED", "OURS", "RESIDENT"]
+__all__ = ["BUILDERS", "MAPPED", "OURS", "PACKAGES", "RESIDENT"]
 
+PACKAGES = {
+    "diffusers group offloading": "diffusers",
+    "AirLLM": "airllm",
+    "DeepSpeed ZeRO-Inference": "deepspeed",
+}
+"""What these ways need. They write the model in a form of their own before the first token."""
 OURS, MAPPED, RESIDENT = "fp.stream", "safetensors mmap, assign", "resident"
 
 
@@ -35,6 +41,56 @@ def _accelerate_disk(job: dict[str, Any]) -> Any:
     if not job["offload_directory"]:
         raise ImportError("not installed: pip install accelerate")
     return disk_offload(_empty_model(job), job["offload_directory"], execution_device=torch.device("cpu"))
+
+
+def _diffusers_groups(job: dict[str, Any]) -> Any:
+    from diffusers.hooks import apply_group_offloading  # type: ignore[import-not-found]
+
+    model, cpu = _safetensors_mapped(job), torch.device("cpu")
+    folder = os.path.join(job["root"], "peers", "diffusers")
+    apply_group_offloading(model, cpu, cpu, offload_type="leaf_level", offload_to_disk_path=folder)
+    return model
+
+
+def _airllm(job: dict[str, Any]) -> Any:
+    from airllm.airllm_base import AirLLMBaseModel  # type: ignore[import-not-found]
+
+    class Untokenized(AirLLMBaseModel):  # type: ignore[misc]
+        def get_tokenizer(self, hf_token: str | None = None) -> None:
+            return None
+
+    folder = os.path.join(job["root"], "peers", "airllm")
+    return Untokenized(job["directory"], device="cpu", layer_shards_saving_path=folder)
+
+
+def _deepspeed(job: dict[str, Any]) -> Any:
+    """Return the module of a ZeRO-Inference engine, with weights in a swap folder that it writes at each start."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    import deepspeed  # type: ignore[import-not-found]
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    config = AutoConfig.from_pretrained(job["directory"])
+    largest = max(config.vocab_size, config.intermediate_size) * config.hidden_size
+    offload = {"device": "nvme", "nvme_path": job["scratch"], "pin_memory": False}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_prefetch_bucket_size": 2 * config.hidden_size**2,
+            "stage3_param_persistence_threshold": config.hidden_size,
+            "stage3_max_live_parameters": 2 * largest,
+            "offload_param": offload | {"buffer_count": 5, "buffer_size": largest},
+        },
+        "aio": {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True},
+    }
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    in_use = HfDeepSpeedConfig(settings)  # while it is there, from_pretrained gives each weight to DeepSpeed
+    model = AutoModelForCausalLM.from_pretrained(job["directory"], dtype=config.dtype)
+    engine = deepspeed.initialize(model=model, config=settings)[0]
+    del in_use
+    return engine.module.eval()
 
 
 def _safetensors_mapped(job: dict[str, Any]) -> Any:
@@ -76,6 +132,9 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     OURS: _ours,
     "transformers, device_map disk": _transformers_disk,
     "accelerate disk_offload": _accelerate_disk,
+    "diffusers group offloading": _diffusers_groups,
+    "AirLLM": _airllm,
+    "DeepSpeed ZeRO-Inference": _deepspeed,
     MAPPED: _safetensors_mapped,
     "torch.load(mmap=True), assign": _torch_mapped,
     RESIDENT: _resident,
