@@ -157,7 +157,7 @@ def _buffered() -> None:
     def buffered(model: torch.nn.Module, source: str, **options: Any) -> fastpersist.WeightStream:
         return direct(model, source, engine="uring-buffered", **options)
 
-    ways.stream = buffered  # type: ignore[attr-defined]
+    ways.stream = buffered  # type: ignore[assignment, attr-defined]
 
 
 ABLATIONS: dict[str, Callable[[], None]] = {

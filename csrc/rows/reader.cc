@@ -69,7 +69,7 @@ Result<bool> RowReader::TryStart(const RowRead& read, uint64_t tag) {
                                    .offset_bytes = read.offset_bytes,
                                    .tag = place,
                                    .file = read.piece},
-                                  /*more_follow=*/true));
+                                  /*more_follow=*/pump_->in_flight() + 1 < pump_->queue_depth()));
   head_ = start + size_bytes;
   stretches_.push_back({.bytes = bytes, .end = head_, .tag = tag});
   return true;

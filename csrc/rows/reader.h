@@ -41,7 +41,8 @@ class RowReader {
   RowReader(const RowReader&) = delete;
   RowReader& operator=(const RowReader&) = delete;
 
-  // Start a read. Returns false if the queue or the ring is full. REQUIRES: size_bytes is at most read_bytes_max().
+  // Start a read; the one that fills the queue gives all of them to the kernel. Returns false if the queue or the ring
+  // is full. REQUIRES: size_bytes is at most read_bytes_max().
   Result<bool> TryStart(const RowRead& read, uint64_t tag);
   // Give started reads to the kernel and wait for some of them, a fraction of the queue if many are in flight. If the
   // engine breaks, all reads are done, with its error, and no further one can be started.

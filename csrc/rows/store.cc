@@ -433,7 +433,7 @@ void RowStore::Work() {
   for (;;) {
     {
       std::unique_lock lock(queue_mutex_);
-      if (reader_->in_flight() == 0) {
+      if (reader_->in_flight() == 0 && done.empty()) {
         queue_changed_.wait(lock, [this] { return !queue_.empty() || is_stopping_; });
         if (queue_.empty()) return;
       }
@@ -447,10 +447,14 @@ void RowStore::Work() {
         queue_.pop_front();
       }
     }
-    if (done.empty()) reader_->Collect(done);
-    Complete(done, *reader_);
+    if (!done.empty()) {  // the kernel has the next reads meanwhile
+      Complete(done, *reader_);
+      continue;
+    }
+    reader_->Collect(done);
     NoteEngine(*reader_);
     if (reader_->is_broken()) {  // later requests may have more luck
+      Complete(done, *reader_);
       Result<std::unique_ptr<RowReader>> reader = RowReader::Open(table_, ReaderOptions());
       if (reader.ok()) reader_ = std::move(reader).value();
     }
