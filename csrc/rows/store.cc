@@ -1,6 +1,7 @@
 #include "rows/store.h"
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <system_error>
@@ -249,17 +250,25 @@ void RowStore::CopyHitsOf(std::span<const int64_t> ids, size_t first, RowRequest
   for (size_t from = 0; from < ids.size(); from += kLockedCount) {
     const size_t until = std::min(ids.size(), from + kLockedCount);
     const std::shared_lock lock(lock_);
+    std::array<uint32_t, kLockedCount> slots;
     for (size_t i = from; i < until; ++i) {
-      if (i + kAheadCount < until) cache_->Prefetch(table_.PositionOf(ids[i + kAheadCount]));
+      if (i + (2 * kAheadCount) < until) cache_->Prefetch(table_.PositionOf(ids[i + (2 * kAheadCount)]));
+      if (i + kAheadCount < until) cache_->PrefetchEntry(table_.PositionOf(ids[i + kAheadCount]));
       const uint64_t position = table_.PositionOf(ids[i]);
-      const uint32_t slot = cache_->Find(position);
+      const uint32_t slot = slots[i - from] = cache_->Find(position);
       if (slot == RowCache::kNoSlot) {
         missing.push_back({position, first + i});
       } else {
         cache_->CountHit(slot);
         if (request.is_registered()) cache_->EndUse(slot, request.batch);
-        std::memcpy(request.RowAt(first + i), cache_->BytesOf(slot), row_bytes);
       }
+    }
+    for (size_t i = from; i < until; ++i) {
+      if (i + kAheadCount < until && slots[i + kAheadCount - from] != RowCache::kNoSlot) {
+        cache_->PrefetchBytes(slots[i + kAheadCount - from]);
+      }
+      const uint32_t slot = slots[i - from];
+      if (slot != RowCache::kNoSlot) std::memcpy(request.RowAt(first + i), cache_->BytesOf(slot), row_bytes);
     }
   }
 }
