@@ -18,7 +18,7 @@ from fastpersist.formats.manifest import check_file_name
 from fastpersist.formats.safetensors import INDEX_NAME, SINGLE_NAME
 from fastpersist.loading.checkpoint_file import CheckpointSource
 
-__all__ = ["file_names", "holds_safetensors", "open_all", "read_index"]
+__all__ = ["file_names", "holds_safetensors", "open_all", "parse_index", "read_index"]
 
 _SUFFIX = ".safetensors"
 
@@ -37,16 +37,25 @@ def read_index(directory: str) -> dict[str, str] | None:
         FormatError: It is no index.
         StorageError: It cannot be read.
     """
-    path = os.path.join(directory, INDEX_NAME)
     if os.path.exists(os.path.join(directory, SINGLE_NAME)):  # transformers looks for it first, too
         return None
     try:
-        with storage_errors("reading", path), open(open_regular(path), "rb") as file:
-            text = file.read()
+        return parse_index(os.path.join(directory, INDEX_NAME))
     except StorageError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
         raise
+
+
+def parse_index(path: str) -> dict[str, str]:
+    """Return the file of each tensor, by an index; the files are beside it.
+
+    Raises:
+        FormatError: It is no index.
+        StorageError: It cannot be read.
+    """
+    with storage_errors("reading", path), open(open_regular(path), "rb") as file:
+        text = file.read()
     try:
         weight_map = json.loads(text)["weight_map"]
         found = {str(tensor): str(name) for tensor, name in weight_map.items()}

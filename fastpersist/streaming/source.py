@@ -6,7 +6,6 @@ place. `units` brings them together with a model.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -21,12 +20,12 @@ from fastpersist.formats.pickle_scan import iter_tensors
 from fastpersist.formats.split_manifest import PARTS_NAME
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.fill_tensors import StoredTensor
+from fastpersist.loading.safetensors_directory import parse_index
 from fastpersist.transfer.tensor_file import TensorFile
 
 __all__ = ["Place", "WeightSource"]
 
 _INDEX_SUFFIX = ".safetensors.index.json"
-_INDEX_BYTES_MAX = 1 << 28
 
 
 class Place(NamedTuple):
@@ -148,16 +147,8 @@ class WeightSource:
 
     def _open_indexed(self, index_name: str) -> None:
         """Open the files that an index names; what is missing is noted, so that one error tells all of it."""
-        index_path = os.path.join(self.path, index_name)
-        with storage_errors("reading", index_path), open(index_path, "rb") as file:
-            text = file.read(_INDEX_BYTES_MAX)
-        try:
-            weight_map = {str(name): str(file) for name, file in dict(json.loads(text)["weight_map"]).items()}
-        except (ValueError, KeyError, TypeError) as error:
-            raise UnsupportedError(f"{index_path} is no index of safetensors: {error!r}") from None
+        weight_map = parse_index(os.path.join(self.path, index_name))
         for name in sorted(set(weight_map.values())):
-            if os.path.basename(name) != name:
-                raise ConfigError(f"{index_path} names the file {name!r}, which is not beside it")
             try:
                 self._open_file(os.path.join(self.path, name))
             except CheckpointNotFoundError:
