@@ -76,7 +76,9 @@ class Stored(NamedTuple):
     @property
     def lies_in_order(self) -> bool:
         """Whether its values lie in the file as they are, row-major without gaps."""
-        return self.rows is None and not self.is_conj and not self.is_neg and self.layout.is_contiguous()
+        if self.rows is not None or self.is_conj or self.is_neg:
+            return False
+        return self.stride == _row_major(self.shape) or self.layout.is_contiguous()
 
     @property
     def path(self) -> str:
@@ -238,13 +240,14 @@ def _add_safetensors(contents: Contents, stack: ExitStack, path: str, prefix: st
         )
 
 
+@functools.lru_cache(maxsize=256)
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
 
 
 @no_garbage_collection()
 def _add_torch_zip(contents: Contents, source: CheckpointSource, file: TensorFile, prefix: str) -> None:
-    entries = source.directory.entries
+    entries, has_checksums = source.directory.entries, source.directory.has_checksums
     try:
         root = source.scan().root
         for own_name, tensor in iter_tensors(root):
@@ -262,14 +265,25 @@ def _add_torch_zip(contents: Contents, source: CheckpointSource, file: TensorFil
                 raise FormatError(f"tensor {own_name!r} reaches beyond its storage {tensor.storage.key}")
             else:
                 offset_bytes = record.data_offset_bytes + tensor.storage_offset * dtype.itemsize
-                stored = Stored(name, dtype, tensor.shape, tensor.stride, file, offset_bytes, None, tensor.kind)
-                stored = stored._replace(is_conj=tensor.is_conj, is_neg=tensor.is_neg)
-                if stored.size_bytes > max(record.size_bytes, _EXPANDED_BYTES_MAX):
-                    contents.unreadable[name] = f"it is an expanded view: its values would be {stored.size_bytes} bytes"
+                crc32 = record.crc if has_checksums else None
+                stored = Stored(
+                    name,
+                    dtype,
+                    tensor.shape,
+                    tensor.stride,
+                    file,
+                    offset_bytes,
+                    crc32,
+                    tensor.kind,
+                    tensor.is_conj,
+                    tensor.is_neg,
+                )
+                size_bytes = stored.size_bytes
+                if size_bytes > max(record.size_bytes, _EXPANDED_BYTES_MAX):
+                    contents.unreadable[name] = f"it is an expanded view: its values would be {size_bytes} bytes"
                     continue
-                whole = stored.lies_in_order and stored.size_bytes == record.size_bytes
-                if whole and source.directory.has_checksums:
-                    stored = stored._replace(crc32=record.crc)
+                if crc32 is not None and not (size_bytes == record.size_bytes and stored.lies_in_order):
+                    stored = stored._replace(crc32=None)  # the record's is not of exactly its bytes
                 contents.tensors[name] = stored
         contents.values.update((prefix + name, text) for name, text in iter_values(root))
     except FormatError as error:
