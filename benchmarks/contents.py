@@ -99,7 +99,7 @@ def copy_file(path: str, out: str) -> None:
 
 def differ(a: str, b: str) -> None:
     """Compare as `fastpersist diff` does."""
-    with open_contents(a) as ours, open_contents(b) as theirs:
+    with open_contents(a) as ours, open_contents(b, like=ours) as theirs:
         compare(ours, theirs)
 
 

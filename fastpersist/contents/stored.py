@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -22,6 +22,7 @@ from fastpersist.commit.step_listing import check_files, read_manifest
 from fastpersist.errors import ConfigError, FormatError, InternalError, StorageError, UnsupportedError
 from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, STATE_NAME, step_of
 from fastpersist.formats.pickle_scan import iter_tensors
+from fastpersist.formats.pickle_tensors import SymbolicTensor
 from fastpersist.formats.pickle_values import iter_values
 from fastpersist.formats.split_manifest import PARTS_NAME
 from fastpersist.loading.checkpoint_file import CheckpointSource, open_file
@@ -101,6 +102,9 @@ class Stored(NamedTuple):
         return StoredTensor(self.offset_bytes, self.dtype, self.shape, self.stride)
 
 
+_Scanned: TypeAlias = "tuple[list[tuple[str, SymbolicTensor]], list[tuple[str, str]]]"
+
+
 @dataclass(slots=True)
 class Contents:
     """What a source holds.
@@ -111,6 +115,7 @@ class Contents:
         unreadable: Why the values of a tensor cannot be read without its own code, by name.
         values: What is no tensor, and tensors without data, as text by name.
         metadata: Of the header of a safetensors file; empty for a directory of these.
+        scanned: What was found in each pickle, by its bytes: tensors and values.
     """
 
     path: str
@@ -118,6 +123,7 @@ class Contents:
     unreadable: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
+    scanned: dict[bytes, _Scanned] = field(default_factory=dict, repr=False)
 
     def _free(self, name: str) -> str:
         """Return a name that no other tensor has; `{"a.b": …, "a": {"b": …}}` has one name twice."""
@@ -129,13 +135,15 @@ class Contents:
 
 
 @contextmanager
-def open_contents(path: str, *, engine: str = "auto") -> Iterator[Contents]:
+def open_contents(path: str, *, engine: str = "auto", like: Contents | None = None) -> Iterator[Contents]:
     """Give what a source holds, while its files are open.
 
     Args:
         path: A file of torch.save, of safetensors or of ours; a directory of safetensors; or the directory of a step or
             of a torch.distributed.checkpoint.
         engine: As in `TensorFile`.
+        like: Another source. A pickle that is the same there is not scanned again: two files of weights often differ in
+            the bytes of tensors only.
 
     Raises:
         CheckpointNotFoundError: There is nothing.
@@ -145,7 +153,7 @@ def open_contents(path: str, *, engine: str = "auto") -> Iterator[Contents]:
 
     Thread safety: each caller gets objects of its own.
     """
-    contents = Contents(path)
+    contents = Contents(path, scanned={} if like is None else like.scanned)
     with ExitStack() as stack:
         if not os.path.isdir(path):
             _add_file(contents, stack, CheckpointSource(path), "", engine)
@@ -249,8 +257,11 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _add_torch_zip(contents: Contents, source: CheckpointSource, file: TensorFile, prefix: str) -> None:
     entries, has_checksums = source.directory.entries, source.directory.has_checksums
     try:
-        root = source.scan().root
-        for own_name, tensor in iter_tensors(root):
+        if source.pickle not in contents.scanned:
+            root = source.scan().root
+            contents.scanned[source.pickle] = list(iter_tensors(root)), list(iter_values(root))
+        tensors, values = contents.scanned[source.pickle]
+        for own_name, tensor in tensors:
             name = contents._free(prefix + own_name)
             if tensor.storage is None:
                 contents.values[name] = f"a {tensor.kind} tensor of {tensor.dtype}, shape {list(tensor.shape)}"
@@ -285,6 +296,6 @@ def _add_torch_zip(contents: Contents, source: CheckpointSource, file: TensorFil
                 if crc32 is not None and not (size_bytes == record.size_bytes and stored.lies_in_order):
                     stored = stored._replace(crc32=None)  # the record's is not of exactly its bytes
                 contents.tensors[name] = stored
-        contents.values.update((prefix + name, text) for name, text in iter_values(root))
+        contents.values.update((prefix + name, text) for name, text in values)
     except FormatError as error:
         raise FormatError(error.message, path=source.path, offset_bytes=error.offset_bytes) from None

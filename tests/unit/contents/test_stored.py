@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import fastpersist as fp
 from fastpersist.contents.stored import open_contents, refuse_root
 from fastpersist.formats.torch_zip import Directory
+from fastpersist.loading.checkpoint_file import CheckpointSource
 
 
 def test_torch_zip_names_are_those_of_inspect(tmp_path: Path) -> None:
@@ -140,3 +141,16 @@ def test_the_time_to_open_a_file_without_checksums_grows_with_its_tensors_not_wi
     with open_contents(str(tmp_path / "a.pt")) as contents:
         assert [one.crc32 for one in contents.tensors.values()] == [None] * 50
     assert len(asked) == 1
+
+
+def test_the_same_pickle_is_scanned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        fp.save({"w": torch.full((4,), value), "lr": 0.1}, tmp_path / f"{name}.pt")
+    scans = []
+    scan = CheckpointSource.scan
+    monkeypatch.setattr(CheckpointSource, "scan", lambda self: scans.append(self.path) or scan(self))
+    with open_contents(str(tmp_path / "a.pt")) as a, open_contents(str(tmp_path / "b.pt"), like=a) as b:
+        assert len(scans) == 1
+        assert a.values == b.values == {"lr": "0.1"}
+        assert b.tensors["w"].path == str(tmp_path / "b.pt")
+        assert a.tensors["w"].crc32 != b.tensors["w"].crc32
