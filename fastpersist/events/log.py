@@ -18,13 +18,14 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, BinaryIO
 
 from fastpersist.commit.filesystem import open_regular, storage_errors
 from fastpersist.errors import FastPersistError
 from fastpersist.events.event import Event, Figure
 
-__all__ = ["EVENTS_NAME", "EventLog", "events_name", "read_events"]
+__all__ = ["EVENTS_NAME", "EventLog", "LogFollower", "events_name", "read_events"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -149,10 +150,61 @@ def read_events(root: str | os.PathLike[str]) -> Iterator[Event]:
     Thread safety: any thread; each call reads anew.
     """
     path = os.path.abspath(os.fspath(root))
-    with storage_errors("listing", path):
-        names = {name for name in os.listdir(path) if _NAME.fullmatch(name)}
-    ranks = sorted({name.removesuffix(".1") for name in names})
-    yield from heapq.merge(*(_events_of_rank(path, name) for name in ranks), key=_time_of)
+    yield from heapq.merge(*(_events_of_rank(path, name) for name in _names_in(path)), key=_time_of)
+
+
+def _names_in(root: str) -> list[str]:
+    """Return the names of the logs in a root, one for each rank."""
+    with storage_errors("listing", root):
+        return sorted({name.removesuffix(".1") for name in os.listdir(root) if _NAME.fullmatch(name)})
+
+
+class LogFollower:
+    """Reads the logs of a root again and again, each time only what was appended since.
+
+    Args:
+        root: The directory, absolute.
+
+    Thread safety: one thread at a time.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._places: dict[str, tuple[int, int]] = {}  # of each log: which file it was, and how far it is read
+
+    def news(self) -> list[Event]:
+        """Return the events since the last call, of each rank in order; at first all of them.
+
+        Raises:
+            StorageError: The root cannot be listed, or a log cannot be read.
+        """
+        return [event for name in _names_in(self._root) for event in self._news_of(name)]
+
+    def _news_of(self, name: str) -> list[Event]:
+        known, read_bytes = self._places.get(name, (0, 0))
+        found: list[Event] = []
+        with ExitStack() as stack:
+            # The log first: if it is rotated in between, both are the same file.
+            log, older = (_opened(stack, os.path.join(self._root, part)) for part in (name, f"{name}.1"))
+            files = {os.fstat(file.fileno()).st_ino: file for file in (older, log) if file is not None}
+            if log is not None and os.fstat(log.fileno()).st_ino == known:
+                files = {known: log}
+            for inode, file in files.items():
+                with storage_errors("reading", os.path.join(self._root, name)):
+                    found += self._read(file, read_bytes if inode == known else 0)
+                self._places[name] = inode, file.tell()
+        return found
+
+    def _read(self, file: BinaryIO, place: int) -> Iterator[Event]:
+        """Yield the events from a place on; the file is left behind the last whole line."""
+        file.seek(place)
+        while line := file.readline(_LINE_MAX_BYTES):
+            if not line.endswith(b"\n") and len(line) < _LINE_MAX_BYTES:
+                file.seek(-len(line), os.SEEK_CUR)  # its end is being written
+                return
+            event = decode_line(line, self._root)
+            if event is not None:
+                yield event
 
 
 def _time_of(event: Event) -> float:
@@ -173,17 +225,22 @@ def _events_of_rank(root: str, name: str) -> Iterator[Event]:
 def _parsed(root: str, name: str) -> Iterator[Event]:
     for part in (f"{name}.1", name):
         path = os.path.join(root, part)
-        try:
-            fd = open_regular(path)
-        except FastPersistError as error:
-            if getattr(error, "errno", None) == errno.ENOENT:
-                continue  # there is no such file; or it was rotated this moment
-            raise
-        with storage_errors("reading", path), open(fd, "rb") as file:
-            while line := file.readline(_LINE_MAX_BYTES):
+        with ExitStack() as stack, storage_errors("reading", path):
+            file = _opened(stack, path)
+            while file is not None and (line := file.readline(_LINE_MAX_BYTES)):
                 event = decode_line(line, root)
                 if event is not None:
                     yield event
+
+
+def _opened(stack: ExitStack, path: str) -> BinaryIO | None:
+    """Open a log; None if there is none, or if it was rotated this moment."""
+    try:
+        return stack.enter_context(open(open_regular(path), "rb"))
+    except FastPersistError as error:
+        if getattr(error, "errno", None) == errno.ENOENT:
+            return None
+        raise
 
 
 def decode_line(line: bytes, root: str) -> Event | None:

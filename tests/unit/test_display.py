@@ -58,3 +58,8 @@ def test_long_table_shows_its_beginning_and_says_how_much_is_left() -> None:
     made = html_table("t", (), [(f"row {number}!",) for number in range(100)])
     assert ("row 29!" in made, "row 30!" in made) == (True, False)
     assert "… and 70 more" in made
+
+
+def test_column_of_empty_cells_is_left_out() -> None:
+    made = html_table("t", ("name", "file"), [("a", ""), ("b", "")])
+    assert ("name" in made, "file" in made, made.count("<td")) == (True, False, 2)

@@ -187,7 +187,9 @@ def _step_times(saves: Sequence[Save]) -> Chart:
         "Length of a training step",
         "s",
         lines=lines,
-        note="From one save to the next, by the number of steps between; a save adds its stall to one of them.",
+        note="Computed, as the log has no times of single steps: the time from one save to the next without the stall, "
+        "by the number of steps between. A save adds its stall to one of them; what writing beside training slows down "
+        "is in both.",
     )
 
 

@@ -53,6 +53,11 @@ def test_options_of_a_command_are_offered(script: Path) -> None:
     assert offered(script, "bench", "save", "--js") == ["--json"]
 
 
+def test_files_are_offered_where_a_path_is_meant(script: Path) -> None:
+    assert offered(script, "verify", str(script)[:-2]) == [str(script)]
+    assert offered(script, "report", "runs", "--html", str(script)[:-2]) == [str(script)]
+
+
 def test_nothing_is_offered_for_what_no_command_begins_with(script: Path) -> None:
     assert offered(script, "quux") == []
 

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 
 import fastpersist as fp
 from fastpersist.contents.stored import open_contents, refuse_root
+from fastpersist.formats.torch_zip import Directory
+from fastpersist.loading.checkpoint_file import CheckpointSource
 
 
 def test_torch_zip_names_are_those_of_inspect(tmp_path: Path) -> None:
@@ -127,3 +129,28 @@ def test_a_tensor_beyond_its_storage_is_damage(tmp_path: Path) -> None:
     path.write_bytes(data.replace(b"K\x04\x85", b"K\x05\x85"))
     with pytest.raises(fp.FormatError, match="beyond its storage"), open_contents(str(path)):
         pass
+
+
+def test_the_time_to_open_a_file_without_checksums_grows_with_its_tensors_not_with_their_square(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp.save({f"w{number}": torch.ones(4) for number in range(50)}, tmp_path / "a.pt", checksum=False)
+    asked = []
+    whether = Directory.has_checksums.fget
+    monkeypatch.setattr(Directory, "has_checksums", property(lambda self: asked.append(0) or whether(self)))
+    with open_contents(str(tmp_path / "a.pt")) as contents:
+        assert [one.crc32 for one in contents.tensors.values()] == [None] * 50
+    assert len(asked) == 1
+
+
+def test_the_same_pickle_is_scanned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        fp.save({"w": torch.full((4,), value), "lr": 0.1}, tmp_path / f"{name}.pt")
+    scans = []
+    scan = CheckpointSource.scan
+    monkeypatch.setattr(CheckpointSource, "scan", lambda self: scans.append(self.path) or scan(self))
+    with open_contents(str(tmp_path / "a.pt")) as a, open_contents(str(tmp_path / "b.pt"), like=a) as b:
+        assert len(scans) == 1
+        assert a.values == b.values == {"lr": "0.1"}
+        assert b.tensors["w"].path == str(tmp_path / "b.pt")
+        assert a.tensors["w"].crc32 != b.tensors["w"].crc32

@@ -10,7 +10,7 @@ import pytest
 
 from fastpersist import StorageError
 from fastpersist.events import Event, log, read_events
-from fastpersist.events.log import EventLog, decode_line, encode_line, events_name
+from fastpersist.events.log import EventLog, LogFollower, decode_line, encode_line, events_name
 
 
 def event_at(time_s: float, root: Path, *, kind: str = "committed", step: int = 1, rank: int = 0) -> Event:
@@ -153,3 +153,36 @@ def test_root_without_a_log_has_no_events(tmp_path: Path) -> None:
 def test_root_that_is_missing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="listing"):
         list(read_events(tmp_path / "none"))
+
+
+def test_follower_tells_each_event_once_over_rotations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = EventLog(str(tmp_path), 0)
+    event = event_at(1700000000.0, tmp_path)
+    monkeypatch.setattr(log, "_SIZE_MAX_BYTES", 3 * len(encode_line(event)))
+    follower = LogFollower(str(tmp_path))
+    assert follower.news() == []
+    found: list[float] = []
+    told = 0
+    for count in (1, 1, 2, 1, 3, 0, 2, 4):  # the log is rotated at each third event: between readings, and at them
+        for _ in range(count):
+            written.append(event_at(1700000000.0 + told, tmp_path))
+            told += 1
+        found += [one.time_s - 1700000000.0 for one in follower.news()]
+    assert found == list(range(told))
+
+
+def test_follower_reads_no_line_again_and_waits_for_the_end_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[bytes] = []
+    monkeypatch.setattr(log, "decode_line", lambda line, root: decoded.append(line) or decode_line(line, root))
+    line = encode_line(event_at(1700000000.0, tmp_path))
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(line + line[:20])
+    follower = LogFollower(str(tmp_path))
+    assert len(follower.news()) == 1
+    with path.open("ab") as file:
+        file.write(line[20:])
+    assert len(follower.news()) == 1
+    assert follower.news() == []
+    assert decoded == [line, line]
